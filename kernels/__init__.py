@@ -1,0 +1,1 @@
+"""Tensor arithmetic: pure functions that know no network. A torch reference stands beside every kernel."""

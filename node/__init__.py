@@ -1,0 +1,1 @@
+"""The program: command line, configuration, coordinator, stage, model, training, telemetry."""

@@ -1,0 +1,128 @@
+"""The run file's sections as frozen dataclasses. Reading, checking and printing live beside this module.
+
+Units are in the names or the docstrings; every field's meaning is given beneath it.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSection:
+    """`[run]`"""
+
+    name: str = "run"
+    """Shown to volunteers and used as the run directory's name."""
+    seed: int = 0
+    """All randomness is a function of this and of (step, microbatch, layer, direction)."""
+    steps: int = 300
+    """Optimizer steps in the whole run."""
+    snapshot_every: int = 100
+    """Steps between snapshots; the last step always makes one."""
+    keep_snapshots: int = 3
+    """Complete snapshots kept; older ones are removed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """`[model]`"""
+
+    family: str = "llama"
+    """`llama` (RMSNorm, RoPE, grouped-query attention, SwiGLU) or `gpt2` (LayerNorm, learned positions, GELU)."""
+    layers: int = 8
+    """Transformer blocks."""
+    hidden: int = 256
+    heads: int = 8
+    kv_heads: int = 8
+    """Key and value heads (llama only; must divide `heads`)."""
+    ffn: int = 688
+    """Inner width of the feed-forward layer."""
+    vocab: int = 256
+    sequence: int = 256
+    """Tokens a sample."""
+    tied: bool = False
+    """The output head shares the embedding's weight. Its gradient crosses the network once a step."""
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    init_std: float = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """`[data]`, read by the coordinator alone: volunteers need no data."""
+
+    path: str = "stdlib"
+    """A text or JSONL file, a folder of them, or `stdlib`: the Python standard library's own sources."""
+    jsonl_field: str = "text"
+    tokenizer: str = "bytes"
+    """`bytes`: a token a byte, vocabulary 256."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSection:
+    """`[training]`"""
+
+    global_batch: int = 16
+    """Samples a step."""
+    microbatch: int = 2
+    """Samples a microbatch; must divide `global_batch`."""
+    lr: float = 1e-3
+    min_lr_ratio: float = 0.1
+    """The cosine ends at this share of `lr`."""
+    warmup_steps: int = 20
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """On matrices; never on norms and biases."""
+    clip: float = 1.0
+    """Global gradient norm across all stages; 0 turns clipping off."""
+    precision: str = "float32"
+    """`float32`, or `bfloat16` (autocast; weights and optimizer state stay float32)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSection:
+    """`[pipeline]`"""
+
+    stages: int = 4
+    chunks: int = 1
+    """Model chunks a stage; above 1 the schedule is interleaved 1F1B."""
+    window: int = 0
+    """Extra microbatches in flight on each link, so that compute goes on while tensors travel."""
+    split: tuple[int, ...] = ()
+    """Blocks of each chunk in pipeline order (stages x chunks numbers); empty splits evenly by cost."""
+    forward_codec: str = "tah"
+    backward_codec: str = "fixed-8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorSection:
+    """`[coordinator]`"""
+
+    listen: str = "0.0.0.0:7700"
+    """Address of the join port; nodes that hold a certificate use the next port (port 0 picks both)."""
+    advertise: tuple[str, ...] = ()
+    """host:port pairs that go into join tokens; empty uses this machine's addresses."""
+    heartbeat_seconds: float = 2.0
+    silent_seconds: float = 15.0
+    """A node that says nothing for this long is taken for dead."""
+    outage_seconds: float = 60.0
+    """How long nodes wait for a coordinator that went away."""
+    certificate_hours: float = 24.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run file."""
+
+    run: RunSection = field(default_factory=RunSection)
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    training: TrainingSection = field(default_factory=TrainingSection)
+    pipeline: PipelineSection = field(default_factory=PipelineSection)
+    coordinator: CoordinatorSection = field(default_factory=CoordinatorSection)
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches a step."""
+        return self.training.global_batch // self.training.microbatch

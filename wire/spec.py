@@ -1,0 +1,44 @@
+"""What a tensor on a link is: its place in the run (`TensorKey`) and its negotiated form (`TensorSpec`)."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from math import prod
+
+import torch
+
+
+class Direction(IntEnum):
+    """What a tensor is to the pipeline. The wire carries the value in one byte."""
+
+    ACTIVATION = 0
+    GRADIENT = 1
+    # The gradient of a tied embedding: the last stage's share goes to the first, the sum comes back.
+    TIED_SHARE = 2
+    TIED_SUM = 3
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class TensorKey:
+    """The name of one tensor in flight; unique within a run.
+
+    `boundary` is the global index of the chunk that lies before the boundary (chunk j feeds chunk j + 1, so
+    its activation and the gradient that comes back both cross boundary j). Zero for tied gradients.
+    """
+
+    epoch: int
+    step: int
+    microbatch: int
+    boundary: int
+    direction: Direction
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Dtype and shape that both ends agreed on before anything was sent."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)

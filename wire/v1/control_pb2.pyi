@@ -1,0 +1,322 @@
+from wire.v1 import enrolment_pb2 as _enrolment_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FailureKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FAILURE_UNSPECIFIED: _ClassVar[FailureKind]
+    FAILURE_LINK: _ClassVar[FailureKind]
+    FAILURE_NON_FINITE: _ClassVar[FailureKind]
+    FAILURE_INTERNAL: _ClassVar[FailureKind]
+FAILURE_UNSPECIFIED: FailureKind
+FAILURE_LINK: FailureKind
+FAILURE_NON_FINITE: FailureKind
+FAILURE_INTERNAL: FailureKind
+
+class Hello(_message.Message):
+    __slots__ = ("version", "protocol", "peer_address", "hardware", "flops", "epoch", "process_nonce")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    PEER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HARDWARE_FIELD_NUMBER: _ClassVar[int]
+    FLOPS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_NONCE_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    protocol: int
+    peer_address: str
+    hardware: _enrolment_pb2.Hardware
+    flops: float
+    epoch: int
+    process_nonce: int
+    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., peer_address: _Optional[str] = ..., hardware: _Optional[_Union[_enrolment_pb2.Hardware, _Mapping]] = ..., flops: _Optional[float] = ..., epoch: _Optional[int] = ..., process_nonce: _Optional[int] = ...) -> None: ...
+
+class Placed(_message.Message):
+    __slots__ = ("epoch", "held_step")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HELD_STEP_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    held_step: int
+    def __init__(self, epoch: _Optional[int] = ..., held_step: _Optional[int] = ...) -> None: ...
+
+class Ready(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class UnitNorm(_message.Message):
+    __slots__ = ("unit", "squared_norm")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    SQUARED_NORM_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    squared_norm: float
+    def __init__(self, unit: _Optional[int] = ..., squared_norm: _Optional[float] = ...) -> None: ...
+
+class Vote(_message.Message):
+    __slots__ = ("epoch", "step", "norms", "loss", "has_loss")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    NORMS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    HAS_LOSS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    step: int
+    norms: _containers.RepeatedCompositeFieldContainer[UnitNorm]
+    loss: float
+    has_loss: bool
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., norms: _Optional[_Iterable[_Union[UnitNorm, _Mapping]]] = ..., loss: _Optional[float] = ..., has_loss: bool = ...) -> None: ...
+
+class Applied(_message.Message):
+    __slots__ = ("epoch", "step")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    step: int
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
+class StepFailed(_message.Message):
+    __slots__ = ("epoch", "step", "kind", "message")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    step: int
+    kind: FailureKind
+    message: str
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ...) -> None: ...
+
+class LinkReport(_message.Message):
+    __slots__ = ("peer_stage", "bytes_sent", "bytes_received", "elements_sent", "elements_received", "retransmits", "rejects", "rtt_seconds")
+    PEER_STAGE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    ELEMENTS_SENT_FIELD_NUMBER: _ClassVar[int]
+    ELEMENTS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    RETRANSMITS_FIELD_NUMBER: _ClassVar[int]
+    REJECTS_FIELD_NUMBER: _ClassVar[int]
+    RTT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    peer_stage: int
+    bytes_sent: int
+    bytes_received: int
+    elements_sent: int
+    elements_received: int
+    retransmits: int
+    rejects: int
+    rtt_seconds: float
+    def __init__(self, peer_stage: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., elements_sent: _Optional[int] = ..., elements_received: _Optional[int] = ..., retransmits: _Optional[int] = ..., rejects: _Optional[int] = ..., rtt_seconds: _Optional[float] = ...) -> None: ...
+
+class KindSeconds(_message.Message):
+    __slots__ = ("kind", "seconds")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    seconds: float
+    def __init__(self, kind: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class Telemetry(_message.Message):
+    __slots__ = ("times", "wall_seconds", "links", "peak_memory_bytes")
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    WALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    PEAK_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    times: _containers.RepeatedCompositeFieldContainer[KindSeconds]
+    wall_seconds: float
+    links: _containers.RepeatedCompositeFieldContainer[LinkReport]
+    peak_memory_bytes: int
+    def __init__(self, times: _Optional[_Iterable[_Union[KindSeconds, _Mapping]]] = ..., wall_seconds: _Optional[float] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., peak_memory_bytes: _Optional[int] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("telemetry",)
+    TELEMETRY_FIELD_NUMBER: _ClassVar[int]
+    telemetry: Telemetry
+    def __init__(self, telemetry: _Optional[_Union[Telemetry, _Mapping]] = ...) -> None: ...
+
+class Leave(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class NodeMessage(_message.Message):
+    __slots__ = ("hello", "placed", "ready", "vote", "applied", "step_failed", "heartbeat", "leave")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    PLACED_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    VOTE_FIELD_NUMBER: _ClassVar[int]
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
+    STEP_FAILED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    placed: Placed
+    ready: Ready
+    vote: Vote
+    applied: Applied
+    step_failed: StepFailed
+    heartbeat: Heartbeat
+    leave: Leave
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("node_id", "config_json", "heartbeat_seconds")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    config_json: str
+    heartbeat_seconds: float
+    def __init__(self, node_id: _Optional[str] = ..., config_json: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ...) -> None: ...
+
+class PlacedStage(_message.Message):
+    __slots__ = ("node_id", "address")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    address: str
+    def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
+class Placement(_message.Message):
+    __slots__ = ("epoch", "stage", "stages")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    stage: int
+    stages: _containers.RepeatedCompositeFieldContainer[PlacedStage]
+    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ...) -> None: ...
+
+class Restore(_message.Message):
+    __slots__ = ("epoch", "step")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    step: int
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
+class Begin(_message.Message):
+    __slots__ = ("epoch", "step")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    step: int
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("epoch", "step", "clip_coefficient", "lr", "snapshot")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    CLIP_COEFFICIENT_FIELD_NUMBER: _ClassVar[int]
+    LR_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    step: int
+    clip_coefficient: float
+    lr: float
+    snapshot: bool
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., clip_coefficient: _Optional[float] = ..., lr: _Optional[float] = ..., snapshot: bool = ...) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("epoch", "reason")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    reason: str
+    def __init__(self, epoch: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Finish(_message.Message):
+    __slots__ = ("reason", "failed")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    failed: bool
+    def __init__(self, reason: _Optional[str] = ..., failed: bool = ...) -> None: ...
+
+class CoordinatorMessage(_message.Message):
+    __slots__ = ("welcome", "placement", "restore", "begin", "commit", "abort", "finish", "refusal")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    placement: Placement
+    restore: Restore
+    begin: Begin
+    commit: Commit
+    abort: Abort
+    finish: Finish
+    refusal: _enrolment_pb2.Refusal
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., refusal: _Optional[_Union[_enrolment_pb2.Refusal, _Mapping]] = ...) -> None: ...
+
+class RenewRequest(_message.Message):
+    __slots__ = ("csr_der",)
+    CSR_DER_FIELD_NUMBER: _ClassVar[int]
+    csr_der: bytes
+    def __init__(self, csr_der: _Optional[bytes] = ...) -> None: ...
+
+class RenewReply(_message.Message):
+    __slots__ = ("certificate_pem", "refusal")
+    CERTIFICATE_PEM_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    certificate_pem: bytes
+    refusal: _enrolment_pb2.Refusal
+    def __init__(self, certificate_pem: _Optional[bytes] = ..., refusal: _Optional[_Union[_enrolment_pb2.Refusal, _Mapping]] = ...) -> None: ...
+
+class GetBatchRequest(_message.Message):
+    __slots__ = ("step", "labels")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    labels: bool
+    def __init__(self, step: _Optional[int] = ..., labels: bool = ...) -> None: ...
+
+class GetLayerRequest(_message.Message):
+    __slots__ = ("step", "unit")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    unit: str
+    def __init__(self, step: _Optional[int] = ..., unit: _Optional[str] = ...) -> None: ...
+
+class DataChunk(_message.Message):
+    __slots__ = ("data", "total_bytes", "sha256")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    total_bytes: int
+    sha256: str
+    def __init__(self, data: _Optional[bytes] = ..., total_bytes: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
+
+class PutLayerChunk(_message.Message):
+    __slots__ = ("step", "unit", "total_bytes", "sha256", "data")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    unit: str
+    total_bytes: int
+    sha256: str
+    data: bytes
+    def __init__(self, step: _Optional[int] = ..., unit: _Optional[str] = ..., total_bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class PutLayerReply(_message.Message):
+    __slots__ = ("stored", "message")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    stored: bool
+    message: str
+    def __init__(self, stored: bool = ..., message: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,62 @@
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Hardware(_message.Message):
+    __slots__ = ("device", "cores", "memory_bytes")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    CORES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    device: str
+    cores: int
+    memory_bytes: int
+    def __init__(self, device: _Optional[str] = ..., cores: _Optional[int] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
+
+class JoinRequest(_message.Message):
+    __slots__ = ("version", "protocol", "run_id", "token_id", "secret", "csr_der", "hardware")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    CSR_DER_FIELD_NUMBER: _ClassVar[int]
+    HARDWARE_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    protocol: int
+    run_id: str
+    token_id: str
+    secret: bytes
+    csr_der: bytes
+    hardware: Hardware
+    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., token_id: _Optional[str] = ..., secret: _Optional[bytes] = ..., csr_der: _Optional[bytes] = ..., hardware: _Optional[_Union[Hardware, _Mapping]] = ...) -> None: ...
+
+class Granted(_message.Message):
+    __slots__ = ("node_id", "certificate_pem", "ca_pem", "control_port")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_PEM_FIELD_NUMBER: _ClassVar[int]
+    CA_PEM_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_PORT_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    certificate_pem: bytes
+    ca_pem: bytes
+    control_port: int
+    def __init__(self, node_id: _Optional[str] = ..., certificate_pem: _Optional[bytes] = ..., ca_pem: _Optional[bytes] = ..., control_port: _Optional[int] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("code", "message")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    message: str
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class JoinReply(_message.Message):
+    __slots__ = ("granted", "refusal")
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    granted: Granted
+    refusal: Refusal
+    def __init__(self, granted: _Optional[_Union[Granted, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
