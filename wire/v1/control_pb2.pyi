@@ -74,12 +74,14 @@ class Vote(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., norms: _Optional[_Iterable[_Union[UnitNorm, _Mapping]]] = ..., loss: _Optional[float] = ..., has_loss: bool = ...) -> None: ...
 
 class Applied(_message.Message):
-    __slots__ = ("epoch", "step")
+    __slots__ = ("epoch", "step", "telemetry")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    TELEMETRY_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+    telemetry: Telemetry
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ...) -> None: ...
 
 class StepFailed(_message.Message):
     __slots__ = ("epoch", "step", "kind", "message")
@@ -93,25 +95,31 @@ class StepFailed(_message.Message):
     message: str
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
+class DirectionReport(_message.Message):
+    __slots__ = ("direction", "bytes_sent", "elements_sent")
+    DIRECTION_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    ELEMENTS_SENT_FIELD_NUMBER: _ClassVar[int]
+    direction: int
+    bytes_sent: int
+    elements_sent: int
+    def __init__(self, direction: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., elements_sent: _Optional[int] = ...) -> None: ...
+
 class LinkReport(_message.Message):
-    __slots__ = ("peer_stage", "bytes_sent", "bytes_received", "elements_sent", "elements_received", "retransmits", "rejects", "rtt_seconds")
+    __slots__ = ("peer_stage", "bytes_sent", "bytes_received", "retransmits", "rejects", "rtt_seconds")
     PEER_STAGE_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
-    ELEMENTS_SENT_FIELD_NUMBER: _ClassVar[int]
-    ELEMENTS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     RETRANSMITS_FIELD_NUMBER: _ClassVar[int]
     REJECTS_FIELD_NUMBER: _ClassVar[int]
     RTT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     peer_stage: int
     bytes_sent: int
     bytes_received: int
-    elements_sent: int
-    elements_received: int
     retransmits: int
     rejects: int
     rtt_seconds: float
-    def __init__(self, peer_stage: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., elements_sent: _Optional[int] = ..., elements_received: _Optional[int] = ..., retransmits: _Optional[int] = ..., rejects: _Optional[int] = ..., rtt_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, peer_stage: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., retransmits: _Optional[int] = ..., rejects: _Optional[int] = ..., rtt_seconds: _Optional[float] = ...) -> None: ...
 
 class KindSeconds(_message.Message):
     __slots__ = ("kind", "seconds")
@@ -122,16 +130,18 @@ class KindSeconds(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Telemetry(_message.Message):
-    __slots__ = ("times", "wall_seconds", "links", "peak_memory_bytes")
+    __slots__ = ("times", "wall_seconds", "links", "directions", "peak_memory_bytes")
     TIMES_FIELD_NUMBER: _ClassVar[int]
     WALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    DIRECTIONS_FIELD_NUMBER: _ClassVar[int]
     PEAK_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     times: _containers.RepeatedCompositeFieldContainer[KindSeconds]
     wall_seconds: float
     links: _containers.RepeatedCompositeFieldContainer[LinkReport]
+    directions: _containers.RepeatedCompositeFieldContainer[DirectionReport]
     peak_memory_bytes: int
-    def __init__(self, times: _Optional[_Iterable[_Union[KindSeconds, _Mapping]]] = ..., wall_seconds: _Optional[float] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., peak_memory_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, times: _Optional[_Iterable[_Union[KindSeconds, _Mapping]]] = ..., wall_seconds: _Optional[float] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., directions: _Optional[_Iterable[_Union[DirectionReport, _Mapping]]] = ..., peak_memory_bytes: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("telemetry",)
