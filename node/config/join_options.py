@@ -1,0 +1,22 @@
+"""What `thinwire join` was asked for on its command line."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinOptions:
+    """Options of one node process."""
+
+    listen: str = "0.0.0.0:0"
+    """host:port where neighbours' connections are accepted; port 0 takes a free one."""
+    advertise: str = ""
+    """host:port that neighbours dial; empty means the host the coordinator sees, with the port listened on."""
+    state_dir: Path | None = None
+    """Where the node's key and certificate live; None means the default for this run and user."""
+    device: str = "auto"
+    """`auto` (the first GPU, else the CPU), `cpu` or `cuda:N`."""
+    threads: int = 0
+    """CPU threads for arithmetic; 0 leaves torch's default."""
+    json: bool = False
+    """Progress on stdout as JSON lines instead of text."""

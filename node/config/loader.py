@@ -1,0 +1,232 @@
+"""Run files: TOML and `key=value` overrides in, a checked `RunConfig` out; and back to JSON and TOML.
+
+Reading is strict everywhere: an unknown section or key is an error that names the nearest match, a value of
+another type is an error that names the type expected. Two conversions are made: a whole number where a
+float is meant, and a list where a tuple is meant. Nothing here imports torch, except `validate`'s look at
+the codec names.
+"""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from node.config.schema import RunConfig
+from node.config.validate import validate
+from wire.errors import ConfigError
+
+EXPECTED = {
+    str: "a string",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    tuple[int, ...]: "a list of whole numbers",
+    tuple[str, ...]: "a list of strings",
+}
+"""Every type that a field of the schema may have, in words."""
+
+Values = dict[str, dict[str, Any]]
+"""Checked values by section and key."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run file, apply overrides such as `training.lr=3e-4`, check everything.
+
+    Raises ConfigError, in one line that names the file or the override, the key and what was expected.
+    """
+    path = Path(path)
+    values = _read_sections(_parse_toml(path), where=str(path))
+    for override in overrides:
+        section, key, value = parse_override(override)
+        values.setdefault(section, {})[key] = value
+    config = _build(values)
+    validate(config, where=str(path))
+    return config
+
+
+def default_config() -> RunConfig:
+    """The config of an empty run file."""
+    return RunConfig()
+
+
+def parse_override(text: str) -> tuple[str, str, Any]:
+    """Read one `section.key=value` into (section, key, value of the field's type).
+
+    Strings need no quotes and lists may be written with commas alone: `pipeline.split=2,2,3,1`.
+    """
+    name, equals, raw = text.partition("=")
+    name, raw = name.strip(), raw.strip()
+    if not equals:
+        raise ConfigError(f"override {text!r}: expected section.key=value, for example training.lr=3e-4")
+    section, dot, key = name.partition(".")
+    if not dot:
+        candidates = [full for full in _full_keys() if full.endswith(f".{name}")]
+        hint = f"; did you mean {' or '.join(candidates)}?" if candidates else _nearest(name, _full_keys())
+        raise ConfigError(f"override {text!r}: {name!r} names no section{hint}")
+    kind = _field_type(section, key, where=f"override {text!r}")
+    value = _parse_override_value(raw, kind)
+    return section, key, _convert(value, kind, where=f"override {text!r}", name=name)
+
+
+def to_json(config: RunConfig) -> str:
+    """The resolved config as one JSON object, every key included."""
+    return json.dumps(_as_values(config), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def from_json(text: str) -> RunConfig:
+    """The inverse of `to_json`. Unknown, missing and mistyped keys and broken rules raise ConfigError."""
+    where = "the run's resolved config"
+    try:
+        raw = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{where}: expected an object of sections, got {_shown(raw)}")
+    values = _read_sections(raw, where=where)
+    for full in _full_keys():
+        section, _, key = full.partition(".")
+        if key not in values.get(section, {}):
+            raise ConfigError(f"{where}: {full} is missing; both sides must run the same version of thinwire")
+    config = _build(values)
+    validate(config, where=where)
+    return config
+
+
+def to_toml(config: RunConfig) -> str:
+    """The resolved config as a run file that `load_config` reads back to an equal config."""
+    blocks = []
+    for section, values in _as_values(config).items():
+        lines = [f"[{section}]", *(f"{key} = {toml_value(value)}" for key, value in values.items())]
+        blocks.append("\n".join(lines) + "\n")
+    return "\n".join(blocks)
+
+
+def toml_value(value: object) -> str:
+    """One schema value as TOML writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but for DEL, which TOML wants escaped too.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(toml_value(item) for item in value)}]"
+    return repr(value)
+
+
+def section_types() -> dict[str, type]:
+    """The schema's sections: name to dataclass, in order."""
+    return {name: hint for name, hint in get_type_hints(RunConfig).items()}
+
+
+@cache
+def _key_types(section: str) -> Mapping[str, Any]:
+    return get_type_hints(section_types()[section])
+
+
+def _full_keys() -> list[str]:
+    return [f"{section}.{key}" for section in section_types() for key in _key_types(section)]
+
+
+def _as_values(config: RunConfig) -> Values:
+    return {name: dict(vars(getattr(config, name))) for name in section_types()}
+
+
+def _build(values: Values) -> RunConfig:
+    return RunConfig(**{name: cls(**values.get(name, {})) for name, cls in section_types().items()})
+
+
+def _parse_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such run file; deploy/recipes/ has some to start from") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a directory; a run file (TOML) is expected here") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); a run file is TOML") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def _read_sections(raw: Mapping[str, Any], where: str) -> Values:
+    values: Values = {}
+    for section, table in raw.items():
+        if section not in section_types():
+            # A key outside its section is the likeliest slip; say where it belongs.
+            owners = [full for full in _full_keys() if full.endswith(f".{section}")]
+            if owners and not isinstance(table, dict):
+                owner = owners[0].partition(".")[0]
+                raise ConfigError(f"{where}: key {section!r} is outside its section; put it under [{owner}]")
+            raise ConfigError(f"{where}: unknown section [{section}]{_nearest(section, section_types())}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{where}: [{section}] must be a section of keys, got {_shown(table)}")
+        values[section] = {
+            key: _convert(value, _field_type(section, key, where), where=where, name=f"{section}.{key}")
+            for key, value in table.items()
+        }
+    return values
+
+
+def _field_type(section: str, key: str, where: str) -> Any:
+    if section not in section_types():
+        raise ConfigError(f"{where}: unknown section [{section}]{_nearest(section, section_types())}")
+    types = _key_types(section)
+    if key in types:
+        return types[key]
+    hint = _nearest(key, types)
+    elsewhere = [full for full in _full_keys() if full.endswith(f".{key}")]
+    if elsewhere:
+        hint = f"; did you mean {' or '.join(elsewhere)}?"
+    raise ConfigError(f"{where}: unknown key {key!r} in [{section}]{hint}")
+
+
+def _convert(value: Any, kind: Any, *, where: str, name: str) -> Any:
+    """`value` as the field type `kind`; ConfigError when it is another type."""
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind in (str, bool, int, float) and type(value) is kind:
+        return value
+    if kind == tuple[int, ...] and isinstance(value, list) and all(type(item) is int for item in value):
+        return tuple(value)
+    if kind == tuple[str, ...] and isinstance(value, list) and all(type(item) is str for item in value):
+        return tuple(value)
+    raise ConfigError(f"{where}: {name} must be {EXPECTED[kind]}, got {_shown(value)}")
+
+
+def _parse_override_value(raw: str, kind: Any) -> Any:
+    """The text after `=` as TOML, or, for strings and lists, as people type it in a shell."""
+    as_toml = _toml_scalar(raw)
+    if kind is str:
+        return as_toml if isinstance(as_toml, str) else raw
+    if kind in (tuple[int, ...], tuple[str, ...]) and not isinstance(as_toml, list):
+        items = [item.strip() for item in raw.split(",")] if raw else []
+        return items if kind == tuple[str, ...] else [_toml_scalar(item, default=item) for item in items]
+    return raw if as_toml is None else as_toml
+
+
+def _toml_scalar(raw: str, default: Any = None) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {raw}")
+    except tomllib.TOMLDecodeError:
+        return default
+    return parsed["value"] if len(parsed) == 1 else default
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an error line: the nearest known name, else all of them."""
+    known = list(known)
+    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(known)}"
+
+
+def _shown(value: object) -> str:
+    """A value and its type in words, short enough for one line."""
+    words = {str: "a string", bool: "true or false", int: "a whole number", float: "a number", list: "a list"}
+    described = words.get(type(value), "a section" if isinstance(value, dict) else type(value).__name__)
+    text = repr(value)
+    return f"{text if len(text) <= 40 else text[:37] + '...'} ({described})"

@@ -1,0 +1,204 @@
+"""The rules of a run file that types cannot express: ranges, names and what must fit together.
+
+`problems` lists every broken rule, each as one line that says what to change; `validate` raises for them.
+"""
+
+import difflib
+import math
+from collections.abc import Iterator, Sequence
+
+from node.config.schema import (
+    CoordinatorSection,
+    ModelSection,
+    PipelineSection,
+    RunConfig,
+    RunSection,
+    TrainingSection,
+)
+from wire.errors import ConfigError
+
+FAMILIES = ("llama", "gpt2")
+TOKENIZERS = ("bytes",)
+PRECISIONS = ("float32", "bfloat16")
+
+MAX_NAME = 64
+BYTE_VOCABULARY = 256
+
+
+def validate(config: RunConfig, where: str) -> None:
+    """Raise ConfigError with the first problem, and how many more there are, of what `where` gave."""
+    found = problems(config)
+    if found:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise ConfigError(f"{where}: {found[0]}{more}")
+
+
+def problems(config: RunConfig) -> list[str]:
+    """Every broken rule, one line each, in the order of the file."""
+    return [
+        *_run(config.run),
+        *_model(config.model, config.data.tokenizer),
+        *_name("data.tokenizer", config.data.tokenizer, TOKENIZERS),
+        *([] if config.data.path else ["data.path must name a file, a folder or stdlib"]),
+        *_training(config.training, config.run.steps),
+        *_pipeline(config.pipeline, config.model.layers),
+        *_codecs(config.pipeline),
+        *_coordinator(config.coordinator),
+    ]
+
+
+def parse_listen(address: str) -> tuple[str, int]:
+    """Split `host:port` or `[v6]:port`. Raises ConfigError."""
+    host, colon, port = address.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not colon or not bare or (":" in host and bare == host) or any(char.isspace() for char in address):
+        raise ConfigError(f"{address!r} is not host:port, for example 0.0.0.0:7700 or [::]:7700")
+    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise ConfigError(f"{address!r} has no port from 0 to 65535 after the colon")
+    return bare, int(port)
+
+
+def _run(run: RunSection) -> Iterator[str]:
+    allowed = run.name.isascii() and run.name.replace("-", "").replace("_", "").replace(".", "").isalnum()
+    if not allowed or run.name.startswith((".", "-")) or len(run.name) > MAX_NAME:
+        yield (
+            f"run.name {run.name!r} must be 1 to {MAX_NAME} letters, digits, '-', '_' or '.', starting with "
+            "a letter, a digit or '_': it names the run directory"
+        )
+    if not 0 <= run.seed < 2**63:
+        yield f"run.seed must be from 0 to 2**63 - 1, got {run.seed}"
+    yield from _at_least(1, {"run.steps": run.steps, "run.snapshot_every": run.snapshot_every})
+    yield from _at_least(1, {"run.keep_snapshots": run.keep_snapshots})
+
+
+def _model(model: ModelSection, tokenizer: str) -> Iterator[str]:
+    yield from _name("model.family", model.family, FAMILIES)
+    sizes = {
+        f"model.{key}": getattr(model, key)
+        for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "sequence")
+    }
+    wrong = list(_at_least(1, sizes))
+    yield from wrong
+    yield from _positive({"model.norm_eps": model.norm_eps, "model.init_std": model.init_std})
+    if wrong:
+        return
+    if model.hidden % model.heads:
+        yield f"model.hidden ({model.hidden}) must be a multiple of model.heads ({model.heads})"
+    elif model.family == "llama" and (model.hidden // model.heads) % 2:
+        yield (
+            f"model.hidden / model.heads ({model.hidden // model.heads}) must be even: rotary position "
+            "embedding turns pairs of channels"
+        )
+    if model.family == "llama":
+        yield from _positive({"model.rope_theta": model.rope_theta})
+        if model.heads % model.kv_heads:
+            yield f"model.heads ({model.heads}) must be a multiple of model.kv_heads ({model.kv_heads})"
+    if tokenizer == "bytes" and model.vocab < BYTE_VOCABULARY:
+        yield f"model.vocab must be at least {BYTE_VOCABULARY} for byte tokens, got {model.vocab}"
+
+
+def _training(training: TrainingSection, steps: int) -> Iterator[str]:
+    wrong = list(
+        _at_least(
+            1, {"training.global_batch": training.global_batch, "training.microbatch": training.microbatch}
+        )
+    )
+    yield from wrong
+    if not wrong and training.global_batch % training.microbatch:
+        yield (
+            f"training.global_batch ({training.global_batch}) must be a multiple of training.microbatch "
+            f"({training.microbatch})"
+        )
+    yield from _positive({"training.lr": training.lr, "training.eps": training.eps})
+    if not 0 <= training.min_lr_ratio <= 1:
+        yield f"training.min_lr_ratio must be from 0 to 1, got {training.min_lr_ratio}"
+    if not 0 <= training.warmup_steps <= steps:
+        yield f"training.warmup_steps must be from 0 to run.steps ({steps}), got {training.warmup_steps}"
+    for key in ("beta1", "beta2"):
+        if not 0 <= getattr(training, key) < 1:
+            yield f"training.{key} must be at least 0 and below 1, got {getattr(training, key)}"
+    for key in ("weight_decay", "clip"):
+        if not 0 <= getattr(training, key) < math.inf:
+            yield f"training.{key} must be a finite number of at least 0, got {getattr(training, key)}"
+    yield from _name("training.precision", training.precision, PRECISIONS)
+
+
+def _pipeline(pipeline: PipelineSection, layers: int) -> Iterator[str]:
+    wrong = list(_at_least(1, {"pipeline.stages": pipeline.stages, "pipeline.chunks": pipeline.chunks}))
+    yield from wrong
+    yield from _at_least(0, {"pipeline.window": pipeline.window})
+    if wrong or layers < 1:
+        return
+    chunks = pipeline.stages * pipeline.chunks
+    shape = f"{pipeline.stages} stages" + (f" x {pipeline.chunks} chunks" if pipeline.chunks > 1 else "")
+    if pipeline.chunks > 1 and pipeline.stages < 2:
+        yield f"pipeline.chunks = {pipeline.chunks} (interleaved) needs pipeline.stages of at least 2"
+    if chunks > layers:
+        yield (
+            f"{shape} need at least {chunks} blocks, but model.layers is {layers}: lower pipeline.stages "
+            "or pipeline.chunks, or raise model.layers"
+        )
+    split = pipeline.split
+    if split and len(split) != chunks:
+        yield f"pipeline.split has {len(split)} numbers, but {shape} need {chunks}"
+    elif any(blocks < 1 for blocks in split):
+        yield f"pipeline.split must give every chunk at least 1 block, got {list(split)}"
+    elif split and sum(split) != layers:
+        yield f"pipeline.split adds up to {sum(split)} blocks, but model.layers is {layers}"
+
+
+def _codecs(pipeline: PipelineSection) -> Iterator[str]:
+    # Brings torch in, which importing this module must not.
+    from wire.codecs.registry import codec
+
+    for key in ("forward_codec", "backward_codec"):
+        try:
+            codec(getattr(pipeline, key))
+        except ConfigError as error:
+            yield f"pipeline.{key}: {error}"
+
+
+def _coordinator(coordinator: CoordinatorSection) -> Iterator[str]:
+    for name, address in (
+        ("coordinator.listen", coordinator.listen),
+        *(("coordinator.advertise", address) for address in coordinator.advertise),
+    ):
+        try:
+            _, port = parse_listen(address)
+        except ConfigError as error:
+            yield f"{name}: {error}"
+            continue
+        if name == "coordinator.advertise" and port == 0:
+            yield f"{name}: {address!r} must carry the port that nodes dial, not 0"
+        if name == "coordinator.listen" and port == 65535:
+            yield f"{name}: {address!r} leaves no next port for certified nodes; use 65534 or lower"
+    yield from _positive(
+        {
+            f"coordinator.{key}": getattr(coordinator, key)
+            for key in ("heartbeat_seconds", "silent_seconds", "outage_seconds", "certificate_hours")
+        }
+    )
+    if coordinator.silent_seconds <= coordinator.heartbeat_seconds:
+        yield (
+            f"coordinator.silent_seconds ({coordinator.silent_seconds}) must be above "
+            f"coordinator.heartbeat_seconds ({coordinator.heartbeat_seconds}), or live nodes are taken for dead"
+        )
+
+
+def _at_least(least: int, values: dict[str, int]) -> Iterator[str]:
+    for name, value in values.items():
+        if value < least:
+            yield f"{name} must be at least {least}, got {value}"
+
+
+def _positive(values: dict[str, float]) -> Iterator[str]:
+    for name, value in values.items():
+        if not 0 < value < math.inf:
+            yield f"{name} must be a finite number above 0, got {value}"
+
+
+def _name(key: str, value: str, known: Sequence[str]) -> Iterator[str]:
+    if value not in known:
+        match = difflib.get_close_matches(value, known, n=1)
+        hint = f"did you mean {match[0]!r}?" if match else f"known: {', '.join(known)}"
+        yield f"{key} {value!r} is unknown; {hint}"
