@@ -1,0 +1,217 @@
+"""Pipeline schedules as pure data: which chunk runs which microbatch, in which order, on each stage.
+
+A pipeline of `stages` processes and `chunks` model chunks a stage has stages × chunks global chunks; local
+chunk c of stage s is global chunk c·stages + s. Chunk j's activation crosses boundary j to chunk j + 1, and
+its gradient comes back over boundary j.
+
+Every schedule here is 1F1B (PipeDream-flush; Narayanan et al. 2021, arXiv 2104.04473, section 2.2): a stage
+runs forwards until its in-flight limit, then alternates one forward with one backward, then drains. They
+differ in the limits, and in which chunk comes next. Gradients of a chunk are produced in increasing order of
+microbatch in every schedule, so that accumulating them gives the same bits for every split and window.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+
+from wire.errors import ConfigError
+
+
+class Kind(StrEnum):
+    """What a stage does to a chunk, and what a boundary carries: activations forward, gradients backward."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One chunk's forward or backward of one microbatch. `chunk` is local to the stage: 0 .. chunks - 1."""
+
+    kind: Kind
+    chunk: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of chunk {self.chunk}, microbatch {self.microbatch}"
+
+
+Order = tuple[Action, ...]
+"""What one stage does in a step, first to last."""
+
+Orders = tuple[Order, ...]
+"""One order a stage, the first stage first."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryTensor:
+    """A tensor between two chunks: an activation (FORWARD) or its gradient (BACKWARD) at a boundary."""
+
+    kind: Kind
+    boundary: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dependencies:
+    """What an action waits for and what it makes; None at the ends of the pipeline.
+
+    A backward also needs what its own chunk's forward of the same microbatch kept.
+    """
+
+    needs: BoundaryTensor | None
+    makes: BoundaryTensor | None
+
+
+def schedule(stages: int, chunks: int, microbatches: int, window: int = 0) -> Orders:
+    """The order of every stage: plain 1F1B for one chunk a stage, interleaved 1F1B for more.
+
+    Raises ConfigError for stages, chunks or microbatches below 1, or a negative window.
+    """
+    if chunks == 1:
+        return one_f_one_b(stages, microbatches, window)
+    return interleaved_1f1b(stages, chunks, microbatches, window)
+
+
+def one_f_one_b(stages: int, microbatches: int, window: int = 0) -> Orders:
+    """Plain 1F1B with `window` extra microbatches in flight on each link.
+
+    Stage i holds at most 1 + (stages - 1 - i)(1 + window) microbatches between their forward and backward.
+    Window 0 is the textbook schedule; a transfer is hidden once window × (forward + backward time) covers
+    the round trip over a link.
+    """
+    _check_sizes(stages, 1, microbatches, window)
+    return one_f_one_b_limited([1 + (stages - 1 - i) * (1 + window) for i in range(stages)], microbatches)
+
+
+def one_f_one_b_limited(limits: Sequence[int], microbatches: int) -> Orders:
+    """Plain 1F1B with an explicit in-flight limit for each stage, the first stage first.
+
+    Limits must be at least 1 and must not increase along the pipeline: a stage that waits for more forwards
+    than its predecessor may send would wait for ever. Raises ConfigError otherwise.
+    """
+    limits = tuple(limits)
+    _check_sizes(len(limits), 1, microbatches, 0)
+    if min(limits) < 1 or any(later > earlier for earlier, later in pairwise(limits)):
+        raise ConfigError(
+            f"in-flight limits {limits} cannot work: "
+            "give every stage at least 1 and no stage more than the one before it"
+        )
+    sequence = [(0, m) for m in range(microbatches)]
+    return tuple(_alternate(sequence, sequence, limit) for limit in limits)
+
+
+def interleaved_1f1b(stages: int, chunks: int, microbatches: int, window: int = 0) -> Orders:
+    """Interleaved 1F1B (arXiv 2104.04473, section 2.2) with `window` extra microbatches in flight on each link.
+
+    Microbatches pass in groups: all of a group through local chunk 0, then through chunk 1, and so on;
+    backward in the opposite order of chunks. Any number of microbatches works: there are as many groups of
+    at least stages × (1 + ceil(window / 2)) as fit (or a single smaller one), as equal as can be, the larger
+    ones first. Where they come out equal, window 0 is the order of torch's ScheduleInterleaved1F1B, which
+    refuses other numbers. Groups grow with the window, by half of it because the window covers a round trip,
+    so that a microbatch is back at the first stage for its next chunk when its turn comes.
+
+    Stage i holds at most 1 + (chunks - 1) × largest group + (stages - 1 - i)(2 + window) chunk activations.
+    With one chunk that is plain 1F1B with one more microbatch on each link, as in torch: `schedule` avoids it.
+    """
+    _check_sizes(stages, chunks, microbatches, window)
+    count = max(1, microbatches // (stages * (1 + (window + 1) // 2)))
+    size, larger = divmod(microbatches, count)
+    forwards: list[tuple[int, int]] = []
+    backwards: list[tuple[int, int]] = []
+    start = 0
+    for group in range(count):
+        end = start + size + (group < larger)
+        forwards += [(c, m) for c in range(chunks) for m in range(start, end)]
+        backwards += [(c, m) for c in reversed(range(chunks)) for m in range(start, end)]
+        start = end
+
+    # Without deadlock while limits differ, first stage to last, by less than two groups: then numbers can be
+    # given to all actions such that each one's is above those of the actions it waits for. A single group,
+    # however small, is safe too: only its last chunk's forwards wait for backwards, as in plain 1F1B.
+    largest = size + (larger > 0)
+    limits = [1 + (chunks - 1) * largest + (stages - 1 - i) * (2 + window) for i in range(stages)]
+    return tuple(_alternate(forwards, backwards, limit) for limit in limits)
+
+
+def _alternate(forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], limit: int) -> Order:
+    """1F1B over (chunk, microbatch) pairs, with at most `limit` forwards not yet matched by a backward."""
+    forward = [Action(Kind.FORWARD, c, m) for c, m in forwards]
+    backward = [Action(Kind.BACKWARD, c, m) for c, m in backwards]
+    ahead = min(limit, len(forward)) - 1
+
+    warmup = forward[:ahead]
+    steady = [action for pair in zip(forward[ahead:], backward, strict=False) for action in pair]
+    cooldown = backward[len(backward) - ahead :]
+    return (*warmup, *steady, *cooldown)
+
+
+def held_activations(order: Order) -> int:
+    """The most chunk activations that a stage holds at once, counted over its order."""
+    held = peak = 0
+    for action in order:
+        held += 1 if action.kind is Kind.FORWARD else -1
+        peak = max(peak, held)
+    return peak
+
+
+def dependencies(action: Action, stage: int, stages: int, chunks: int) -> Dependencies:
+    """The boundary tensors that `action` on `stage` needs and makes."""
+    here = action.chunk * stages + stage
+    before, after = here - 1, here
+    arrives, leaves = (before, after) if action.kind is Kind.FORWARD else (after, before)
+    last = stages * chunks - 1
+
+    def tensor(boundary: int) -> BoundaryTensor | None:
+        return BoundaryTensor(action.kind, boundary, action.microbatch) if 0 <= boundary < last else None
+
+    return Dependencies(needs=tensor(arrives), makes=tensor(leaves))
+
+
+def check_complete(orders: Orders) -> tuple[int, int]:
+    """Check that every stage runs every chunk's every microbatch once each way; gives (chunks, microbatches).
+
+    A backward must follow its forward, and the backwards of a chunk must come in increasing order of
+    microbatch. That the stages do not wait for each other in a circle is for `simulate` to show. Raises
+    ConfigError that names the stage.
+    """
+    actions = [action for order in orders for action in order]
+    if not actions:
+        raise ConfigError("the schedule is empty: give at least one stage and one microbatch")
+    chunks = 1 + max(action.chunk for action in actions)
+    microbatches = 1 + max(action.microbatch for action in actions)
+    expected = {Action(k, c, m) for k in Kind for c in range(chunks) for m in range(microbatches)}
+    for stage, order in enumerate(orders):
+        times = Counter(order)
+        wrong = {action for action in expected if times[action] != 1} | (times.keys() - expected)
+        if wrong:
+            names = "; ".join(sorted(map(str, wrong))[:3])
+            raise ConfigError(
+                f"stage {stage}'s order must hold {chunks} chunks × {microbatches} microbatches once each way, "
+                f"these are missing, repeated or unknown: {names}"
+            )
+        place = {action: position for position, action in enumerate(order)}
+        for c in range(chunks):
+            previous = -1
+            for m in range(microbatches):
+                backward = place[Action(Kind.BACKWARD, c, m)]
+                if backward < max(previous, place[Action(Kind.FORWARD, c, m)]):
+                    raise ConfigError(
+                        f"stage {stage} runs the backward of chunk {c}, microbatch {m} too early: "
+                        "it must follow its own forward and the backward of the microbatch before"
+                    )
+                previous = backward
+    return chunks, microbatches
+
+
+def _check_sizes(stages: int, chunks: int, microbatches: int, window: int) -> None:
+    for name, value, least in (
+        ("stages", stages, 1),
+        ("chunks", chunks, 1),
+        ("microbatches", microbatches, 1),
+        ("window", window, 0),
+    ):
+        if value < least:
+            raise ConfigError(f"a schedule cannot have {name} = {value}: give at least {least}")

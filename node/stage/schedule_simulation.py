@@ -1,0 +1,160 @@
+"""Event simulation of a schedule: when every action runs, given compute and transfer times.
+
+The model: a stage computes one action at a time, in its order, as soon as the tensor it needs has arrived;
+sending never holds up computing. Each ordered pair of stages has a link of its own that carries one tensor
+at a time, first made first sent; a tensor arrives `latency` after its transfer ends. A boundary between two
+chunks of the same stage costs nothing.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from node.stage.schedule import Action, BoundaryTensor, Kind, Orders, check_complete, dependencies
+from wire.errors import ConfigError
+
+ComputeTime = float | Callable[[int, int], float]
+"""Seconds of one forward or backward: a constant, or a function of (global chunk, microbatch)."""
+
+TransferTime = float | Callable[[BoundaryTensor], float]
+"""Seconds for which one tensor occupies its link: a constant, or a function of the tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One action's place in time; seconds from the start of the step."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A simulated step. Times in seconds."""
+
+    spans: tuple[tuple[Span, ...], ...]
+    """Every stage's actions in order of time."""
+    total: float
+    """The end of the last action."""
+    link_busy: dict[tuple[int, int], float]
+    """Time for which each used link, named (from stage, to stage), carries tensors."""
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Compute time of each stage."""
+        return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Time of each stage without compute, from the start of the step to the end of its last action."""
+        return tuple(self.total - busy for busy in self.busy)
+
+    @property
+    def floor(self) -> float:
+        """No schedule of the same work can be faster: the busiest stage's compute or link's transfers."""
+        return max((*self.busy, *self.link_busy.values()))
+
+
+def simulate(
+    orders: Orders,
+    forward_time: ComputeTime,
+    backward_time: ComputeTime,
+    transfer_time: TransferTime,
+    latency: float = 0.0,
+) -> Timeline:
+    """Run a schedule in simulated time.
+
+    A schedule that can finish finishes whatever the times are, because no stage ever chooses: one run shows
+    that there is no deadlock. Raises ConfigError for incomplete orders (see `check_complete`) and for a
+    deadlock, naming what each blocked stage waits for.
+    """
+    chunks, _ = check_complete(orders)
+    return _Simulation(orders, chunks, forward_time, backward_time, transfer_time, latency).run()
+
+
+class _Simulation:
+    def __init__(
+        self,
+        orders: Orders,
+        chunks: int,
+        forward_time: ComputeTime,
+        backward_time: ComputeTime,
+        transfer_time: TransferTime,
+        latency: float,
+    ) -> None:
+        self._orders = orders
+        self._chunks = chunks
+        self._compute_time = {Kind.FORWARD: forward_time, Kind.BACKWARD: backward_time}
+        self._transfer_time = transfer_time
+        self._latency = latency
+        # Events are (time, number, stage, what ends there): a stage's own action, or a tensor on its way to
+        # it. The number keeps events of one instant in the order in which they were made.
+        self._events: list[tuple[float, int, int, Action | BoundaryTensor]] = []
+        self._made = 0
+        self._arrived: set[BoundaryTensor] = set()
+        self._computing = [False] * len(orders)
+        self._spans: list[list[Span]] = [[] for _ in orders]
+        self._link_free: defaultdict[tuple[int, int], float] = defaultdict(float)
+        self._link_busy: defaultdict[tuple[int, int], float] = defaultdict(float)
+
+    def run(self) -> Timeline:
+        for stage in range(len(self._orders)):
+            self._start_next(stage, 0.0)
+        while self._events:
+            now, _, stage, ended = heappop(self._events)
+            if isinstance(ended, Action):
+                self._computing[stage] = False
+                self._send(ended, stage, now)
+            else:
+                self._arrived.add(ended)
+            self._start_next(stage, now)
+        self._refuse_deadlock()
+        total = max(spans[-1].end for spans in self._spans)
+        return Timeline(tuple(map(tuple, self._spans)), total, dict(self._link_busy))
+
+    def _start_next(self, stage: int, now: float) -> None:
+        done = len(self._spans[stage])
+        if self._computing[stage] or done == len(self._orders[stage]):
+            return
+        action = self._orders[stage][done]
+        needs = dependencies(action, stage, len(self._orders), self._chunks).needs
+        if needs is not None and needs not in self._arrived:
+            return
+        time = self._compute_time[action.kind]
+        if callable(time):
+            time = time(action.chunk * len(self._orders) + stage, action.microbatch)
+        self._computing[stage] = True
+        self._spans[stage].append(Span(action, now, now + time))
+        self._push(now + time, stage, action)
+
+    def _send(self, action: Action, stage: int, now: float) -> None:
+        stages = len(self._orders)
+        tensor = dependencies(action, stage, stages, self._chunks).makes
+        if tensor is None:
+            return
+        neighbour = (stage + (1 if action.kind is Kind.FORWARD else -1)) % stages
+        if neighbour == stage:
+            self._arrived.add(tensor)
+            return
+        time = self._transfer_time(tensor) if callable(self._transfer_time) else self._transfer_time
+        link = (stage, neighbour)
+        self._link_free[link] = max(now, self._link_free[link]) + time
+        self._link_busy[link] += time
+        self._push(self._link_free[link] + self._latency, neighbour, tensor)
+
+    def _push(self, time: float, stage: int, ends: Action | BoundaryTensor) -> None:
+        heappush(self._events, (time, self._made, stage, ends))
+        self._made += 1
+
+    def _refuse_deadlock(self) -> None:
+        blocked = [
+            f"stage {stage} at the {order[len(spans)]}"
+            for stage, (order, spans) in enumerate(zip(self._orders, self._spans, strict=True))
+            if len(spans) < len(order)
+        ]
+        if blocked:
+            raise ConfigError(
+                f"the schedule deadlocks with {', '.join(blocked)} blocked: use an order that `schedule` makes"
+            )
