@@ -1,0 +1,223 @@
+"""A run's certificate authority: it says which public keys are the coordinator and the nodes of this run.
+
+All keys are ECDSA P-256. A node's certificate takes nothing from its request but the public key. Each is
+valid from an hour before it was issued, for machines whose clock is behind.
+"""
+
+import hashlib
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from wire.errors import UserError
+from wire.identity.files import make_private_directory, write_private
+from wire.identity.names import coordinator_server_name, is_run_id, node_server_name
+
+BACKDATE = timedelta(hours=1)
+AUTHORITY_LIFETIME = timedelta(days=3650)
+
+# In the coordinator's certificate: the DER of its issuer's certificate. A client of the standard library's
+# `ssl` sees only the leaf, and needs the issuer to compare it with its token's pin. Under the UUID arc
+# (2.25), which anyone may use; BoringSSL skips it because it is not critical.
+ISSUER_CERTIFICATE_OID = x509.ObjectIdentifier("2.25.112806441529468240917371532706210931867")
+
+_KEY_FILE, _CERTIFICATE_FILE = "ca.key", "ca.pem"
+_CA_COMMON_NAME = "thinwire run "
+
+
+def public_key_bytes(key: ec.EllipticCurvePublicKey) -> bytes:
+    """The key's SubjectPublicKeyInfo in DER."""
+    return key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
+def public_key_hash(key: ec.EllipticCurvePublicKey) -> bytes:
+    """SHA-256 of the key's SubjectPublicKeyInfo: 32 bytes, the identity of a key everywhere in thinwire."""
+    return hashlib.sha256(public_key_bytes(key)).digest()
+
+
+def certificate_pin(certificate: x509.Certificate) -> bytes:
+    """`public_key_hash` of the key in a certificate, of whatever kind the key is."""
+    spki = certificate.public_key().public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return hashlib.sha256(spki).digest()
+
+
+def key_to_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """PKCS #8, not encrypted: the file's mode is what protects it."""
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def certificate_to_pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def csr_public_key(csr_der: bytes) -> ec.EllipticCurvePublicKey:
+    """The P-256 key that a certificate request carries and is signed by; ValueError for anything else."""
+    request = x509.load_der_x509_csr(csr_der)
+    try:
+        key, sound = request.public_key(), request.is_signature_valid
+    except UnsupportedAlgorithm as error:
+        raise ValueError(str(error)) from None
+    if not sound:
+        raise ValueError("its signature is not by the key in it")
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise ValueError("its key is not on P-256")
+    return key
+
+
+def is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
+    """Whether `issuer`'s key signed `certificate` and the names agree; says nothing of dates."""
+    try:
+        certificate.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
+
+
+class CertificateAuthority:
+    """The run's CA: its key signs the certificates of the coordinator and of the nodes."""
+
+    def __init__(self, run_id: str, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
+        self.run_id = run_id
+        self.certificate = certificate
+        self._key = key
+
+    @classmethod
+    def create(cls, run_id: str, now: float) -> "CertificateAuthority":
+        """A fresh authority for one run. `now` is Unix seconds; ValueError for what is no run id."""
+        if not is_run_id(run_id):
+            raise ValueError(f"{run_id!r} is not a run id: up to 40 lower-case letters, digits and hyphens")
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, _CA_COMMON_NAME + run_id)])
+        certificate = (
+            _builder(name, name, key.public_key(), key.public_key(), now, AUTHORITY_LIFETIME)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_key_usage(certificate_sign=True), critical=True)
+            .sign(key, hashes.SHA256())
+        )
+        return cls(run_id, key, certificate)
+
+    def save(self, directory: Path) -> None:
+        """Write `ca.key` and `ca.pem` (both mode 0600) into `directory`, which becomes 0700."""
+        make_private_directory(directory)
+        write_private(directory / _KEY_FILE, key_to_pem(self._key))
+        write_private(directory / _CERTIFICATE_FILE, self.certificate_pem)
+
+    @classmethod
+    def load(cls, directory: Path) -> "CertificateAuthority":
+        """Read what `save` wrote; UserError when it is missing or damaged."""
+        try:
+            key_pem = (directory / _KEY_FILE).read_bytes()
+            certificate_pem = (directory / _CERTIFICATE_FILE).read_bytes()
+        except OSError as error:
+            raise UserError(
+                f"{directory} holds no certificate authority ({error.strerror}): give a run's directory"
+            ) from None
+        damaged = UserError(f"the certificate authority in {directory} is damaged: restore ca.key and ca.pem")
+        try:
+            key = serialization.load_pem_private_key(key_pem, password=None)
+            certificate = x509.load_pem_x509_certificate(certificate_pem)
+            (name,) = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+        except (ValueError, TypeError):
+            raise damaged from None
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(name.value, str):
+            raise damaged
+        if public_key_hash(key.public_key()) != certificate_pin(certificate):
+            raise damaged
+        return cls(name.value.removeprefix(_CA_COMMON_NAME), key, certificate)
+
+    @property
+    def pin(self) -> bytes:
+        """SHA-256 of the CA's SubjectPublicKeyInfo, as join tokens carry it."""
+        return public_key_hash(self._key.public_key())
+
+    @property
+    def certificate_pem(self) -> bytes:
+        return certificate_to_pem(self.certificate)
+
+    def issue_node(
+        self, public_key: ec.EllipticCurvePublicKey, node_id: str, lifetime: timedelta, now: float
+    ) -> bytes:
+        """A node's certificate in PEM: CN the node id, SAN `<node-id>.nodes.<run-id>`, client and server."""
+        server_name = node_server_name(node_id, self.run_id)
+        usages = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
+        builder = self._leaf(public_key, node_id, server_name, usages, lifetime, now)
+        return certificate_to_pem(builder.sign(self._key, hashes.SHA256()))
+
+    def issue_coordinator(
+        self, public_key: ec.EllipticCurvePublicKey, lifetime: timedelta, now: float
+    ) -> bytes:
+        """The coordinator's certificate in PEM: SAN `coordinator.<run-id>`, the CA's certificate inside it.
+
+        Its key lies beside the CA's, so a short lifetime would protect nothing.
+        """
+        name = coordinator_server_name(self.run_id)
+        builder = self._leaf(public_key, name, name, [ExtendedKeyUsageOID.SERVER_AUTH], lifetime, now)
+        issuer = self.certificate.public_bytes(serialization.Encoding.DER)
+        builder = builder.add_extension(
+            x509.UnrecognizedExtension(ISSUER_CERTIFICATE_OID, issuer), critical=False
+        )
+        return certificate_to_pem(builder.sign(self._key, hashes.SHA256()))
+
+    def _leaf(
+        self,
+        public_key: ec.EllipticCurvePublicKey,
+        common_name: str,
+        server_name: str,
+        usages: list[x509.ObjectIdentifier],
+        lifetime: timedelta,
+        now: float,
+    ) -> x509.CertificateBuilder:
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+        issuer_key = self._key.public_key()
+        return (
+            _builder(subject, self.certificate.subject, public_key, issuer_key, now, lifetime)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_key_usage(digital_signature=True), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(server_name)]), critical=False)
+        )
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    issuer_key: ec.EllipticCurvePublicKey,
+    now: float,
+    lifetime: timedelta,
+) -> x509.CertificateBuilder:
+    issued = datetime.fromtimestamp(now, UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(issued - BACKDATE)
+        .not_valid_after(issued + lifetime)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key), critical=False)
+    )
+
+
+def _key_usage(*, digital_signature: bool = False, certificate_sign: bool = False) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=digital_signature,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=certificate_sign,
+        crl_sign=certificate_sign,
+        encipher_only=False,
+        decipher_only=False,
+    )

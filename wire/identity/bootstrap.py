@@ -1,0 +1,92 @@
+"""First contact: fetch the run's CA from a coordinator, and trust it only if the join token's pin fits.
+
+The connection that fetches it is not verified, and need not be: nothing is sent over it, and what comes back
+is compared with the pin. The CA so found is then the root of the verified connection that carries the secret.
+"""
+
+import asyncio
+import ssl
+import time
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+
+from wire.errors import LinkError, TokenError
+from wire.identity.authority import ISSUER_CERTIFICATE_OID, certificate_pin, certificate_to_pem, is_issued_by
+from wire.identity.names import split_address
+
+
+async def fetch_authority(address: str, pin: bytes, seconds: float = 10.0) -> bytes:
+    """The PEM certificate of the CA that the coordinator at `address` (host:port) was certified by.
+
+    Args:
+        pin: SHA-256 of the SubjectPublicKeyInfo that the CA must have, 32 bytes.
+        seconds: time for the connection and the TLS handshake together.
+
+    Raises TokenError when another run or something else answers, LinkError when nothing does.
+    """
+    leaf = await _fetch_leaf(address, seconds)
+    try:
+        extension = leaf.extensions.get_extension_for_oid(ISSUER_CERTIFICATE_OID).value
+        if not isinstance(extension, x509.UnrecognizedExtension):
+            raise ValueError("not the extension's own bytes")
+        authority = x509.load_der_x509_certificate(extension.value)
+        found = certificate_pin(authority)
+    except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension, UnsupportedAlgorithm):
+        raise TokenError(
+            f"{address} is not a coordinator's join port: check the address, or ask for a new join token"
+        ) from None
+    if found != pin:
+        raise TokenError(
+            f"{address} is not the coordinator of this token (its key is {found.hex()[:12]}, the token's is "
+            f"{pin.hex()[:12]}): ask for a new join token, and do not trust this network if it happens again"
+        )
+    if not (is_issued_by(authority, authority) and is_issued_by(leaf, authority)):
+        raise TokenError(f"{address} shows a forged certificate: do not join over this network")
+    _check_clock(leaf, address)
+    return certificate_to_pem(authority)
+
+
+async def _fetch_leaf(address: str, seconds: float) -> x509.Certificate:
+    host, port = split_address(address)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        async with asyncio.timeout(seconds):
+            _, writer = await asyncio.open_connection(host, port, ssl=context)
+    except TimeoutError:
+        raise LinkError(f"nothing answers at {address} within {seconds:g} s: is it reachable?") from None
+    except ssl.SSLError as error:
+        reason = error.reason or "handshake failed"
+        raise LinkError(f"{address} does not speak TLS as a coordinator does ({reason}): check it") from None
+    except (OSError, UnicodeError) as error:
+        # asyncio folds the failures of several resolved addresses into one error without a strerror.
+        reason = getattr(error, "strerror", None) or str(error)
+        raise LinkError(f"nothing answers at {address} ({reason}): is the coordinator running?") from None
+    try:
+        connection: ssl.SSLObject = writer.get_extra_info("ssl_object")
+        leaf = connection.getpeercert(binary_form=True)
+    finally:
+        # Nothing was sent, so there is nothing to flush and no goodbye to wait for.
+        writer.transport.abort()
+    if leaf is None:
+        raise LinkError(f"{address} shows no certificate: it is no coordinator's join port")
+    try:
+        return x509.load_der_x509_certificate(leaf)
+    except ValueError:
+        raise LinkError(f"{address} shows a certificate that cannot be read: it is no join port") from None
+
+
+def _check_clock(leaf: x509.Certificate, address: str) -> None:
+    """The verified connection that follows would fail on this without saying so."""
+    now = time.time()
+    first, last = leaf.not_valid_before_utc.timestamp(), leaf.not_valid_after_utc.timestamp()
+    if not first <= now <= last:
+        late = "before it starts" if now < first else "after it ends"
+        raise LinkError(
+            f"by this machine's clock it is {late}: the certificate of {address} is valid from "
+            f"{leaf.not_valid_before_utc:%Y-%m-%d %H:%M} to {leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; "
+            "set the clock"
+        )

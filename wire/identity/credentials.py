@@ -1,0 +1,226 @@
+"""A node's identity: its key, its certificate, its run's CA; on disk, and as gRPC credentials.
+
+An identity lies in a directory of its own (mode 0700), so that one machine can be several nodes:
+`node.key`, made first and never sent, and `identity.json`, the certificates, replaced whole at each renewal.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from wire.errors import RefusalCode, Refused, UserError
+from wire.identity.authority import BACKDATE, certificate_pin, is_issued_by, key_to_pem, public_key_hash
+from wire.identity.files import create_private, make_private_directory, write_private
+from wire.identity.names import coordinator_server_name, is_node_id, is_run_id, node_server_name
+
+_KEY_FILE, _IDENTITY_FILE = "node.key", "identity.json"
+
+ChannelOption = tuple[str, int | str]
+
+
+def default_directory(run_id: str, name: str = "node") -> Path:
+    """`$XDG_STATE_HOME/thinwire/<run-id>/<name>`, under `~/.local/state` when that is not set."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    # The XDG specification has relative paths ignored.
+    base = Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state"
+    return base / "thinwire" / run_id / name
+
+
+@dataclass(frozen=True, slots=True)
+class NodeIdentity:
+    """Who this node is in one run. Immutable: a renewed certificate makes another one."""
+
+    node_id: str
+    run_id: str
+    key_pem: bytes = field(repr=False)
+    certificate_pem: bytes = field(repr=False)
+    ca_pem: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        """ValueError unless key, certificate and CA belong together and to this node of this run."""
+        certificate, key = self._certificate, load_key(self.key_pem)
+        authority = x509.load_pem_x509_certificate(self.ca_pem)
+        names = [name.value for name in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
+        try:
+            alternatives = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+            hosts = alternatives.get_values_for_type(x509.DNSName)
+        except x509.ExtensionNotFound:
+            hosts = []
+        if not (is_run_id(self.run_id) and is_node_id(self.node_id)):
+            raise ValueError("node id or run id malformed")
+        if names != [self.node_id] or hosts != [node_server_name(self.node_id, self.run_id)]:
+            raise ValueError("the certificate names another node")
+        if certificate_pin(certificate) != public_key_hash(key.public_key()):
+            raise ValueError("the certificate is for another key")
+        if not is_issued_by(certificate, authority):
+            raise ValueError("the certificate was issued by another authority")
+
+    @property
+    def _certificate(self) -> x509.Certificate:
+        return x509.load_pem_x509_certificate(self.certificate_pem)
+
+    @property
+    def coordinator_name(self) -> str:
+        """The name to expect in the coordinator's certificate."""
+        return coordinator_server_name(self.run_id)
+
+    def server_name(self, node_id: str) -> str:
+        """The name to expect in the certificate of a node of this run."""
+        return node_server_name(node_id, self.run_id)
+
+    @property
+    def pin(self) -> bytes:
+        """SHA-256 of the CA's SubjectPublicKeyInfo, as the join token has it."""
+        return certificate_pin(x509.load_pem_x509_certificate(self.ca_pem))
+
+    @property
+    def expires_at(self) -> float:
+        """Unix seconds at which the certificate ends."""
+        return self._certificate.not_valid_after_utc.timestamp()
+
+    @property
+    def renewal_time(self) -> float:
+        """Unix seconds at which to renew: 50 to 80 % into the lifetime, at a point the node id decides.
+
+        So nodes that joined together do not all renew together, and one node's time never jumps about.
+        """
+        issued = (self._certificate.not_valid_before_utc + BACKDATE).timestamp()
+        spread = int.from_bytes(hashlib.sha256(self.node_id.encode()).digest()[:4]) / 2**32
+        return issued + (0.5 + 0.3 * spread) * (self.expires_at - issued)
+
+    def is_valid(self, now: float, margin: timedelta = timedelta(0)) -> bool:
+        """Whether the certificate holds at Unix time `now` and for `margin` after it."""
+        starts = self._certificate.not_valid_before_utc.timestamp()
+        return starts <= now and now + margin.total_seconds() < self.expires_at
+
+    def csr_der(self) -> bytes:
+        """A certificate request signed by this node's key, for `Renew`."""
+        return make_csr(self.key_pem)
+
+    def renewed(self, certificate_pem: bytes) -> "NodeIdentity":
+        """This identity with a new certificate. Refused when the certificate is not this node's."""
+        try:
+            return replace(self, certificate_pem=certificate_pem)
+        except ValueError as error:
+            raise Refused(
+                RefusalCode.BAD_REQUEST,
+                f"the coordinator's new certificate for {self.node_id} cannot be used ({error}): join again",
+            ) from None
+
+    def save(self, directory: Path) -> None:
+        """Write the identity into `directory` (made 0700), atomically; a key that lies there stays."""
+        make_private_directory(directory)
+        if create_private(directory / _KEY_FILE, self.key_pem) != self.key_pem:
+            raise UserError(f"{directory} holds another node's key: give each node a directory of its own")
+        content = {
+            "node_id": self.node_id,
+            "run_id": self.run_id,
+            "certificate_pem": self.certificate_pem.decode(),
+            "ca_pem": self.ca_pem.decode(),
+        }
+        write_private(directory / _IDENTITY_FILE, json.dumps(content, indent=1).encode())
+
+    @classmethod
+    def load(cls, directory: Path) -> "NodeIdentity | None":
+        """The identity in `directory`, None when none was saved; UserError when what is there is damaged."""
+        try:
+            content = json.loads((directory / _IDENTITY_FILE).read_bytes())
+            key_pem = (directory / _KEY_FILE).read_bytes()
+            return cls(
+                node_id=content["node_id"],
+                run_id=content["run_id"],
+                key_pem=key_pem,
+                certificate_pem=content["certificate_pem"].encode(),
+                ca_pem=content["ca_pem"].encode(),
+            )
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise UserError(f"the node identity in {directory} cannot be read: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(
+                f"the node identity in {directory} is damaged: delete the directory and join with a new token"
+            ) from None
+
+
+def load_or_create_key(directory: Path) -> bytes:
+    """The PEM of the P-256 key in `directory`; made (mode 0600) when there is none.
+
+    It is on disk before it is first used: a node that dies while joining asks again with the same key.
+    """
+    make_private_directory(directory)
+    path = directory / _KEY_FILE
+    try:
+        pem = path.read_bytes()
+    except FileNotFoundError:
+        pem = create_private(path, key_to_pem(ec.generate_private_key(ec.SECP256R1())))
+    try:
+        load_key(pem)
+    except ValueError:
+        raise UserError(f"{path} is damaged: delete {directory} and join with a new token") from None
+    return pem
+
+
+def load_key(pem: bytes) -> ec.EllipticCurvePrivateKey:
+    """A PEM private key; ValueError unless it is an unencrypted P-256 key."""
+    try:
+        key = serialization.load_pem_private_key(pem, password=None)
+    except TypeError:
+        raise ValueError("the key is encrypted") from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise ValueError("the key is not on P-256")
+    return key
+
+
+def make_csr(key_pem: bytes) -> bytes:
+    """A certificate request (DER) that carries and proves a key and nothing else: the CA decides the rest."""
+    request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
+    return request.sign(load_key(key_pem), hashes.SHA256()).public_bytes(serialization.Encoding.DER)
+
+
+def channel_credentials(identity: NodeIdentity) -> grpc.ChannelCredentials:
+    """For dialling the coordinator or a neighbour. A channel keeps its certificate: renewed, dial anew."""
+    return grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.certificate_pem)
+
+
+def server_name_options(server_name: str) -> list[ChannelOption]:
+    """Channel options that check the certificate for a name in the run, whatever address is dialled."""
+    return [("grpc.ssl_target_name_override", server_name)]
+
+
+def server_credentials(current: Callable[[], NodeIdentity]) -> grpc.ServerCredentials:
+    """For a mutual-TLS port. `current` is asked at each handshake, so a renewal needs no restart.
+
+    It is called from gRPC's own threads and must return at once. Established connections stay as they are.
+    """
+    return mutual_tls(lambda: (current().key_pem, current().certificate_pem), current().ca_pem)
+
+
+def mutual_tls(current: Callable[[], tuple[bytes, bytes]], ca_pem: bytes) -> grpc.ServerCredentials:
+    """A port that demands a certificate of the run's CA. `current` gives (key PEM, certificate PEM)."""
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([current()], root_certificates=ca_pem)
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(), configuration, require_client_authentication=True
+    )
+
+
+def peer_node_id(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
+    """The node id in the certificate of the peer of an RPC on a mutual-TLS port; None if it has none."""
+    names = list(context.auth_context().get("x509_common_name", []))
+    node_id = names[0].decode(errors="replace") if len(names) == 1 else ""
+    return node_id if is_node_id(node_id) else None

@@ -1,0 +1,50 @@
+"""What is said when a node joins a run, as plain values; protobuf stays in the servicer and the client."""
+
+from dataclasses import dataclass, field
+
+from wire.errors import RefusalCode, Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What a node offers. Its own claim: shown to people, never trusted."""
+
+    device: str
+    """`cpu` or the accelerator's name."""
+    cores: int
+    memory_bytes: int
+    """Of the device that a stage would live on."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRequest:
+    """A node asks for its first certificate in a run."""
+
+    version: str
+    protocol: int
+    run_id: str
+    token_id: str
+    secret: bytes = field(repr=False)
+    csr_der: bytes = field(repr=False)
+    hardware: Hardware
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The node is a member and this is its certificate."""
+
+    node_id: str
+    certificate_pem: bytes
+    ca_pem: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """No, and why: one line that says what was wrong and what to do."""
+
+    code: RefusalCode
+    message: str
+
+    def error(self) -> Refused:
+        """The same as an exception."""
+        return Refused(self.code, self.message)

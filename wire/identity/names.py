@@ -1,0 +1,66 @@
+"""Names inside a run: run ids, node ids, the server names certificates are checked for, network addresses."""
+
+import hashlib
+import re
+import secrets
+from base64 import b32encode
+
+_RUN_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
+_NODE_ID = re.compile(r"node-[a-z2-7]{10}")
+_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
+
+
+def new_run_id(name: str) -> str:
+    """A fresh run id: `name` as lower-case letters, digits and hyphens (at most 32), and five random letters.
+
+    The random part keeps two runs of one name apart: their certificates are worth nothing to each other.
+    """
+    label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:32].rstrip("-")
+    suffix = "".join(secrets.choice(_LETTERS) for _ in range(5))
+    return f"{label}-{suffix}" if label else suffix
+
+
+def is_run_id(text: str) -> bool:
+    """Whether `text` is a run id: 1 to 40 lower-case letters, digits and inner hyphens (one DNS label)."""
+    return _RUN_ID.fullmatch(text) is not None
+
+
+def is_node_id(text: str) -> bool:
+    """Whether `text` is a node id, as `node_id_of` makes them."""
+    return _NODE_ID.fullmatch(text) is not None
+
+
+def node_id_of(public_key_hash: bytes) -> str:
+    """The id of the node that holds this key (SHA-256 of the public key's SPKI): joining again keeps it.
+
+    50 bits of the hash are enough for a name; the coordinator refuses a second key that claims the same one.
+    """
+    digest = hashlib.sha256(b"thinwire node id" + public_key_hash).digest()
+    return "node-" + b32encode(digest[:10]).decode().lower()[:10]
+
+
+def node_server_name(node_id: str, run_id: str) -> str:
+    """The name in a node's certificate that its neighbours check for."""
+    return f"{node_id}.nodes.{run_id}"
+
+
+def coordinator_server_name(run_id: str) -> str:
+    """The name in the coordinator's certificate that nodes check for."""
+    return f"coordinator.{run_id}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """`host:port` or `[ipv6]:port` as (host without brackets, port); ValueError for anything else."""
+    host, colon, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if bracketed:
+        host = host[1:-1]
+    fits = colon and host and (bracketed or ":" not in host) and not any(c.isspace() for c in host)
+    if not fits or not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= 65535:
+        raise ValueError(f"{address!r} is not an address: expected host:port, with a port from 1 to 65535")
+    return host, int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """The inverse of `split_address`: brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,203 @@
+"""The join token: its text form, and the rules by which a coordinator honours it.
+
+    tw1_<body>_<token id>_<secret>_<checksum>
+
+Body and secret are base58, the id is 8 base58 letters, the checksum is the CRC-32 of all before it in 8 hex
+digits: a double click selects the whole, and a truncated paste is caught without a network. The body is: run
+id (length byte, UTF-8), CA pin (32 bytes), number of addresses (byte), each address (length byte, UTF-8).
+
+The rules (`admit`) are pure: they take a record and a clock value. The coordinator's database applies them.
+"""
+
+import hashlib
+import hmac
+import secrets
+from dataclasses import dataclass, field, replace
+from zlib import crc32
+
+from wire.errors import RefusalCode, TokenError
+from wire.identity.enrolment import Refusal
+from wire.identity.names import is_run_id, split_address
+
+_BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+_PREFIX = "tw1"
+_ID_LETTERS = 8
+_SECRET_BYTES = 16
+_PIN_BYTES = 32
+# Base58 costs the square of the length; no real token comes near this.
+_LONGEST = 4096
+
+
+def base58_encode(data: bytes) -> str:
+    """Bitcoin's base58: big-endian, a `1` for each leading zero byte."""
+    number, digits = int.from_bytes(data), ""
+    while number:
+        number, digit = divmod(number, 58)
+        digits = _BASE58[digit] + digits
+    return "1" * (len(data) - len(data.lstrip(b"\0"))) + digits
+
+
+def base58_decode(text: str) -> bytes:
+    """The inverse of `base58_encode`; ValueError for a letter outside the alphabet."""
+    number = 0
+    for letter in text:
+        number = number * 58 + _BASE58.index(letter)
+    return b"\0" * (len(text) - len(text.lstrip("1"))) + number.to_bytes((number.bit_length() + 7) // 8)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinToken:
+    """All that a volunteer's machine needs to ask for a certificate in one run."""
+
+    addresses: tuple[str, ...]
+    """The coordinator's join port as host:port, tried in this order."""
+    run_id: str
+    pin: bytes
+    """SHA-256 of the run's CA's SubjectPublicKeyInfo, 32 bytes."""
+    token_id: str
+    secret: bytes = field(repr=False)
+    """16 random bytes. The coordinator keeps only their hash."""
+
+    def __post_init__(self) -> None:
+        for address in self.addresses:
+            split_address(address)
+        if not (
+            1 <= len(self.addresses) <= 255
+            and all(len(address.encode()) <= 255 for address in self.addresses)
+            and is_run_id(self.run_id)
+            and len(self.pin) == _PIN_BYTES
+            and len(self.token_id) == _ID_LETTERS
+            and set(self.token_id) <= set(_BASE58)
+            and len(self.secret) == _SECRET_BYTES
+        ):
+            raise ValueError("a join token needs addresses, a run id, a 32-byte pin, an id and a secret")
+
+    def encode(self) -> str:
+        """The text a volunteer pastes. It holds the secret: show it once, log it never."""
+        run_id = self.run_id.encode()
+        body = bytes([len(run_id)]) + run_id + self.pin + bytes([len(self.addresses)])
+        for address in self.addresses:
+            packed = address.encode()
+            body += bytes([len(packed)]) + packed
+        text = f"{_PREFIX}_{base58_encode(body)}_{self.token_id}_{base58_encode(self.secret)}"
+        return f"{text}_{crc32(text.encode()):08x}"
+
+    @classmethod
+    def parse(cls, text: str) -> "JoinToken":
+        """Read a pasted token. White space anywhere is dropped: a terminal may have wrapped the line.
+
+        Raises TokenError, which never repeats the token.
+        """
+        text = "".join(text.split())
+        prefix, _, rest = text.partition("_")
+        if prefix != _PREFIX:
+            if prefix.startswith("tw") and prefix[2:].isdigit():
+                raise TokenError(
+                    f"this join token is of format {prefix!r} and this thinwire reads {_PREFIX!r}: "
+                    "install the version of thinwire that the coordinator runs"
+                )
+            raise TokenError(f"this is not a join token: expected {_PREFIX}_..., copy the join line again")
+        parts = rest.split("_")
+        if len(parts) < 4 or len(parts[-1]) < 8:
+            raise TokenError("the join token is cut short: copy the whole join line again")
+        signed, _, checksum = text.rpartition("_")
+        sound = text.isascii() and len(text) <= _LONGEST and checksum == f"{crc32(signed.encode()):08x}"
+        if not sound:
+            raise TokenError("the join token is mistyped (its checksum is wrong): copy the join line again")
+        try:
+            body, token_id, secret, _ = parts
+            return cls(*_unpack(base58_decode(body)), token_id, base58_decode(secret))
+        except ValueError:
+            malformed = "the join token is malformed though its checksum is right: ask for a new one"
+            raise TokenError(malformed) from None
+
+
+def _unpack(body: bytes) -> tuple[tuple[str, ...], str, bytes]:
+    """(addresses, run id, pin) of a token's body; ValueError when it is not exactly those."""
+    position = 0
+
+    def take(length: int) -> bytes:
+        nonlocal position
+        position += length
+        if position > len(body):
+            raise ValueError("a part reaches past the end")
+        return body[position - length : position]
+
+    run_id = take(take(1)[0]).decode()
+    pin = take(_PIN_BYTES)
+    addresses = tuple(take(take(1)[0]).decode() for _ in range(take(1)[0]))
+    if position != len(body):
+        raise ValueError("something follows the last address")
+    return addresses, run_id, pin
+
+
+def hash_secret(secret: bytes) -> bytes:
+    """What the coordinator keeps of a secret: plain SHA-256 is enough for 128 random bits."""
+    return hashlib.sha256(secret).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """What the coordinator knows of a token. Times are Unix seconds."""
+
+    token_id: str
+    secret_hash: bytes = field(repr=False)
+    created: float
+    expires: float
+    uses_allowed: int
+    revoked: bool = False
+    bound: frozenset[bytes] = frozenset()
+    """Public keys (SHA-256 of their SPKI) that were admitted by this token."""
+
+    @property
+    def uses(self) -> int:
+        """Each admitted key is one use, however often it asks."""
+        return len(self.bound)
+
+    def bind(self, public_key_hash: bytes) -> "TokenRecord":
+        """The record after admitting this key."""
+        return replace(self, bound=self.bound | {public_key_hash})
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """`refusal` is None when the key is admitted; `new_use` says that it must be bound to the token first."""
+
+    refusal: Refusal | None = None
+    new_use: bool = False
+
+
+def admit(record: TokenRecord | None, secret: bytes, public_key_hash: bytes, now: float) -> Decision:
+    """Whether a token admits a key at Unix time `now`. `record` is None for an id nobody issued.
+
+    Idempotent on (token, key): a node whose reply was lost asks again and is admitted without another use. A
+    wrong secret gets the answer of an unknown id, so that ids cannot be probed.
+    """
+    expected = record.secret_hash if record else bytes(32)
+    if not hmac.compare_digest(hash_secret(secret), expected) or record is None:
+        return _refuse(RefusalCode.TOKEN_UNKNOWN, "this run never issued this join token: ask for a new one")
+    name = f"join token {record.token_id}"
+    if record.revoked:
+        return _refuse(RefusalCode.TOKEN_REVOKED, f"{name} was revoked: ask for a new one")
+    if now >= record.expires:
+        return _refuse(RefusalCode.TOKEN_EXPIRED, f"{name} has expired: ask for a new one")
+    if public_key_hash in record.bound:
+        return Decision()
+    if record.uses >= record.uses_allowed:
+        used = f"{name} is used up ({record.uses} of {record.uses_allowed} uses)"
+        return _refuse(RefusalCode.TOKEN_USED_UP, f"{used}: ask for a new one")
+    return Decision(new_use=True)
+
+
+def _refuse(code: RefusalCode, message: str) -> Decision:
+    return Decision(refusal=Refusal(code, message))
+
+
+def new_token_id() -> str:
+    """A random token id: 8 base58 letters."""
+    return "".join(secrets.choice(_BASE58) for _ in range(_ID_LETTERS))
+
+
+def new_secret() -> bytes:
+    """A random token secret: 16 bytes."""
+    return secrets.token_bytes(_SECRET_BYTES)
