@@ -1,0 +1,234 @@
+"""What the coordinator says about a run, as one stream of typed events.
+
+Every view of a run (JSON lines, plain text, the live display, `thinwire status`) is made from these alone.
+On a line each event is one JSON object whose `event` key names its kind; the other keys are its fields.
+"""
+
+import json
+import types
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any, ClassVar, Union, cast, get_args, get_origin, get_type_hints
+
+from wire.errors import ProtocolViolationError
+
+_KINDS: dict[str, type["Event"]] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Base of all events."""
+
+    event: ClassVar[str]
+    """The kind, as the JSON line has it."""
+
+    def __init_subclass__(cls) -> None:
+        _KINDS[cls.event] = cls
+
+    def to_json(self) -> str:
+        """One line, without the newline. Not-a-number and infinities (a diverged loss) become null."""
+        return json.dumps(_finite({"event": self.event, **asdict(self)}), ensure_ascii=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    """The coordinator has the run open, from scratch or resumed at `first_step`."""
+
+    event: ClassVar[str] = "run-started"
+    run_id: str
+    name: str
+    directory: str
+    stages: int
+    steps: int
+    first_step: int
+    tokens_per_step: int
+    forward_codec: str
+    backward_codec: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinLine(Event):
+    """The command that a volunteer pastes."""
+
+    event: ClassVar[str] = "join-line"
+    line: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeJoined(Event):
+    event: ClassVar[str] = "node-joined"
+    node_id: str
+    device: str
+    address: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLeft(Event):
+    event: ClassVar[str] = "node-left"
+    node_id: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementMade(Event):
+    """A new epoch: which node has which stage, and the step the run goes on from."""
+
+    event: ClassVar[str] = "placement"
+    epoch: int
+    nodes: tuple[str, ...]
+    """Node ids by stage."""
+    resume_step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDone(Event):
+    """A committed step. Tuples are by stage."""
+
+    event: ClassVar[str] = "step"
+    step: int
+    """Steps done so far, this one included: the first is 1, the last equals `steps`."""
+    steps: int
+    loss: float
+    """Mean cross entropy over the step's tokens, nats a token."""
+    lr: float
+    grad_norm: float
+    """Before clipping, over the whole model."""
+    seconds: float
+    tokens_per_second: float
+    idle: tuple[float, ...]
+    """Share of the step that each stage waited, 0 to 1."""
+    bits_forward: float
+    """Bits an activation element took on the wire in this step: payload and headers."""
+    bits_backward: float
+    """The same for gradient elements."""
+    up_mbit: tuple[float, ...]
+    """Mbit/s that each stage sent over the step."""
+    down_mbit: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepAborted(Event):
+    """Nothing of the step was kept; it runs again."""
+
+    event: ClassVar[str] = "step-aborted"
+    epoch: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotStored(Event):
+    """A complete snapshot is on the coordinator's disk."""
+
+    event: ClassVar[str] = "snapshot"
+    step: int
+    bytes: int
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice(Event):
+    """Anything else worth a line."""
+
+    event: ClassVar[str] = "notice"
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTimes:
+    """Where one stage's wall time went."""
+
+    stage: int
+    node_id: str
+    wall_seconds: float
+    seconds: Mapping[str, float]
+    """Seconds by kind (forward, backward, encode, ...); they sum to `wall_seconds`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """What a whole run did. Bytes are those on all links between stages, both directions."""
+
+    steps: int
+    first_loss: float
+    last_loss: float
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    link_bytes: int
+    link_bytes_fp32: int
+    """What the same elements take as 4-byte numbers."""
+    link_bytes_bf16: int
+    """What the same elements take as 2-byte numbers."""
+    bits_forward: float
+    bits_backward: float
+    stages: tuple[StageTimes, ...]
+    snapshot_path: str
+    weights_sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFinished(Event):
+    """The last event of a run."""
+
+    event: ClassVar[str] = "run-finished"
+    reason: str
+    failed: bool
+    summary: RunSummary | None = None
+
+
+def from_json(line: str) -> Event:
+    """Read one line that `Event.to_json` wrote.
+
+    Raises ProtocolViolationError for anything else: bad JSON, an unknown kind, a missing, extra or mistyped
+    field.
+    """
+    try:
+        raw = json.loads(line)
+    except ValueError as error:
+        raise ProtocolViolationError(f"an event line is not JSON ({error}): {line[:80]!r}") from error
+    name = str(raw.pop("event", None)) if isinstance(raw, dict) else ""
+    if name not in _KINDS:
+        raise ProtocolViolationError(f"an event line has no known kind: {line[:80]!r}")
+    return cast(Event, _read(raw, _KINDS[name], name))
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return {name: hint for name, hint in get_type_hints(kind).items() if get_origin(hint) is not ClassVar}
+
+
+def _read(value: Any, hint: Any, name: str) -> Any:
+    """`value`, fresh from JSON, as the type `hint` of the field `name`."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):  # only `X | None` occurs
+        return None if value is None else _read(value, get_args(hint)[0], name)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_read(item, get_args(hint)[0], name) for item in value)
+    if origin is Mapping and isinstance(value, dict):
+        return {key: _read(item, get_args(hint)[1], name) for key, item in value.items()}
+    if is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):
+        if value.keys() != {field.name for field in fields(hint)}:
+            odd = ", ".join(sorted(value.keys() ^ {field.name for field in fields(hint)}))
+            raise ProtocolViolationError(f"event {name}: missing or extra fields: {odd}")
+        return hint(**{key: _read(item, _hints(hint)[key], f"{name}.{key}") for key, item in value.items()})
+    if hint is float:
+        if value is None:
+            return float("nan")
+        if type(value) in (int, float):
+            return float(value)
+    elif hint in (int, str, bool) and type(value) is hint:
+        return value
+    raise ProtocolViolationError(f"event field {name} has the wrong type: {value!r}")
+
+
+def _finite(value: Any) -> Any:
+    """`value` with the floats that JSON lacks replaced by None."""
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

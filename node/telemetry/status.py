@@ -1,0 +1,136 @@
+"""`status.json`: where a run stands, kept in its directory for `thinwire status`."""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+from node.telemetry.events import (
+    Event,
+    NodeJoined,
+    NodeLeft,
+    PlacementMade,
+    RunFinished,
+    RunStarted,
+    SnapshotStored,
+    StepAborted,
+    StepDone,
+    from_json,
+)
+from wire.errors import RunError
+
+STATUS_FILE = "status.json"
+WRITE_INTERVAL = 1.0
+"""Seconds between writes for steps alone; every other event is written at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus(Event):
+    """The state of a run after some events; each field holds the newest event of its kind."""
+
+    event: ClassVar[str] = "status"
+    updated: float
+    """Unix time of the write."""
+    host: str
+    process_id: int
+    started: RunStarted
+    nodes: tuple[NodeJoined, ...] = ()
+    """Those that joined and have not left."""
+    placement: PlacementMade | None = None
+    step: StepDone | None = None
+    aborted: int = 0
+    """Steps that were aborted and run again."""
+    snapshot: SnapshotStored | None = None
+    finished: RunFinished | None = None
+
+
+def after(status: RunStatus, event: Event) -> RunStatus:
+    """The status once `event` has happened."""
+    match event:
+        case NodeJoined():
+            others = tuple(node for node in status.nodes if node.node_id != event.node_id)
+            return replace(status, nodes=(*others, event))
+        case NodeLeft():
+            return replace(status, nodes=tuple(n for n in status.nodes if n.node_id != event.node_id))
+        case PlacementMade():
+            return replace(status, placement=event)
+        case StepDone():
+            return replace(status, step=event)
+        case StepAborted():
+            return replace(status, aborted=status.aborted + 1)
+        case SnapshotStored():
+            return replace(status, snapshot=event)
+        case RunFinished():
+            return replace(status, finished=event)
+        case _:
+            return status
+
+
+class StatusWriter:
+    """Called with each event of a run, keeps `status.json` in the run's directory up to date.
+
+    The file is replaced whole, so a reader never sees half of it. It is a convenience and not the run's
+    state: the first write that fails turns it off and is reported once through `warn`.
+    """
+
+    def __init__(self, warn: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:
+        self._warn = warn
+        self._clock = clock
+        self._status: RunStatus | None = None
+        self._broken = False
+
+    def __call__(self, event: Event) -> None:
+        now = self._clock()
+        if isinstance(event, RunStarted):
+            host = socket.gethostname()
+            self._status = RunStatus(updated=now, host=host, process_id=os.getpid(), started=event)
+        elif self._status is None:
+            return
+        else:
+            self._status = after(self._status, event)
+            if isinstance(event, StepDone) and 0 <= now - self._status.updated < WRITE_INTERVAL:
+                return
+        self._status = replace(self._status, updated=now)
+        self._write(self._status)
+
+    def _write(self, status: RunStatus) -> None:
+        if self._broken:
+            return
+        path = Path(status.started.directory) / STATUS_FILE
+        partial = path.with_suffix(".json.partial")
+        try:
+            partial.write_text(status.to_json() + "\n", encoding="utf-8")
+            partial.replace(path)
+        except OSError as error:
+            self._broken = True
+            self._warn(f"{path} cannot be written ({error.strerror}); `thinwire status` will be out of date")
+
+
+def read_status(directory: Path) -> RunStatus | None:
+    """The newest status of the run in `directory`; None before its first event. RunError if unreadable."""
+    path = directory / STATUS_FILE
+    try:
+        status = from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from error
+    if not isinstance(status, RunStatus):
+        raise RunError(f"{path} is not a run's status; remove it, the coordinator writes it anew")
+    return status
+
+
+def coordinator_alive(status: RunStatus) -> bool | None:
+    """Whether the process that wrote `status` still lives; None if it ran on another machine."""
+    if status.host != socket.gethostname():
+        return None
+    try:
+        os.kill(status.process_id, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
