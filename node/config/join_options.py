@@ -11,7 +11,7 @@ class JoinOptions:
     listen: str = "0.0.0.0:0"
     """host:port where neighbours' connections are accepted; port 0 takes a free one."""
     advertise: str = ""
-    """host:port that neighbours dial; empty means the host the coordinator sees, with the port listened on."""
+    """host:port that neighbours dial; empty means the host the coordinator sees and the port listened on."""
     state_dir: Path | None = None
     """Where the node's key and certificate live; None means the default for this run and user."""
     device: str = "auto"

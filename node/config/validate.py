@@ -181,7 +181,7 @@ def _coordinator(coordinator: CoordinatorSection) -> Iterator[str]:
     if coordinator.silent_seconds <= coordinator.heartbeat_seconds:
         yield (
             f"coordinator.silent_seconds ({coordinator.silent_seconds}) must be above "
-            f"coordinator.heartbeat_seconds ({coordinator.heartbeat_seconds}), or live nodes are taken for dead"
+            f"coordinator.heartbeat_seconds ({coordinator.heartbeat_seconds}), or live nodes count as dead"
         )
 
 
