@@ -10,6 +10,7 @@ from enum import IntEnum
 from typing import TypeVar
 
 from wire.errors import ProtocolViolationError, RefusalCode
+from wire.identity.enrolment import Hardware, Refusal
 from wire.spec import Direction
 from wire.v1 import control_pb2, enrolment_pb2
 
@@ -20,15 +21,6 @@ class FailureKind(IntEnum):
     LINK = 1
     NON_FINITE = 2
     INTERNAL = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hardware:
-    """What a machine offers; `memory_bytes` is the device's."""
-
-    device: str
-    cores: int
-    memory_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +84,7 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class Vote:
-    """Ready to commit: the squared gradient norm of each layer unit, and the loss if this is the last stage."""
+    """Ready to commit: squared gradient norms by layer unit, and the mean loss from the last stage."""
 
     epoch: int
     step: int
@@ -169,7 +161,12 @@ class Commit:
     step: int
     clip_coefficient: float
     lr: float
-    snapshot: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakeSnapshot:
+    epoch: int
+    step: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,13 +181,7 @@ class Finish:
     failed: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    code: RefusalCode
-    message: str
-
-
-CoordinatorMessage = Welcome | Placement | Restore | Begin | Commit | Abort | Finish | Refusal
+CoordinatorMessage = Welcome | Placement | Restore | Begin | Commit | TakeSnapshot | Abort | Finish | Refusal
 
 
 # ---- protobuf
@@ -248,10 +239,10 @@ def _telemetry_from_proto(message: control_pb2.Telemetry) -> Telemetry:
     )
 
 
-E = TypeVar("E", bound=IntEnum)
+EnumT = TypeVar("EnumT", bound=IntEnum)
 
 
-def _enum(kind: type[E], value: int) -> E:
+def _enum(kind: type[EnumT], value: int) -> EnumT:
     try:
         return kind(value)
     except ValueError:
@@ -301,7 +292,7 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
                 step_failed=control_pb2.StepFailed(
                     epoch=message.epoch,
                     step=message.step,
-                    kind=control_pb2.FailureKind.ValueType(message.kind),
+                    kind=control_pb2.FailureKind.Name(message.kind),
                     message=message.message,
                 )
             )
@@ -378,6 +369,8 @@ def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.Coo
             return control_pb2.CoordinatorMessage(begin=control_pb2.Begin(**vars(message)))
         case Commit():
             return control_pb2.CoordinatorMessage(commit=control_pb2.Commit(**vars(message)))
+        case TakeSnapshot():
+            return control_pb2.CoordinatorMessage(take_snapshot=control_pb2.TakeSnapshot(**vars(message)))
         case Abort():
             return control_pb2.CoordinatorMessage(abort=control_pb2.Abort(**vars(message)))
         case Finish():
@@ -418,8 +411,9 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
                 step=commit.step,
                 clip_coefficient=commit.clip_coefficient,
                 lr=commit.lr,
-                snapshot=commit.snapshot,
             )
+        case "take_snapshot":
+            return TakeSnapshot(epoch=message.take_snapshot.epoch, step=message.take_snapshot.step)
         case "abort":
             return Abort(epoch=message.abort.epoch, reason=message.abort.reason)
         case "finish":

@@ -1,0 +1,96 @@
+"""What the run's state machine asks of the world. Executed in order: what is recorded is durable before the
+next action starts, so a commit is on disk before any stage hears of it.
+"""
+
+from dataclasses import dataclass
+
+from wire.messages import CoordinatorMessage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Send:
+    """Queue a control message for a node; one that is not connected gets it when it is back."""
+
+    node_id: str
+    message: CoordinatorMessage
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordPlacement:
+    """A new epoch: these nodes, by stage."""
+
+    epoch: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordRestored:
+    """Every stage of the epoch holds the state of `step`, and its links are warm."""
+
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordCommit:
+    """Step `step` is committed: gradients are clipped by `clip_coefficient` and applied at rate `lr`."""
+
+    epoch: int
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    clip_coefficient: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDone:
+    """All stages have applied `step`."""
+
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenSnapshot:
+    """Nodes are about to upload the state of `step`."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aborted:
+    """The epoch is over before its step was; the step runs again in the next one."""
+
+    epoch: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Released:
+    """The node is no longer part of the run; close its session after sending `Finish`."""
+
+    node_id: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """The run is over (`failed`: not as planned). All sessions close."""
+
+    reason: str
+    failed: bool
+
+
+Action = (
+    Send
+    | RecordPlacement
+    | RecordRestored
+    | RecordCommit
+    | StepDone
+    | OpenSnapshot
+    | Aborted
+    | Released
+    | Stop
+)

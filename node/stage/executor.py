@@ -1,0 +1,315 @@
+"""The arithmetic of one stage: its model chunks, its optimizer, one step of its schedule.
+
+Runs on the compute thread alone and knows no network: tensors come and go through a `StageIO`. Nothing
+durable changes in `run_step`; gradients gather beside the weights until `apply`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from node.config.schema import RunConfig
+from node.model.chunk import Chunk, build_chunk, compute_precision
+from node.model.split import split_units
+from node.model.units import unit_names
+from node.stage.schedule import Action, Kind, schedule
+from node.telemetry.clock import StageClock, TimeKind
+from node.training.optimizer import StageOptimizer, sum_tied_gradients
+from wire.codecs.base import Codec
+from wire.codecs.registry import codec
+from wire.errors import NonFiniteError
+from wire.spec import Direction, TensorKey, TensorSpec
+
+UnitState = Mapping[str, Tensor]
+
+
+class StageIO(Protocol):
+    """The compute thread's view of the network."""
+
+    def take(self, key: TensorKey) -> Tensor:
+        """Wait for the packed tensor (1-D uint8 on the CPU) under `key`."""
+        ...
+
+    def release(self, key: TensorKey) -> None:
+        """The packed tensor has been decoded; its memory may be used again."""
+        ...
+
+    def send(self, key: TensorKey, packed: Tensor, elements: int) -> None:
+        """Queue a packed tensor (1-D uint8 on the CPU); never waits for the network."""
+        ...
+
+    def inputs(self, step: int) -> Tensor:
+        """Token ids of the whole step, int64 [global batch, sequence]; first stage only."""
+        ...
+
+    def labels(self, step: int) -> Tensor:
+        """Labels of the whole step, int64 [global batch, sequence]; last stage only."""
+        ...
+
+    def check(self) -> None:
+        """Raise if the step was called off."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutcome:
+    """What a stage votes with: squared gradient norms by unit index, and the mean loss on the last stage."""
+
+    norms: Mapping[int, float]
+    loss: float | None
+
+
+@dataclass
+class _InFlight:
+    """A microbatch between its forward and its backward on one chunk."""
+
+    source: Tensor | None
+    """The chunk's input, a leaf whose gradient goes upstream; None on the first chunk."""
+    result: Tensor
+    """The chunk's output, or the microbatch's share of the loss on the last chunk."""
+
+
+class StageExecutor:
+    """Stage `stage` of `config.pipeline.stages`, on one device."""
+
+    def __init__(self, config: RunConfig, device: torch.device, clock: StageClock) -> None:
+        self.config = config
+        self.device = device
+        self.clock = clock
+        self.stage = -1
+        self.state_step = -1
+        pipeline = config.pipeline
+        self._stages, self._chunk_count = pipeline.stages, pipeline.chunks
+        self._orders = schedule(pipeline.stages, pipeline.chunks, config.microbatches, pipeline.window)
+        self._split = split_units(config.model, pipeline.stages * pipeline.chunks, pipeline.split)
+        self._unit_index = {unit: index for index, unit in enumerate(unit_names(config.model))}
+        self._codecs: dict[Direction, Codec] = {
+            Direction.ACTIVATION: codec(pipeline.forward_codec),
+            Direction.GRADIENT: codec(pipeline.backward_codec),
+            Direction.TIED_SHARE: codec("fp32"),
+            Direction.TIED_SUM: codec("fp32"),
+        }
+        self._boundary = TensorSpec(
+            torch.float32, (config.training.microbatch, config.model.sequence, config.model.hidden)
+        )
+        self._tied = TensorSpec(torch.float32, (config.model.vocab, config.model.hidden))
+        self._chunks: list[Chunk] = []
+        self._optimizer: StageOptimizer | None = None
+
+    # ---- placement and state
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Layer units of this stage, in model order within each chunk."""
+        return tuple(unit for chunk in self._chunk_indices() for unit in self._split[chunk])
+
+    def place(self, stage: int) -> int:
+        """Take a stage; returns the step whose state is already here for it, or -1."""
+        if stage != self.stage:
+            self.stage = stage
+            self.state_step = -1
+            self._chunks = []
+            self._optimizer = None
+        return self.state_step
+
+    def restore(self, step: int, fetch: Callable[[str], UnitState]) -> None:
+        """Be at the state of `step`: kept, built from the seed (step 0), or fetched unit by unit."""
+        if step == self.state_step:
+            return
+        self.state_step = -1
+        self._build()
+        if step > 0:
+            for unit in self.units:
+                self._the_optimizer.load_unit_state(unit, fetch(unit))
+        self.state_step = step
+
+    def copy_state(self) -> dict[str, dict[str, Tensor]]:
+        """A copy of every unit's weights and optimizer state, on the CPU."""
+        return {unit: self._the_optimizer.unit_state(unit) for unit in self.units}
+
+    # ---- a step
+
+    def expected_bytes(self, key: TensorKey) -> int | None:
+        """The exact packed size of a tensor that this stage may receive, or None if it may not."""
+        total = self._stages * self._chunk_count
+        match key.direction:
+            case Direction.ACTIVATION:
+                fits = 0 <= key.boundary < total - 1 and (key.boundary + 1) % self._stages == self.stage
+            case Direction.GRADIENT:
+                fits = 0 <= key.boundary < total - 1 and key.boundary % self._stages == self.stage
+            case Direction.TIED_SHARE:
+                return self._packed_bytes(key, self._tied) if self._shares_tie and self._is_first else None
+            case Direction.TIED_SUM:
+                return self._packed_bytes(key, self._tied) if self._shares_tie and self._is_last else None
+        if not fits or not 0 <= key.microbatch < self.config.microbatches:
+            return None
+        return self._packed_bytes(key, self._boundary)
+
+    def run_step(self, epoch: int, step: int, io: StageIO) -> StepOutcome:
+        """Forward and backward of every microbatch, in the schedule's order.
+
+        Raises NonFiniteError naming the stage and the tensor, StepInterrupted when called off.
+        """
+        self._the_optimizer.zero_grad()
+        inputs = self._microbatches(io.inputs(step)) if self._is_first else ()
+        labels = self._microbatches(io.labels(step)) if self._is_last else ()
+        in_flight: dict[tuple[int, int], _InFlight] = {}
+        losses: list[Tensor] = []
+        for action in self._orders[self.stage]:
+            io.check()
+            if action.kind is Kind.FORWARD:
+                flight = self._forward(epoch, step, action, io, inputs, labels)
+                in_flight[action.chunk, action.microbatch] = flight
+                if self._global_chunk(action) == self._last_chunk:
+                    losses.append(flight.result.detach())
+            else:
+                flight = in_flight.pop((action.chunk, action.microbatch))
+                self._backward(epoch, step, action, io, flight)
+        self._exchange_tied(epoch, step, io)
+        self.clock.switch(TimeKind.OPTIMIZER)
+        loss = float(torch.stack(losses).double().sum()) if losses else None
+        norms = self._the_optimizer.squared_norms()
+        return StepOutcome(norms={self._unit_index[unit]: norm for unit, norm in norms.items()}, loss=loss)
+
+    def apply(self, lr: float, clip_coefficient: float) -> None:
+        """Commit: clip, step the optimizer, drop the gradients."""
+        self.clock.switch(TimeKind.OPTIMIZER)
+        self._the_optimizer.apply(lr, clip_coefficient)
+        self.state_step += 1
+
+    # ---- inside
+
+    def _forward(
+        self,
+        epoch: int,
+        step: int,
+        action: Action,
+        io: StageIO,
+        inputs: tuple[Tensor, ...],
+        labels: tuple[Tensor, ...],
+    ) -> _InFlight:
+        index = self._global_chunk(action)
+        chunk = self._chunks[action.chunk]
+        source: Tensor | None = None
+        if index == 0:
+            fed = inputs[action.microbatch]
+        else:
+            key = TensorKey(epoch, step, action.microbatch, index - 1, Direction.ACTIVATION)
+            source = fed = self._receive(key, self._boundary, io, TimeKind.WAIT_UPSTREAM).requires_grad_()
+        self.clock.switch(TimeKind.FORWARD)
+        with compute_precision(self.config.training.precision, self.device):
+            if index == self._last_chunk:
+                loss = chunk.loss(fed, labels[action.microbatch]) / self.config.microbatches
+                return _InFlight(source, loss)
+            result = chunk(fed)
+        key = TensorKey(epoch, step, action.microbatch, index, Direction.ACTIVATION)
+        self._send(key, result.detach(), io)
+        return _InFlight(source, result)
+
+    def _backward(self, epoch: int, step: int, action: Action, io: StageIO, flight: _InFlight) -> None:
+        index = self._global_chunk(action)
+        if index == self._last_chunk:
+            self.clock.switch(TimeKind.BACKWARD)
+            flight.result.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        else:
+            key = TensorKey(epoch, step, action.microbatch, index, Direction.GRADIENT)
+            gradient = self._receive(key, self._boundary, io, TimeKind.WAIT_DOWNSTREAM)
+            self.clock.switch(TimeKind.BACKWARD)
+            torch.autograd.backward(flight.result, gradient.to(flight.result.dtype))
+        if flight.source is not None and flight.source.grad is not None:
+            key = TensorKey(epoch, step, action.microbatch, index - 1, Direction.GRADIENT)
+            self._send(key, flight.source.grad, io)
+
+    def _exchange_tied(self, epoch: int, step: int, io: StageIO) -> None:
+        """Give both copies of a tied embedding the sum of both gradients, always added in the same order."""
+        if not self.config.model.tied:
+            return
+        up = TensorKey(epoch, step, 0, 0, Direction.TIED_SHARE)
+        down = TensorKey(epoch, step, 0, 0, Direction.TIED_SUM)
+        if self._is_first and self._is_last:
+            embed, head = self._tied_gradient("embed"), self._tied_gradient("head")
+            total = sum_tied_gradients(head, embed)
+            embed.copy_(total)
+            head.copy_(total)
+        elif self._is_first:
+            embed = self._tied_gradient("embed")
+            share = self._receive(up, self._tied, io, TimeKind.WAIT_DOWNSTREAM)
+            embed.copy_(sum_tied_gradients(share, embed))
+            self._send(down, embed, io)
+        elif self._is_last:
+            head = self._tied_gradient("head")
+            self._send(up, head, io)
+            head.copy_(self._receive(down, self._tied, io, TimeKind.WAIT_UPSTREAM))
+
+    def _tied_gradient(self, unit: str) -> Tensor:
+        parameter = next(p for chunk in self._chunks if (p := chunk.tied_parameter(unit)) is not None)
+        assert parameter.grad is not None, "a backward pass always reaches the tied weight"
+        return parameter.grad
+
+    def _receive(self, key: TensorKey, spec: TensorSpec, io: StageIO, waiting: TimeKind) -> Tensor:
+        self.clock.switch(waiting)
+        packed = io.take(key)
+        self.clock.switch(TimeKind.DECODE)
+        try:
+            tensor = self._codecs[key.direction].decode(packed.to(self.device), spec)
+        except NonFiniteError as error:
+            raise self._named(error, key, "received") from error
+        io.release(key)
+        return tensor
+
+    def _send(self, key: TensorKey, tensor: Tensor, io: StageIO) -> None:
+        self.clock.switch(TimeKind.ENCODE)
+        try:
+            packed = self._codecs[key.direction].encode(tensor)
+        except NonFiniteError as error:
+            raise self._named(error, key, "to be sent") from error
+        io.send(key, packed.cpu(), tensor.numel())
+
+    def _named(self, error: NonFiniteError, key: TensorKey, which: str) -> NonFiniteError:
+        return NonFiniteError(
+            f"the {key.direction.name.lower()} {which} over boundary {key.boundary}, "
+            f"microbatch {key.microbatch} ({error})"
+        )
+
+    def _packed_bytes(self, key: TensorKey, spec: TensorSpec) -> int:
+        return self._codecs[key.direction].packed_bytes(spec)
+
+    def _microbatches(self, batch: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(batch.to(self.device), self.config.training.microbatch)
+
+    def _build(self) -> None:
+        seed, model = self.config.run.seed, self.config.model
+        self._chunks = [
+            build_chunk(model, self._split[index], seed, self.device) for index in self._chunk_indices()
+        ]
+        self._optimizer = StageOptimizer(self._chunks, self.config.training)
+
+    def _chunk_indices(self) -> range:
+        return range(self.stage, self._stages * self._chunk_count, self._stages)
+
+    def _global_chunk(self, action: Action) -> int:
+        return action.chunk * self._stages + self.stage
+
+    @property
+    def _last_chunk(self) -> int:
+        return self._stages * self._chunk_count - 1
+
+    @property
+    def _is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def _is_last(self) -> bool:
+        return self.stage == self._stages - 1
+
+    @property
+    def _shares_tie(self) -> bool:
+        return self.config.model.tied and self._stages > 1
+
+    @property
+    def _the_optimizer(self) -> StageOptimizer:
+        assert self._optimizer is not None, "restore() comes before everything else"
+        return self._optimizer
