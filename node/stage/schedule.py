@@ -104,7 +104,7 @@ def one_f_one_b_limited(limits: Sequence[int], microbatches: int) -> Orders:
 
 
 def interleaved_1f1b(stages: int, chunks: int, microbatches: int, window: int = 0) -> Orders:
-    """Interleaved 1F1B (arXiv 2104.04473, section 2.2) with `window` extra microbatches in flight on each link.
+    """Interleaved 1F1B (arXiv 2104.04473, section 2.2) with `window` extra microbatches in flight a link.
 
     Microbatches pass in groups: all of a group through local chunk 0, then through chunk 1, and so on;
     backward in the opposite order of chunks. Any number of microbatches works: there are as many groups of
@@ -114,7 +114,7 @@ def interleaved_1f1b(stages: int, chunks: int, microbatches: int, window: int = 
     so that a microbatch is back at the first stage for its next chunk when its turn comes.
 
     Stage i holds at most 1 + (chunks - 1) × largest group + (stages - 1 - i)(2 + window) chunk activations.
-    With one chunk that is plain 1F1B with one more microbatch on each link, as in torch: `schedule` avoids it.
+    With one chunk that is plain 1F1B with one more microbatch a link, as in torch: `schedule` avoids it.
     """
     _check_sizes(stages, chunks, microbatches, window)
     count = max(1, microbatches // (stages * (1 + (window + 1) // 2)))
@@ -189,8 +189,8 @@ def check_complete(orders: Orders) -> tuple[int, int]:
         if wrong:
             names = "; ".join(sorted(map(str, wrong))[:3])
             raise ConfigError(
-                f"stage {stage}'s order must hold {chunks} chunks × {microbatches} microbatches once each way, "
-                f"these are missing, repeated or unknown: {names}"
+                f"stage {stage} must run {chunks} chunks × {microbatches} microbatches once each way; "
+                f"missing, repeated or unknown: {names}"
             )
         place = {action: position for position, action in enumerate(order)}
         for c in range(chunks):

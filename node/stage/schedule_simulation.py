@@ -149,12 +149,10 @@ class _Simulation:
         self._made += 1
 
     def _refuse_deadlock(self) -> None:
-        blocked = [
-            f"stage {stage} at the {order[len(spans)]}"
+        blocked = ", ".join(
+            f"stage {stage} blocked at {order[len(spans)]}"
             for stage, (order, spans) in enumerate(zip(self._orders, self._spans, strict=True))
             if len(spans) < len(order)
-        ]
+        )
         if blocked:
-            raise ConfigError(
-                f"the schedule deadlocks with {', '.join(blocked)} blocked: use an order that `schedule` makes"
-            )
+            raise ConfigError(f"the schedule deadlocks: {blocked}; use an order that `schedule` makes")
