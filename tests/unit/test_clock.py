@@ -1,0 +1,120 @@
+"""Time accounting: kinds sum to wall time, whatever happens and whoever reads."""
+
+from threading import Barrier, Event, Thread
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.telemetry.clock import StageClock, TimeKind, busy_share, difference, idle_share
+
+
+class InventedClock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_every_moment_goes_to_the_running_kind() -> None:
+    clock = InventedClock()
+    stage = StageClock(clock)
+    clock.advance(1)
+    assert stage.switch(TimeKind.FORWARD) is TimeKind.WAIT_COORDINATOR
+    clock.advance(2)
+    assert stage.switch(TimeKind.WAIT_DOWNSTREAM) is TimeKind.FORWARD
+    clock.advance(4)
+    assert stage.switch(TimeKind.FORWARD) is TimeKind.WAIT_DOWNSTREAM
+    clock.advance(8)
+
+    expected = dict.fromkeys(TimeKind, 0.0)
+    expected |= {TimeKind.WAIT_COORDINATOR: 1, TimeKind.FORWARD: 10, TimeKind.WAIT_DOWNSTREAM: 4}
+    assert stage.snapshot() == expected
+    assert stage.snapshot() == expected, "taking a snapshot must change nothing"
+
+
+def test_spent_restores_the_previous_kind_also_nested_and_after_an_error() -> None:
+    clock = InventedClock()
+    stage = StageClock(clock, TimeKind.BACKWARD)
+    with pytest.raises(ZeroDivisionError), stage.spent(TimeKind.ENCODE):
+        clock.advance(1)
+        with stage.spent(TimeKind.WAIT_UPSTREAM):
+            clock.advance(2)
+        clock.advance(4)
+        _ = 1 / 0
+    clock.advance(8)
+
+    times = stage.snapshot()
+    assert times[TimeKind.ENCODE] == 5
+    assert times[TimeKind.WAIT_UPSTREAM] == 2
+    assert times[TimeKind.BACKWARD] == 8
+
+
+@given(st.lists(st.tuples(st.sampled_from(TimeKind), st.integers(0, 10**9)), max_size=50))
+def test_kinds_sum_to_wall_time(switches: list[tuple[TimeKind, int]]) -> None:
+    clock = InventedClock(0.0)
+    stage = StageClock(clock)
+    for kind, ticks in switches:
+        stage.switch(kind)
+        # Multiples of 2**-20 s, so that sums are exact and equality can be asked for.
+        clock.advance(ticks * 2.0**-20)
+    assert sum(stage.snapshot().values()) == clock.now
+
+
+def test_difference_and_shares() -> None:
+    clock = InventedClock()
+    stage = StageClock(clock, TimeKind.OPTIMIZER)
+    clock.advance(5)
+    earlier = stage.snapshot()
+    for kind in (TimeKind.FORWARD, TimeKind.WAIT_UPSTREAM, TimeKind.WAIT_DOWNSTREAM, TimeKind.DECODE):
+        stage.switch(kind)
+        clock.advance(1)
+    times = difference(stage.snapshot(), earlier)
+
+    assert times[TimeKind.OPTIMIZER] == 0
+    assert times[TimeKind.FORWARD] == times[TimeKind.WAIT_UPSTREAM] == 1
+    assert idle_share(times) == busy_share(times) == 0.5
+    assert idle_share(difference(earlier, earlier)) == busy_share(difference(earlier, earlier)) == 0
+
+
+def test_snapshots_from_another_thread_sum_to_wall_time_and_never_go_back() -> None:
+    """The clock ticks once a reading, so a reading that is lost or counted twice shows in the sum."""
+    ticks = 0
+
+    def tick() -> float:
+        nonlocal ticks
+        ticks += 1
+        return float(ticks)
+
+    stage = StageClock(tick)
+    begin, done = Barrier(2, timeout=10), Event()
+
+    def compute() -> None:
+        begin.wait()
+        for _ in range(5000):
+            with stage.spent(TimeKind.FORWARD), stage.spent(TimeKind.ENCODE):
+                pass
+        done.set()
+
+    thread = Thread(target=compute)
+    thread.start()
+    begin.wait()
+    previous = stage.snapshot()
+    snapshots = 1
+    while not done.is_set():
+        times = stage.snapshot()
+        snapshots += 1
+        assert min(difference(times, previous).values()) >= 0
+        assert sum(times.values()) > sum(previous.values())
+        previous = times
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+
+    # One reading at the start, four a round, one a snapshot, and this one; the first reading is time zero.
+    assert sum(stage.snapshot().values()) == 4 * 5000 + snapshots + 1
