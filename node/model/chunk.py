@@ -1,0 +1,150 @@
+"""A chunk: the contiguous layer units that one pipeline stage runs in one go, as one module."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from math import sqrt
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from node.config.schema import ModelSection
+from node.model.blocks import Embedding, Gpt2Block, Head, LlamaBlock, Rotary
+from node.model.units import (
+    EMBED,
+    HEAD,
+    Initial,
+    ParameterSpec,
+    check_model,
+    parameter_specs,
+    tied_parameter,
+    unit_names,
+)
+from node.training.rng import generator
+from wire.errors import ConfigError
+
+
+class Chunk(nn.Module):
+    """Layer units in model order; built by `build_chunk`."""
+
+    def __init__(self, model: ModelSection, units: Sequence[str], modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.model = model
+        self.units = tuple(units)
+        self.layers = nn.ModuleList(modules)
+
+    @property
+    def has_embed(self) -> bool:
+        return EMBED in self.units
+
+    @property
+    def has_head(self) -> bool:
+        return HEAD in self.units
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the units in order.
+
+        Args:
+            x: token ids [B, S] int64 if the chunk holds "embed", else hidden [B, S, C] float32.
+
+        Returns:
+            Logits [B, S, V] if the chunk holds "head", else hidden [B, S, C] float32.
+        """
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Mean cross entropy over all tokens of the microbatch, in nats, a float32 scalar.
+
+        Args:
+            x: as for `forward`; the chunk must hold "head".
+            labels: [B, S] int64.
+        """
+        logits_bsv = self(x)
+        return F.cross_entropy(logits_bsv.float().flatten(0, 1), labels.flatten())
+
+    def unit_parameters(self, unit: str) -> dict[str, nn.Parameter]:
+        """Parameters of one unit by name, in the order of `node.model.units.parameter_specs`."""
+        named = dict(self.layers[self.units.index(unit)].named_parameters())
+        return {spec.name: named[spec.name] for spec in parameter_specs(self.model, unit)}
+
+    def tied_parameter(self, unit: str) -> nn.Parameter | None:
+        """The unit's copy of the tied weight, if it holds one."""
+        name = tied_parameter(self.model, unit)
+        return None if name is None else self.unit_parameters(unit)[name]
+
+    def named_units(self) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
+        """(unit, its parameters by name), in model order."""
+        for unit in self.units:
+            yield unit, self.unit_parameters(unit)
+
+
+def build_chunk(model: ModelSection, units: Sequence[str], seed: int, device: torch.device) -> Chunk:
+    """The chunk of these units with its initial weights, float32.
+
+    Each weight is a function of (seed, unit, parameter name), so every split builds the same bits.
+
+    Raises:
+        ConfigError: units that the model does not have, or that are not contiguous and in order.
+    """
+    check_model(model)
+    names = unit_names(model)
+    wanted = tuple(units)
+    first = names.index(wanted[0]) if wanted and wanted[0] in names else 0
+    if not wanted or names[first : first + len(wanted)] != wanted:
+        raise ConfigError(
+            f"a chunk of units {', '.join(wanted) or '(none)'} is not a contiguous run of embed, the "
+            f"{model.layers} blocks and head, in order"
+        )
+    rotary = None
+    if model.family == "llama":
+        # Its tables hold no weights, so all blocks of a chunk share one.
+        rotary = Rotary(model.sequence, model.hidden // model.heads, model.rope_theta, device)
+    modules: list[nn.Module] = []
+    for unit in wanted:
+        # On the meta device torch allocates nothing and draws nothing from its own generator.
+        with torch.device("meta"):
+            module = _module(model, unit, rotary)
+        weights = {
+            spec.name: torch.from_numpy(initial_weight(model, unit, spec, seed)).to(device)
+            for spec in parameter_specs(model, unit)
+        }
+        module.load_state_dict(weights, strict=True, assign=True)
+        modules.append(module)
+    return Chunk(model, wanted, modules)
+
+
+def initial_weight(model: ModelSection, unit: str, spec: ParameterSpec, seed: int) -> np.ndarray:
+    """A parameter's initial value: float32 array of `spec.shape`."""
+    if spec.initial is Initial.ONES:
+        return np.ones(spec.shape, dtype=np.float32)
+    if spec.initial is Initial.ZEROS:
+        return np.zeros(spec.shape, dtype=np.float32)
+    # Both copies of a tied weight are drawn from the embedding's place.
+    source, name = (EMBED, "tokens.weight") if tied_parameter(model, unit) == spec.name else (unit, spec.name)
+    std = model.init_std
+    if spec.initial is Initial.RESIDUAL:
+        std /= sqrt(2 * model.layers)
+    place = generator(seed, layer=source, purpose=f"weight {name}")
+    draws = place.standard_normal(spec.shape, dtype=np.float32)
+    draws *= np.float32(std)
+    return draws
+
+
+def compute_precision(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """Context for forward passes: autocast for `bfloat16`, nothing for `float32`."""
+    if precision == "float32":
+        return nullcontext()
+    if precision == "bfloat16":
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    raise ConfigError(f"[training] precision is {precision!r}; it must be float32 or bfloat16")
+
+
+def _module(model: ModelSection, unit: str, rotary: Rotary | None) -> nn.Module:
+    if unit == EMBED:
+        return Embedding(model)
+    if unit == HEAD:
+        return Head(model)
+    return Gpt2Block(model) if rotary is None else LlamaBlock(model, rotary)
