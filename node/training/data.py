@@ -1,0 +1,109 @@
+"""Token batches as a pure function of (seed, step). Torch-free: only the coordinator reads data.
+
+Tokens are bytes. A window is `sequence` + 1 tokens: inputs are all but the last, labels all but the first.
+Windows of one pass start `sequence` tokens apart, so that each token is a label at most once in a pass.
+"""
+
+from dataclasses import dataclass
+from hashlib import sha256
+
+import numpy as np
+
+from node.config.schema import DataSection
+from node.training.rng import generator
+from node.training.text import read_text
+from wire.errors import DataError
+
+VALIDATION_SHARE = 100
+"""One token in this many, at the end of the text, is held out from training,"""
+VALIDATION_WINDOWS = 16
+"""or this many windows if that is more, but never over a tenth of the text."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One time through the training text: window i starts at `phase + order[i] * sequence`."""
+
+    number: int
+    phase: int
+    order: np.ndarray
+
+
+class Corpus:
+    """The text as tokens, cut into a training part and a held-out tail."""
+
+    def __init__(self, tokens: np.ndarray, *, sequence: int, global_batch: int, seed: int) -> None:
+        """
+        Args:
+            tokens: [N] uint8.
+            sequence: tokens a sample.
+            global_batch: samples a step.
+
+        Raises:
+            DataError: fewer than `sequence` + 1 tokens.
+        """
+        if len(tokens) < sequence + 1:
+            raise DataError(
+                f"the text has {len(tokens)} tokens; a window of sequence {sequence} needs {sequence + 1}: "
+                "give more text or lower [model] sequence"
+            )
+        held_out = min(
+            max(len(tokens) // VALIDATION_SHARE, VALIDATION_WINDOWS * sequence + 1), len(tokens) // 10
+        )
+        if held_out < sequence + 1 or len(tokens) - held_out < sequence + 1:
+            held_out = 0
+        self.training = tokens[: len(tokens) - held_out]
+        self.validation = tokens[len(tokens) - held_out :]
+        self.sequence = sequence
+        self.global_batch = global_batch
+        self.seed = seed
+        self._newest: Pass | None = None
+
+        room = len(self.training) - 1
+        # One window fewer than fit, so that every phase below `sequence` leaves room for all of them.
+        self.windows = max(1, room // sequence - 1)
+        self._phases = min(sequence, room - self.windows * sequence + 1)
+
+    @classmethod
+    def load(cls, data: DataSection, *, sequence: int, global_batch: int, seed: int) -> "Corpus":
+        """Read the text that `[data]` names.
+
+        Raises:
+            DataError: missing, unreadable, empty or too short; one line that says what to do.
+        """
+        tokens = np.frombuffer(read_text(data), dtype=np.uint8)
+        return cls(tokens, sequence=sequence, global_batch=global_batch, seed=seed)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the training tokens: a resumed run needs the same text."""
+        return sha256(self.training.data).hexdigest()
+
+    def batch(self, step: int) -> np.ndarray:
+        """Tokens of a step, [global_batch, sequence + 1] uint8; microbatches are consecutive rows.
+
+        Safe to call for any step in any order, and from any thread.
+        """
+        first = step * self.global_batch
+        return np.stack([self._window(sample) for sample in range(first, first + self.global_batch)])
+
+    def validation_windows(self, limit: int | None = None) -> np.ndarray:
+        """Held-out windows from the start of the tail, [n, sequence + 1] uint8; n is 0 for a tiny text."""
+        count = max(0, len(self.validation) - 1) // self.sequence
+        count = count if limit is None else min(count, limit)
+        starts = np.arange(count) * self.sequence
+        windows: np.ndarray = self.validation[starts[:, None] + np.arange(self.sequence + 1)]
+        return windows
+
+    def _window(self, sample: int) -> np.ndarray:
+        number, index = divmod(sample, self.windows)
+        current = self._pass(number)
+        start = current.phase + int(current.order[index]) * self.sequence
+        return self.training[start : start + self.sequence + 1]
+
+    def _pass(self, number: int) -> Pass:
+        newest = self._newest
+        if newest is None or newest.number != number:
+            random = generator(self.seed, step=number, purpose="data order")
+            phase = int(random.integers(self._phases))
+            newest = self._newest = Pass(number, phase, random.permutation(self.windows))
+        return newest

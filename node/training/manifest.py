@@ -1,0 +1,129 @@
+"""What `manifest.json` says of a snapshot, and the hash of a model's weights. Torch-free.
+
+The weights' hash depends on parameters alone: not on the split, the optimizer or the file format's padding.
+It is the SHA-256 over the units' own hashes in model order; a unit's is over name, dtype, shape and bytes of
+each of its parameters, sorted by name.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load
+
+from wire.errors import RunError
+
+FORMAT = 1
+"""Raised whenever files or manifest change meaning."""
+MANIFEST_NAME = "manifest.json"
+PARAMETER_PREFIX = "parameter."
+"""Begins the names of weights in a unit's state; everything else is the optimizer's."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitEntry:
+    """One layer unit's file."""
+
+    unit: str
+    file: str
+    bytes: int
+    sha256: str
+    weights_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A complete snapshot."""
+
+    format: int
+    run_id: str
+    step: int
+    """Optimizer steps taken."""
+    config: dict[str, Any]
+    """The resolved run file, as `dataclasses.asdict` gives it."""
+    units: tuple[UnitEntry, ...]
+    """In model order."""
+    weights_sha256: str
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(entry.bytes for entry in self.units)
+
+    def entry(self, unit: str) -> UnitEntry:
+        for entry in self.units:
+            if entry.unit == unit:
+                return entry
+        raise RunError(f"the snapshot of step {self.step} has no unit {unit!r}; it is of another model")
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes, where: str) -> "Manifest":
+        """Read a manifest back.
+
+        Args:
+            where: names the snapshot in messages.
+
+        Raises:
+            RunError: torn, of another format, with missing or wrong fields, or with a wrong weights hash.
+        """
+        try:
+            fields = json.loads(text)
+            units = tuple(UnitEntry(**entry) for entry in fields.pop("units"))
+            manifest = cls(**fields, units=units)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise RunError(f"the manifest of {where} is damaged ({error}); use an older snapshot") from error
+        if manifest.format != FORMAT:
+            raise RunError(
+                f"{where} has format {manifest.format}, expected {FORMAT}; use the version that wrote it"
+            )
+        if any(entry.file != unit_file(entry.unit) for entry in units):
+            raise RunError(f"the manifest of {where} names files that are no units; use an older snapshot")
+        if manifest.weights_sha256 != weights_sha256(entry.weights_sha256 for entry in units):
+            raise RunError(f"the manifest of {where} contradicts itself on weights; use an older snapshot")
+        return manifest
+
+
+def unit_file(unit: str) -> str:
+    return f"{unit}.safetensors"
+
+
+def unit_weights_sha256(parameters: Mapping[str, np.ndarray]) -> str:
+    """Hash of one unit's parameters.
+
+    Args:
+        parameters: arrays by name, without prefix.
+    """
+    digest = sha256()
+    for name in sorted(parameters):
+        array = np.ascontiguousarray(parameters[name])
+        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        digest.update(array.data)
+    return digest.hexdigest()
+
+
+def weights_sha256(unit_hashes: Iterable[str]) -> str:
+    """Hash of a whole model from its units' hashes in model order."""
+    return sha256("\n".join(unit_hashes).encode()).hexdigest()
+
+
+def read_parameters(data: bytes) -> dict[str, np.ndarray]:
+    """The weights in a unit's state, by name without prefix.
+
+    Raises:
+        RunError: not a safetensors file, or a damaged one.
+    """
+    try:
+        tensors = load(data)
+    except (SafetensorError, KeyError) as error:
+        raise RunError(f"unit state of {len(data)} bytes cannot be read ({error})") from error
+    return {
+        name.removeprefix(PARAMETER_PREFIX): array
+        for name, array in tensors.items()
+        if name.startswith(PARAMETER_PREFIX)
+    }

@@ -1,0 +1,137 @@
+"""The unsplit trainer in one process: what a pipelined run must reproduce, and experiments' baseline.
+
+Plain autograd over the same units, microbatches, schedule, clipping and optimizer as a run. Codecs may be
+put at chunk boundaries, as a run has them: what goes forward is encoded and decoded, and so is the gradient
+that comes back, straight through.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from node.config.schema import RunConfig
+from node.model.chunk import build_chunk, compute_precision
+from node.model.units import EMBED, HEAD, unit_names
+from node.training.data import Corpus
+from node.training.manifest import unit_weights_sha256, weights_sha256
+from node.training.optimizer import StageOptimizer, gradient_of, sum_tied_gradients
+from node.training.schedule import clip_coefficient, learning_rate
+from wire.spec import Direction, TensorKey
+
+Boundary = Callable[[Tensor, TensorKey], Tensor]
+"""What a link does to a tensor [B, S, C]: its key names the boundary and whether it goes forward or back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer step as it was taken."""
+
+    loss: float
+    """Mean over the step's tokens, in nats, before the step."""
+    grad_norm: float
+    """Global, before clipping."""
+    lr: float
+
+
+class ReferenceTrainer:
+    """Trains `config.model` step by step, from `first_step` on."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        corpus: Corpus,
+        *,
+        groups: Sequence[Sequence[str]] | None = None,
+        boundary: Boundary | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """
+        Args:
+            groups: units between boundaries, as from `split_units`; the whole model by default.
+            boundary: applied between groups, both ways; None leaves tensors as they are.
+        """
+        self.config = config
+        self.corpus = corpus
+        self.device = device or torch.device("cpu")
+        self._boundary = boundary
+        self.chunks = [
+            build_chunk(config.model, units, config.run.seed, self.device)
+            for units in (groups or (unit_names(config.model),))
+        ]
+        self.optimizer = StageOptimizer(self.chunks, config.training)
+        self.step = 0
+
+    def train(self, steps: int) -> list[Step]:
+        """Take this many steps."""
+        return [self.train_step() for _ in range(steps)]
+
+    def train_step(self) -> Step:
+        """Take one step: gradients of all microbatches, then the optimizer."""
+        training = self.config.training
+        count = self.config.microbatches
+        losses = []
+        self.optimizer.zero_grad()
+        for index, rows in enumerate(np.split(self.corpus.batch(self.step), count)):
+            loss, crossings = self._forward(rows, index)
+            # Each microbatch has equally many tokens, so the step's mean is the mean of means.
+            self._backward(loss / count, crossings, index)
+            losses.append(loss.item())
+        self._tie()
+        grad_norm = sqrt(sum(self.optimizer.squared_norms().values()))
+        lr = learning_rate(self.step, training, self.config.run.steps)
+        self.optimizer.apply(lr, clip_coefficient(grad_norm, training.clip))
+        self.step += 1
+        return Step(loss=sum(losses) / count, grad_norm=grad_norm, lr=lr)
+
+    @torch.no_grad()
+    def validation_loss(self, windows: np.ndarray) -> float:
+        """Mean cross entropy in nats over windows [n, sequence + 1], boundaries included."""
+        size = self.config.training.microbatch
+        total = 0.0
+        for index, first in enumerate(range(0, len(windows), size)):
+            rows = windows[first : first + size]
+            loss, _ = self._forward(rows, index)
+            total += loss.item() * len(rows)
+        return total / len(windows)
+
+    def weights_sha256(self) -> str:
+        """The same hash as a snapshot's manifest gives these weights."""
+        return weights_sha256(
+            unit_weights_sha256({name: value.detach().cpu().numpy() for name, value in parameters.items()})
+            for chunk in self.chunks
+            for _, parameters in chunk.named_units()
+        )
+
+    def _forward(self, rows: np.ndarray, microbatch: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Loss of a microbatch, and at each boundary what was sent and what arrived."""
+        tokens = torch.from_numpy(rows.astype(np.int64)).to(self.device)
+        x, labels = tokens[:, :-1], tokens[:, 1:]
+        crossings = []
+        with compute_precision(self.config.training.precision, self.device):
+            for index, chunk in enumerate(self.chunks[:-1]):
+                sent = chunk(x)
+                x = self._cross(sent.detach(), microbatch, index, Direction.ACTIVATION).requires_grad_()
+                crossings.append((sent, x))
+            return self.chunks[-1].loss(x, labels), crossings
+
+    def _backward(self, loss: Tensor, crossings: list[tuple[Tensor, Tensor]], microbatch: int) -> None:
+        torch.autograd.backward(loss)
+        for index, (sent, arrived) in reversed(list(enumerate(crossings))):
+            gradient = self._cross(gradient_of(arrived), microbatch, index, Direction.GRADIENT)
+            torch.autograd.backward(sent, gradient)
+
+    def _cross(self, tensor: Tensor, microbatch: int, index: int, direction: Direction) -> Tensor:
+        if self._boundary is None:
+            return tensor
+        return self._boundary(tensor, TensorKey(0, self.step, microbatch, index, direction))
+
+    def _tie(self) -> None:
+        embed = self.chunks[0].tied_parameter(EMBED)
+        head = self.chunks[-1].tied_parameter(HEAD)
+        if embed is not None and head is not None:
+            total = sum_tied_gradients(gradient_of(head), gradient_of(embed))
+            embed.grad, head.grad = total, total.clone()

@@ -1,0 +1,36 @@
+"""Learning rate and gradient clipping as functions of the step. Torch-free, for the coordinator."""
+
+from math import cos, isfinite, pi
+
+from node.config.schema import TrainingSection
+from wire.errors import NonFiniteError
+
+
+def learning_rate(step: int, training: TrainingSection, steps: int) -> float:
+    """Linear warmup to `lr`, then a cosine to `min_lr_ratio * lr` at the last step.
+
+    Args:
+        step: counted from 0; the first step already moves.
+        steps: optimizer steps in the whole run; later steps stay at the minimum.
+    """
+    if step < training.warmup_steps:
+        return training.lr * (step + 1) / training.warmup_steps
+    progress = min(1.0, (step - training.warmup_steps) / max(1, steps - 1 - training.warmup_steps))
+    share = training.min_lr_ratio + (1.0 - training.min_lr_ratio) * 0.5 * (1.0 + cos(pi * progress))
+    return training.lr * share
+
+
+def clip_coefficient(total_norm: float, clip: float) -> float:
+    """What every gradient is multiplied by so that the global norm is at most `clip`; 1 if `clip` is 0.
+
+    Raises:
+        NonFiniteError: the norm is infinite or not a number, so the step must not be applied.
+    """
+    if not isfinite(total_norm):
+        raise NonFiniteError(
+            f"the global gradient norm is {total_norm}, expected a finite number; "
+            "lower [training] lr or raise warmup_steps"
+        )
+    if clip == 0.0 or total_norm <= clip:
+        return 1.0
+    return clip / total_norm

@@ -1,0 +1,42 @@
+"""A layer unit's state as bytes, in the safetensors format: what nodes send, receive and snapshots store."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from node.training.snapshot import read_unit
+from wire.errors import RunError
+
+
+def serialize_unit(tensors: Mapping[str, Tensor]) -> bytes:
+    """The same tensors give the same bytes, in whatever order they come.
+
+    Args:
+        tensors: CPU tensors by name, as from `StageOptimizer.unit_state`.
+    """
+    return save({name: tensors[name].contiguous() for name in sorted(tensors)})
+
+
+def deserialize_unit(data: bytes) -> dict[str, Tensor]:
+    """CPU tensors by name. Sizes are checked against the data before anything is allocated; no code runs.
+
+    Raises:
+        RunError: not a safetensors file, or a damaged one.
+    """
+    try:
+        return load(data)
+    except (SafetensorError, KeyError) as error:
+        # KeyError: a dtype that this torch does not have.
+        raise RunError(f"unit state of {len(data)} bytes cannot be read ({error}); fetch it again") from error
+
+
+def load_unit(directory: Path, unit: str) -> dict[str, Tensor]:
+    """A unit's tensors from a complete snapshot, after checking the file's SHA-256.
+
+    Raises:
+        RunError: see `node.training.snapshot.read_unit`.
+    """
+    return deserialize_unit(read_unit(directory, unit))

@@ -1,0 +1,244 @@
+"""Snapshots on disk: one safetensors file a layer unit, and a manifest. Torch-free, for the coordinator.
+
+    SNAPSHOTS/step-00000100/embed.safetensors
+                            block.0000.safetensors ...
+                            head.safetensors
+                            manifest.json             written last: a snapshot without one never happened
+
+Each file is written beside its name, synced and renamed, so that none is ever seen half-written. All calls
+here read, hash or write whole files: call them from a thread, never on the event loop.
+"""
+
+import errno
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from threading import Lock
+
+from node.config.schema import RunConfig
+from node.model.units import parameter_specs, unit_names
+from node.training.manifest import (
+    FORMAT,
+    MANIFEST_NAME,
+    Manifest,
+    UnitEntry,
+    read_parameters,
+    unit_file,
+    unit_weights_sha256,
+    weights_sha256,
+)
+from wire.errors import ProtocolViolationError, RunError
+
+_STEP_DIRECTORY = re.compile(r"step-(\d{8,})")
+
+
+def snapshot_directory(root: Path, step: int) -> Path:
+    return root / f"step-{step:08d}"
+
+
+def list_snapshots(root: Path) -> tuple[int, ...]:
+    """Steps of the complete snapshots, oldest first."""
+    return tuple(step for step, directory in _step_directories(root) if (directory / MANIFEST_NAME).is_file())
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a complete snapshot.
+
+    Raises:
+        RunError: there is none, or it is torn or of another format.
+    """
+    try:
+        text = (directory / MANIFEST_NAME).read_bytes()
+    except OSError as error:
+        raise RunError(f"no complete snapshot in {directory} ({error.strerror}); use an older one") from error
+    return Manifest.from_json(text, str(directory))
+
+
+def read_unit(directory: Path, unit: str) -> bytes:
+    """A unit's file from a complete snapshot, after checking its SHA-256.
+
+    Raises:
+        RunError: the file is missing, unreadable or not what the manifest says.
+    """
+    entry = read_manifest(directory).entry(unit)
+    path = directory / entry.file
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RunError(f"cannot read {path} ({error.strerror}); use an older snapshot") from error
+    if len(data) != entry.bytes or sha256(data).hexdigest() != entry.sha256:
+        raise RunError(f"{path} is damaged: its SHA-256 is not the manifest's; use an older snapshot")
+    return data
+
+
+def prune(root: Path, keep: int) -> tuple[int, ...]:
+    """Remove all but the newest `keep` complete snapshots (at least one stays). Returns the steps removed."""
+    removed = list_snapshots(root)[: -max(1, keep)]
+    for step in removed:
+        directory = snapshot_directory(root, step)
+        # First the manifest: a removal that is cut short leaves an incomplete snapshot, not a damaged one.
+        (directory / MANIFEST_NAME).unlink()
+        shutil.rmtree(directory)
+    return removed
+
+
+def discard_incomplete(root: Path) -> tuple[int, ...]:
+    """Remove what interrupted snapshots left behind. Returns their steps."""
+    complete = set(list_snapshots(root))
+    removed = []
+    for step, directory in _step_directories(root):
+        if step in complete:
+            for leftover in directory.glob(".*.tmp"):
+                leftover.unlink()
+        else:
+            shutil.rmtree(directory)
+            removed.append(step)
+    return tuple(removed)
+
+
+class SnapshotWriter:
+    """Collects the units of snapshots as stages upload them; the last one completes a snapshot.
+
+    Units may come in any order, from several threads, and for several steps at once. On a rollback call
+    `discard`, so that no snapshot mixes units of two attempts at one step.
+    """
+
+    def __init__(self, root: Path, config: RunConfig, run_id: str) -> None:
+        self._root = root
+        self._config = config
+        self._run_id = run_id
+        self._units = unit_names(config.model)
+        self._entries: dict[int, dict[str, UnitEntry]] = {}
+        self._lock = Lock()
+
+    def put(self, step: int, unit: str, data: bytes, digest: str) -> Manifest | None:
+        """Store one unit; a repeated upload replaces the earlier one.
+
+        Args:
+            step: optimizer steps taken.
+            data: from `serialize_unit`.
+            digest: its SHA-256 in hex, as the sender computed it.
+
+        Returns:
+            The manifest, once all units of the step are stored; else None.
+
+        Raises:
+            ProtocolViolationError: damaged on the way, or not a unit of this model; nothing is stored.
+            RunError: the disk is full or cannot be written; no partial file is left.
+        """
+        entry = self._check(unit, data, digest)
+        directory = snapshot_directory(self._root, step)
+        with self._lock:
+            if (directory / MANIFEST_NAME).exists():
+                manifest = read_manifest(directory)
+                if manifest.entry(unit) == entry:
+                    return manifest
+                raise ProtocolViolationError(
+                    f"upload of unit {unit} differs from the complete snapshot in {directory}; refused"
+                )
+            _write(directory / entry.file, data)
+            entries = self._entries.setdefault(step, {})
+            entries[unit] = entry
+            if len(entries) < len(self._units):
+                return None
+            manifest = self._manifest(step, entries)
+            _write(directory / MANIFEST_NAME, manifest.to_json().encode())
+            del self._entries[step]
+            return manifest
+
+    def missing(self, step: int) -> tuple[str, ...]:
+        """Units of a step's snapshot that have not come yet, in model order."""
+        with self._lock:
+            return tuple(unit for unit in self._units if unit not in self._entries.get(step, {}))
+
+    def discard(self) -> None:
+        """Forget and remove every incomplete snapshot."""
+        with self._lock:
+            self._entries.clear()
+            discard_incomplete(self._root)
+
+    def _manifest(self, step: int, entries: dict[str, UnitEntry]) -> Manifest:
+        units = tuple(entries[unit] for unit in self._units)
+        return Manifest(
+            format=FORMAT,
+            run_id=self._run_id,
+            step=step,
+            config=asdict(self._config),
+            units=units,
+            weights_sha256=weights_sha256(entry.weights_sha256 for entry in units),
+        )
+
+    def _check(self, unit: str, data: bytes, digest: str) -> UnitEntry:
+        if unit not in self._units:
+            raise ProtocolViolationError(f"upload of unit {unit!r}, which this model does not have; refused")
+        if sha256(data).hexdigest() != digest:
+            raise ProtocolViolationError(f"upload of unit {unit} was damaged on the way; send it again")
+        try:
+            parameters = read_parameters(data)
+        except RunError as error:
+            raise ProtocolViolationError(f"upload of unit {unit} refused: {error}") from error
+        expected = {spec.name: spec.shape for spec in parameter_specs(self._config.model, unit)}
+        if {name: array.shape for name, array in parameters.items()} != expected:
+            raise ProtocolViolationError(f"upload of unit {unit} does not fit this model; refused")
+        return UnitEntry(
+            unit=unit,
+            file=unit_file(unit),
+            bytes=len(data),
+            sha256=digest,
+            weights_sha256=unit_weights_sha256(parameters),
+        )
+
+
+def _step_directories(root: Path) -> list[tuple[int, Path]]:
+    if not root.is_dir():
+        return []
+    matches = ((_STEP_DIRECTORY.fullmatch(path.name), path) for path in root.iterdir() if path.is_dir())
+    return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Make `path` hold `data`, atomically and durably; make its directory if needed."""
+    with _write_errors(path, len(data)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        temporary = Path(name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        # The rename, and the directory itself if it is new.
+        _sync_directory(path.parent)
+        _sync_directory(path.parent.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _write_errors(path: Path, size: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise RunError(
+                f"disk full: {path.name} needs {size} bytes in {path.parent}; free some space, then resume"
+            ) from error
+        raise RunError(
+            f"cannot write {path} ({error.strerror}); check that the run directory can be written"
+        ) from error

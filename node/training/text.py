@@ -1,0 +1,163 @@
+"""Reading training text from disk: files, folders, JSONL, compressed or not, and the standard library.
+
+The whole text is held in memory as bytes. Documents are joined by one zero byte, which no text contains:
+a file with a zero byte in it is taken for binary.
+"""
+
+import gzip
+import json
+import logging
+import lzma
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from node.config.schema import DataSection
+from wire.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+SEPARATOR = b"\0"
+STDLIB = "stdlib"
+STDLIB_LIMIT_BYTES = 32 << 20
+"""The standard library's text is cut after this many bytes, at the end of a file."""
+
+TEXT_SUFFIXES = frozenset((".txt", ".md", ".rst", ".tex", ".html", ".csv", ".jsonl", ".py", ".c", ".h"))
+_COMPRESSED = frozenset((".xz", ".gz"))
+# Not part of every installation, or not the standard library at all.
+_STDLIB_SKIPPED = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"))
+
+
+def read_text(data: DataSection) -> bytes:
+    """All documents of `[data] path`, joined by zero bytes.
+
+    One named file must be text; in a folder, files that are not UTF-8 text are skipped with a warning.
+
+    Raises:
+        DataError: missing, unreadable, damaged, not text, empty, or JSONL without the field.
+    """
+    if data.path == STDLIB:
+        documents = list(_standard_library())
+    else:
+        path = Path(data.path).expanduser()
+        if path.is_dir():
+            documents = list(_folder(path, data.jsonl_field))
+        else:
+            documents = _documents(path, data.jsonl_field)
+    text = SEPARATOR.join(document for document in documents if document.strip())
+    if not text:
+        raise DataError(f"no text in {data.path}: all of it is empty or skipped; set [data] path to text")
+    return text
+
+
+def _folder(folder: Path, jsonl_field: str) -> Iterator[bytes]:
+    found = False
+    for path in _files_below(folder):
+        if _content_suffix(path) not in TEXT_SUFFIXES:
+            continue
+        found = True
+        try:
+            documents = _documents(path, jsonl_field)
+        except _NotTextError as error:
+            logger.warning("skipped: %s", error)
+            continue
+        yield from documents
+    if not found:
+        raise DataError(
+            f"no text files in folder {folder}; expected names that end in "
+            f"{', '.join(sorted(TEXT_SUFFIXES))}, with or without .xz or .gz"
+        )
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Visible files at any depth, sorted by relative path, so that the order is the same everywhere."""
+    try:
+        relative = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+        visible = [path for path in relative if not any(part.startswith(".") for part in path.parts)]
+    except OSError as error:
+        raise DataError(f"cannot read folder {folder}: {error.strerror}; check its permissions") from error
+    return [folder / path for path in sorted(visible, key=lambda path: path.parts)]
+
+
+def _standard_library() -> Iterator[bytes]:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    total = 0
+    found = False
+    for path in _files_below(folder):
+        if path.suffix != ".py" or not _STDLIB_SKIPPED.isdisjoint(path.relative_to(folder).parts):
+            continue
+        try:
+            document = _plain_text(path)
+        except _NotTextError:
+            continue
+        total += len(document)
+        if total > STDLIB_LIMIT_BYTES:
+            return
+        found = True
+        yield document
+    if not found:
+        raise DataError(f"this Python has no library sources in {folder}; set [data] path to text")
+
+
+class _NotTextError(DataError):
+    """A file that is not UTF-8 text: an error by itself, a warning within a folder."""
+
+
+def _content_suffix(path: Path) -> str:
+    return Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
+
+
+def _documents(path: Path, jsonl_field: str) -> list[bytes]:
+    text = _plain_text(path)
+    return _json_lines(path, text, jsonl_field) if _content_suffix(path) == ".jsonl" else [text]
+
+
+def _plain_text(path: Path) -> bytes:
+    content = _content(path)
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        raise _NotTextError(
+            f"{path} is not UTF-8 text (byte {error.start}); convert it or leave it out"
+        ) from error
+    if SEPARATOR in content:
+        raise _NotTextError(f"{path} holds zero bytes, so it is no text; leave it out")
+    return content
+
+
+def _content(path: Path) -> bytes:
+    try:
+        if path.suffix == ".xz":
+            with lzma.open(path) as file:
+                return file.read()
+        if path.suffix == ".gz":
+            with gzip.open(path) as gzip_file:
+                return gzip_file.read()
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise DataError(f"no file or folder {path}; set [data] path to text, or to {STDLIB}") from error
+    except (lzma.LZMAError, zlib.error, gzip.BadGzipFile, EOFError) as error:
+        raise DataError(f"{path} is damaged: {error}; compress it again") from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; check its permissions") from error
+
+
+def _json_lines(path: Path, content: bytes, jsonl_field: str) -> list[bytes]:
+    documents = []
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path} line {number} is not JSON ({error}); expected one object") from error
+        value = row.get(jsonl_field) if isinstance(row, dict) else None
+        if not isinstance(value, str):
+            raise DataError(
+                f"{path} line {number} has no text in field {jsonl_field!r}; "
+                "set [data] jsonl_field to the field that holds it"
+            )
+        # Escapes may hide what the file itself could not: zero bytes and halves of surrogate pairs.
+        documents.append(value.encode("utf-8", "replace").replace(SEPARATOR, b" "))
+    return documents
