@@ -155,10 +155,7 @@ class CertificateAuthority:
     def issue_coordinator(
         self, public_key: ec.EllipticCurvePublicKey, lifetime: timedelta, now: float
     ) -> bytes:
-        """The coordinator's certificate in PEM: SAN `coordinator.<run-id>`, the CA's certificate inside it.
-
-        Its key lies beside the CA's, so a short lifetime would protect nothing.
-        """
+        """The coordinator's certificate in PEM: SAN `coordinator.<run-id>`, with the CA's certificate."""
         name = coordinator_server_name(self.run_id)
         builder = self._leaf(public_key, name, name, [ExtendedKeyUsageOID.SERVER_AUTH], lifetime, now)
         issuer = self.certificate.public_bytes(serialization.Encoding.DER)
@@ -166,6 +163,14 @@ class CertificateAuthority:
             x509.UnrecognizedExtension(ISSUER_CERTIFICATE_OID, issuer), critical=False
         )
         return certificate_to_pem(builder.sign(self._key, hashes.SHA256()))
+
+    def coordinator_credentials(self, lifetime: timedelta, now: float) -> tuple[bytes, bytes]:
+        """(key PEM, certificate PEM) for a coordinator that starts; the key is fresh and needs no file.
+
+        The process that holds it holds the CA's key too, so a short lifetime would protect nothing.
+        """
+        key = ec.generate_private_key(ec.SECP256R1())
+        return key_to_pem(key), self.issue_coordinator(key.public_key(), lifetime, now)
 
     def _leaf(
         self,

@@ -1,0 +1,391 @@
+"""The coordinator's database: one SQLite file in the run's directory that outlives any crash.
+
+A method returns only after its change is on disk (WAL, synchronous=FULL), so whatever is answered after it is
+never lost. One connection behind one lock: call it from any thread, never from an event loop. Other processes
+may have the file open at the same time (`thinwire token create` beside a running coordinator): writers take
+turns by BEGIN IMMEDIATE and wait for each other up to `_BUSY_SECONDS`.
+
+Times are Unix seconds.
+"""
+
+import json
+import math
+import sqlite3
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from node.coordinator.records import (
+    EventRecord,
+    Member,
+    PlacedNode,
+    RunRecord,
+    SnapshotRecord,
+    StepOutcome,
+    StepRecord,
+)
+from wire.errors import RefusalCode, RunError, UserError
+from wire.identity.enrolment import Hardware, Refusal
+from wire.identity.files import create_private, make_private_directory
+from wire.identity.token import Decision, JoinToken, TokenRecord, admit, hash_secret, new_secret, new_token_id
+from wire.version import PROTOCOL, VERSION
+
+DATABASE_FILE = "run.db"
+SCHEMA_VERSION = 1
+_BUSY_SECONDS = 10.0
+
+_SCHEMA = """
+CREATE TABLE run (
+    one INTEGER PRIMARY KEY CHECK (one = 1),
+    run_id TEXT NOT NULL, config_json TEXT NOT NULL, pin BLOB NOT NULL, version TEXT NOT NULL,
+    protocol INTEGER NOT NULL, created REAL NOT NULL, addresses TEXT NOT NULL, epoch INTEGER NOT NULL);
+CREATE TABLE tokens (
+    token_id TEXT PRIMARY KEY, secret_hash BLOB NOT NULL, created REAL NOT NULL, expires REAL NOT NULL,
+    uses_allowed INTEGER NOT NULL, revoked INTEGER NOT NULL);
+CREATE TABLE token_bindings (
+    token_id TEXT NOT NULL, public_key_hash BLOB NOT NULL, PRIMARY KEY (token_id, public_key_hash));
+CREATE TABLE members (
+    node_id TEXT PRIMARY KEY, public_key_hash BLOB NOT NULL UNIQUE, device TEXT NOT NULL,
+    cores INTEGER NOT NULL, memory_bytes INTEGER NOT NULL, joined REAL NOT NULL, evicted REAL);
+CREATE TABLE placements (
+    epoch INTEGER NOT NULL, stage INTEGER NOT NULL, node_id TEXT NOT NULL, address TEXT NOT NULL,
+    PRIMARY KEY (epoch, stage));
+CREATE TABLE steps (
+    step INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, loss REAL, grad_norm REAL, lr REAL, clip REAL,
+    tokens INTEGER NOT NULL, seconds REAL NOT NULL, committed_at REAL NOT NULL);
+CREATE TABLE snapshots (
+    step INTEGER PRIMARY KEY, manifest_sha256 TEXT NOT NULL, bytes INTEGER NOT NULL,
+    complete INTEGER NOT NULL, created REAL NOT NULL);
+CREATE TABLE events (id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, detail TEXT NOT NULL);
+"""
+
+
+class Store:
+    """An open run database. Close it, or use it as a context manager."""
+
+    def __init__(self, path: Path, db: sqlite3.Connection) -> None:
+        self.path = path
+        self._db = db
+        self._lock = threading.Lock()
+
+    @classmethod
+    def create(cls, directory: Path, *, run_id: str, config_json: str, pin: bytes, now: float) -> "Store":
+        """Start a run's database in `directory` (made 0700). UserError when it holds a run already."""
+        make_private_directory(directory)
+        path = directory / DATABASE_FILE
+        create_private(path, b"")
+        store = cls(path, _connect(path))
+        try:
+            # Outside a transaction, and once: the file remembers it.
+            with store._reading() as db:
+                db.execute("PRAGMA journal_mode = WAL")
+            with store._writing() as db:
+                if db.execute("PRAGMA user_version").fetchone()[0]:
+                    raise UserError(f"{directory} holds a run already: resume it, or choose another")
+                for statement in _SCHEMA.split(";"):
+                    db.execute(statement)
+                db.execute(
+                    "INSERT INTO run VALUES (1, ?, ?, ?, ?, ?, ?, '[]', 0)",
+                    (run_id, config_json, pin, VERSION, PROTOCOL, now),
+                )
+                db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    @classmethod
+    def open(cls, directory: Path) -> "Store":
+        """Open an existing run's database. UserError when there is none or another version wrote it."""
+        path = directory / DATABASE_FILE
+        if not path.is_file():
+            raise UserError(f"{directory} holds no run (no {DATABASE_FILE}): give a run's directory")
+        store = cls(path, _connect(path))
+        try:
+            version: int = store._db.execute("PRAGMA user_version").fetchone()[0]
+        except sqlite3.DatabaseError as error:
+            store.close()
+            raise UserError(f"{path} is not a run's database ({error}): give a run's directory") from None
+        if version != SCHEMA_VERSION:
+            store.close()
+            wrote = "was never finished" if version == 0 else f"has schema {version}"
+            raise UserError(
+                f"{path} {wrote} and this thinwire reads schema {SCHEMA_VERSION}: "
+                "use the version of thinwire that made it"
+            )
+        return store
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- the run
+
+    def run(self) -> RunRecord:
+        """The run's metadata."""
+        with self._reading() as db:
+            return _run(db)
+
+    def set_addresses(self, addresses: Sequence[str]) -> None:
+        """The join port's host:port pairs for tokens created from now on, by whichever process."""
+        with self._writing() as db:
+            db.execute("UPDATE run SET addresses = ?", (json.dumps(list(addresses)),))
+
+    def next_epoch(self) -> int:
+        """A number that no epoch of this run had before: 1, 2, ..., across restarts."""
+        with self._writing() as db:
+            db.execute("UPDATE run SET epoch = epoch + 1")
+            epoch: int = db.execute("SELECT epoch FROM run").fetchone()[0]
+            return epoch
+
+    # ---- tokens
+
+    def create_token(self, now: float, ttl: timedelta, uses: int) -> tuple[TokenRecord, JoinToken]:
+        """Issue a token for `uses` nodes and the time `ttl`. Only here is its secret known."""
+        if uses < 1 or ttl <= timedelta(0):
+            raise UserError(f"a token of {uses} uses and {ttl} admits nobody: both must be more than zero")
+        secret = new_secret()
+        expires = now + ttl.total_seconds()
+        with self._writing() as db:
+            run = _run(db)
+            if not run.addresses:
+                raise UserError("the coordinator has no address yet: start it once before creating tokens")
+            record = TokenRecord(new_token_id(), hash_secret(secret), now, expires, uses)
+            token = JoinToken(run.addresses, run.run_id, run.pin, record.token_id, secret)
+            db.execute(
+                "INSERT INTO tokens VALUES (?, ?, ?, ?, ?, 0)",
+                (record.token_id, record.secret_hash, now, expires, uses),
+            )
+        return record, token
+
+    def list_tokens(self) -> list[TokenRecord]:
+        """All tokens of the run, oldest first."""
+        with self._reading() as db:
+            return _tokens(db, "1")
+
+    def revoke_token(self, token_id: str) -> bool:
+        """Stop a token from admitting; nodes that it admitted stay. False for an unknown id."""
+        with self._writing() as db:
+            cursor = db.execute("UPDATE tokens SET revoked = 1 WHERE token_id = ?", (token_id,))
+            return cursor.rowcount == 1
+
+    def admit_token(self, token_id: str, secret: bytes, member: Member) -> Decision:
+        """Apply the token rules at `member.joined`: when admitted, use and member are written as one.
+
+        A refusal changes nothing. The same key may ask again and is admitted without another use.
+        """
+        with self._writing() as db:
+            records = _tokens(db, "token_id = ?", token_id)
+            record = records[0] if records else None
+            decision = admit(record, secret, member.public_key_hash, member.joined)
+            if decision.refusal is None and (refusal := _refuse_member(db, member)) is not None:
+                decision = Decision(refusal)
+            if decision.refusal is None:
+                _put_member(db, member)
+            if decision.new_use:
+                db.execute("INSERT INTO token_bindings VALUES (?, ?)", (token_id, member.public_key_hash))
+            return decision
+
+    # ---- members and their places
+
+    def add_member(self, member: Member) -> None:
+        """Record a node that needs no token. Refused when it was evicted or its id is another key's."""
+        with self._writing() as db:
+            if (refusal := _refuse_member(db, member)) is not None:
+                raise refusal.error()
+            _put_member(db, member)
+
+    def members(self) -> list[Member]:
+        """All nodes that were ever admitted, evicted ones too, in the order of joining."""
+        with self._reading() as db:
+            return _members(db, "1")
+
+    def member(self, node_id: str) -> Member | None:
+        with self._reading() as db:
+            found = _members(db, "node_id = ?", node_id)
+            return found[0] if found else None
+
+    def evict(self, node_id: str, now: float) -> bool:
+        """Shut a node out: its key is never admitted again. False for one that is no member."""
+        with self._writing() as db:
+            cursor = db.execute(
+                "UPDATE members SET evicted = coalesce(evicted, ?) WHERE node_id = ?", (now, node_id)
+            )
+            return cursor.rowcount == 1
+
+    def is_evicted(self, node_id: str) -> bool:
+        """Whether `evict` was called for this node; False for one that is no member."""
+        member = self.member(node_id)
+        return member is not None and member.evicted is not None
+
+    def record_placement(self, epoch: int, nodes: Sequence[PlacedNode]) -> None:
+        """Who hosts what in an epoch; recording the same epoch again replaces it."""
+        with self._writing() as db:
+            db.execute("DELETE FROM placements WHERE epoch = ?", (epoch,))
+            rows = [(epoch, node.stage, node.node_id, node.address) for node in nodes]
+            db.executemany("INSERT INTO placements VALUES (?, ?, ?, ?)", rows)
+
+    def placement(self, epoch: int) -> list[PlacedNode]:
+        """The nodes of an epoch by stage; empty when none was recorded."""
+        with self._reading() as db:
+            query = "SELECT stage, node_id, address FROM placements WHERE epoch = ? ORDER BY stage"
+            return [PlacedNode(*row) for row in db.execute(query, (epoch,))]
+
+    # ---- steps, snapshots, events
+
+    def record_step(self, step: StepRecord) -> StepOutcome:
+        """Write a committed step. One that is there already (replayed after a rollback) is kept as it is."""
+        with self._writing() as db:
+            row = db.execute("SELECT loss FROM steps WHERE step = ?", (step.step,)).fetchone()
+            if row is not None:
+                return StepOutcome.REPEATED if _same_bits(_float(row[0]), step.loss) else StepOutcome.DIFFERS
+            db.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", astuple(step))
+            return StepOutcome.NEW
+
+    def steps(self, after: int = -1) -> list[StepRecord]:
+        """The committed steps above `after`, in order."""
+        with self._reading() as db:
+            rows = db.execute("SELECT * FROM steps WHERE step > ? ORDER BY step", (after,))
+            return [_step(row) for row in rows]
+
+    def last_step(self) -> StepRecord | None:
+        """The highest committed step; None before the first."""
+        with self._reading() as db:
+            row = db.execute("SELECT * FROM steps ORDER BY step DESC LIMIT 1").fetchone()
+            return None if row is None else _step(row)
+
+    def record_snapshot(self, snapshot: SnapshotRecord) -> None:
+        """Write a snapshot, or replace what was known of the one after the same step."""
+        with self._writing() as db:
+            db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?, ?)", astuple(snapshot))
+
+    def snapshots(self) -> list[SnapshotRecord]:
+        """All snapshots by step, incomplete ones too."""
+        with self._reading() as db:
+            rows = db.execute("SELECT * FROM snapshots ORDER BY step")
+            return [SnapshotRecord(row[0], row[1], row[2], bool(row[3]), row[4]) for row in rows]
+
+    def delete_snapshot(self, step: int) -> bool:
+        """Forget a snapshot (its files are the caller's). False when there was none."""
+        with self._writing() as db:
+            return db.execute("DELETE FROM snapshots WHERE step = ?", (step,)).rowcount == 1
+
+    def record_event(self, at: float, kind: str, detail: str) -> None:
+        with self._writing() as db:
+            db.execute("INSERT INTO events (at, kind, detail) VALUES (?, ?, ?)", (at, kind, detail))
+
+    def events(self, limit: int = 100) -> list[EventRecord]:
+        """The newest `limit` events, oldest of them first."""
+        with self._reading() as db:
+            query = "SELECT at, kind, detail FROM events ORDER BY id DESC LIMIT ?"
+            return [EventRecord(*row) for row in reversed(db.execute(query, (limit,)).fetchall())]
+
+    # ---- transactions
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """One durable transaction: all of the block or, if anything in it raises, nothing."""
+        with self._reading() as db:
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                yield db
+                db.execute("COMMIT")
+            finally:
+                if db.in_transaction:
+                    db.execute("ROLLBACK")
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            try:
+                yield self._db
+            except sqlite3.DatabaseError as error:
+                raise RunError(
+                    f"the run's database {self.path} cannot be used ({error}): free the disk or end the "
+                    "process that holds it; all that was acknowledged is intact"
+                ) from error
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    # The lock replaces sqlite3's own thread check; transactions are ours, so no implicit ones.
+    db = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    db.execute("PRAGMA synchronous = FULL")
+    return db
+
+
+def _run(db: sqlite3.Connection) -> RunRecord:
+    columns = "run_id, config_json, pin, version, protocol, created, addresses"
+    row = db.execute(f"SELECT {columns} FROM run").fetchone()
+    run_id, config_json, pin, version, protocol, created, addresses = row
+    return RunRecord(run_id, config_json, pin, version, protocol, created, tuple(json.loads(addresses)))
+
+
+def _tokens(db: sqlite3.Connection, where: str, *values: str) -> list[TokenRecord]:
+    rows = db.execute(f"SELECT * FROM tokens WHERE {where} ORDER BY created, token_id", values).fetchall()
+    bindings = "SELECT public_key_hash FROM token_bindings WHERE token_id = ?"
+    records = []
+    for token_id, secret_hash, created, expires, uses, revoked in rows:
+        bound = frozenset(key for (key,) in db.execute(bindings, (token_id,)))
+        records.append(TokenRecord(token_id, secret_hash, created, expires, uses, bool(revoked), bound))
+    return records
+
+
+def _members(db: sqlite3.Connection, where: str, *values: str | bytes) -> list[Member]:
+    rows = db.execute(f"SELECT * FROM members WHERE {where} ORDER BY joined, node_id", values)
+    return [Member(row[0], row[1], Hardware(*row[2:5]), joined=row[5], evicted=row[6]) for row in rows]
+
+
+def _refuse_member(db: sqlite3.Connection, member: Member) -> Refusal | None:
+    for known in _members(db, "node_id = ? OR public_key_hash = ?", member.node_id, member.public_key_hash):
+        if (known.node_id, known.public_key_hash) != (member.node_id, member.public_key_hash):
+            return Refusal(RefusalCode.BAD_REQUEST, f"{member.node_id} has another key: join with a new one")
+        if known.evicted is not None:
+            return Refusal(RefusalCode.EVICTED, f"{member.node_id} was evicted from this run by its operator")
+    return None
+
+
+def _put_member(db: sqlite3.Connection, member: Member) -> None:
+    """A node that joins again keeps when it first did; its hardware may have changed."""
+    hardware = member.hardware
+    db.execute(
+        "INSERT INTO members VALUES (?, ?, ?, ?, ?, ?, NULL) ON CONFLICT (node_id) DO UPDATE SET "
+        "device = excluded.device, cores = excluded.cores, memory_bytes = excluded.memory_bytes",
+        (
+            member.node_id,
+            member.public_key_hash,
+            hardware.device,
+            hardware.cores,
+            hardware.memory_bytes,
+            member.joined,
+        ),
+    )
+
+
+def _step(row: tuple[Any, ...]) -> StepRecord:
+    step, epoch, loss, grad_norm, lr, clip, tokens, seconds, committed_at = row
+    values = (_float(loss), _float(grad_norm), _float(lr), _float(clip))
+    return StepRecord(step, epoch, *values, tokens, seconds, committed_at)
+
+
+def _float(value: float | None) -> float:
+    """SQLite has no NaN: it stores NULL."""
+    return math.nan if value is None else value
+
+
+def _same_bits(left: float, right: float) -> bool:
+    both_nan = math.isnan(left) and math.isnan(right)
+    return both_nan or struct.pack("<d", left) == struct.pack("<d", right)
