@@ -1,0 +1,111 @@
+"""Who gets a certificate: the decisions of the join port and of renewal, without a network.
+
+The calls are blocking (a database transaction, a signature): use `asyncio.to_thread`.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+from node.coordinator.records import Member
+from node.coordinator.store import Store
+from wire.errors import RefusalCode
+from wire.identity.authority import CertificateAuthority, csr_public_key, public_key_hash
+from wire.identity.enrolment import Granted, Hardware, JoinRequest, Refusal
+from wire.identity.names import node_id_of
+from wire.version import PROTOCOL, VERSION
+
+_LONGEST_DEVICE_NAME = 100
+_LARGEST_INTEGER = 2**63 - 1
+
+
+class EnrolmentDesk:
+    """Admits nodes by token, and renews the certificates of those it admitted.
+
+    Args:
+        lifetime: of a node's certificate.
+        clock: returns Unix seconds.
+    """
+
+    def __init__(
+        self, store: Store, authority: CertificateAuthority, lifetime: timedelta, clock: Callable[[], float]
+    ) -> None:
+        self._store = store
+        self._authority = authority
+        self._lifetime = lifetime
+        self._clock = clock
+
+    def join(self, request: JoinRequest) -> Granted | Refusal:
+        """Decide on a node's request. A refused one leaves no trace in tokens or members.
+
+        What was granted is in the database first. If the reply is lost, the same request gets a new
+        certificate for the same node and uses up nothing.
+        """
+        if (refusal := self._refuse_peer(request)) is not None:
+            return refusal
+        if (refusal := _refuse_hardware(request.hardware)) is not None:
+            return refusal
+        try:
+            key = csr_public_key(request.csr_der)
+        except ValueError as error:
+            return _bad_csr(error)
+        now = self._clock()
+        key_hash = public_key_hash(key)
+        member = Member(node_id_of(key_hash), key_hash, request.hardware, joined=now)
+        decision = self._store.admit_token(request.token_id, request.secret, member)
+        if decision.refusal is not None:
+            return decision.refusal
+        certificate = self._authority.issue_node(key, member.node_id, self._lifetime, now)
+        return Granted(member.node_id, certificate, self._authority.certificate_pem)
+
+    def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal:
+        """A new certificate (PEM) for a member, whose present one proved that it is `node_id`.
+
+        The key must be the one it joined with; a node that wants another joins again.
+        """
+        try:
+            key = csr_public_key(csr_der)
+        except ValueError as error:
+            return _bad_csr(error)
+        member = self._store.member(node_id)
+        if member is None:
+            return Refusal(RefusalCode.NOT_A_MEMBER, f"{node_id} is no member of this run: join with a token")
+        if member.evicted is not None:
+            return Refusal(RefusalCode.EVICTED, f"{node_id} was evicted from this run by its operator")
+        if public_key_hash(key) != member.public_key_hash:
+            return Refusal(
+                RefusalCode.BAD_REQUEST, f"{node_id} joined with another key than this request's: join again"
+            )
+        return self._authority.issue_node(key, node_id, self._lifetime, self._clock())
+
+    def _refuse_peer(self, request: JoinRequest) -> Refusal | None:
+        # The version first: with another one, no other field can be relied on.
+        if (request.version, request.protocol) != (VERSION, PROTOCOL):
+            return Refusal(
+                RefusalCode.VERSION_MISMATCH,
+                f"the coordinator runs thinwire {VERSION} (protocol {PROTOCOL}) and this node "
+                f"{request.version[:40]!r} (protocol {request.protocol}): install thinwire {VERSION}",
+            )
+        if request.run_id != self._authority.run_id:
+            return Refusal(
+                RefusalCode.WRONG_RUN,
+                f"this coordinator serves run {self._authority.run_id} and the join token is for "
+                f"{request.run_id[:40]!r}: ask for a token of this run",
+            )
+        return None
+
+
+def _refuse_hardware(hardware: Hardware) -> Refusal | None:
+    """It ends in a database and on a terminal."""
+    if len(hardware.device) > _LONGEST_DEVICE_NAME or not hardware.device.isprintable():
+        return Refusal(
+            RefusalCode.BAD_REQUEST,
+            f"the device name must be at most {_LONGEST_DEVICE_NAME} printable characters: correct it",
+        )
+    if not (0 <= hardware.cores <= _LARGEST_INTEGER and 0 <= hardware.memory_bytes <= _LARGEST_INTEGER):
+        return Refusal(RefusalCode.BAD_REQUEST, "cores and memory bytes must fit in 63 bits: correct them")
+    return None
+
+
+def _bad_csr(error: ValueError) -> Refusal:
+    reason = str(error).splitlines()[0] if str(error) else "unreadable"
+    return Refusal(RefusalCode.BAD_REQUEST, f"the certificate request is unusable ({reason}): send a new one")

@@ -1,0 +1,128 @@
+"""The join port: TLS with the coordinator's certificate alone, one small method, for anyone who connects."""
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from node.coordinator.enrolment import EnrolmentDesk
+from wire.errors import RunError, UserError
+from wire.identity.enrolment import Granted, Hardware, JoinRequest
+from wire.v1 import enrolment_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+MESSAGE_BYTES = 64 * 1024
+_MOST_RPCS = 32
+_MOST_AT_WORK = 4
+_JOINS_A_SECOND, _JOINS_AT_ONCE = 20.0, 100.0
+
+_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    # By default a second process could listen on the same port and take half of the joins.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_concurrent_streams", 8),
+]
+
+
+class RateLimit:
+    """A bucket that holds `burst` permits and gains `rate` a second. Pure: the clock is an argument."""
+
+    def __init__(self, rate: float, burst: float) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._permits = burst
+        self._at: float | None = None
+
+    def take(self, now: float) -> bool:
+        """Whether something may happen at `now` (seconds on any clock); if so, one permit is gone."""
+        elapsed = 0.0 if self._at is None else max(0.0, now - self._at)
+        self._at = now
+        self._permits = min(self._burst, self._permits + elapsed * self._rate)
+        if self._permits < 1:
+            return False
+        self._permits -= 1
+        return True
+
+
+class EnrolmentService:
+    """`thinwire.wire.v1.Enrolment` over an `EnrolmentDesk`.
+
+    A refused request is an answer, not a gRPC error; RESOURCE_EXHAUSTED means "ask again later".
+    """
+
+    def __init__(self, desk: EnrolmentDesk, control_port: int) -> None:
+        self._desk = desk
+        self._control_port = control_port
+        self._limit = RateLimit(_JOINS_A_SECOND, _JOINS_AT_ONCE)
+        self._work = asyncio.Semaphore(_MOST_AT_WORK)
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """For `server.add_generic_rpc_handlers`."""
+        join = grpc.unary_unary_rpc_method_handler(
+            self._join,
+            request_deserializer=pb.JoinRequest.FromString,
+            response_serializer=pb.JoinReply.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler("thinwire.wire.v1.Enrolment", {"Join": join})
+
+    async def _join(
+        self, message: pb.JoinRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.JoinReply:
+        if not self._limit.take(time.monotonic()):
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many join requests: ask again later")
+        hardware = message.hardware
+        request = JoinRequest(
+            version=message.version,
+            protocol=message.protocol,
+            run_id=message.run_id,
+            token_id=message.token_id,
+            secret=message.secret,
+            csr_der=message.csr_der,
+            hardware=Hardware(hardware.device, hardware.cores, hardware.memory_bytes),
+        )
+        try:
+            async with self._work:
+                outcome = await asyncio.to_thread(self._desk.join, request)
+        except RunError as error:
+            logger.error("a join request from %s could not be served: %s", context.peer(), error)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the coordinator cannot use its database")
+        if isinstance(outcome, Granted):
+            logger.info("admitted %s from %s by token %s", outcome.node_id, context.peer(), request.token_id)
+            granted = pb.Granted(
+                node_id=outcome.node_id,
+                certificate_pem=outcome.certificate_pem,
+                ca_pem=outcome.ca_pem,
+                control_port=self._control_port,
+            )
+            return pb.JoinReply(granted=granted)
+        # Nothing that a stranger sent goes into the log: it could forge lines.
+        logger.info("refused a join request from %s: %s", context.peer(), outcome.code)
+        return pb.JoinReply(refusal=pb.Refusal(code=outcome.code, message=outcome.message))
+
+
+async def open_join_port(
+    desk: EnrolmentDesk, listen: str, credentials: tuple[bytes, bytes], control_port: int
+) -> tuple[grpc.aio.Server, int]:
+    """Start serving joins at `listen` (host:port, port 0 for any free one); returns the server and its port.
+
+    Args:
+        credentials: (key PEM, certificate PEM) of `CertificateAuthority.coordinator_credentials`.
+        control_port: where nodes that were admitted go next, on the host that answered them.
+
+    The caller stops the server. Raises UserError when the port is taken.
+    """
+    server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MOST_RPCS)
+    server.add_generic_rpc_handlers([EnrolmentService(desk, control_port).handler()])
+    try:
+        port = server.add_secure_port(listen, grpc.ssl_server_credentials([credentials]))
+    except RuntimeError:
+        raise UserError(
+            f"cannot listen at {listen}: choose an address of this machine and a port that is free"
+        ) from None
+    await server.start()
+    return server, port

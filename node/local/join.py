@@ -1,0 +1,187 @@
+"""A node's side of enrolment: from a join token to an identity on disk, and renewal later."""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from wire.errors import LinkError, ProtocolViolationError, ThinwireError, TokenError, UserError
+from wire.identity.bootstrap import fetch_authority
+from wire.identity.credentials import NodeIdentity, load_or_create_key, make_csr, server_name_options
+from wire.identity.enrolment import Hardware
+from wire.identity.files import write_private
+from wire.identity.names import coordinator_server_name, join_address, split_address
+from wire.identity.token import JoinToken
+from wire.messages import refusal_from_proto
+from wire.v1 import control_pb2, enrolment_pb2
+from wire.version import PROTOCOL, VERSION
+
+_COORDINATOR_FILE = "coordinator.json"
+_MESSAGE_BYTES = 64 * 1024
+_CONNECT_SECONDS = 10.0
+_REPLY_SECONDS = 20.0
+# Waits before each round over the token's addresses.
+_ROUNDS = (0.0, 0.5, 1.0, 2.0)
+# A stored certificate that ends sooner than this is not worth starting with.
+_MARGIN = timedelta(minutes=5)
+
+
+async def enrol(token: JoinToken, directory: Path, hardware: Hardware) -> tuple[NodeIdentity, str]:
+    """Become a member of the token's run: the node's identity and the coordinator's control address.
+
+    An identity in `directory` that is still valid is used as it is: nothing is sent and no token is used.
+    Else the token's addresses are tried in turn, for up to four rounds of at most 30 s an address. When a
+    reply is lost the same request is sent again: it has the same key, so it does not use the token twice.
+
+    Raises:
+        Refused: the coordinator said no; its message says why.
+        TokenError: whoever answers is not the coordinator that the token names.
+        LinkError: nobody answers.
+        UserError: `directory` cannot be used, or is another run's.
+    """
+    stored = await asyncio.to_thread(_stored, token, directory)
+    if stored is not None:
+        return stored
+    key_pem = await asyncio.to_thread(_usable_key, directory)
+    request = enrolment_pb2.JoinRequest(
+        version=VERSION,
+        protocol=PROTOCOL,
+        run_id=token.run_id,
+        token_id=token.token_id,
+        secret=token.secret,
+        csr_der=make_csr(key_pem),
+        hardware=enrolment_pb2.Hardware(
+            device=hardware.device, cores=hardware.cores, memory_bytes=hardware.memory_bytes
+        ),
+    )
+    failures: dict[str, ThinwireError] = {}
+    for wait in _ROUNDS:
+        await asyncio.sleep(wait)
+        for address in token.addresses:
+            try:
+                identity, control_address = await _join_at(address, token, key_pem, request)
+            except (LinkError, TokenError) as error:
+                failures[address] = error
+            else:
+                await asyncio.to_thread(_save, identity, directory, address, control_address)
+                return identity, control_address
+        if all(isinstance(failure, TokenError) for failure in failures.values()):
+            break
+    raise _summary(list(failures.values()))
+
+
+async def renew(identity: NodeIdentity, channel: grpc.aio.Channel, directory: Path) -> NodeIdentity:
+    """Ask for a new certificate over a mutual-TLS channel to the control port, and save it in `directory`.
+
+    Raises Refused when the coordinator says no (an evicted node), LinkError when it does not answer.
+    """
+    call: grpc.aio.UnaryUnaryMultiCallable[control_pb2.RenewRequest, control_pb2.RenewReply]
+    call = channel.unary_unary(
+        "/thinwire.wire.v1.Coordinator/Renew",
+        request_serializer=control_pb2.RenewRequest.SerializeToString,
+        response_deserializer=control_pb2.RenewReply.FromString,
+    )
+    try:
+        reply = await call(control_pb2.RenewRequest(csr_der=identity.csr_der()), timeout=_REPLY_SECONDS)
+    except grpc.aio.AioRpcError as error:
+        reason = error.code().name
+        raise LinkError(f"the coordinator did not renew the certificate ({reason}): try later") from None
+    if reply.WhichOneof("outcome") != "certificate_pem":
+        raise refusal_from_proto(reply.refusal).error()
+    renewed = identity.renewed(reply.certificate_pem)
+    with _explain_disk(directory):
+        await asyncio.to_thread(renewed.save, directory)
+    return renewed
+
+
+async def _join_at(
+    address: str, token: JoinToken, key_pem: bytes, request: enrolment_pb2.JoinRequest
+) -> tuple[NodeIdentity, str]:
+    ca_pem = await fetch_authority(address, token.pin, _CONNECT_SECONDS)
+    options: list[tuple[str, int | str]] = [
+        *server_name_options(coordinator_server_name(token.run_id)),
+        ("grpc.max_receive_message_length", _MESSAGE_BYTES),
+        # First contact went straight to the address; so does this.
+        ("grpc.enable_http_proxy", 0),
+    ]
+    credentials = grpc.ssl_channel_credentials(ca_pem)
+    async with grpc.aio.secure_channel(address, credentials, options) as channel:
+        call: grpc.aio.UnaryUnaryMultiCallable[enrolment_pb2.JoinRequest, enrolment_pb2.JoinReply]
+        call = channel.unary_unary(
+            "/thinwire.wire.v1.Enrolment/Join",
+            request_serializer=enrolment_pb2.JoinRequest.SerializeToString,
+            response_deserializer=enrolment_pb2.JoinReply.FromString,
+        )
+        try:
+            reply = await call(request, timeout=_REPLY_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            reason = error.code().name
+            raise LinkError(f"{address} did not answer the join request ({reason}): try again") from None
+    if reply.WhichOneof("outcome") != "granted":
+        raise refusal_from_proto(reply.refusal).error()
+    granted = reply.granted
+    try:
+        identity = NodeIdentity(granted.node_id, token.run_id, key_pem, granted.certificate_pem, ca_pem)
+        host, _ = split_address(address)
+        control_address = join_address(host, granted.control_port)
+        split_address(control_address)
+    except ValueError as error:
+        raise ProtocolViolationError(f"{address} granted what cannot be used: {error}") from None
+    return identity, control_address
+
+
+def _stored(token: JoinToken, directory: Path) -> tuple[NodeIdentity, str] | None:
+    """What an earlier join left, if it is of the token's run, still valid, and leads to its coordinator."""
+    identity = NodeIdentity.load(directory)
+    if identity is None:
+        return None
+    if (identity.run_id, identity.pin) != (token.run_id, token.pin):
+        raise UserError(
+            f"{directory} holds an identity of run {identity.run_id} and the join token is for "
+            f"{token.run_id}: give each run a directory of its own"
+        )
+    if not identity.is_valid(time.time(), _MARGIN):
+        return None
+    try:
+        coordinator = json.loads((directory / _COORDINATOR_FILE).read_bytes())
+        # A token with other addresses means that the coordinator moved: ask it where its control port is now.
+        known = coordinator["join_address"] in token.addresses
+        return (identity, str(coordinator["control_address"])) if known else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _usable_key(directory: Path) -> bytes:
+    with _explain_disk(directory):
+        return load_or_create_key(directory)
+
+
+def _save(identity: NodeIdentity, directory: Path, address: str, control_address: str) -> None:
+    content = {"join_address": address, "control_address": control_address}
+    with _explain_disk(directory):
+        identity.save(directory)
+        write_private(directory / _COORDINATOR_FILE, json.dumps(content).encode())
+
+
+@contextmanager
+def _explain_disk(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot keep an identity in {directory} ({error.strerror}): give another directory"
+        ) from None
+
+
+def _summary(failures: list[ThinwireError]) -> ThinwireError:
+    """One error for all addresses: the only one, or all in one line."""
+    if len(failures) == 1:
+        return failures[0]
+    kind = TokenError if all(isinstance(failure, TokenError) for failure in failures) else LinkError
+    return kind("no address of the join token leads to its coordinator: " + "; ".join(map(str, failures)))
