@@ -12,58 +12,58 @@
 # PYTHON=python3.12 chooses the interpreter for a new .venv.
 
 PYTHON = python3
-VENV = .venv
 DATA =
 DEMO_ARGS =
 TEST_ARGS =
 BENCH_ARGS =
 
 .PHONY: demo test test-gpu check bench proto constraints clean
-.DELETE_ON_ERROR:
+# Two installations at once would spoil each other.
+.NOTPARALLEL:
 
-demo: $(VENV)/installed
-	$(VENV)/bin/thinwire demo $(if $(DATA),--data "$(DATA)") $(DEMO_ARGS)
+demo: .venv/installed
+	.venv/bin/thinwire demo $(if $(DATA),--data "$(DATA)") $(DEMO_ARGS)
 
-test: $(VENV)/installed-dev
+test: .venv/installed-dev
 	scripts/test $(TEST_ARGS)
 
-test-gpu: $(VENV)/installed-dev
+test-gpu: .venv/installed-dev
 	scripts/test -m gpu $(TEST_ARGS)
 
-check: $(VENV)/installed-dev
+check: .venv/installed-dev
 	scripts/check
 
-bench: $(VENV)/installed
-	$(VENV)/bin/python scripts/bench_codecs.py $(BENCH_ARGS)
+bench: .venv/installed
+	.venv/bin/python scripts/bench_codecs.py $(BENCH_ARGS)
 
-proto: $(VENV)/installed-dev
+proto: .venv/installed-dev
 	scripts/proto
 
 # The local project has no version to pin, and a build suffix such as torch's +cpu names no public release.
-constraints: $(VENV)/installed-dev
+constraints: .venv/installed-dev
 	{ grep '^#' constraints.txt; \
-	  $(VENV)/bin/python -m pip freeze --all --exclude-editable --exclude pip | sed 's/+.*//'; } > constraints.new
+	  .venv/bin/python -m pip freeze --all --exclude-editable --exclude pip | sed 's/+.*//'; } > constraints.new
 	mv constraints.new constraints.txt
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find kernels wire node tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are older than what they were made from when it changes, so the next command installs again.
-$(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/pip
-	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e .
+.venv/installed: pyproject.toml constraints.txt | .venv/bin/pip
+	.venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e .
 	touch $@
 
-$(VENV)/installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/pip
-	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $(VENV)/installed $@
+.venv/installed-dev: pyproject.toml constraints.txt | .venv/bin/pip
+	.venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch .venv/installed $@
 
 # pip comes last into a new environment, so it is there only if the environment is whole.
-$(VENV)/bin/pip:
+.venv/bin/pip:
 	@command -v $(PYTHON) >/dev/null || { \
 	  echo "$(PYTHON) is not on the path: install Python 3.11 to 3.13, or name one, as in PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
 	  echo "$(PYTHON) is `$(PYTHON) --version 2>&1`, but thinwire needs 3.11 to 3.13: name one, as in PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "$(PYTHON) lacks venv: install it (Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
-	$(PYTHON) -m venv --clear $(VENV)
+	$(PYTHON) -m venv --clear .venv

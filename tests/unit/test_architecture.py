@@ -1,0 +1,104 @@
+"""The house's rules that a machine can check: direction of imports, forbidden calls, size of modules."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MAY_IMPORT = {"kernels": {"kernels"}, "wire": {"wire", "kernels"}, "node": {"node", "wire", "kernels"}}
+LINES = 500
+
+# Unpickling runs code of the sender's choosing; sleeping blocks an event loop or a compute thread.
+FORBIDDEN = ("pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "torch.load", "time.sleep")
+
+MODULES = sorted(
+    path.relative_to(ROOT)
+    for package in MAY_IMPORT
+    for path in (ROOT / package).rglob("*.py")
+    if not path.stem.endswith(("_pb2", "_pb2_grpc"))
+)
+
+
+def imported(tree: ast.AST, module: Path) -> Iterator[str]:
+    """Dotted names that a module imports; `from a import b` gives a.b, relative imports are resolved."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = module.parts[: -node.level] if node.level else ()
+            base = [*package, *((node.module or "").split(".") if node.module else ())]
+            yield from (".".join([*base, alias.name]) for alias in node.names)
+
+
+def used(tree: ast.AST) -> Iterator[str]:
+    """Dotted attributes that a module reads, such as torch.load; aliases of modules are resolved."""
+    aliases = {
+        alias.asname: alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.asname
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            first, _, rest = ast.unparse(node).partition(".")
+            yield f"{aliases.get(first, first)}.{rest}"
+
+
+def wrong_imports(source: str, module: Path) -> list[str]:
+    """Imports of our own packages that `module`'s package must not know."""
+    names = imported(ast.parse(source), module)
+    return [n for n in names if n.split(".")[0] in MAY_IMPORT.keys() - MAY_IMPORT[module.parts[0]]]
+
+
+def forbidden_names(source: str, module: Path) -> list[str]:
+    """Imports and attributes that are, or lie in, something forbidden."""
+    tree = ast.parse(source)
+    names = {*imported(tree, module), *used(tree)}
+    return sorted(n for n in names if any(n == bad or n.startswith(bad + ".") for bad in FORBIDDEN))
+
+
+def test_all_packages_are_looked_at() -> None:
+    assert {module.parts[0] for module in MODULES} == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_module_keeps_the_rules(module: Path) -> None:
+    source = (ROOT / module).read_text(encoding="utf-8")
+    assert wrong_imports(source, module) == [], "imports point one way: node -> wire -> kernels"
+    assert forbidden_names(source, module) == [], "no pickle, no torch.load, no time.sleep"
+    assert len(source.splitlines()) <= LINES, "split the module: one subject each"
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "found"),
+    [
+        ("kernels/a.py", "import wire.frames", ["wire.frames"]),
+        ("kernels/a.py", "from node import stage", ["node.stage"]),
+        ("kernels/sub/a.py", "from ..b import c\nimport torch, numpy", []),
+        ("wire/a.py", "def f():\n    from node.stage.schedule import Kind", ["node.stage.schedule.Kind"]),
+        ("wire/a.py", "import kernels.pack\nfrom .node import x", []),
+        ("node/a.py", "import wire, kernels, node.stage", []),
+    ],
+)
+def test_imports_against_the_direction_are_found(module: str, source: str, found: list[str]) -> None:
+    assert wrong_imports(source, Path(module)) == found
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import pickle", ["pickle"]),
+        ("from pickle import loads", ["pickle.loads"]),
+        ("from torch import load", ["torch.load"]),
+        ("import torch\ntorch.load(path)", ["torch.load"]),
+        ("import torch as t\nt.load(path)", ["torch.load"]),
+        ("from time import sleep as nap", ["time.sleep"]),
+        ("import time\nwait = time.sleep", ["time.sleep"]),
+        ("import asyncio, time\ntime.monotonic()\nasyncio.sleep(0)\nself.torch.load()", []),
+    ],
+)
+def test_forbidden_names_are_found(source: str, found: list[str]) -> None:
+    assert forbidden_names(source, Path("node/a.py")) == found
