@@ -114,6 +114,7 @@ class StepAborted(Event):
     event: ClassVar[str] = "step-aborted"
     epoch: int
     step: int
+    """Counted like `StepDone.step`."""
     reason: str
 
 

@@ -34,7 +34,7 @@ PLAIN_INTERVAL = 1.0
 """Seconds between step lines of the plain renderer."""
 FRAME_INTERVAL = 0.1
 """Seconds between frames of the live display."""
-SHORT_ID = 12
+SHORT_ID = 15
 """Characters of a node id that are shown."""
 
 
@@ -158,6 +158,7 @@ class LiveRenderer:
 
     def _display(self, done: StepDone) -> "Group":
         from rich.console import Group
+        from rich.padding import Padding
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
@@ -167,14 +168,15 @@ class LiveRenderer:
             f"   loss {done.loss:.4f}   {count_text(done.tokens_per_second)} tokens/s   ",
             f"{_bits(done)}   lr {done.lr:.2e}   grad norm {done.grad_norm:.3g}   eta {self._pace.eta(done)}",
         )
-        table = Table("stage", "node", box=None, pad_edge=False)
-        for name in ("idle", "up Mbit/s", "down Mbit/s"):
+        header, rows = stage_rows(done, self._nodes)
+        table = Table(*header[:2], box=None, pad_edge=False)
+        for name in header[2:]:
             table.add_column(name, justify="right")
-        for stage, (idle, up, down) in enumerate(zip(done.idle, done.up_mbit, done.down_mbit, strict=True)):
-            node = printable(self._nodes[stage][:SHORT_ID]) if stage < len(self._nodes) else ""
-            table.add_row(str(stage), node, f"{idle:.0%}", f"{up:.1f}", f"{down:.1f}")
+        for row in rows:
+            table.add_row(*row)
         bar = ProgressBar(total=done.steps, completed=done.step, complete_style="green")
-        return Group(head, bar, table)
+        # The bar alone ends no line; padding does.
+        return Group(head, Padding(bar, 0), table)
 
 
 class Pace:
@@ -282,6 +284,15 @@ def _time_lines(summary: RunSummary) -> list[str]:
         for stage in summary.stages
     ]
     return ["where time went, % of each stage's wall time:", *table_lines(header, rows)]
+
+
+def stage_rows(done: StepDone, nodes: tuple[str, ...]) -> tuple[list[str], list[list[str]]]:
+    """Header and a row a stage: idle share and traffic of one step."""
+    rows = []
+    for stage, (idle, up, down) in enumerate(zip(done.idle, done.up_mbit, done.down_mbit, strict=True)):
+        node = printable(nodes[stage][:SHORT_ID]) if stage < len(nodes) else ""
+        rows.append([str(stage), node, f"{idle:.0%}", f"{up:.1f}", f"{down:.1f}"])
+    return ["stage", "node", "idle", "up Mbit/s", "down Mbit/s"], rows
 
 
 def table_lines(header: list[str], rows: list[list[str]], left: int = 2) -> list[str]:

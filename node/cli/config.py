@@ -1,0 +1,28 @@
+"""`thinwire config explain RUN.toml`: resolved values and the bytes a step puts on each link."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("config", help="look at a run file before starting it")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    explain = actions.add_parser("explain", help="resolved values and bytes a step")
+    explain.add_argument("run_file", metavar="RUN.toml", type=Path, help="the run file")
+    explain.add_argument(
+        "overrides", metavar="section.key=value", nargs="*", default=[], help="values that replace the file's"
+    )
+    explain.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    explain.set_defaults(run=run, parser=explain)
+
+
+def run(args: argparse.Namespace) -> int:
+    from node.config.explain import explain, explanation_json, explanation_text
+    from node.config.loader import load_config
+
+    explanation = explain(load_config(args.run_file, args.overrides))
+    text = explanation_json(explanation) if args.json else explanation_text(explanation)
+    sys.stdout.write(text + "\n")
+    return 0

@@ -1,0 +1,63 @@
+"""`thinwire coordinator RUN.toml`: start a run, print its join line, drive it to the end."""
+
+import argparse
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from node.telemetry.events import Event
+    from node.telemetry.render import Renderer
+    from node.telemetry.status import StatusWriter
+
+_log = logging.getLogger(__name__)
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("coordinator", help="start a run and print its join line")
+    parser.add_argument("run_file", metavar="RUN.toml", type=Path, help="the run file")
+    parser.add_argument(
+        "overrides", metavar="section.key=value", nargs="*", default=[], help="values that replace the file's"
+    )
+    parser.add_argument("--run-dir", type=Path, help="new directory for the run (default: runs/<name>-<n>)")
+    parser.add_argument("--json", action="store_true", help="events on stdout as JSON lines")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from node.cli.logs import set_up_logging
+    from node.cli.run_directory import new_run_directory
+    from node.config.loader import load_config
+
+    config = load_config(args.run_file, args.overrides)
+    set_up_logging()
+    directory = new_run_directory(args.run_dir, config.run.name)
+
+    from node.coordinator.main import run_coordinator
+
+    with emitter(json=args.json) as emit:
+        return run_coordinator(config, run_dir=directory, emit=emit, resume=False)
+
+
+class Emit:
+    """Hands each event to the screen and to the status file."""
+
+    def __init__(self, renderer: "Renderer", status: "StatusWriter") -> None:
+        self._renderer = renderer
+        self._status = status
+
+    def __call__(self, event: "Event") -> None:
+        self._status(event)
+        self._renderer(event)
+
+
+@contextlib.contextmanager
+def emitter(*, json: bool) -> Iterator[Emit]:
+    """Where the coordinator's events go while a command runs; leaving it restores the terminal."""
+    from node.telemetry.render import make_renderer
+    from node.telemetry.status import StatusWriter
+
+    with make_renderer(json=json) as renderer:
+        yield Emit(renderer, StatusWriter(_log.warning))

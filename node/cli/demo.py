@@ -1,0 +1,37 @@
+"""`thinwire demo`: a whole run on this machine, from one join line to a falling loss."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("demo", help="train a small model on this machine, four stages, real text")
+    parser.add_argument(
+        "overrides", metavar="section.key=value", nargs="*", default=[], help="values that replace the demo's"
+    )
+    parser.add_argument("--data", type=Path, help="text, JSONL or a folder (default: Python's own sources)")
+    parser.add_argument("--steps", type=int, help="optimizer steps")
+    parser.add_argument("--run-dir", type=Path, help="new directory for the run (default: runs/demo-<n>)")
+    parser.add_argument("--json", action="store_true", help="events on stdout as JSON lines")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from node.cli.run_directory import new_run_directory
+    from node.config.loader import parse_override
+    from node.local.demo import run_demo
+    from node.telemetry.render import make_renderer
+
+    overrides = []
+    if args.data is not None:
+        overrides.append(f"data.path={args.data.absolute()}")
+    if args.steps is not None:
+        # A short demo warms up over at most a tenth of itself.
+        overrides += [f"run.steps={args.steps}", f"training.warmup_steps={min(10, args.steps // 10)}"]
+    overrides += args.overrides
+    for override in overrides:
+        parse_override(override)
+    directory = new_run_directory(args.run_dir, "demo")
+    with make_renderer(json=args.json) as emit:
+        return run_demo(run_dir=directory, emit=emit, overrides=overrides)

@@ -1,0 +1,53 @@
+"""`thinwire join TOKEN`: give this machine to a run."""
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("join", help="give this machine to a run")
+    parser.add_argument("token", metavar="TOKEN", help="the token from the coordinator's join line")
+    parser.add_argument(
+        "--listen", default="0.0.0.0:0", metavar="HOST:PORT", help="where neighbours connect to"
+    )
+    parser.add_argument(
+        "--advertise",
+        default="",
+        metavar="HOST:PORT",
+        help="what neighbours dial (default: the address that the coordinator sees)",
+    )
+    parser.add_argument("--state-dir", type=Path, help="where this node's key and certificate live")
+    parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda:N", help="where to compute")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's own choice)")
+    parser.add_argument("--json", action="store_true", help="progress on stdout as JSON lines")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from node.cli.logs import set_up_logging
+    from node.cli.parser import UsageError
+    from node.config.join_options import JoinOptions
+    from node.config.validate import parse_listen
+
+    parse_listen(args.listen)
+    if args.advertise:
+        parse_listen(args.advertise)
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", args.device):
+        raise UsageError(f"--device must be auto, cpu or cuda:N, got {args.device!r}")
+    if args.threads < 0:
+        raise UsageError(f"--threads must be at least 0 (torch's own choice), got {args.threads}")
+    options = JoinOptions(
+        listen=args.listen,
+        advertise=args.advertise,
+        state_dir=args.state_dir,
+        device=args.device,
+        threads=args.threads,
+        json=args.json,
+    )
+    set_up_logging()
+
+    from node.stage.main import run_node
+
+    return run_node(args.token, options)

@@ -1,0 +1,104 @@
+"""The `thinwire` command. Each subcommand is a module beside this one with `add_parser` and `run`.
+
+Exit codes: 0 done; 1 the run, a link or the other side failed; 2 what the user gave cannot be used;
+130 stopped by Ctrl-C. An error is one line on stderr. Anything unforeseen is a fault of the program: its
+traceback goes to a file that one line names, and the exit code is 70.
+"""
+
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from node.cli import config, coordinator, demo, doctor, join, resume, status, token
+from node.cli.parser import Parser
+from wire.errors import ThinwireError
+from wire.version import VERSION
+
+COMMANDS = (demo, coordinator, join, resume, status, token, config, doctor)
+EXIT_BUG = 70
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (without the program's name; None: the process's) and return its exit code."""
+    try:
+        args = build_parser().parse(argv)
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return _complain("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # Whoever read our output has gone. Keep the interpreter from flushing into the pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except ThinwireError as error:
+        return _complain(f"error: {error}", error.exit_code)
+    except BaseExceptionGroup as group:
+        return _group_exit(group)
+    except OSError as error:
+        if error.filename is None:
+            return _bug(error)
+        return _complain(f"error: {error.filename}: {error.strerror}", 1)
+    except Exception as error:  # the outermost frame: what nobody foresaw still ends in one line
+        return _bug(error)
+
+
+def build_parser() -> Parser:
+    """The parser of the whole command line."""
+    description = "Train language models across machines joined only by a slow network."
+    parser = Parser(prog="thinwire", description=description)
+    parser.add_argument("--version", action="version", version=f"thinwire {VERSION}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(commands)
+    return parser
+
+
+def _group_exit(group: BaseExceptionGroup[BaseException]) -> int:
+    """Tasks of one group fail together; the first error meant for users speaks for them."""
+    leaves = list(_leaves(group))
+    foreseen = [error for error in leaves if isinstance(error, ThinwireError)]
+    if foreseen and all(isinstance(error, (ThinwireError, KeyboardInterrupt)) for error in leaves):
+        return _complain(f"error: {foreseen[0]}", foreseen[0].exit_code)
+    if all(isinstance(error, KeyboardInterrupt) for error in leaves):
+        return _complain("interrupted", EXIT_INTERRUPTED)
+    return _bug(group)
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            yield from _leaves(part)
+    else:
+        yield error
+
+
+def _bug(error: BaseException) -> int:
+    """Write the traceback to a file and name it in one line."""
+    report = "".join(traceback.format_exception(error))
+    directory = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "thinwire"
+    name = f"crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / name
+        path.write_text(report, encoding="utf-8")
+    except OSError:
+        path = Path(tempfile.gettempdir()) / name
+        path.write_text(report, encoding="utf-8")
+    summary = " ".join(str(error).split()) or "no message"
+    return _complain(f"this is a bug: {type(error).__name__}: {summary}; traceback in {path}", EXIT_BUG)
+
+
+def _complain(message: str, code: int) -> int:
+    line = " ".join(message.splitlines())
+    sys.stderr.write(f"thinwire: {line}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""`thinwire resume RUN_DIR`: go on with a stopped run from its newest snapshot."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("resume", help="go on with a stopped run")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory")
+    parser.add_argument("--json", action="store_true", help="events on stdout as JSON lines")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from node.cli.coordinator import emitter
+    from node.cli.logs import set_up_logging
+    from node.cli.run_directory import existing_run_directory
+    from node.config.loader import from_json
+    from node.coordinator.main import run_coordinator
+    from node.coordinator.store import Store
+
+    directory = existing_run_directory(args.run_dir)
+    with Store.open(directory) as store:
+        config = from_json(store.run().config_json)
+    set_up_logging()
+    with emitter(json=args.json) as emit:
+        return run_coordinator(config, run_dir=directory, emit=emit, resume=True)

@@ -1,0 +1,54 @@
+"""Where a run lives on disk, and whether one lives there."""
+
+from pathlib import Path
+
+from wire.errors import UserError
+
+DEFAULT_PARENT = Path("runs")
+
+
+def new_run_directory(wanted: Path | None, name: str) -> Path:
+    """Make the directory of a new run: `wanted`, else the first free `runs/<name>-<n>`.
+
+    Raises UserError if `wanted` holds a run already, or if a directory cannot be made there.
+    """
+    try:
+        if wanted is not None:
+            wanted.mkdir(parents=True, exist_ok=True)
+            if holds_run(wanted):
+                raise UserError(
+                    f"{wanted} holds a run already: go on with `thinwire resume {wanted}`, or give another "
+                    "--run-dir"
+                )
+            return wanted
+        DEFAULT_PARENT.mkdir(exist_ok=True)
+        number = 1
+        while True:
+            directory = DEFAULT_PARENT / f"{name}-{number}"
+            try:
+                directory.mkdir()
+            except FileExistsError:
+                number += 1
+            else:
+                return directory
+    except OSError as error:
+        place = wanted or DEFAULT_PARENT
+        raise UserError(
+            f"cannot make a run directory at {place} ({error.strerror}); give another --run-dir"
+        ) from error
+
+
+def existing_run_directory(path: Path) -> Path:
+    """`path`, once it is known to hold a run. Raises UserError."""
+    if not path.is_dir():
+        raise UserError(f"{path} is not a directory; give a run's directory, as the coordinator named it")
+    if not holds_run(path):
+        raise UserError(f"{path} holds no run (no database in it); give the directory that holds one")
+    return path
+
+
+def holds_run(directory: Path) -> bool:
+    """Whether the run's database is there."""
+    from node.coordinator.store import DATABASE_FILE
+
+    return (directory / DATABASE_FILE).exists()

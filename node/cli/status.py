@@ -1,0 +1,101 @@
+"""`thinwire status RUN_DIR`: where a run stands, from its database and `status.json`."""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from node.telemetry.status import RunStatus
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("status", help="where a run stands")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from node.cli.run_directory import existing_run_directory
+    from node.cli.token import token_state
+    from node.coordinator.store import Store
+    from node.telemetry.status import coordinator_alive, read_status
+
+    directory = existing_run_directory(args.run_dir)
+    now = time.time()
+    with Store.open(directory) as store:
+        record = store.run()
+        last = store.last_step()
+        members = [member.node_id for member in store.members() if member.evicted is None]
+        snapshots = [snapshot.step for snapshot in store.snapshots() if snapshot.complete]
+        usable = sum(token_state(token, now) == "usable" for token in store.list_tokens())
+    status = read_status(directory)
+    state = run_state(status, coordinator_alive(status) if status else False)
+    # The database counts steps from 0.
+    done = last.step + 1 if last else 0
+    steps = json.loads(record.config_json)["run"]["steps"]
+    if args.json:
+        whole = {
+            "run_id": record.run_id,
+            "state": state,
+            "steps_done": done,
+            "steps": steps,
+            "loss": last.loss if last else None,
+            "nodes_admitted": members,
+            "snapshots": snapshots,
+            "usable_tokens": usable,
+            "status": asdict(status) if status else None,
+        }
+        sys.stdout.write(json.dumps(whole) + "\n")
+        return 0
+    lines = [f"run {record.run_id}: {state}, {done} of {steps} steps"]
+    if last:
+        lines.append(f"loss      {last.loss:.4f} in step {done}")
+    if status:
+        lines += _live_lines(status, now)
+    lines.append(f"nodes     {len(members)} admitted since the run began")
+    lines.append(f"snapshots {', '.join(map(str, snapshots)) or 'none yet'}")
+    lines.append(f"tokens    {usable} usable")
+    if state == "stopped":
+        lines.append(f"go on with: thinwire resume {directory}")
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def run_state(status: "RunStatus | None", alive: bool | None) -> str:
+    """One word or two: `finished`, `failed`, `training`, `waiting for nodes`, `stopped`, `not seen here`."""
+    if status and status.finished:
+        return "failed" if status.finished.failed else "finished"
+    if alive is None:
+        return "not seen here"  # the coordinator ran on another machine
+    if not status or not alive:
+        return "stopped"
+    stages = status.started.stages
+    return "training" if status.placement and len(status.nodes) >= stages else "waiting for nodes"
+
+
+def _live_lines(status: "RunStatus", now: float) -> list[str]:
+    """What the coordinator last said."""
+    from node.telemetry.render import stage_rows, table_lines
+    from node.telemetry.units import count_text, duration_text, printable
+
+    lines = [
+        printable(
+            f"as of     {duration_text(max(0.0, now - status.updated))} ago, by process {status.process_id} "
+            f"on {status.host}"
+        )
+    ]
+    lines.append(f"connected {len(status.nodes)} nodes for {status.started.stages} stages")
+    if status.step:
+        lines.append(f"speed     {count_text(status.step.tokens_per_second)} tokens/s")
+        nodes = status.placement.nodes if status.placement else ()
+        lines += table_lines(*stage_rows(status.step, nodes))
+    if status.aborted:
+        lines.append(f"aborted   {status.aborted} steps, which ran again")
+    if status.finished:
+        lines.append(printable(f"ended     {status.finished.reason}"))
+    return lines

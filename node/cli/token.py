@@ -1,0 +1,123 @@
+"""`thinwire token create|list|revoke RUN_DIR`: join tokens, written straight into the run's database.
+
+Works beside a running coordinator. Revoking a token admits nobody new; nodes that it admitted stay.
+"""
+
+import argparse
+import json
+import re
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from node.cli.parser import UsageError
+
+if TYPE_CHECKING:
+    from wire.identity.token import TokenRecord
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+MAX_TTL = timedelta(days=366)
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("token", help="create, list and revoke join tokens")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    create = actions.add_parser("create", help="make a token and print its join line")
+    create.add_argument("--uses", type=int, default=1, help="nodes that it admits (default: 1)")
+    create.add_argument("--ttl", default="24h", help="how long it admits: 90m, 24h, 7d (default: 24h)")
+    listing = actions.add_parser("list", help="all tokens of a run, without their secrets")
+    revoke = actions.add_parser("revoke", help="stop a token from admitting")
+    for action, function in ((create, _create), (listing, _list), (revoke, _revoke)):
+        action.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory")
+        action.add_argument("--json", action="store_true", help="JSON instead of text")
+        action.set_defaults(run=function, parser=action)
+    revoke.add_argument("token_id", metavar="TOKEN_ID", help="as `thinwire token list` shows it")
+
+
+def parse_ttl(text: str) -> timedelta:
+    """`90m`, `24h`, `7d`, `30s`. Raises UsageError."""
+    match = re.fullmatch(r"(\d{1,9})([smhd])", text)
+    span = timedelta(seconds=int(match[1]) * _UNITS[match[2]]) if match else timedelta(0)
+    if not timedelta(0) < span <= MAX_TTL:
+        raise UsageError(f"--ttl must be a number and s, m, h or d, above 0 and at most 366d, got {text!r}")
+    return span
+
+
+def _create(args: argparse.Namespace) -> int:
+    from node.cli.run_directory import existing_run_directory
+    from node.coordinator.store import Store
+
+    ttl = parse_ttl(args.ttl)
+    if args.uses < 1:
+        raise UsageError(f"--uses must be at least 1, got {args.uses}")
+    with Store.open(existing_run_directory(args.run_dir)) as store:
+        record, token = store.create_token(time.time(), ttl, args.uses)
+    text = token.encode()
+    if args.json:
+        sys.stdout.write(json.dumps({**_as_json(record, time.time()), "token": text}) + "\n")
+    else:
+        sys.stdout.write(f"thinwire join {text}\n")
+    return 0
+
+
+def _list(args: argparse.Namespace) -> int:
+    from node.cli.run_directory import existing_run_directory
+    from node.coordinator.store import Store
+    from node.telemetry.render import table_lines
+
+    with Store.open(existing_run_directory(args.run_dir)) as store:
+        records = store.list_tokens()
+    now = time.time()
+    if args.json:
+        sys.stdout.write(json.dumps([_as_json(record, now) for record in records]) + "\n")
+    elif records:
+        rows = []
+        for record in records:
+            uses = f"{record.uses}/{record.uses_allowed}"
+            rows.append([record.token_id, token_state(record, now), uses, _date(record.expires)])
+        sys.stdout.write("\n".join(table_lines(["id", "state", "uses", "expires"], rows)) + "\n")
+    else:
+        sys.stdout.write("no tokens; `thinwire token create` makes one\n")
+    return 0
+
+
+def _revoke(args: argparse.Namespace) -> int:
+    from node.cli.parser import nearest
+    from node.cli.run_directory import existing_run_directory
+    from node.coordinator.store import Store
+
+    with Store.open(existing_run_directory(args.run_dir)) as store:
+        if not store.revoke_token(args.token_id):
+            known = [record.token_id for record in store.list_tokens()]
+            hint = nearest(args.token_id, known) if known else "; the run has no tokens"
+            raise UsageError(f"no token {args.token_id!r} in {args.run_dir}{hint}")
+    text = json.dumps({"id": args.token_id, "state": "revoked"})
+    sys.stdout.write((text if args.json else f"revoked {args.token_id}; nodes that it admitted stay") + "\n")
+    return 0
+
+
+def token_state(record: "TokenRecord", now: float) -> str:
+    """`usable`, or why not."""
+    if record.revoked:
+        return "revoked"
+    if now >= record.expires:
+        return "expired"
+    return "used up" if record.uses >= record.uses_allowed else "usable"
+
+
+def _as_json(record: "TokenRecord", now: float) -> dict[str, Any]:
+    return {
+        "id": record.token_id,
+        "state": token_state(record, now),
+        "uses": record.uses,
+        "uses_allowed": record.uses_allowed,
+        "created": record.created,
+        "expires": record.expires,
+    }
+
+
+def _date(unix: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(unix))

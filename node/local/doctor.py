@@ -1,0 +1,251 @@
+"""Checks of this machine before it joins a run, each with what to do when it fails."""
+
+import asyncio
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from node.telemetry.units import bytes_text, printable
+from wire.errors import LinkError, TokenError
+from wire.version import VERSION
+
+MIN_PYTHON, END_PYTHON = (3, 11), (3, 14)
+MIN_TORCH = (2, 11)
+MIN_FREE_BYTES = 2_000_000_000
+"""A node keeps its identity and logs, a coordinator some snapshots of all weights and optimizer state."""
+MIN_WRITE_RATE = 20e6
+"""Bytes a second, with fsync: below it snapshots take longer than steps."""
+PROBE_BYTES = 16 << 20
+MIN_OPEN_FILES = 256
+MIN_MEMORY_BYTES = 1_000_000_000
+OUR_PACKAGES = ("kernels", "wire", "node")
+CONTACT_SECONDS = 5.0
+
+
+class Status(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One finding. `fix` says what to do and is empty for what is well."""
+
+    name: str
+    status: Status
+    detail: str
+    fix: str = ""
+
+
+def healthy(checks: list[Check]) -> bool:
+    """Whether nothing failed; warnings do not count."""
+    return all(check.status is not Status.FAIL for check in checks)
+
+
+def examine(*, token: str | None = None, state_dir: Path | None = None) -> list[Check]:
+    """Run all checks; with a token also those of its run. Takes a few seconds; raises nothing."""
+    directory = state_dir or default_state_root()
+    return [
+        check_python(),
+        check_torch(),
+        *check_device(),
+        check_packages(importlib.metadata.packages_distributions()),
+        check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)),
+        *check_disk(directory),
+        *(check_token(token) if token is not None else ()),
+    ]
+
+
+def default_state_root() -> Path:
+    """Where nodes keep their identities by default, all runs together."""
+    from wire.identity.credentials import default_directory
+
+    return default_directory("any").parent.parent
+
+
+def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Check:
+    system = f"{platform.system()} {platform.machine()}"
+    text = f"Python {'.'.join(map(str, version))}, thinwire {VERSION}, {system}"
+    if MIN_PYTHON <= version[:2] < END_PYTHON:
+        return Check(name="python", status=Status.OK, detail=text)
+    return Check(name="python", status=Status.FAIL, detail=text, fix="install Python 3.11, 3.12 or 3.13")
+
+
+def check_torch() -> Check:
+    try:
+        import torch
+    except ImportError as error:
+        detail = f"torch does not import: {error}"
+        return Check(name="torch", status=Status.FAIL, detail=detail, fix="pip install 'torch>=2.11'")
+    return judge_torch(torch.__version__)
+
+
+def judge_torch(version: str) -> Check:
+    """Whether this torch is new enough. `version` as torch gives it, such as `2.13.0+cpu`."""
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    if numbers >= MIN_TORCH:
+        return Check(name="torch", status=Status.OK, detail=f"torch {version}")
+    detail = f"torch {version} is too old"
+    return Check(name="torch", status=Status.FAIL, detail=detail, fix="pip install 'torch>=2.11'")
+
+
+def check_device() -> Iterator[Check]:
+    """The processor, and each GPU with its free memory."""
+    import torch
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    small = memory < MIN_MEMORY_BYTES
+    yield Check(
+        name="memory",
+        status=Status.WARN if small else Status.OK,
+        detail=f"{os.cpu_count()} cores, {bytes_text(memory)} of memory",
+        fix="join a run with a small model, or one with more stages" if small else "",
+    )
+    if not torch.cuda.is_available():
+        detail = "no GPU that torch can use"
+        fix = "fine for small runs; for larger ones install a CUDA build of torch and its driver"
+        yield Check(name="gpu", status=Status.WARN, detail=detail, fix=fix)
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        crowded = free < total / 2
+        yield Check(
+            name=f"gpu {index}",
+            status=Status.WARN if crowded else Status.OK,
+            detail=printable(f"{name}, {bytes_text(free)} of {bytes_text(total)} free"),
+            fix="end what else uses this GPU" if crowded else "",
+        )
+
+
+def check_packages(owners: Mapping[str, list[str]]) -> Check:
+    """Whether another distribution installs a package of our names. `owners`: package to distributions."""
+    clashes = {name: sorted(set(owners.get(name, [])) - {"thinwire"}) for name in OUR_PACKAGES}
+    found = [f"{', '.join(others)} also ships {name!r}" for name, others in clashes.items() if others]
+    if not found:
+        detail = f"{', '.join(OUR_PACKAGES)} are thinwire's alone"
+        return Check(name="packages", status=Status.OK, detail=detail)
+    return Check(
+        name="packages",
+        status=Status.WARN,
+        detail="; ".join(found),
+        fix="install thinwire in a virtual environment of its own, or one may import the other's code",
+    )
+
+
+def check_open_files(limits: tuple[int, int]) -> Check:
+    """`limits` is (soft, hard), as the resource module gives them; -1 is no limit."""
+    soft, hard = limits
+    if soft == resource.RLIM_INFINITY or soft >= MIN_OPEN_FILES:
+        shown = "no limit" if soft == resource.RLIM_INFINITY else str(soft)
+        return Check(name="open files", status=Status.OK, detail=shown)
+    raisable = hard == resource.RLIM_INFINITY or hard >= MIN_OPEN_FILES
+    fix = f"ulimit -n {MIN_OPEN_FILES}" if raisable else "ask an administrator to raise the hard limit"
+    return Check(name="open files", status=Status.FAIL, detail=f"limit is {soft}", fix=fix)
+
+
+def check_disk(directory: Path) -> Iterator[Check]:
+    """Write access, space and speed where a node or a run keeps its state. Nothing is left behind."""
+    directory = directory.absolute()
+    place = next(parent for parent in (directory, *directory.parents) if parent.exists())
+    try:
+        free = shutil.disk_usage(place).free
+        with tempfile.TemporaryFile(dir=place) as probe:
+            began = time.perf_counter()
+            probe.write(os.urandom(PROBE_BYTES))
+            probe.flush()
+            os.fsync(probe.fileno())
+            rate = PROBE_BYTES / (time.perf_counter() - began)
+    except OSError as error:
+        yield Check(
+            name="state directory",
+            status=Status.FAIL,
+            detail=f"{directory} cannot be written: {error.strerror}",
+            fix="give a directory of your own with --state-dir, or free some space",
+        )
+        return
+    yield Check(name="state directory", status=Status.OK, detail=f"{directory} can be written")
+    yield judge_disk(free, rate)
+
+
+def judge_disk(free: int, rate: float) -> Check:
+    """Whether `free` bytes, written at `rate` bytes a second, are enough."""
+    detail = f"{bytes_text(free)} free, {bytes_text(rate)}/s written and synced"
+    fixes = []
+    if free < MIN_FREE_BYTES:
+        fixes.append(f"free {bytes_text(MIN_FREE_BYTES)}")
+    if rate < MIN_WRITE_RATE:
+        fixes.append("use a faster disk for --state-dir and --run-dir")
+    status = Status.WARN if fixes else Status.OK
+    return Check(name="disk", status=status, detail=detail, fix="; ".join(fixes))
+
+
+def check_token(text: str) -> Iterator[Check]:
+    """The token itself, then the coordinator at each of its addresses: reachable, its key, the clocks."""
+    from wire.identity.token import JoinToken
+
+    try:
+        token = JoinToken.parse(text)
+    except TokenError as error:
+        fix = "copy the whole join line again, or ask for a new token"
+        yield Check(name="token", status=Status.FAIL, detail=str(error), fix=fix)
+        return
+    places = ", ".join(token.addresses)
+    yield Check(name="token", status=Status.OK, detail=printable(f"run {token.run_id} at {places}"))
+    found = asyncio.run(_contact(token.addresses, token.pin))
+    reached = any(check.status is Status.OK for check in found)
+    for check in found:
+        # A node needs one of the addresses; the others may be of networks that this machine is not in.
+        lesser = check.status is Status.FAIL and reached
+        yield replace(check, status=Status.WARN) if lesser else check
+
+
+async def _contact(addresses: tuple[str, ...], pin: bytes) -> list[Check]:
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_contact_one(address, pin)) for address in addresses]
+    return [task.result() for task in tasks]
+
+
+async def _contact_one(address: str, pin: bytes) -> Check:
+    from wire.identity.bootstrap import fetch_authority
+
+    name = printable(f"coordinator {address}")
+    began = time.perf_counter()
+    try:
+        await fetch_authority(address, pin, CONTACT_SECONDS)
+    except TokenError as error:
+        fix = "ask the run's operator for a new token; do not join over this network if it happens again"
+        return Check(name=name, status=Status.FAIL, detail=str(error), fix=fix)
+    except LinkError as error:
+        fix = "check that the coordinator runs, that its port is open, and this machine's network and clock"
+        return Check(name=name, status=Status.FAIL, detail=str(error), fix=fix)
+    seconds = time.perf_counter() - began
+    detail = f"answers in {1000 * seconds:.0f} ms with the key that the token pins; clocks agree"
+    return Check(name=name, status=Status.OK, detail=detail)
+
+
+def checks_text(checks: list[Check]) -> str:
+    """A line a check, a second one with its fix, and a verdict."""
+    lines = []
+    for check in checks:
+        lines.append(f"{check.status.value:<4}  {check.name}: {check.detail}")
+        if check.fix:
+            lines.append(f"      fix: {check.fix}")
+    failed = sum(check.status is Status.FAIL for check in checks)
+    lines.append("this machine is ready" if not failed else f"{failed} of {len(checks)} checks failed")
+    return "\n".join(lines)
+
+
+def checks_json(checks: list[Check]) -> str:
+    """One JSON object: `ok` and the checks."""
+    return json.dumps({"ok": healthy(checks), "checks": [asdict(check) for check in checks]})
