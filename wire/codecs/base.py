@@ -1,0 +1,101 @@
+"""The interface of all codecs, and the part that they share: header, checks, checksum.
+
+On a CPU `encode` and `decode` are all there is. For a tensor on a GPU they are split, so that the copy to the
+host may run beside other work and the checksum is computed where the bytes are: `pack` on the device, copy,
+`seal` on the host; `open` on the host, copy, `unpack` on the device.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from wire.codecs import header as wire_header
+from wire.codecs.header import HEADER_BYTES, Header, PackedBytes, Parameters
+from wire.errors import PackedMismatchError
+from wire.spec import TensorSpec
+
+
+class Codec(ABC):
+    """Packs tensors into bytes whose number depends on shape and parameters alone. Stateless."""
+
+    name: str
+    parameters: Parameters
+    # Exponents that a packed tensor may have.
+    exponents: range
+
+    def packed_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of the whole packed tensor, header included. `CodecError` for what cannot be packed."""
+        wire_header.check_spec(spec)
+        return HEADER_BYTES + self._payload_bytes(spec)
+
+    def bits_per_element(self, spec: TensorSpec) -> float:
+        """True bits an element: header, metadata and payload over elements."""
+        return 8 * self.packed_bytes(spec) / spec.elements
+
+    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Pack fp32, bf16 or fp16 `[...]` into uint8 `[packed_bytes]` on the same device.
+
+        `NonFiniteError` if the tensor holds infinities or NaNs, `CodecError` for other dtypes or no elements.
+        """
+        packed = self.pack(tensor)
+        host = packed.cpu()
+        wire_header.seal(host.numpy())
+        if packed is not host:
+            packed[wire_header.CHECKSUM] = host[wire_header.CHECKSUM].to(packed.device)
+        return packed
+
+    def decode(self, packed: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+        """The tensor of `spec` that uint8 `[packed_bytes]` holds, on the same device.
+
+        `PackedMismatchError` if the bytes are not what `spec` and this codec make, or are damaged;
+        `NonFiniteError` if they would give infinities or NaNs.
+        """
+        if packed.dtype != torch.uint8 or packed.dim() != 1 or not packed.is_contiguous():
+            raise PackedMismatchError(
+                f"a packed tensor must be contiguous uint8 [n], not {packed.dtype} {list(packed.shape)}"
+            )
+        return self.unpack(packed, spec, self.open(packed.cpu().numpy(), spec))
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As `encode`, but the checksum is zero and what is not finite is not refused: `seal` does both."""
+        tensor = tensor.detach()
+        spec = TensorSpec(tensor.dtype, tuple(tensor.shape))
+        packed = torch.empty(self.packed_bytes(spec), dtype=torch.uint8, device=tensor.device)
+        # A copy, because torch warns of memory that it may not write to.
+        head = torch.frombuffer(bytearray(self._header(spec).to_bytes()), dtype=torch.uint8)
+        packed[:HEADER_BYTES].copy_(head)
+        exponent = self._pack(tensor, packed[HEADER_BYTES:])
+        packed[wire_header.EXPONENT].view(torch.int32).copy_(exponent)
+        return packed
+
+    def open(self, buffer: PackedBytes, spec: TensorSpec) -> Header:
+        """Check received bytes in host memory against `spec`, this codec and their checksum.
+
+        Returns the header. `PackedMismatchError` names what differs. Allocates nothing that depends on the
+        bytes.
+        """
+        wire_header.check_spec(spec)
+        return wire_header.check(buffer, self._header(spec), self.exponents)
+
+    def unpack(self, packed: torch.Tensor, spec: TensorSpec, header: Header) -> torch.Tensor:
+        """As `decode`, after `open` has checked the same bytes and returned `header`."""
+        if packed.data_ptr() % 16 or packed.storage_offset() % 16:
+            packed = packed.clone()
+        out = torch.empty(spec.shape, dtype=spec.dtype, device=packed.device)
+        self._unpack(packed[HEADER_BYTES:], out, header.exponent)
+        return out
+
+    def _header(self, spec: TensorSpec) -> Header:
+        return Header(self.parameters, spec, self._payload_bytes(spec))
+
+    @abstractmethod
+    def _payload_bytes(self, spec: TensorSpec) -> int:
+        """Bytes behind the header, for a spec that the header can describe."""
+
+    @abstractmethod
+    def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
+        """Fill every byte of `payload`; return the exponent (int32 0-d) or `kernels.tiles.NON_FINITE`."""
+
+    @abstractmethod
+    def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
+        """Fill every element of `out`; refuse values that no encoder makes."""

@@ -1,0 +1,61 @@
+"""`fixed-b`: b bits an element, symmetric, one scale for 64 elements. The default for gradients, with b = 8.
+
+Payload: scales, fp16 | bit-planes, lowest first, a 64-bit word for each tile. b + 0.25 bits an element.
+"""
+
+import math
+
+import torch
+
+from kernels import fixed
+from kernels.tiles import MAX_EXPONENT, MIN_EXPONENT, TILE, tiles_per_row
+from wire.codecs.base import Codec
+from wire.codecs.header import Parameters
+from wire.codecs.layout import Layout
+from wire.errors import ConfigError, NonFiniteError, PackedMismatchError
+from wire.spec import TensorSpec
+
+MIN_BITS = 2
+MAX_BITS = 10
+
+
+class FixedCodec(Codec):
+    """`g -> Q(c g) / c` with b bits (TAH-Quant, eq. 24). The arithmetic is in `kernels.fixed`."""
+
+    exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
+
+    def __init__(self, bits: int, constant: float = 1.0) -> None:
+        if not MIN_BITS <= bits <= MAX_BITS:
+            raise ConfigError(f"fixed-{bits} is no codec: fixed-{MIN_BITS} to fixed-{MAX_BITS} are")
+        if not 2.0**-64 <= constant <= 2.0**64:
+            raise ConfigError(f"constant {constant} of fixed-{bits} must be positive, from 2**-64 to 2**64")
+        self.name = f"fixed-{bits}"
+        # What the header carries and both ends compute with is the constant in fp32.
+        self._constant = torch.tensor(constant, dtype=torch.float32).item()
+        self.parameters = Parameters(codec=4, bits=bits, tile=TILE, constant=self._constant)
+
+    def _layout(self, shape: tuple[int, ...]) -> Layout:
+        tiles = math.prod(shape[:-1]) * tiles_per_row(shape[-1])
+        return Layout((torch.float16, (tiles,)), (torch.int64, (self.parameters.bits, tiles)))
+
+    def _payload_bytes(self, spec: TensorSpec) -> int:
+        return self._layout(spec.shape).nbytes
+
+    def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
+        layout = self._layout(tensor.shape)
+        layout.clear_gaps(payload)
+        return fixed.encode(tensor, fixed.FixedSections(*layout.views(payload)), constant=self._constant)
+
+    def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
+        sections = fixed.FixedSections(*self._layout(out.shape).views(payload))
+        low, high = torch.aminmax(sections.scales)
+        if not high.isfinite():
+            raise NonFiniteError(f"a packed {self.name} tensor has scales that are not finite: refused")
+        if low <= 0:
+            raise PackedMismatchError(f"a packed {self.name} tensor has a scale of zero or below: refused")
+        all_ones = sections.planes[0]
+        for plane in sections.planes[1:]:
+            all_ones = all_ones & plane
+        if all_ones.any():
+            raise PackedMismatchError(f"a packed {self.name} tensor has a code beyond its range: refused")
+        fixed.decode(sections, out, exponent, constant=self._constant)

@@ -1,0 +1,81 @@
+"""`tah`: TAH-Quant, 4.41 bits an element and the header. The default for activations.
+
+Payload: scales, fp16 | zero-points, fp16 | bit-map, 1 bit a tile | pivots, 6 bits a tile | 3 bit-planes of
+all tiles | fourth bit-plane of the 4-bit tiles, in order.
+"""
+
+import math
+
+import torch
+
+from kernels import bitplanes, tah
+from kernels.tiles import MAX_EXPONENT, MIN_EXPONENT, TILE, tiles_per_row
+from wire.codecs.base import Codec
+from wire.codecs.header import Parameters
+from wire.codecs.layout import Layout
+from wire.errors import NonFiniteError, PackedMismatchError
+from wire.spec import TensorSpec
+
+# Of a sample's tiles, in ten-thousandths, that get 4 bits; and the ratio that makes an outlier (section 3.2,
+# 3.3).
+SHARE = 8000
+TAU = 2.0
+
+
+class TahCodec(Codec):
+    """TAH-Quant with G = A = 64, p = 0.80, tau = 2. The arithmetic is in `kernels.tah`.
+
+    A sample is an index of the first of three or more dimensions; fewer dimensions are one sample.
+    """
+
+    name = "tah"
+    parameters = Parameters(codec=5, bits=4, tile=TILE, share=SHARE, tau=TAU)
+    exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
+
+    def _payload_bytes(self, spec: TensorSpec) -> int:
+        return _layout(spec.shape).nbytes
+
+    def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
+        samples, tiles = _samples_and_tiles(tensor.shape)
+        layout = _layout(tensor.shape)
+        layout.clear_gaps(payload)
+        sections = tah.TahSections(*layout.views(payload))
+        return tah.encode(tensor, sections, samples=samples, four_bit=four_bit_tiles(tiles), tau=TAU)
+
+    def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
+        samples, tiles = _samples_and_tiles(out.shape)
+        sections = tah.TahSections(*_layout(out.shape).views(payload))
+        if not (sections.scales.isfinite().all() and sections.zero_points.isfinite().all()):
+            raise NonFiniteError("a packed tah tensor has scales or zero-points that are not finite: refused")
+        if (sections.scales == 0).any():
+            raise PackedMismatchError("a packed tah tensor has a scale of zero: refused")
+        four = bitplanes.unpack_flags(sections.bit_map, samples * tiles).view(samples, tiles)
+        if (four.sum(1) != four_bit_tiles(tiles)).any():
+            raise PackedMismatchError(
+                f"a packed tah tensor's bit-map must give 4 bits to {four_bit_tiles(tiles)} of each sample's "
+                f"{tiles} tiles: refused"
+            )
+        tah.decode(sections, out, exponent)
+
+
+def four_bit_tiles(tiles: int) -> int:
+    """How many of a sample's tiles get 4 bits: exactly round(p * tiles), which is never a tie for p = 4/5."""
+    return (tiles * SHARE + 5000) // 10000
+
+
+def _samples_and_tiles(shape: tuple[int, ...]) -> tuple[int, int]:
+    samples = shape[0] if len(shape) >= 3 else 1
+    return samples, math.prod(shape[:-1]) // samples * tiles_per_row(shape[-1])
+
+
+def _layout(shape: tuple[int, ...]) -> Layout:
+    samples, tiles = _samples_and_tiles(shape)
+    n = samples * tiles
+    return Layout(
+        (torch.float16, (n,)),
+        (torch.float16, (n,)),
+        (torch.uint8, (-(-n // 8),)),
+        (torch.uint8, (-(-n * 6 // 8),)),
+        (torch.int64, (tah.LOW_PLANES, n)),
+        (torch.int64, (samples * four_bit_tiles(tiles),)),
+    )
