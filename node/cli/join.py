@@ -30,7 +30,9 @@ def run(args: argparse.Namespace) -> int:
     from node.cli.parser import UsageError
     from node.config.join_options import JoinOptions
     from node.config.validate import parse_listen
+    from wire.identity.token import JoinToken
 
+    JoinToken.parse(args.token)  # a mistyped token is refused before torch is loaded
     parse_listen(args.listen)
     if args.advertise:
         parse_listen(args.advertise)

@@ -51,5 +51,5 @@ class Parser(argparse.ArgumentParser):
 def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean X?`, or the known names when nothing is near."""
     known = list(known)
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    match = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {match[0]}?" if match else f"; known: {', '.join(known)}"
