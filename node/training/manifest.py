@@ -44,7 +44,7 @@ class Manifest:
     step: int
     """Optimizer steps taken."""
     config: dict[str, Any]
-    """The resolved run file, as `dataclasses.asdict` gives it."""
+    """The resolved run file, as JSON values."""
     units: tuple[UnitEntry, ...]
     """In model order."""
     weights_sha256: str

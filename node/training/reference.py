@@ -8,6 +8,7 @@ that comes back, straight through.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import sqrt
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from node.training.data import Corpus
 from node.training.manifest import unit_weights_sha256, weights_sha256
 from node.training.optimizer import StageOptimizer, gradient_of, sum_tied_gradients
 from node.training.schedule import clip_coefficient, learning_rate
+from node.training.serialization import load_unit
+from node.training.snapshot import read_manifest
 from wire.spec import Direction, TensorKey
 
 Boundary = Callable[[Tensor, TensorKey], Tensor]
@@ -38,7 +41,7 @@ class Step:
 
 
 class ReferenceTrainer:
-    """Trains `config.model` step by step, from `first_step` on."""
+    """Trains `config.model` step by step; `step` counts the optimizer steps taken."""
 
     def __init__(
         self,
@@ -71,21 +74,36 @@ class ReferenceTrainer:
 
     def train_step(self) -> Step:
         """Take one step: gradients of all microbatches, then the optimizer."""
-        training = self.config.training
+        loss = self.accumulate()
+        grad_norm = sqrt(sum(self.optimizer.squared_norms().values()))
+        lr = learning_rate(self.step, self.config.training, self.config.run.steps)
+        self.optimizer.apply(lr, clip_coefficient(grad_norm, self.config.training.clip))
+        self.step += 1
+        return Step(loss=loss, grad_norm=grad_norm, lr=lr)
+
+    def accumulate(self) -> float:
+        """Leave the next step's gradients beside the weights; returns its mean loss."""
         count = self.config.microbatches
-        losses = []
+        shares: list[Tensor] = []
         self.optimizer.zero_grad()
         for index, rows in enumerate(np.split(self.corpus.batch(self.step), count)):
             loss, crossings = self._forward(rows, index)
             # Each microbatch has equally many tokens, so the step's mean is the mean of means.
-            self._backward(loss / count, crossings, index)
-            losses.append(loss.item())
+            share = loss / count
+            self._backward(share, crossings, index)
+            shares.append(share.detach())
         self._tie()
-        grad_norm = sqrt(sum(self.optimizer.squared_norms().values()))
-        lr = learning_rate(self.step, training, self.config.run.steps)
-        self.optimizer.apply(lr, clip_coefficient(grad_norm, training.clip))
-        self.step += 1
-        return Step(loss=sum(losses) / count, grad_norm=grad_norm, lr=lr)
+        return float(torch.stack(shares).double().sum())
+
+    def restore(self, directory: Path) -> None:
+        """Go on from a complete snapshot, of any split.
+
+        Raises:
+            RunError: the snapshot is incomplete, damaged or of another model.
+        """
+        for unit in self.optimizer.units:
+            self.optimizer.load_unit_state(unit, load_unit(directory, unit))
+        self.step = read_manifest(directory).step
 
     @torch.no_grad()
     def validation_loss(self, windows: np.ndarray) -> float:

@@ -10,6 +10,7 @@ here read, hash or write whole files: call them from a thread, never on the even
 """
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -111,7 +112,9 @@ class SnapshotWriter:
 
     def __init__(self, root: Path, config: RunConfig, run_id: str) -> None:
         self._root = root
-        self._config = config
+        self._model = config.model
+        # Through JSON, so that a manifest equals itself read back: tuples become lists.
+        self._config = json.loads(json.dumps(asdict(config)))
         self._run_id = run_id
         self._units = unit_names(config.model)
         self._entries: dict[int, dict[str, UnitEntry]] = {}
@@ -169,7 +172,7 @@ class SnapshotWriter:
             format=FORMAT,
             run_id=self._run_id,
             step=step,
-            config=asdict(self._config),
+            config=self._config,
             units=units,
             weights_sha256=weights_sha256(entry.weights_sha256 for entry in units),
         )
@@ -183,7 +186,7 @@ class SnapshotWriter:
             parameters = read_parameters(data)
         except RunError as error:
             raise ProtocolViolationError(f"upload of unit {unit} refused: {error}") from error
-        expected = {spec.name: spec.shape for spec in parameter_specs(self._config.model, unit)}
+        expected = {spec.name: spec.shape for spec in parameter_specs(self._model, unit)}
         if {name: array.shape for name, array in parameters.items()} != expected:
             raise ProtocolViolationError(f"upload of unit {unit} does not fit this model; refused")
         return UnitEntry(

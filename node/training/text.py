@@ -70,22 +70,31 @@ def _folder(folder: Path, jsonl_field: str) -> Iterator[bytes]:
         )
 
 
-def _files_below(folder: Path) -> list[Path]:
-    """Visible files at any depth, sorted by relative path, so that the order is the same everywhere."""
+def _files_below(folder: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """Visible files at any depth, in the order of their names; links to folders are not followed.
+
+    Args:
+        skipped: names of folders not to enter.
+    """
     try:
-        relative = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-        visible = [path for path in relative if not any(part.startswith(".") for part in path.parts)]
+        entries = sorted(folder.iterdir(), key=lambda path: path.name)
     except OSError as error:
         raise DataError(f"cannot read folder {folder}: {error.strerror}; check its permissions") from error
-    return [folder / path for path in sorted(visible, key=lambda path: path.parts)]
+    for path in entries:
+        if path.name.startswith(".") or path.name in skipped:
+            continue
+        if path.is_file():
+            yield path
+        elif path.is_dir() and not path.is_symlink():
+            yield from _files_below(path, skipped)
 
 
 def _standard_library() -> Iterator[bytes]:
     folder = Path(sysconfig.get_paths()["stdlib"])
     total = 0
     found = False
-    for path in _files_below(folder):
-        if path.suffix != ".py" or not _STDLIB_SKIPPED.isdisjoint(path.relative_to(folder).parts):
+    for path in _files_below(folder, _STDLIB_SKIPPED):
+        if path.suffix != ".py":
             continue
         try:
             document = _plain_text(path)
