@@ -107,8 +107,9 @@ def build_chunk(model: ModelSection, units: Sequence[str], seed: int, device: to
         # On the meta device torch allocates nothing and draws nothing from its own generator.
         with torch.device("meta"):
             module = _module(model, unit, rotary)
+        # Cloned into torch's own 64-byte aligned memory: a matrix product's bits may depend on alignment.
         weights = {
-            spec.name: torch.from_numpy(initial_weight(model, unit, spec, seed)).to(device)
+            spec.name: torch.from_numpy(initial_weight(model, unit, spec, seed)).clone().to(device)
             for spec in parameter_specs(model, unit)
         }
         module.load_state_dict(weights, strict=True, assign=True)

@@ -44,6 +44,7 @@ class ParameterSpec:
 
 
 def block_name(index: int) -> str:
+    """Name of the transformer block that is `index`-th from the input, counted from 0."""
     return f"block.{index:04d}"
 
 

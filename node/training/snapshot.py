@@ -40,6 +40,7 @@ _STEP_DIRECTORY = re.compile(r"step-(\d{8,})")
 
 
 def snapshot_directory(root: Path, step: int) -> Path:
+    """Where the snapshot taken after `step` optimizer steps lives."""
     return root / f"step-{step:08d}"
 
 
@@ -84,8 +85,8 @@ def prune(root: Path, keep: int) -> tuple[int, ...]:
     for step in removed:
         directory = snapshot_directory(root, step)
         # First the manifest: a removal that is cut short leaves an incomplete snapshot, not a damaged one.
-        (directory / MANIFEST_NAME).unlink()
-        shutil.rmtree(directory)
+        _remove(directory / MANIFEST_NAME)
+        _remove(directory)
     return removed
 
 
@@ -96,9 +97,9 @@ def discard_incomplete(root: Path) -> tuple[int, ...]:
     for step, directory in _step_directories(root):
         if step in complete:
             for leftover in directory.glob(".*.tmp"):
-                leftover.unlink()
+                _remove(leftover)
         else:
-            shutil.rmtree(directory)
+            _remove(directory)
             removed.append(step)
     return tuple(removed)
 
@@ -203,6 +204,16 @@ def _step_directories(root: Path) -> list[tuple[int, Path]]:
         return []
     matches = ((_STEP_DIRECTORY.fullmatch(path.name), path) for path in root.iterdir() if path.is_dir())
     return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def _remove(path: Path) -> None:
+    try:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as error:
+        raise RunError(f"cannot remove {path} ({error.strerror}); check its directory's permissions") from error
 
 
 def _write(path: Path, data: bytes) -> None:
