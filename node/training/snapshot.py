@@ -213,7 +213,7 @@ def _remove(path: Path) -> None:
         else:
             path.unlink()
     except OSError as error:
-        raise RunError(f"cannot remove {path} ({error.strerror}); check its directory's permissions") from error
+        raise RunError(f"cannot remove {path} ({error.strerror}); check its permissions") from error
 
 
 def _write(path: Path, data: bytes) -> None:
