@@ -106,20 +106,17 @@ class Store:
         path = directory / DATABASE_FILE
         if not path.is_file():
             raise UserError(f"{directory} holds no run (no {DATABASE_FILE}): give a run's directory")
-        store = cls(path, _connect(path))
-        try:
-            version: int = store._db.execute("PRAGMA user_version").fetchone()[0]
-        except sqlite3.DatabaseError as error:
-            store.close()
-            raise UserError(f"{path} is not a run's database ({error}): give a run's directory") from None
-        if version != SCHEMA_VERSION:
-            store.close()
-            wrote = "was never finished" if version == 0 else f"has schema {version}"
-            raise UserError(
-                f"{path} {wrote} and this thinwire reads schema {SCHEMA_VERSION}: "
-                "use the version of thinwire that made it"
-            )
-        return store
+        db = _connect(path)
+        version: int = db.execute("PRAGMA user_version").fetchone()[0]
+        if version == SCHEMA_VERSION:
+            return cls(path, db)
+        db.close()
+        if version == 0:
+            raise UserError(f"{path} was never finished: delete {directory} and start the run again")
+        raise UserError(
+            f"{path} has schema {version} and this thinwire reads schema {SCHEMA_VERSION}: "
+            "use the version of thinwire that made it"
+        )
 
     def close(self) -> None:
         with self._lock:
@@ -245,6 +242,12 @@ class Store:
             query = "SELECT stage, node_id, address FROM placements WHERE epoch = ? ORDER BY stage"
             return [PlacedNode(*row) for row in db.execute(query, (epoch,))]
 
+    def last_epoch(self) -> int:
+        """The highest epoch that was recorded; 0 before the first."""
+        with self._reading() as db:
+            epoch: int = db.execute("SELECT coalesce(max(epoch), 0) FROM placements").fetchone()[0]
+            return epoch
+
     # ---- steps, snapshots, events
 
     def record_step(self, step: StepRecord) -> StepOutcome:
@@ -323,7 +326,11 @@ class Store:
 def _connect(path: Path) -> sqlite3.Connection:
     # The lock replaces sqlite3's own thread check; transactions are ours, so no implicit ones.
     db = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-    db.execute("PRAGMA synchronous = FULL")
+    try:
+        db.execute("PRAGMA synchronous = FULL")
+    except sqlite3.DatabaseError as error:
+        db.close()
+        raise UserError(f"{path} is not a run's database ({error}): give a run's directory") from None
     return db
 
 

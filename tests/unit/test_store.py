@@ -1,0 +1,344 @@
+"""The coordinator's database: what it keeps, what it refuses, and who may use it at the same time."""
+
+import math
+import resource
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from node.coordinator.records import (
+    EventRecord,
+    Member,
+    PlacedNode,
+    SnapshotRecord,
+    StepOutcome,
+    StepRecord,
+)
+from node.coordinator.store import DATABASE_FILE, Store
+from wire.errors import RefusalCode, Refused, RunError, UserError
+from wire.identity.enrolment import Hardware
+from wire.identity.names import node_id_of
+from wire.identity.token import JoinToken, base58_encode
+from wire.version import PROTOCOL, VERSION
+
+NOW = 1_800_000_000.0
+DAY = timedelta(hours=24)
+PIN = bytes(range(32))
+STEP = StepRecord(
+    step=0, epoch=1, loss=5.5, grad_norm=0.1, lr=1e-3, clip=1.0, tokens=4096, seconds=0.25, committed_at=NOW
+)
+
+
+def make_member(number: int, joined: float = NOW) -> Member:
+    key = number.to_bytes(32)
+    return Member(node_id_of(key), key, Hardware("cpu", 2, 2**33), joined)
+
+
+def create(directory: Path) -> Store:
+    store = Store.create(directory, run_id="run-a", config_json='{"a": 1}', pin=PIN, now=NOW)
+    store.set_addresses(["127.0.0.1:7700"])
+    return store
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def store(directory: Path) -> Iterator[Store]:
+    with create(directory) as store:
+        yield store
+
+
+def test_a_run_is_what_it_was_created_as(store: Store, directory: Path) -> None:
+    run = store.run()
+    assert (run.run_id, run.config_json, run.pin, run.created) == ("run-a", '{"a": 1}', PIN, NOW)
+    assert (run.version, run.protocol, run.addresses) == (VERSION, PROTOCOL, ("127.0.0.1:7700",))
+    with Store.open(directory) as again:
+        assert again.run() == run
+
+
+def test_writes_are_on_disk_when_they_return(directory: Path) -> None:
+    create(directory).close()
+    with create(directory.with_name("other")) as created, Store.open(directory) as opened:
+        for store in (created, opened):
+            assert store._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+            assert store._db.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
+
+
+def test_a_directory_holds_one_run(store: Store, directory: Path) -> None:
+    with pytest.raises(UserError, match="holds a run already"):
+        create(directory)
+    assert store.run().run_id == "run-a"
+
+
+def test_what_is_no_run_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no run"):
+        Store.open(tmp_path)
+    (tmp_path / DATABASE_FILE).write_bytes(b"this is not a database, whatever its name may be" * 10)
+    with pytest.raises(UserError, match="not a run's database"):
+        Store.open(tmp_path)
+
+
+def test_another_schema_says_so(directory: Path) -> None:
+    create(directory).close()
+    for version, expected in ((7, "has schema 7 and this thinwire reads schema 1"), (0, "never finished")):
+        database = sqlite3.connect(directory / DATABASE_FILE)
+        database.execute(f"PRAGMA user_version = {version}")
+        database.close()
+        with pytest.raises(UserError, match=expected):
+            Store.open(directory)
+
+
+def test_a_creation_that_was_cut_short_can_be_done_again(directory: Path) -> None:
+    directory.mkdir()
+    (directory / DATABASE_FILE).touch()
+    with pytest.raises(UserError, match="never finished"):
+        Store.open(directory)
+    create(directory).close()
+
+
+# ---- tokens and members
+
+
+def test_a_token_admits_and_lists(store: Store) -> None:
+    record, token = store.create_token(NOW, DAY, 2)
+    assert (token.addresses, token.run_id, token.pin) == (("127.0.0.1:7700",), "run-a", PIN)
+    assert (record.created, record.expires, record.uses_allowed, record.uses) == (NOW, NOW + 86400, 2, 0)
+    member = make_member(1)
+    assert store.admit_token(token.token_id, token.secret, member).refusal is None
+    (listed,) = store.list_tokens()
+    assert listed == record.bind(member.public_key_hash)
+    assert store.members() == [member]
+
+
+def test_joining_again_keeps_the_first_time_and_no_use(store: Store) -> None:
+    _, token = store.create_token(NOW, DAY, 1)
+    first = make_member(1)
+    store.admit_token(token.token_id, token.secret, first)
+    stronger = replace(first, hardware=Hardware("gpu", 16, 2**37), joined=NOW + 60)
+    assert store.admit_token(token.token_id, token.secret, stronger).refusal is None
+    assert store.members() == [replace(stronger, joined=NOW)]
+    assert store.list_tokens()[0].uses == 1
+
+
+@pytest.mark.parametrize(
+    "case", ["unknown", "secret", "expired", "revoked", "used up", "evicted", "name taken"]
+)
+def test_a_refusal_leaves_no_trace(store: Store, case: str) -> None:
+    _, token = store.create_token(NOW, DAY, 1)
+    token_id, secret, member = token.token_id, token.secret, make_member(1)
+    expected = RefusalCode.TOKEN_UNKNOWN
+    if case == "unknown":
+        token_id = "zzzzzzzz"
+    elif case == "secret":
+        secret = bytes(16)
+    elif case == "expired":
+        member, expected = replace(member, joined=NOW + 86400), RefusalCode.TOKEN_EXPIRED
+    elif case == "revoked":
+        expected = RefusalCode.TOKEN_REVOKED
+        store.revoke_token(token_id)
+    elif case == "used up":
+        expected = RefusalCode.TOKEN_USED_UP
+        store.admit_token(token_id, secret, make_member(2))
+    elif case == "evicted":
+        expected = RefusalCode.EVICTED
+        store.add_member(member)
+        store.evict(member.node_id, NOW)
+    elif case == "name taken":
+        expected = RefusalCode.BAD_REQUEST
+        store.add_member(replace(make_member(2), node_id=member.node_id))
+    before = (store.list_tokens(), store.members())
+    decision = store.admit_token(token_id, secret, member)
+    assert decision.refusal is not None and decision.refusal.code is expected
+    assert (store.list_tokens(), store.members()) == before
+
+
+def test_a_token_that_admits_nobody_is_not_made(store: Store) -> None:
+    for ttl, uses in ((DAY, 0), (timedelta(0), 1), (timedelta(seconds=-1), 1)):
+        with pytest.raises(UserError, match="admits nobody"):
+            store.create_token(NOW, ttl, uses)
+    store.set_addresses([])
+    with pytest.raises(UserError, match="no address yet"):
+        store.create_token(NOW, DAY, 1)
+    assert store.list_tokens() == []
+
+
+def test_revoking_stops_the_token_and_evicts_nobody(store: Store) -> None:
+    _, token = store.create_token(NOW, DAY, 2)
+    member = make_member(1)
+    store.admit_token(token.token_id, token.secret, member)
+    assert store.revoke_token(token.token_id) and not store.revoke_token("zzzzzzzz")
+    assert not store.is_evicted(member.node_id)
+    assert store.list_tokens()[0].revoked
+
+
+def test_an_evicted_node_stays_out(store: Store) -> None:
+    member = make_member(1)
+    store.add_member(member)
+    assert store.evict(member.node_id, NOW + 5) and store.evict(member.node_id, NOW + 9)
+    assert store.is_evicted(member.node_id)
+    assert store.member(member.node_id) == replace(member, evicted=NOW + 5)
+    with pytest.raises(Refused, match="evicted"):
+        store.add_member(member)
+    assert not store.evict("node-aaaaaaaaaa", NOW) and not store.is_evicted("node-aaaaaaaaaa")
+    assert store.member("node-aaaaaaaaaa") is None
+
+
+def test_the_secret_is_nowhere_in_the_files(store: Store, directory: Path) -> None:
+    tokens = [store.create_token(NOW, DAY, 1)[1] for _ in range(5)]
+    for number, token in enumerate(tokens):
+        store.admit_token(token.token_id, token.secret, make_member(number))
+    content = b"".join(file.read_bytes() for file in directory.iterdir())
+    assert tokens[0].token_id.encode() in content
+    for token in tokens:
+        for form in (token.secret, token.secret.hex().encode(), base58_encode(token.secret).encode()):
+            assert form not in content
+
+
+# ---- steps, epochs, snapshots, events
+
+
+def test_steps_are_kept_in_order(store: Store) -> None:
+    assert store.last_step() is None and store.steps() == []
+    records = [replace(STEP, step=step, loss=5.5 - step / 7) for step in range(5)]
+    for record in reversed(records):
+        assert store.record_step(record) is StepOutcome.NEW
+    assert store.steps() == records
+    assert store.steps(after=2) == records[3:]
+    assert store.last_step() == records[-1]
+
+
+def test_a_replayed_step_keeps_the_first_and_compares_bits(store: Store) -> None:
+    store.record_step(STEP)
+    assert store.record_step(replace(STEP, epoch=9, committed_at=NOW + 9)) is StepOutcome.REPEATED
+    assert store.record_step(replace(STEP, loss=math.nextafter(5.5, 6))) is StepOutcome.DIFFERS
+    assert store.record_step(replace(STEP, loss=math.nan)) is StepOutcome.DIFFERS
+    assert store.steps() == [STEP]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 0.0, 3.0, 5e-324, 0.1 + 0.2])
+def test_every_loss_comes_back_with_its_bits(store: Store, loss: float) -> None:
+    store.record_step(replace(STEP, loss=loss, grad_norm=loss))
+    found = store.last_step()
+    assert found is not None
+    assert repr(found) == repr(replace(STEP, loss=loss, grad_norm=loss))
+    assert store.record_step(replace(STEP, loss=loss)) is StepOutcome.REPEATED
+
+
+def test_epochs_never_repeat(directory: Path) -> None:
+    with create(directory) as store:
+        assert [store.next_epoch(), store.next_epoch()] == [1, 2]
+    with Store.open(directory) as store:
+        assert store.next_epoch() == 3
+
+
+def test_a_placement_belongs_to_its_epoch(store: Store) -> None:
+    nodes = [PlacedNode(stage, make_member(stage).node_id, f"10.0.0.{stage}:7800") for stage in range(3)]
+    store.record_placement(1, nodes)
+    store.record_placement(2, nodes[::-1])
+    store.record_placement(2, nodes[:2])
+    assert store.placement(1) == nodes and store.placement(2) == nodes[:2] and store.placement(3) == []
+
+
+def test_snapshots_are_completed_and_deleted(store: Store) -> None:
+    first = SnapshotRecord(step=100, manifest_sha256="ab" * 32, bytes=2**40, complete=False, created=NOW)
+    store.record_snapshot(replace(first, step=200))
+    store.record_snapshot(first)
+    store.record_snapshot(replace(first, complete=True))
+    assert store.snapshots() == [replace(first, complete=True), replace(first, step=200)]
+    assert store.delete_snapshot(100) and not store.delete_snapshot(100)
+    assert [snapshot.step for snapshot in store.snapshots()] == [200]
+
+
+def test_the_newest_events_are_listed(store: Store) -> None:
+    for number in range(5):
+        store.record_event(NOW + number, "epoch", f"epoch {number}")
+    assert store.events(limit=2) == [
+        EventRecord(NOW + 3, "epoch", "epoch 3"),
+        EventRecord(NOW + 4, "epoch", "epoch 4"),
+    ]
+
+
+# ---- several users at once
+
+
+def test_threads_share_one_single_use_token(directory: Path) -> None:
+    with create(directory) as store, Store.open(directory) as other:
+        _, token = store.create_token(NOW, DAY, 1)
+        barrier = threading.Barrier(8)
+
+        def join(number: int) -> bool:
+            barrier.wait(timeout=10)
+            mine = store if number % 2 else other
+            return mine.admit_token(token.token_id, token.secret, make_member(number)).refusal is None
+
+        with ThreadPoolExecutor(8) as threads:
+            assert sum(threads.map(join, range(8))) == 1
+        assert store.list_tokens()[0].uses == len(store.members()) == 1
+
+
+def test_two_processes_write_at_once(store: Store, directory: Path) -> None:
+    script = (
+        "import sys, pathlib\n"
+        "from node.coordinator.store import Store\n"
+        "with Store.open(pathlib.Path(sys.argv[1])) as store:\n"
+        "    print('ready', flush=True)\n"
+        "    sys.stdin.readline()\n"
+        "    print(*(store.next_epoch() for _ in range(200)))\n"
+    )
+    command = [sys.executable, "-c", script, str(directory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        mine = [store.next_epoch() for _ in range(200)]
+        theirs = [int(epoch) for epoch in process.stdout.read().split()]
+    assert process.returncode == 0
+    assert sorted(mine + theirs) == list(range(1, 401))
+
+
+def test_a_token_made_by_another_process_admits_at_once(store: Store, directory: Path) -> None:
+    script = (
+        "import sys, pathlib, datetime\n"
+        "from node.coordinator.store import Store\n"
+        "with Store.open(pathlib.Path(sys.argv[1])) as store:\n"
+        f"    print(store.create_token({NOW}, datetime.timedelta(hours=1), 1)[1].encode())\n"
+    )
+    command = [sys.executable, "-c", script, str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    token = JoinToken.parse(done.stdout)
+    assert store.admit_token(token.token_id, token.secret, make_member(1)).refusal is None
+
+
+def test_a_full_disk_is_one_clear_line_and_loses_nothing(directory: Path) -> None:
+    with create(directory) as store:
+        store.record_step(STEP)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Store.open(directory) as store:
+        # The file may not grow: to SQLite that is a full disk.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+        try:
+            with pytest.raises(RunError, match=r"cannot be used .* all that was acknowledged is intact"):
+                store.record_event(NOW, "big", "x" * 100_000)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert store.steps() == [STEP] and store.events() == []
+        assert store.record_step(replace(STEP, step=1)) is StepOutcome.NEW
+
+
+def test_a_closed_store_says_so(directory: Path) -> None:
+    store = create(directory)
+    store.close()
+    with pytest.raises(RunError, match="closed"):
+        store.members()

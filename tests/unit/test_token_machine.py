@@ -1,0 +1,131 @@
+"""Any sequence of token operations, on the real database with an invented clock, against a simple model."""
+
+import contextlib
+import tempfile
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+
+from node.coordinator.records import Member
+from node.coordinator.store import Store
+from wire.errors import RefusalCode
+from wire.identity.enrolment import Hardware
+from wire.identity.names import node_id_of
+from wire.identity.token import JoinToken
+
+KEYS = [bytes([number]) * 32 for number in range(5)]
+
+
+@dataclass
+class Model:
+    """What a token should be, told from the operations alone."""
+
+    token: JoinToken
+    expires: float
+    uses_allowed: int
+    revoked: bool = False
+    keys: set[bytes] = field(default_factory=set)
+
+
+class TokenMachine(RuleBasedStateMachine):
+    tokens: Bundle[Model] = Bundle("tokens")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.resources = contextlib.ExitStack()
+        self.directory = Path(self.resources.enter_context(tempfile.TemporaryDirectory())) / "run"
+        self.now = 1_000_000.0
+        self.models: list[Model] = []
+        self.evicted: set[bytes] = set()
+
+    @initialize()
+    def start(self) -> None:
+        self.store = Store.create(self.directory, run_id="run", config_json="{}", pin=bytes(32), now=self.now)
+        self.store.set_addresses(["127.0.0.1:7700"])
+
+    @rule(target=tokens, ttl=st.sampled_from([1, 60, 86400]), uses=st.integers(1, 3))
+    def create(self, ttl: int, uses: int) -> Model:
+        record, token = self.store.create_token(self.now, timedelta(seconds=ttl), uses)
+        assert record.uses == 0
+        model = Model(token, self.now + ttl, uses)
+        self.models.append(model)
+        return model
+
+    @rule(seconds=st.sampled_from([0.5, 30, 3600, 90000]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(seconds=st.sampled_from([0.5, 3600]))
+    def clock_steps_back(self, seconds: float) -> None:
+        self.now -= seconds
+
+    @rule(model=tokens, key=st.sampled_from(KEYS))
+    def join(self, model: Model, key: bytes) -> None:
+        decision = self.store.admit_token(model.token.token_id, model.token.secret, self._member(key))
+        code = decision.refusal and decision.refusal.code
+        if model.revoked:
+            assert code is RefusalCode.TOKEN_REVOKED
+        elif self.now >= model.expires:
+            assert code is RefusalCode.TOKEN_EXPIRED
+        elif key not in model.keys and len(model.keys) == model.uses_allowed:
+            assert code is RefusalCode.TOKEN_USED_UP
+        elif key in self.evicted:
+            assert code is RefusalCode.EVICTED
+        else:
+            assert code is None
+            assert decision.new_use == (key not in model.keys)
+            model.keys.add(key)
+
+    @rule(model=tokens, key=st.sampled_from(KEYS))
+    def guess_a_secret(self, model: Model, key: bytes) -> None:
+        decision = self.store.admit_token(model.token.token_id, bytes(16), self._member(key))
+        assert decision.refusal is not None and decision.refusal.code is RefusalCode.TOKEN_UNKNOWN
+
+    @rule(model=tokens)
+    def revoke(self, model: Model) -> None:
+        assert self.store.revoke_token(model.token.token_id)
+        model.revoked = True
+
+    @rule()
+    def restart_the_coordinator(self) -> None:
+        self.store.close()
+        self.store = Store.open(self.directory)
+
+    @rule(key=st.sampled_from(KEYS))
+    def evict(self, key: bytes) -> None:
+        joined = any(key in model.keys for model in self.models)
+        assert self.store.evict(node_id_of(key), self.now) == joined
+        if joined:
+            self.evicted.add(key)
+
+    @invariant()
+    def the_database_agrees(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        records = {record.token_id: record for record in self.store.list_tokens()}
+        assert len(records) == len(self.models)
+        for model in self.models:
+            record = records[model.token.token_id]
+            assert record.bound == model.keys
+            assert record.uses <= record.uses_allowed == model.uses_allowed
+            assert record.revoked == model.revoked
+        members = {member.public_key_hash for member in self.store.members()}
+        assert members == {key for model in self.models for key in model.keys}
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+        self.resources.close()
+
+    def _member(self, key: bytes) -> Member:
+        return Member(node_id_of(key), key, Hardware("cpu", 2, 2**30), joined=self.now)
+
+
+TestTokenMachine = TokenMachine.TestCase
+TestTokenMachine.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
