@@ -80,6 +80,8 @@ class Placed:
 @dataclass(frozen=True, kw_only=True)
 class Ready:
     epoch: int
+    telemetry: Telemetry
+    """What the steps of this epoch are counted from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +268,9 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
         case Placed():
             return control_pb2.NodeMessage(placed=control_pb2.Placed(**vars(message)))
         case Ready():
-            return control_pb2.NodeMessage(ready=control_pb2.Ready(**vars(message)))
+            return control_pb2.NodeMessage(
+                ready=control_pb2.Ready(epoch=message.epoch, telemetry=_telemetry_to_proto(message.telemetry))
+            )
         case Vote():
             return control_pb2.NodeMessage(
                 vote=control_pb2.Vote(
@@ -321,7 +325,7 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
         case "placed":
             return Placed(epoch=message.placed.epoch, held_step=message.placed.held_step)
         case "ready":
-            return Ready(epoch=message.ready.epoch)
+            return Ready(epoch=message.ready.epoch, telemetry=_telemetry_from_proto(message.ready.telemetry))
         case "vote":
             vote = message.vote
             return Vote(

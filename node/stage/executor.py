@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,14 +40,6 @@ class StageIO(Protocol):
 
     def send(self, key: TensorKey, packed: Tensor, elements: int) -> None:
         """Queue a packed tensor (1-D uint8 on the CPU); never waits for the network."""
-        ...
-
-    def inputs(self, step: int) -> Tensor:
-        """Token ids of the whole step, int64 [global batch, sequence]; first stage only."""
-        ...
-
-    def labels(self, step: int) -> Tensor:
-        """Labels of the whole step, int64 [global batch, sequence]; last stage only."""
         ...
 
     def check(self) -> None:
@@ -106,6 +99,14 @@ class StageExecutor:
         """Layer units of this stage, in model order within each chunk."""
         return tuple(unit for chunk in self._chunk_indices() for unit in self._split[chunk])
 
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self._stages - 1
+
     def place(self, stage: int) -> int:
         """Take a stage; returns the step whose state is already here for it, or -1."""
         if stage != self.stage:
@@ -141,27 +142,30 @@ class StageExecutor:
             case Direction.GRADIENT:
                 fits = 0 <= key.boundary < total - 1 and key.boundary % self._stages == self.stage
             case Direction.TIED_SHARE:
-                return self._packed_bytes(key, self._tied) if self._shares_tie and self._is_first else None
+                return self._packed_bytes(key, self._tied) if self._shares_tie and self.is_first else None
             case Direction.TIED_SUM:
-                return self._packed_bytes(key, self._tied) if self._shares_tie and self._is_last else None
+                return self._packed_bytes(key, self._tied) if self._shares_tie and self.is_last else None
         if not fits or not 0 <= key.microbatch < self.config.microbatches:
             return None
         return self._packed_bytes(key, self._boundary)
 
-    def run_step(self, epoch: int, step: int, io: StageIO) -> StepOutcome:
+    def run_step(
+        self, epoch: int, step: int, io: StageIO, *, inputs: np.ndarray | None, labels: np.ndarray | None
+    ) -> StepOutcome:
         """Forward and backward of every microbatch, in the schedule's order.
+
+        `inputs` (first stage) and `labels` (last stage) are int64 [global batch, sequence].
 
         Raises NonFiniteError naming the stage and the tensor, StepInterrupted when called off.
         """
         self._the_optimizer.zero_grad()
-        inputs = self._microbatches(io.inputs(step)) if self._is_first else ()
-        labels = self._microbatches(io.labels(step)) if self._is_last else ()
+        fed, wanted = self._microbatches(inputs), self._microbatches(labels)
         in_flight: dict[tuple[int, int], _InFlight] = {}
         losses: list[Tensor] = []
         for action in self._orders[self.stage]:
             io.check()
             if action.kind is Kind.FORWARD:
-                flight = self._forward(epoch, step, action, io, inputs, labels)
+                flight = self._forward(epoch, step, action, io, fed, wanted)
                 in_flight[action.chunk, action.microbatch] = flight
                 if self._global_chunk(action) == self._last_chunk:
                     losses.append(flight.result.detach())
@@ -229,17 +233,17 @@ class StageExecutor:
             return
         up = TensorKey(epoch, step, 0, 0, Direction.TIED_SHARE)
         down = TensorKey(epoch, step, 0, 0, Direction.TIED_SUM)
-        if self._is_first and self._is_last:
+        if self.is_first and self.is_last:
             embed, head = self._tied_gradient("embed"), self._tied_gradient("head")
             total = sum_tied_gradients(head, embed)
             embed.copy_(total)
             head.copy_(total)
-        elif self._is_first:
+        elif self.is_first:
             embed = self._tied_gradient("embed")
             share = self._receive(up, self._tied, io, TimeKind.WAIT_DOWNSTREAM)
             embed.copy_(sum_tied_gradients(share, embed))
             self._send(down, embed, io)
-        elif self._is_last:
+        elif self.is_last:
             head = self._tied_gradient("head")
             self._send(up, head, io)
             head.copy_(self._receive(down, self._tied, io, TimeKind.WAIT_UPSTREAM))
@@ -277,8 +281,10 @@ class StageExecutor:
     def _packed_bytes(self, key: TensorKey, spec: TensorSpec) -> int:
         return self._codecs[key.direction].packed_bytes(spec)
 
-    def _microbatches(self, batch: Tensor) -> tuple[Tensor, ...]:
-        return torch.split(batch.to(self.device), self.config.training.microbatch)
+    def _microbatches(self, batch: np.ndarray | None) -> tuple[Tensor, ...]:
+        if batch is None:
+            return ()
+        return torch.split(torch.from_numpy(batch).to(self.device), self.config.training.microbatch)
 
     def _build(self) -> None:
         seed, model = self.config.run.seed, self.config.model
@@ -296,14 +302,6 @@ class StageExecutor:
     @property
     def _last_chunk(self) -> int:
         return self._stages * self._chunk_count - 1
-
-    @property
-    def _is_first(self) -> bool:
-        return self.stage == 0
-
-    @property
-    def _is_last(self) -> bool:
-        return self.stage == self._stages - 1
 
     @property
     def _shares_tie(self) -> bool:

@@ -34,6 +34,10 @@ class Inbox:
             self._buffers[key] = buffer
             self._arrived.notify_all()
 
+    def holds(self, key: TensorKey) -> bool:
+        with self._arrived:
+            return key in self._buffers
+
     def take(self, key: TensorKey, timeout: float = STALL_SECONDS) -> bytearray:
         """Wait for a tensor and remove it.
 

@@ -46,10 +46,12 @@ class Placed(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., held_step: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("epoch",)
+    __slots__ = ("epoch", "telemetry")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TELEMETRY_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+    telemetry: Telemetry
+    def __init__(self, epoch: _Optional[int] = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ...) -> None: ...
 
 class UnitNorm(_message.Message):
     __slots__ = ("unit", "squared_norm")
@@ -220,18 +222,24 @@ class Begin(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("epoch", "step", "clip_coefficient", "lr", "snapshot")
+    __slots__ = ("epoch", "step", "clip_coefficient", "lr")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CLIP_COEFFICIENT_FIELD_NUMBER: _ClassVar[int]
     LR_FIELD_NUMBER: _ClassVar[int]
-    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     clip_coefficient: float
     lr: float
-    snapshot: bool
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., clip_coefficient: _Optional[float] = ..., lr: _Optional[float] = ..., snapshot: bool = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., clip_coefficient: _Optional[float] = ..., lr: _Optional[float] = ...) -> None: ...
+
+class TakeSnapshot(_message.Message):
+    __slots__ = ("epoch", "step")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    step: int
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("epoch", "reason")
@@ -250,7 +258,7 @@ class Finish(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., failed: bool = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("welcome", "placement", "restore", "begin", "commit", "abort", "finish", "refusal")
+    __slots__ = ("welcome", "placement", "restore", "begin", "commit", "abort", "finish", "refusal", "take_snapshot")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +267,7 @@ class CoordinatorMessage(_message.Message):
     ABORT_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    TAKE_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     placement: Placement
     restore: Restore
@@ -267,7 +276,8 @@ class CoordinatorMessage(_message.Message):
     abort: Abort
     finish: Finish
     refusal: _enrolment_pb2.Refusal
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., refusal: _Optional[_Union[_enrolment_pb2.Refusal, _Mapping]] = ...) -> None: ...
+    take_snapshot: TakeSnapshot
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., refusal: _Optional[_Union[_enrolment_pb2.Refusal, _Mapping]] = ..., take_snapshot: _Optional[_Union[TakeSnapshot, _Mapping]] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("csr_der",)

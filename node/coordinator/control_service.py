@@ -1,0 +1,251 @@
+"""The mutual-TLS port: control sessions, and the bulk calls that move batches and layers.
+
+Decodes, asks the `Coordinator`, encodes. Who calls is known from the certificate alone.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn, Protocol
+
+import grpc
+import grpc.aio
+
+from wire.errors import ProtocolViolationError, RefusalCode, RunError, ThinwireError
+from wire.identity.credentials import peer_node_id
+from wire.identity.enrolment import Refusal
+from wire.identity.names import join_address, split_address
+from wire.messages import (
+    CoordinatorMessage,
+    Hello,
+    NodeMessage,
+    coordinator_message_to_proto,
+    node_message_from_proto,
+)
+from wire.v1 import control_pb2, control_pb2_grpc, enrolment_pb2
+from wire.version import PROTOCOL, VERSION
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 256 * 1024
+HELLO_SECONDS = 10.0
+REACH_SECONDS = 5.0
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ControlSession:
+    """One node's open control connection."""
+
+    def __init__(self, node_id: str, hello: Hello, address: str) -> None:
+        self.node_id = node_id
+        self.hello = hello
+        self.address = address
+        """host:port where neighbours reach the node."""
+        self._outbox: asyncio.Queue[CoordinatorMessage | None] = asyncio.Queue()
+
+    def send(self, message: CoordinatorMessage) -> None:
+        self._outbox.put_nowait(message)
+
+    def close(self) -> None:
+        """End the connection once everything queued has been sent."""
+        self._outbox.put_nowait(None)
+
+    async def next(self) -> CoordinatorMessage | None:
+        return await self._outbox.get()
+
+
+class Desk(Protocol):
+    """What the service asks of the coordinator."""
+
+    async def refusal_for(self, node_id: str) -> Refusal | None:
+        """Why this node may not take part, if it may not."""
+        ...
+
+    def opened(self, session: ControlSession) -> None: ...
+
+    def heard(self, session: ControlSession, message: NodeMessage) -> None: ...
+
+    def closed(self, session: ControlSession) -> None: ...
+
+    async def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal: ...
+
+    async def batch(self, node_id: str, step: int, *, labels: bool) -> bytes:
+        """Raises ProtocolViolationError if the node's stage has no business with it."""
+        ...
+
+    async def layer(self, node_id: str, step: int, unit: str) -> bytes: ...
+
+    def upload_limit(self, node_id: str, step: int, unit: str) -> int:
+        """The most bytes that this upload may have; raises ProtocolViolationError if it is not wanted."""
+        ...
+
+    async def store_layer(self, step: int, unit: str, data: bytes, digest: str) -> None: ...
+
+
+class ControlService(control_pb2_grpc.CoordinatorServicer):
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    async def Session(self, requests: AsyncIterator[control_pb2.NodeMessage], context: Context) -> None:
+        node_id = await self._member(context)
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                hello = node_message_from_proto(await anext(aiter(requests)))
+            if not isinstance(hello, Hello):
+                raise ProtocolViolationError("a session must begin with hello")
+        except (TimeoutError, StopAsyncIteration, ProtocolViolationError) as error:
+            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error) or "no hello came")
+        refusal = await self._desk.refusal_for(node_id) or _version_refusal(hello)
+        address = ""
+        if refusal is None:
+            address, refusal = await _reachable_address(hello, context)
+        if refusal is not None:
+            await context.write(
+                control_pb2.CoordinatorMessage(
+                    refusal=enrolment_pb2.Refusal(code=refusal.code.value, message=refusal.message)
+                )
+            )
+            return
+        session = ControlSession(node_id, hello, address)
+        self._desk.opened(session)
+        try:
+            await self._serve(session, requests, context)
+        finally:
+            self._desk.closed(session)
+
+    async def _serve(
+        self, session: ControlSession, requests: AsyncIterator[control_pb2.NodeMessage], context: Context
+    ) -> None:
+        async def read() -> None:
+            try:
+                async for request in requests:
+                    self._desk.heard(session, node_message_from_proto(request))
+            except ProtocolViolationError as error:
+                log.warning("closed the session of %s: %s", session.node_id, error)
+            session.close()
+
+        async with asyncio.TaskGroup() as group:
+            reader = group.create_task(read())
+            while (message := await session.next()) is not None:
+                await context.write(coordinator_message_to_proto(message))
+            reader.cancel()
+
+    async def Renew(self, request: control_pb2.RenewRequest, context: Context) -> control_pb2.RenewReply:
+        outcome = await self._desk.renew(await self._member(context), request.csr_der)
+        if isinstance(outcome, Refusal):
+            refused = enrolment_pb2.Refusal(code=outcome.code.value, message=outcome.message)
+            return control_pb2.RenewReply(refusal=refused)
+        return control_pb2.RenewReply(certificate_pem=outcome)
+
+    async def GetBatch(
+        self, request: control_pb2.GetBatchRequest, context: Context
+    ) -> AsyncIterator[control_pb2.DataChunk]:
+        node_id = await self._member(context)
+        try:
+            data = await self._desk.batch(node_id, request.step, labels=request.labels)
+        except ThinwireError as error:
+            await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        for chunk in _chunks(data):
+            yield chunk
+
+    async def GetLayer(
+        self, request: control_pb2.GetLayerRequest, context: Context
+    ) -> AsyncIterator[control_pb2.DataChunk]:
+        node_id = await self._member(context)
+        try:
+            data = await self._desk.layer(node_id, request.step, request.unit)
+        except ThinwireError as error:
+            await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        for chunk in _chunks(data):
+            yield chunk
+
+    async def PutLayer(
+        self, requests: AsyncIterator[control_pb2.PutLayerChunk], context: Context
+    ) -> control_pb2.PutLayerReply:
+        node_id = await self._member(context)
+        data = bytearray()
+        first: control_pb2.PutLayerChunk | None = None
+        try:
+            async for chunk in requests:
+                if first is None:
+                    first = chunk
+                    limit = self._desk.upload_limit(node_id, chunk.step, chunk.unit)
+                    if chunk.total_bytes > limit:
+                        raise ProtocolViolationError(
+                            f"layer {chunk.unit} has at most {limit} bytes, not {chunk.total_bytes}"
+                        )
+                if len(data) + len(chunk.data) > first.total_bytes:
+                    raise ProtocolViolationError(f"more came than the {first.total_bytes} bytes announced")
+                data += chunk.data
+            if first is None or len(data) != first.total_bytes:
+                raise ProtocolViolationError("the upload is incomplete")
+            await self._desk.store_layer(first.step, first.unit, bytes(data), first.sha256)
+        except RunError as error:
+            return control_pb2.PutLayerReply(stored=False, message=str(error))
+        except ThinwireError as error:
+            await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return control_pb2.PutLayerReply(stored=True)
+
+    async def _member(self, context: Context) -> str:
+        """The caller's node id, if it may take part in the run; ends the call otherwise."""
+        node_id = peer_node_id(context)
+        refusal = (
+            Refusal(RefusalCode.NOT_A_MEMBER, "the certificate names no node")
+            if node_id is None
+            else await self._desk.refusal_for(node_id)
+        )
+        if node_id is None or refusal is not None:
+            assert refusal is not None
+            await _abort(context, grpc.StatusCode.PERMISSION_DENIED, refusal.message)
+        return node_id
+
+
+def _version_refusal(hello: Hello) -> Refusal | None:
+    if (hello.version, hello.protocol) == (VERSION, PROTOCOL):
+        return None
+    return Refusal(
+        RefusalCode.VERSION_MISMATCH,
+        f"the coordinator runs thinwire {VERSION} (protocol {PROTOCOL}) and this node {hello.version[:40]!r} "
+        f"(protocol {hello.protocol}): install thinwire {VERSION}",
+    )
+
+
+async def _reachable_address(hello: Hello, context: Context) -> tuple[str, Refusal | None]:
+    """Where neighbours dial the node: what it said, with the host that we see if it named none."""
+    address = hello.peer_address
+    if address.startswith(":"):
+        address = _peer_host(context.peer()) + address
+    try:
+        host, port = split_address(address)
+        async with asyncio.timeout(REACH_SECONDS):
+            _, writer = await asyncio.open_connection(host, port)
+        writer.close()
+    except (ValueError, OSError, TimeoutError):
+        return "", Refusal(
+            RefusalCode.BAD_REQUEST,
+            f"neighbours cannot reach this node at {address[:80]!r}: open that TCP port, or join with "
+            "--listen and --advertise HOST:PORT",
+        )
+    return address, None
+
+
+def _peer_host(peer: str) -> str:
+    """The host in gRPC's name of a peer: "ipv4:10.0.0.1:4711" or "ipv6:%5B::1%5D:4711"."""
+    address = peer.partition(":")[2].replace("%5B", "[").replace("%5D", "]")
+    host = address.rpartition(":")[0]
+    return join_address(host.strip("[]"), 1).rpartition(":")[0]
+
+
+def _chunks(data: bytes) -> list[control_pb2.DataChunk]:
+    first = control_pb2.DataChunk(
+        data=data[:CHUNK_BYTES], total_bytes=len(data), sha256=hashlib.sha256(data).hexdigest()
+    )
+    rest = range(CHUNK_BYTES, len(data), CHUNK_BYTES)
+    return [first, *(control_pb2.DataChunk(data=data[offset : offset + CHUNK_BYTES]) for offset in rest)]
+
+
+async def _abort(context: Context, code: grpc.StatusCode, message: str) -> NoReturn:
+    await context.abort(code, message)
+    raise AssertionError("abort raises")

@@ -1,0 +1,413 @@
+"""The coordinator of one run: feeds the state machine with what happens, and carries out what it says.
+
+One task (`_act`) takes events in turn, so the machine is never entered twice at once, and every action is
+carried out before the next event is looked at: a commit is on disk before a stage hears of it.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from node.config.loader import to_json
+from node.config.schema import RunConfig
+from node.coordinator.accounting import Accounting
+from node.coordinator.actions import (
+    Aborted,
+    Action,
+    OpenSnapshot,
+    RecordCommit,
+    RecordPlacement,
+    RecordRestored,
+    Released,
+    Send,
+    StepDone,
+    Stop,
+)
+from node.coordinator.control_service import ControlSession
+from node.coordinator.enrolment import EnrolmentDesk
+from node.coordinator.machine import RunMachine, RunPlan
+from node.coordinator.records import PlacedNode, SnapshotRecord, StepOutcome, StepRecord
+from node.coordinator.store import Store
+from node.model.split import split_units
+from node.model.units import unit_parameters
+from node.telemetry import events
+from node.training.data import Corpus
+from node.training.manifest import Manifest
+from node.training.schedule import clip_coefficient, learning_rate
+from node.training.snapshot import SnapshotWriter, prune, read_unit, snapshot_directory
+from wire.errors import ProtocolViolationError, RefusalCode, RunError
+from wire.identity.enrolment import Refusal
+from wire.messages import Applied, Heartbeat, Leave, NodeMessage, Ready, Welcome
+from wire.spec import Direction
+
+log = logging.getLogger(__name__)
+
+RECONNECT_SECONDS = 2.0
+TICK_SECONDS = 0.5
+GOODBYE_SECONDS = 5.0
+
+Emit = Callable[[events.Event], None]
+Happening = Callable[[float], list[Action]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended."""
+
+    reason: str
+    failed: bool
+
+
+class Coordinator:
+    """Implements `node.coordinator.control_service.Desk`."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        directory: Path,
+        run_id: str,
+        store: Store,
+        desk: EnrolmentDesk,
+        corpus: Corpus,
+        emit: Emit,
+        newest_snapshot: int,
+    ) -> None:
+        self.config = config
+        self._directory = directory
+        self._snapshots = directory / "snapshots"
+        self._store = store
+        self._desk = desk
+        self._corpus = corpus
+        self._emit = emit
+        self._config_json = to_json(config)
+        pipeline = config.pipeline
+        self._machine = RunMachine(
+            RunPlan(
+                stages=pipeline.stages,
+                total_steps=config.run.steps,
+                snapshot_every=config.run.snapshot_every,
+                silent_seconds=config.coordinator.silent_seconds,
+                reconnect_seconds=RECONNECT_SECONDS,
+            ),
+            self._plan,
+            last_epoch=store.last_epoch(),
+            newest_snapshot=newest_snapshot,
+        )
+        self._accounting = Accounting(pipeline.stages)
+        self._writer = SnapshotWriter(self._snapshots, config, run_id)
+        self._split = split_units(config.model, pipeline.stages * pipeline.chunks, pipeline.split)
+        self._events: asyncio.Queue[Happening] = asyncio.Queue()
+        self._sessions: dict[str, ControlSession] = {}
+        self._deserted = asyncio.Event()
+        self._deserted.set()
+        self._wanted_snapshots: set[int] = set()
+        self._outcome: Outcome | None = None
+        self._step_began = 0.0
+        self._commit: RecordCommit | None = None
+        self._tally = _Tally()
+
+    # ---- running
+
+    async def run(self) -> Outcome:
+        """Drive the run until it ends; sessions are closed when this returns."""
+        async with asyncio.TaskGroup() as group:
+            ticker = group.create_task(self._tick())
+            outcome = await self._act()
+            ticker.cancel()
+        await self._say_goodbye()
+        self._emit(events.RunFinished(reason=outcome.reason, failed=outcome.failed, summary=self._summary()))
+        return outcome
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step and a snapshot; called again, end it now."""
+        self._post(lambda now: self._machine.stop(reason, now))
+
+    async def _act(self) -> Outcome:
+        while self._outcome is None:
+            happening = await self._events.get()
+            for action in happening(time.monotonic()):
+                try:
+                    await self._carry_out(action)
+                except (RunError, OSError) as error:
+                    self._fail(str(error))
+        return self._outcome
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self._post(self._machine.tick)
+
+    async def _say_goodbye(self) -> None:
+        """Let every node hear how it ended before the connections close."""
+        for session in self._sessions.values():
+            session.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_SECONDS):
+                await self._deserted.wait()
+
+    def _post(self, happening: Happening) -> None:
+        self._events.put_nowait(happening)
+
+    def _fail(self, reason: str) -> None:
+        self._post(lambda _now: self._machine.snapshot_failed(reason))
+
+    def _plan(self, step: int, grad_norm: float) -> tuple[float, float]:
+        training = self.config.training
+        clip = clip_coefficient(grad_norm, training.clip)
+        return clip, learning_rate(step, training, self.config.run.steps)
+
+    # ---- actions
+
+    async def _carry_out(self, action: Action) -> None:
+        match action:
+            case Send():
+                if (session := self._sessions.get(action.node_id)) is not None:
+                    session.send(action.message)
+            case RecordPlacement():
+                addresses = {n: self._machine.members[n].address for n in action.nodes}
+                placed = [PlacedNode(i, n, addresses[n]) for i, n in enumerate(action.nodes)]
+                await asyncio.to_thread(self._store.record_placement, action.epoch, placed)
+            case RecordRestored():
+                epoch = self._machine.epoch
+                if epoch is not None:
+                    self._accounting.begin_epoch(epoch.seats)
+                    self._emit(
+                        events.PlacementMade(epoch=action.epoch, nodes=epoch.seats, resume_step=action.step)
+                    )
+                self._step_began = time.monotonic()
+            case RecordCommit():
+                await self._record_commit(action)
+            case StepDone():
+                self._finish_step()
+            case OpenSnapshot():
+                self._wanted_snapshots.add(action.step)
+            case Aborted():
+                self._emit(events.StepAborted(epoch=action.epoch, step=action.step, reason=action.reason))
+            case Released():
+                if (session := self._sessions.get(action.node_id)) is not None:
+                    session.close()
+                self._emit(events.NodeLeft(node_id=action.node_id, reason=action.reason))
+            case Stop():
+                self._outcome = Outcome(reason=action.reason, failed=action.failed)
+
+    async def _record_commit(self, commit: RecordCommit) -> None:
+        seconds = time.monotonic() - self._step_began
+        training, model = self.config.training, self.config.model
+        record = StepRecord(
+            step=commit.step,
+            epoch=commit.epoch,
+            loss=commit.loss,
+            grad_norm=commit.grad_norm,
+            lr=commit.lr,
+            clip=commit.clip_coefficient,
+            tokens=training.global_batch * model.sequence,
+            seconds=seconds,
+            committed_at=time.time(),
+        )
+        outcome = await asyncio.to_thread(self._store.record_step, record)
+        if outcome is StepOutcome.DIFFERS:
+            self._emit(
+                events.Notice(
+                    text=f"step {commit.step}, run again, gave another loss than before: the machines' "
+                    "arithmetic differs, so this run cannot be reproduced bit for bit"
+                )
+            )
+        self._commit = commit
+
+    def _finish_step(self) -> None:
+        commit, epoch = self._commit, self._machine.epoch
+        now = time.monotonic()
+        seconds, self._step_began = now - self._step_began, now
+        if commit is None or epoch is None:
+            return
+        cost = self._accounting.step(epoch.seats, seconds)
+        tokens = self.config.training.global_batch * self.config.model.sequence
+        self._tally.add(commit.loss, tokens, seconds)
+        self._emit(
+            events.StepDone(
+                step=commit.step + 1,
+                steps=self.config.run.steps,
+                loss=commit.loss,
+                lr=commit.lr,
+                grad_norm=commit.grad_norm,
+                seconds=seconds,
+                tokens_per_second=tokens / seconds,
+                idle=cost.idle,
+                bits_forward=cost.bits_forward,
+                bits_backward=cost.bits_backward,
+                up_mbit=cost.up_mbit,
+                down_mbit=cost.down_mbit,
+            )
+        )
+
+    def _summary(self) -> events.RunSummary | None:
+        tally, links = self._tally, self._accounting.links
+        if tally.steps == 0:
+            return None
+        return events.RunSummary(
+            steps=tally.steps,
+            first_loss=tally.first_loss,
+            last_loss=tally.last_loss,
+            tokens=tally.tokens,
+            seconds=tally.seconds,
+            tokens_per_second=tally.tokens / tally.seconds,
+            link_bytes=links.bytes_sent,
+            link_bytes_fp32=4 * links.elements,
+            link_bytes_bf16=2 * links.elements,
+            bits_forward=links.bits(Direction.ACTIVATION),
+            bits_backward=links.bits(Direction.GRADIENT),
+            stages=self._accounting.stage_times(),
+            snapshot_path=tally.snapshot_path,
+            weights_sha256=tally.weights_sha256,
+        )
+
+    # ---- what the control service asks
+
+    async def refusal_for(self, node_id: str) -> Refusal | None:
+        member = await asyncio.to_thread(self._store.member, node_id)
+        if member is None:
+            return Refusal(
+                RefusalCode.NOT_A_MEMBER, f"{node_id} is no member of this run: join it with a token first"
+            )
+        if member.evicted is not None:
+            return Refusal(RefusalCode.EVICTED, f"{node_id} was evicted from this run by its operator")
+        return None
+
+    def opened(self, session: ControlSession) -> None:
+        node_id, hello = session.node_id, session.hello
+        if (older := self._sessions.get(node_id)) is not None:
+            older.close()
+        self._sessions[node_id] = session
+        self._deserted.clear()
+        session.send(
+            Welcome(
+                node_id=node_id,
+                config_json=self._config_json,
+                heartbeat_seconds=self.config.coordinator.heartbeat_seconds,
+            )
+        )
+
+        def happening(now: float) -> list[Action]:
+            known = self._machine.members.get(node_id)
+            if known is None or known.process_nonce != hello.process_nonce:
+                self._emit(
+                    events.NodeJoined(node_id=node_id, device=hello.hardware.device, address=session.address)
+                )
+            return self._machine.hello(node_id, session.address, hello.process_nonce, now)
+
+        self._post(happening)
+
+    def heard(self, session: ControlSession, message: NodeMessage) -> None:
+        node_id = session.node_id
+        if isinstance(message, Ready | Applied | Heartbeat):
+            self._accounting.report(node_id, message.telemetry)
+        match message:
+            case Heartbeat():
+                self._machine.heard(node_id, time.monotonic())
+            case Leave():
+                self._post(lambda now: self._machine.leave(node_id, now))
+            case _:
+                self._post(lambda now: self._machine.message(node_id, message, now))
+
+    def closed(self, session: ControlSession) -> None:
+        node_id = session.node_id
+        if self._sessions.get(node_id) is session:
+            del self._sessions[node_id]
+            if not self._sessions:
+                self._deserted.set()
+            self._post(lambda now: self._machine.disconnected(node_id, now))
+
+    async def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal:
+        return await asyncio.to_thread(self._desk.renew, node_id, csr_der)
+
+    async def batch(self, node_id: str, step: int, *, labels: bool) -> bytes:
+        stage = self._stage_of(node_id)
+        if stage != (self.config.pipeline.stages - 1 if labels else 0) or step >= self.config.run.steps:
+            raise ProtocolViolationError(f"stage {stage} has no business with that batch of step {step}")
+        tokens = await asyncio.to_thread(self._corpus.batch, step)
+        wanted = tokens[:, 1:] if labels else tokens[:, :-1]
+        return np.ascontiguousarray(wanted).astype("<i4").tobytes()
+
+    async def layer(self, node_id: str, step: int, unit: str) -> bytes:
+        self._check_unit(node_id, unit)
+        return await asyncio.to_thread(read_unit, snapshot_directory(self._snapshots, step), unit)
+
+    def upload_limit(self, node_id: str, step: int, unit: str) -> int:
+        self._check_unit(node_id, unit)
+        if step not in self._wanted_snapshots:
+            raise ProtocolViolationError(f"nobody asked for a snapshot of step {step}")
+        # Weights and two moments in float32; the file's own header is small beside them.
+        return 3 * 4 * unit_parameters(self.config.model, unit) + 1024 * 1024
+
+    async def store_layer(self, step: int, unit: str, data: bytes, digest: str) -> None:
+        try:
+            manifest = await asyncio.to_thread(self._writer.put, step, unit, data, digest)
+            if manifest is not None:
+                await asyncio.to_thread(self._record_snapshot, manifest)
+        except RunError as error:
+            self._fail(str(error))
+            raise
+        if manifest is not None:
+            self._emit(
+                events.SnapshotStored(step=step, bytes=manifest.total_bytes, path=self._tally.snapshot_path)
+            )
+            self._post(lambda now: self._machine.snapshot_stored(step, now))
+
+    # ---- inside
+
+    def _record_snapshot(self, manifest: Manifest) -> None:
+        directory = snapshot_directory(self._snapshots, manifest.step)
+        self._store.record_snapshot(
+            SnapshotRecord(
+                step=manifest.step,
+                manifest_sha256=hashlib.sha256(manifest.to_json().encode()).hexdigest(),
+                bytes=manifest.total_bytes,
+                complete=True,
+                created=time.time(),
+            )
+        )
+        for step in prune(self._snapshots, self.config.run.keep_snapshots):
+            self._store.delete_snapshot(step)
+        self._tally.snapshot_path = str(directory)
+        self._tally.weights_sha256 = manifest.weights_sha256
+
+    def _stage_of(self, node_id: str) -> int:
+        epoch = self._machine.epoch
+        if epoch is None or node_id not in epoch.seats:
+            raise ProtocolViolationError(f"{node_id} has no stage at present")
+        return epoch.seats.index(node_id)
+
+    def _check_unit(self, node_id: str, unit: str) -> None:
+        stage = self._stage_of(node_id)
+        mine = self._split[stage :: self.config.pipeline.stages]
+        if not any(unit in units for units in mine):
+            raise ProtocolViolationError(f"layer {unit[:40]!r} is not of stage {stage}")
+
+
+@dataclass
+class _Tally:
+    """What this process has seen of the run."""
+
+    steps: int = 0
+    first_loss: float = 0.0
+    last_loss: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+    snapshot_path: str = ""
+    weights_sha256: str = ""
+
+    def add(self, loss: float, tokens: int, seconds: float) -> None:
+        if self.steps == 0:
+            self.first_loss = loss
+        self.last_loss = loss
+        self.steps += 1
+        self.tokens += tokens
+        self.seconds += seconds

@@ -1,0 +1,208 @@
+"""Start a run or go on with one: files, keys, ports, and the coordinator between them."""
+
+import asyncio
+import json
+import logging
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from node.config.loader import to_json, to_toml
+from node.config.schema import RunConfig
+from node.coordinator.control_service import ControlService
+from node.coordinator.coordinator import Coordinator, Emit
+from node.coordinator.enrolment import EnrolmentDesk
+from node.coordinator.enrolment_service import open_join_port
+from node.coordinator.store import Store
+from node.telemetry import events
+from node.training.data import Corpus
+from node.training.snapshot import discard_incomplete, list_snapshots
+from wire.channels import make_server
+from wire.errors import DataError, UserError
+from wire.identity.authority import CertificateAuthority
+from wire.identity.credentials import mutual_tls
+from wire.identity.files import write_private
+from wire.identity.names import join_address, new_run_id, split_address
+from wire.v1 import control_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+TOKEN_LIFETIME = timedelta(hours=24)
+# The process that holds this certificate's key holds the CA's too: a short lifetime would protect nothing.
+SERVER_LIFETIME = timedelta(days=365)
+INTERRUPTED = 130
+STOP_SECONDS = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    run_id: str
+    store: Store
+    authority: CertificateAuthority
+    corpus: Corpus
+    newest_snapshot: int
+
+
+def run_coordinator(config: RunConfig, *, run_dir: Path, emit: Emit, resume: bool) -> int:
+    """Serve one run to its end; returns the exit code. Raises UserError for what the user can mend."""
+    corpus = Corpus.load(
+        config.data,
+        sequence=config.model.sequence,
+        global_batch=config.training.global_batch,
+        seed=config.run.seed,
+    )
+    run = _reopen(config, run_dir, corpus) if resume else _create(config, run_dir, corpus)
+    with run.store:
+        if run.newest_snapshot >= config.run.steps:
+            emit(events.Notice(text=f"all {config.run.steps} steps are done; the weights are in {run_dir}"))
+            return 0
+        return asyncio.run(_serve(config, run_dir, run, emit))
+
+
+def _create(config: RunConfig, directory: Path, corpus: Corpus) -> _Run:
+    run_id = new_run_id(config.run.name)
+    now = time.time()
+    authority = CertificateAuthority.create(run_id, now)
+    store = Store.create(directory, run_id=run_id, config_json=to_json(config), pin=authority.pin, now=now)
+    authority.save(directory / "authority")
+    (directory / "run.toml").write_text(to_toml(config), encoding="utf-8")
+    write_private(_corpus_file(directory), json.dumps({"sha256": corpus.fingerprint()}).encode())
+    return _Run(run_id=run_id, store=store, authority=authority, corpus=corpus, newest_snapshot=0)
+
+
+def _reopen(config: RunConfig, directory: Path, corpus: Corpus) -> _Run:
+    try:
+        expected = json.loads(_corpus_file(directory).read_bytes())["sha256"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{_corpus_file(directory)} cannot be read ({error}): the run cannot go on") from None
+    if corpus.fingerprint() != expected:
+        raise DataError(
+            f"the text at {config.data.path} is not the text that the run began with: put it back, so that "
+            "steps run on the same tokens"
+        )
+    store = Store.open(directory)
+    authority = CertificateAuthority.load(directory / "authority")
+    snapshots = directory / "snapshots"
+    discard_incomplete(snapshots)
+    newest = max(list_snapshots(snapshots), default=0)
+    return _Run(
+        run_id=store.run().run_id, store=store, authority=authority, corpus=corpus, newest_snapshot=newest
+    )
+
+
+def _corpus_file(directory: Path) -> Path:
+    return directory / "corpus.json"
+
+
+async def _serve(config: RunConfig, directory: Path, run: _Run, emit: Emit) -> int:
+    settings = config.coordinator
+    lifetime = timedelta(hours=settings.certificate_hours)
+    desk = EnrolmentDesk(run.store, run.authority, lifetime, time.time)
+    coordinator = Coordinator(
+        config=config,
+        directory=directory,
+        run_id=run.run_id,
+        store=run.store,
+        desk=desk,
+        corpus=run.corpus,
+        emit=emit,
+        newest_snapshot=run.newest_snapshot,
+    )
+    credentials = run.authority.coordinator_credentials(SERVER_LIFETIME, time.time())
+    host, join_port = _split_listen(settings.listen)
+    control = make_server([])
+    control_pb2_grpc.add_CoordinatorServicer_to_server(ControlService(coordinator), control)
+    control_port = _listen(
+        control,
+        join_address(host, join_port + 1 if join_port else 0),
+        mutual_tls(lambda: credentials, run.authority.certificate_pem),
+    )
+    await control.start()
+    try:
+        join, join_port = await open_join_port(desk, settings.listen, credentials, control_port)
+        try:
+            addresses = settings.advertise or _own_addresses(host, join_port)
+            run.store.set_addresses(addresses)
+            uses = config.pipeline.stages
+            _, token = run.store.create_token(time.time(), TOKEN_LIFETIME, uses)
+            emit(_started(config, directory, run))
+            emit(events.JoinLine(line=f"thinwire join {token.encode()}"))
+            return await _until_done(coordinator)
+        finally:
+            await join.stop(STOP_SECONDS)
+    finally:
+        await control.stop(STOP_SECONDS)
+
+
+async def _until_done(coordinator: Coordinator) -> int:
+    interrupted = False
+
+    def interrupt() -> None:
+        nonlocal interrupted
+        interrupted = True
+        coordinator.stop("stopped by the operator")
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
+    try:
+        outcome = await coordinator.run()
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+    if outcome.failed:
+        return 1
+    return INTERRUPTED if interrupted else 0
+
+
+def _started(config: RunConfig, directory: Path, run: _Run) -> events.RunStarted:
+    return events.RunStarted(
+        run_id=run.run_id,
+        name=config.run.name,
+        directory=str(directory),
+        stages=config.pipeline.stages,
+        steps=config.run.steps,
+        first_step=run.newest_snapshot,
+        tokens_per_step=config.training.global_batch * config.model.sequence,
+        forward_codec=config.pipeline.forward_codec,
+        backward_codec=config.pipeline.backward_codec,
+    )
+
+
+def _split_listen(listen: str) -> tuple[str, int]:
+    """Host and port of `[coordinator] listen`, where port 0 stands for any free one."""
+    if listen.endswith(":0"):
+        return split_address(f"{listen[:-1]}1")[0], 0
+    return split_address(listen)
+
+
+def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials) -> int:
+    try:
+        return server.add_secure_port(address, credentials)
+    except RuntimeError:
+        raise UserError(
+            f"cannot listen at {address}: set [coordinator] listen so that its port and the next are free"
+        ) from None
+
+
+def _own_addresses(host: str, port: int) -> tuple[str, ...]:
+    """What goes into tokens when the run file names nothing: where this machine can be reached."""
+    if host not in ("0.0.0.0", "::"):
+        return (join_address(host, port),)
+    family = socket.AF_INET6 if host == "::" else socket.AF_INET
+    outside = "2001:db8::1" if host == "::" else "192.0.2.1"
+    loopback = "::1" if host == "::" else "127.0.0.1"
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            # Nothing is sent: connecting a datagram socket only picks the address of the default route.
+            probe.connect((outside, 9))
+            own = probe.getsockname()[0]
+        except OSError:
+            own = loopback
+    return tuple(dict.fromkeys(join_address(address, port) for address in (own, loopback)))

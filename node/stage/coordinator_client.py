@@ -1,0 +1,218 @@
+"""A node's two connections to the coordinator: control (one stream), and bulk data on a socket of its own."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from wire.channels import open_channel
+from wire.errors import (
+    LinkError,
+    LinkLostError,
+    PackedMismatchError,
+    ProtocolViolationError,
+    Refused,
+    RunError,
+)
+from wire.identity.credentials import NodeIdentity
+from wire.identity.enrolment import Refusal
+from wire.messages import (
+    CoordinatorMessage,
+    Hello,
+    NodeMessage,
+    coordinator_message_from_proto,
+    node_message_to_proto,
+    refusal_from_proto,
+)
+from wire.v1 import control_pb2, control_pb2_grpc
+
+CHUNK_BYTES = 256 * 1024
+CALL_SECONDS = 600.0
+"""The longest that one bulk call may take; a layer of a large model over a slow link takes minutes."""
+
+_FATAL = {
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.UNIMPLEMENTED,
+}
+
+Result = TypeVar("Result")
+
+
+class CoordinatorClient:
+    """Dials with the newest identity; a broken connection is dialled again until `outage_seconds` are over."""
+
+    def __init__(self, address: str, identity: Callable[[], NodeIdentity], outage_seconds: float) -> None:
+        self.address = address
+        self.outage_seconds = outage_seconds
+        self._identity = identity
+        self._bulk: grpc.aio.Channel | None = None
+
+    def _dial(self) -> grpc.aio.Channel:
+        identity = self._identity()
+        return open_channel(self.address, identity=identity, server_name=identity.coordinator_name)
+
+    # ---- control
+
+    async def session(
+        self,
+        hello: Hello,
+        outbox: "asyncio.Queue[NodeMessage]",
+        handle: Callable[[CoordinatorMessage], Awaitable[None]],
+        connected: Callable[[], None],
+    ) -> None:
+        """One control connection, from hello until it breaks (LinkError) or the coordinator refuses (Refused)."""
+        channel = self._dial()
+        try:
+            stub = control_pb2_grpc.CoordinatorStub(channel)
+            call = stub.Session()
+            await call.write(node_message_to_proto(hello))
+
+            async def send() -> None:
+                while True:
+                    await call.write(node_message_to_proto(await outbox.get()))
+
+            async with asyncio.TaskGroup() as group:
+                sender = group.create_task(send())
+                first = True
+                async for reply in call:
+                    message = coordinator_message_from_proto(reply)
+                    if isinstance(message, Refusal):
+                        raise Refused(message.code, message.message)
+                    if first:
+                        connected()
+                        first = False
+                    await handle(message)
+                sender.cancel()
+            raise LinkError("the coordinator closed the control connection")
+        except* (grpc.aio.AioRpcError, asyncio.InvalidStateError, LinkError, Refused) as errors:
+            raise _as_error(_first(errors)) from None
+        finally:
+            await channel.close()
+
+    # ---- bulk
+
+    async def batch(self, step: int, *, labels: bool, size: int) -> bytes:
+        """Token ids (or labels) of one step: exactly `size` bytes of little-endian int32."""
+        request = control_pb2.GetBatchRequest(step=step, labels=labels)
+        return await self._retry(
+            lambda stub: _collect(
+                stub.GetBatch(request, timeout=CALL_SECONDS), size, f"the batch of step {step}"
+            )
+        )
+
+    async def layer(self, step: int, unit: str, limit: int) -> bytes:
+        """One layer unit's snapshot file, at most `limit` bytes, its SHA-256 checked."""
+        request = control_pb2.GetLayerRequest(step=step, unit=unit)
+        return await self._retry(
+            lambda stub: _collect(
+                stub.GetLayer(request, timeout=CALL_SECONDS),
+                limit,
+                f"layer {unit} of step {step}",
+                exact=False,
+            )
+        )
+
+    async def put_layer(self, step: int, unit: str, data: bytes) -> None:
+        """Upload one layer unit's snapshot file; returns when the coordinator has it on disk."""
+        digest = hashlib.sha256(data).hexdigest()
+
+        async def chunks() -> AsyncIterator[control_pb2.PutLayerChunk]:
+            yield control_pb2.PutLayerChunk(
+                step=step, unit=unit, total_bytes=len(data), sha256=digest, data=data[:CHUNK_BYTES]
+            )
+            for offset in range(CHUNK_BYTES, len(data), CHUNK_BYTES):
+                yield control_pb2.PutLayerChunk(data=data[offset : offset + CHUNK_BYTES])
+
+        async def call(stub: control_pb2_grpc.CoordinatorStub) -> None:
+            reply = await stub.PutLayer(chunks(), timeout=CALL_SECONDS)
+            if not reply.stored:
+                raise RunError(reply.message)
+
+        await self._retry(call)
+
+    async def renew(self, csr_der: bytes) -> bytes:
+        """A new certificate (PEM) for this node."""
+
+        async def call(stub: control_pb2_grpc.CoordinatorStub) -> bytes:
+            reply = await stub.Renew(control_pb2.RenewRequest(csr_der=csr_der), timeout=30.0)
+            if reply.WhichOneof("outcome") == "refusal":
+                refusal = refusal_from_proto(reply.refusal)
+                raise Refused(refusal.code, refusal.message)
+            return bytes(reply.certificate_pem)
+
+        return await self._retry(call)
+
+    async def close(self) -> None:
+        if self._bulk is not None:
+            await self._bulk.close()
+            self._bulk = None
+
+    async def _retry(self, call: Callable[[control_pb2_grpc.CoordinatorStub], Awaitable[Result]]) -> Result:
+        """Run one bulk call, again after each lost connection, until the outage has lasted too long."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.outage_seconds
+        delay = 0.2
+        while True:
+            if self._bulk is None:
+                self._bulk = self._dial()
+            try:
+                stub = control_pb2_grpc.CoordinatorStub(self._bulk)
+                return await call(stub)
+            except grpc.aio.AioRpcError as error:
+                failure = _as_error(error)
+                if isinstance(failure, Refused | RunError):
+                    raise failure from None
+                if loop.time() + delay > deadline:
+                    raise LinkLostError(
+                        f"the coordinator at {self.address} did not answer for {self.outage_seconds:g} s"
+                    ) from None
+            await self.close()
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, 2.0)
+
+
+async def _collect(
+    stream: AsyncIterator[control_pb2.DataChunk], size: int, what: str, *, exact: bool = True
+) -> bytes:
+    """Join a download; its claimed size is checked before anything is kept, its SHA-256 at the end."""
+    data = bytearray()
+    total = -1
+    digest = ""
+    async for chunk in stream:
+        if total < 0:
+            total, digest = chunk.total_bytes, chunk.sha256
+            if total > size or (exact and total != size):
+                raise ProtocolViolationError(f"{what} has {total} bytes, expected {size}")
+        if len(data) + len(chunk.data) > total:
+            raise ProtocolViolationError(f"{what} is longer than the {total} bytes that were announced")
+        data += chunk.data
+    if len(data) != total or hashlib.sha256(data).hexdigest() != digest:
+        raise PackedMismatchError(f"{what} arrived damaged: {len(data)} of {total} bytes")
+    return bytes(data)
+
+
+def _as_error(error: Exception) -> Exception:
+    if isinstance(error, asyncio.InvalidStateError):
+        return LinkError("the control connection closed while a message was being written")
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return error
+    details = error.details() or error.code().name
+    if error.code() in _FATAL:
+        return RunError(f"the coordinator refused: {details}")
+    return LinkError(f"the connection to the coordinator broke: {details}")
+
+
+def _first(errors: "BaseExceptionGroup[Exception]") -> Exception:
+    """The first leaf of a group."""
+    inner: BaseException = errors
+    while isinstance(inner, BaseExceptionGroup):
+        inner = inner.exceptions[0]
+    assert isinstance(inner, Exception)
+    return inner

@@ -1,0 +1,216 @@
+"""One epoch on a node: the coordinator's commands in order, one at a time, until the epoch ends.
+
+Commands may come twice, because the coordinator repeats what a broken connection may have lost; each is
+answered again without being done again.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from node.stage.batches import Batches
+from node.stage.executor import StageExecutor, StepOutcome
+from node.stage.inbox import Inbox, StepInterrupted
+from node.stage.routing import neighbours, source_stage
+from node.stage.stage_io import LoopIO, TensorLink
+from node.telemetry.clock import TimeKind
+from node.training.serialization import deserialize_unit
+from wire.errors import LinkError, NonFiniteError, ThinwireError
+from wire.messages import (
+    Applied,
+    Begin,
+    Commit,
+    CoordinatorMessage,
+    FailureKind,
+    NodeMessage,
+    Placed,
+    Placement,
+    Ready,
+    Restore,
+    StepFailed,
+    TakeSnapshot,
+    Telemetry,
+    Vote,
+)
+from wire.spec import Direction, TensorKey
+
+Result = TypeVar("Result")
+State = Mapping[str, Mapping[str, Tensor]]
+
+
+class Services(Protocol):
+    """What an epoch uses of its node."""
+
+    executor: StageExecutor
+    inbox: Inbox
+    batches: Batches
+    elements_sent: dict[Direction, int]
+
+    def post(self, message: NodeMessage) -> None:
+        """Queue a message for the coordinator."""
+        ...
+
+    async def compute(self, work: Callable[[], Result]) -> Result:
+        """Run `work` on the compute thread, after whatever runs there now."""
+        ...
+
+    async def fetch_layer(self, step: int, unit: str) -> bytes:
+        """A layer unit's snapshot file from the coordinator."""
+        ...
+
+    def upload(self, step: int, state: State) -> None:
+        """Send a snapshot's layers in the background."""
+        ...
+
+    def telemetry(self) -> Telemetry: ...
+
+    def open_links(
+        self, task: "EpochTask", peers: tuple[int, ...]
+    ) -> contextlib.AbstractAsyncContextManager[Mapping[int, TensorLink]]:
+        """Links to the stages `peers`, warm on entry; closed on exit. Raises LinkError."""
+        ...
+
+
+class EpochTask:
+    """Owns the links and the running step of one placement."""
+
+    def __init__(self, placement: Placement, services: Services) -> None:
+        self.placement = placement
+        self.number = placement.epoch
+        self.stage = placement.stage
+        self._services = services
+        self._commands: asyncio.Queue[CoordinatorMessage] = asyncio.Queue()
+        self._links: Mapping[int, TensorLink] = {}
+        self._open = contextlib.AsyncExitStack()
+        self._held = -1
+        self._ready = False
+        self._step = -1
+        self._vote: Vote | None = None
+
+    def submit(self, command: CoordinatorMessage) -> None:
+        self._commands.put_nowait(command)
+
+    # ---- what links ask, on the event loop
+
+    def expect(self, peer_stage: int, key: TensorKey) -> int | None:
+        """The exact size of a tensor that may come from this neighbour, or None."""
+        stages = len(self.placement.stages)
+        if key.epoch != self.number or source_stage(key, stages) != peer_stage:
+            return None
+        # A neighbour may have begun the next step before this stage has heard of it.
+        if key.step not in (self._step, self._step + 1):
+            return None
+        return self._services.executor.expected_bytes(key)
+
+    def arrived(self, key: TensorKey, buffer: bytearray) -> None:
+        self._services.inbox.put(key, buffer)
+
+    def link_lost(self, error: ThinwireError) -> None:
+        self._services.inbox.interrupt(str(error), error)
+
+    # ---- the life of an epoch
+
+    async def run(self) -> None:
+        """Obey commands until cancelled. A failure is reported; the coordinator then ends the epoch."""
+        async with self._open:
+            try:
+                self._held = await self._services.compute(lambda: self._services.executor.place(self.stage))
+                self._services.post(Placed(epoch=self.number, held_step=self._held))
+                while True:
+                    await self._obey(await self._commands.get())
+            except StepInterrupted as interruption:
+                if interruption.cause is not None:
+                    self._fail(FailureKind.LINK, str(interruption))
+            except NonFiniteError as error:
+                self._fail(FailureKind.NON_FINITE, str(error))
+            except LinkError as error:
+                self._fail(FailureKind.LINK, str(error))
+            except ThinwireError as error:
+                self._fail(FailureKind.INTERNAL, str(error))
+
+    async def _obey(self, command: CoordinatorMessage) -> None:
+        match command:
+            case Placement():
+                self._services.post(Placed(epoch=self.number, held_step=self._held))
+            case Restore():
+                if not self._ready:
+                    await self._restore(command.step)
+                self._services.post(Ready(epoch=self.number, telemetry=self._services.telemetry()))
+            case Begin():
+                if self._vote is None or self._vote.step != command.step:
+                    await self._run_step(command.step)
+                if self._vote is not None:
+                    self._services.post(self._vote)
+            case Commit():
+                await self._apply(command)
+            case TakeSnapshot():
+                await self._take_snapshot(command.step)
+            case _:
+                pass
+
+    async def _restore(self, step: int) -> None:
+        services = self._services
+        if services.executor.state_step != step:
+            files: dict[str, bytes] = {}
+            if step > 0:
+                for unit in services.executor.units:
+                    files[unit] = await services.fetch_layer(step, unit)
+            await services.compute(
+                lambda: services.executor.restore(step, lambda unit: deserialize_unit(files[unit]))
+            )
+        self._step = step
+        config = services.executor.config
+        peers = neighbours(self.stage, config.pipeline.stages, config.pipeline.chunks, config.model.tied)
+        self._links = await self._open.enter_async_context(services.open_links(self, peers))
+        self._ready = True
+
+    async def _run_step(self, step: int) -> None:
+        services, executor = self._services, self._services.executor
+        self._step = step
+        inputs = await services.batches.get(step, labels=False) if executor.is_first else None
+        labels = await services.batches.get(step, labels=True) if executor.is_last else None
+        io = LoopIO(
+            loop=asyncio.get_running_loop(),
+            stages=len(self.placement.stages),
+            links=self._links,
+            inbox=services.inbox,
+            elements_sent=services.elements_sent,
+        )
+
+        def work() -> StepOutcome:
+            with executor.clock.spent(TimeKind.OPTIMIZER):
+                return executor.run_step(self.number, step, io, inputs=inputs, labels=labels)
+
+        outcome = await services.compute(work)
+        self._vote = Vote(epoch=self.number, step=step, norms=outcome.norms, loss=outcome.loss)
+
+    async def _apply(self, commit: Commit) -> None:
+        services, executor = self._services, self._services.executor
+        if executor.state_step == commit.step:
+
+            def work() -> None:
+                with executor.clock.spent(TimeKind.OPTIMIZER):
+                    executor.apply(commit.lr, commit.clip_coefficient)
+
+            await services.compute(work)
+            self._step = commit.step + 1
+        services.post(Applied(epoch=self.number, step=commit.step, telemetry=services.telemetry()))
+
+    async def _take_snapshot(self, step: int) -> None:
+        services, executor = self._services, self._services.executor
+        if executor.state_step != step:
+            return
+
+        def work() -> State:
+            with executor.clock.spent(TimeKind.OPTIMIZER):
+                return executor.copy_state()
+
+        services.upload(step, await services.compute(work))
+
+    def _fail(self, kind: FailureKind, message: str) -> None:
+        self._services.post(
+            StepFailed(epoch=self.number, step=max(self._step, 0), kind=kind, message=message)
+        )

@@ -1,0 +1,114 @@
+"""`thinwire join`: from a token to a stage, and out again."""
+
+import asyncio
+import importlib.metadata
+import json
+import logging
+import resource
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from node.config.join_options import JoinOptions
+from node.local.doctor import Status, check_open_files, check_packages, check_python, check_torch
+from node.local.join import enrol
+from node.local.state_directory import claim
+from node.stage.machine_info import choose_device, describe, measure_flops
+from node.stage.runtime import IdentityHolder, NodeRuntime, NodeSettings
+from wire.errors import UserError
+from wire.identity.token import JoinToken
+from wire.messages import Finish
+
+log = logging.getLogger(__name__)
+
+INTERRUPTED = 130
+
+
+def run_node(token_text: str, options: JoinOptions) -> int:
+    """Serve a stage until the run ends or the user leaves; returns the exit code."""
+    token = JoinToken.parse(token_text)
+    _check_machine()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = choose_device(options.device)
+    directory = claim(token.run_id, options.state_dir)
+    try:
+        return asyncio.run(_serve(token, options, device, directory.path))
+    finally:
+        directory.release()
+
+
+def _check_machine() -> None:
+    """`doctor`'s quick checks: a failure ends the join, a warning is shown."""
+    checks = [
+        check_python(),
+        check_torch(),
+        check_packages(importlib.metadata.packages_distributions()),
+        check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)),
+    ]
+    for check in checks:
+        if check.status is Status.FAIL:
+            raise UserError(f"{check.name}: {check.detail}; {check.fix}")
+        if check.status is Status.WARN:
+            log.warning("%s: %s; %s", check.name, check.detail, check.fix)
+
+
+async def _serve(token: JoinToken, options: JoinOptions, device: torch.device, directory: Path) -> int:
+    hardware = describe(device)
+    identity, control_address = await enrol(token, directory, hardware)
+    settings = NodeSettings(
+        control_address=control_address,
+        listen=options.listen,
+        advertise=options.advertise,
+        device=device,
+        hardware=hardware,
+        flops=await asyncio.to_thread(measure_flops, device),
+    )
+    tell = Teller(json_lines=options.json)
+    runtime = NodeRuntime(settings, IdentityHolder(identity, directory), tell)
+    finish, interrupted = await _until_done(runtime)
+    tell(finish.reason)
+    if interrupted:
+        return INTERRUPTED
+    return 1 if finish.failed else 0
+
+
+async def _until_done(runtime: NodeRuntime) -> tuple[Finish, bool]:
+    """The first Ctrl-C (or SIGTERM) leaves the run in good order; the second quits at once."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+    interrupts = 0
+
+    def interrupt() -> None:
+        nonlocal interrupts
+        interrupts += 1
+        if interrupts == 1:
+            log.warning("leaving after this step and a snapshot; press Ctrl-C again to quit at once")
+            runtime.leave("the volunteer asked to leave")
+        else:
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
+    try:
+        return await runtime.run(), interrupts > 0
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+class Teller:
+    """Progress on stdout: a line of text, or of JSON, for each thing that happens."""
+
+    def __init__(self, *, json_lines: bool) -> None:
+        self._json = json_lines
+
+    def __call__(self, text: str) -> None:
+        line = json.dumps({"event": "node", "text": text}) if self._json else text
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()

@@ -1,0 +1,407 @@
+"""A node in a run: its session with the coordinator, its compute thread, and the epoch it works on."""
+
+import asyncio
+import contextlib
+import logging
+import resource
+import secrets
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from node.config.loader import from_json
+from node.model.units import unit_parameters
+from node.stage.batches import Batches
+from node.stage.coordinator_client import CoordinatorClient
+from node.stage.epoch_task import EpochTask, State
+from node.stage.executor import StageExecutor
+from node.stage.inbox import Inbox
+from node.stage.stage_io import TensorLink
+from node.telemetry.clock import StageClock
+from node.training.serialization import serialize_unit
+from wire.errors import LinkError, LinkLostError, RunError, ThinwireError
+from wire.identity.credentials import NodeIdentity
+from wire.identity.enrolment import Hardware, Refusal
+from wire.link import Link, dial_link
+from wire.link_server import LinkServer
+from wire.messages import (
+    Abort,
+    CoordinatorMessage,
+    DirectionReport,
+    Finish,
+    Heartbeat,
+    Hello,
+    Leave,
+    LinkReport,
+    NodeMessage,
+    Placement,
+    Telemetry,
+    Welcome,
+)
+from wire.spec import Direction, TensorKey
+from wire.version import PROTOCOL, VERSION
+
+Result = TypeVar("Result")
+log = logging.getLogger(__name__)
+
+LINK_SECONDS = 60.0
+"""How long the links of a new epoch may take to come up; neighbours may still be fetching their state."""
+RENEW_RETRY_SECONDS = 10.0
+FIRST_OUTAGE_SECONDS = 60.0
+"""How long to look for the coordinator before it has said what the run's limit is."""
+LEAVE_SECONDS = 120.0
+"""How long a leaving node waits for the step, the snapshot and the coordinator's goodbye."""
+
+
+class IdentityHolder:
+    """The newest identity; whoever dials or accepts reads it anew, so a renewal needs no restart."""
+
+    def __init__(self, identity: NodeIdentity, directory: Path) -> None:
+        self.current = identity
+        self._directory = directory
+
+    def replace(self, identity: NodeIdentity) -> None:
+        identity.save(self._directory)
+        self.current = identity
+
+    @property
+    def node_id(self) -> str:
+        return self.current.node_id
+
+    @property
+    def ca_pem(self) -> bytes:
+        return self.current.ca_pem
+
+    @property
+    def certificate_pem(self) -> bytes:
+        return self.current.certificate_pem
+
+    @property
+    def key_pem(self) -> bytes:
+        return self.current.key_pem
+
+    def server_name(self, node_id: str) -> str:
+        return self.current.server_name(node_id)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSettings:
+    """What one node process was asked for, resolved."""
+
+    control_address: str
+    listen: str
+    advertise: str
+    device: torch.device
+    hardware: Hardware
+    flops: float
+
+
+class NodeRuntime:
+    """Implements `node.stage.epoch_task.Services`. `run` returns when the coordinator says the run is over."""
+
+    executor: StageExecutor
+    batches: Batches
+
+    def __init__(self, settings: NodeSettings, identity: IdentityHolder, tell: Callable[[str], None]) -> None:
+        self.inbox = Inbox()
+        self.elements_sent: dict[Direction, int] = {}
+        self._settings = settings
+        self._identity = identity
+        self._tell = tell
+        self._client = CoordinatorClient(
+            settings.control_address, lambda: identity.current, FIRST_OUTAGE_SECONDS
+        )
+        self._server = LinkServer(identity=identity, run_id=identity.current.run_id)
+        self._outbox: asyncio.Queue[NodeMessage] = asyncio.Queue()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._nonce = secrets.randbits(63)
+        self._welcome: Welcome | None = None
+        self._welcomed = asyncio.Event()
+        self._started = time.perf_counter()
+        self._epoch: EpochTask | None = None
+        self._epoch_task: asyncio.Task[None] | None = None
+        self._links: dict[int, Link] = {}
+        self._uploads: dict[int, asyncio.Task[None]] = {}
+        self._finish: Finish | None = None
+        self._finished = asyncio.Event()
+        self._leaving = False
+
+    async def run(self) -> Finish:
+        """Serve until the end of the run. Raises Refused, LinkLostError or RunError."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                port = await self._server.start(self._settings.listen)
+                self._peer_address = self._settings.advertise or f":{port}"
+                tasks = [
+                    group.create_task(self._keep_session()),
+                    group.create_task(self._heartbeats()),
+                    group.create_task(self._renew_certificate()),
+                ]
+                await self._finished.wait()
+                for task in [*tasks, *self._uploads.values()]:
+                    task.cancel()
+                await self._end_epoch()
+            assert self._finish is not None
+            return self._finish
+        except BaseExceptionGroup as errors:
+            raise _leaf(errors) from None
+        finally:
+            self.inbox.interrupt("the node is stopping")
+            await self._server.stop()
+            await self._client.close()
+            self._pool.shutdown(wait=True)
+
+    def leave(self, reason: str) -> None:
+        """Ask the coordinator to let this node go; `run` returns once it has, or after a bounded wait."""
+        if self._leaving:
+            return
+        self._leaving = True
+        self.post(Leave(reason=reason))
+        goodbye = Finish(
+            reason=f"the coordinator did not say goodbye within {LEAVE_SECONDS:g} s", failed=True
+        )
+        asyncio.get_running_loop().call_later(LEAVE_SECONDS, self._end, goodbye)
+
+    # ---- services of an epoch
+
+    def post(self, message: NodeMessage) -> None:
+        self._outbox.put_nowait(message)
+
+    async def compute(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def fetch_layer(self, step: int, unit: str) -> bytes:
+        # Weights and two moments in float32; the file's own header is small beside them.
+        limit = 3 * 4 * unit_parameters(self.executor.config.model, unit) + 1024 * 1024
+        return await self._client.layer(step, unit, limit)
+
+    def upload(self, step: int, state: State) -> None:
+        if step not in self._uploads:
+            self._uploads[step] = self._group.create_task(self._upload(step, state))
+
+    def telemetry(self) -> Telemetry:
+        stats = {stage: link.stats for stage, link in sorted(self._links.items())}
+        return Telemetry(
+            times={kind.value: spent for kind, spent in self.executor.clock.snapshot().items()},
+            wall_seconds=time.perf_counter() - self._started,
+            links=tuple(
+                LinkReport(
+                    peer_stage=stage,
+                    bytes_sent=s.bytes_sent,
+                    bytes_received=s.bytes_received,
+                    retransmits=s.retransmits,
+                    rejects=s.rejects,
+                    rtt_seconds=s.rtt_seconds,
+                )
+                for stage, s in stats.items()
+            ),
+            directions=tuple(
+                DirectionReport(
+                    direction=direction,
+                    bytes_sent=sum(s.direction_bytes_sent[direction] for s in stats.values()),
+                    elements_sent=self.elements_sent.get(direction, 0),
+                )
+                for direction in Direction
+            ),
+            peak_memory_bytes=_peak_memory(self._settings.device),
+        )
+
+    @contextlib.asynccontextmanager
+    async def open_links(
+        self, task: EpochTask, peers: tuple[int, ...]
+    ) -> AsyncIterator[Mapping[int, TensorLink]]:
+        """Links to the stages `peers`, warm; the lower stage dials."""
+        links = {peer: self._make_link(task, peer) for peer in peers}
+        for link in links.values():
+            link.lost.add_done_callback(lambda lost: task.link_lost(lost.result()))
+        async with asyncio.TaskGroup() as group:
+            for link in links.values():
+                group.create_task(link.run())
+            self._links = links
+            try:
+                for link in links.values():
+                    await link.ready(LINK_SECONDS)
+                yield links
+            finally:
+                self._links = {}
+                for link in links.values():
+                    await link.close()
+
+    # ---- the session
+
+    async def _keep_session(self) -> None:
+        """Hold a control connection; dial again when it breaks, for as long as an outage may last."""
+        loop = asyncio.get_running_loop()
+        last_contact = loop.time()
+        delay = 0.1
+
+        def connected() -> None:
+            nonlocal last_contact, delay
+            last_contact, delay = loop.time(), 0.1
+            if self._leaving:
+                self.post(Leave(reason="said before, perhaps unheard"))
+
+        while True:
+            hello = Hello(
+                version=VERSION,
+                protocol=PROTOCOL,
+                peer_address=self._peer_address,
+                hardware=self._settings.hardware,
+                flops=self._settings.flops,
+                epoch=self._epoch.number if self._epoch is not None else 0,
+                process_nonce=self._nonce,
+            )
+            began = loop.time()
+            try:
+                await self._client.session(hello, self._outbox, self._handle, connected)
+            except LinkError as error:
+                if last_contact >= began:
+                    last_contact = loop.time()
+                    log.warning("%s; connecting again", error)
+                limit = self._outage_seconds
+                if loop.time() + delay - last_contact > limit:
+                    raise LinkLostError(
+                        f"the coordinator at {self._client.address} cannot be reached for {limit:g} s: {error}"
+                    ) from None
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, 2.0)
+
+    async def _handle(self, message: CoordinatorMessage) -> None:
+        match message:
+            case Welcome():
+                await self._greet(message)
+            case Placement():
+                if self._epoch is None or self._epoch.number != message.epoch:
+                    await self._end_epoch()
+                    self._begin_epoch(message)
+                elif self._epoch is not None:
+                    self._epoch.submit(message)
+            case Abort():
+                if self._epoch is not None and self._epoch.number == message.epoch:
+                    self._tell(f"epoch {message.epoch} is over: {message.reason}")
+                    await self._end_epoch()
+            case Finish():
+                self._end(message)
+            case Refusal():
+                raise message.error()
+            case _:
+                if self._epoch is not None and self._epoch.number == message.epoch:
+                    self._epoch.submit(message)
+
+    async def _greet(self, welcome: Welcome) -> None:
+        if self._welcome is None:
+            config = from_json(welcome.config_json)
+            clock = StageClock()
+            self._started = time.perf_counter()
+            self.executor = await self.compute(lambda: StageExecutor(config, self._settings.device, clock))
+            self.batches = Batches(config, self._client, self._group)
+            self._client.outage_seconds = config.coordinator.outage_seconds
+            self._welcome = welcome
+            self._welcomed.set()
+            self._tell(f"joined run {config.run.name} as {welcome.node_id}; waiting for a stage")
+        elif self._welcome.config_json != welcome.config_json:
+            raise RunError("the coordinator came back with another run file: join again")
+
+    def _begin_epoch(self, placement: Placement) -> None:
+        self._epoch = EpochTask(placement, self)
+        self._epoch_task = self._group.create_task(self._epoch.run())
+        self._tell(f"stage {placement.stage} of {len(placement.stages)} in epoch {placement.epoch}")
+
+    async def _end_epoch(self) -> None:
+        """Stop the epoch's task, wait until the compute thread has let go, forget its tensors."""
+        task, self._epoch, self._epoch_task = self._epoch_task, None, None
+        if task is None:
+            return
+        self.inbox.interrupt("the epoch is over")
+        task.cancel()
+        await asyncio.wait([task])
+        await self.compute(lambda: None)
+        self.inbox.reset()
+
+    def _end(self, finish: Finish) -> None:
+        if self._finish is None:
+            self._finish = finish
+            self._finished.set()
+
+    @property
+    def _outage_seconds(self) -> float:
+        return self._client.outage_seconds
+
+    # ---- in the background
+
+    async def _heartbeats(self) -> None:
+        await self._welcomed.wait()
+        assert self._welcome is not None
+        while True:
+            await asyncio.sleep(self._welcome.heartbeat_seconds)
+            self.post(Heartbeat(telemetry=self.telemetry()))
+
+    async def _upload(self, step: int, state: State) -> None:
+        """Send every layer; what the coordinator holds against it ends the run there, not here."""
+        for unit, tensors in state.items():
+            data = await asyncio.to_thread(serialize_unit, tensors)
+            try:
+                await self._client.put_layer(step, unit, data)
+            except ThinwireError as error:
+                log.warning("layer %s of the snapshot of step %d was not stored: %s", unit, step, error)
+
+    async def _renew_certificate(self) -> None:
+        """Renew at a point of the certificate's life that the node id decides; try again until it works."""
+        while True:
+            await asyncio.sleep(max(RENEW_RETRY_SECONDS, self._identity.current.renewal_time - time.time()))
+            try:
+                pem = await self._client.renew(self._identity.current.csr_der())
+                renewed = self._identity.current.renewed(pem)
+                await asyncio.to_thread(self._identity.replace, renewed)
+            except LinkError as error:
+                log.warning("the certificate was not renewed: %s", error)
+
+    def _make_link(self, task: EpochTask, peer: int) -> Link:
+        placement = task.placement
+        other = placement.stages[peer]
+
+        def expect(key: TensorKey) -> int | None:
+            return task.expect(peer, key)
+
+        if placement.stage < peer:
+            return dial_link(
+                identity=self._identity,
+                run_id=self._identity.current.run_id,
+                epoch=placement.epoch,
+                stage=placement.stage,
+                peer_node_id=other.node_id,
+                peer_stage=peer,
+                peer_address=other.address,
+                expect=expect,
+                on_tensor=task.arrived,
+            )
+        return self._server.expect_peer(
+            epoch=placement.epoch,
+            stage=placement.stage,
+            peer_node_id=other.node_id,
+            peer_stage=peer,
+            expect=expect,
+            on_tensor=task.arrived,
+        )
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: of the GPU if the stage lives there, else the process's largest resident set."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def _leaf(errors: "BaseExceptionGroup[BaseException]") -> BaseException:
+    inner: BaseException = errors
+    while isinstance(inner, BaseExceptionGroup):
+        inner = inner.exceptions[0]
+    return inner
