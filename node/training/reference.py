@@ -23,6 +23,7 @@ from node.training.optimizer import StageOptimizer, gradient_of, sum_tied_gradie
 from node.training.schedule import clip_coefficient, learning_rate
 from node.training.serialization import load_unit
 from node.training.snapshot import read_manifest
+from wire.errors import DataError
 from wire.spec import Direction, TensorKey
 
 Boundary = Callable[[Tensor, TensorKey], Tensor]
@@ -107,7 +108,13 @@ class ReferenceTrainer:
 
     @torch.no_grad()
     def validation_loss(self, windows: np.ndarray) -> float:
-        """Mean cross entropy in nats over windows [n, sequence + 1], boundaries included."""
+        """Mean cross entropy in nats over windows [n, sequence + 1], boundaries included.
+
+        Raises:
+            DataError: there are no windows.
+        """
+        if len(windows) == 0:
+            raise DataError("the text is too short to hold any out for validation; give more text")
         size = self.config.training.microbatch
         total = 0.0
         for index, first in enumerate(range(0, len(windows), size)):

@@ -15,6 +15,7 @@ from node.training.data import Corpus
 from node.training.reference import ReferenceTrainer
 from node.training.serialization import serialize_unit
 from node.training.snapshot import SnapshotWriter
+from wire.errors import DataError
 from wire.spec import Direction, TensorKey
 
 LLAMA = RunConfig(
@@ -42,6 +43,8 @@ def test_the_loss_falls_and_the_run_repeats(config: RunConfig) -> None:
     trainer = ReferenceTrainer(config, data)
     windows = data.validation_windows(8)
     untrained = trainer.validation_loss(windows)
+    with pytest.raises(DataError, match="too short to hold any out"):
+        trainer.validation_loss(windows[:0])
     steps = trainer.train(20)
     assert steps[0].loss == pytest.approx(np.log(256), rel=0.02)
     assert steps[-1].loss < 0.7 * steps[0].loss
