@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from node.cli.logs import set_up_logging
     from node.cli.run_directory import new_run_directory
     from node.config.loader import load_config
+    from wire.errors import UserError
 
     config = load_config(args.run_file, args.overrides)
     set_up_logging()
@@ -37,8 +38,14 @@ def run(args: argparse.Namespace) -> int:
 
     from node.coordinator.main import run_coordinator
 
-    with emitter(json=args.json) as emit:
-        return run_coordinator(config, run_dir=directory, emit=emit, resume=False)
+    try:
+        with emitter(json=args.json) as emit:
+            return run_coordinator(config, run_dir=directory, emit=emit, resume=False)
+    except UserError:
+        # Nothing began: an empty directory would only be in the way.
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+        raise
 
 
 class Emit:

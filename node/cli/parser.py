@@ -16,8 +16,9 @@ class UsageError(UserError):
 class Parser(argparse.ArgumentParser):
     """As argparse's, but mistakes raise `UsageError` and unknown commands and options get a suggestion."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+    def __init__(self, **kwargs: Any) -> None:
+        # An abbreviation that works today is ambiguous once another option starts alike.
+        super().__init__(**{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see `{self.prog} --help`)")

@@ -20,7 +20,7 @@ from node.telemetry.events import (
     StepDone,
     from_json,
 )
-from wire.errors import RunError
+from wire.errors import ProtocolViolationError, RunError
 
 STATUS_FILE = "status.json"
 WRITE_INTERVAL = 1.0
@@ -112,12 +112,15 @@ class StatusWriter:
 def read_status(directory: Path) -> RunStatus | None:
     """The newest status of the run in `directory`; None before its first event. RunError if unreadable."""
     path = directory / STATUS_FILE
+    status: Event | None
     try:
         status = from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from error
+    except (ProtocolViolationError, UnicodeDecodeError):
+        status = None
     if not isinstance(status, RunStatus):
         raise RunError(f"{path} is not a run's status; remove it, the coordinator writes it anew")
     return status

@@ -12,7 +12,9 @@ def count_text(count: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """A length of time: 0.25 -> `0.25 s`, 75 -> `1m15s`, 7800 -> `2h10m`."""
+    """A length of time: 0.25 -> `250 ms`, 75 -> `1m15s`, 7800 -> `2h10m`."""
+    if 0 < seconds < 0.9995:
+        return f"{1000 * seconds:.3g} ms"
     if seconds < 59.5:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -115,7 +115,9 @@ def test_listen_addresses(address: str, expected: tuple[str, int]) -> None:
     assert parse_listen(address) == expected
 
 
-@pytest.mark.parametrize("address", ["", ":", "host", "host:", ":7", "::1:7", "a b:7", "host:-1", "host:٣", "[]:7"])
+@pytest.mark.parametrize(
+    "address", ["", ":", "host", "host:", ":7", "::1:7", "a b:7", "host:-1", "host:\u0663", "[]:7"]
+)
 def test_addresses_that_are_none(address: str) -> None:
     with pytest.raises(ConfigError, match=r"^'.*' (is not host:port|has no port)"):
         parse_listen(address)
