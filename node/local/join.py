@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 
 from wire.errors import LinkError, ProtocolViolationError, ThinwireError, TokenError, UserError
+from wire.identity.authority import authority_run_id, certificate_to_pem
 from wire.identity.bootstrap import fetch_authority
 from wire.identity.credentials import NodeIdentity, load_or_create_key, make_csr, server_name_options
 from wire.identity.enrolment import Hardware
@@ -103,7 +104,12 @@ async def renew(identity: NodeIdentity, channel: grpc.aio.Channel, directory: Pa
 async def _join_at(
     address: str, token: JoinToken, key_pem: bytes, request: enrolment_pb2.JoinRequest
 ) -> tuple[NodeIdentity, str]:
-    ca_pem = await fetch_authority(address, token.pin, _CONNECT_SECONDS)
+    authority = await fetch_authority(address, token.pin, _CONNECT_SECONDS)
+    if (run_id := authority_run_id(authority)) != token.run_id:
+        raise TokenError(
+            f"{address} serves run {run_id}, not the join token's {token.run_id}: ask for a new token"
+        )
+    ca_pem = certificate_to_pem(authority)
     options: list[tuple[str, int | str]] = [
         *server_name_options(coordinator_server_name(token.run_id)),
         ("grpc.max_receive_message_length", _MESSAGE_BYTES),

@@ -73,6 +73,13 @@ def csr_public_key(csr_der: bytes) -> ec.EllipticCurvePublicKey:
     return key
 
 
+def authority_run_id(certificate: x509.Certificate) -> str | None:
+    """The run that a CA's certificate names; None when it names none."""
+    names = [name.value for name in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
+    run_id = str(names[0]).removeprefix(_CA_COMMON_NAME) if len(names) == 1 else ""
+    return run_id if is_run_id(run_id) else None
+
+
 def is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
     """Whether `issuer`'s key signed `certificate` and the names agree; says nothing of dates."""
     try:
@@ -125,14 +132,14 @@ class CertificateAuthority:
         try:
             key = serialization.load_pem_private_key(key_pem, password=None)
             certificate = x509.load_pem_x509_certificate(certificate_pem)
-            (name,) = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
         except (ValueError, TypeError):
             raise damaged from None
-        if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(name.value, str):
+        run_id = authority_run_id(certificate)
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or run_id is None:
             raise damaged
         if public_key_hash(key.public_key()) != certificate_pin(certificate):
             raise damaged
-        return cls(name.value.removeprefix(_CA_COMMON_NAME), key, certificate)
+        return cls(run_id, key, certificate)
 
     @property
     def pin(self) -> bytes:

@@ -12,12 +12,17 @@ from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 
 from wire.errors import LinkError, TokenError
-from wire.identity.authority import ISSUER_CERTIFICATE_OID, certificate_pin, certificate_to_pem, is_issued_by
+from wire.identity.authority import (
+    ISSUER_CERTIFICATE_OID,
+    authority_run_id,
+    certificate_pin,
+    is_issued_by,
+)
 from wire.identity.names import split_address
 
 
-async def fetch_authority(address: str, pin: bytes, seconds: float = 10.0) -> bytes:
-    """The PEM certificate of the CA that the coordinator at `address` (host:port) was certified by.
+async def fetch_authority(address: str, pin: bytes, seconds: float = 10.0) -> x509.Certificate:
+    """The certificate of the CA that the coordinator at `address` (host:port) was certified by.
 
     Args:
         pin: SHA-256 of the SubjectPublicKeyInfo that the CA must have, 32 bytes.
@@ -38,13 +43,14 @@ async def fetch_authority(address: str, pin: bytes, seconds: float = 10.0) -> by
         ) from None
     if found != pin:
         raise TokenError(
-            f"{address} is not the coordinator of this token (its key is {found.hex()[:12]}, the token's is "
-            f"{pin.hex()[:12]}): ask for a new join token, and do not trust this network if it happens again"
+            f"{address} belongs to run {authority_run_id(authority)} with key {found.hex()[:12]} and the "
+            f"join token to a run with key {pin.hex()[:12]}: ask for a new join token, and if that one "
+            "fails too do not trust this network"
         )
     if not (is_issued_by(authority, authority) and is_issued_by(leaf, authority)):
         raise TokenError(f"{address} shows a forged certificate: do not join over this network")
     _check_clock(leaf, address)
-    return certificate_to_pem(authority)
+    return authority
 
 
 async def _fetch_leaf(address: str, seconds: float) -> x509.Certificate:

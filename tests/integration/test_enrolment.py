@@ -1,0 +1,463 @@
+"""Joining a run over real sockets and TLS on loopback: what is granted, what is refused, and what is left."""
+
+import asyncio
+import logging
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import pytest_asyncio
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from node.coordinator import enrolment_service
+from node.coordinator.enrolment import EnrolmentDesk
+from node.coordinator.enrolment_service import open_join_port
+from node.coordinator.store import Store
+from node.local import join
+from node.local.join import enrol
+from wire.errors import LinkError, RefusalCode, Refused, RunError, TokenError, UserError
+from wire.identity.authority import CertificateAuthority, key_to_pem
+from wire.identity.bootstrap import fetch_authority
+from wire.identity.credentials import (
+    NodeIdentity,
+    make_csr,
+    server_name_options,
+)
+from wire.identity.enrolment import Granted, Hardware, JoinRequest, Refusal
+from wire.identity.token import JoinToken, base58_encode
+from wire.version import PROTOCOL, VERSION
+
+HARDWARE = Hardware("cpu", 2, 2**33)
+DAY = timedelta(hours=24)
+CONTROL_PORT = 7701
+
+
+class Clock:
+    """Unix time that a test can move."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.time() + self.ahead
+
+
+@dataclass
+class Coordinator:
+    """A running join port and what is behind it."""
+
+    store: Store
+    authority: CertificateAuthority
+    desk: EnrolmentDesk
+    clock: Clock
+    port: int
+
+    def token(self, uses: int = 1) -> JoinToken:
+        return self.store.create_token(self.clock(), DAY, uses)[1]
+
+    def trace(self) -> object:
+        """All that joining can change."""
+        return self.store.list_tokens(), self.store.members()
+
+
+class LossyDesk(EnrolmentDesk):
+    """Decides and records as ever, but the first `lost` replies never leave."""
+
+    lost = 0
+
+    def join(self, request: JoinRequest) -> Granted | Refusal:
+        outcome = super().join(request)
+        if self.lost:
+            self.lost -= 1
+            raise RunError("the test loses this reply")
+        return outcome
+
+
+Start = Callable[[str], Awaitable[Coordinator]]
+
+
+@pytest_asyncio.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    running: list[tuple[grpc.aio.Server, Store]] = []
+
+    async def start_one(run_id: str) -> Coordinator:
+        clock = Clock()
+        authority = CertificateAuthority.create(run_id, clock())
+        store = Store.create(
+            tmp_path / run_id, run_id=run_id, config_json="{}", pin=authority.pin, now=clock()
+        )
+        desk = LossyDesk(store, authority, DAY, clock)
+        credentials = authority.coordinator_credentials(DAY, clock())
+        server, port = await open_join_port(desk, "127.0.0.1:0", credentials, CONTROL_PORT)
+        running.append((server, store))
+        store.set_addresses([f"127.0.0.1:{port}"])
+        return Coordinator(store, authority, desk, clock, port)
+
+    yield start_one
+    for server, store in running:
+        await server.stop(None)
+        store.close()
+
+
+@pytest_asyncio.fixture
+async def coordinator(start: Start) -> Coordinator:
+    return await start("run-a")
+
+
+def closed_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+# ---- joining
+
+
+async def test_a_token_becomes_an_identity(coordinator: Coordinator, tmp_path: Path) -> None:
+    token = coordinator.token()
+    identity, control_address = await enrol(JoinToken.parse(token.encode()), tmp_path / "node", HARDWARE)
+    assert control_address == f"127.0.0.1:{CONTROL_PORT}"
+    assert (identity.run_id, identity.pin) == ("run-a", coordinator.authority.pin)
+    (member,) = coordinator.store.members()
+    assert (member.node_id, member.hardware) == (identity.node_id, HARDWARE)
+    assert coordinator.store.list_tokens()[0].uses == 1
+    assert NodeIdentity.load(tmp_path / "node") == identity
+
+
+async def test_rejoining_uses_no_token(coordinator: Coordinator, tmp_path: Path) -> None:
+    token = coordinator.token()
+    first = await enrol(token, tmp_path / "node", HARDWARE)
+    coordinator.store.revoke_token(token.token_id)
+    assert await enrol(token, tmp_path / "node", HARDWARE) == first
+    assert await enrol(coordinator.token(), tmp_path / "node", HARDWARE) == first
+    assert [record.uses for record in coordinator.store.list_tokens()] == [1, 0]
+
+
+async def test_a_moved_coordinator_is_asked_again(start: Start, tmp_path: Path) -> None:
+    coordinator = await start("run-a")
+    token = coordinator.token()
+    first, _ = await enrol(token, tmp_path / "node", HARDWARE)
+    credentials = coordinator.authority.coordinator_credentials(DAY, time.time())
+    server, port = await open_join_port(coordinator.desk, "127.0.0.1:0", credentials, 9999)
+    moved = replace(token, addresses=(f"127.0.0.1:{port}",))
+    again, control_address = await enrol(moved, tmp_path / "node", HARDWARE)
+    assert (again.node_id, control_address) == (first.node_id, "127.0.0.1:9999")
+    assert coordinator.store.list_tokens()[0].uses == 1
+    await server.stop(None)
+
+
+async def test_an_ended_certificate_needs_a_token_and_keeps_the_name(
+    coordinator: Coordinator, tmp_path: Path
+) -> None:
+    coordinator.desk._lifetime = timedelta(minutes=1)
+    first, _ = await enrol(coordinator.token(), tmp_path / "node", HARDWARE)
+    coordinator.desk._lifetime = DAY
+    again, _ = await enrol(coordinator.token(), tmp_path / "node", HARDWARE)
+    assert again.node_id == first.node_id and again.expires_at > first.expires_at + 80000
+    assert len(coordinator.store.members()) == 1
+
+
+async def test_two_nodes_on_one_machine(coordinator: Coordinator, tmp_path: Path) -> None:
+    token = coordinator.token(uses=2)
+    (first, _), (second, _) = await asyncio.gather(
+        enrol(token, tmp_path / "one", HARDWARE), enrol(token, tmp_path / "two", HARDWARE)
+    )
+    assert first.node_id != second.node_id
+    assert len(coordinator.store.members()) == 2
+
+
+async def test_of_two_at_once_a_single_use_admits_one(coordinator: Coordinator, tmp_path: Path) -> None:
+    token = coordinator.token()
+    outcomes = await asyncio.gather(
+        *(enrol(token, tmp_path / f"node{number}", HARDWARE) for number in range(6)), return_exceptions=True
+    )
+    refusals = [outcome for outcome in outcomes if isinstance(outcome, Refused)]
+    assert len(refusals) == 5 and {refusal.code for refusal in refusals} == {RefusalCode.TOKEN_USED_UP}
+    assert len(coordinator.store.members()) == coordinator.store.list_tokens()[0].uses == 1
+
+
+async def test_a_lost_reply_does_not_burn_the_use(
+    coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join, "_ROUNDS", (0.0, 0.0, 0.0))
+    assert isinstance(coordinator.desk, LossyDesk)
+    coordinator.desk.lost = 2
+    identity, _ = await enrol(coordinator.token(), tmp_path / "node", HARDWARE)
+    assert coordinator.desk.lost == 0
+    assert [member.node_id for member in coordinator.store.members()] == [identity.node_id]
+    assert coordinator.store.list_tokens()[0].uses == 1
+
+
+async def test_a_node_that_dies_while_joining_asks_again(
+    coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join, "_ROUNDS", (0.0,))
+    assert isinstance(coordinator.desk, LossyDesk)
+    coordinator.desk.lost = 1
+    token = coordinator.token()
+    with pytest.raises(LinkError, match="did not answer the join request"):
+        await enrol(token, tmp_path / "node", HARDWARE)
+    identity, _ = await enrol(token, tmp_path / "node", HARDWARE)
+    assert [member.node_id for member in coordinator.store.members()] == [identity.node_id]
+
+
+async def test_the_first_address_that_answers_is_used(coordinator: Coordinator, tmp_path: Path) -> None:
+    addresses = (f"127.0.0.1:{closed_port()}", f"127.0.0.1:{coordinator.port}")
+    token = replace(coordinator.token(), addresses=addresses)
+    _, control_address = await enrol(token, tmp_path / "node", HARDWARE)
+    assert control_address == f"127.0.0.1:{CONTROL_PORT}"
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "line"),
+    [
+        ("expired", RefusalCode.TOKEN_EXPIRED, "has expired: ask for a new one"),
+        ("used up", RefusalCode.TOKEN_USED_UP, "is used up (1 of 1 uses): ask for a new one"),
+        ("revoked", RefusalCode.TOKEN_REVOKED, "was revoked: ask for a new one"),
+        ("unknown", RefusalCode.TOKEN_UNKNOWN, "never issued this join token: ask for a new one"),
+        ("wrong secret", RefusalCode.TOKEN_UNKNOWN, "never issued this join token: ask for a new one"),
+        ("other version", RefusalCode.VERSION_MISMATCH, f"install thinwire {VERSION}"),
+        ("tampered request", RefusalCode.BAD_REQUEST, "signature is not by the key in it"),
+        ("device name", RefusalCode.BAD_REQUEST, "printable characters"),
+        ("huge memory", RefusalCode.BAD_REQUEST, "63 bits"),
+    ],
+)
+async def test_a_refusal_is_one_clear_line_and_leaves_no_trace(
+    coordinator: Coordinator,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    code: RefusalCode,
+    line: str,
+) -> None:
+    token, hardware = coordinator.token(), HARDWARE
+    if case == "expired":
+        coordinator.clock.ahead = 86401.0
+    elif case == "used up":
+        await enrol(token, tmp_path / "earlier", HARDWARE)
+    elif case == "revoked":
+        coordinator.store.revoke_token(token.token_id)
+    elif case == "unknown":
+        token = replace(token, token_id="zzzzzzzz")
+    elif case == "wrong secret":
+        token = replace(token, secret=bytes(16))
+    elif case == "other version":
+        monkeypatch.setattr(join, "VERSION", "9.9.9")
+    elif case == "tampered request":
+        monkeypatch.setattr(join, "make_csr", tampered_csr)
+    elif case == "device name":
+        hardware = replace(HARDWARE, device="\x1b[2Jowned")
+    elif case == "huge memory":
+        hardware = replace(HARDWARE, memory_bytes=2**64 - 1)
+    before = coordinator.trace()
+    with pytest.raises(Refused) as caught:
+        await enrol(token, tmp_path / "node", hardware)
+    assert caught.value.code is code
+    assert line in str(caught.value) and "\n" not in str(caught.value)
+    assert coordinator.trace() == before
+    assert NodeIdentity.load(tmp_path / "node") is None
+
+
+def tampered_csr(key_pem: bytes) -> bytes:
+    """A request for this key with its signature's last byte changed."""
+    csr = make_csr(key_pem)
+    return csr[:-1] + bytes([csr[-1] ^ 1])
+
+
+def test_the_desk_refuses_what_a_correct_node_never_sends(tmp_path: Path) -> None:
+    authority = CertificateAuthority.create("run-a", time.time())
+    key_pem = key_to_pem(ec.generate_private_key(ec.SECP256R1()))
+    request = JoinRequest(VERSION, PROTOCOL, "run-a", "zzzzzzzz", bytes(16), make_csr(key_pem), HARDWARE)
+    with Store.create(tmp_path, run_id="run-a", config_json="{}", pin=authority.pin, now=0.0) as store:
+        desk = EnrolmentDesk(store, authority, DAY, time.time)
+        for change, code in (
+            ({"run_id": "run-b"}, RefusalCode.WRONG_RUN),
+            ({"protocol": PROTOCOL + 1, "run_id": "run-b"}, RefusalCode.VERSION_MISMATCH),
+            ({"version": ""}, RefusalCode.VERSION_MISMATCH),
+            ({"csr_der": b""}, RefusalCode.BAD_REQUEST),
+            ({"secret": b""}, RefusalCode.TOKEN_UNKNOWN),
+        ):
+            outcome = desk.join(replace(request, **change))
+            assert isinstance(outcome, Refusal) and outcome.code is code
+            assert "\n" not in outcome.message
+        assert store.members() == []
+
+
+async def test_another_runs_coordinator_is_not_told_the_secret(start: Start, tmp_path: Path) -> None:
+    ours, theirs = await start("run-a"), await start("run-b")
+    token = replace(ours.token(), addresses=(f"127.0.0.1:{theirs.port}",))
+    with pytest.raises(TokenError, match=r"belongs to run run-b with key .* ask for a new join token"):
+        await enrol(token, tmp_path / "node", HARDWARE)
+    assert theirs.trace() == ([], []) and ours.store.members() == []
+    with pytest.raises(TokenError, match="serves run run-a, not the join token's run-x"):
+        await enrol(replace(ours.token(), run_id="run-x"), tmp_path / "x", HARDWARE)
+    with pytest.raises(TokenError, match=r"no address of the join token .* run-b .*; .* run-b "):
+        both = (f"127.0.0.1:{theirs.port}", f"localhost:{theirs.port}")
+        await enrol(replace(token, addresses=both), tmp_path / "node", HARDWARE)
+
+
+async def test_a_directory_belongs_to_one_run(start: Start, tmp_path: Path) -> None:
+    ours, theirs = await start("run-a"), await start("run-b")
+    identity, _ = await enrol(ours.token(), tmp_path / "node", HARDWARE)
+    with pytest.raises(UserError, match="holds an identity of run run-a and the join token is for run-b"):
+        await enrol(theirs.token(), tmp_path / "node", HARDWARE)
+    assert NodeIdentity.load(tmp_path / "node") == identity
+    with pytest.raises(UserError, match="cannot be read: Not a directory"):
+        await enrol(ours.token(), tmp_path / "node" / "identity.json", HARDWARE)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"cannot keep an identity in .*: give another directory"):
+        await enrol(ours.token(), tmp_path / "dangling", HARDWARE)
+    assert len(ours.store.members()) == 1 and theirs.store.members() == []
+
+
+async def test_an_evicted_node_is_refused_everywhere(coordinator: Coordinator, tmp_path: Path) -> None:
+    identity, _ = await enrol(coordinator.token(), tmp_path / "node", HARDWARE)
+    coordinator.store.evict(identity.node_id, time.time())
+    (tmp_path / "node" / "identity.json").unlink()
+    with pytest.raises(Refused, match="was evicted from this run by its operator"):
+        await enrol(coordinator.token(), tmp_path / "node", HARDWARE)
+    outcome = coordinator.desk.renew(identity.node_id, identity.csr_der())
+    assert isinstance(outcome, Refusal) and outcome.code is RefusalCode.EVICTED
+
+
+async def test_too_many_requests_are_turned_away(
+    coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join, "_ROUNDS", (0.0,))
+    monkeypatch.setattr(enrolment_service.RateLimit, "take", lambda *_: False)
+    with pytest.raises(LinkError, match="RESOURCE_EXHAUSTED"):
+        await enrol(coordinator.token(), tmp_path / "node", HARDWARE)
+    assert coordinator.store.members() == []
+
+
+async def test_a_long_message_is_turned_away(coordinator: Coordinator, tmp_path: Path) -> None:
+    before = coordinator.trace()
+    options = server_name_options("coordinator.run-a")
+    credentials = grpc.ssl_channel_credentials(coordinator.authority.certificate_pem)
+    async with grpc.aio.secure_channel(f"127.0.0.1:{coordinator.port}", credentials, options) as channel:
+        call: Any = channel.unary_unary("/thinwire.wire.v1.Enrolment/Join")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(bytes(65 * 1024), timeout=10)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert coordinator.trace() == before
+
+
+def test_the_rate_limit_refills() -> None:
+    limit = enrolment_service.RateLimit(rate=2.0, burst=3.0)
+    assert [limit.take(10.0) for _ in range(4)] == [True, True, True, False]
+    assert not limit.take(10.4) and limit.take(10.5) and not limit.take(10.5)
+    assert not limit.take(5.0), "a clock that steps back earns nothing"
+    assert [limit.take(100.0) for _ in range(4)] == [True, True, True, False]
+
+
+async def test_a_taken_port_says_so(coordinator: Coordinator) -> None:
+    credentials = coordinator.authority.coordinator_credentials(DAY, time.time())
+    with pytest.raises(UserError, match=r"cannot listen at .* port that is free"):
+        await open_join_port(coordinator.desk, f"127.0.0.1:{coordinator.port}", credentials, 1)
+
+
+async def test_secrets_stay_out_of_logs_and_files(
+    coordinator: Coordinator, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    token, refused = coordinator.token(), coordinator.token()
+    coordinator.store.revoke_token(refused.token_id)
+    identity, _ = await enrol(token, tmp_path / "node", HARDWARE)
+    with pytest.raises(Refused) as caught:
+        await enrol(refused, tmp_path / "other", HARDWARE)
+    assert identity.node_id in caplog.text and "token-revoked" in caplog.text
+    files = [file for folder in ("run-a", "node", "other") for file in (tmp_path / folder).iterdir()]
+    content = b"".join(file.read_bytes() for file in files)
+    text = f"{caplog.text} {caught.value!r} {token!r} {identity!r}"
+    for secret in (token.secret, refused.secret):
+        for form in (secret.hex(), base58_encode(secret), repr(secret)[2:-1]):
+            assert form not in text and form.encode() not in content
+        assert secret not in content
+    assert "PRIVATE KEY" not in text
+
+
+# ---- first contact
+
+
+@pytest_asyncio.fixture
+async def tls_server(tmp_path: Path) -> AsyncIterator[Callable[[tuple[bytes, bytes]], Awaitable[str]]]:
+    """Starts a TLS server that shows a certificate and says nothing; gives its address."""
+    servers: list[asyncio.Server] = []
+
+    async def start_one(credentials: tuple[bytes, bytes]) -> str:
+        (tmp_path / "shown.pem").write_bytes(b"".join(credentials))
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(tmp_path / "shown.pem")
+        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context)
+        servers.append(server)
+        return f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    yield start_one
+    for server in servers:
+        server.close()
+        await server.wait_closed()
+
+
+async def test_the_authority_is_what_the_pin_says(coordinator: Coordinator) -> None:
+    address, authority = f"127.0.0.1:{coordinator.port}", coordinator.authority
+    assert await fetch_authority(address, authority.pin) == authority.certificate
+
+
+async def test_a_forged_certificate_is_caught(tls_server: Any) -> None:
+    authority = CertificateAuthority.create("run-a", time.time())
+    thief = CertificateAuthority("run-a", ec.generate_private_key(ec.SECP256R1()), authority.certificate)
+    address = await tls_server(thief.coordinator_credentials(DAY, time.time()))
+    with pytest.raises(TokenError, match="forged certificate"):
+        await fetch_authority(address, authority.pin)
+
+
+async def test_a_server_of_another_kind_is_no_coordinator(tls_server: Any) -> None:
+    authority = CertificateAuthority.create("run-a", time.time())
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = authority.issue_node(key.public_key(), "node-aaaaaaaaaa", DAY, time.time())
+    address = await tls_server((key_to_pem(key), certificate))
+    with pytest.raises(TokenError, match="is not a coordinator's join port"):
+        await fetch_authority(address, authority.pin)
+
+
+@pytest.mark.parametrize(("shift", "line"), [(7200.0, "before it starts"), (-172800.0, "after it ends")])
+async def test_a_wrong_clock_says_so(tls_server: Any, shift: float, line: str) -> None:
+    authority = CertificateAuthority.create("run-a", time.time() + shift)
+    address = await tls_server(authority.coordinator_credentials(DAY, time.time() + shift))
+    with pytest.raises(LinkError, match=f"{line}: .* set the clock"):
+        await fetch_authority(address, authority.pin)
+
+
+async def test_nobody_there_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LinkError, match=r"nothing answers at .* is the coordinator running\?"):
+        await fetch_authority(f"127.0.0.1:{closed_port()}", bytes(32))
+    with pytest.raises(LinkError, match=r"nothing answers at a\.\.b:1 "):
+        await fetch_authority("a..b:1", bytes(32))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(LinkError, match=r"nothing answers at .* within 0.2 s"):
+            await fetch_authority(address, bytes(32), 0.2)
+
+
+async def test_a_plain_server_says_so() -> None:
+    def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    with pytest.raises(LinkError, match="does not speak TLS as a coordinator does"):
+        await fetch_authority(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", bytes(32))
+    server.close()
+    await server.wait_closed()

@@ -1,0 +1,226 @@
+"""Certificates at work: a mutual-TLS port lets in nodes of its own run only, and renewal needs no restart."""
+
+import asyncio
+import ssl
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from node.coordinator.enrolment import EnrolmentDesk
+from node.coordinator.records import Member
+from node.coordinator.store import Store
+from node.local.join import renew
+from wire.errors import LinkError, Refused
+from wire.identity.authority import CertificateAuthority, csr_public_key, key_to_pem, public_key_hash
+from wire.identity.credentials import (
+    NodeIdentity,
+    channel_credentials,
+    mutual_tls,
+    peer_node_id,
+    server_credentials,
+    server_name_options,
+)
+from wire.identity.enrolment import Hardware, Refusal
+from wire.identity.names import node_id_of
+from wire.v1 import control_pb2, enrolment_pb2
+
+DAY = timedelta(hours=24)
+
+
+def make_identity(authority: CertificateAuthority, lifetime: timedelta = DAY) -> NodeIdentity:
+    key = ec.generate_private_key(ec.SECP256R1())
+    node_id = node_id_of(public_key_hash(key.public_key()))
+    certificate = authority.issue_node(key.public_key(), node_id, lifetime, time.time())
+    return NodeIdentity(node_id, authority.run_id, key_to_pem(key), certificate, authority.certificate_pem)
+
+
+@pytest.fixture(scope="module")
+def authority() -> CertificateAuthority:
+    return CertificateAuthority.create("run-a", time.time())
+
+
+@asynccontextmanager
+async def who_am_i(credentials: grpc.ServerCredentials) -> AsyncIterator[str]:
+    """A server that tells each caller the node id it sees; gives its address."""
+
+    async def answer(_: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+        return (peer_node_id(context) or "nobody").encode()
+
+    handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {"Ask": grpc.unary_unary_rpc_method_handler(answer)}
+    server = grpc.aio.server(handlers=[grpc.method_handlers_generic_handler("test.WhoAmI", handlers)])
+    port = server.add_secure_port("127.0.0.1:0", credentials)
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+async def ask(address: str, credentials: grpc.ChannelCredentials, server_name: str) -> str:
+    # Without a pool of its own a second channel with these arguments would reuse the first one's connection.
+    options = [*server_name_options(server_name), ("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.secure_channel(address, credentials, options) as channel:
+        call: Any = channel.unary_unary("/test.WhoAmI/Ask")
+        reply: bytes = await call(b"", timeout=10)
+        return reply.decode()
+
+
+async def test_a_neighbour_is_known_by_its_certificate(authority: CertificateAuthority) -> None:
+    server, client = make_identity(authority), make_identity(authority)
+    async with who_am_i(server_credentials(lambda: server)) as address:
+        seen = await ask(address, channel_credentials(client), client.server_name(server.node_id))
+    assert seen == client.node_id
+
+
+async def test_another_runs_certificate_is_refused(authority: CertificateAuthority) -> None:
+    server = make_identity(authority)
+    # The same run id does not help: the authority is another one.
+    stranger = make_identity(CertificateAuthority.create("run-a", time.time()))
+    with_our_ca = grpc.ssl_channel_credentials(
+        authority.certificate_pem, stranger.key_pem, stranger.certificate_pem
+    )
+    without_certificate = grpc.ssl_channel_credentials(authority.certificate_pem)
+    async with who_am_i(server_credentials(lambda: server)) as address:
+        for credentials in (with_our_ca, without_certificate, channel_credentials(stranger)):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await ask(address, credentials, server.server_name(server.node_id))
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_an_ended_certificate_is_refused(authority: CertificateAuthority) -> None:
+    server, client = make_identity(authority), make_identity(authority, lifetime=timedelta(minutes=-1))
+    async with who_am_i(server_credentials(lambda: server)) as address:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(address, channel_credentials(client), server.server_name(server.node_id))
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_another_node_at_the_neighbours_address_is_refused(authority: CertificateAuthority) -> None:
+    expected, impostor, client = (make_identity(authority) for _ in range(3))
+    async with who_am_i(server_credentials(lambda: impostor)) as address:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(address, channel_credentials(client), client.server_name(expected.node_id))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(grpc.aio.AioRpcError):
+            await ask(address, channel_credentials(client), client.coordinator_name)
+
+
+async def test_the_coordinators_port_admits_nodes(authority: CertificateAuthority) -> None:
+    client = make_identity(authority)
+    credentials = authority.coordinator_credentials(DAY, time.time())
+    async with who_am_i(mutual_tls(lambda: credentials, authority.certificate_pem)) as address:
+        assert await ask(address, channel_credentials(client), client.coordinator_name) == client.node_id
+
+
+async def test_a_renewed_certificate_is_shown_without_a_restart(authority: CertificateAuthority) -> None:
+    current = [make_identity(authority)]
+
+    async def shown(address: str) -> int:
+        context = ssl.create_default_context(cadata=authority.certificate_pem.decode())
+        context.check_hostname = False
+        context.set_alpn_protocols(["h2"])
+        host, port = address.split(":")
+        _, writer = await asyncio.open_connection(host, int(port), ssl=context)
+        leaf = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        writer.transport.abort()
+        return x509.load_der_x509_certificate(leaf).serial_number
+
+    async with who_am_i(server_credentials(lambda: current[0])) as address:
+        for _ in range(3):
+            expected = x509.load_pem_x509_certificate(current[0].certificate_pem).serial_number
+            assert await shown(address) == expected
+            current[0] = make_identity(authority)
+
+
+@dataclass
+class Renewing:
+    address: str
+    store: Store
+    desk: EnrolmentDesk
+    identity: NodeIdentity
+
+
+@asynccontextmanager
+async def renewing(authority: CertificateAuthority, directory: Path) -> AsyncIterator[Renewing]:
+    """A control port that knows `Renew` alone, and a member whose certificate will end in an hour."""
+    identity = make_identity(authority, timedelta(hours=1))
+    store = Store.create(directory, run_id="run-a", config_json="{}", pin=authority.pin, now=time.time())
+    desk = EnrolmentDesk(store, authority, DAY, time.time)
+    key_hash = public_key_hash(csr_public_key(identity.csr_der()))
+    store.add_member(Member(identity.node_id, key_hash, Hardware("cpu", 2, 1), time.time()))
+
+    async def answer(
+        request: control_pb2.RenewRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> control_pb2.RenewReply:
+        outcome = desk.renew(peer_node_id(context) or "", request.csr_der)
+        if isinstance(outcome, Refusal):
+            refusal = enrolment_pb2.Refusal(code=outcome.code, message=outcome.message)
+            return control_pb2.RenewReply(refusal=refusal)
+        return control_pb2.RenewReply(certificate_pem=outcome)
+
+    method = grpc.unary_unary_rpc_method_handler(
+        answer,
+        request_deserializer=control_pb2.RenewRequest.FromString,
+        response_serializer=control_pb2.RenewReply.SerializeToString,
+    )
+    handler = grpc.method_handlers_generic_handler("thinwire.wire.v1.Coordinator", {"Renew": method})
+    server = grpc.aio.server(handlers=[handler])
+    credentials = authority.coordinator_credentials(DAY, time.time())
+    port = server.add_secure_port("127.0.0.1:0", mutual_tls(lambda: credentials, authority.certificate_pem))
+    await server.start()
+    try:
+        yield Renewing(f"127.0.0.1:{port}", store, desk, identity)
+    finally:
+        await server.stop(None)
+        store.close()
+
+
+async def test_a_member_renews_with_the_certificate_it_has(
+    authority: CertificateAuthority, tmp_path: Path
+) -> None:
+    async with renewing(authority, tmp_path / "run") as run:
+        credentials = channel_credentials(run.identity)
+        options = server_name_options(run.identity.coordinator_name)
+        async with grpc.aio.secure_channel(run.address, credentials, options) as channel:
+            renewed = await renew(run.identity, channel, tmp_path / "node")
+            assert renewed.expires_at > run.identity.expires_at + 80000
+            assert NodeIdentity.load(tmp_path / "node") == renewed
+            run.store.evict(run.identity.node_id, time.time())
+            with pytest.raises(Refused, match="was evicted from this run by its operator"):
+                await renew(renewed, channel, tmp_path / "node")
+            assert NodeIdentity.load(tmp_path / "node") == renewed
+
+
+async def test_renewal_is_for_members_and_their_own_key(
+    authority: CertificateAuthority, tmp_path: Path
+) -> None:
+    async with renewing(authority, tmp_path / "run") as run:
+        stranger = make_identity(authority)
+        for node_id, csr, line in (
+            (stranger.node_id, stranger.csr_der(), "is no member of this run"),
+            (run.identity.node_id, stranger.csr_der(), "joined with another key"),
+            (run.identity.node_id, b"", "certificate request is unusable"),
+        ):
+            outcome = run.desk.renew(node_id, csr)
+            assert isinstance(outcome, Refusal) and line in outcome.message and "\n" not in outcome.message
+        assert len(run.store.members()) == 1
+
+
+async def test_a_coordinator_that_is_gone_does_not_renew(
+    authority: CertificateAuthority, tmp_path: Path
+) -> None:
+    async with renewing(authority, tmp_path / "run") as run:
+        address = run.address
+    async with grpc.aio.secure_channel(address, channel_credentials(run.identity)) as channel:
+        with pytest.raises(LinkError, match=r"did not renew the certificate .* try later"):
+            await renew(run.identity, channel, tmp_path / "node")
