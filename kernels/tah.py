@@ -18,9 +18,10 @@ y_0 .. y_63 (a short one filled up with zeros), m its largest |y_k|.
    the epsilon, which is relative to the tensor, y being normalised.
 4. *Rotation (eq. 4).* Swap y_0 and y_pivot; for h = 1, 2, 4 .. 32 replace each pair (y_i, y_{i+h}), i without
    bit h, by (y_i + y_{i+h}, y_i - y_{i+h}); multiply by 1/8. Back: the same butterfly, then the swap.
-5. *Scale and zero-point.* z = the largest fp16 <= min, s = the smallest fp16 >= max((max - z) / steps, 2**-24):
-   z + steps * s reaches max, but for fp32's rounding. In a short tile that is not rotated, min and max are
-   those of its real elements. The scale is stored as -s for a rotated tile.
+5. *Scale and zero-point.* z = the largest fp16 <= min; s = the smallest fp16 >= (max - z) / steps, but at
+   least 2**-24: z + steps * s reaches max, but for fp32's rounding. In a short tile that is not rotated, min
+   and max are those of its real elements. A min below 2**-100 in magnitude counts as 0. The scale is stored
+   as -s for a rotated tile.
 6. *Codes.* q = rint((y - z) * (1 / s)), in 0 .. steps; 0 for the filling of a short tile not rotated.
 7. *Back.* y = q * s + z (q * s is exact), rotated back if the scale was negative, times 2**e, clamped to the
    output dtype's finite range, rounded to it.

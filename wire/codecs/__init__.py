@@ -1,1 +1,1 @@
-"""Codecs: a tensor into bytes whose number is known beforehand, and back. `registry.codec` finds one by name."""
+"""Codecs: a tensor into bytes of known number, and back. `registry.codec` finds one by name."""

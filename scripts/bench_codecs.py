@@ -1,0 +1,135 @@
+"""Speed, size and error of every codec on this machine: `python scripts/bench_codecs.py [--json PATH]`.
+
+Each figure is the median of `--runs` runs after one that warms up. The tensor is normal with one element in a
+thousand 30 times larger. Copying it is timed between the runs of each codec, so that the ratio to memory's
+own speed is of the same moment.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wire.codecs.registry import codec, codec_names
+from wire.spec import TensorSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def seconds(work: Callable[[], torch.Tensor], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def sample(shape: tuple[int, ...]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator)
+    return torch.where(torch.rand(shape, generator=generator) < 1e-3, x * 30, x)
+
+
+def measure(name: str, x: torch.Tensor, runs: int) -> dict[str, Any]:
+    which, spec = codec(name), TensorSpec(x.dtype, tuple(x.shape))
+    packed = which.encode(x)
+    target = torch.empty_like(x)
+    encode: list[float] = []
+    decode: list[float] = []
+    copy: list[float] = []
+    for run in range(runs + 1):
+        times = (
+            seconds(lambda: which.encode(x), x.device),
+            seconds(lambda: which.decode(packed, spec), x.device),
+            seconds(lambda: target.copy_(x), x.device),
+        )
+        if run:
+            for kept, value in zip((encode, decode, copy), times, strict=True):
+                kept.append(value)
+    error = torch.linalg.vector_norm(which.decode(packed, spec) - x) / torch.linalg.vector_norm(x)
+    copied = statistics.median(copy)
+    return {
+        "codec": name,
+        "encode_elements_per_second": x.numel() / statistics.median(encode),
+        "decode_elements_per_second": x.numel() / statistics.median(decode),
+        "encode_copies": statistics.median(encode) / copied,
+        "decode_copies": statistics.median(decode) / copied,
+        "encode_spread_seconds": [min(encode), max(encode)],
+        "decode_spread_seconds": [min(decode), max(decode)],
+        "copy_bytes_per_second": x.nbytes / copied,
+        "bits_per_element": which.bits_per_element(spec),
+        "relative_error": error.item(),
+    }
+
+
+def hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
+
+
+def commit() -> str:
+    def git(*arguments: str) -> str:
+        made = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+        return made.stdout
+
+    changed = git("status", "--porcelain", "--", "kernels", "wire/codecs", "scripts/bench_codecs.py")
+    return git("rev-parse", "HEAD").strip() + (" with changes" if changed.strip() else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure every codec on this machine.")
+    parser.add_argument("--shape", type=int, nargs="+", default=[4, 1024, 1024])
+    parser.add_argument("--runs", type=int, default=9, help="timed runs of each codec, at least 5")
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path, default=Path(__file__).with_suffix(".json"))
+    arguments = parser.parse_args()
+    if arguments.runs < 5:
+        parser.error("a median of fewer than 5 runs says little: use --runs 5 or more")
+    torch.set_num_threads(arguments.threads)
+    device = torch.device(arguments.device)
+    x = sample(tuple(arguments.shape)).to(device)
+
+    load = os.getloadavg()[0]
+    results = [measure(name, x, arguments.runs) for name in codec_names()]
+    where = f"{hardware(device)}, {arguments.threads} threads"
+    print(f"{list(x.shape)} fp32 on {where}, median of {arguments.runs} runs")
+    print(f"{'codec':9} {'encode':>9} {'decode':>9} {'encode':>8} {'decode':>8} {'bits an':>8} {'relative':>9}")
+    print(f"{'':9} {'M el/s':>9} {'M el/s':>9} {'copies':>8} {'copies':>8} {'element':>8} {'error':>9}")
+    for row in results:
+        print(
+            f"{row['codec']:9} {row['encode_elements_per_second'] / 1e6:9.0f} "
+            f"{row['decode_elements_per_second'] / 1e6:9.0f} {row['encode_copies']:8.1f} "
+            f"{row['decode_copies']:8.1f} {row['bits_per_element']:8.3f} {row['relative_error']:9.5f}"
+        )
+    report = {
+        "commit": commit(),
+        "hardware": hardware(device),
+        "load_before": load,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": arguments.threads,
+        "runs": arguments.runs,
+        "shape": list(x.shape),
+        "dtype": "fp32",
+        "results": results,
+    }
+    arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
