@@ -1,4 +1,4 @@
-"""A node's side of enrolment: from a join token to an identity on disk, and renewal later."""
+"""A node's side of enrolment: from a join token to an identity on disk."""
 
 import asyncio
 import json
@@ -11,7 +11,15 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
-from wire.errors import LinkError, ProtocolViolationError, ThinwireError, TokenError, UserError
+from wire.errors import (
+    LinkError,
+    ProtocolViolationError,
+    RefusalCode,
+    Refused,
+    ThinwireError,
+    TokenError,
+    UserError,
+)
 from wire.identity.authority import authority_run_id, certificate_to_pem
 from wire.identity.bootstrap import fetch_authority
 from wire.identity.credentials import NodeIdentity, load_or_create_key, make_csr, server_name_options
@@ -19,8 +27,7 @@ from wire.identity.enrolment import Hardware
 from wire.identity.files import write_private
 from wire.identity.names import coordinator_server_name, join_address, split_address
 from wire.identity.token import JoinToken
-from wire.messages import refusal_from_proto
-from wire.v1 import control_pb2, enrolment_pb2
+from wire.v1 import enrolment_pb2
 from wire.version import PROTOCOL, VERSION
 
 _COORDINATOR_FILE = "coordinator.json"
@@ -77,30 +84,6 @@ async def enrol(token: JoinToken, directory: Path, hardware: Hardware) -> tuple[
     raise _summary(list(failures.values()))
 
 
-async def renew(identity: NodeIdentity, channel: grpc.aio.Channel, directory: Path) -> NodeIdentity:
-    """Ask for a new certificate over a mutual-TLS channel to the control port, and save it in `directory`.
-
-    Raises Refused when the coordinator says no (an evicted node), LinkError when it does not answer.
-    """
-    call: grpc.aio.UnaryUnaryMultiCallable[control_pb2.RenewRequest, control_pb2.RenewReply]
-    call = channel.unary_unary(
-        "/thinwire.wire.v1.Coordinator/Renew",
-        request_serializer=control_pb2.RenewRequest.SerializeToString,
-        response_deserializer=control_pb2.RenewReply.FromString,
-    )
-    try:
-        reply = await call(control_pb2.RenewRequest(csr_der=identity.csr_der()), timeout=_REPLY_SECONDS)
-    except grpc.aio.AioRpcError as error:
-        reason = error.code().name
-        raise LinkError(f"the coordinator did not renew the certificate ({reason}): try later") from None
-    if reply.WhichOneof("outcome") != "certificate_pem":
-        raise refusal_from_proto(reply.refusal).error()
-    renewed = identity.renewed(reply.certificate_pem)
-    with _explain_disk(directory):
-        await asyncio.to_thread(renewed.save, directory)
-    return renewed
-
-
 async def _join_at(
     address: str, token: JoinToken, key_pem: bytes, request: enrolment_pb2.JoinRequest
 ) -> tuple[NodeIdentity, str]:
@@ -130,7 +113,7 @@ async def _join_at(
             reason = error.code().name
             raise LinkError(f"{address} did not answer the join request ({reason}): try again") from None
     if reply.WhichOneof("outcome") != "granted":
-        raise refusal_from_proto(reply.refusal).error()
+        raise _refused(reply.refusal)
     granted = reply.granted
     try:
         identity = NodeIdentity(granted.node_id, token.run_id, key_pem, granted.certificate_pem, ca_pem)
@@ -140,6 +123,14 @@ async def _join_at(
     except ValueError as error:
         raise ProtocolViolationError(f"{address} granted what cannot be used: {error}") from None
     return identity, control_address
+
+
+def _refused(message: enrolment_pb2.Refusal) -> Refused:
+    try:
+        return Refused(RefusalCode(message.code), message.message)
+    except ValueError:
+        # A later version's reason; the line that comes with it still says why.
+        return Refused(RefusalCode.BAD_REQUEST, message.message)
 
 
 def _stored(token: JoinToken, directory: Path) -> tuple[NodeIdentity, str] | None:

@@ -5,7 +5,6 @@ import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from node.coordinator.enrolment import EnrolmentDesk
 from node.coordinator.records import Member
 from node.coordinator.store import Store
-from node.local.join import renew
-from wire.errors import LinkError, Refused
 from wire.identity.authority import CertificateAuthority, csr_public_key, key_to_pem, public_key_hash
 from wire.identity.credentials import (
     NodeIdentity,
@@ -32,7 +29,6 @@ from wire.identity.credentials import (
 )
 from wire.identity.enrolment import Hardware, Refusal
 from wire.identity.names import node_id_of
-from wire.v1 import control_pb2, enrolment_pb2
 
 DAY = timedelta(hours=24)
 
@@ -56,8 +52,8 @@ async def who_am_i(credentials: grpc.ServerCredentials) -> AsyncIterator[str]:
     async def answer(_: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
         return (peer_node_id(context) or "nobody").encode()
 
-    handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {"Ask": grpc.unary_unary_rpc_method_handler(answer)}
-    server = grpc.aio.server(handlers=[grpc.method_handlers_generic_handler("test.WhoAmI", handlers)])
+    ask: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(answer)
+    server = grpc.aio.server(handlers=[grpc.method_handlers_generic_handler("test.WhoAmI", {"Ask": ask})])
     port = server.add_secure_port("127.0.0.1:0", credentials)
     await server.start()
     try:
@@ -142,85 +138,20 @@ async def test_a_renewed_certificate_is_shown_without_a_restart(authority: Certi
             current[0] = make_identity(authority)
 
 
-@dataclass
-class Renewing:
-    address: str
-    store: Store
-    desk: EnrolmentDesk
-    identity: NodeIdentity
-
-
-@asynccontextmanager
-async def renewing(authority: CertificateAuthority, directory: Path) -> AsyncIterator[Renewing]:
-    """A control port that knows `Renew` alone, and a member whose certificate will end in an hour."""
-    identity = make_identity(authority, timedelta(hours=1))
-    store = Store.create(directory, run_id="run-a", config_json="{}", pin=authority.pin, now=time.time())
-    desk = EnrolmentDesk(store, authority, DAY, time.time)
+def test_renewal_is_for_members_and_their_own_key(authority: CertificateAuthority, tmp_path: Path) -> None:
+    identity, stranger = make_identity(authority, timedelta(hours=1)), make_identity(authority)
     key_hash = public_key_hash(csr_public_key(identity.csr_der()))
-    store.add_member(Member(identity.node_id, key_hash, Hardware("cpu", 2, 1), time.time()))
-
-    async def answer(
-        request: control_pb2.RenewRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> control_pb2.RenewReply:
-        outcome = desk.renew(peer_node_id(context) or "", request.csr_der)
-        if isinstance(outcome, Refusal):
-            refusal = enrolment_pb2.Refusal(code=outcome.code, message=outcome.message)
-            return control_pb2.RenewReply(refusal=refusal)
-        return control_pb2.RenewReply(certificate_pem=outcome)
-
-    method = grpc.unary_unary_rpc_method_handler(
-        answer,
-        request_deserializer=control_pb2.RenewRequest.FromString,
-        response_serializer=control_pb2.RenewReply.SerializeToString,
-    )
-    handler = grpc.method_handlers_generic_handler("thinwire.wire.v1.Coordinator", {"Renew": method})
-    server = grpc.aio.server(handlers=[handler])
-    credentials = authority.coordinator_credentials(DAY, time.time())
-    port = server.add_secure_port("127.0.0.1:0", mutual_tls(lambda: credentials, authority.certificate_pem))
-    await server.start()
-    try:
-        yield Renewing(f"127.0.0.1:{port}", store, desk, identity)
-    finally:
-        await server.stop(None)
-        store.close()
-
-
-async def test_a_member_renews_with_the_certificate_it_has(
-    authority: CertificateAuthority, tmp_path: Path
-) -> None:
-    async with renewing(authority, tmp_path / "run") as run:
-        credentials = channel_credentials(run.identity)
-        options = server_name_options(run.identity.coordinator_name)
-        async with grpc.aio.secure_channel(run.address, credentials, options) as channel:
-            renewed = await renew(run.identity, channel, tmp_path / "node")
-            assert renewed.expires_at > run.identity.expires_at + 80000
-            assert NodeIdentity.load(tmp_path / "node") == renewed
-            run.store.evict(run.identity.node_id, time.time())
-            with pytest.raises(Refused, match="was evicted from this run by its operator"):
-                await renew(renewed, channel, tmp_path / "node")
-            assert NodeIdentity.load(tmp_path / "node") == renewed
-
-
-async def test_renewal_is_for_members_and_their_own_key(
-    authority: CertificateAuthority, tmp_path: Path
-) -> None:
-    async with renewing(authority, tmp_path / "run") as run:
-        stranger = make_identity(authority)
+    with Store.create(tmp_path, run_id="run-a", config_json="{}", pin=authority.pin, now=0.0) as store:
+        desk = EnrolmentDesk(store, authority, DAY, time.time)
+        store.add_member(Member(identity.node_id, key_hash, Hardware("cpu", 2, 1), time.time()))
+        certificate = desk.renew(identity.node_id, identity.csr_der())
+        assert isinstance(certificate, bytes)
+        assert identity.renewed(certificate).expires_at > identity.expires_at + 80000
         for node_id, csr, line in (
             (stranger.node_id, stranger.csr_der(), "is no member of this run"),
-            (run.identity.node_id, stranger.csr_der(), "joined with another key"),
-            (run.identity.node_id, b"", "certificate request is unusable"),
+            (identity.node_id, stranger.csr_der(), "joined with another key"),
+            (identity.node_id, b"", "certificate request is unusable"),
         ):
-            outcome = run.desk.renew(node_id, csr)
+            outcome = desk.renew(node_id, csr)
             assert isinstance(outcome, Refusal) and line in outcome.message and "\n" not in outcome.message
-        assert len(run.store.members()) == 1
-
-
-async def test_a_coordinator_that_is_gone_does_not_renew(
-    authority: CertificateAuthority, tmp_path: Path
-) -> None:
-    async with renewing(authority, tmp_path / "run") as run:
-        address = run.address
-    async with grpc.aio.secure_channel(address, channel_credentials(run.identity)) as channel:
-        with pytest.raises(LinkError, match=r"did not renew the certificate .* try later"):
-            await renew(run.identity, channel, tmp_path / "node")
+        assert len(store.members()) == 1
