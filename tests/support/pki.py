@@ -1,0 +1,29 @@
+"""Identities for tests: a run's certificate authority and nodes of it."""
+
+import time
+from datetime import timedelta
+
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from wire.identity.authority import CertificateAuthority, key_to_pem, public_key_hash
+from wire.identity.credentials import NodeIdentity
+from wire.identity.names import node_id_of
+
+RUN_ID = "test-run"
+
+
+def new_authority(run_id: str = RUN_ID) -> CertificateAuthority:
+    return CertificateAuthority.create(run_id, time.time())
+
+
+def new_node(authority: CertificateAuthority) -> NodeIdentity:
+    """A node of the authority's run, with a key of its own."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    node_id = node_id_of(public_key_hash(key.public_key()))
+    return NodeIdentity(
+        node_id=node_id,
+        run_id=authority.run_id,
+        key_pem=key_to_pem(key),
+        certificate_pem=authority.issue_node(key.public_key(), node_id, timedelta(hours=1), time.time()),
+        ca_pem=authority.certificate_pem,
+    )

@@ -1,0 +1,106 @@
+"""gRPC's bidirectional streams as streams of byte messages, with all that can end one mapped to one error."""
+
+import asyncio
+from typing import Any, Protocol, cast
+
+import grpc
+import grpc.aio
+
+from wire.errors import LinkError
+
+REFUSAL_KEY = "thinwire-refusal"
+"""Trailing metadata in which a server names its `RefusalCode`."""
+
+ClientCall = grpc.aio.StreamStreamCall[bytes, bytes]
+ServerContext = grpc.aio.ServicerContext[bytes, bytes]
+
+
+class StreamDroppedError(LinkError):
+    """A stream has ended: closed or refused by the peer, or its connection was lost.
+
+    `refusal` is the peer's `RefusalCode` value, empty if it gave none.
+    """
+
+    def __init__(self, message: str, refusal: str = "") -> None:
+        super().__init__(message)
+        self.refusal = refusal
+
+
+class ByteStream(Protocol):
+    """Both methods raise `StreamDroppedError` when the stream has ended."""
+
+    async def read(self) -> bytes: ...
+
+    async def write(self, message: bytes) -> None:
+        """Returns when gRPC has room for more, which is no delivery."""
+        ...
+
+
+class ClientStream:
+    """The calling end."""
+
+    def __init__(self, call: ClientCall) -> None:
+        self._call = call
+
+    async def opened(self) -> None:
+        """Wait until the server has accepted the call."""
+        try:
+            await self._call.wait_for_connection()
+        except grpc.aio.AioRpcError as error:
+            raise _dropped(error.code(), error.details(), error.trailing_metadata()) from error
+
+    async def read(self) -> bytes:
+        try:
+            message = await self._call.read()
+        except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
+            raise await self._status() from error
+        if message is grpc.aio.EOF:
+            raise await self._status()
+        return cast(bytes, message)
+
+    async def write(self, message: bytes) -> None:
+        try:
+            await self._call.write(message)
+        except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
+            raise await self._status() from error
+
+    async def _status(self) -> StreamDroppedError:
+        # Only asked for after the stream has ended, so these return at once.
+        call = self._call
+        return _dropped(await call.code(), await call.details(), await call.trailing_metadata())
+
+
+class ServerStream:
+    """The called end."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+
+    async def read(self) -> bytes:
+        try:
+            message = cast("bytes | None", await self._context.read())
+        except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
+            raise StreamDroppedError(f"the neighbour hung up ({_first_line(str(error))})") from error
+        if not message:
+            raise StreamDroppedError("the neighbour closed the stream")
+        return message
+
+    async def write(self, message: bytes) -> None:
+        try:
+            await self._context.write(message)
+        except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
+            raise StreamDroppedError(f"the neighbour hung up ({_first_line(str(error))})") from error
+
+
+def _dropped(code: grpc.StatusCode, details: str | None, trailing: Any) -> StreamDroppedError:
+    refusal = next((value for key, value in trailing or () if key == REFUSAL_KEY), "")
+    details = _first_line(details or "")
+    if code is grpc.StatusCode.OK:
+        return StreamDroppedError("the neighbour closed the stream")
+    if code is grpc.StatusCode.UNAVAILABLE and "andshake" in details:
+        details = f"no secure connection: one side's certificate is not the one the other expects ({details})"
+    return StreamDroppedError(details or code.name.lower(), str(refusal))
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]

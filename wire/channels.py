@@ -1,0 +1,105 @@
+"""gRPC channels and servers with mutual TLS, with the options that tensors on slow links need.
+
+Every channel has sockets of its own: bulk data must never share one with small messages.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from wire.errors import UserError
+from wire.frames import FRAME_BYTES
+
+# Tensor data never travels in one message: a frame, and room for what a message adds to it.
+MESSAGE_BYTES = FRAME_BYTES + 4096
+
+_COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    # Packed tensors do not compress; trying costs nine tenths of the throughput.
+    ("grpc.per_message_decompression", 0),
+    ("grpc.default_compression_algorithm", int(grpc.Compression.NoCompression)),
+)
+_CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_COMMON_OPTIONS,
+    # Channels with equal options would share one socket.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    # The timeout must exceed the time that a ping may wait behind bulk data.
+    ("grpc.keepalive_time_ms", 15_000),
+    ("grpc.keepalive_timeout_ms", 30_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_COMMON_OPTIONS,
+    # By default a second process binds the same port and gets half of the connections.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_concurrent_streams", 16),
+    # Below the clients' keepalive, or the server hangs up on them for pinging too much.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_time_ms", 15_000),
+    ("grpc.keepalive_timeout_ms", 30_000),
+)
+
+
+class LinkIdentity(Protocol):
+    """What connections need of a node's identity. Read again at each handshake, so renewal just works."""
+
+    @property
+    def node_id(self) -> str: ...
+
+    @property
+    def ca_pem(self) -> bytes: ...
+
+    @property
+    def certificate_pem(self) -> bytes: ...
+
+    @property
+    def key_pem(self) -> bytes: ...
+
+    def server_name(self, node_id: str) -> str:
+        """The DNS name that the other node's certificate carries."""
+        ...
+
+
+def open_channel(address: str, *, identity: LinkIdentity, server_name: str) -> grpc.aio.Channel:
+    """A channel to `address`, on a socket of its own, to the one node whose certificate has `server_name`."""
+    credentials = grpc.ssl_channel_credentials(
+        root_certificates=identity.ca_pem,
+        private_key=identity.key_pem,
+        certificate_chain=identity.certificate_pem,
+    )
+    options = (*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", server_name))
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def make_server(handlers: Sequence[grpc.GenericRpcHandler]) -> grpc.aio.Server:
+    """A server with this package's options. Call it on the running loop."""
+    return grpc.aio.server(handlers=handlers, options=_SERVER_OPTIONS)
+
+
+def listen_mutual_tls(server: grpc.aio.Server, listen: str, identity: LinkIdentity) -> int:
+    """Bind `listen` ("host:port") for clients that hold a certificate of the same CA; gives the port.
+
+    Raises `UserError` when the address cannot be bound.
+    """
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration(
+            [(identity.key_pem, identity.certificate_pem)], root_certificates=identity.ca_pem
+        )
+
+    credentials = grpc.dynamic_ssl_server_credentials(
+        configuration(), configuration, require_client_authentication=True
+    )
+    try:
+        return server.add_secure_port(listen, credentials)
+    except RuntimeError as error:
+        raise UserError(
+            f"cannot listen on {listen}: the port is taken or the address is not this machine's; take another"
+        ) from error

@@ -1,0 +1,136 @@
+"""The frame of the bulk stream: a 64-byte header and up to 256 KiB less 64 bytes of one tensor.
+
+    offset  size  field
+         0     2  magic, "TW"
+         2     1  frame version
+         3     1  direction
+         4     8  run tag: the first 8 bytes of SHA-256 of the run id
+        12     8  link session
+        20     8  sequence, from 0 in each direction of a session
+        28    16  epoch, step, microbatch, boundary
+        44     4  length of the whole tensor
+        48     4  offset of this payload in it
+        52     4  length of this payload
+        56     4  reserved, zero
+        60     4  CRC32C of the 60 bytes above and the payload
+
+Numbers are little-endian. A tensor's frames carry consecutive sequence numbers and equal payloads; only the
+last may be shorter. So any one of them tells where the tensor starts and ends in the stream.
+"""
+
+import struct
+from dataclasses import dataclass
+from hashlib import sha256
+
+import google_crc32c
+
+from wire.errors import LinkError, ProtocolViolationError
+from wire.spec import Direction, TensorKey
+
+FRAME_BYTES = 256 * 1024
+HEADER_BYTES = 64
+PAYLOAD_BYTES = FRAME_BYTES - HEADER_BYTES
+MAX_TENSOR_BYTES = 2**32 - 1
+
+_MAGIC = b"TW"
+_VERSION = 1
+_FIELDS = struct.Struct("<2sBBQQQIIIIIII4x")
+_CRC = struct.Struct("<I")
+_SEQUENCE = struct.Struct("<Q")
+_DIRECTION_AT = 3
+_SEQUENCE_AT = 20
+assert _FIELDS.size + _CRC.size == HEADER_BYTES
+
+
+class DamagedFrameError(LinkError):
+    """The checksum does not match. Nothing in the frame can be believed.
+
+    `sequence` is what its header says, a guess at which frame this was; None when it is too short to say.
+    """
+
+    def __init__(self, message: str, sequence: int | None) -> None:
+        super().__init__(message)
+        self.sequence = sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One piece of a tensor. `payload` lies at `offset` of the tensor's `total` bytes."""
+
+    session: int
+    sequence: int
+    key: TensorKey
+    total: int
+    offset: int
+    payload: bytes
+
+
+def run_tag(run_id: str) -> int:
+    """What frames carry of the run's id."""
+    return int.from_bytes(sha256(run_id.encode()).digest()[:8], "little")
+
+
+def pack_frame(frame: Frame, tag: int) -> bytes:
+    """The frame's bytes. Raises `LinkError` when a number does not fit its field."""
+    key = frame.key
+    try:
+        fields = _FIELDS.pack(
+            _MAGIC,
+            _VERSION,
+            key.direction,
+            tag,
+            frame.session,
+            frame.sequence,
+            key.epoch,
+            key.step,
+            key.microbatch,
+            key.boundary,
+            frame.total,
+            frame.offset,
+            len(frame.payload),
+        )
+    except struct.error as error:
+        raise LinkError(f"cannot pack a frame of {key}: a number does not fit its field ({error})") from error
+    crc = google_crc32c.extend(google_crc32c.value(fields), frame.payload)
+    return b"".join((fields, _CRC.pack(crc), frame.payload))
+
+
+def parse_frame(data: bytes, tag: int) -> Frame:
+    """Check everything that one frame alone can show.
+
+    Raises:
+        DamagedFrameError: too short, or the checksum differs.
+        ProtocolViolationError: intact, but what no correct peer of this run sends.
+    """
+    if len(data) > FRAME_BYTES:
+        raise ProtocolViolationError(f"a frame of {len(data)} bytes arrived; the limit is {FRAME_BYTES}")
+    if len(data) < HEADER_BYTES:
+        sequence = _SEQUENCE.unpack_from(data, _SEQUENCE_AT)[0] if len(data) >= _SEQUENCE_AT + 8 else None
+        raise DamagedFrameError(f"a frame of {len(data)} bytes is shorter than its header", sequence)
+    fields, payload = data[: _FIELDS.size], data[HEADER_BYTES:]
+    (crc,) = _CRC.unpack_from(data, _FIELDS.size)
+    if google_crc32c.extend(google_crc32c.value(fields), payload) != crc:
+        sequence = _SEQUENCE.unpack_from(data, _SEQUENCE_AT)[0]
+        raise DamagedFrameError(f"the checksum of a frame, number {sequence} as it says, differs", sequence)
+    magic, version, direction, run, session, sequence, *place, total, offset, length = _FIELDS.unpack(fields)
+    if magic != _MAGIC or version != _VERSION:
+        raise ProtocolViolationError(
+            f"a frame starts with {magic!r}, version {version}; expected {_MAGIC!r}, version {_VERSION}: "
+            "install the same thinwire on both nodes"
+        )
+    if run != tag:
+        raise ProtocolViolationError(f"a frame of another run arrived (tag {run:016x}, expected {tag:016x})")
+    if direction not in Direction._value2member_map_ or data[56:60] != bytes(4):
+        raise ProtocolViolationError(f"frame {sequence} has an unknown direction or reserved bits set")
+    if length != len(payload) or not 0 < length <= total or offset > total - length:
+        raise ProtocolViolationError(
+            f"frame {sequence} says {length} bytes at {offset} of {total} and carries {len(payload)}"
+        )
+    epoch, step, microbatch, boundary = place
+    key = TensorKey(epoch, step, microbatch, boundary, Direction(direction))
+    return Frame(session, sequence, key, total, offset, payload)
+
+
+def frame_direction(data: bytes) -> Direction:
+    """What a frame that `pack_frame` made carries."""
+    return Direction(data[_DIRECTION_AT])

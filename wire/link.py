@@ -1,0 +1,316 @@
+"""A link to one neighbour in one epoch: tensors in both directions over connections that may come and go.
+
+    link = dial_link(...)  or  server.expect_peer(...)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(link.run())
+        await link.ready(60)
+        link.send(key, packed)
+
+Everything is called on the event loop. The lower stage dials; `link_server.py` has the other side.
+"""
+
+import asyncio
+import secrets
+from abc import ABC, abstractmethod
+from dataclasses import replace
+
+import grpc.aio
+
+from wire.byte_stream import ClientCall, ClientStream, StreamDroppedError
+from wire.channels import LinkIdentity, open_channel
+from wire.connection import Connection, LinkSettings, LinkState, LinkStats, OnTensor, now, wait_until
+from wire.errors import LinkError, LinkLostError, ProtocolViolationError, RefusalCode, Refused, ThinwireError
+from wire.spec import TensorKey
+from wire.stream_receiver import Expect
+from wire.stream_sender import Payload
+from wire.version import PROTOCOL
+
+BULK_METHOD = "/thinwire.wire.v1.Link/Bulk"
+CONTROL_METHOD = "/thinwire.wire.v1.Link/Control"
+METADATA_PREFIX = "thinwire-"
+"""Both calls carry protocol, epoch, stage, session and attempt as decimal numbers under these keys."""
+
+_CLOSE_SECONDS = 5.0
+
+__all__ = ["DialledLink", "Link", "LinkSettings", "LinkStats", "dial_link"]
+
+
+class Link(ABC):
+    """One neighbour's link. `lost` is resolved, with the error to show, when the link is given up."""
+
+    def __init__(self, *, peer_node_id: str, state: LinkState) -> None:
+        self.peer_node_id = peer_node_id
+        self.lost: asyncio.Future[ThinwireError] = asyncio.get_running_loop().create_future()
+        self._state = state
+        self._connection: Connection | None = None
+        self._trouble = "no connection was made yet"
+        self._was_up = False
+        self._up = asyncio.Event()
+        self._down = asyncio.Event()
+        self._over = asyncio.Event()  # closed or lost
+        self._stopped = asyncio.Event()
+        self._running = False
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} epoch {self.epoch} to {self._peer} {'up' if self.up else 'down'}>"
+
+    @property
+    def epoch(self) -> int:
+        return self._state.epoch
+
+    @property
+    def peer_stage(self) -> int:
+        return self._state.peer_stage
+
+    @property
+    def up(self) -> bool:
+        """Both sockets are open and a ping was answered on this connection."""
+        return self._up.is_set() and not self._over.is_set()
+
+    @property
+    def stats(self) -> LinkStats:
+        """A copy of the totals so far."""
+        sender, receiver = self._state.sender, self._state.receiver
+        return replace(
+            self._state.stats,
+            direction_bytes_sent=dict(self._state.stats.direction_bytes_sent),
+            retransmits=sender.retransmits,
+            rejects=receiver.rejects,
+            stale=receiver.stale,
+        )
+
+    @property
+    def held_bytes(self) -> int:
+        """Buffers of received tensors that are incomplete or not released."""
+        return self._state.receiver.held_bytes
+
+    @property
+    def peak_held_bytes(self) -> int:
+        return self._state.receiver.peak_held_bytes
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of the tensors that wait to be sent or acknowledged."""
+        return self._state.sender.queued_bytes
+
+    def send(self, key: TensorKey, payload: Payload) -> None:
+        """Queue a tensor's packed bytes; never blocks. The bytes must not change until acknowledged.
+
+        Raises the link's error when it is over, `LinkError` when the outbox is full.
+        """
+        self._raise_if_over()
+        self._state.sender.send(key, payload)
+        self._state.bulk_wake.set()
+
+    def release(self, key: TensorKey) -> None:
+        """A received tensor was used: its room in the window is free again."""
+        self._state.receiver.release(key, now())
+        self._state.control_wake.set()
+
+    def want(self, key: TensorKey | None) -> None:
+        """The consumer waits for this tensor and releases nothing before it has it; None: it stopped waiting.
+
+        Call it whenever the next tensor needed is not here, or tensors that were sent in another order can
+        fill the window before it (see `stream_receiver.py`).
+        """
+        self._state.receiver.want(key, now())
+        self._state.control_wake.set()
+
+    async def ready(self, seconds: float) -> None:
+        """Wait until the link is warm. Raises `LinkLostError` when that takes longer, or the link's error."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._up.wait()
+        except TimeoutError as error:
+            raise LinkLostError(
+                f"the link to {self._peer} was not up within {seconds:g} s: {self._trouble}; "
+                "check that the node runs and that its address can be reached from here"
+            ) from error
+        self._raise_if_over()
+
+    async def run(self) -> None:
+        """Keep the link connected until it is closed or lost. Errors of callbacks come out of here."""
+        self._running = True
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._keep_connected()), group.create_task(self._watch())]
+                try:
+                    await self._over.wait()
+                finally:
+                    # Before 3.13 a task group forgets a cancellation that meets a failing child; so the loops
+                    # look here too.
+                    self._finish()
+                for task in tasks:
+                    task.cancel()
+        finally:
+            self._finish()
+            self._stopped.set()
+
+    async def close(self) -> None:
+        """Drop the connection for good. What is not yet acknowledged may be lost."""
+        self._finish()
+        if self._running:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await self._stopped.wait()
+
+    @abstractmethod
+    async def _keep_connected(self) -> None:
+        """Make connections and run them, one after the other, until the link is over."""
+
+    @property
+    def _peer(self) -> str:
+        return f"stage {self.peer_stage} (node {self.peer_node_id})"
+
+    def _finish(self) -> None:
+        self._over.set()
+        self._up.set()  # wakes whoever waits for the link, to find that it is over
+        if self._connection is not None:
+            self._connection.end(StreamDroppedError("the link was closed here"))
+
+    def _fail(self, error: ThinwireError) -> None:
+        if not self.lost.done() and not self._over.is_set():
+            self.lost.set_result(error)
+        self._finish()
+
+    def _raise_if_over(self) -> None:
+        if self.lost.done():
+            raise self.lost.result()
+        if self._over.is_set():
+            raise LinkError(f"the link to {self._peer} was closed here")
+
+    def _make_connection(self, attempt: int) -> Connection:
+        connection = Connection(self._state, attempt, self._connection_changed)
+        self._connection = connection
+        return connection
+
+    def _connection_changed(self) -> None:
+        connection = self._connection
+        if connection is None or self._over.is_set():
+            return
+        if connection.up and not self._up.is_set():
+            self._state.stats.reconnects += self._was_up
+            self._was_up = True
+            self._down.clear()
+            self._up.set()
+        elif connection.ended and connection.error is not None:
+            self._trouble = str(connection.error)
+            if self._up.is_set():
+                self._up.clear()
+                self._down.set()
+            if isinstance(connection.error, ProtocolViolationError):
+                self._fail(ProtocolViolationError(f"the link to {self._peer} was given up: {self._trouble}"))
+
+    async def _watch(self) -> None:
+        """Before the first connection `ready` is the limit; afterwards `lost_after_seconds` is."""
+        limit = self._state.settings.lost_after_seconds
+        while True:
+            await self._up.wait()
+            await self._down.wait()
+            try:
+                async with asyncio.timeout(limit):
+                    await self._up.wait()
+            except TimeoutError:
+                self._fail(
+                    LinkLostError(
+                        f"the link to {self._peer} was not back within {limit:g} s: {self._trouble}; "
+                        "check that node and the network between"
+                    )
+                )
+
+
+class DialledLink(Link):
+    """The link of the lower stage, which makes the connections."""
+
+    def __init__(
+        self, *, identity: LinkIdentity, peer_node_id: str, peer_address: str, state: LinkState
+    ) -> None:
+        super().__init__(peer_node_id=peer_node_id, state=state)
+        self.peer_address = peer_address
+        self._identity = identity
+
+    @property
+    def _peer(self) -> str:
+        return f"{super()._peer} at {self.peer_address}"
+
+    async def _keep_connected(self) -> None:
+        settings = self._state.settings
+        attempt, backoff = 0, settings.backoff_seconds
+        while not self._over.is_set():
+            attempt += 1
+            connection = self._make_connection(attempt)
+            try:
+                await self._connect(connection)
+            except StreamDroppedError as error:
+                connection.end(error)
+            if isinstance(connection.error, StreamDroppedError) and connection.error.refusal:
+                self._fail(_refused(connection.error, self._peer))
+            if connection.was_up:
+                backoff = settings.backoff_seconds
+            await wait_until(self._over, now() + backoff)
+            backoff = min(2 * backoff, settings.max_backoff_seconds)
+
+    async def _connect(self, connection: Connection) -> None:
+        state, name = self._state, self._identity.server_name(self.peer_node_id)
+        numbers = {
+            "protocol": PROTOCOL,
+            "epoch": state.epoch,
+            "stage": state.stage,
+            "session": state.session,
+            "attempt": connection.attempt,
+        }
+        metadata = tuple((METADATA_PREFIX + key, str(value)) for key, value in numbers.items())
+        async with (
+            open_channel(self.peer_address, identity=self._identity, server_name=name) as bulk_channel,
+            open_channel(self.peer_address, identity=self._identity, server_name=name) as control_channel,
+        ):
+            bulk = ClientStream(_call(bulk_channel, BULK_METHOD, metadata))
+            control = ClientStream(_call(control_channel, CONTROL_METHOD, metadata))
+            try:
+                async with asyncio.timeout(state.settings.connect_seconds):
+                    await bulk.opened()
+                    await control.opened()
+            except TimeoutError as error:
+                raise StreamDroppedError(f"no answer within {state.settings.connect_seconds:g} s") from error
+            await connection.run(bulk, control)
+
+
+def dial_link(
+    *,
+    identity: LinkIdentity,
+    run_id: str,
+    epoch: int,
+    stage: int,
+    peer_node_id: str,
+    peer_stage: int,
+    peer_address: str,
+    expect: Expect,
+    on_tensor: OnTensor,
+    settings: LinkSettings | None = None,
+) -> DialledLink:
+    """A link to the higher stage at `peer_address` ("host:port"). Call it on the loop, then run it.
+
+    `expect` gives the exact length of a tensor that may arrive, `on_tensor` takes each one, once.
+    """
+    state = LinkState.create(
+        run_id=run_id,
+        epoch=epoch,
+        stage=stage,
+        peer_stage=peer_stage,
+        settings=settings or LinkSettings(),
+        expect=expect,
+        on_tensor=on_tensor,
+    )
+    state.open_session(secrets.randbits(64))
+    return DialledLink(identity=identity, peer_node_id=peer_node_id, peer_address=peer_address, state=state)
+
+
+def _call(channel: grpc.aio.Channel, method: str, metadata: tuple[tuple[str, str], ...]) -> ClientCall:
+    # No serializers: messages are bytes.
+    call: ClientCall = channel.stream_stream(method)(metadata=metadata)
+    return call
+
+
+def _refused(error: StreamDroppedError, peer: str) -> Refused:
+    known = error.refusal in RefusalCode._value2member_map_
+    code = RefusalCode(error.refusal) if known else RefusalCode.BAD_REQUEST
+    return Refused(code, f"{peer} refused the link: {error}")

@@ -1,0 +1,243 @@
+"""The accepting side of links: one port for all neighbours that dial this node.
+
+A caller is known by its certificate. It is let in when it is an expected neighbour of its epoch; asked to
+try again when this node has not heard of that epoch yet; and refused for good otherwise.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import NoReturn
+
+import grpc
+import grpc.aio
+
+from wire.byte_stream import REFUSAL_KEY, ServerContext, ServerStream, StreamDroppedError
+from wire.channels import LinkIdentity, listen_mutual_tls, make_server
+from wire.connection import Connection, LinkSettings, LinkState, OnTensor
+from wire.errors import ProtocolViolationError, RefusalCode
+from wire.link import BULK_METHOD, CONTROL_METHOD, METADATA_PREFIX, Link
+from wire.stream_receiver import Expect
+from wire.version import PROTOCOL
+
+
+class _NotAdmitted(Exception):
+    """The answer to a caller that is not let in."""
+
+    def __init__(self, status: grpc.StatusCode, message: str, refusal: RefusalCode | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.refusal = refusal
+
+
+class AcceptedLink(Link):
+    """The link of the higher stage, which waits for the neighbour's connections."""
+
+    def __init__(self, *, peer_node_id: str, state: LinkState, forget: Callable[[], None]) -> None:
+        super().__init__(peer_node_id=peer_node_id, state=state)
+        self._forget = forget
+        self._session: int | None = None
+        self._streams: dict[str, ServerStream] = {}  # of the newest connection, by method
+        self._arrived = asyncio.Event()
+
+    async def close(self) -> None:
+        await super().close()
+        self._forget()
+
+    def attach(self, method: str, session: int, attempt: int, context: ServerContext) -> Connection:
+        """Take one stream of a connection; a newer attempt ends the one before. Raises `_NotAdmitted`."""
+        if self.lost.done():
+            raise _NotAdmitted(
+                grpc.StatusCode.FAILED_PRECONDITION, str(self.lost.result()), RefusalCode.BAD_REQUEST
+            )
+        if self._session is None:
+            self._session = session
+            self._state.open_session(session)
+        if session != self._session:
+            raise _NotAdmitted(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"this link of epoch {self.epoch} was opened by another process of that node, "
+                "whose state is gone; a new epoch is needed",
+                RefusalCode.STALE_EPOCH,
+            )
+        newest = self._connection
+        if newest is None or attempt > newest.attempt:
+            if newest is not None:
+                newest.end(StreamDroppedError("the neighbour connected again"))
+            newest = self._make_connection(attempt)
+            self._streams = {}
+        if attempt < newest.attempt or newest.ended or method in self._streams:
+            raise _NotAdmitted(grpc.StatusCode.ABORTED, "this connection was replaced by a newer one")
+        self._streams[method] = ServerStream(context)
+        if len(self._streams) == 2:
+            self._arrived.set()
+        return newest
+
+    def _finish(self) -> None:
+        super()._finish()
+        self._arrived.set()
+
+    async def _keep_connected(self) -> None:
+        while not self._over.is_set():
+            await self._arrived.wait()
+            self._arrived.clear()
+            connection = self._connection
+            if connection is not None and len(self._streams) == 2 and not connection.ended:
+                await connection.run(self._streams[BULK_METHOD], self._streams[CONTROL_METHOD])
+
+
+class _Handlers(grpc.GenericRpcHandler):
+    def __init__(self, serve: Callable[[str, ServerContext], Awaitable[None]]) -> None:
+        self._serve = serve
+
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> "grpc.RpcMethodHandler[bytes, bytes] | None":
+        method = handler_call_details.method
+        if method not in (BULK_METHOD, CONTROL_METHOD):
+            return None
+
+        async def handle(_requests: object, context: ServerContext) -> None:
+            await self._serve(method, context)
+
+        # No serializers: messages are bytes.
+        return grpc.stream_stream_rpc_method_handler(handle)
+
+
+class LinkServer:
+    """Accepts neighbours' connections at one address, with mutual TLS, for the links that are expected."""
+
+    def __init__(self, *, identity: LinkIdentity, run_id: str, settings: LinkSettings | None = None) -> None:
+        self._identity = identity
+        self._run_id = run_id
+        self._settings = settings or LinkSettings()
+        self._server: grpc.aio.Server | None = None
+        self._epoch = -1
+        self._links: dict[tuple[int, str], AcceptedLink] = {}
+        self._closed: set[str] = set()  # neighbours whose link of the newest epoch was closed here
+
+    async def start(self, listen: str) -> int:
+        """Listen on `listen` ("host:port"; port 0 picks one) and give the port.
+
+        Raises `UserError` when the address cannot be bound.
+        """
+        server = make_server([_Handlers(self._serve)])
+        port = listen_mutual_tls(server, listen, self._identity)
+        await server.start()
+        self._server = server
+        return port
+
+    async def stop(self) -> None:
+        """Close every link and the port."""
+        for link in list(self._links.values()):
+            await link.close()
+        if self._server is not None:
+            await self._server.stop(grace=None)
+            self._server = None
+
+    def expect_peer(
+        self,
+        *,
+        epoch: int,
+        stage: int,
+        peer_node_id: str,
+        peer_stage: int,
+        expect: Expect,
+        on_tensor: OnTensor,
+    ) -> AcceptedLink:
+        """A link that the lower stage `peer_stage` will dial. Run it like any other.
+
+        Announce all neighbours of an epoch without awaiting in between: once one is known, a caller that is
+        not is refused for good.
+        """
+        state = LinkState.create(
+            run_id=self._run_id,
+            epoch=epoch,
+            stage=stage,
+            peer_stage=peer_stage,
+            settings=self._settings,
+            expect=expect,
+            on_tensor=on_tensor,
+        )
+        place = (epoch, peer_node_id)
+
+        def forget() -> None:
+            if self._links.pop(place, None) is not None and epoch == self._epoch:
+                self._closed.add(peer_node_id)
+
+        if epoch > self._epoch:
+            self._epoch, self._closed = epoch, set()
+        link = AcceptedLink(peer_node_id=peer_node_id, state=state, forget=forget)
+        self._links[place] = link
+        return link
+
+    async def _serve(self, method: str, context: ServerContext) -> None:
+        try:
+            connection = self._admit(method, context)
+        except _NotAdmitted as answer:
+            await _abort(context, answer.status, str(answer), answer.refusal)
+        try:
+            await context.send_initial_metadata(())
+            await connection.finished.wait()
+        finally:
+            connection.end(StreamDroppedError("the neighbour hung up"))
+        if isinstance(connection.error, ProtocolViolationError):
+            await _abort(
+                context, grpc.StatusCode.INVALID_ARGUMENT, str(connection.error), RefusalCode.BAD_REQUEST
+            )
+
+    def _admit(self, method: str, context: ServerContext) -> Connection:
+        peer, numbers = _common_name(context), _numbers(context)
+        if numbers["protocol"] != PROTOCOL:
+            raise _NotAdmitted(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"it speaks protocol {PROTOCOL}, this node {numbers['protocol']}: install the same thinwire",
+                RefusalCode.VERSION_MISMATCH,
+            )
+        epoch = numbers["epoch"]
+        link = self._links.get((epoch, peer))
+        if link is not None:
+            return link.attach(method, numbers["session"], numbers["attempt"], context)
+        if epoch > self._epoch:
+            raise _NotAdmitted(grpc.StatusCode.UNAVAILABLE, f"epoch {epoch} is not known there yet")
+        if epoch < self._epoch:
+            raise _NotAdmitted(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"epoch {epoch} is over; this node is in epoch {self._epoch}",
+                RefusalCode.STALE_EPOCH,
+            )
+        if peer in self._closed:
+            raise _NotAdmitted(grpc.StatusCode.UNAVAILABLE, f"the link of epoch {epoch} was closed there")
+        raise _NotAdmitted(
+            grpc.StatusCode.PERMISSION_DENIED,
+            f"node {peer} is no neighbour of node {self._identity.node_id} in epoch {epoch}",
+            RefusalCode.NOT_A_NEIGHBOUR,
+        )
+
+
+def _common_name(context: ServerContext) -> str:
+    for name in context.auth_context().get("x509_common_name", ()):
+        return name.decode(errors="replace")
+    return ""
+
+
+def _numbers(context: ServerContext) -> dict[str, int]:
+    """The call's metadata. Raises `_NotAdmitted` when one is missing or no number."""
+    given = dict(context.invocation_metadata() or ())
+    numbers = {}
+    for name in ("protocol", "epoch", "stage", "session", "attempt"):
+        value = given.get(METADATA_PREFIX + name, "")
+        if not isinstance(value, str) or not value.isdecimal() or len(value) > 20:
+            raise _NotAdmitted(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"the call's metadata has no number {METADATA_PREFIX}{name}",
+                RefusalCode.BAD_REQUEST,
+            )
+        numbers[name] = int(value)
+    return numbers
+
+
+async def _abort(
+    context: ServerContext, status: grpc.StatusCode, message: str, refusal: RefusalCode | None
+) -> NoReturn:
+    trailing = ((REFUSAL_KEY, refusal.value),) if refusal else ()
+    await context.abort(status, message, trailing)

@@ -1,0 +1,168 @@
+"""The sending end of a bulk stream as a state machine without I/O: tensors in, frames out, in order.
+
+Frames are cut when they are asked for, from the caller's own buffer, so a tensor that waits or is not yet
+acknowledged costs no second copy. What is asked for again, and what a reconnection brings back, is simply
+cut once more.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from wire.errors import LinkError, ProtocolViolationError
+from wire.frames import MAX_TENSOR_BYTES, PAYLOAD_BYTES, Frame, pack_frame
+from wire.spec import TensorKey
+
+Payload = bytes | bytearray | memoryview
+
+_MAX_PROBE_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Outgoing:
+    key: TensorKey
+    data: memoryview
+    first: int  # sequence of its first frame
+    end: int  # one past its last
+
+
+class StreamSender:
+    """Sends tensors of one link, oldest first, each frame until it is acknowledged.
+
+    The receiver says how far the stream may run (`credit_limit`), which bounds its memory; `outbox_bytes`
+    bounds what waits here. A frame that nobody acknowledges is sent again when the stream has been quiet for
+    `resend_seconds`, then after twice that and so on, so a lost acknowledgement cannot hang the link.
+
+    `session` is set by the link before the first frame is taken.
+    """
+
+    def __init__(
+        self,
+        *,
+        tag: int,
+        outbox_bytes: int,
+        resend_seconds: float,
+        payload_bytes: int = PAYLOAD_BYTES,
+    ) -> None:
+        self.session = 0
+        self.retransmits = 0
+        self._tag = tag
+        self._payload_bytes = payload_bytes
+        self._outbox_limit = outbox_bytes
+        self._resend_seconds = resend_seconds
+        self._tensors: list[_Outgoing] = []
+        self._queued_bytes = 0
+        self._end = 0  # one past the last frame of the last tensor
+        self._acknowledged = 0  # every frame below has arrived
+        self._cursor = 0  # next frame in order; a reconnection moves it back
+        self._sent = 0  # one past the newest frame ever handed out
+        self._credit_limit = 0
+        self._again: set[int] = set()
+        self._probe_seconds = resend_seconds
+        self._probe_at: float | None = None
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of the tensors that are held here until they are acknowledged."""
+        return self._queued_bytes
+
+    @property
+    def unacknowledged(self) -> int:
+        """Frames that were handed out and not yet acknowledged."""
+        return self._sent - self._acknowledged
+
+    @property
+    def deadline(self) -> float | None:
+        """When `next_frame` should be asked again although nothing happened."""
+        return self._probe_at
+
+    def send(self, key: TensorKey, payload: Payload) -> None:
+        """Queue a tensor. Its bytes must not change until they are acknowledged.
+
+        Raises `LinkError` when it is empty or too long, or when the outbox is full.
+        """
+        data = memoryview(payload).cast("B")
+        if not 0 < len(data) <= MAX_TENSOR_BYTES:
+            raise LinkError(f"{key} has {len(data)} bytes; a link carries 1 to {MAX_TENSOR_BYTES}")
+        # One tensor larger than the whole outbox still passes, alone.
+        if self._tensors and self._queued_bytes + len(data) > self._outbox_limit:
+            raise LinkError(
+                f"cannot queue {key}: {self._queued_bytes} bytes wait for the neighbour and at most "
+                f"{self._outbox_limit} may; the schedule sends more than it should keep in flight"
+            )
+        frames = -(-len(data) // self._payload_bytes)
+        self._tensors.append(_Outgoing(key, data, self._end, self._end + frames))
+        self._end += frames
+        self._queued_bytes += len(data)
+
+    def next_frame(self, now: float) -> bytes | None:
+        """The frame to write next; None when there is nothing that may be written before `deadline`."""
+        if self._again:
+            sequence = min(self._again)
+            self._again.remove(sequence)
+        elif self._cursor < min(self._end, self._credit_limit):
+            sequence = self._cursor
+            self._cursor += 1
+        elif self._acknowledged < self._cursor and self._probe_is_due(now):
+            sequence = self._acknowledged
+            self._probe_seconds = min(2 * self._probe_seconds, _MAX_PROBE_SECONDS)
+        else:
+            return None
+        self._probe_at = None
+        if sequence < self._sent:
+            self.retransmits += 1
+        self._sent = max(self._sent, sequence + 1)
+        return self._cut(sequence)
+
+    def acknowledge(self, next_sequence: int, credit_limit: int) -> None:
+        """Every frame below `next_sequence` has arrived; those below `credit_limit` may be sent.
+
+        Older news than what is known is ignored. Raises `ProtocolViolationError` for frames never sent.
+        """
+        if next_sequence > self._sent:
+            raise ProtocolViolationError(
+                f"the neighbour acknowledged frame {next_sequence - 1}; only {self._sent} frames were sent"
+            )
+        self._credit_limit = max(self._credit_limit, credit_limit)
+        if next_sequence <= self._acknowledged:
+            return
+        self._acknowledged = next_sequence
+        self._cursor = max(self._cursor, next_sequence)
+        self._again = {sequence for sequence in self._again if sequence >= next_sequence}
+        self._probe_seconds, self._probe_at = self._resend_seconds, None
+        while self._tensors and self._tensors[0].end <= next_sequence:
+            self._queued_bytes -= len(self._tensors.pop(0).data)
+
+    def send_again(self, sequences: list[int]) -> None:
+        """These arrived damaged or not at all. Those that cannot be meant are ignored: a damaged frame's
+        number is a guess."""
+        self._again.update(s for s in sequences if self._acknowledged <= s < self._cursor)
+
+    def reconnect(self, next_sequence: int) -> None:
+        """A new connection: go on from the lowest frame that the other end lacks.
+
+        Raises `ProtocolViolationError` when the other end has lost what it acknowledged.
+        """
+        if next_sequence < self._acknowledged:
+            raise ProtocolViolationError(
+                f"the neighbour asks for frame {next_sequence} after acknowledging {self._acknowledged}: "
+                "it was restarted; a new epoch is needed"
+            )
+        self.acknowledge(next_sequence, 0)
+        self._cursor = next_sequence
+        self._again.clear()
+        self._probe_seconds, self._probe_at = self._resend_seconds, None
+
+    def _probe_is_due(self, now: float) -> bool:
+        # The wait starts when the stream falls quiet, not when a frame was handed out: a slow link may take
+        # seconds to accept one.
+        if self._probe_at is None:
+            self._probe_at = now + self._probe_seconds
+        return now >= self._probe_at
+
+    def _cut(self, sequence: int) -> bytes:
+        tensor = self._tensors[bisect_right(self._tensors, sequence, key=lambda t: t.first) - 1]
+        offset = (sequence - tensor.first) * self._payload_bytes
+        payload = bytes(tensor.data[offset : offset + self._payload_bytes])
+        return pack_frame(
+            Frame(self.session, sequence, tensor.key, len(tensor.data), offset, payload), self._tag
+        )
