@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     parse_listen(args.listen)
     if args.advertise:
         parse_listen(args.advertise)
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", args.device):
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", args.device):
         raise UsageError(f"--device must be auto, cpu or cuda:N, got {args.device!r}")
     if args.threads < 0:
         raise UsageError(f"--threads must be at least 0 (torch's own choice), got {args.threads}")

@@ -14,7 +14,12 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not su
 
 
 def set_up_logging() -> None:
-    """Log INFO and above to stderr; `THINWIRE_LOG=debug` (or warning, error) sets another level."""
+    """Log INFO and above to stderr; `THINWIRE_LOG=debug` (or warning, error) sets another level.
+
+    Call it before grpc is imported: gRPC's core reads its own verbosity once, and tells users of every
+    connection that a peer closed.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     handler = _StderrHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
     level = os.environ.get("THINWIRE_LOG", "info").upper()

@@ -17,12 +17,14 @@ def run(args: argparse.Namespace) -> int:
     from node.cli.logs import set_up_logging
     from node.cli.run_directory import existing_run_directory
     from node.config.loader import from_json
-    from node.coordinator.main import run_coordinator
     from node.coordinator.store import Store
 
     directory = existing_run_directory(args.run_dir)
     with Store.open(directory) as store:
         config = from_json(store.run().config_json)
     set_up_logging()
+
+    from node.coordinator.main import run_coordinator
+
     with emitter(json=args.json) as emit:
         return run_coordinator(config, run_dir=directory, emit=emit, resume=True)

@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
 
 def parse_ttl(text: str) -> timedelta:
     """`90m`, `24h`, `7d`, `30s`. Raises UsageError."""
-    match = re.fullmatch(r"(\d{1,9})([smhd])", text)
+    match = re.fullmatch(r"([0-9]{1,9})([smhd])", text)
     span = timedelta(seconds=int(match[1]) * _UNITS[match[2]]) if match else timedelta(0)
     if not timedelta(0) < span <= MAX_TTL:
         raise UsageError(f"--ttl must be a number and s, m, h or d, above 0 and at most 366d, got {text!r}")

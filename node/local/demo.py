@@ -168,18 +168,18 @@ class _Demo:
                     child.kill()
 
     async def _stop(self) -> None:
-        """Ask what still runs to stop, as Ctrl-C would; kill what has not after `STOP_SECONDS`."""
+        """End what still runs: the coordinator as by Ctrl-C, which ends the nodes; then whoever is left."""
         alive = [child for child in self._children.values() if child.returncode is None]
+        coordinator = self._children.get("coordinator")
         try:
-            for child in alive:
-                child.send_signal(signal.SIGINT)
             async with asyncio.timeout(STOP_SECONDS):
-                if "coordinator" in self._children:
-                    await self._pass_events_on(self._children["coordinator"])
-                for child in alive:
-                    await child.wait()
+                if coordinator in alive:
+                    coordinator.send_signal(signal.SIGINT)
+                    await self._pass_events_on(coordinator)
+                    for child in alive:
+                        await child.wait()
         except TimeoutError:
-            pass  # then they are killed
+            pass  # whoever is left is killed
         finally:
             for child in alive:
                 if child.returncode is None:
@@ -194,7 +194,7 @@ class _Demo:
         lines = self._log(name).read_text(encoding="utf-8", errors="replace").splitlines()
         words = next((line for line in reversed(lines) if line.strip()), "it said nothing")
         error = RunError(
-            f"{words.removeprefix('thinwire: error: ')} ({name} ended with exit code {code}; "
+            f"{words.removeprefix('thinwire: ').removeprefix('error: ')} ({name} ended with exit code {code}; "
             f"all it said is in {self._log(name)})"
         )
         error.exit_code = code if code > 0 else 1

@@ -1,0 +1,339 @@
+"""The command line: parsing, exit codes, one-line errors, tokens."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from node.cli import doctor
+from node.cli.coordinator import emitter
+from node.cli.main import main
+from node.cli.run_directory import existing_run_directory, new_run_directory
+from node.cli.token import parse_ttl
+from node.config.loader import to_json
+from node.config.schema import RunConfig
+from node.coordinator.store import DATABASE_FILE, Store
+from node.telemetry.events import Notice, RunStarted
+from node.telemetry.status import read_status
+from wire.errors import ConfigError, LinkError, RunError, ThinwireError, UserError
+from wire.identity.token import JoinToken
+from wire.version import VERSION
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in the user's own state directory, and relative paths in a fresh folder."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    directory = tmp_path / "run"
+    config = to_json(RunConfig())
+    with Store.create(directory, run_id="demo-x", config_json=config, pin=b"p" * 32, now=1.0) as store:
+        store.set_addresses(["127.0.0.1:7700"])
+    return directory
+
+
+def program(*arguments: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "node.cli.main", *arguments], capture_output=True, text=True, timeout=seconds
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", "arguments are required: COMMAND"),
+        ("jion tw1_x", "unknown command 'jion'; did you mean join?"),
+        ("zzzzzz", "unknown command 'zzzzzz'; known: demo, coordinator, join"),
+        ("token crate x", "unknown command 'crate'; did you mean create?"),
+        ("token", "arguments are required: ACTION"),
+        ("coordinator", "arguments are required: RUN.toml (see `thinwire coordinator --help`)"),
+        ("coordinator r.toml --jsno", "unknown option --jsno; did you mean --json?"),
+        ("coordinator r.toml --run-di=x", "unknown option --run-di; did you mean --run-dir?"),
+        ("join tok --zzz", "unknown option --zzz; known: -h, --help"),
+        ("status a b", "unexpected argument 'b'"),
+        ("join tok a=b", "unexpected argument 'a=b'"),
+        ("demo --steps many", "argument --steps: invalid int value: 'many'"),
+        ("join nonsense", "this is not a join token"),
+        ("status absent", "absent is not a directory"),
+        ("token list .", "holds no run"),
+        ("resume .", "holds no run"),
+        ("coordinator absent.toml", "absent.toml: no such run file"),
+        ("config explain absent.toml", "absent.toml: no such run file"),
+        ("demo run.step=3", "did you mean 'steps'?"),
+    ],
+)
+def test_user_mistakes_are_one_line_and_exit_code_2(line: str, words: str, capsys: Capture) -> None:
+    assert main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("thinwire: error: ") and err.count("\n") == 1
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--listen nowhere", "'nowhere' is not host:port"),
+        ("--advertise a:b", "'a:b' has no port"),
+        ("--device gpu", "--device must be auto, cpu or cuda:N, got 'gpu'"),
+        ("--threads=-1", "--threads must be at least 0"),
+    ],
+)
+def test_join_options_are_checked_before_anything_starts(options: str, words: str, capsys: Capture) -> None:
+    token = JoinToken(("127.0.0.1:1",), "demo-x", b"p" * 32, "A" * 8, b"s" * 16).encode()
+    assert main(["join", token, *options.split()]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_overrides_may_stand_after_options(capsys: Capture) -> None:
+    Path("run.toml").write_text("")
+    assert (
+        main(["config", "explain", "run.toml", "model.layers=5", "--json", "run.seed=7", "run.steps=50"]) == 0
+    )
+    config = json.loads(capsys.readouterr().out)["config"]
+    assert (config["model"]["layers"], config["run"]["seed"], config["run"]["steps"]) == (5, 7, 50)
+
+
+def test_a_mistake_in_a_new_process_has_no_traceback() -> None:
+    done = program("coordinator", "absent.toml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+
+
+def test_bad_text_ends_in_one_line_and_leaves_no_run_behind() -> None:
+    Path("run.toml").write_text('[data]\npath = "absent"\n[coordinator]\nlisten = "127.0.0.1:0"\n')
+    done = program("coordinator", "run.toml", "--run-dir", "new")
+    assert done.returncode == 2
+    assert done.stderr.startswith("thinwire: error: ") and done.stderr.count("\n") == 1
+    assert not Path("new").exists()
+
+
+def test_help_is_quick_and_loads_nothing_heavy() -> None:
+    watch = "import sys, node.cli.main as m; m.build_parser(); print([x for x in sys.modules if x in H])"
+    heavy = {"torch", "grpc", "numpy", "rich", "cryptography", "asyncio"}
+    done = subprocess.run(
+        [sys.executable, "-c", f"H = {heavy!r}; {watch}"], capture_output=True, text=True, timeout=30
+    )
+    assert done.stdout == "[]\n"
+    began = time.perf_counter()
+    done = program("--help")
+    assert done.returncode == 0
+    assert time.perf_counter() - began < 3  # about 0.05 s on a quiet machine
+    for command in ("coordinator", "join", "resume", "demo", "token", "status", "doctor", "config"):
+        assert f"  {command}" in done.stdout
+
+
+def test_the_version() -> None:
+    assert program("--version").stdout == f"thinwire {VERSION}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ConfigError("bad key"), 2, "thinwire: error: bad key\n"),
+        (RunError("over"), 1, "thinwire: error: over\n"),
+        (ThinwireError("two\nlines"), 1, "thinwire: error: two lines\n"),
+        (KeyboardInterrupt(), 130, "thinwire: interrupted\n"),
+        (PermissionError(13, "Permission denied", "/x"), 1, "thinwire: error: /x: Permission denied\n"),
+        (
+            BaseExceptionGroup("g", [ExceptionGroup("h", [LinkError("gone")]), KeyboardInterrupt()]),
+            1,
+            "thinwire: error: gone\n",
+        ),
+        (BaseExceptionGroup("g", [KeyboardInterrupt()]), 130, "thinwire: interrupted\n"),
+    ],
+)
+def test_exit_codes(
+    error: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    assert run_failing(error, monkeypatch) == code
+    assert capsys.readouterr() == ("", line)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("of a\nkind"),
+        OSError(9, "Bad file descriptor"),
+        ExceptionGroup("tasks", [LinkError("gone"), ValueError("of a kind")]),
+    ],
+)
+def test_a_bug_leaves_its_traceback_in_a_file(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
+) -> None:
+    assert run_failing(error, monkeypatch) == 70
+    err = capsys.readouterr().err
+    assert err.startswith(f"thinwire: this is a bug: {type(error).__name__}") and err.count("\n") == 1
+    (report,) = (tmp_path / "state" / "thinwire").iterdir()
+    assert err.rstrip().endswith(f"traceback in {report}")
+    text = report.read_text()
+    assert "Traceback (most recent call last)" in text and "raise error" in text
+
+
+def test_a_bug_with_no_place_for_its_file_still_says_where(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
+) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file where a directory is needed")
+    monkeypatch.setenv("XDG_STATE_HOME", str(blocked))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert run_failing(ValueError("x"), monkeypatch) == 70
+    report = Path(capsys.readouterr().err.rstrip().rpartition("traceback in ")[2])
+    assert report.parent == tmp_path and "ValueError: x" in report.read_text()
+
+
+def run_failing(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run `thinwire doctor` where its work raises `error`."""
+
+    def fail(args: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr(doctor, "run", fail)
+    return main(["doctor"])
+
+
+def test_a_reader_that_went_away_is_no_error() -> None:
+    Path("run.toml").write_text("")
+    shell = f"{sys.executable} -m node.cli.main config explain run.toml | head -n 1"
+    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=60)
+    assert (done.stdout.count("\n"), done.stderr) == (1, "")
+
+
+def test_run_directories_are_numbered(tmp_path: Path) -> None:
+    assert new_run_directory(None, "demo") == Path("runs/demo-1")
+    assert new_run_directory(None, "demo") == Path("runs/demo-2")
+    assert new_run_directory(None, "other") == Path("runs/other-1")
+    assert new_run_directory(tmp_path / "a" / "b", "demo") == tmp_path / "a" / "b"
+
+
+def test_a_run_is_never_overwritten(run_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"holds a run already: go on with `thinwire resume {run_dir}`"):
+        new_run_directory(run_dir, "demo")
+    assert existing_run_directory(run_dir) == run_dir
+    (run_dir / DATABASE_FILE).unlink()
+    with pytest.raises(UserError, match="holds no run"):
+        existing_run_directory(run_dir)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot make a run directory at .*file"):
+        new_run_directory(tmp_path / "file", "demo")
+
+
+@pytest.mark.parametrize(
+    ("text", "span"),
+    [
+        ("30s", timedelta(seconds=30)),
+        ("90m", timedelta(minutes=90)),
+        ("24h", timedelta(days=1)),
+        ("7d", timedelta(7)),
+    ],
+)
+def test_token_lifetimes(text: str, span: timedelta) -> None:
+    assert parse_ttl(text) == span
+
+
+@pytest.mark.parametrize("text", ["", "5", "h", "-1h", "0s", "1.5h", "367d", "999999999d", "1w", "١h"])
+def test_lifetimes_that_are_none(text: str) -> None:
+    with pytest.raises(UserError, match="--ttl must be a number and s, m, h or d"):
+        parse_ttl(text)
+
+
+def test_tokens_are_created_listed_and_revoked(run_dir: Path, capsys: Capture) -> None:
+    def ask(*arguments: str) -> str:
+        assert main(["token", *arguments]) == 0
+        return capsys.readouterr().out
+
+    assert "no tokens" in ask("list", str(run_dir))
+    line = ask("create", str(run_dir), "--uses", "3", "--ttl", "7d")
+    assert line.startswith("thinwire join tw1_") and line.count("\n") == 1
+    token = JoinToken.parse(line.split()[-1])
+    assert (token.addresses, token.run_id) == (("127.0.0.1:7700",), "demo-x")
+
+    made = json.loads(ask("create", str(run_dir), "--json"))
+    assert JoinToken.parse(made["token"]).token_id == made["id"]
+    listed = json.loads(ask("list", str(run_dir), "--json"))
+    assert {row["id"]: row["uses_allowed"] for row in listed} == {token.token_id: 3, made["id"]: 1}
+    assert listed[0]["expires"] - listed[0]["created"] in (86400, 7 * 86400)
+    assert "token" not in listed[0]
+
+    assert ask("revoke", str(run_dir), token.token_id).startswith(f"revoked {token.token_id}")
+    assert json.loads(ask("revoke", str(run_dir), made["id"], "--json"))["state"] == "revoked"
+    rows = [line.split() for line in ask("list", str(run_dir)).splitlines()]
+    assert [row[1] for row in rows] == ["state", "revoked", "revoked"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["create", "--uses", "0"], "--uses must be at least 1"),
+        (["create", "--ttl", "x"], "--ttl must be"),
+        (["revoke", "absent"], "no token 'absent'"),
+    ],
+)
+def test_token_mistakes(run_dir: Path, arguments: list[str], words: str, capsys: Capture) -> None:
+    assert main(["token", arguments[0], str(run_dir), *arguments[1:]]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_revoking_an_unknown_token_suggests_the_nearest(run_dir: Path, capsys: Capture) -> None:
+    assert main(["token", "create", str(run_dir), "--json"]) == 0
+    known = json.loads(capsys.readouterr().out)["id"]
+    assert main(["token", "revoke", str(run_dir), known[:-1] + "0"]) == 2
+    assert f"did you mean {known}?" in capsys.readouterr().err
+
+
+def test_events_go_to_the_screen_and_to_the_status_file(tmp_path: Path, capsys: Capture) -> None:
+    started = RunStarted(
+        run_id="r",
+        name="demo",
+        directory=str(tmp_path),
+        stages=1,
+        steps=1,
+        first_step=0,
+        tokens_per_step=1,
+        forward_codec="tah",
+        backward_codec="fixed-8",
+    )
+    with emitter(json=True) as emit:
+        emit(started)
+        emit(Notice(text="x"))
+    assert capsys.readouterr().out == f"{started.to_json()}\n{Notice(text='x').to_json()}\n"
+    status = read_status(tmp_path)
+    assert status is not None
+    assert (status.started, status.process_id) == (started, os.getpid())
+
+
+def test_resume_hands_the_stored_config_on(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def run_coordinator(config: RunConfig, *, run_dir: Path, emit: object, resume: bool) -> int:
+        asked.extend([config, run_dir, resume])
+        return 5
+
+    monkeypatch.setattr("node.coordinator.main.run_coordinator", run_coordinator)
+    assert main(["resume", str(run_dir)]) == 5
+    assert asked == [RunConfig(), run_dir, True]
+
+
+def test_coordinator_hands_the_run_file_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def run_coordinator(config: RunConfig, *, run_dir: Path, emit: object, resume: bool) -> int:
+        asked.extend([config.run.name, config.run.steps, run_dir, resume])
+        return 0
+
+    monkeypatch.setattr("node.coordinator.main.run_coordinator", run_coordinator)
+    Path("run.toml").write_text('[run]\nname = "mine"\n')
+    assert main(["coordinator", "run.toml", "run.steps=40"]) == 0
+    assert asked == ["mine", 40, Path("runs/mine-1"), False]

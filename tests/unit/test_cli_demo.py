@@ -1,0 +1,185 @@
+"""The demo's care for its processes, with stand-ins for the coordinator and the nodes.
+
+A stand-in is one Python file. `coordinator` prints events and `join` waits; what each does besides is told by
+the files in the run directory's `script` folder, and every stand-in leaves its process id in `pids`.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from node.local import demo
+from node.local.demo import demo_file, run_demo
+from node.telemetry.events import Event, JoinLine, Notice, RunFinished, RunStarted
+from wire.errors import RunError
+
+STAND_IN = textwrap.dedent(
+    """
+    import os, pathlib, signal, sys, threading
+    sys.path[:0] = {path!r}
+    from node.telemetry.events import JoinLine, Notice, RunFinished, RunStarted
+
+    role, plan = sys.argv[1], {plan!r}
+    directory = pathlib.Path({directory!r})
+    name = role if role == "coordinator" else pathlib.Path(sys.argv[sys.argv.index("--state-dir") + 1]).name
+    (directory / f"{{name}}.pid").write_text(str(os.getpid()))
+    (directory / f"{{name}}.args").write_text(" ".join(sys.argv[1:]))
+    interrupted, over = threading.Event(), directory / "over"
+    signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+
+    def say(event):
+        print(event.to_json(), flush=True)
+
+    def wait_until(condition, seconds=30):
+        for _ in range(int(seconds / 0.01)):
+            if condition() or interrupted.wait(0.01):
+                return
+
+    if role == "coordinator":
+        if "refuse" in plan:
+            sys.stderr.write("thinwire: error: run.toml: no good\\n")
+            sys.exit(2)
+        say(RunStarted(run_id="r", name="demo", directory="d", stages=2, steps=1, first_step=0,
+                       tokens_per_step=1, forward_codec="tah", backward_codec="fixed-8"))
+        say(JoinLine(line="thinwire join tw1_secret"))
+        wait_until(lambda: all((directory / f"node-{{i}}.pid").exists() for i in range(2)))
+        say(Notice(text="nodes are here"))
+        if "go on" in plan:
+            wait_until(lambda: False)
+        if "die" in plan:
+            sys.exit(3)
+        over.touch()
+        say(RunFinished(reason="stopped" if interrupted.is_set() else "done", failed="fail" in plan))
+        sys.exit(1 if "fail" in plan else 130 if interrupted.is_set() else 0)
+    if "node dies" in plan and name == "node-1":
+        sys.stderr.write("something before\\nthinwire: error: out of memory\\n\\n")
+        sys.exit(7)
+    if "node stays" in plan and name == "node-1":
+        wait_until(lambda: False, 60)
+    wait_until(over.exists)
+    """
+)
+
+
+class Stage:
+    """A place with a stand-in program and what was seen of it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.run_dir = directory / "run"
+        self.events: list[Event] = []
+
+    def command(self, *plan: str) -> list[str]:
+        program = self.directory / "stand_in.py"
+        root = str(Path(demo.__file__).parents[2])
+        program.write_text(STAND_IN.format(path=[root], plan=plan, directory=str(self.directory)))
+        return [sys.executable, str(program)]
+
+    def run(self, *plan: str, overrides: tuple[str, ...] = ()) -> int:
+        command = self.command(*plan)
+        return run_demo(run_dir=self.run_dir, emit=self.events.append, overrides=overrides, command=command)
+
+    def alive(self) -> list[str]:
+        """The stand-ins that still run."""
+        found = []
+        for path in self.directory.glob("*.pid"):
+            try:
+                os.kill(int(path.read_text()), 0)
+            except ProcessLookupError:
+                continue
+            found.append(path.stem)
+        return found
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    monkeypatch.setattr(demo, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(demo, "STOP_SECONDS", 5.0)
+    return Stage(tmp_path)
+
+
+def test_a_run_from_its_join_line_to_its_end(stage: Stage) -> None:
+    assert stage.run(overrides=("run.steps=3",)) == 0
+    assert [type(event) for event in stage.events] == [RunStarted, JoinLine, Notice, RunFinished]
+    assert stage.alive() == []
+    asked = (stage.directory / "coordinator.args").read_text()
+    assert asked == f"coordinator {demo_file()} --run-dir {stage.run_dir} --json run.steps=3"
+    for name in ("node-0", "node-1"):
+        asked = (stage.directory / f"{name}.args").read_text()
+        assert asked.startswith("join tw1_secret --listen 127.0.0.1:0 --device cpu --threads ")
+        assert asked.endswith(f"--state-dir {stage.run_dir / 'nodes' / name}")
+    assert {path.name for path in (stage.run_dir / "logs").iterdir()} == {
+        "coordinator.log",
+        "node-0.log",
+        "node-1.log",
+    }
+
+
+def test_a_failed_run_gives_the_coordinators_exit_code(stage: Stage) -> None:
+    assert stage.run("fail") == 1
+    assert stage.alive() == []
+
+
+def test_a_coordinator_that_refuses_is_quoted(stage: Stage) -> None:
+    with pytest.raises(RunError, match=r"^run\.toml: no good \(coordinator ended with exit code 2") as caught:
+        stage.run("refuse")
+    assert caught.value.exit_code == 2
+    assert stage.alive() == []
+
+
+def test_a_coordinator_that_dies_takes_its_nodes_along(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "STOP_SECONDS", 0.2)  # the nodes know nothing of it and must be killed
+    with pytest.raises(RunError, match="it said nothing"):
+        stage.run("die")
+    assert stage.alive() == []
+
+
+def test_a_node_that_dies_ends_the_demo_and_is_quoted(stage: Stage) -> None:
+    with pytest.raises(RunError, match=r"^out of memory \(node-1 ended with exit code 7; .*node-1\.log\)$"):
+        stage.run("node dies", "go on")
+    assert stage.alive() == []
+    assert RunFinished(reason="stopped", failed=False) in stage.events
+
+
+def test_a_node_that_outstays_the_run_is_killed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "STOP_SECONDS", 1.0)
+    assert stage.run("node stays") == 0
+    assert stage.alive() == []
+    assert stage.events[-1] == Notice(text="node-1 did not end with the run and was killed")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_end_every_process(stage: Stage, number: signal.Signals) -> None:
+    program = textwrap.dedent(
+        f"""
+        import pathlib, sys
+        from node.local.demo import run_demo
+        try:
+            run_demo(run_dir=pathlib.Path({str(stage.run_dir)!r}), command={stage.command("go on")!r},
+                     emit=lambda event: print(event.to_json(), flush=True))
+        except KeyboardInterrupt:
+            sys.exit(130)
+        """
+    )
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    while '"nodes are here"' not in child.stdout.readline():
+        pass
+    assert set(stage.alive()) == {"coordinator", "node-0", "node-1"}
+    child.send_signal(number)
+    rest, _ = child.communicate(timeout=30)
+    assert child.returncode == 130
+    assert '"reason": "stopped"' in rest
+    assert stage.alive() == []
+
+
+def test_the_recipe_is_the_installed_file() -> None:
+    recipe = Path(__file__).parents[2] / "deploy" / "recipes" / "demo.toml"
+    assert recipe.read_text() == demo_file().read_text()
+    assert tomllib.loads(recipe.read_text())["pipeline"]["stages"] == 4
