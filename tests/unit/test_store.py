@@ -342,3 +342,11 @@ def test_a_closed_store_says_so(directory: Path) -> None:
     store.close()
     with pytest.raises(RunError, match="closed"):
         store.members()
+
+
+def test_a_write_that_fails_halfway_changes_nothing(store: Store) -> None:
+    nodes = [PlacedNode(stage, make_member(stage).node_id, "10.0.0.1:7800") for stage in range(2)]
+    store.record_placement(1, nodes)
+    with pytest.raises(RunError, match="cannot be used"):
+        store.record_placement(1, [nodes[0], nodes[0]])
+    assert store.placement(1) == nodes
