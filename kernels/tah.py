@@ -79,7 +79,7 @@ def encode(x: torch.Tensor, out: TahSections, *, samples: int, four_bit: int, ta
     factors = powers_of_two(-exponent)
     rows = tile_rows(x)
     n = rows.shape[0]
-    low = torch.empty(n, device=x.device)
+    low = torch.empty(n, dtype=torch.float32, device=x.device)
     high = torch.empty_like(low)
     outlier = torch.empty(n, dtype=torch.bool, device=x.device)
     rank = torch.empty(n, dtype=torch.int64, device=x.device)

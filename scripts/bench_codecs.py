@@ -108,8 +108,8 @@ def main() -> None:
     results = [measure(name, x, arguments.runs) for name in codec_names()]
     where = f"{hardware(device)}, {arguments.threads} threads"
     print(f"{list(x.shape)} fp32 on {where}, median of {arguments.runs} runs")
-    print(f"{'codec':9} {'encode':>9} {'decode':>9} {'encode':>8} {'decode':>8} {'bits an':>8} {'relative':>9}")
-    print(f"{'':9} {'M el/s':>9} {'M el/s':>9} {'copies':>8} {'copies':>8} {'element':>8} {'error':>9}")
+    print("codec        encode    decode   encode   decode  bits an  relative")
+    print("             M el/s    M el/s   copies   copies  element     error")
     for row in results:
         print(
             f"{row['codec']:9} {row['encode_elements_per_second'] / 1e6:9.0f} "
