@@ -14,9 +14,9 @@ from torch import Tensor
 
 from node.config.schema import RunConfig
 from node.model.chunk import Chunk, build_chunk, compute_precision
-from node.model.split import split_units
+from node.model.placement import chunk_units, chunks_of
 from node.model.units import unit_names
-from node.stage.schedule import Action, Kind, schedule
+from node.stage.schedule import Action, Kind, Orders, schedule
 from node.telemetry.clock import StageClock, TimeKind
 from node.training.optimizer import StageOptimizer, sum_tied_gradients
 from wire.codecs.base import Codec
@@ -66,25 +66,31 @@ class _InFlight:
 
 
 class StageExecutor:
-    """Stage `stage` of `config.pipeline.stages`, on one device."""
+    """One stage of a pipeline, on one device; `place` says which."""
 
     def __init__(self, config: RunConfig, device: torch.device, clock: StageClock) -> None:
         self.config = config
         self.device = device
         self.clock = clock
         self.stage = -1
+        self.stages = 0
         self.state_step = -1
-        pipeline = config.pipeline
-        self._stages, self._chunk_count = pipeline.stages, pipeline.chunks
-        self._orders = schedule(pipeline.stages, pipeline.chunks, config.microbatches, pipeline.window)
-        self._split = split_units(config.model, pipeline.stages * pipeline.chunks, pipeline.split)
+        self.voted = False
+        """The gradients of step `state_step` are complete and wait for the commit."""
+        self._chunk_count = 0
+        self._orders: Orders = ()
+        self._split: tuple[tuple[str, ...], ...] = ()
         self._unit_index = {unit: index for index, unit in enumerate(unit_names(config.model))}
+        raw, pipeline = codec("fp32"), config.pipeline
         self._codecs: dict[Direction, Codec] = {
             Direction.ACTIVATION: codec(pipeline.forward_codec),
             Direction.GRADIENT: codec(pipeline.backward_codec),
-            Direction.TIED_SHARE: codec("fp32"),
-            Direction.TIED_SUM: codec("fp32"),
+            Direction.TIED_SHARE: raw,
+            Direction.TIED_SUM: raw,
         }
+        self._raw = raw
+        self.uncompressed = False
+        """Send and expect fp32, whatever the run's codecs are."""
         self._boundary = TensorSpec(
             torch.float32, (config.training.microbatch, config.model.sequence, config.model.hidden)
         )
@@ -105,15 +111,22 @@ class StageExecutor:
 
     @property
     def is_last(self) -> bool:
-        return self.stage == self._stages - 1
+        return self.stage == self.stages - 1
 
-    def place(self, stage: int) -> int:
-        """Take a stage; returns the step whose state is already here for it, or -1."""
-        if stage != self.stage:
-            self.stage = stage
-            self.state_step = -1
+    def place(self, stage: int, stages: int) -> int:
+        """Take stage `stage` of `stages`; returns the step whose state is already here for it, or -1."""
+        if (stage, stages) != (self.stage, self.stages):
+            config = self.config
+            self.stage, self.stages = stage, stages
+            self._chunk_count = chunks_of(config, stages)
+            self._orders = schedule(
+                stages, self._chunk_count, config.microbatches, config.pipeline.window
+            )
+            self._split = chunk_units(config, stages)
             self._chunks = []
             self._optimizer = None
+            self.state_step = -1
+            self.voted = False
         return self.state_step
 
     def restore(self, step: int, fetch: Callable[[str], UnitState]) -> None:
@@ -121,6 +134,7 @@ class StageExecutor:
         if step == self.state_step:
             return
         self.state_step = -1
+        self.voted = False
         self._build()
         if step > 0:
             for unit in self.units:
@@ -135,12 +149,12 @@ class StageExecutor:
 
     def expected_bytes(self, key: TensorKey) -> int | None:
         """The exact packed size of a tensor that this stage may receive, or None if it may not."""
-        total = self._stages * self._chunk_count
+        total = self.stages * self._chunk_count
         match key.direction:
             case Direction.ACTIVATION:
-                fits = 0 <= key.boundary < total - 1 and (key.boundary + 1) % self._stages == self.stage
+                fits = 0 <= key.boundary < total - 1 and (key.boundary + 1) % self.stages == self.stage
             case Direction.GRADIENT:
-                fits = 0 <= key.boundary < total - 1 and key.boundary % self._stages == self.stage
+                fits = 0 <= key.boundary < total - 1 and key.boundary % self.stages == self.stage
             case Direction.TIED_SHARE:
                 return self._packed_bytes(key, self._tied) if self._shares_tie and self.is_first else None
             case Direction.TIED_SUM:
@@ -150,7 +164,13 @@ class StageExecutor:
         return self._packed_bytes(key, self._boundary)
 
     def run_step(
-        self, epoch: int, step: int, io: StageIO, *, inputs: np.ndarray | None, labels: np.ndarray | None
+        self,
+        epoch: int,
+        step: int,
+        io: StageIO,
+        *,
+        inputs: np.ndarray | None,
+        labels: np.ndarray | None,
     ) -> StepOutcome:
         """Forward and backward of every microbatch, in the schedule's order.
 
@@ -158,6 +178,7 @@ class StageExecutor:
 
         Raises NonFiniteError naming the stage and the tensor, StepInterrupted when called off.
         """
+        self.voted = False
         self._the_optimizer.zero_grad()
         fed, wanted = self._microbatches(inputs), self._microbatches(labels)
         in_flight: dict[tuple[int, int], _InFlight] = {}
@@ -176,11 +197,13 @@ class StageExecutor:
         self.clock.switch(TimeKind.OPTIMIZER)
         loss = float(torch.stack(losses).double().sum()) if losses else None
         norms = self._the_optimizer.squared_norms()
+        self.voted = True
         return StepOutcome(norms={self._unit_index[unit]: norm for unit, norm in norms.items()}, loss=loss)
 
     def apply(self, lr: float, clip_coefficient: float) -> None:
         """Commit: clip, step the optimizer, drop the gradients."""
         self.clock.switch(TimeKind.OPTIMIZER)
+        self.voted = False
         self._the_optimizer.apply(lr, clip_coefficient)
         self.state_step += 1
 
@@ -249,8 +272,8 @@ class StageExecutor:
             head.copy_(self._receive(down, self._tied, io, TimeKind.WAIT_UPSTREAM))
 
     def _tied_gradient(self, unit: str) -> Tensor:
-        parameter = next(p for chunk in self._chunks if (p := chunk.tied_parameter(unit)) is not None)
-        assert parameter.grad is not None, "a backward pass always reaches the tied weight"
+        parameter = next(chunk for chunk in self._chunks if unit in chunk.units).tied_parameter(unit)
+        assert parameter is not None and parameter.grad is not None, "backward always reaches the tied weight"
         return parameter.grad
 
     def _receive(self, key: TensorKey, spec: TensorSpec, io: StageIO, waiting: TimeKind) -> Tensor:
@@ -258,7 +281,7 @@ class StageExecutor:
         packed = io.take(key)
         self.clock.switch(TimeKind.DECODE)
         try:
-            tensor = self._codecs[key.direction].decode(packed.to(self.device), spec)
+            tensor = self._codec(key).decode(packed.to(self.device), spec)
         except NonFiniteError as error:
             raise self._named(error, key, "received") from error
         io.release(key)
@@ -267,7 +290,7 @@ class StageExecutor:
     def _send(self, key: TensorKey, tensor: Tensor, io: StageIO) -> None:
         self.clock.switch(TimeKind.ENCODE)
         try:
-            packed = self._codecs[key.direction].encode(tensor)
+            packed = self._codec(key).encode(tensor)
         except NonFiniteError as error:
             raise self._named(error, key, "to be sent") from error
         io.send(key, packed.cpu(), tensor.numel())
@@ -278,8 +301,11 @@ class StageExecutor:
             f"microbatch {key.microbatch} ({error})"
         )
 
+    def _codec(self, key: TensorKey) -> Codec:
+        return self._raw if self.uncompressed else self._codecs[key.direction]
+
     def _packed_bytes(self, key: TensorKey, spec: TensorSpec) -> int:
-        return self._codecs[key.direction].packed_bytes(spec)
+        return self._codec(key).packed_bytes(spec)
 
     def _microbatches(self, batch: np.ndarray | None) -> tuple[Tensor, ...]:
         if batch is None:
@@ -294,18 +320,18 @@ class StageExecutor:
         self._optimizer = StageOptimizer(self._chunks, self.config.training)
 
     def _chunk_indices(self) -> range:
-        return range(self.stage, self._stages * self._chunk_count, self._stages)
+        return range(self.stage, self.stages * self._chunk_count, self.stages)
 
     def _global_chunk(self, action: Action) -> int:
-        return action.chunk * self._stages + self.stage
+        return action.chunk * self.stages + self.stage
 
     @property
     def _last_chunk(self) -> int:
-        return self._stages * self._chunk_count - 1
+        return self.stages * self._chunk_count - 1
 
     @property
     def _shares_tie(self) -> bool:
-        return self.config.model.tied and self._stages > 1
+        return self.config.model.tied and self.stages > 1
 
     @property
     def _the_optimizer(self) -> StageOptimizer:
