@@ -1,0 +1,181 @@
+"""A pipeline without a network: one `StageExecutor` a stage, each on a thread of its own, joined by memory.
+
+It plays the coordinator's part of a step (global norm, clipping, learning rate) with the product's own
+functions, so what it shows about losses and weights holds for the arithmetic of a real run.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from node.config.schema import RunConfig
+from node.coordinator.epoch import global_norm
+from node.model.units import unit_names
+from node.stage.executor import StageExecutor, StepOutcome
+from node.stage.inbox import Inbox
+from node.stage.routing import source_stage, target_stage
+from node.telemetry.clock import StageClock
+from node.training.data import Corpus
+from node.training.manifest import unit_weights_sha256, weights_sha256
+from node.training.optimizer import PARAMETER
+from node.training.reference import Boundary, ReferenceTrainer, Step
+from node.training.schedule import clip_coefficient, learning_rate
+from wire.codecs.registry import codec
+from wire.spec import Direction, TensorKey, TensorSpec
+
+TAKE_SECONDS = 30.0
+
+TEXT = "".join(f"{sha256(str(n).encode()).hexdigest()} is line {n} of {n * n}.\n" for n in range(200)).encode()
+
+
+def corpus(config: RunConfig) -> Corpus:
+    """A text that is neither constant nor random, so that its loss falls but not to nothing."""
+    return Corpus(
+        np.frombuffer(TEXT, dtype=np.uint8),
+        sequence=config.model.sequence,
+        global_batch=config.training.global_batch,
+        seed=config.run.seed,
+    )
+
+
+class MemoryIO:
+    """`StageIO` of one stage; what it sends lands in the receiving stage's inbox at once."""
+
+    def __init__(self, stage: int, executors: Sequence[StageExecutor], inboxes: Sequence[Inbox]) -> None:
+        self.held: set[TensorKey] = set()
+        """Taken and not yet released."""
+        self.sent: list[tuple[TensorKey, int]] = []
+        """Every tensor sent, with its packed bytes."""
+        self._stage = stage
+        self._executors = executors
+        self._inboxes = inboxes
+
+    def take(self, key: TensorKey) -> Tensor:
+        assert source_stage(key, len(self._inboxes)) != self._stage
+        self.held.add(key)
+        return torch.frombuffer(self._inboxes[self._stage].take(key, TAKE_SECONDS), dtype=torch.uint8)
+
+    def release(self, key: TensorKey) -> None:
+        self.held.remove(key)
+
+    def send(self, key: TensorKey, packed: Tensor, elements: int) -> None:
+        target = target_stage(key, len(self._inboxes))
+        assert self._executors[target].expected_bytes(key) == packed.numel()
+        self.sent.append((key, packed.numel()))
+        self._inboxes[target].put(key, bytearray(packed.numpy()))
+
+    def check(self) -> None:
+        self._inboxes[self._stage].check()
+
+
+class MemoryPipeline:
+    """All stages of `config`, at step 0. A context manager: leaving it ends the threads."""
+
+    def __init__(self, config: RunConfig) -> None:
+        stages = config.pipeline.stages
+        self.config = config
+        self.step = 0
+        self.executors = [StageExecutor(config, torch.device("cpu"), StageClock()) for _ in range(stages)]
+        self.inboxes = [Inbox() for _ in range(stages)]
+        self.ios = [MemoryIO(stage, self.executors, self.inboxes) for stage in range(stages)]
+        self._corpus = corpus(config)
+        self._pool = ThreadPoolExecutor(stages, initializer=torch.set_num_threads, initargs=(1,))
+        for stage, executor in enumerate(self.executors):
+            executor.place(stage)
+            executor.restore(0, _nothing_to_fetch)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(wait=True)
+
+    def outcomes(self, epoch: int = 1) -> list[StepOutcome]:
+        """Run the step on every stage up to its vote. The first stage's error ends all, and is raised."""
+
+        def stage_step(stage: int) -> StepOutcome:
+            rows = self._corpus.batch(self.step).astype(np.int64)
+            executor = self.executors[stage]
+            try:
+                return executor.run_step(
+                    epoch,
+                    self.step,
+                    self.ios[stage],
+                    inputs=rows[:, :-1] if executor.is_first else None,
+                    labels=np.ascontiguousarray(rows[:, 1:]) if executor.is_last else None,
+                )
+            except BaseException as error:
+                for inbox in self.inboxes:
+                    inbox.interrupt(f"stage {stage} failed: {error}")
+                raise
+
+        futures = [self._pool.submit(stage_step, stage) for stage in range(len(self.executors))]
+        return [future.result() for future in futures]
+
+    def commit(self, outcomes: Sequence[StepOutcome]) -> Step:
+        """Apply the optimizer on every stage as the coordinator would have it."""
+        training = self.config.training
+        norms = {unit: norm for outcome in outcomes for unit, norm in outcome.norms.items()}
+        (loss,) = (outcome.loss for outcome in outcomes if outcome.loss is not None)
+        grad_norm = global_norm(norms)
+        lr = learning_rate(self.step, training, self.config.run.steps)
+        clip = clip_coefficient(grad_norm, training.clip)
+        list(self._pool.map(lambda executor: executor.apply(lr, clip), self.executors))
+        self.step += 1
+        return Step(loss=loss, grad_norm=grad_norm, lr=lr)
+
+    def train(self, steps: int) -> list[Step]:
+        return [self.commit(self.outcomes()) for _ in range(steps)]
+
+    def state(self) -> dict[str, Mapping[str, Tensor]]:
+        """Weights and optimizer state of every unit."""
+        return {unit: tensors for executor in self.executors for unit, tensors in executor.copy_state().items()}
+
+    def weights_sha256(self) -> str:
+        """As a snapshot's manifest gives it."""
+        state = self.state()
+        prefix = f"{PARAMETER}."
+        return weights_sha256(
+            unit_weights_sha256(
+                {k.removeprefix(prefix): v.numpy() for k, v in state[unit].items() if k.startswith(prefix)}
+            )
+            for unit in unit_names(self.config.model)
+        )
+
+
+def reference_run(
+    config: RunConfig, steps: int, groups: Sequence[Sequence[str]] | None = None
+) -> tuple[list[Step], str]:
+    """Losses and weights hash of the unsplit trainer; with `groups` the config's codecs sit between them."""
+    boundary = codec_boundary(config) if groups is not None else None
+    trainer = ReferenceTrainer(config, corpus(config), groups=groups, boundary=boundary)
+    return trainer.train(steps), trainer.weights_sha256()
+
+
+def codec_boundary(config: RunConfig) -> Boundary:
+    """What a link with the config's codecs does to a tensor."""
+    spec = TensorSpec(
+        torch.float32, (config.training.microbatch, config.model.sequence, config.model.hidden)
+    )
+    codecs = {
+        Direction.ACTIVATION: codec(config.pipeline.forward_codec),
+        Direction.GRADIENT: codec(config.pipeline.backward_codec),
+    }
+
+    def cross(tensor: Tensor, key: TensorKey) -> Tensor:
+        there = codecs[key.direction]
+        return there.decode(there.encode(tensor), spec)
+
+    return cross
+
+
+def _nothing_to_fetch(unit: str) -> Mapping[str, Tensor]:
+    raise AssertionError(f"{unit} was fetched at step 0")

@@ -1,0 +1,98 @@
+"""Stages joined by memory give the unsplit trainer's losses and weights, bit for bit, on every split."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
+from node.model.split import split_units
+from node.training.reference import Step
+from tests.support.memory_pipeline import MemoryPipeline, reference_run
+
+STEPS = 20
+CODEC_STEPS = 8
+
+CONFIG = RunConfig(
+    run=RunSection(steps=STEPS, seed=7),
+    model=ModelSection(hidden=32, heads=4, kv_heads=2, ffn=48, vocab=256, sequence=16),
+    training=TrainingSection(global_batch=12, microbatch=2, lr=1e-2, warmup_steps=3),
+    pipeline=PipelineSection(stages=1, forward_codec="fp32", backward_codec="fp32"),
+)
+
+PLACEMENTS = [
+    (5, PipelineSection(stages=1)),
+    (5, PipelineSection(stages=2, split=(4, 1))),
+    (5, PipelineSection(stages=3, window=1)),
+    (5, PipelineSection(stages=3, window=4, split=(1, 3, 1))),
+    (5, PipelineSection(stages=5, window=2)),
+    (6, PipelineSection(stages=2, chunks=2, split=(1, 3, 1, 1))),
+    (6, PipelineSection(stages=3, chunks=2, window=1)),
+    (10, PipelineSection(stages=5, chunks=2)),
+]
+"""(Blocks of the model, pipeline.)"""
+
+
+def model(layers: int, family: str, tied: bool) -> RunConfig:
+    return replace(CONFIG, model=replace(CONFIG.model, layers=layers, family=family, tied=tied))
+
+
+def placed(config: RunConfig, pipeline: PipelineSection, codecs: tuple[str, str]) -> RunConfig:
+    forward, backward = codecs
+    return replace(config, pipeline=replace(pipeline, forward_codec=forward, backward_codec=backward))
+
+
+def name(value: object) -> str:
+    """Of a parameter, for a test's id."""
+    if not isinstance(value, PipelineSection):
+        return str(value)
+    split = "-split" + ".".join(map(str, value.split)) if value.split else ""
+    return f"{value.stages}x{value.chunks}-window{value.window}{split}"
+
+
+@cache
+def unsplit(layers: int, family: str, tied: bool) -> tuple[list[Step], str]:
+    return reference_run(model(layers, family, tied), STEPS)
+
+
+def test_the_reference_learns() -> None:
+    """Equality with a trainer that stands still would show nothing."""
+    steps, _ = unsplit(5, "llama", False)
+    assert steps[-1].loss < 0.8 * steps[0].loss
+    assert len({step.loss for step in steps}) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("family", "tied"), [("llama", False), ("llama", True), ("gpt2", False), ("gpt2", True)]
+)
+@pytest.mark.parametrize(("layers", "pipeline"), PLACEMENTS, ids=name)
+def test_every_split_and_schedule_is_the_unsplit_model(
+    layers: int, pipeline: PipelineSection, family: str, tied: bool
+) -> None:
+    expected, weights = unsplit(layers, family, tied)
+    with MemoryPipeline(placed(model(layers, family, tied), pipeline, ("fp32", "fp32"))) as stages:
+        assert stages.train(STEPS) == expected
+        assert stages.weights_sha256() == weights
+
+
+@pytest.mark.parametrize(
+    ("codecs", "pipeline"),
+    [
+        (("tah", "fixed-8"), PipelineSection(stages=3, window=1)),
+        (("tah", "fixed-8"), PipelineSection(stages=2, chunks=2)),
+        (("bf16", "fixed-4"), PipelineSection(stages=2, chunks=2)),
+        (("fixed-3", "fp16"), PipelineSection(stages=3)),
+    ],
+    ids=name,
+)
+def test_codecs_are_deterministic_and_sit_where_the_reference_has_them(
+    codecs: tuple[str, str], pipeline: PipelineSection
+) -> None:
+    config = placed(model(4, "llama", False), pipeline, codecs)
+    groups = split_units(config.model, pipeline.stages * pipeline.chunks)
+    expected, weights = reference_run(config, CODEC_STEPS, groups)
+    assert expected != reference_run(config, CODEC_STEPS)[0]
+    for _ in range(2):
+        with MemoryPipeline(config) as stages:
+            assert stages.train(CODEC_STEPS) == expected
+            assert stages.weights_sha256() == weights
