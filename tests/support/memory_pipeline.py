@@ -4,11 +4,11 @@ It plays the coordinator's part of a step (global norm, clipping, learning rate)
 functions, so what it shows about losses and weights holds for the arithmetic of a real run.
 """
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
@@ -17,8 +17,8 @@ from torch import Tensor
 from node.config.schema import RunConfig
 from node.coordinator.epoch import global_norm
 from node.model.units import unit_names
-from node.stage.executor import StageExecutor, StepOutcome
-from node.stage.inbox import Inbox
+from node.stage.executor import StageExecutor, StepOutcome, UnitState
+from node.stage.inbox import Inbox, StepInterrupted
 from node.stage.routing import source_stage, target_stage
 from node.telemetry.clock import StageClock
 from node.training.data import Corpus
@@ -31,7 +31,11 @@ from wire.spec import Direction, TensorKey, TensorSpec
 
 TAKE_SECONDS = 30.0
 
-TEXT = "".join(f"{sha256(str(n).encode()).hexdigest()} is line {n} of {n * n}.\n" for n in range(200)).encode()
+Result = TypeVar("Result")
+
+TEXT = "".join(
+    f"{sha256(str(n).encode()).hexdigest()} is line {n} of {n * n}.\n" for n in range(200)
+).encode()
 
 
 def corpus(config: RunConfig) -> Corpus:
@@ -87,7 +91,7 @@ class MemoryPipeline:
         self._corpus = corpus(config)
         self._pool = ThreadPoolExecutor(stages, initializer=torch.set_num_threads, initargs=(1,))
         for stage, executor in enumerate(self.executors):
-            executor.place(stage)
+            executor.place(stage, stages)
             executor.restore(0, _nothing_to_fetch)
 
     def __enter__(self) -> Self:
@@ -99,7 +103,7 @@ class MemoryPipeline:
         self._pool.shutdown(wait=True)
 
     def outcomes(self, epoch: int = 1) -> list[StepOutcome]:
-        """Run the step on every stage up to its vote. The first stage's error ends all, and is raised."""
+        """Run the step on every stage up to its vote. One stage's error ends all, and is raised."""
 
         def stage_step(stage: int) -> StepOutcome:
             rows = self._corpus.batch(self.step).astype(np.int64)
@@ -118,6 +122,12 @@ class MemoryPipeline:
                 raise
 
         futures = [self._pool.submit(stage_step, stage) for stage in range(len(self.executors))]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        for error in errors:
+            if not isinstance(error, StepInterrupted):
+                raise error
+        if errors:
+            raise errors[0]
         return [future.result() for future in futures]
 
     def commit(self, outcomes: Sequence[StepOutcome]) -> Step:
@@ -135,9 +145,27 @@ class MemoryPipeline:
     def train(self, steps: int) -> list[Step]:
         return [self.commit(self.outcomes()) for _ in range(steps)]
 
+    def restore(self, step: int, fetch: Callable[[str], UnitState]) -> None:
+        """Put every stage at the state of `step`."""
+        for executor in self.executors:
+            executor.restore(step, fetch)
+        self.step = step
+
+    def forget(self) -> None:
+        """What a node does at the end of an epoch: drop tensors and interruptions."""
+        for inbox, io in zip(self.inboxes, self.ios, strict=True):
+            inbox.reset()
+            io.held.clear()
+
+    def submit(self, work: Callable[[], Result]) -> "Future[Result]":
+        """Run `work` on one of the stages' threads."""
+        return self._pool.submit(work)
+
     def state(self) -> dict[str, Mapping[str, Tensor]]:
         """Weights and optimizer state of every unit."""
-        return {unit: tensors for executor in self.executors for unit, tensors in executor.copy_state().items()}
+        return {
+            unit: tensors for executor in self.executors for unit, tensors in executor.copy_state().items()
+        }
 
     def weights_sha256(self) -> str:
         """As a snapshot's manifest gives it."""
@@ -162,9 +190,7 @@ def reference_run(
 
 def codec_boundary(config: RunConfig) -> Boundary:
     """What a link with the config's codecs does to a tensor."""
-    spec = TensorSpec(
-        torch.float32, (config.training.microbatch, config.model.sequence, config.model.hidden)
-    )
+    spec = TensorSpec(torch.float32, (config.training.microbatch, config.model.sequence, config.model.hidden))
     codecs = {
         Direction.ACTIVATION: codec(config.pipeline.forward_codec),
         Direction.GRADIENT: codec(config.pipeline.backward_codec),
