@@ -223,7 +223,7 @@ def commit() -> str:
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
-    changed = git("status", "--porcelain", "--", "kernels", "wire", "node", "scripts/exp_codec_loss.py")
+    changed = git("status", "--porcelain", "--", "kernels", "wire", "node")
     return git("rev-parse", "HEAD").strip() + (" with changes" if changed.strip() else "")
 
 
