@@ -1,0 +1,386 @@
+"""The sender and the receiver of a bulk stream, without a network."""
+
+import random
+import struct
+from collections.abc import Callable
+
+import google_crc32c
+import pytest
+
+from wire.errors import LinkError, ProtocolViolationError
+from wire.frames import HEADER_BYTES, Frame, pack_frame, parse_frame, run_tag
+from wire.spec import Direction, TensorKey
+from wire.stream_receiver import MAX_DAMAGED_IN_A_ROW, Acknowledge, Completed, SendAgain, StreamReceiver
+from wire.stream_sender import StreamSender
+
+TAG = run_tag("test-run")
+PIECE = 16  # payload bytes of a frame here
+
+
+def key(microbatch: int) -> TensorKey:
+    return TensorKey(1, 0, microbatch, 0, Direction.ACTIVATION)
+
+
+def content(microbatch: int, size: int) -> bytes:
+    return random.Random(microbatch).randbytes(size)
+
+
+def make_sender(outbox_bytes: int = 10**6) -> StreamSender:
+    return StreamSender(tag=TAG, outbox_bytes=outbox_bytes, resend_seconds=1.0, payload_bytes=PIECE)
+
+
+def make_receiver(
+    sizes: dict[TensorKey, int] | Callable[[TensorKey], int | None], window: int = 4
+) -> StreamReceiver:
+    expect = sizes.get if isinstance(sizes, dict) else sizes
+    return StreamReceiver(
+        tag=TAG, expect=expect, window_bytes=window * PIECE, resend_seconds=1.0, payload_bytes=PIECE
+    )
+
+
+def drain(sender: StreamSender, now: float = 0.0) -> list[bytes]:
+    frames = []
+    while (frame := sender.next_frame(now)) is not None:
+        frames.append(frame)
+    return frames
+
+
+def sequences(frames: list[bytes]) -> list[int]:
+    return [parse_frame(frame, TAG).sequence for frame in frames]
+
+
+def frame(sequence: int, microbatch: int, offset: int, payload: bytes, total: int) -> bytes:
+    return pack_frame(Frame(0, sequence, key(microbatch), total, offset, payload), TAG)
+
+
+# ---- sender
+
+
+def test_frames_wait_for_credit() -> None:
+    sender = make_sender()
+    sender.send(key(0), content(0, 5 * PIECE + 1))
+    assert drain(sender) == []
+    sender.acknowledge(0, 4)
+    assert sequences(drain(sender)) == [0, 1, 2, 3]
+    sender.acknowledge(0, 2)  # older news
+    assert drain(sender) == []
+    sender.acknowledge(2, 100)
+    last = drain(sender)
+    assert sequences(last) == [4, 5]
+    assert len(last[-1]) == HEADER_BYTES + 1
+
+
+def test_tensors_are_kept_without_a_copy_until_acknowledged() -> None:
+    sender = make_sender()
+    buffer = bytearray(content(0, 3 * PIECE))
+    sender.send(key(0), buffer)
+    sender.acknowledge(0, 10)
+    drain(sender)
+    assert (sender.queued_bytes, sender.unacknowledged) == (48, 3)
+    with pytest.raises(BufferError):  # the sender still refers to this very buffer
+        buffer.append(0)
+    sender.acknowledge(2, 10)
+    assert sender.queued_bytes == 48
+    sender.acknowledge(3, 10)
+    assert (sender.queued_bytes, sender.unacknowledged) == (0, 0)
+    buffer.append(0)
+
+
+def test_full_outbox_is_refused_but_one_large_tensor_passes() -> None:
+    sender = make_sender(outbox_bytes=100)
+    sender.send(key(0), bytes(500))
+    with pytest.raises(LinkError, match="500 bytes wait"):
+        sender.send(key(1), b"x")
+    with pytest.raises(LinkError, match="has 0 bytes"):
+        sender.send(key(1), b"")
+
+
+def test_asked_for_frames_go_first_and_absurd_ones_are_ignored() -> None:
+    sender = make_sender()
+    sender.send(key(0), content(0, 8 * PIECE))
+    sender.acknowledge(0, 6)
+    first = drain(sender)
+    sender.acknowledge(2, 8)
+    sender.send_again([0, 3, 7, 99])
+    again = drain(sender)
+    assert sequences(again) == [3, 6, 7]
+    assert again[0] == first[3]
+    assert sender.retransmits == 1
+
+
+def test_reconnection_goes_back_to_what_the_other_end_lacks() -> None:
+    sender = make_sender()
+    sender.send(key(0), content(0, 8 * PIECE))
+    sender.acknowledge(0, 8)
+    drain(sender)
+    sender.acknowledge(3, 8)
+    sender.reconnect(5)
+    assert sequences(drain(sender)) == [5, 6, 7]
+    assert sender.retransmits == 3
+    with pytest.raises(ProtocolViolationError, match="restarted"):
+        sender.reconnect(4)
+
+
+def test_silence_is_probed_with_one_frame_and_growing_pauses() -> None:
+    sender = make_sender()
+    sender.send(key(0), content(0, 3 * PIECE))
+    sender.acknowledge(0, 3)
+    assert len(drain(sender, now=0.0)) == 3
+    assert sender.deadline == 1.0
+    assert sender.next_frame(0.9) is None
+    times: list[float] = []
+    while len(times) < 4:
+        assert sender.deadline is not None
+        at = sender.deadline
+        probe = sender.next_frame(at)
+        if probe is not None:
+            times.append(at)
+            assert sequences([probe]) == [0]
+        else:
+            assert sender.deadline > at
+        sender.next_frame(at)  # notes when the quiet begins
+    assert times == [1.0, 3.0, 7.0, 15.0]
+    sender.acknowledge(3, 3)
+    assert sender.deadline is None
+
+
+def test_acknowledging_the_future_is_a_violation() -> None:
+    sender = make_sender()
+    sender.send(key(0), bytes(PIECE))
+    with pytest.raises(ProtocolViolationError, match="only 0 frames were sent"):
+        sender.acknowledge(1, 10)
+
+
+# ---- receiver
+
+
+def test_out_of_order_frames_land_in_place_and_complete_once() -> None:
+    data = content(0, 3 * PIECE + 5)
+    receiver = make_receiver({key(0): len(data)})
+    frames = [
+        frame(i, 0, i * PIECE, data[i * PIECE : (i + 1) * PIECE], len(data)) for i in range(4)
+    ]
+    results = [receiver.receive(frames[i], 0.0) for i in (2, 0, 3, 3, 1, 0)]
+    assert [r for r in results if r] == [Completed(key(0), bytearray(data))]
+    assert receiver.duplicates == 2
+    assert receiver.next_sequence == 4
+
+
+def test_gap_is_asked_for_and_asked_again() -> None:
+    receiver = make_receiver({key(0): 4 * PIECE})
+    receiver.receive(frame(0, 0, 0, bytes(PIECE), 64), 0.0)
+    receiver.receive(frame(3, 0, 48, bytes(PIECE), 64), 0.0)
+    assert SendAgain((1, 2)) in receiver.poll(0.0)
+    assert not any(isinstance(m, SendAgain) for m in receiver.poll(0.9))
+    receiver.receive(frame(2, 0, 32, bytes(PIECE), 64), 0.9)
+    assert SendAgain((1,)) in receiver.poll(1.0)
+
+
+def test_damaged_frame_is_asked_for_by_its_guess() -> None:
+    receiver = make_receiver({key(0): 2 * PIECE})
+    damaged = bytearray(frame(0, 0, 0, bytes(PIECE), 32))
+    damaged[-1] ^= 1
+    assert receiver.receive(bytes(damaged), 0.0) is None
+    assert SendAgain((0,)) in receiver.poll(0.0)
+    damaged[20:28] = b"\xff" * 8  # now the number is damaged too: ask for the lowest that lacks
+    receiver.receive(bytes(damaged), 0.1)
+    assert SendAgain((0,)) in receiver.poll(0.1)
+    assert (receiver.rejects, receiver.held_bytes) == (2, 0)
+
+
+def test_nothing_but_damage_ends_the_link() -> None:
+    receiver = make_receiver({})
+    for _ in range(MAX_DAMAGED_IN_A_ROW):
+        receiver.receive(b"junk", 0.0)
+    with pytest.raises(ProtocolViolationError, match="65 damaged frames"):
+        receiver.receive(b"junk", 0.0)
+
+
+def test_acknowledgement_is_repeated_so_that_none_can_be_missed() -> None:
+    receiver = make_receiver({key(0): PIECE})
+    assert receiver.poll(0.0) == [Acknowledge(0, 4)]
+    assert receiver.poll(1.9) == []
+    assert receiver.poll(2.0) == [Acknowledge(0, 4)]
+
+
+def test_stale_tensor_is_acknowledged_and_dropped() -> None:
+    receiver = make_receiver({}, window=1)
+    for i in range(5):
+        assert receiver.receive(frame(i, 0, i * PIECE, bytes(PIECE), 5 * PIECE), 0.0) is None
+    assert (receiver.stale, receiver.next_sequence, receiver.peak_held_bytes) == (5, 5, 0)
+    assert receiver.credit_limit == 6
+
+
+def test_tensor_that_turns_up_amid_its_frames_stays_dropped() -> None:
+    """`expect` may change its mind between two frames; half a tensor must not wait for its lost half."""
+    sizes: dict[TensorKey, int] = {}
+    receiver = make_receiver(sizes)
+    receiver.receive(frame(0, 0, 0, bytes(PIECE), 32), 0.0)
+    sizes[key(0)] = 32
+    assert receiver.receive(frame(1, 0, PIECE, bytes(PIECE), 32), 0.0) is None
+    assert (receiver.stale, receiver.held_bytes) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (frame(0, 0, 0, bytes(PIECE), 2**32 - 1), "4294967295 bytes; 64 were negotiated"),
+        (frame(0, 0, 0, bytes(PIECE), 48), "48 bytes; 64 were negotiated"),
+        (frame(0, 0, 0, bytes(8), 64), "frame sizes must agree"),
+        (frame(1, 0, 8, bytes(PIECE), 64), "frame sizes must agree"),
+        (frame(0, 0, 16, bytes(PIECE), 64), "overlaps"),
+        (frame(4, 0, 0, bytes(PIECE), 64), "without credit"),
+    ],
+)
+def test_false_claims_are_refused_before_anything_is_allocated(bad: bytes, message: str) -> None:
+    receiver = make_receiver({key(0): 64})
+    with pytest.raises(ProtocolViolationError, match=message):
+        receiver.receive(bad, 0.0)
+    assert receiver.peak_held_bytes == 0
+
+
+def test_contradicting_frames_are_violations() -> None:
+    receiver = make_receiver({key(0): 64, key(1): 64})
+    receiver.receive(frame(0, 0, 0, bytes(PIECE), 64), 0.0)
+    with pytest.raises(ProtocolViolationError, match="amid"):
+        receiver.receive(frame(1, 1, PIECE, bytes(PIECE), 64), 0.0)
+    with pytest.raises(ProtocolViolationError, match="overlaps"):
+        receiver.receive(frame(2, 1, 0, bytes(PIECE), 64), 0.0)
+    for i in (1, 2, 3):
+        receiver.receive(frame(i, 0, i * PIECE, bytes(PIECE), 64), 0.0)
+    receiver.session = 9
+    with pytest.raises(ProtocolViolationError, match="another session"):
+        receiver.receive(frame(4, 1, 0, bytes(PIECE), 64), 0.0)
+    assert receiver.held_bytes == 64
+
+
+def test_key_sent_twice_is_a_violation_while_the_first_is_held() -> None:
+    receiver = make_receiver({key(0): PIECE})
+    receiver.receive(frame(0, 0, 0, bytes(PIECE), PIECE), 0.0)
+    with pytest.raises(ProtocolViolationError, match="second time"):
+        receiver.receive(frame(1, 0, 0, bytes(PIECE), PIECE), 0.0)
+
+
+def test_release_of_what_is_not_held_is_an_error() -> None:
+    receiver = make_receiver({key(0): 2 * PIECE})
+    receiver.receive(frame(0, 0, 0, bytes(PIECE), 32), 0.0)
+    with pytest.raises(ValueError, match="not a complete tensor"):
+        receiver.release(key(0), 0.0)
+
+
+# ---- both
+
+
+def exchange(sender: StreamSender, receiver: StreamReceiver, now: float) -> list[TensorKey]:
+    """Move everything over a perfect network until nothing moves."""
+    arrived: list[TensorKey] = []
+    while True:
+        for message in receiver.poll(now):
+            if isinstance(message, Acknowledge):
+                sender.acknowledge(message.next_sequence, message.credit_limit)
+            else:
+                sender.send_again(list(message.sequences))
+        data = sender.next_frame(now)
+        if data is None:
+            return arrived
+        completed = receiver.receive(data, now)
+        if completed:
+            arrived.append(completed.key)
+
+
+def test_slow_consumer_bounds_memory_and_starts_the_sender_again() -> None:
+    sizes = {key(i): 3 * PIECE for i in range(20)}
+    sender, receiver = make_sender(), make_receiver(sizes, window=8)
+    for k, size in sizes.items():
+        sender.send(k, bytes(size))
+    taken = exchange(sender, receiver, 0.0)
+    assert taken == [key(0), key(1), key(2)]  # 9 frames: the window of 8, and the third tensor's last
+    assert receiver.held_bytes == 9 * PIECE
+    for i in range(17):
+        receiver.release(key(i), 10.0 * (i + 1))
+        assert exchange(sender, receiver, 10.0 * (i + 1)) == [key(i + 3)]
+    assert receiver.peak_held_bytes <= (8 + 3) * PIECE
+
+
+def test_tensor_larger_than_the_window_passes() -> None:
+    sizes = {key(0): PIECE, key(1): 100 * PIECE, key(2): PIECE}
+    sender, receiver = make_sender(), make_receiver(sizes, window=2)
+    for k, size in sizes.items():
+        sender.send(k, content(k.microbatch, size))
+    assert exchange(sender, receiver, 0.0) == [key(0), key(1)]
+    receiver.release(key(1), 10.0)
+    assert exchange(sender, receiver, 10.0) == [key(2)]
+    assert receiver.peak_held_bytes == 101 * PIECE
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_consumer_in_another_order_never_deadlocks(seed: int) -> None:
+    """It takes tensors in its own order and releases each before it looks for the next."""
+    rng = random.Random(seed)
+    sizes = {key(i): rng.randrange(1, 12 * PIECE) for i in range(40)}
+    sender, receiver = make_sender(), make_receiver(sizes, window=rng.randrange(1, 9))
+    for k, size in sizes.items():
+        sender.send(k, bytes(size))
+    now, here = 0.0, set(exchange(sender, receiver, 0.0))
+    order = list(sizes)
+    rng.shuffle(order)
+    for k in order:
+        now += 10
+        if k not in here:
+            receiver.want(k, now)
+            here.update(exchange(sender, receiver, now))
+        assert k in here
+        receiver.release(k, now)
+    exchange(sender, receiver, now + 1)  # the last acknowledgement may be held back for a moment
+    assert (sender.queued_bytes, receiver.held_bytes) == (0, 0)
+
+
+def test_without_want_another_order_stops_at_the_window() -> None:
+    """Why `want` exists; and a consumer that stops waiting closes the window again."""
+    sizes = {key(i): PIECE for i in range(20)}
+    sender, receiver = make_sender(), make_receiver(sizes, window=4)
+    for k, size in sizes.items():
+        sender.send(k, bytes(size))
+    assert len(exchange(sender, receiver, 0.0)) == 4
+    receiver.want(key(9), 1.0)
+    assert len(exchange(sender, receiver, 1.0)) == 9  # the wanted one, and a window beyond
+    receiver.want(None, 2.0)
+    assert exchange(sender, receiver, 2.0) == []
+
+
+def test_forged_but_intact_frames_never_crash_nor_deliver_wrong_bytes() -> None:
+    """Header fields set at random, with a checksum that fits: a violation, a drop, or the right bytes."""
+    rng = random.Random(3)
+    data = {i: content(i, rng.randrange(1, 5 * PIECE)) for i in range(8)}
+    fields = [(20, "<Q", 14), (36, "<I", 10), (44, "<I", 90), (48, "<I", 90), (52, "<I", 20), (3, "B", 5)]
+    violations = delivered = 0
+    for _ in range(400):
+        receiver = make_receiver({key(i): len(d) for i, d in data.items()})
+        sender = make_sender()
+        for i, d in data.items():
+            sender.send(key(i), d)
+        for _ in range(30):
+            for message in receiver.poll(0.0):
+                if isinstance(message, Acknowledge):
+                    sender.acknowledge(message.next_sequence, message.credit_limit)
+            good = sender.next_frame(0.0)
+            if good is None:
+                break
+            forged = bytearray(good)
+            at, form, most = rng.choice(fields)
+            struct.pack_into(form, forged, at, rng.randrange(most))
+            struct.pack_into("<I", forged, 60, google_crc32c.value(bytes(forged[:60] + forged[64:])))
+            try:
+                receiver.receive(bytes(forged), 0.0)
+            except ProtocolViolationError:
+                violations += 1
+            else:
+                break  # accepted: what follows would be told apart from the truth by no one
+            completed = receiver.receive(good, 0.0)
+            if completed:
+                delivered += 1
+                assert completed.buffer == data[completed.key.microbatch]
+                receiver.release(completed.key, 0.0)
+        assert receiver.peak_held_bytes <= sum(map(len, data.values()))
+    assert violations > 400
+    assert delivered > 100
