@@ -27,7 +27,7 @@ class ModelSection:
     """`[model]`"""
 
     family: str = "llama"
-    """`llama` (RMSNorm, RoPE, grouped-query attention, SwiGLU) or `gpt2` (LayerNorm, learned positions, GELU)."""
+    """`llama` (RMSNorm, RoPE, grouped-query attention, SwiGLU) or `gpt2` (LayerNorm, positions, GELU)."""
     layers: int = 8
     """Transformer blocks."""
     hidden: int = 256
@@ -85,6 +85,8 @@ class PipelineSection:
     """`[pipeline]`"""
 
     stages: int = 4
+    min_stages: int = 0
+    """When nodes are missing, go on with as few stages as this; 0 pauses until every stage has a node."""
     chunks: int = 1
     """Model chunks a stage; above 1 the schedule is interleaved 1F1B."""
     window: int = 0
@@ -106,6 +108,8 @@ class CoordinatorSection:
     heartbeat_seconds: float = 2.0
     silent_seconds: float = 15.0
     """A node that says nothing for this long is taken for dead."""
+    regroup_seconds: float = 10.0
+    """How long to wait for a missing node before fewer nodes share the model (see `pipeline.min_stages`)."""
     outage_seconds: float = 60.0
     """How long nodes wait for a coordinator that went away."""
     certificate_hours: float = 24.0

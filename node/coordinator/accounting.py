@@ -48,9 +48,9 @@ class _StageTotals:
 class Accounting:
     """Takes differences of the nodes' totals, step by step."""
 
-    def __init__(self, stages: int) -> None:
+    def __init__(self) -> None:
         self.links = LinkTotals()
-        self._stages = [_StageTotals(node_id="") for _ in range(stages)]
+        self._stages: list[_StageTotals] = []
         self._latest: dict[str, Telemetry] = {}
         self._counted: dict[str, Telemetry] = {}
 
@@ -76,6 +76,8 @@ class Accounting:
             wall = now.wall_seconds - before.wall_seconds
             waiting = sum(kinds.get(kind.value, 0.0) for kind in WAITS)
             idle.append(min(1.0, waiting / wall) if wall > 0 else 0.0)
+            while len(self._stages) <= stage:
+                self._stages.append(_StageTotals(node_id=node))
             totals = self._stages[stage]
             totals.node_id = node
             totals.wall += wall

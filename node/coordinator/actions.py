@@ -76,6 +76,13 @@ class Released:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Announce:
+    """A line for the operator."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stop:
     """The run is over (`failed`: not as planned). All sessions close."""
 
@@ -92,5 +99,6 @@ Action = (
     | OpenSnapshot
     | Aborted
     | Released
+    | Announce
     | Stop
 )

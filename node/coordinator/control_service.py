@@ -16,19 +16,15 @@ from wire.errors import ProtocolViolationError, RefusalCode, RunError, ThinwireE
 from wire.identity.credentials import peer_node_id
 from wire.identity.enrolment import Refusal
 from wire.identity.names import join_address, split_address
-from wire.messages import (
-    CoordinatorMessage,
-    Hello,
-    NodeMessage,
-    coordinator_message_to_proto,
-    node_message_from_proto,
-)
+from wire.messages import CoordinatorMessage, Hello, NodeMessage
+from wire.messages_proto import coordinator_message_to_proto, node_message_from_proto
 from wire.v1 import control_pb2, control_pb2_grpc, enrolment_pb2
 from wire.version import PROTOCOL, VERSION
 
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 256 * 1024
+MOST_PROBE_BYTES = 16 * 1024 * 1024
 HELLO_SECONDS = 10.0
 REACH_SECONDS = 5.0
 
@@ -138,6 +134,17 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             refused = enrolment_pb2.Refusal(code=outcome.code.value, message=outcome.message)
             return control_pb2.RenewReply(refusal=refused)
         return control_pb2.RenewReply(certificate_pem=outcome)
+
+    async def Probe(
+        self, request: control_pb2.ProbeRequest, context: Context
+    ) -> AsyncIterator[control_pb2.DataChunk]:
+        await self._member(context)
+        if request.bytes > MOST_PROBE_BYTES:
+            await _abort(
+                context, grpc.StatusCode.INVALID_ARGUMENT, f"a probe has at most {MOST_PROBE_BYTES} bytes"
+            )
+        for chunk in _chunks(bytes(request.bytes)):
+            yield chunk
 
     async def GetBatch(
         self, request: control_pb2.GetBatchRequest, context: Context

@@ -6,6 +6,7 @@ carried out before the next event is looked at: a commit is on disk before a sta
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 import time
@@ -21,6 +22,7 @@ from node.coordinator.accounting import Accounting
 from node.coordinator.actions import (
     Aborted,
     Action,
+    Announce,
     OpenSnapshot,
     RecordCommit,
     RecordPlacement,
@@ -32,11 +34,11 @@ from node.coordinator.actions import (
 )
 from node.coordinator.control_service import ControlSession
 from node.coordinator.enrolment import EnrolmentDesk
-from node.coordinator.machine import RunMachine, RunPlan
+from node.coordinator.machine import Past, RunMachine, RunPlan
 from node.coordinator.records import PlacedNode, SnapshotRecord, StepOutcome, StepRecord
 from node.coordinator.store import Store
-from node.model.split import split_units
-from node.model.units import unit_parameters
+from node.model.placement import stage_bytes, stage_units
+from node.model.units import unit_names, unit_parameters
 from node.telemetry import events
 from node.training.data import Corpus
 from node.training.manifest import Manifest
@@ -49,7 +51,7 @@ from wire.spec import Direction
 
 log = logging.getLogger(__name__)
 
-RECONNECT_SECONDS = 2.0
+RECONNECT_SECONDS = 1.0
 TICK_SECONDS = 0.5
 GOODBYE_SECONDS = 5.0
 
@@ -78,7 +80,7 @@ class Coordinator:
         desk: EnrolmentDesk,
         corpus: Corpus,
         emit: Emit,
-        newest_snapshot: int,
+        past: Past,
     ) -> None:
         self.config = config
         self._directory = directory
@@ -96,14 +98,16 @@ class Coordinator:
                 snapshot_every=config.run.snapshot_every,
                 silent_seconds=config.coordinator.silent_seconds,
                 reconnect_seconds=RECONNECT_SECONDS,
+                regroup_seconds=config.coordinator.regroup_seconds,
+                min_stages=pipeline.min_stages or pipeline.stages,
+                units=functools.partial(stage_units, config),
+                stage_bytes=functools.partial(stage_bytes, config),
             ),
             self._plan,
-            last_epoch=store.last_epoch(),
-            newest_snapshot=newest_snapshot,
+            past,
         )
-        self._accounting = Accounting(pipeline.stages)
+        self._accounting = Accounting()
         self._writer = SnapshotWriter(self._snapshots, config, run_id)
-        self._split = split_units(config.model, pipeline.stages * pipeline.chunks, pipeline.split)
         self._events: asyncio.Queue[Happening] = asyncio.Queue()
         self._sessions: dict[str, ControlSession] = {}
         self._deserted = asyncio.Event()
@@ -112,6 +116,7 @@ class Coordinator:
         self._outcome: Outcome | None = None
         self._step_began = 0.0
         self._commit: RecordCommit | None = None
+        """The newest commit that no `StepDone` has followed yet."""
         self._tally = _Tally()
 
     # ---- running
@@ -157,7 +162,7 @@ class Coordinator:
         self._events.put_nowait(happening)
 
     def _fail(self, reason: str) -> None:
-        self._post(lambda _now: self._machine.snapshot_failed(reason))
+        self._post(lambda _now: self._machine.fail(reason))
 
     def _plan(self, step: int, grad_norm: float) -> tuple[float, float]:
         training = self.config.training
@@ -176,17 +181,13 @@ class Coordinator:
                 placed = [PlacedNode(i, n, addresses[n]) for i, n in enumerate(action.nodes)]
                 await asyncio.to_thread(self._store.record_placement, action.epoch, placed)
             case RecordRestored():
-                epoch = self._machine.epoch
-                if epoch is not None:
-                    self._accounting.begin_epoch(epoch.seats)
-                    self._emit(
-                        events.PlacementMade(epoch=action.epoch, nodes=epoch.seats, resume_step=action.step)
-                    )
-                self._step_began = time.monotonic()
+                self._restored(action)
             case RecordCommit():
                 await self._record_commit(action)
             case StepDone():
                 self._finish_step()
+            case Announce():
+                self._emit(events.Notice(text=action.text))
             case OpenSnapshot():
                 self._wanted_snapshots.add(action.step)
             case Aborted():
@@ -222,12 +223,26 @@ class Coordinator:
             )
         self._commit = commit
 
+    def _restored(self, restored: RecordRestored) -> None:
+        epoch = self._machine.epoch
+        if epoch is None:
+            return
+        commit = self._commit
+        if commit is not None and restored.step == commit.step + 1:
+            # The epoch that committed it ended before every stage had said so.
+            self._finish_step()
+        self._commit = None
+        self._accounting.begin_epoch(epoch.seats)
+        self._emit(events.PlacementMade(epoch=restored.epoch, nodes=epoch.seats, resume_step=restored.step))
+        self._step_began = time.monotonic()
+
     def _finish_step(self) -> None:
         commit, epoch = self._commit, self._machine.epoch
         now = time.monotonic()
         seconds, self._step_began = now - self._step_began, now
         if commit is None or epoch is None:
             return
+        self._commit = None
         cost = self._accounting.step(epoch.seats, seconds)
         tokens = self.config.training.global_batch * self.config.model.sequence
         self._tally.add(commit.loss, tokens, seconds)
@@ -301,7 +316,14 @@ class Coordinator:
                 self._emit(
                     events.NodeJoined(node_id=node_id, device=hello.hardware.device, address=session.address)
                 )
-            return self._machine.hello(node_id, session.address, hello.process_nonce, now)
+            return self._machine.hello(
+                node_id,
+                address=session.address,
+                memory_bytes=hello.hardware.memory_bytes,
+                process_nonce=hello.process_nonce,
+                epoch=hello.epoch,
+                now=now,
+            )
 
         self._post(happening)
 
@@ -329,19 +351,22 @@ class Coordinator:
         return await asyncio.to_thread(self._desk.renew, node_id, csr_der)
 
     async def batch(self, node_id: str, step: int, *, labels: bool) -> bytes:
-        stage = self._stage_of(node_id)
-        if stage != (self.config.pipeline.stages - 1 if labels else 0) or step >= self.config.run.steps:
-            raise ProtocolViolationError(f"stage {stage} has no business with that batch of step {step}")
+        epoch = self._machine.epoch
+        entitled = epoch is not None and epoch.seats[-1 if labels else 0] == node_id
+        if not entitled or step >= self.config.run.steps:
+            raise ProtocolViolationError(f"{node_id} has no business with that batch of step {step}")
         tokens = await asyncio.to_thread(self._corpus.batch, step)
         wanted = tokens[:, 1:] if labels else tokens[:, :-1]
         return np.ascontiguousarray(wanted).astype("<i4").tobytes()
 
     async def layer(self, node_id: str, step: int, unit: str) -> bytes:
-        self._check_unit(node_id, unit)
+        self._check_unit(unit)
         return await asyncio.to_thread(read_unit, snapshot_directory(self._snapshots, step), unit)
 
     def upload_limit(self, node_id: str, step: int, unit: str) -> int:
-        self._check_unit(node_id, unit)
+        self._check_unit(unit)
+        if node_id not in self._machine.members:
+            raise ProtocolViolationError(f"{node_id} is not in the run at present")
         if step not in self._wanted_snapshots:
             raise ProtocolViolationError(f"nobody asked for a snapshot of step {step}")
         # Weights and two moments in float32; the file's own header is small beside them.
@@ -379,17 +404,9 @@ class Coordinator:
         self._tally.snapshot_path = str(directory)
         self._tally.weights_sha256 = manifest.weights_sha256
 
-    def _stage_of(self, node_id: str) -> int:
-        epoch = self._machine.epoch
-        if epoch is None or node_id not in epoch.seats:
-            raise ProtocolViolationError(f"{node_id} has no stage at present")
-        return epoch.seats.index(node_id)
-
-    def _check_unit(self, node_id: str, unit: str) -> None:
-        stage = self._stage_of(node_id)
-        mine = self._split[stage :: self.config.pipeline.stages]
-        if not any(unit in units for units in mine):
-            raise ProtocolViolationError(f"layer {unit[:40]!r} is not of stage {stage}")
+    def _check_unit(self, unit: str) -> None:
+        if unit not in unit_names(self.config.model):
+            raise ProtocolViolationError(f"this model has no layer unit {unit[:40]!r}")
 
 
 @dataclass

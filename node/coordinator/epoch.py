@@ -19,6 +19,7 @@ from wire.messages import (
     Begin,
     Commit,
     CoordinatorMessage,
+    Placed,
     PlacedStage,
     Placement,
     Restore,
@@ -26,7 +27,7 @@ from wire.messages import (
     Vote,
 )
 
-Plan = Callable[[int, float], tuple[float, float]]
+StepPlan = Callable[[int, float], tuple[float, float]]
 """(step, global gradient norm) -> (clip coefficient, learning rate)."""
 
 
@@ -39,11 +40,25 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True)
-class NonFiniteVote:
-    """A vote that must not be committed; `what` names the unit or the loss."""
+class NonFinite:
+    """The votes must not be committed; `what` names the unit, the loss or the norm, at `node_id`."""
 
     node_id: str
     what: str
+
+
+@dataclass(frozen=True)
+class FiniteUncompressed:
+    """A step that was not finite with the run's codecs is finite without them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed:
+    """The newest commit on record; stages that voted for it may still have to hear of it."""
+
+    step: int
+    clip_coefficient: float
+    lr: float
 
 
 class Epoch:
@@ -56,19 +71,25 @@ class Epoch:
         seats: tuple[str, ...],
         addresses: tuple[str, ...],
         newest_snapshot: int,
-        plan: Plan,
+        committed: Committed | None,
+        suspect_step: int | None,
+        plan: StepPlan,
     ) -> None:
         self.number = number
         self.seats = seats
         self.step = 0
         self.phase = Phase.PLACING
+        self.committed = committed
+        self.uncompressed = False
+        """The epoch repeats a step that was not finite, with fp32 on every link; it never commits."""
         self._addresses = addresses
         self._newest_snapshot = newest_snapshot
         self._plan = plan
-        self._held: dict[str, int] = {}
+        self._suspect_step = suspect_step
+        self._placed: dict[str, Placed] = {}
         self._answered: set[str] = set()
         self._votes: dict[str, Vote] = {}
-        self._commit: Commit | None = None
+        self._restore = Restore(epoch=number, step=0)
         self._snapshot: TakeSnapshot | None = None
 
     # ---- what goes out
@@ -80,7 +101,7 @@ class Epoch:
         """Open the step. Call in `IDLE` only."""
         self.phase = Phase.STEPPING
         self._votes.clear()
-        return self._to_all(Begin(epoch=self.number, step=self.step))
+        return self._to_all(self._begin())
 
     def take_snapshot(self) -> list[Action]:
         """Ask for the state that every stage holds now. Call in `IDLE` only."""
@@ -89,62 +110,66 @@ class Epoch:
 
     def outstanding(self, node_id: str) -> list[CoordinatorMessage]:
         """What a node whose control connection broke may have missed; nodes ignore what they know already."""
-        if self.phase is Phase.PLACING:
-            return [self._placement(node_id)]
-        if self.phase is Phase.RESTORING:
-            return [Restore(epoch=self.number, step=self.step)]
         missed: list[CoordinatorMessage] = []
         if self._snapshot is not None and self._snapshot.step == self.step:
             missed.append(self._snapshot)
-        if self.phase is Phase.STEPPING:
-            missed.append(Begin(epoch=self.number, step=self.step))
-        elif self.phase is Phase.APPLYING and self._commit is not None:
-            missed.append(self._commit)
+        match self.phase:
+            case Phase.PLACING:
+                return [self._placement(node_id)]
+            case Phase.RESTORING:
+                return [self._restore]
+            case Phase.STEPPING:
+                missed.append(self._begin())
+            case Phase.APPLYING:
+                missed.append(self._commit())
+            case Phase.IDLE:
+                pass
         return missed
 
     # ---- what comes in
 
-    def placed(self, node_id: str, held_step: int) -> list[Action]:
+    def placed(self, node_id: str, placed: Placed) -> list[Action]:
         if self.phase is not Phase.PLACING or node_id not in self.seats:
             return []
-        self._held[node_id] = held_step
-        if len(self._held) < len(self.seats):
+        self._placed[node_id] = placed
+        if len(self._placed) < len(self.seats):
             return []
-        held = set(self._held.values())
-        # Stages that agree go on from where they are; otherwise all go back to what is on disk.
-        common = held.pop() if len(held) == 1 else -1
-        self.step = common if common >= self._newest_snapshot else self._newest_snapshot
+        # Stages that can agree go on from where they are; otherwise all go back to what is on disk.
+        common = set.intersection(*(self._reachable(answer) for answer in self._placed.values()))
+        self.step = max(common | {self._newest_snapshot})
+        missed = self.committed is not None and self.committed.step == self.step - 1
+        self.uncompressed = self.step == self._suspect_step
+        self._restore = Restore(
+            epoch=self.number,
+            step=self.step,
+            missed=self._commit() if missed else None,
+            uncompressed=self.uncompressed,
+        )
         self.phase = Phase.RESTORING
         self._answered.clear()
-        return self._to_all(Restore(epoch=self.number, step=self.step))
+        return self._to_all(self._restore)
 
     def ready(self, node_id: str) -> list[Action]:
-        if self.phase is not Phase.RESTORING or node_id not in self.seats:
-            return []
-        self._answered.add(node_id)
-        if len(self._answered) < len(self.seats):
+        if not self._all_answered(node_id, Phase.RESTORING):
             return []
         self.phase = Phase.IDLE
         return [RecordRestored(epoch=self.number, step=self.step)]
 
-    def vote(self, node_id: str, vote: Vote) -> list[Action] | NonFiniteVote:
+    def vote(self, node_id: str, vote: Vote) -> list[Action] | NonFinite | FiniteUncompressed:
         if self.phase is not Phase.STEPPING or vote.step != self.step or node_id not in self.seats:
             return []
         for unit, norm in vote.norms.items():
             if not math.isfinite(norm):
-                return NonFiniteVote(node_id, f"the gradient of layer unit {unit}")
+                return NonFinite(node_id, f"the gradient of layer unit {unit}")
         if vote.loss is not None and not math.isfinite(vote.loss):
-            return NonFiniteVote(node_id, "the loss")
+            return NonFinite(node_id, "the loss")
         self._votes[node_id] = vote
         if len(self._votes) < len(self.seats):
             return []
         return self._commit_step(node_id)
 
     def applied(self, node_id: str, step: int) -> list[Action]:
-        if self.phase is not Phase.APPLYING or step != self.step or node_id not in self.seats:
-            return []
-        self._answered.add(node_id)
-        if len(self._answered) < len(self.seats):
+        if step != self.step or not self._all_answered(node_id, Phase.APPLYING):
             return []
         self.phase = Phase.IDLE
         self.step += 1
@@ -152,22 +177,50 @@ class Epoch:
 
     # ---- inside
 
-    def _commit_step(self, last_voter: str) -> list[Action] | NonFiniteVote:
+    def _commit_step(self, last_voter: str) -> list[Action] | NonFinite | FiniteUncompressed:
         norms: dict[int, float] = {}
         for vote in self._votes.values():
             norms.update(vote.norms)
         grad_norm = global_norm(norms)
         if not math.isfinite(grad_norm):
-            return NonFiniteVote(last_voter, "the global gradient norm")
+            return NonFinite(last_voter, "the global gradient norm")
+        if self.uncompressed:
+            return FiniteUncompressed()
         loss = next((vote.loss for vote in self._votes.values() if vote.loss is not None), math.nan)
         clip, lr = self._plan(self.step, grad_norm)
-        self._commit = Commit(epoch=self.number, step=self.step, clip_coefficient=clip, lr=lr)
+        self.committed = Committed(step=self.step, clip_coefficient=clip, lr=lr)
         self.phase = Phase.APPLYING
         self._answered.clear()
         record = RecordCommit(
             epoch=self.number, step=self.step, loss=loss, grad_norm=grad_norm, lr=lr, clip_coefficient=clip
         )
-        return [record, *self._to_all(self._commit)]
+        return [record, *self._to_all(self._commit())]
+
+    def _reachable(self, placed: Placed) -> set[int]:
+        """The states that a stage can be at without fetching anything."""
+        states = {placed.held_step} if placed.held_step >= 0 else set()
+        if placed.voted and self.committed is not None and self.committed.step == placed.held_step:
+            states.add(placed.held_step + 1)
+        return states
+
+    def _all_answered(self, node_id: str, phase: Phase) -> bool:
+        if self.phase is not phase or node_id not in self.seats:
+            return False
+        self._answered.add(node_id)
+        return len(self._answered) == len(self.seats)
+
+    def _begin(self) -> Begin:
+        return Begin(epoch=self.number, step=self.step)
+
+    def _commit(self) -> Commit:
+        committed = self.committed
+        assert committed is not None, "called only when there is one"
+        return Commit(
+            epoch=self.number,
+            step=committed.step,
+            clip_coefficient=committed.clip_coefficient,
+            lr=committed.lr,
+        )
 
     def _placement(self, node_id: str) -> Placement:
         return Placement(

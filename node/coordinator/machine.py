@@ -4,14 +4,17 @@ Events come in as method calls with the time as an argument (seconds on any mono
 done comes out as a list of actions. No I/O, no clock, no randomness: the same events give the same actions.
 
 Invariants (tested): at most one node a stage an epoch; epoch numbers only grow; a step is committed at most
-once an epoch, after every stage voted, and never before the commit is recorded; steps are committed in order.
+once an epoch, after every stage voted, and never before the commit is recorded; steps are committed in order;
+a node that is gone, leaving or quarantined never gets a seat.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from node.coordinator.actions import (
     Aborted,
     Action,
+    Announce,
     OpenSnapshot,
     RecordPlacement,
     Released,
@@ -19,11 +22,25 @@ from node.coordinator.actions import (
     StepDone,
     Stop,
 )
-from node.coordinator.epoch import Epoch, NonFiniteVote, Phase, Plan
-from wire.messages import Abort, Applied, FailureKind, Finish, NodeMessage, Placed, Ready, StepFailed, Vote
+from node.coordinator.epoch import Committed, Epoch, FiniteUncompressed, NonFinite, Phase, StepPlan
+from node.coordinator.seating import Candidate, StageBytes, prefetch_order, seat
+from wire.messages import (
+    Abort,
+    Applied,
+    FailureKind,
+    Finish,
+    NodeMessage,
+    Placed,
+    Prefetch,
+    Ready,
+    StepFailed,
+    Vote,
+)
 
 MAX_RETRIES = 3
 """Attempts at one step that may fail, with nobody dead, before the run stops."""
+MAX_STRIKES = 3
+"""Complaints of its neighbours about a node before it is quarantined."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +48,28 @@ class RunPlan:
     """What the run file says, as far as the state machine needs it. Times in seconds."""
 
     stages: int
+    min_stages: int
+    """With fewer nodes than this the run pauses."""
     total_steps: int
     snapshot_every: int
     silent_seconds: float
     reconnect_seconds: float
     """How long a node whose connection broke may take to come back before it counts as dead."""
+    regroup_seconds: float
+    """How long to wait for a missing node before its stage, or the whole split, changes hands."""
+    units: Callable[[int], Sequence[Sequence[str]]]
+    """Number of stages -> the layer units of each stage."""
+    stage_bytes: StageBytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """What the database knows of the run; the defaults are a new run's."""
+
+    last_epoch: int = 0
+    newest_snapshot: int = 0
+    committed: Committed | None = None
+    seats: tuple[str, ...] = ()
 
 
 @dataclass
@@ -43,6 +77,7 @@ class Member:
     """A node that is connected, or was a moment ago."""
 
     address: str
+    memory_bytes: int
     process_nonce: int
     last_heard: float
     disconnected_at: float | None = None
@@ -50,42 +85,65 @@ class Member:
 
 
 class RunMachine:
-    """`last_epoch` and `newest_snapshot` come from the database (0 and 0 for a new run)."""
+    """One run, from the first hello to `Stop`."""
 
-    def __init__(
-        self, plan: RunPlan, step_plan: Plan, *, last_epoch: int = 0, newest_snapshot: int = 0
-    ) -> None:
+    def __init__(self, plan: RunPlan, step_plan: StepPlan, past: Past) -> None:
         self.plan = plan
-        self.newest_snapshot = newest_snapshot
+        self.newest_snapshot = past.newest_snapshot
         self.members: dict[str, Member] = {}
+        self.quarantined: dict[str, str] = {}
         self.epoch: Epoch | None = None
         self.stopped = False
         self._step_plan = step_plan
-        self._last_epoch = last_epoch
-        self._seats: list[str | None] = [None] * plan.stages
+        self._last_epoch = past.last_epoch
+        self._committed = past.committed
+        self._seats: list[str | None] = list(past.seats)
+        self._regroup_at: float | None = None
         self._retries = 0
+        self._strikes: dict[str, int] = {}
+        self._suspect: tuple[int, str] | None = None
         self._stopping: str | None = None
         self._saving = False
+        self._growing = False
 
     # ---- who is here
 
-    def hello(self, node_id: str, address: str, process_nonce: int, now: float) -> list[Action]:
-        """A node opened its control connection: for the first time, again, or as a new process."""
+    def hello(
+        self, node_id: str, *, address: str, memory_bytes: int, process_nonce: int, epoch: int, now: float
+    ) -> list[Action]:
+        """A node opened its control connection: for the first time, again, or as a new process.
+
+        `epoch` is the one it believes to be in, 0 for none.
+        """
         if self.stopped:
             return [Send(node_id=node_id, message=Finish(reason="the run is over", failed=False))]
-        member = self.members.get(node_id)
+        if node_id in self.quarantined:
+            reason = f"quarantined: {self.quarantined[node_id]}"
+            return [
+                Send(node_id=node_id, message=Finish(reason=reason, failed=True)),
+                Released(node_id=node_id, reason=reason),
+            ]
         actions: list[Action] = []
-        if member is not None and member.process_nonce == process_nonce:
-            member.disconnected_at = None
-            member.last_heard = now
-            member.address = address
-            if self.epoch is not None and node_id in self.epoch.seats:
-                return [Send(node_id=node_id, message=m) for m in self.epoch.outstanding(node_id)]
-            return self._try_place(now)
-        if member is not None:
+        member = self.members.get(node_id)
+        if member is not None and member.process_nonce != process_nonce:
             actions += self.lost(node_id, "it was started again", now)
-        self.members[node_id] = Member(address=address, process_nonce=process_nonce, last_heard=now)
-        return actions + self._try_place(now)
+            member = None
+        if member is None:
+            member = self.members[node_id] = Member(
+                address=address, memory_bytes=memory_bytes, process_nonce=process_nonce, last_heard=now
+            )
+        member.disconnected_at = None
+        member.last_heard = now
+        member.address = address
+        seated = self.epoch is not None and node_id in self.epoch.seats
+        if epoch and not (seated and self.epoch is not None and self.epoch.number == epoch):
+            actions.append(Send(node_id=node_id, message=Abort(epoch=epoch, reason="that epoch is over")))
+        if seated and self.epoch is not None:
+            return [*actions, *(Send(node_id=node_id, message=m) for m in self.epoch.outstanding(node_id))]
+        actions += self._try_place(now)
+        if self.epoch is not None and node_id not in self.epoch.seats:
+            actions += self._prefetch(node_id)
+        return actions
 
     def heard(self, node_id: str, now: float) -> None:
         if (member := self.members.get(node_id)) is not None:
@@ -98,11 +156,9 @@ class RunMachine:
         return []
 
     def tick(self, now: float) -> list[Action]:
-        """Call about once a second: declares silent and vanished nodes dead."""
+        """Call about twice a second: declares silent and vanished nodes dead, regroups when it is time."""
         actions: list[Action] = []
         for node_id, member in list(self.members.items()):
-            if self.stopped:
-                break
             gone = member.disconnected_at
             if gone is not None and now - gone > self.plan.reconnect_seconds:
                 actions += self.lost(node_id, "its connection closed and did not come back", now)
@@ -110,14 +166,14 @@ class RunMachine:
                 actions += self.lost(
                     node_id, f"it has been silent for more than {self.plan.silent_seconds:g} s", now
                 )
-        return actions
+        return actions + self._try_place(now)
 
     def lost(self, node_id: str, reason: str, now: float) -> list[Action]:
         """The node is dead, or was evicted."""
-        if self.members.pop(node_id, None) is None:
+        if self.stopped or self.members.pop(node_id, None) is None:
             return []
         actions: list[Action] = [Released(node_id=node_id, reason=reason)]
-        actions += self._end_epoch_without(node_id, f"node {node_id} is gone: {reason}")
+        actions += self._unseat(node_id, f"node {node_id} is gone: {reason}", now)
         if self._stopping is not None and self.epoch is None:
             return actions + self._stop(self._stopping, failed=False)
         return actions + self._try_place(now)
@@ -125,25 +181,19 @@ class RunMachine:
     def leave(self, node_id: str, now: float) -> list[Action]:
         """The node asks to go. It is released once the state it holds is on disk."""
         member = self.members.get(node_id)
-        if member is None:
+        if member is None or self.stopped:
             return []
         member.leaving = True
         epoch = self.epoch
-        if epoch is not None and node_id in epoch.seats and epoch.phase in (Phase.STEPPING, Phase.APPLYING):
-            return []  # the step ends first, then `_between_steps` sees the flag
-        if epoch is not None and node_id in epoch.seats and self._saving:
-            return []
-        return self._release(node_id, now)
+        if epoch is not None and node_id in epoch.seats and self._holds_progress(epoch):
+            return []  # the step ends first, and `_between_steps` sees the flag
+        return self._unseat(node_id, f"node {node_id} leaves", now) + self._try_place(now)
 
     def stop(self, reason: str, now: float) -> list[Action]:
-        """The operator wants the run to end: after this step and a snapshot; a second call ends it at once."""
+        """The operator ends the run: after this step and a snapshot; asked again, at once."""
         if self.stopped:
             return []
-        epoch = self.epoch
-        running = epoch is not None and (
-            epoch.phase in (Phase.STEPPING, Phase.APPLYING) or (epoch.phase is Phase.IDLE and self._saving)
-        )
-        if self._stopping is not None or not running:
+        if self._stopping is not None or self.epoch is None or not self._holds_progress(self.epoch):
             return self._stop(reason, failed=False)
         self._stopping = reason
         return []
@@ -151,23 +201,20 @@ class RunMachine:
     # ---- what nodes say
 
     def message(self, node_id: str, message: NodeMessage, now: float) -> list[Action]:
-        """Handle one control message; anything of another epoch, or from a node without a seat, is dropped."""
+        """Handle one control message; what is of another epoch, or from a node without a seat, is dropped."""
         self.heard(node_id, now)
         epoch = self.epoch
         if self.stopped or epoch is None or node_id not in epoch.seats:
             return []
         match message:
             case Placed() if message.epoch == epoch.number:
-                return epoch.placed(node_id, message.held_step)
+                return epoch.placed(node_id, message)
             case Ready() if message.epoch == epoch.number:
-                return self._progress(epoch.ready(node_id), now)
+                return self._progress(epoch, epoch.ready(node_id), now)
             case Vote() if message.epoch == epoch.number:
-                outcome = epoch.vote(node_id, message)
-                if isinstance(outcome, NonFiniteVote):
-                    return self._stop(self._non_finite(epoch, outcome.node_id, outcome.what), failed=True)
-                return outcome
+                return self._voted(epoch, epoch.vote(node_id, message), now)
             case Applied() if message.epoch == epoch.number:
-                return self._progress(epoch.applied(node_id, message.step), now)
+                return self._progress(epoch, epoch.applied(node_id, message.step), now)
             case StepFailed() if message.epoch == epoch.number:
                 return self._failed(epoch, node_id, message, now)
             case _:
@@ -177,32 +224,49 @@ class RunMachine:
         """The snapshot of `step` is complete and on disk."""
         self.newest_snapshot = max(self.newest_snapshot, step)
         epoch = self.epoch
-        if self.stopped or epoch is None or not self._saving or epoch.step != step:
+        if self.stopped or epoch is None:
             return []
-        self._saving = False
-        return self._between_steps(epoch, now)
+        actions = [action for node in self._spares(epoch) for action in self._prefetch(node)]
+        if self._saving and epoch.step == step:
+            self._saving = False
+            actions += self._between_steps(epoch, now)
+        return actions
 
-    def snapshot_failed(self, reason: str) -> list[Action]:
-        """A snapshot cannot be written; the ones before it are intact."""
+    def fail(self, reason: str) -> list[Action]:
+        """Something that the run cannot do without has failed; snapshots on disk are intact."""
         return self._stop(reason, failed=True)
 
-    # ---- inside
+    # ---- inside: steps
 
-    def _progress(self, actions: list[Action], now: float) -> list[Action]:
+    def _voted(
+        self, epoch: Epoch, outcome: list[Action] | NonFinite | FiniteUncompressed, now: float
+    ) -> list[Action]:
+        match outcome:
+            case NonFinite():
+                return self._not_finite(epoch, outcome.node_id, outcome.what, now)
+            case FiniteUncompressed():
+                _, what = self._suspect or (epoch.step, "a tensor")
+                return self._stop(
+                    f"step {epoch.step} was not committed: {what}; with uncompressed links it is finite, so "
+                    f"the codecs are the cause; the snapshot of step {self.newest_snapshot} is intact: use "
+                    "wider codecs in [pipeline], then resume",
+                    failed=True,
+                )
+            case _:
+                self._committed = epoch.committed
+                return outcome
+
+    def _progress(self, epoch: Epoch, actions: list[Action], now: float) -> list[Action]:
         """After a restore or a step is complete, decide what comes next."""
-        epoch = self.epoch
-        if epoch is None or not actions or epoch.phase is not Phase.IDLE:
-            return actions
+        if not actions:
+            return []
         if isinstance(actions[-1], StepDone):
             self._retries = 0
-            due = epoch.step % self.plan.snapshot_every == 0
-            if due and self._may_go_on(epoch):
-                actions = [*actions, *self._snapshot(epoch)]
+            if epoch.step % self.plan.snapshot_every == 0 and epoch.step < self.plan.total_steps:
+                self._growing = self._can_grow(epoch)
+                if self._may_go_on(epoch):
+                    actions = [*actions, *self._snapshot(epoch)]
         return actions + self._between_steps(epoch, now)
-
-    def _may_go_on(self, epoch: Epoch) -> bool:
-        leaving = any(self.members[node].leaving for node in epoch.seats if node in self.members)
-        return epoch.step < self.plan.total_steps and self._stopping is None and not leaving
 
     def _between_steps(self, epoch: Epoch, now: float) -> list[Action]:
         if self._may_go_on(epoch):
@@ -214,44 +278,94 @@ class RunMachine:
             return self._stop("all steps are done", failed=False)
         if self._stopping is not None:
             return self._stop(self._stopping, failed=False)
-        actions: list[Action] = []
-        for node in epoch.seats:
-            if self.members[node].leaving:
-                actions += self._release(node, now)
-        return actions
+        if self._growing:
+            self._regroup_at = now
+        return self._end_epoch("the placement changes") + self._try_place(now)
+
+    def _may_go_on(self, epoch: Epoch) -> bool:
+        leaving = any(self.members[node].leaving for node in epoch.seats)
+        return (
+            epoch.step < self.plan.total_steps
+            and self._stopping is None
+            and not leaving
+            and not self._growing
+        )
+
+    def _holds_progress(self, epoch: Epoch) -> bool:
+        """Whether the epoch may be past the newest snapshot, so that ending it now would lose work."""
+        return epoch.phase in (Phase.STEPPING, Phase.APPLYING) or self._saving
 
     def _snapshot(self, epoch: Epoch) -> list[Action]:
         return [OpenSnapshot(step=epoch.step), *epoch.take_snapshot()]
 
-    def _release(self, node_id: str, now: float) -> list[Action]:
-        self.members.pop(node_id, None)
-        actions: list[Action] = [
-            Send(node_id=node_id, message=Finish(reason="you have left the run", failed=False)),
-            Released(node_id=node_id, reason="it left"),
+    def _can_grow(self, epoch: Epoch) -> bool:
+        nodes = [
+            Candidate(node_id=node, memory_bytes=self.members[node].memory_bytes)
+            for node in (*epoch.seats, *self._spares(epoch))
         ]
-        return actions + self._end_epoch_without(node_id, f"node {node_id} left") + self._try_place(now)
-
-    def _failed(self, epoch: Epoch, node_id: str, message: StepFailed, now: float) -> list[Action]:
-        stage = epoch.seats.index(node_id)
-        if message.kind is FailureKind.NON_FINITE:
-            return self._stop(self._non_finite(epoch, node_id, message.message), failed=True)
-        self._retries += 1
-        reason = f"stage {stage}: {message.message}"
-        if self._retries > MAX_RETRIES:
-            return self._stop(
-                f"step {epoch.step} failed {self._retries} times in a row, last at {reason}", failed=True
-            )
-        return self._end_epoch(reason) + self._try_place(now)
-
-    def _non_finite(self, epoch: Epoch, node_id: str, what: str) -> str:
-        stage = epoch.seats.index(node_id)
-        return (
-            f"step {epoch.step} was not committed: {what} at stage {stage} is not finite; the snapshot of "
-            f"step {self.newest_snapshot} is intact: lower training.lr or use wider codecs, then resume"
+        most = min(self.plan.stages, len(nodes))
+        return any(
+            seat(epoch.seats, nodes, self.plan.stage_bytes(stages)) is not None
+            for stages in range(len(epoch.seats) + 1, most + 1)
         )
 
-    def _end_epoch_without(self, node_id: str, reason: str) -> list[Action]:
-        self._seats = [None if seat == node_id else seat for seat in self._seats]
+    # ---- inside: failures
+
+    def _failed(self, epoch: Epoch, node_id: str, message: StepFailed, now: float) -> list[Action]:
+        if message.kind is FailureKind.NON_FINITE:
+            return self._not_finite(epoch, node_id, message.message, now)
+        actions: list[Action] = []
+        if message.kind is FailureKind.PEER and 0 <= message.peer_stage < len(epoch.seats):
+            actions = self._strike(epoch.seats[message.peer_stage], message.message, now)
+            if self.epoch is not epoch:
+                return actions
+        self._retries += 1
+        reason = f"stage {epoch.seats.index(node_id)}: {message.message}"
+        if self._retries > MAX_RETRIES:
+            return actions + self._stop(
+                f"step {epoch.step} failed {self._retries} times in a row, last at {reason}; the snapshot of "
+                f"step {self.newest_snapshot} is intact: mend that, then resume",
+                failed=True,
+            )
+        return actions + self._end_epoch(reason) + self._try_place(now)
+
+    def _not_finite(self, epoch: Epoch, node_id: str, what: str, now: float) -> list[Action]:
+        """First time: the same step again without compression. Second time: the run diverges."""
+        what = f"{what} at stage {epoch.seats.index(node_id)} is not finite"
+        if not epoch.uncompressed:
+            self._suspect = (epoch.step, what)
+            note = f"step {epoch.step} is not committed: {what}; running it again with uncompressed links"
+            return [Announce(text=note), *self._end_epoch(what), *self._try_place(now)]
+        return self._stop(
+            f"step {epoch.step} was not committed: {what}, with uncompressed links too, so the run diverges; "
+            f"the snapshot of step {self.newest_snapshot} is intact: lower training.lr, then resume",
+            failed=True,
+        )
+
+    def _strike(self, node_id: str, why: str, now: float) -> list[Action]:
+        self._strikes[node_id] = self._strikes.get(node_id, 0) + 1
+        if self._strikes[node_id] < MAX_STRIKES:
+            return []
+        self.quarantined[node_id] = why
+        finish = Send(node_id=node_id, message=Finish(reason=f"quarantined: {why}", failed=True))
+        return [finish, *self.lost(node_id, f"quarantined: {why}", now)]
+
+    # ---- inside: seats
+
+    def _release_leaving(self, now: float) -> list[Action]:
+        """Between epochs nothing holds those who asked to go."""
+        actions: list[Action] = []
+        for node_id in [node for node, member in self.members.items() if member.leaving]:
+            del self.members[node_id]
+            finish = Finish(reason="you have left the run", failed=False)
+            actions += [Send(node_id=node_id, message=finish), Released(node_id=node_id, reason="it left")]
+            actions += self._unseat(node_id, f"node {node_id} left", now)
+        return actions
+
+    def _unseat(self, node_id: str, reason: str, now: float) -> list[Action]:
+        if node_id in self._seats:
+            self._seats = [None if node == node_id else node for node in self._seats]
+            self._regroup_at = now + self.plan.regroup_seconds
         if self.epoch is None or node_id not in self.epoch.seats:
             return []
         return self._end_epoch(reason)
@@ -262,6 +376,7 @@ class RunMachine:
             return []
         self.epoch = None
         self._saving = False
+        self._growing = False
         aborts: list[Action] = [
             Send(node_id=node, message=Abort(epoch=epoch.number, reason=reason))
             for node in epoch.seats
@@ -270,26 +385,65 @@ class RunMachine:
         return [*aborts, Aborted(epoch=epoch.number, step=epoch.step, reason=reason)]
 
     def _try_place(self, now: float) -> list[Action]:
-        """Start an epoch if every stage has somebody; nodes keep their seats, newcomers fill the gaps."""
+        """Let go who wants to, then start an epoch if there are nodes for it."""
         if self.stopped or self.epoch is not None or self._stopping is not None:
             return []
-        present = [n for n, m in self.members.items() if m.disconnected_at is None and not m.leaving]
-        seats = [seat if seat in present else None for seat in self._seats]
-        waiting = [node for node in present if node not in seats]
-        filled = [seat if seat is not None else (waiting.pop(0) if waiting else None) for seat in seats]
-        if any(seat is None for seat in filled):
-            return []
-        nodes = tuple(seat for seat in filled if seat is not None)
+        released = self._release_leaving(now)
+        nodes = self._next_seats(now)
+        if nodes is None:
+            return released
         self._seats = list(nodes)
+        self._regroup_at = None
         self._last_epoch += 1
         self.epoch = Epoch(
             number=self._last_epoch,
             seats=nodes,
             addresses=tuple(self.members[node].address for node in nodes),
             newest_snapshot=self.newest_snapshot,
+            committed=self._committed,
+            suspect_step=self._suspect[0] if self._suspect is not None else None,
             plan=self._step_plan,
         )
-        return [RecordPlacement(epoch=self._last_epoch, nodes=nodes), *self.epoch.announce()]
+        placement = RecordPlacement(epoch=self._last_epoch, nodes=nodes)
+        return [*released, placement, *self.epoch.announce()]
+
+    def _next_seats(self, now: float) -> tuple[str, ...] | None:
+        candidates = [
+            Candidate(node_id=node, memory_bytes=member.memory_bytes)
+            for node, member in self.members.items()
+            if member.disconnected_at is None
+        ]
+        present = {candidate.node_id for candidate in candidates}
+        awaited = [node for node in self._seats if node is not None and node not in present]
+        if awaited and self._regroup_at is None:
+            # A coordinator that has come back: whoever had a seat gets a moment to come back too.
+            self._regroup_at = now + self.plan.regroup_seconds
+        regroup = self._regroup_at is not None and now >= self._regroup_at
+        if awaited and not regroup:
+            return None
+        if len(candidates) >= self.plan.stages:
+            return seat(self._seats, candidates, self.plan.stage_bytes(self.plan.stages))
+        if not regroup:
+            return None
+        for stages in range(len(candidates), self.plan.min_stages - 1, -1):
+            if (nodes := seat(self._seats, candidates, self.plan.stage_bytes(stages))) is not None:
+                return nodes
+        return None
+
+    def _spares(self, epoch: Epoch) -> list[str]:
+        return [
+            node
+            for node, member in self.members.items()
+            if node not in epoch.seats and member.disconnected_at is None and not member.leaving
+        ]
+
+    def _prefetch(self, node_id: str) -> list[Action]:
+        """Keep a spare warm: the newest snapshot, the stage that it would most likely take first."""
+        epoch = self.epoch
+        if epoch is None or self.newest_snapshot == 0 or node_id not in self._spares(epoch):
+            return []
+        order = prefetch_order(self._spares(epoch).index(node_id), self.plan.units(len(epoch.seats)))
+        return [Send(node_id=node_id, message=Prefetch(step=self.newest_snapshot, units=order))]
 
     def _stop(self, reason: str, *, failed: bool) -> list[Action]:
         if self.stopped:

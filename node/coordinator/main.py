@@ -19,6 +19,8 @@ from node.coordinator.control_service import ControlService
 from node.coordinator.coordinator import Coordinator, Emit
 from node.coordinator.enrolment import EnrolmentDesk
 from node.coordinator.enrolment_service import open_join_port
+from node.coordinator.epoch import Committed
+from node.coordinator.machine import Past
 from node.coordinator.store import Store
 from node.telemetry import events
 from node.training.data import Corpus
@@ -46,7 +48,7 @@ class _Run:
     store: Store
     authority: CertificateAuthority
     corpus: Corpus
-    newest_snapshot: int
+    past: Past
 
 
 def run_coordinator(config: RunConfig, *, run_dir: Path, emit: Emit, resume: bool) -> int:
@@ -59,7 +61,7 @@ def run_coordinator(config: RunConfig, *, run_dir: Path, emit: Emit, resume: boo
     )
     run = _reopen(config, run_dir, corpus) if resume else _create(config, run_dir, corpus)
     with run.store:
-        if run.newest_snapshot >= config.run.steps:
+        if run.past.newest_snapshot >= config.run.steps:
             emit(events.Notice(text=f"all {config.run.steps} steps are done; the weights are in {run_dir}"))
             return 0
         return asyncio.run(_serve(config, run_dir, run, emit))
@@ -69,11 +71,12 @@ def _create(config: RunConfig, directory: Path, corpus: Corpus) -> _Run:
     run_id = new_run_id(config.run.name)
     now = time.time()
     authority = CertificateAuthority.create(run_id, now)
-    store = Store.create(directory, run_id=run_id, config_json=to_json(config), pin=authority.pin, now=now)
     authority.save(directory / "authority")
     (directory / "run.toml").write_text(to_toml(config), encoding="utf-8")
     write_private(_corpus_file(directory), json.dumps({"sha256": corpus.fingerprint()}).encode())
-    return _Run(run_id=run_id, store=store, authority=authority, corpus=corpus, newest_snapshot=0)
+    # The database comes last: a directory that has one has all the rest.
+    store = Store.create(directory, run_id=run_id, config_json=to_json(config), pin=authority.pin, now=now)
+    return _Run(run_id=run_id, store=store, authority=authority, corpus=corpus, past=Past())
 
 
 def _reopen(config: RunConfig, directory: Path, corpus: Corpus) -> _Run:
@@ -90,10 +93,17 @@ def _reopen(config: RunConfig, directory: Path, corpus: Corpus) -> _Run:
     authority = CertificateAuthority.load(directory / "authority")
     snapshots = directory / "snapshots"
     discard_incomplete(snapshots)
-    newest = max(list_snapshots(snapshots), default=0)
-    return _Run(
-        run_id=store.run().run_id, store=store, authority=authority, corpus=corpus, newest_snapshot=newest
+    last_epoch, last_step = store.last_epoch(), store.last_step()
+    committed = None
+    if last_step is not None:
+        committed = Committed(step=last_step.step, clip_coefficient=last_step.clip, lr=last_step.lr)
+    past = Past(
+        last_epoch=last_epoch,
+        newest_snapshot=max(list_snapshots(snapshots), default=0),
+        committed=committed,
+        seats=tuple(placed.node_id for placed in store.placement(last_epoch)),
     )
+    return _Run(run_id=store.run().run_id, store=store, authority=authority, corpus=corpus, past=past)
 
 
 def _corpus_file(directory: Path) -> Path:
@@ -112,7 +122,7 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, emit: Emit) -> i
         desk=desk,
         corpus=run.corpus,
         emit=emit,
-        newest_snapshot=run.newest_snapshot,
+        past=run.past,
     )
     credentials = run.authority.coordinator_credentials(SERVER_LIFETIME, time.time())
     host, join_port = _split_listen(settings.listen)
@@ -168,7 +178,7 @@ def _started(config: RunConfig, directory: Path, run: _Run) -> events.RunStarted
         directory=str(directory),
         stages=config.pipeline.stages,
         steps=config.run.steps,
-        first_step=run.newest_snapshot,
+        first_step=run.past.newest_snapshot,
         tokens_per_step=config.training.global_batch * config.model.sequence,
         forward_codec=config.pipeline.forward_codec,
         backward_codec=config.pipeline.backward_codec,

@@ -48,6 +48,6 @@ class Batches:
         ids = np.frombuffer(data, dtype="<i4").astype(np.int64).reshape(rows, columns)
         if int(ids.min()) < 0 or int(ids.max()) >= self._vocab:
             raise ProtocolViolationError(
-                f"the batch of step {step} has token ids outside 0..{self._vocab - 1}: the coordinator is broken"
+                f"the batch of step {step} has token ids outside 0..{self._vocab - 1}: check the coordinator"
             )
         return ids

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
@@ -19,17 +20,12 @@ from wire.errors import (
 )
 from wire.identity.credentials import NodeIdentity
 from wire.identity.enrolment import Refusal
-from wire.messages import (
-    CoordinatorMessage,
-    Hello,
-    NodeMessage,
-    coordinator_message_from_proto,
-    node_message_to_proto,
-    refusal_from_proto,
-)
+from wire.messages import CoordinatorMessage, Hello, NodeMessage
+from wire.messages_proto import coordinator_message_from_proto, node_message_to_proto, refusal_from_proto
 from wire.v1 import control_pb2, control_pb2_grpc
 
 CHUNK_BYTES = 256 * 1024
+PROBE_BYTES = 1024 * 1024
 CALL_SECONDS = 600.0
 """The longest that one bulk call may take; a layer of a large model over a slow link takes minutes."""
 
@@ -46,7 +42,7 @@ Result = TypeVar("Result")
 
 
 class CoordinatorClient:
-    """Dials with the newest identity; a broken connection is dialled again until `outage_seconds` are over."""
+    """Dials with the newest identity; what breaks is dialled again until `outage_seconds` are over."""
 
     def __init__(self, address: str, identity: Callable[[], NodeIdentity], outage_seconds: float) -> None:
         self.address = address
@@ -67,7 +63,7 @@ class CoordinatorClient:
         handle: Callable[[CoordinatorMessage], Awaitable[None]],
         connected: Callable[[], None],
     ) -> None:
-        """One control connection, from hello until it breaks (LinkError) or the coordinator refuses (Refused)."""
+        """One control connection, until it breaks (LinkError) or the coordinator refuses (Refused)."""
         channel = self._dial()
         try:
             stub = control_pb2_grpc.CoordinatorStub(channel)
@@ -97,6 +93,13 @@ class CoordinatorClient:
             await channel.close()
 
     # ---- bulk
+
+    async def measure_download(self) -> float:
+        """Bytes a second from the coordinator, by a download on a warm connection."""
+        await self._retry(lambda stub: _probe(stub, 16 * 1024))
+        began = time.perf_counter()
+        await self._retry(lambda stub: _probe(stub, PROBE_BYTES))
+        return PROBE_BYTES / (time.perf_counter() - began)
 
     async def batch(self, step: int, *, labels: bool, size: int) -> bytes:
         """Token ids (or labels) of one step: exactly `size` bytes of little-endian int32."""
@@ -176,6 +179,11 @@ class CoordinatorClient:
             await self.close()
             await asyncio.sleep(delay)
             delay = min(2 * delay, 2.0)
+
+
+async def _probe(stub: control_pb2_grpc.CoordinatorStub, size: int) -> None:
+    request = control_pb2.ProbeRequest(bytes=size)
+    await _collect(stub.Probe(request, timeout=CALL_SECONDS), size, "the probe")
 
 
 async def _collect(

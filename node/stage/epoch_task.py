@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from node.model.placement import chunks_of
 from node.stage.batches import Batches
 from node.stage.executor import StageExecutor, StepOutcome
 from node.stage.inbox import Inbox, StepInterrupted
@@ -18,7 +19,7 @@ from node.stage.routing import neighbours, source_stage
 from node.stage.stage_io import LoopIO, TensorLink
 from node.telemetry.clock import TimeKind
 from node.training.serialization import deserialize_unit
-from wire.errors import LinkError, NonFiniteError, ThinwireError
+from wire.errors import LinkError, NonFiniteError, ProtocolViolationError, ThinwireError
 from wire.messages import (
     Applied,
     Begin,
@@ -65,6 +66,10 @@ class Services(Protocol):
         """Send a snapshot's layers in the background."""
         ...
 
+    def count_time(self) -> None:
+        """An epoch's first step begins: telemetry counts time from here."""
+        ...
+
     def telemetry(self) -> Telemetry: ...
 
     def open_links(
@@ -85,10 +90,11 @@ class EpochTask:
         self._commands: asyncio.Queue[CoordinatorMessage] = asyncio.Queue()
         self._links: Mapping[int, TensorLink] = {}
         self._open = contextlib.AsyncExitStack()
-        self._held = -1
+        self._placed: Placed | None = None
         self._ready = False
         self._step = -1
         self._vote: Vote | None = None
+        self._peer_at_fault = -1
 
     def submit(self, command: CoordinatorMessage) -> None:
         self._commands.put_nowait(command)
@@ -108,7 +114,9 @@ class EpochTask:
     def arrived(self, key: TensorKey, buffer: bytearray) -> None:
         self._services.inbox.put(key, buffer)
 
-    def link_lost(self, error: ThinwireError) -> None:
+    def link_lost(self, peer_stage: int, error: ThinwireError) -> None:
+        if isinstance(error, ProtocolViolationError):
+            self._peer_at_fault = peer_stage
         self._services.inbox.interrupt(str(error), error)
 
     # ---- the life of an epoch
@@ -117,12 +125,13 @@ class EpochTask:
         """Obey commands until cancelled. A failure is reported; the coordinator then ends the epoch."""
         async with self._open:
             try:
-                self._held = await self._services.compute(lambda: self._services.executor.place(self.stage))
-                self._services.post(Placed(epoch=self.number, held_step=self._held))
+                await self._place()
                 while True:
                     await self._obey(await self._commands.get())
             except StepInterrupted as interruption:
-                if interruption.cause is not None:
+                if isinstance(interruption.cause, ProtocolViolationError):
+                    self._fail(FailureKind.PEER, str(interruption))
+                elif interruption.cause is not None:
                     self._fail(FailureKind.LINK, str(interruption))
             except NonFiniteError as error:
                 self._fail(FailureKind.NON_FINITE, str(error))
@@ -134,10 +143,11 @@ class EpochTask:
     async def _obey(self, command: CoordinatorMessage) -> None:
         match command:
             case Placement():
-                self._services.post(Placed(epoch=self.number, held_step=self._held))
+                if self._placed is not None:
+                    self._services.post(self._placed)
             case Restore():
                 if not self._ready:
-                    await self._restore(command.step)
+                    await self._restore(command)
                 self._services.post(Ready(epoch=self.number, telemetry=self._services.telemetry()))
             case Begin():
                 if self._vote is None or self._vote.step != command.step:
@@ -151,24 +161,35 @@ class EpochTask:
             case _:
                 pass
 
-    async def _restore(self, step: int) -> None:
-        services = self._services
-        if services.executor.state_step != step:
+    async def _place(self) -> None:
+        services, executor = self._services, self._services.executor
+        stages = len(self.placement.stages)
+        held = await services.compute(lambda: executor.place(self.stage, stages))
+        self._placed = Placed(epoch=self.number, held_step=held, voted=executor.voted)
+        services.post(self._placed)
+
+    async def _restore(self, restore: Restore) -> None:
+        services, executor, step = self._services, self._services.executor, restore.step
+        missed = restore.missed
+        if missed is not None and executor.state_step == missed.step == step - 1 and executor.voted:
+            await services.compute(lambda: executor.apply(missed.lr, missed.clip_coefficient))
+        if executor.state_step != step:
             files: dict[str, bytes] = {}
             if step > 0:
-                for unit in services.executor.units:
+                for unit in executor.units:
                     files[unit] = await services.fetch_layer(step, unit)
-            await services.compute(
-                lambda: services.executor.restore(step, lambda unit: deserialize_unit(files[unit]))
-            )
+            await services.compute(lambda: executor.restore(step, lambda unit: deserialize_unit(files[unit])))
+        executor.uncompressed = restore.uncompressed
         self._step = step
-        config = services.executor.config
-        peers = neighbours(self.stage, config.pipeline.stages, config.pipeline.chunks, config.model.tied)
+        stages = len(self.placement.stages)
+        chunks = chunks_of(executor.config, stages)
+        peers = neighbours(self.stage, stages, chunks, executor.config.model.tied)
         self._links = await self._open.enter_async_context(services.open_links(self, peers))
         self._ready = True
 
     async def _run_step(self, step: int) -> None:
         services, executor = self._services, self._services.executor
+        services.count_time()
         self._step = step
         inputs = await services.batches.get(step, labels=False) if executor.is_first else None
         labels = await services.batches.get(step, labels=True) if executor.is_last else None
@@ -212,5 +233,11 @@ class EpochTask:
 
     def _fail(self, kind: FailureKind, message: str) -> None:
         self._services.post(
-            StepFailed(epoch=self.number, step=max(self._step, 0), kind=kind, message=message)
+            StepFailed(
+                epoch=self.number,
+                step=max(self._step, 0),
+                kind=kind,
+                message=message,
+                peer_stage=self._peer_at_fault,
+            )
         )

@@ -119,9 +119,7 @@ class StageExecutor:
             config = self.config
             self.stage, self.stages = stage, stages
             self._chunk_count = chunks_of(config, stages)
-            self._orders = schedule(
-                stages, self._chunk_count, config.microbatches, config.pipeline.window
-            )
+            self._orders = schedule(stages, self._chunk_count, config.microbatches, config.pipeline.window)
             self._split = chunk_units(config, stages)
             self._chunks = []
             self._optimizer = None

@@ -21,7 +21,9 @@ def choose_device(wanted: str) -> torch.device:
         count = torch.cuda.device_count()
         index = device.index or 0
         if index >= count:
-            raise UserError(f"--device {wanted}: this machine has {count} usable GPUs; use cpu or cuda:0..N-1")
+            raise UserError(
+                f"--device {wanted}: this machine has {count} usable GPUs; use cpu or a lower N"
+            )
         return torch.device("cuda", index)
     return device
 

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import logging
 import resource
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -65,6 +66,8 @@ async def _serve(token: JoinToken, options: JoinOptions, device: torch.device, d
         device=device,
         hardware=hardware,
         flops=await asyncio.to_thread(measure_flops, device),
+        cache_directory=directory / "snapshots",
+        cache_bytes=shutil.disk_usage(directory).free // 2,
     )
     tell = Teller(json_lines=options.json)
     runtime = NodeRuntime(settings, IdentityHolder(identity, directory), tell)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import resource
 import secrets
@@ -22,8 +23,9 @@ from node.stage.coordinator_client import CoordinatorClient
 from node.stage.epoch_task import EpochTask, State
 from node.stage.executor import StageExecutor
 from node.stage.inbox import Inbox
+from node.stage.snapshot_cache import SnapshotCache
 from node.stage.stage_io import TensorLink
-from node.telemetry.clock import StageClock
+from node.telemetry.clock import StageClock, Times, difference
 from node.training.serialization import serialize_unit
 from wire.errors import LinkError, LinkLostError, RunError, ThinwireError
 from wire.identity.credentials import NodeIdentity
@@ -41,6 +43,7 @@ from wire.messages import (
     LinkReport,
     NodeMessage,
     Placement,
+    Prefetch,
     Telemetry,
     Welcome,
 )
@@ -100,10 +103,13 @@ class NodeSettings:
     device: torch.device
     hardware: Hardware
     flops: float
+    cache_directory: Path
+    cache_bytes: int
+    """Snapshots of layers kept on disk may take this much."""
 
 
 class NodeRuntime:
-    """Implements `node.stage.epoch_task.Services`. `run` returns when the coordinator says the run is over."""
+    """Implements `node.stage.epoch_task.Services`; `run` returns when the run is over for this node."""
 
     executor: StageExecutor
     batches: Batches
@@ -119,15 +125,18 @@ class NodeRuntime:
         )
         self._server = LinkServer(identity=identity, run_id=identity.current.run_id)
         self._outbox: asyncio.Queue[NodeMessage] = asyncio.Queue()
+        self._cache = SnapshotCache(settings.cache_directory, settings.cache_bytes)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._nonce = secrets.randbits(63)
         self._welcome: Welcome | None = None
         self._welcomed = asyncio.Event()
-        self._started = time.perf_counter()
+        self._counted_from: tuple[Times, float] | None = None
         self._epoch: EpochTask | None = None
         self._epoch_task: asyncio.Task[None] | None = None
         self._links: dict[int, Link] = {}
         self._uploads: dict[int, asyncio.Task[None]] = {}
+        self._prefetching: asyncio.Task[None] | None = None
+        self._download_rate = 0.0
         self._finish: Finish | None = None
         self._finished = asyncio.Event()
         self._leaving = False
@@ -138,6 +147,7 @@ class NodeRuntime:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 port = await self._server.start(self._settings.listen)
+                self._download_rate = await self._client.measure_download()
                 self._peer_address = self._settings.advertise or f":{port}"
                 tasks = [
                     group.create_task(self._keep_session()),
@@ -145,8 +155,9 @@ class NodeRuntime:
                     group.create_task(self._renew_certificate()),
                 ]
                 await self._finished.wait()
-                for task in [*tasks, *self._uploads.values()]:
-                    task.cancel()
+                for task in [*tasks, *self._uploads.values(), self._prefetching]:
+                    if task is not None:
+                        task.cancel()
                 await self._end_epoch()
             assert self._finish is not None
             return self._finish
@@ -178,19 +189,37 @@ class NodeRuntime:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def fetch_layer(self, step: int, unit: str) -> bytes:
+        kept = await asyncio.to_thread(self._cache.get, step, unit)
+        if kept is not None:
+            return kept
         # Weights and two moments in float32; the file's own header is small beside them.
         limit = 3 * 4 * unit_parameters(self.executor.config.model, unit) + 1024 * 1024
-        return await self._client.layer(step, unit, limit)
+        data = await self._client.layer(step, unit, limit)
+        await asyncio.to_thread(self._cache.put, step, unit, data)
+        return data
 
     def upload(self, step: int, state: State) -> None:
-        if step not in self._uploads:
+        running = self._uploads.get(step)
+        if running is None or running.done():
             self._uploads[step] = self._group.create_task(self._upload(step, state))
+
+    def count_time(self) -> None:
+        """Count time from here on; what came before the epoch's first step is nobody's step."""
+        if self._counted_from is None:
+            self._counted_from = self.executor.clock.snapshot(), time.perf_counter()
 
     def telemetry(self) -> Telemetry:
         stats = {stage: link.stats for stage, link in sorted(self._links.items())}
+        times: dict[str, float] = {}
+        wall = 0.0
+        if self._counted_from is not None:
+            before, began = self._counted_from
+            wall = time.perf_counter() - began
+            spent = difference(self.executor.clock.snapshot(), before)
+            times = {kind.value: seconds for kind, seconds in spent.items()}
         return Telemetry(
-            times={kind.value: spent for kind, spent in self.executor.clock.snapshot().items()},
-            wall_seconds=time.perf_counter() - self._started,
+            times=times,
+            wall_seconds=wall,
             links=tuple(
                 LinkReport(
                     peer_stage=stage,
@@ -219,8 +248,8 @@ class NodeRuntime:
     ) -> AsyncIterator[Mapping[int, TensorLink]]:
         """Links to the stages `peers`, warm; the lower stage dials."""
         links = {peer: self._make_link(task, peer) for peer in peers}
-        for link in links.values():
-            link.lost.add_done_callback(lambda lost: task.link_lost(lost.result()))
+        for peer, link in links.items():
+            link.lost.add_done_callback(functools.partial(_report_lost, task, peer))
         async with asyncio.TaskGroup() as group:
             for link in links.values():
                 group.create_task(link.run())
@@ -255,6 +284,7 @@ class NodeRuntime:
                 peer_address=self._peer_address,
                 hardware=self._settings.hardware,
                 flops=self._settings.flops,
+                download_rate=self._download_rate,
                 epoch=self._epoch.number if self._epoch is not None else 0,
                 process_nonce=self._nonce,
             )
@@ -268,7 +298,7 @@ class NodeRuntime:
                 limit = self._outage_seconds
                 if loop.time() + delay - last_contact > limit:
                     raise LinkLostError(
-                        f"the coordinator at {self._client.address} cannot be reached for {limit:g} s: {error}"
+                        f"the coordinator at {self._client.address} did not answer for {limit:g} s: {error}"
                     ) from None
             await asyncio.sleep(delay)
             delay = min(2 * delay, 2.0)
@@ -291,6 +321,10 @@ class NodeRuntime:
                 self._end(message)
             case Refusal():
                 raise message.error()
+            case Prefetch():
+                if self._prefetching is not None:
+                    self._prefetching.cancel()
+                self._prefetching = self._group.create_task(self._prefetch(message))
             case _:
                 if self._epoch is not None and self._epoch.number == message.epoch:
                     self._epoch.submit(message)
@@ -299,7 +333,6 @@ class NodeRuntime:
         if self._welcome is None:
             config = from_json(welcome.config_json)
             clock = StageClock()
-            self._started = time.perf_counter()
             self.executor = await self.compute(lambda: StageExecutor(config, self._settings.device, clock))
             self.batches = Batches(config, self._client, self._group)
             self._client.outage_seconds = config.coordinator.outage_seconds
@@ -310,6 +343,7 @@ class NodeRuntime:
             raise RunError("the coordinator came back with another run file: join again")
 
     def _begin_epoch(self, placement: Placement) -> None:
+        self._counted_from = None
         self._epoch = EpochTask(placement, self)
         self._epoch_task = self._group.create_task(self._epoch.run())
         self._tell(f"stage {placement.stage} of {len(placement.stages)} in epoch {placement.epoch}")
@@ -347,10 +381,21 @@ class NodeRuntime:
         """Send every layer; what the coordinator holds against it ends the run there, not here."""
         for unit, tensors in state.items():
             data = await asyncio.to_thread(serialize_unit, tensors)
+            await asyncio.to_thread(self._cache.put, step, unit, data)
             try:
                 await self._client.put_layer(step, unit, data)
             except ThinwireError as error:
                 log.warning("layer %s of the snapshot of step %d was not stored: %s", unit, step, error)
+
+    async def _prefetch(self, prefetch: Prefetch) -> None:
+        """Keep a snapshot at hand for the stage that this node may have to take."""
+        for unit in prefetch.units:
+            try:
+                await self.fetch_layer(prefetch.step, unit)
+            except ThinwireError as error:
+                log.warning("layer %s of step %d was not fetched ahead: %s", unit, prefetch.step, error)
+                return
+        self._tell(f"holding the snapshot of step {prefetch.step}, ready to take a stage")
 
     async def _renew_certificate(self) -> None:
         """Renew at a point of the certificate's life that the node id decides; try again until it works."""
@@ -390,6 +435,11 @@ class NodeRuntime:
             expect=expect,
             on_tensor=task.arrived,
         )
+
+
+def _report_lost(task: EpochTask, peer: int, lost: "asyncio.Future[ThinwireError]") -> None:
+    if not lost.cancelled():
+        task.link_lost(peer, lost.result())
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -14,18 +14,21 @@ class FailureKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_LINK: _ClassVar[FailureKind]
     FAILURE_NON_FINITE: _ClassVar[FailureKind]
     FAILURE_INTERNAL: _ClassVar[FailureKind]
+    FAILURE_PEER: _ClassVar[FailureKind]
 FAILURE_UNSPECIFIED: FailureKind
 FAILURE_LINK: FailureKind
 FAILURE_NON_FINITE: FailureKind
 FAILURE_INTERNAL: FailureKind
+FAILURE_PEER: FailureKind
 
 class Hello(_message.Message):
-    __slots__ = ("version", "protocol", "peer_address", "hardware", "flops", "epoch", "process_nonce")
+    __slots__ = ("version", "protocol", "peer_address", "hardware", "flops", "download_rate", "epoch", "process_nonce")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PEER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HARDWARE_FIELD_NUMBER: _ClassVar[int]
     FLOPS_FIELD_NUMBER: _ClassVar[int]
+    DOWNLOAD_RATE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROCESS_NONCE_FIELD_NUMBER: _ClassVar[int]
     version: str
@@ -33,17 +36,20 @@ class Hello(_message.Message):
     peer_address: str
     hardware: _enrolment_pb2.Hardware
     flops: float
+    download_rate: float
     epoch: int
     process_nonce: int
-    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., peer_address: _Optional[str] = ..., hardware: _Optional[_Union[_enrolment_pb2.Hardware, _Mapping]] = ..., flops: _Optional[float] = ..., epoch: _Optional[int] = ..., process_nonce: _Optional[int] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., peer_address: _Optional[str] = ..., hardware: _Optional[_Union[_enrolment_pb2.Hardware, _Mapping]] = ..., flops: _Optional[float] = ..., download_rate: _Optional[float] = ..., epoch: _Optional[int] = ..., process_nonce: _Optional[int] = ...) -> None: ...
 
 class Placed(_message.Message):
-    __slots__ = ("epoch", "held_step")
+    __slots__ = ("epoch", "held_step", "voted")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HELD_STEP_FIELD_NUMBER: _ClassVar[int]
+    VOTED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     held_step: int
-    def __init__(self, epoch: _Optional[int] = ..., held_step: _Optional[int] = ...) -> None: ...
+    voted: bool
+    def __init__(self, epoch: _Optional[int] = ..., held_step: _Optional[int] = ..., voted: bool = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("epoch", "telemetry")
@@ -86,16 +92,18 @@ class Applied(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ...) -> None: ...
 
 class StepFailed(_message.Message):
-    __slots__ = ("epoch", "step", "kind", "message")
+    __slots__ = ("epoch", "step", "kind", "message", "peer_stage")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    PEER_STAGE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     kind: FailureKind
     message: str
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ...) -> None: ...
+    peer_stage: int
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ..., peer_stage: _Optional[int] = ...) -> None: ...
 
 class DirectionReport(_message.Message):
     __slots__ = ("direction", "bytes_sent", "elements_sent")
@@ -206,12 +214,16 @@ class Placement(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ...) -> None: ...
 
 class Restore(_message.Message):
-    __slots__ = ("epoch", "step")
+    __slots__ = ("epoch", "step", "missed", "uncompressed")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    MISSED_FIELD_NUMBER: _ClassVar[int]
+    UNCOMPRESSED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+    missed: Commit
+    uncompressed: bool
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., missed: _Optional[_Union[Commit, _Mapping]] = ..., uncompressed: bool = ...) -> None: ...
 
 class Begin(_message.Message):
     __slots__ = ("epoch", "step")
@@ -220,6 +232,14 @@ class Begin(_message.Message):
     epoch: int
     step: int
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
+class Prefetch(_message.Message):
+    __slots__ = ("step", "units")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    units: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, step: _Optional[int] = ..., units: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("epoch", "step", "clip_coefficient", "lr")
@@ -258,7 +278,7 @@ class Finish(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., failed: bool = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("welcome", "placement", "restore", "begin", "commit", "abort", "finish", "refusal", "take_snapshot")
+    __slots__ = ("welcome", "placement", "restore", "begin", "commit", "abort", "finish", "refusal", "take_snapshot", "prefetch")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
@@ -268,6 +288,7 @@ class CoordinatorMessage(_message.Message):
     FINISH_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     TAKE_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     placement: Placement
     restore: Restore
@@ -277,7 +298,14 @@ class CoordinatorMessage(_message.Message):
     finish: Finish
     refusal: _enrolment_pb2.Refusal
     take_snapshot: TakeSnapshot
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., refusal: _Optional[_Union[_enrolment_pb2.Refusal, _Mapping]] = ..., take_snapshot: _Optional[_Union[TakeSnapshot, _Mapping]] = ...) -> None: ...
+    prefetch: Prefetch
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., refusal: _Optional[_Union[_enrolment_pb2.Refusal, _Mapping]] = ..., take_snapshot: _Optional[_Union[TakeSnapshot, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ...) -> None: ...
+
+class ProbeRequest(_message.Message):
+    __slots__ = ("bytes",)
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    def __init__(self, bytes: _Optional[int] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("csr_der",)

@@ -46,6 +46,11 @@ class CoordinatorStub(object):
                 request_serializer=wire_dot_v1_dot_control__pb2.RenewRequest.SerializeToString,
                 response_deserializer=wire_dot_v1_dot_control__pb2.RenewReply.FromString,
                 _registered_method=True)
+        self.Probe = channel.unary_stream(
+                '/thinwire.wire.v1.Coordinator/Probe',
+                request_serializer=wire_dot_v1_dot_control__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=wire_dot_v1_dot_control__pb2.DataChunk.FromString,
+                _registered_method=True)
         self.GetBatch = channel.unary_stream(
                 '/thinwire.wire.v1.Coordinator/GetBatch',
                 request_serializer=wire_dot_v1_dot_control__pb2.GetBatchRequest.SerializeToString,
@@ -75,6 +80,12 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Probe(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -110,6 +121,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.Renew,
                     request_deserializer=wire_dot_v1_dot_control__pb2.RenewRequest.FromString,
                     response_serializer=wire_dot_v1_dot_control__pb2.RenewReply.SerializeToString,
+            ),
+            'Probe': grpc.unary_stream_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=wire_dot_v1_dot_control__pb2.ProbeRequest.FromString,
+                    response_serializer=wire_dot_v1_dot_control__pb2.DataChunk.SerializeToString,
             ),
             'GetBatch': grpc.unary_stream_rpc_method_handler(
                     servicer.GetBatch,
@@ -183,6 +199,33 @@ class Coordinator(object):
             '/thinwire.wire.v1.Coordinator/Renew',
             wire_dot_v1_dot_control__pb2.RenewRequest.SerializeToString,
             wire_dot_v1_dot_control__pb2.RenewReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Probe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/thinwire.wire.v1.Coordinator/Probe',
+            wire_dot_v1_dot_control__pb2.ProbeRequest.SerializeToString,
+            wire_dot_v1_dot_control__pb2.DataChunk.FromString,
             options,
             channel_credentials,
             insecure,
