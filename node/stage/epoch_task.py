@@ -123,22 +123,22 @@ class EpochTask:
 
     async def run(self) -> None:
         """Obey commands until cancelled. A failure is reported; the coordinator then ends the epoch."""
-        async with self._open:
-            try:
+        try:
+            async with self._open:
                 await self._place()
                 while True:
                     await self._obey(await self._commands.get())
-            except StepInterrupted as interruption:
-                if isinstance(interruption.cause, ProtocolViolationError):
-                    self._fail(FailureKind.PEER, str(interruption))
-                elif interruption.cause is not None:
-                    self._fail(FailureKind.LINK, str(interruption))
-            except NonFiniteError as error:
-                self._fail(FailureKind.NON_FINITE, str(error))
-            except LinkError as error:
-                self._fail(FailureKind.LINK, str(error))
-            except ThinwireError as error:
-                self._fail(FailureKind.INTERNAL, str(error))
+        except StepInterrupted as interruption:
+            if isinstance(interruption.cause, ProtocolViolationError):
+                self._fail(FailureKind.PEER, str(interruption))
+            elif interruption.cause is not None:
+                self._fail(FailureKind.LINK, str(interruption))
+        except NonFiniteError as error:
+            self._fail(FailureKind.NON_FINITE, str(error))
+        except LinkError as error:
+            self._fail(FailureKind.LINK, str(error))
+        except ThinwireError as error:
+            self._fail(FailureKind.INTERNAL, str(error))
 
     async def _obey(self, command: CoordinatorMessage) -> None:
         match command:

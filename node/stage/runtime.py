@@ -250,18 +250,21 @@ class NodeRuntime:
         links = {peer: self._make_link(task, peer) for peer in peers}
         for peer, link in links.items():
             link.lost.add_done_callback(functools.partial(_report_lost, task, peer))
-        async with asyncio.TaskGroup() as group:
-            for link in links.values():
-                group.create_task(link.run())
-            self._links = links
-            try:
+        try:
+            async with asyncio.TaskGroup() as group:
                 for link in links.values():
-                    await link.ready(LINK_SECONDS)
-                yield links
-            finally:
-                self._links = {}
-                for link in links.values():
-                    await link.close()
+                    group.create_task(link.run())
+                self._links = links
+                try:
+                    for link in links.values():
+                        await link.ready(LINK_SECONDS)
+                    yield links
+                finally:
+                    self._links = {}
+                    for link in links.values():
+                        await link.close()
+        except BaseExceptionGroup as errors:
+            raise _leaf(errors) from None
 
     # ---- the session
 
@@ -277,7 +280,8 @@ class NodeRuntime:
             if self._leaving:
                 self.post(Leave(reason="said before, perhaps unheard"))
 
-        while True:
+        # Python 3.11 forgets a cancellation that meets a failing stream, so the flag is looked at too.
+        while not self._finished.is_set():
             hello = Hello(
                 version=VERSION,
                 protocol=PROTOCOL,
