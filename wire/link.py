@@ -203,7 +203,7 @@ class Link(ABC):
     async def _watch(self) -> None:
         """Before the first connection `ready` is the limit; afterwards `lost_after_seconds` is."""
         limit = self._state.settings.lost_after_seconds
-        while True:
+        while not self._over.is_set():
             await self._up.wait()
             await self._down.wait()
             try:
