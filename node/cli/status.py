@@ -74,8 +74,9 @@ def run_state(status: "RunStatus | None", alive: bool | None) -> str:
         return "not seen here"  # the coordinator ran on another machine
     if not status or not alive:
         return "stopped"
-    stages = status.started.stages
-    return "training" if status.placement and len(status.nodes) >= stages else "waiting for nodes"
+    connected = {node.node_id for node in status.nodes}
+    placed = status.placement is not None and connected.issuperset(status.placement.nodes)
+    return "training" if placed else "waiting for nodes"
 
 
 def _live_lines(status: "RunStatus", now: float) -> list[str]:
@@ -89,10 +90,10 @@ def _live_lines(status: "RunStatus", now: float) -> list[str]:
             f"on {status.host}"
         )
     ]
-    lines.append(f"connected {len(status.nodes)} nodes for {status.started.stages} stages")
+    nodes = status.placement.nodes if status.placement else ()
+    lines.append(f"connected {len(status.nodes)} nodes for {len(nodes) or status.started.stages} stages")
     if status.step:
         lines.append(f"speed     {count_text(status.step.tokens_per_second)} tokens/s")
-        nodes = status.placement.nodes if status.placement else ()
         lines += table_lines(*stage_rows(status.step, nodes))
     if status.aborted:
         lines.append(f"aborted   {status.aborted} steps, which ran again")

@@ -13,7 +13,7 @@ import torch
 
 from node.config.loader import section_types, toml_value
 from node.config.schema import RunConfig
-from node.model.split import split_units
+from node.model.placement import stage_units
 from node.model.units import is_block, unit_parameters
 from node.stage.routing import source_stage, target_stage
 from node.stage.schedule import held_activations, schedule
@@ -112,17 +112,15 @@ class Explanation:
 def explain(config: RunConfig) -> Explanation:
     """Work out a valid config. Raises ConfigError where parts of it do not fit."""
     pipeline, model, training = config.pipeline, config.model, config.training
-    chunks = split_units(model, pipeline.stages * pipeline.chunks, pipeline.split)
     orders = schedule(pipeline.stages, pipeline.chunks, config.microbatches, pipeline.window)
     stages = []
-    for stage, order in enumerate(orders):
-        units = tuple(unit for chunk in chunks[stage :: pipeline.stages] for unit in chunk)
+    for stage, units in enumerate(stage_units(config, pipeline.stages)):
         stages.append(
             StagePlan(
                 stage=stage,
                 units=units,
                 parameters=sum(unit_parameters(model, unit) for unit in units),
-                held_activations=held_activations(order),
+                held_activations=held_activations(orders[stage]),
             )
         )
     return Explanation(

@@ -127,6 +127,11 @@ def _pipeline(pipeline: PipelineSection, layers: int) -> Iterator[str]:
     wrong = list(_at_least(1, {"pipeline.stages": pipeline.stages, "pipeline.chunks": pipeline.chunks}))
     yield from wrong
     yield from _at_least(0, {"pipeline.window": pipeline.window})
+    if not 0 <= pipeline.min_stages <= max(pipeline.stages, 0):
+        yield (
+            f"pipeline.min_stages must be from 0 (wait for every node) to pipeline.stages "
+            f"({pipeline.stages}), got {pipeline.min_stages}"
+        )
     if wrong or layers < 1:
         return
     chunks = pipeline.stages * pipeline.chunks
@@ -175,7 +180,13 @@ def _coordinator(coordinator: CoordinatorSection) -> Iterator[str]:
     yield from _positive(
         {
             f"coordinator.{key}": getattr(coordinator, key)
-            for key in ("heartbeat_seconds", "silent_seconds", "outage_seconds", "certificate_hours")
+            for key in (
+                "heartbeat_seconds",
+                "silent_seconds",
+                "regroup_seconds",
+                "outage_seconds",
+                "certificate_hours",
+            )
         }
     )
     if coordinator.silent_seconds <= coordinator.heartbeat_seconds:

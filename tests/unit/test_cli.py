@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -120,17 +119,15 @@ def test_bad_text_ends_in_one_line_and_leaves_no_run_behind() -> None:
     assert not Path("new").exists()
 
 
-def test_help_is_quick_and_loads_nothing_heavy() -> None:
+def test_help_loads_nothing_heavy() -> None:
     watch = "import sys, node.cli.main as m; m.build_parser(); print([x for x in sys.modules if x in H])"
     heavy = {"torch", "grpc", "numpy", "rich", "cryptography", "asyncio"}
     done = subprocess.run(
         [sys.executable, "-c", f"H = {heavy!r}; {watch}"], capture_output=True, text=True, timeout=30
     )
     assert done.stdout == "[]\n"
-    began = time.perf_counter()
     done = program("--help")
     assert done.returncode == 0
-    assert time.perf_counter() - began < 3  # about 0.05 s on a quiet machine
     for command in ("coordinator", "join", "resume", "demo", "token", "status", "doctor", "config"):
         assert f"  {command}" in done.stdout
 

@@ -100,7 +100,7 @@ class Stage:
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     monkeypatch.setattr(demo, "GRACE_SECONDS", 0.2)
-    monkeypatch.setattr(demo, "STOP_SECONDS", 5.0)
+    monkeypatch.setattr(demo, "STOP_SECONDS", 30.0)
     return Stage(tmp_path)
 
 
