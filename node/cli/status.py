@@ -2,9 +2,9 @@
 
 import argparse
 import json
+import math
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,21 +34,22 @@ def run(args: argparse.Namespace) -> int:
         snapshots = [snapshot.step for snapshot in store.snapshots() if snapshot.complete]
         usable = sum(token_state(token, now) == "usable" for token in store.list_tokens())
     status = read_status(directory)
-    state = run_state(status, coordinator_alive(status) if status else False)
     # The database counts steps from 0.
     done = last.step + 1 if last else 0
     steps = json.loads(record.config_json)["run"]["steps"]
+    alive = coordinator_alive(status) if status else False
+    state = run_state(status, alive, complete=done >= steps)
     if args.json:
         whole = {
             "run_id": record.run_id,
             "state": state,
             "steps_done": done,
             "steps": steps,
-            "loss": last.loss if last else None,
+            "loss": last.loss if last and math.isfinite(last.loss) else None,
             "nodes_admitted": members,
             "snapshots": snapshots,
             "usable_tokens": usable,
-            "status": asdict(status) if status else None,
+            "status": json.loads(status.to_json()) if status else None,
         }
         sys.stdout.write(json.dumps(whole) + "\n")
         return 0
@@ -66,12 +67,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_state(status: "RunStatus | None", alive: bool | None) -> str:
-    """One word or two: `finished`, `failed`, `training`, `waiting for nodes`, `stopped`, `not seen here`."""
+def run_state(status: "RunStatus | None", alive: bool | None, *, complete: bool) -> str:
+    """One word or two: `finished`, `failed`, `training`, `waiting for nodes`, `stopped`, `not seen here`.
+
+    Args:
+        alive: whether the coordinator's process lives; None when it ran on another machine.
+        complete: whether the last step of the run is committed.
+    """
     if status and status.finished:
-        return "failed" if status.finished.failed else "finished"
+        ended = "finished" if complete else "stopped"
+        return "failed" if status.finished.failed else ended
     if alive is None:
-        return "not seen here"  # the coordinator ran on another machine
+        return "not seen here"
     if not status or not alive:
         return "stopped"
     connected = {node.node_id for node in status.nodes}

@@ -154,14 +154,23 @@ def test_whether_the_coordinator_lives(tmp_path: Path) -> None:
 def test_the_state_in_words(tmp_path: Path) -> None:
     now = status(tmp_path)
     running = replace(now, nodes=NODES, placement=PLACED)
-    assert run_state(None, False) == "stopped"
-    assert run_state(now, True) == "waiting for nodes"
-    assert run_state(running, True) == "training"
-    assert run_state(replace(running, nodes=NODES[:1]), True) == "waiting for nodes"
-    assert run_state(running, False) == "stopped"
-    assert run_state(running, None) == "not seen here"
-    for failed, word in ((False, "finished"), (True, "failed")):
-        assert run_state(replace(running, finished=RunFinished(reason="", failed=failed)), False) == word
+
+    def state(status: RunStatus | None, alive: bool | None) -> str:
+        return run_state(status, alive, complete=False)
+
+    assert state(None, False) == "stopped"
+    assert state(now, True) == "waiting for nodes"
+    assert state(running, True) == "training"
+    assert state(replace(running, nodes=NODES[:1]), True) == "waiting for nodes"
+    assert state(running, False) == "stopped"
+    assert state(running, None) == "not seen here"
+    for failed, complete, word in (
+        (False, True, "finished"),
+        (False, False, "stopped"),  # by Ctrl-C, before its last step
+        (True, True, "failed"),
+    ):
+        ended = replace(running, finished=RunFinished(reason="", failed=failed))
+        assert run_state(ended, False, complete=complete) == word
 
 
 @pytest.fixture
