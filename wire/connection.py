@@ -143,6 +143,7 @@ class Connection:
         self.finished = asyncio.Event()
         self._state = state
         self._on_change = on_change
+        self._running = False
         self._ended = asyncio.Event()
         self._greeted = asyncio.Event()
         self._ponged = False
@@ -167,10 +168,13 @@ class Connection:
         if not self._ended.is_set():
             self.error = error
             self._ended.set()
+            if not self._running:
+                self.finished.set()
             self._on_change()
 
     async def run(self, bulk: ByteStream, control: ByteStream) -> None:
         """Move frames and messages until the connection ends; `error` then says why."""
+        self._running = True
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._read_control(control))

@@ -43,8 +43,11 @@ class AcceptedLink(Link):
         await super().close()
         self._forget()
 
-    def attach(self, method: str, session: int, attempt: int, context: ServerContext) -> Connection:
-        """Take one stream of a connection; a newer attempt ends the one before. Raises `_NotAdmitted`."""
+    def join(self, session: int, attempt: int) -> Connection:
+        """The connection that a stream belongs to; a newer attempt ends the one before.
+
+        Raises `_NotAdmitted`.
+        """
         if self.lost.done():
             raise _NotAdmitted(
                 grpc.StatusCode.FAILED_PRECONDITION, str(self.lost.result()), RefusalCode.BAD_REQUEST
@@ -65,12 +68,16 @@ class AcceptedLink(Link):
                 newest.end(StreamDroppedError("the neighbour connected again"))
             newest = self._make_connection(attempt)
             self._streams = {}
-        if attempt < newest.attempt or newest.ended or method in self._streams:
-            raise _NotAdmitted(grpc.StatusCode.ABORTED, "this connection was replaced by a newer one")
-        self._streams[method] = ServerStream(context)
-        if len(self._streams) == 2:
-            self._arrived.set()
+        if attempt < newest.attempt or newest.ended:
+            raise _NotAdmitted(grpc.StatusCode.ABORTED, "this connection is over")
         return newest
+
+    def attach(self, connection: Connection, method: str, context: ServerContext) -> None:
+        """Take one open stream of a connection, which runs as soon as it has both."""
+        if connection is self._connection:
+            self._streams[method] = ServerStream(context)
+            if len(self._streams) == 2:
+                self._arrived.set()
 
     def _finish(self) -> None:
         super()._finish()
@@ -172,11 +179,13 @@ class LinkServer:
 
     async def _serve(self, method: str, context: ServerContext) -> None:
         try:
-            connection = self._admit(method, context)
+            link, connection = self._admit(context)
         except _NotAdmitted as answer:
             await _abort(context, answer.status, str(answer), answer.refusal)
         try:
+            # Tells the caller that it is in; before anything else is written.
             await context.send_initial_metadata(())
+            link.attach(connection, method, context)
             await connection.finished.wait()
         finally:
             connection.end(StreamDroppedError("the neighbour hung up"))
@@ -185,7 +194,7 @@ class LinkServer:
                 context, grpc.StatusCode.INVALID_ARGUMENT, str(connection.error), RefusalCode.BAD_REQUEST
             )
 
-    def _admit(self, method: str, context: ServerContext) -> Connection:
+    def _admit(self, context: ServerContext) -> tuple[AcceptedLink, Connection]:
         peer, numbers = _common_name(context), _numbers(context)
         if numbers["protocol"] != PROTOCOL:
             raise _NotAdmitted(
@@ -196,7 +205,7 @@ class LinkServer:
         epoch = numbers["epoch"]
         link = self._links.get((epoch, peer))
         if link is not None:
-            return link.attach(method, numbers["session"], numbers["attempt"], context)
+            return link, link.join(numbers["session"], numbers["attempt"])
         if epoch > self._epoch:
             raise _NotAdmitted(grpc.StatusCode.UNAVAILABLE, f"epoch {epoch} is not known there yet")
         if epoch < self._epoch:
