@@ -2,7 +2,8 @@
 
 Each figure is the median of `--runs` runs after one that warms up. The tensor is normal with one element in a
 thousand 30 times larger. Copying it is timed between the runs of each codec, so that the ratio to memory's
-own speed is of the same moment.
+own speed is of the same moment. CPU time (of all threads, waiting for each other included) says what a codec
+costs even on a machine that others use; elements a second do so only on a quiet one.
 """
 
 import argparse
@@ -24,14 +25,15 @@ from wire.spec import TensorSpec
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def seconds(work: Callable[[], torch.Tensor], device: torch.device) -> float:
+def seconds(work: Callable[[], torch.Tensor], device: torch.device) -> tuple[float, float]:
+    """Wall time and this process's CPU time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     work()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - cpu
 
 
 def sample(shape: tuple[int, ...]) -> torch.Tensor:
@@ -44,24 +46,23 @@ def measure(name: str, x: torch.Tensor, runs: int) -> dict[str, Any]:
     which, spec = codec(name), TensorSpec(x.dtype, tuple(x.shape))
     packed = which.encode(x)
     target = torch.empty_like(x)
-    encode: list[float] = []
-    decode: list[float] = []
-    copy: list[float] = []
-    for run in range(runs + 1):
-        times = (
-            seconds(lambda: which.encode(x), x.device),
-            seconds(lambda: which.decode(packed, spec), x.device),
-            seconds(lambda: target.copy_(x), x.device),
+    timings = [
+        (
+            *seconds(lambda: which.encode(x), x.device),
+            *seconds(lambda: which.decode(packed, spec), x.device),
+            *seconds(lambda: target.copy_(x), x.device),
         )
-        if run:
-            for kept, value in zip((encode, decode, copy), times, strict=True):
-                kept.append(value)
+        for _ in range(runs + 1)
+    ]
+    encode, encode_cpu, decode, decode_cpu, copy, _ = zip(*timings[1:], strict=True)
     error = torch.linalg.vector_norm(which.decode(packed, spec) - x) / torch.linalg.vector_norm(x)
     copied = statistics.median(copy)
     return {
         "codec": name,
         "encode_elements_per_second": x.numel() / statistics.median(encode),
         "decode_elements_per_second": x.numel() / statistics.median(decode),
+        "encode_cpu_nanoseconds_per_element": statistics.median(encode_cpu) / x.numel() * 1e9,
+        "decode_cpu_nanoseconds_per_element": statistics.median(decode_cpu) / x.numel() * 1e9,
         "encode_copies": statistics.median(encode) / copied,
         "decode_copies": statistics.median(decode) / copied,
         "encode_spread_seconds": [min(encode), max(encode)],
@@ -108,13 +109,14 @@ def main() -> None:
     results = [measure(name, x, arguments.runs) for name in codec_names()]
     where = f"{hardware(device)}, {arguments.threads} threads"
     print(f"{list(x.shape)} fp32 on {where}, median of {arguments.runs} runs")
-    print("codec        encode    decode   encode   decode  bits an  relative")
-    print("             M el/s    M el/s   copies   copies  element     error")
+    print("codec        encode    decode   encode   decode   encode   decode  bits an  relative")
+    print("             M el/s    M el/s   copies   copies   CPU ns   CPU ns  element     error")
     for row in results:
         print(
             f"{row['codec']:9} {row['encode_elements_per_second'] / 1e6:9.0f} "
             f"{row['decode_elements_per_second'] / 1e6:9.0f} {row['encode_copies']:8.1f} "
-            f"{row['decode_copies']:8.1f} {row['bits_per_element']:8.3f} {row['relative_error']:9.5f}"
+            f"{row['decode_copies']:8.1f} {row['encode_cpu_nanoseconds_per_element']:8.2f} "
+            f"{row['decode_cpu_nanoseconds_per_element']:8.2f} {row['bits_per_element']:8.3f} {row['relative_error']:9.5f}"
         )
     report = {
         "commit": commit(),
