@@ -11,6 +11,7 @@ import grpc.aio
 
 from wire.errors import UserError
 from wire.frames import FRAME_BYTES
+from wire.identity.credentials import mutual_tls
 
 # Tensor data never travels in one message: a frame, and room for what a message adds to it.
 MESSAGE_BYTES = FRAME_BYTES + 4096
@@ -89,14 +90,7 @@ def listen_mutual_tls(server: grpc.aio.Server, listen: str, identity: LinkIdenti
     Raises `UserError` when the address cannot be bound.
     """
 
-    def configuration() -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration(
-            [(identity.key_pem, identity.certificate_pem)], root_certificates=identity.ca_pem
-        )
-
-    credentials = grpc.dynamic_ssl_server_credentials(
-        configuration(), configuration, require_client_authentication=True
-    )
+    credentials = mutual_tls(lambda: (identity.key_pem, identity.certificate_pem), identity.ca_pem)
     try:
         return server.add_secure_port(listen, credentials)
     except RuntimeError as error:

@@ -210,12 +210,24 @@ def server_credentials(current: Callable[[], NodeIdentity]) -> grpc.ServerCreden
 
 def mutual_tls(current: Callable[[], tuple[bytes, bytes]], ca_pem: bytes) -> grpc.ServerCredentials:
     """A port that demands a certificate of the run's CA. `current` gives (key PEM, certificate PEM)."""
+    in_use = current()
 
     def configuration() -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration([current()], root_certificates=ca_pem)
+        return grpc.ssl_server_certificate_configuration([in_use], root_certificates=ca_pem)
+
+    # Only a changed certificate is handed over: gRPC frees the old one's state under handshakes that run at
+    # the same time, and crashes (grpc/grpc#36693). Unchanged, the state is never replaced.
+    def configuration_if_changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal in_use
+        if (newest := current()) == in_use:
+            return None
+        in_use = newest
+        return configuration()
 
     return grpc.dynamic_ssl_server_credentials(
-        configuration(), configuration, require_client_authentication=True
+        configuration(),
+        configuration_if_changed,  # type: ignore[arg-type]  # the stubs forget None, which means no change
+        require_client_authentication=True,
     )
 
 
