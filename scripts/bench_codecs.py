@@ -116,7 +116,8 @@ def main() -> None:
             f"{row['codec']:9} {row['encode_elements_per_second'] / 1e6:9.0f} "
             f"{row['decode_elements_per_second'] / 1e6:9.0f} {row['encode_copies']:8.1f} "
             f"{row['decode_copies']:8.1f} {row['encode_cpu_nanoseconds_per_element']:8.2f} "
-            f"{row['decode_cpu_nanoseconds_per_element']:8.2f} {row['bits_per_element']:8.3f} {row['relative_error']:9.5f}"
+            f"{row['decode_cpu_nanoseconds_per_element']:8.2f} {row['bits_per_element']:8.3f} "
+            f"{row['relative_error']:9.5f}"
         )
     report = {
         "commit": commit(),
