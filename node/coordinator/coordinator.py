@@ -191,7 +191,7 @@ class Coordinator:
             case OpenSnapshot():
                 self._wanted_snapshots.add(action.step)
             case Aborted():
-                self._emit(events.StepAborted(epoch=action.epoch, step=action.step, reason=action.reason))
+                self._emit(events.StepAborted(epoch=action.epoch, step=action.step + 1, reason=action.reason))
             case Released():
                 if (session := self._sessions.get(action.node_id)) is not None:
                     session.close()
@@ -217,7 +217,7 @@ class Coordinator:
         if outcome is StepOutcome.DIFFERS:
             self._emit(
                 events.Notice(
-                    text=f"step {commit.step}, run again, gave another loss than before: the machines' "
+                    text=f"step {commit.step + 1}, run again, gave another loss than before: the machines' "
                     "arithmetic differs, so this run cannot be reproduced bit for bit"
                 )
             )

@@ -247,7 +247,7 @@ class RunMachine:
             case FiniteUncompressed():
                 _, what = self._suspect or (epoch.step, "a tensor")
                 return self._stop(
-                    f"step {epoch.step} was not committed: {what}; with uncompressed links it is finite, so "
+                    f"step {epoch.step + 1} was not committed: {what}; with uncompressed links it is finite, so "
                     f"the codecs are the cause; the snapshot of step {self.newest_snapshot} is intact: use "
                     "wider codecs in [pipeline], then resume",
                     failed=True,
@@ -323,7 +323,7 @@ class RunMachine:
         reason = f"stage {epoch.seats.index(node_id)}: {message.message}"
         if self._retries > MAX_RETRIES:
             return actions + self._stop(
-                f"step {epoch.step} failed {self._retries} times in a row, last at {reason}; the snapshot of "
+                f"step {epoch.step + 1} failed {self._retries} times in a row, last at {reason}; the snapshot of "
                 f"step {self.newest_snapshot} is intact: mend that, then resume",
                 failed=True,
             )
@@ -334,10 +334,10 @@ class RunMachine:
         what = f"{what} at stage {epoch.seats.index(node_id)} is not finite"
         if not epoch.uncompressed:
             self._suspect = (epoch.step, what)
-            note = f"step {epoch.step} is not committed: {what}; running it again with uncompressed links"
+            note = f"step {epoch.step + 1} is not committed: {what}; running it again with uncompressed links"
             return [Announce(text=note), *self._end_epoch(what), *self._try_place(now)]
         return self._stop(
-            f"step {epoch.step} was not committed: {what}, with uncompressed links too, so the run diverges; "
+            f"step {epoch.step + 1} was not committed: {what}, with uncompressed links too, so the run diverges; "
             f"the snapshot of step {self.newest_snapshot} is intact: lower training.lr, then resume",
             failed=True,
         )

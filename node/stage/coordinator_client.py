@@ -1,6 +1,7 @@
 """A node's two connections to the coordinator: control (one stream), and bulk data on a socket of its own."""
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -71,8 +72,11 @@ class CoordinatorClient:
             await call.write(node_message_to_proto(hello))
 
             async def send() -> None:
-                while True:
-                    await call.write(node_message_to_proto(await outbox.get()))
+                # A stream that ends while something is written may still hold a goodbye: the reader finds it,
+                # and then why the stream ended.
+                with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    while True:
+                        await call.write(node_message_to_proto(await outbox.get()))
 
             async with asyncio.TaskGroup() as group:
                 sender = group.create_task(send())
