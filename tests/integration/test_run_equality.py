@@ -1,0 +1,29 @@
+"""Runs of real processes give the unsplit trainer's losses and weights, bit for bit."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from node.config.schema import RunConfig
+from tests.support.run_harness import SMALL, Run, undisturbed
+
+PLAIN = SMALL
+RING = replace(
+    SMALL,
+    model=replace(SMALL.model, tied=True),
+    pipeline=replace(SMALL.pipeline, stages=2, chunks=2, window=1),
+)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("config", [PLAIN, RING], ids=["four-stages", "two-stages-two-chunks-tied"])
+def test_a_run_is_the_unsplit_model(config: RunConfig, tmp_path: Path) -> None:
+    with Run(tmp_path, config) as run:
+        coordinator = run.start()
+        nodes = run.add_nodes(config.pipeline.stages)
+        assert coordinator.wait_exit() == 0
+        assert [node.wait_exit() for node in nodes] == [0] * len(nodes)
+        assert run.losses == undisturbed(config).losses
+        assert run.weights_sha256 == undisturbed(config).weights_sha256
+        assert run.survivors() == []

@@ -1,0 +1,435 @@
+"""Runs for tests: a coordinator and nodes as real processes over loopback, through the real command line.
+
+    with Run(tmp_path, CONFIG) as run:
+        coordinator = run.start()
+        nodes = run.add_nodes(4)
+        coordinator.wait_step(5)
+        nodes[2].kill()
+        run.add_node()
+        assert coordinator.wait_exit() == 0
+        assert run.losses == undisturbed(CONFIG).losses
+
+Nothing here sleeps: waits are for a line of a process or for its end, each with a bound after which the test
+fails with all that every process said. Leaving the `with` block kills and reaps whatever still runs, also
+what the processes themselves started: all carry a mark in their environment.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from node.config.loader import to_toml
+from node.config.schema import (
+    CoordinatorSection,
+    ModelSection,
+    PipelineSection,
+    RunConfig,
+    RunSection,
+    TrainingSection,
+)
+from node.telemetry.events import (
+    Event,
+    JoinLine,
+    RunFinished,
+    RunSummary,
+    SnapshotStored,
+    StepDone,
+    from_json,
+)
+from tests.support.memory_pipeline import TEXT, reference_run
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "THINWIRE_TEST_MARK"
+
+SECONDS = 60.0
+"""How long a single wait may take; far more than anything takes on a busy two-core machine."""
+
+SMALL = RunConfig(
+    run=RunSection(name="small", seed=5, steps=20, snapshot_every=100),
+    model=ModelSection(layers=5, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=256, sequence=32),
+    training=TrainingSection(global_batch=8, microbatch=2, lr=1e-2, warmup_steps=3),
+    pipeline=PipelineSection(stages=4, forward_codec="fp32", backward_codec="fp32"),
+    coordinator=CoordinatorSection(listen="127.0.0.1:0", heartbeat_seconds=0.5),
+)
+"""A run of a few seconds beyond the start of its processes. Its data path is filled in by `Run`."""
+
+E = TypeVar("E", bound=Event)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a run that nothing disturbs ends with."""
+
+    losses: Mapping[int, float]
+    """By step, the first being 1, as `StepDone` counts."""
+    weights_sha256: str
+
+
+@cache
+def undisturbed(config: RunConfig) -> Expected:
+    """Computed by the unsplit trainer in this process; valid for lossless codecs."""
+    steps, weights = reference_run(config, config.run.steps)
+    return Expected({number: step.loss for number, step in enumerate(steps, start=1)}, weights)
+
+
+class StuckError(AssertionError):
+    """A wait took longer than its bound, or the process ended first."""
+
+
+class Process:
+    """One `thinwire` command. Its output is kept: `lines` of stdout, `stderr` as text."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        directory: Path,
+        environment: Mapping[str, str],
+        prepare: Callable[[], None] | None = None,
+        wrapper: Sequence[str] = (),
+    ) -> None:
+        """`prepare` runs in the child before the program does; `wrapper` is a command that starts it."""
+        self.name = name
+        self.lines: list[str] = []
+        self._stderr_file = directory / f"{name}.stderr"
+        self._changed = threading.Condition()
+        self._ended = False
+        with self._stderr_file.open("wb") as stderr:
+            self._child = subprocess.Popen(
+                [*wrapper, sys.executable, "-m", "node.cli.main", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                cwd=directory,
+                env=dict(environment),
+                text=True,
+                start_new_session=True,
+                preexec_fn=prepare,
+            )
+        self._reader = threading.Thread(target=self._read, name=f"stdout of {name}", daemon=True)
+        self._reader.start()
+
+    def __repr__(self) -> str:
+        return f"<{self.name}, process {self.pid}, exit code {self._child.poll()}>"
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def running(self) -> bool:
+        return self._child.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative for the signal that killed it."""
+        return self._child.poll()
+
+    @property
+    def stderr(self) -> str:
+        return self._stderr_file.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def complaints(self) -> list[str]:
+        """Lines of stderr that are not log lines: what the command itself says about how it ended."""
+        return [line for line in self.stderr.splitlines() if line.startswith("thinwire: ")]
+
+    def send(self, number: signal.Signals) -> None:
+        self._child.send_signal(number)
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        self.send(signal.SIGINT)
+
+    def kill(self) -> None:
+        """kill -9; returns when the process is gone."""
+        self._child.kill()
+        self._child.wait()
+
+    def stop(self) -> None:
+        """Freeze it: alive, connected and silent."""
+        self.send(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.send(signal.SIGCONT)
+
+    def wait_exit(self, seconds: float = SECONDS) -> int:
+        """Wait for the end of the process and of its output; returns the exit code."""
+        try:
+            code = self._child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise StuckError(f"{self.name} did not end within {seconds:g} s\n{self.report()}") from None
+        self._reader.join(seconds)
+        return code
+
+    def wait_line(self, wanted: Callable[[str], bool], seconds: float = SECONDS) -> str:
+        """The first line of stdout that is `wanted`, past or to come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or any(map(wanted, self.lines)), seconds)
+            found = next(filter(wanted, self.lines), None)
+        if found is None:
+            why = "ended without" if self._ended else f"did not print within {seconds:g} s"
+            raise StuckError(f"{self.name} {why} the line that the test waits for\n{self.report()}")
+        return found
+
+    def report(self) -> str:
+        """The last of what it said."""
+        output = "\n".join(self.lines[-12:])
+        return f"==== {self!r}\n{output}\n---- stderr\n{self.stderr[-3000:]}"
+
+    def reap(self) -> None:
+        """End it whatever it does."""
+        if self.running:
+            self._child.kill()
+        self._child.wait()
+        self._reader.join()
+        assert self._child.stdout is not None
+        self._child.stdout.close()
+
+    def _read(self) -> None:
+        assert self._child.stdout is not None
+        for line in self._child.stdout:
+            with self._changed:
+                self.lines.append(line.rstrip("\n"))
+                self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+
+class Coordinator(Process):
+    """`thinwire coordinator --json` or `thinwire resume --json`: its lines are events."""
+
+    @property
+    def events(self) -> list[Event]:
+        """All so far."""
+        return [from_json(line) for line in list(self.lines)]
+
+    def all(self, kind: type[E]) -> list[E]:
+        """The events of one kind so far."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def wait_event(
+        self, kind: type[E], where: Callable[[E], bool] = lambda _: True, seconds: float = SECONDS
+    ) -> E:
+        """The first event of a kind, past or to come, that `where` accepts."""
+
+        def wanted(line: str) -> bool:
+            event = from_json(line)
+            return isinstance(event, kind) and where(event)
+
+        event = from_json(self.wait_line(wanted, seconds))
+        assert isinstance(event, kind)
+        return event
+
+    def wait_step(self, step: int, seconds: float = SECONDS) -> StepDone:
+        """Wait until `step` steps, or more, are done."""
+        return self.wait_event(StepDone, lambda done: done.step >= step, seconds)
+
+    @property
+    def token(self) -> str:
+        """From the join line; waits for it."""
+        return self.wait_event(JoinLine).line.split()[-1]
+
+    @property
+    def finished(self) -> RunFinished:
+        """The last event; waits for it."""
+        return self.wait_event(RunFinished)
+
+    @property
+    def summary(self) -> RunSummary:
+        """What the last event says that this process did; waits for it."""
+        summary = self.finished.summary
+        assert summary is not None, self.report()
+        return summary
+
+
+class Run:
+    """One run in `directory`: its run file, text, coordinators (one after the other) and nodes.
+
+    A context manager; every process is gone when it is left.
+    """
+
+    def __init__(self, directory: Path, config: RunConfig = SMALL, *, text: bytes = TEXT) -> None:
+        self.directory = directory
+        self.run_dir = directory / "run"
+        self.run_file = directory / "run.toml"
+        self.text_file = directory / "text.txt"
+        self.processes: list[Process] = []
+        self.coordinators: list[Coordinator] = []
+        self.nodes: list[Process] = []
+        self._mark = uuid.uuid4().hex
+        directory.mkdir(parents=True, exist_ok=True)
+        self.text_file.write_bytes(text)
+        self.config = replace(config, data=replace(config.data, path=str(self.text_file)))
+        self.run_file.write_text(to_toml(self.config), encoding="utf-8")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for process in self.processes:
+            process.reap()
+        for pid in self.survivors():
+            os.kill(pid, signal.SIGKILL)
+        if error is not None:
+            error.add_note("\n".join(process.report() for process in self.processes))
+
+    # ---- processes
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of every process: state and crash reports stay inside `directory`."""
+        return {
+            **os.environ,
+            MARK: self._mark,
+            "PYTHONFAULTHANDLER": "1",
+            "PYTHONPATH": str(ROOT),
+            "XDG_STATE_HOME": str(self.directory / "state"),
+            "XDG_DATA_HOME": str(self.directory / "data"),
+        }
+
+    def command(
+        self,
+        *arguments: str,
+        name: str = "command",
+        prepare: Callable[[], None] | None = None,
+        wrapper: Sequence[str] = (),
+    ) -> Process:
+        """Start any other `thinwire` command."""
+        process = Process(
+            f"{name}-{len(self.processes)}",
+            arguments,
+            directory=self.directory,
+            environment=self.environment,
+            prepare=prepare,
+            wrapper=wrapper,
+        )
+        self.processes.append(process)
+        return process
+
+    def start(
+        self, *overrides: str, prepare: Callable[[], None] | None = None, wrapper: Sequence[str] = ()
+    ) -> Coordinator:
+        """`thinwire coordinator`, with `section.key=value` overrides."""
+        arguments = ("coordinator", str(self.run_file), "--run-dir", str(self.run_dir), "--json", *overrides)
+        return self._coordinator(arguments, prepare, wrapper)
+
+    def resume(self, *, prepare: Callable[[], None] | None = None) -> Coordinator:
+        """`thinwire resume`: nodes need the token of the new join line."""
+        return self._coordinator(("resume", str(self.run_dir), "--json"), prepare, ())
+
+    def add_node(self, token: str | None = None, *, state_dir: Path | None = None) -> Process:
+        """`thinwire join`, with the newest coordinator's token unless another is given.
+
+        A node with the `state_dir` of one that has ended is that node, started again.
+        """
+        token = token or self.coordinators[-1].token
+        number = len(self.nodes)
+        state_dir = state_dir or self.state_dir(number)
+        node = self.command(
+            *("join", token, "--listen", "127.0.0.1:0", "--device", "cpu", "--threads", "1"),
+            *("--state-dir", str(state_dir), "--json"),
+            name="node",
+        )
+        self.nodes.append(node)
+        return node
+
+    def add_nodes(self, count: int, token: str | None = None) -> list[Process]:
+        return [self.add_node(token) for _ in range(count)]
+
+    def state_dir(self, number: int) -> Path:
+        """Where the `number`-th node that was added (from 0) keeps its key."""
+        return self.directory / f"node-{number}"
+
+    def node_at(self, stage: int, coordinator: Coordinator | None = None) -> Process:
+        """The process that hosts a stage in the newest placement that the coordinator has announced."""
+        from node.telemetry.events import PlacementMade
+
+        placement = (coordinator or self.coordinators[-1]).all(PlacementMade)[-1]
+        wanted = placement.nodes[stage]
+        for number, node in enumerate(self.nodes):
+            if node.running and self.node_id(number) == wanted:
+                return node
+        raise AssertionError(f"no running process hosts stage {stage} ({wanted})")
+
+    def node_id(self, number: int) -> str | None:
+        """The id of the `number`-th node that was added; None before it is enrolled."""
+        from wire.identity.credentials import NodeIdentity
+
+        identity = NodeIdentity.load(self.state_dir(number))
+        return identity.node_id if identity else None
+
+    # ---- results
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """By step, over all coordinators; a step that ran twice must have given the same bits."""
+        losses: dict[int, float] = {}
+        for coordinator in self.coordinators:
+            for done in coordinator.all(StepDone):
+                assert losses.setdefault(done.step, done.loss) == done.loss, f"step {done.step} differs"
+        return losses
+
+    @property
+    def weights_sha256(self) -> str:
+        """Of the newest complete snapshot on disk."""
+        manifests = sorted((self.run_dir / "snapshots").glob("step-*/manifest.json"))
+        assert manifests, "the run has no snapshot"
+        sha256: str = json.loads(manifests[-1].read_bytes())["weights_sha256"]
+        return sha256
+
+    @property
+    def snapshots(self) -> list[int]:
+        """Steps of the snapshots that coordinators announced, in that order."""
+        return [
+            stored.step for coordinator in self.coordinators for stored in coordinator.all(SnapshotStored)
+        ]
+
+    def survivors(self) -> list[int]:
+        """Processes of this run that are alive, whoever started them."""
+        return [pid for pid in _processes() if _marked(pid, self._mark)]
+
+    def crash_reports(self) -> list[str]:
+        """What the program wrote about faults of its own."""
+        return [path.read_text(encoding="utf-8") for path in self.directory.rglob("crash-*.txt")]
+
+    def _coordinator(
+        self, arguments: Sequence[str], prepare: Callable[[], None] | None, wrapper: Sequence[str]
+    ) -> Coordinator:
+        coordinator = Coordinator(
+            f"coordinator-{len(self.coordinators)}",
+            arguments,
+            directory=self.directory,
+            environment=self.environment,
+            prepare=prepare,
+            wrapper=wrapper,
+        )
+        self.processes.append(coordinator)
+        self.coordinators.append(coordinator)
+        return coordinator
+
+
+def _processes() -> Iterator[int]:
+    return (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+
+
+def _marked(pid: int, mark: str) -> bool:
+    """Whether the process is alive (no zombie) and carries the mark."""
+    try:
+        return f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
