@@ -1,6 +1,7 @@
 """gRPC's bidirectional streams as streams of byte messages, with all that can end one mapped to one error."""
 
 import asyncio
+import re
 from typing import Any, Protocol, cast
 
 import grpc
@@ -10,6 +11,9 @@ from wire.errors import LinkError
 
 REFUSAL_KEY = "thinwire-refusal"
 """Trailing metadata in which a server names its `RefusalCode`."""
+
+# What gRPC puts before the cause when it could not connect.
+_GRPC_PREAMBLE = re.compile(r"^failed to connect to all addresses; last error: \w+: (?:ipv[46]:\S+: )?")
 
 ClientCall = grpc.aio.StreamStreamCall[bytes, bytes]
 ServerContext = grpc.aio.ServicerContext[bytes, bytes]
@@ -97,8 +101,11 @@ def _dropped(code: grpc.StatusCode, details: str | None, trailing: Any) -> Strea
     details = _first_line(details or "")
     if code is grpc.StatusCode.OK:
         return StreamDroppedError("the neighbour closed the stream")
-    if code is grpc.StatusCode.UNAVAILABLE and "andshake" in details:
-        details = f"no secure connection: one side's certificate is not the one the other expects ({details})"
+    details = _GRPC_PREAMBLE.sub("", details)
+    if "Hostname Verification" in details:
+        details = "another node answers there: its certificate has another name"
+    elif "handshake failed" in details:
+        details = f"no secure connection, the other side's certificate is not of this run ({details})"
     return StreamDroppedError(details or code.name.lower(), str(refusal))
 
 

@@ -11,7 +11,7 @@ import grpc.aio
 
 from wire.errors import UserError
 from wire.frames import FRAME_BYTES
-from wire.identity.credentials import mutual_tls
+from wire.identity.credentials import mutual_tls, server_name_options
 
 # Tensor data never travels in one message: a frame, and room for what a message adds to it.
 MESSAGE_BYTES = FRAME_BYTES + 4096
@@ -75,7 +75,7 @@ def open_channel(address: str, *, identity: LinkIdentity, server_name: str) -> g
         private_key=identity.key_pem,
         certificate_chain=identity.certificate_pem,
     )
-    options = (*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", server_name))
+    options = (*_CLIENT_OPTIONS, *server_name_options(server_name))
     return grpc.aio.secure_channel(address, credentials, options=options)
 
 
@@ -89,7 +89,6 @@ def listen_mutual_tls(server: grpc.aio.Server, listen: str, identity: LinkIdenti
 
     Raises `UserError` when the address cannot be bound.
     """
-
     credentials = mutual_tls(lambda: (identity.key_pem, identity.certificate_pem), identity.ca_pem)
     try:
         return server.add_secure_port(listen, credentials)

@@ -15,6 +15,7 @@ from wire.byte_stream import REFUSAL_KEY, ServerContext, ServerStream, StreamDro
 from wire.channels import LinkIdentity, listen_mutual_tls, make_server
 from wire.connection import Connection, LinkSettings, LinkState, OnTensor
 from wire.errors import ProtocolViolationError, RefusalCode
+from wire.identity.credentials import peer_node_id
 from wire.link import BULK_METHOD, CONTROL_METHOD, METADATA_PREFIX, Link
 from wire.stream_receiver import Expect
 from wire.version import PROTOCOL
@@ -195,7 +196,7 @@ class LinkServer:
             )
 
     def _admit(self, context: ServerContext) -> tuple[AcceptedLink, Connection]:
-        peer, numbers = _common_name(context), _numbers(context)
+        peer, numbers = peer_node_id(context) or "", _numbers(context)
         if numbers["protocol"] != PROTOCOL:
             raise _NotAdmitted(
                 grpc.StatusCode.FAILED_PRECONDITION,
@@ -221,12 +222,6 @@ class LinkServer:
             f"node {peer} is no neighbour of node {self._identity.node_id} in epoch {epoch}",
             RefusalCode.NOT_A_NEIGHBOUR,
         )
-
-
-def _common_name(context: ServerContext) -> str:
-    for name in context.auth_context().get("x509_common_name", ()):
-        return name.decode(errors="replace")
-    return ""
 
 
 def _numbers(context: ServerContext) -> dict[str, int]:

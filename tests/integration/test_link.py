@@ -1,0 +1,208 @@
+"""Links over real sockets and TLS: delivery, bounded memory, cut and silent connections, damage."""
+
+import asyncio
+
+import pytest
+
+from tests.support.links import SECONDS, content, eventually, key, make_pair, quick
+from wire.errors import LinkError, LinkLostError, ProtocolViolationError
+from wire.frames import PAYLOAD_BYTES
+from wire.spec import Direction
+
+MIB = 1024 * 1024
+
+
+async def test_warm_link_has_two_sockets_and_a_round_trip() -> None:
+    async with make_pair(1000) as pair:
+        assert len(pair.relay.connections) == 2
+        assert 0 < pair.lower.stats.rtt_seconds < 1
+        assert 0 < pair.upper.stats.rtt_seconds < 1
+        assert pair.lower.up and pair.upper.up
+
+
+async def test_crossed_large_sends_arrive_bit_for_bit() -> None:
+    """Both directions at once, each many windows long: neither waits for the other."""
+    size, count = 4 * MIB + 13, 6
+    async with make_pair(size, quick(window_bytes=MIB)) as pair:
+        for i in range(count):
+            pair.lower.send(key(i), content(key(i), size))
+            back = key(i, Direction.GRADIENT)
+            pair.upper.send(back, content(back, size))
+        await asyncio.gather(pair.lower_end.until(count), pair.upper_end.until(count))
+        for end in (pair.lower_end, pair.upper_end):
+            assert len(end.arrived) == count
+            assert all(buffer == content(k, size) for k, buffer in end.buffers.items())
+        await eventually(lambda: pair.lower.queued_bytes == pair.upper.queued_bytes == 0)
+        assert pair.lower.stats.retransmits == pair.upper.stats.retransmits == 0
+
+
+async def test_counted_bytes_are_those_on_the_sockets() -> None:
+    """gRPC and TLS add less than 1 % to what the link counts, handshakes included."""
+    size, count = 4 * MIB, 10
+    async with make_pair(size) as pair:
+        for i in range(count):
+            pair.lower.send(key(i), content(key(i), size))
+        await pair.upper_end.until(count)
+        await eventually(lambda: pair.lower.queued_bytes == 0)
+        sent, received = pair.lower.stats.bytes_sent, pair.upper.stats.bytes_received
+        on_socket = pair.relay.up_bytes
+        assert 0 <= sent - received < 1000  # a ping or so is on its way
+        assert count * size < sent < on_socket < 1.01 * sent
+        frames = count * -(-size // PAYLOAD_BYTES)
+        assert pair.lower.stats.frames_sent == frames
+        assert pair.lower.stats.direction_bytes_sent[Direction.ACTIVATION] == count * size + 64 * frames
+        assert pair.lower.stats.direction_bytes_sent[Direction.GRADIENT] == 0
+
+
+async def test_slow_consumer_stops_the_sender_and_bounds_memory() -> None:
+    size, count, window = MIB, 16, 2 * MIB
+    async with make_pair(size, quick(window_bytes=window)) as pair:
+        pair.upper_end.releases = False
+        for i in range(count):
+            pair.lower.send(key(i), content(key(i), size))
+        # 8 frames of credit: one tensor of 5, and the second may be finished.
+        await pair.upper_end.until(2)
+        sender = pair.lower._state.sender
+        await eventually(lambda: sender.unacknowledged == 0)
+        assert sender.next_frame(0.0) is None
+        assert pair.upper.held_bytes == 2 * size
+        assert pair.lower.queued_bytes == (count - 2) * size
+        for i in range(count):
+            pair.upper.release(key(i))
+            await pair.upper_end.until(min(count, i + 3))
+        assert pair.upper_end.arrived == [key(i) for i in range(count)]
+        assert pair.upper.held_bytes == 0
+        assert pair.upper.peak_held_bytes <= window + size
+
+
+async def test_consumer_that_waits_for_a_later_tensor_gets_it() -> None:
+    async with make_pair(MIB, quick(window_bytes=MIB)) as pair:
+        pair.upper_end.releases = False
+        for i in range(8):
+            pair.lower.send(key(i), content(key(i), MIB))
+        pair.upper.want(key(7))
+        await pair.upper_end.until(8)
+        assert pair.upper_end.arrived[-1] == key(7)
+
+
+async def test_cut_connections_lose_and_repeat_nothing() -> None:
+    size, count = 2 * MIB, 8
+    async with make_pair(size) as pair:
+        pair.relay.cut_after = 3 * MIB
+        for i in range(count):
+            pair.lower.send(key(i), content(key(i), size))
+            back = key(i, Direction.GRADIENT)
+            pair.upper.send(back, content(back, size))
+        await pair.upper_end.until(3)
+        pair.relay.cut()
+        await asyncio.gather(pair.lower_end.until(count), pair.upper_end.until(count))
+        await eventually(lambda: pair.lower.queued_bytes == pair.upper.queued_bytes == 0)
+        for end in (pair.lower_end, pair.upper_end):
+            assert len(end.arrived) == len(end.buffers) == count
+            assert all(buffer == content(k, size) for k, buffer in end.buffers.items())
+        assert pair.lower.stats.reconnects >= 1
+        assert len(pair.relay.connections) >= 4
+
+
+async def test_one_cut_socket_takes_the_other_along() -> None:
+    """A link never runs on half of its connections."""
+    async with make_pair(MIB) as pair:
+        pair.relay.connections[1].cut()
+        await eventually(lambda: pair.lower.stats.reconnects == 1 and pair.upper.stats.reconnects == 1)
+        pair.lower.send(key(0), content(key(0), MIB))
+        await pair.upper_end.until(1)
+        assert pair.upper_end.buffers[key(0)] == content(key(0), MIB)
+
+
+async def test_silent_connection_is_replaced() -> None:
+    """No reset, no close: the path just swallows everything."""
+    async with make_pair(MIB, quick(silent_seconds=0.5, connect_seconds=0.5)) as pair:
+        pair.relay.flowing.clear()
+        pair.lower.send(key(0), content(key(0), MIB))
+        await eventually(lambda: not pair.lower.up and not pair.upper.up)
+        pair.relay.flowing.set()
+        await pair.upper_end.until(1)
+        assert pair.upper_end.arrived == [key(0)]
+        assert pair.lower.stats.reconnects == 1
+
+
+async def test_damaged_frame_is_asked_for_and_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with make_pair(MIB) as pair:
+        sender = pair.lower._state.sender
+        whole, taken = sender.next_frame, 0
+
+        def damage_the_second(now: float) -> bytes | None:
+            nonlocal taken
+            frame = whole(now)
+            taken += frame is not None
+            return frame[:1000] + bytes([frame[1000] ^ 1]) + frame[1001:] if frame and taken == 2 else frame
+
+        monkeypatch.setattr(sender, "next_frame", damage_the_second)
+        pair.lower.send(key(0), content(key(0), MIB))
+        await pair.upper_end.until(1)
+        assert pair.upper_end.buffers[key(0)] == content(key(0), MIB)
+        assert (pair.upper.stats.rejects, pair.lower.stats.retransmits) == (1, 1)
+        assert pair.lower.stats.reconnects == 0
+
+
+async def test_wrong_length_ends_both_ends_with_one_clear_line() -> None:
+    async with make_pair(1000) as pair:
+        pair.lower.send(key(0), bytes(1001))
+        async with asyncio.timeout(SECONDS):
+            errors = [await pair.upper.lost, await pair.lower.lost]
+        assert isinstance(errors[0], ProtocolViolationError)
+        for error in errors:
+            assert "1001 bytes; 1000 were negotiated" in str(error)
+            assert "\n" not in str(error)
+        with pytest.raises(ProtocolViolationError):
+            pair.upper.send(key(1), bytes(1000))
+        assert pair.upper.peak_held_bytes == 0
+
+
+async def test_neighbour_that_stays_away_is_lost_on_both_sides() -> None:
+    async with make_pair(1000, quick(lost_after_seconds=0.3)) as pair:
+        pair.relay.flowing.clear()
+        pair.relay.cut()
+        async with asyncio.timeout(SECONDS):
+            errors = [await pair.lower.lost, await pair.upper.lost]
+        for error in errors:
+            assert isinstance(error, LinkLostError)
+            assert "was not back within 0.3 s" in str(error)
+        with pytest.raises(LinkLostError):
+            pair.lower.send(key(0), bytes(1000))
+
+
+async def test_closed_link_takes_nothing_more() -> None:
+    async with make_pair(1000) as pair:
+        await pair.lower.close()
+        with pytest.raises(LinkError, match="was closed here"):
+            pair.lower.send(key(0), bytes(1000))
+        assert not pair.lower.lost.done()
+        await pair.lower.close()
+
+
+async def test_errors_of_a_callback_come_out_of_run() -> None:
+    def broken(key: object, buffer: bytearray) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(BaseExceptionGroup) as failures:
+        async with make_pair(1000) as pair:
+            pair.upper._state.on_tensor = broken
+            pair.lower.send(key(0), bytes(1000))
+            await pair.upper._stopped.wait()
+            await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=SECONDS)
+    assert failures.value.subgroup(ZeroDivisionError) is not None
+
+
+async def test_cancelling_the_owner_amid_a_transfer_ends_everything() -> None:
+    async with make_pair(64 * MIB, run=False) as pair:
+        owner = asyncio.gather(pair.lower.run(), pair.upper.run())
+        await pair.ready()
+        pair.lower.send(key(0), bytes(64 * MIB))
+        await eventually(lambda: pair.upper.held_bytes > 0)
+        owner.cancel()
+        async with asyncio.timeout(SECONDS):
+            with pytest.raises(asyncio.CancelledError):
+                await owner
+            await pair.lower._stopped.wait()
+            await pair.upper._stopped.wait()
