@@ -1,13 +1,26 @@
-"""`thinwire resume RUN_DIR`: go on with a stopped run from its newest snapshot."""
+"""`thinwire resume RUN_DIR`: go on with a stopped run from its newest snapshot.
+
+Snapshots are by layer, so a run may go on with another number of stages, other codecs or another address.
+"""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
 
+CHANGEABLE = ("pipeline", "coordinator", "data.path", "run.snapshot_every", "run.keep_snapshots")
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("resume", help="go on with a stopped run")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory")
+    parser.add_argument(
+        "overrides",
+        metavar="section.key=value",
+        nargs="*",
+        default=[],
+        help=f"values that change from here on; only of {', '.join(CHANGEABLE)}",
+    )
     parser.add_argument("--json", action="store_true", help="events on stdout as JSON lines")
     parser.set_defaults(run=run, parser=parser)
 
@@ -16,12 +29,12 @@ def run(args: argparse.Namespace) -> int:
     from node.cli.coordinator import emitter
     from node.cli.logs import set_up_logging
     from node.cli.run_directory import existing_run_directory
-    from node.config.loader import from_json
+    from node.config.loader import change_config, from_json
     from node.coordinator.store import Store
 
     directory = existing_run_directory(args.run_dir)
     with Store.open(directory) as store:
-        config = from_json(store.run().config_json)
+        config = change_config(from_json(store.run().config_json), args.overrides, CHANGEABLE)
     set_up_logging()
 
     from node.coordinator.main import run_coordinator

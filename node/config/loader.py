@@ -9,7 +9,7 @@ the codec names.
 import difflib
 import json
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -45,6 +45,25 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     config = _build(values)
     validate(config, where=str(path))
     return config
+
+
+def change_config(config: RunConfig, overrides: Sequence[str], changeable: Collection[str]) -> RunConfig:
+    """`config` with overrides applied, of which each must be one of `changeable`: a section or section.key.
+
+    Raises ConfigError as `load_config` does, and for what must stay as it is.
+    """
+    values = _as_values(config)
+    for override in overrides:
+        section, key, value = parse_override(override)
+        if section not in changeable and f"{section}.{key}" not in changeable:
+            raise ConfigError(
+                f"override {override!r}: {section}.{key} cannot change once a run has begun; "
+                f"what can: {', '.join(changeable)}"
+            )
+        values[section][key] = value
+    changed = _build(values)
+    validate(changed, where="the changed run file")
+    return changed
 
 
 def default_config() -> RunConfig:

@@ -90,6 +90,9 @@ def _reopen(config: RunConfig, directory: Path, corpus: Corpus) -> _Run:
             "steps run on the same tokens"
         )
     store = Store.open(directory)
+    if (config_json := to_json(config)) != store.run().config_json:
+        store.set_config(config_json)
+        (directory / "run.toml").write_text(to_toml(config), encoding="utf-8")
     authority = CertificateAuthority.load(directory / "authority")
     snapshots = directory / "snapshots"
     discard_incomplete(snapshots)

@@ -142,6 +142,11 @@ class Store:
         with self._writing() as db:
             db.execute("UPDATE run SET addresses = ?", (json.dumps(list(addresses)),))
 
+    def set_config(self, config_json: str) -> None:
+        """Replace the resolved run config: a resumed run may go on with other stages or addresses."""
+        with self._writing() as db:
+            db.execute("UPDATE run SET config_json = ?", (config_json,))
+
     def next_epoch(self) -> int:
         """A number that no epoch of this run had before: 1, 2, ..., across restarts."""
         with self._writing() as db:
