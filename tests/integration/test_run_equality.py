@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from node.config.schema import RunConfig
-from tests.support.run_harness import SMALL, Run, undisturbed
+from tests.support.run_harness import SMALL, Run
 
 PLAIN = SMALL
 RING = replace(
@@ -24,6 +24,5 @@ def test_a_run_is_the_unsplit_model(config: RunConfig, tmp_path: Path) -> None:
         nodes = run.add_nodes(config.pipeline.stages)
         assert coordinator.wait_exit() == 0
         assert [node.wait_exit() for node in nodes] == [0] * len(nodes)
-        assert run.losses == undisturbed(config).losses
-        assert run.weights_sha256 == undisturbed(config).weights_sha256
-        assert run.survivors() == []
+        run.assert_undisturbed()
+        assert run.snapshots == [config.run.steps]

@@ -40,6 +40,7 @@ from node.config.schema import (
 from node.telemetry.events import (
     Event,
     JoinLine,
+    PlacementMade,
     RunFinished,
     RunSummary,
     SnapshotStored,
@@ -47,6 +48,7 @@ from node.telemetry.events import (
     from_json,
 )
 from tests.support.memory_pipeline import TEXT, reference_run
+from wire.identity.credentials import NodeIdentity
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "THINWIRE_TEST_MARK"
@@ -75,9 +77,18 @@ class Expected:
     weights_sha256: str
 
 
-@cache
 def undisturbed(config: RunConfig) -> Expected:
-    """Computed by the unsplit trainer in this process; valid for lossless codecs."""
+    """Computed by the unsplit trainer in this process; valid for lossless codecs and any pipeline."""
+    training = RunConfig(
+        run=replace(RunSection(), seed=config.run.seed, steps=config.run.steps),
+        model=config.model,
+        training=config.training,
+    )
+    return _undisturbed(training)
+
+
+@cache
+def _undisturbed(config: RunConfig) -> Expected:
     steps, weights = reference_run(config, config.run.steps)
     return Expected({number: step.loss for number, step in enumerate(steps, start=1)}, weights)
 
@@ -357,8 +368,6 @@ class Run:
 
     def node_at(self, stage: int, coordinator: Coordinator | None = None) -> Process:
         """The process that hosts a stage in the newest placement that the coordinator has announced."""
-        from node.telemetry.events import PlacementMade
-
         placement = (coordinator or self.coordinators[-1]).all(PlacementMade)[-1]
         wanted = placement.nodes[stage]
         for number, node in enumerate(self.nodes):
@@ -368,8 +377,6 @@ class Run:
 
     def node_id(self, number: int) -> str | None:
         """The id of the `number`-th node that was added; None before it is enrolled."""
-        from wire.identity.credentials import NodeIdentity
-
         identity = NodeIdentity.load(self.state_dir(number))
         return identity.node_id if identity else None
 
@@ -398,6 +405,24 @@ class Run:
         return [
             stored.step for coordinator in self.coordinators for stored in coordinator.all(SnapshotStored)
         ]
+
+    def assert_undisturbed(self) -> None:
+        """The run ends as it would have without any trouble, and nothing is left of it."""
+        self.assert_quiet()
+        expected = undisturbed(self.config)
+        assert self.losses == expected.losses
+        assert self.weights_sha256 == expected.weights_sha256
+        assert self.coordinators[-1].summary.weights_sha256 == expected.weights_sha256
+
+    def assert_quiet(self) -> None:
+        """All processes end by themselves, and none crashed or printed a traceback."""
+        for process in self.processes:
+            process.wait_exit()
+        assert self.survivors() == []
+        assert self.crash_reports() == []
+        for process in self.processes:
+            assert "Traceback" not in process.stderr, process.report()
+            assert "Fatal Python error" not in process.stderr, process.report()
 
     def survivors(self) -> list[int]:
         """Processes of this run that are alive, whoever started them."""

@@ -1,0 +1,52 @@
+"""A run that is stopped and resumed ends as if it had never stopped, bit for bit."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from node.config.schema import RunConfig
+from node.telemetry.events import Notice, PlacementMade, RunFinished, RunStarted
+from tests.support.run_harness import SMALL, Run
+
+CONFIG = replace(SMALL, pipeline=replace(SMALL.pipeline, stages=2))
+TIED_RING = replace(
+    SMALL,
+    model=replace(SMALL.model, tied=True),
+    pipeline=replace(SMALL.pipeline, stages=2, chunks=2),
+)
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.mark.parametrize("config", [CONFIG, TIED_RING], ids=["plain", "tied-ring"])
+def test_stop_and_resume(config: RunConfig, tmp_path: Path) -> None:
+    """Ctrl-C at the coordinator ends the run after the step and a snapshot; half of the nodes change."""
+    with Run(tmp_path, config) as run:
+        first = run.start()
+        nodes = run.add_nodes(2)
+        first.wait_step(5)
+        first.interrupt()
+        assert first.wait_exit() == 130
+        assert [node.wait_exit() for node in nodes] == [0, 0]
+        finished = first.all(RunFinished)
+        assert [event.reason for event in finished] == ["stopped by the operator"]
+        assert not finished[0].failed
+        (stopped_at,) = run.snapshots
+        assert 5 <= stopped_at < config.run.steps
+        assert stopped_at == max(run.losses)
+        run.assert_quiet()
+
+        second = run.resume()
+        assert second.wait_event(RunStarted).first_step == stopped_at
+        run.add_node(state_dir=run.state_dir(1))
+        run.add_node()
+        assert second.wait_exit() == 0
+        assert [placed.resume_step for placed in second.all(PlacementMade)] == [stopped_at]
+        run.assert_undisturbed()
+
+        third = run.resume()
+        assert third.wait_exit() == 0
+        assert [notice.text for notice in third.all(Notice)] == [
+            f"all {config.run.steps} steps are done; the weights are in {run.run_dir}"
+        ]
