@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
         overrides.append(f"data.path={args.data.absolute()}")
     if args.steps is not None:
         # A short demo warms up over at most a tenth of itself.
-        overrides += [f"run.steps={args.steps}", f"training.warmup_steps={min(10, args.steps // 10)}"]
+        overrides += [f"run.steps={args.steps}", f"training.warmup_steps={min(20, args.steps // 10)}"]
     overrides += args.overrides
     for override in overrides:
         parse_override(override)
