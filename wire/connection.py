@@ -7,8 +7,9 @@ done so. Then four loops run: read and write, bulk and control.
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
@@ -23,6 +24,12 @@ from wire.v1 import link_pb2
 MAX_OPEN_PINGS = 8
 
 OnTensor = Callable[[TensorKey, bytearray], None]
+
+
+class FrameFilter(Protocol):
+    """For fault injection: what is written to the bulk stream in place of a frame."""
+
+    async def __call__(self, frame: bytes, stage: int, peer_stage: int) -> Sequence[bytes]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +56,7 @@ class LinkSettings:
     """A link that was up and is not back within this time is lost."""
     resend_seconds: float = 10.0
     """Frames are sent or asked for again when nothing is heard of them for this long."""
+    frame_filter: FrameFilter | None = None
 
 
 @dataclass(kw_only=True)
@@ -217,7 +225,11 @@ class Connection:
             if frame is None:
                 await wait_until(state.bulk_wake, state.sender.deadline)
                 continue
-            await stream.write(frame)
+            if state.settings.frame_filter is None:
+                await stream.write(frame)
+            else:
+                for piece in await state.settings.frame_filter(frame, state.stage, state.peer_stage):
+                    await stream.write(piece)
             state.stats.bytes_sent += len(frame)
             state.stats.frames_sent += 1
             state.stats.direction_bytes_sent[frame_direction(frame)] += len(frame)

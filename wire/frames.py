@@ -39,6 +39,9 @@ _CRC = struct.Struct("<I")
 _SEQUENCE = struct.Struct("<Q")
 _DIRECTION_AT = 3
 _SEQUENCE_AT = 20
+_TAG_AT = 4
+_STEP = struct.Struct("<I")
+_STEP_AT = 32
 assert _FIELDS.size + _CRC.size == HEADER_BYTES
 
 
@@ -134,3 +137,15 @@ def parse_frame(data: bytes, tag: int) -> Frame:
 def frame_direction(data: bytes) -> Direction:
     """What a frame that `pack_frame` made carries."""
     return Direction(data[_DIRECTION_AT])
+
+
+def frame_step(data: bytes) -> int:
+    """The step that a frame which `pack_frame` made belongs to."""
+    step: int = _STEP.unpack_from(data, _STEP_AT)[0]
+    return step
+
+
+def frame_tag(data: bytes) -> int:
+    """The run tag of a frame that `pack_frame` made."""
+    tag: int = _SEQUENCE.unpack_from(data, _TAG_AT)[0]
+    return tag

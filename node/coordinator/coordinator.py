@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from node import faults
 from node.config.loader import to_json
 from node.config.schema import RunConfig
 from node.coordinator.accounting import Accounting
@@ -46,7 +47,7 @@ from node.training.schedule import clip_coefficient, learning_rate
 from node.training.snapshot import SnapshotWriter, prune, read_unit, snapshot_directory
 from wire.errors import ProtocolViolationError, RefusalCode, RunError
 from wire.identity.enrolment import Refusal
-from wire.messages import Applied, Heartbeat, Leave, NodeMessage, Ready, Welcome
+from wire.messages import Applied, Heartbeat, Leave, NodeMessage, Ready, Vote, Welcome
 from wire.spec import Direction
 
 log = logging.getLogger(__name__)
@@ -222,6 +223,7 @@ class Coordinator:
                 )
             )
         self._commit = commit
+        faults.reach_coordinator(faults.Phase.COMMIT_APPLY, step=commit.step)
 
     def _restored(self, restored: RecordRestored) -> None:
         epoch = self._machine.epoch
@@ -335,8 +337,13 @@ class Coordinator:
             case Heartbeat():
                 self._machine.heard(node_id, time.monotonic())
             case Leave():
+                faults.reach_coordinator(faults.Phase.DRAIN)
                 self._post(lambda now: self._machine.leave(node_id, now))
             case _:
+                if isinstance(message, Vote):
+                    faults.reach_coordinator(faults.Phase.VOTING, step=message.step)
+                elif isinstance(message, Applied):
+                    faults.reach_coordinator(faults.Phase.APPLY, step=message.step)
                 self._post(lambda now: self._machine.message(node_id, message, now))
 
     def closed(self, session: ControlSession) -> None:
@@ -355,12 +362,14 @@ class Coordinator:
         entitled = epoch is not None and epoch.seats[-1 if labels else 0] == node_id
         if not entitled or step >= self.config.run.steps:
             raise ProtocolViolationError(f"{node_id} has no business with that batch of step {step}")
+        faults.reach_coordinator(faults.Phase.FORWARD, step=step)
         tokens = await asyncio.to_thread(self._corpus.batch, step)
         wanted = tokens[:, 1:] if labels else tokens[:, :-1]
         return np.ascontiguousarray(wanted).astype("<i4").tobytes()
 
     async def layer(self, node_id: str, step: int, unit: str) -> bytes:
         self._check_unit(unit)
+        faults.reach_coordinator(faults.Phase.STATE_FETCH, step=step)
         return await asyncio.to_thread(read_unit, snapshot_directory(self._snapshots, step), unit)
 
     def upload_limit(self, node_id: str, step: int, unit: str) -> int:
@@ -373,6 +382,7 @@ class Coordinator:
         return 3 * 4 * unit_parameters(self.config.model, unit) + 1024 * 1024
 
     async def store_layer(self, step: int, unit: str, data: bytes, digest: str) -> None:
+        faults.reach_coordinator(faults.Phase.SNAPSHOT, step=step)
         try:
             manifest = await asyncio.to_thread(self._writer.put, step, unit, data, digest)
             if manifest is not None:

@@ -6,6 +6,7 @@ The calls are blocking (a database transaction, a signature): use `asyncio.to_th
 from collections.abc import Callable
 from datetime import timedelta
 
+from node import faults
 from node.coordinator.records import Member
 from node.coordinator.store import Store
 from wire.errors import RefusalCode
@@ -54,6 +55,7 @@ class EnrolmentDesk:
         decision = self._store.admit_token(request.token_id, request.secret, member)
         if decision.refusal is not None:
             return decision.refusal
+        faults.reach_coordinator(faults.Phase.ENROLMENT)
         certificate = self._authority.issue_node(key, member.node_id, self._lifetime, now)
         return Granted(member.node_id, certificate, self._authority.certificate_pem)
 

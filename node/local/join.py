@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
+from node import faults
 from wire.errors import (
     LinkError,
     ProtocolViolationError,
@@ -77,6 +78,7 @@ async def enrol(token: JoinToken, directory: Path, hardware: Hardware) -> tuple[
             except (LinkError, TokenError) as error:
                 failures[address] = error
             else:
+                faults.reach(faults.Phase.ENROLMENT)
                 await asyncio.to_thread(_save, identity, directory, address, control_address)
                 return identity, control_address
         if all(isinstance(failure, TokenError) for failure in failures.values()):

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from node import faults
 from node.model.placement import chunks_of
 from node.stage.batches import Batches
 from node.stage.executor import StageExecutor, StepOutcome
@@ -177,6 +178,7 @@ class EpochTask:
             files: dict[str, bytes] = {}
             if step > 0:
                 for unit in executor.units:
+                    faults.reach(faults.Phase.STATE_FETCH, stage=self.stage, step=step)
                     files[unit] = await services.fetch_layer(step, unit)
             await services.compute(lambda: executor.restore(step, lambda unit: deserialize_unit(files[unit])))
         executor.uncompressed = restore.uncompressed
@@ -206,10 +208,12 @@ class EpochTask:
                 return executor.run_step(self.number, step, io, inputs=inputs, labels=labels)
 
         outcome = await services.compute(work)
+        faults.reach(faults.Phase.VOTING, stage=self.stage, step=step)
         self._vote = Vote(epoch=self.number, step=step, norms=outcome.norms, loss=outcome.loss)
 
     async def _apply(self, commit: Commit) -> None:
         services, executor = self._services, self._services.executor
+        faults.reach(faults.Phase.COMMIT_APPLY, stage=self.stage, step=commit.step)
         if executor.state_step == commit.step:
 
             def work() -> None:
@@ -217,6 +221,7 @@ class EpochTask:
                     executor.apply(commit.lr, commit.clip_coefficient)
 
             await services.compute(work)
+            faults.reach(faults.Phase.APPLY, stage=self.stage, step=commit.step)
             self._step = commit.step + 1
         services.post(Applied(epoch=self.number, step=commit.step, telemetry=services.telemetry()))
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from node import faults
 from node.config.schema import RunConfig
 from node.model.chunk import Chunk, build_chunk, compute_precision
 from node.model.placement import chunk_units, chunks_of
@@ -183,6 +184,8 @@ class StageExecutor:
         losses: list[Tensor] = []
         for action in self._orders[self.stage]:
             io.check()
+            phase = faults.Phase.FORWARD if action.kind is Kind.FORWARD else faults.Phase.BACKWARD
+            faults.reach(phase, stage=self.stage, step=step)
             if action.kind is Kind.FORWARD:
                 flight = self._forward(epoch, step, action, io, fed, wanted)
                 in_flight[action.chunk, action.microbatch] = flight
@@ -191,6 +194,7 @@ class StageExecutor:
             else:
                 flight = in_flight.pop((action.chunk, action.microbatch))
                 self._backward(epoch, step, action, io, flight)
+        faults.spoil(faults.Phase.BACKWARD, self._any_gradient(), stage=self.stage, step=step)
         self._exchange_tied(epoch, step, io)
         self.clock.switch(TimeKind.OPTIMIZER)
         loss = float(torch.stack(losses).double().sum()) if losses else None
@@ -231,6 +235,7 @@ class StageExecutor:
                 return _InFlight(source, loss)
             result = chunk(fed)
         key = TensorKey(epoch, step, action.microbatch, index, Direction.ACTIVATION)
+        faults.spoil(faults.Phase.FORWARD, result.detach(), stage=self.stage, step=step)
         self._send(key, result.detach(), io)
         return _InFlight(source, result)
 
@@ -273,6 +278,9 @@ class StageExecutor:
         parameter = next(chunk for chunk in self._chunks if unit in chunk.units).tied_parameter(unit)
         assert parameter is not None and parameter.grad is not None, "backward always reaches the tied weight"
         return parameter.grad
+
+    def _any_gradient(self) -> Tensor | None:
+        return next(self._chunks[0].parameters()).grad
 
     def _receive(self, key: TensorKey, spec: TensorSpec, io: StageIO, waiting: TimeKind) -> Tensor:
         self.clock.switch(waiting)

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import torch
 
+from node import faults
 from node.config.loader import from_json
 from node.model.units import unit_parameters
 from node.stage.batches import Batches
@@ -30,7 +31,7 @@ from node.training.serialization import serialize_unit
 from wire.errors import LinkError, LinkLostError, RunError, ThinwireError
 from wire.identity.credentials import NodeIdentity
 from wire.identity.enrolment import Hardware, Refusal
-from wire.link import Link, dial_link
+from wire.link import Link, LinkSettings, dial_link
 from wire.link_server import LinkServer
 from wire.messages import (
     Abort,
@@ -123,7 +124,10 @@ class NodeRuntime:
         self._client = CoordinatorClient(
             settings.control_address, lambda: identity.current, FIRST_OUTAGE_SECONDS
         )
-        self._server = LinkServer(identity=identity, run_id=identity.current.run_id)
+        self._link_settings = LinkSettings(frame_filter=faults.frame_filter())
+        self._server = LinkServer(
+            identity=identity, run_id=identity.current.run_id, settings=self._link_settings
+        )
         self._outbox: asyncio.Queue[NodeMessage] = asyncio.Queue()
         self._cache = SnapshotCache(settings.cache_directory, settings.cache_bytes)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="compute")
@@ -199,6 +203,8 @@ class NodeRuntime:
         return data
 
     def upload(self, step: int, state: State) -> None:
+        if self._leaving:
+            faults.reach(faults.Phase.DRAIN, stage=self.executor.stage, step=step)
         running = self._uploads.get(step)
         if running is None or running.done():
             self._uploads[step] = self._group.create_task(self._upload(step, state))
@@ -384,6 +390,7 @@ class NodeRuntime:
     async def _upload(self, step: int, state: State) -> None:
         """Send every layer; what the coordinator holds against it ends the run there, not here."""
         for unit, tensors in state.items():
+            faults.reach(faults.Phase.SNAPSHOT, stage=self.executor.stage, step=step)
             data = await asyncio.to_thread(serialize_unit, tensors)
             await asyncio.to_thread(self._cache.put, step, unit, data)
             try:
@@ -430,6 +437,7 @@ class NodeRuntime:
                 peer_address=other.address,
                 expect=expect,
                 on_tensor=task.arrived,
+                settings=self._link_settings,
             )
         return self._server.expect_peer(
             epoch=placement.epoch,

@@ -22,6 +22,7 @@ from hashlib import sha256
 from pathlib import Path
 from threading import Lock
 
+from node import faults
 from node.config.schema import RunConfig
 from node.model.units import parameter_specs, unit_names
 from node.training.manifest import (
@@ -146,13 +147,13 @@ class SnapshotWriter:
                 raise ProtocolViolationError(
                     f"upload of unit {unit} differs from the complete snapshot in {directory}; refused"
                 )
-            _write(directory / entry.file, data)
+            _write(directory / entry.file, data, step)
             entries = self._entries.setdefault(step, {})
             entries[unit] = entry
             if len(entries) < len(self._units):
                 return None
             manifest = self._manifest(step, entries)
-            _write(directory / MANIFEST_NAME, manifest.to_json().encode())
+            _write(directory / MANIFEST_NAME, manifest.to_json().encode(), step)
             del self._entries[step]
             return manifest
 
@@ -216,7 +217,7 @@ def _remove(path: Path) -> None:
         raise RunError(f"cannot remove {path} ({error.strerror}); check its permissions") from error
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, data: bytes, step: int) -> None:
     """Make `path` hold `data`, atomically and durably; make its directory if needed."""
     with _write_errors(path, len(data)):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -224,9 +225,11 @@ def _write(path: Path, data: bytes) -> None:
         temporary = Path(name)
         try:
             with os.fdopen(handle, "wb") as file:
+                faults.write_snapshot_file(step)
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
+            faults.rename_snapshot_file(step)
             temporary.replace(path)
         except OSError:
             temporary.unlink(missing_ok=True)

@@ -1,0 +1,326 @@
+"""Faults on purpose, at an exact point of a run, inside real processes: for tests and `make soak`.
+
+THINWIRE_FAULTS holds a `Plan` as JSON. Without it every call here returns at once. A fault is data: what
+happens, in which phase of which stage's work, at which step. Each happens `count` times in a whole run,
+however often a restarted process comes by the same point: whoever creates the marker file in the plan's
+directory may go on to do it. The marker holds the time.
+"""
+
+import asyncio
+import errno
+import json
+import logging
+import math
+import os
+import signal
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from wire.errors import UserError
+from wire.frames import frame_step, frame_tag, pack_frame, parse_frame
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+VARIABLE = "THINWIRE_FAULTS"
+ANY = -1
+"""A stage or a step that may be any."""
+
+log = logging.getLogger(__name__)
+
+
+class Kind(StrEnum):
+    """What happens."""
+
+    KILL = "kill"
+    """kill -9 of the node."""
+    STOP = "stop"
+    """The node freezes: alive, connected and silent, until somebody sends SIGCONT."""
+    CUT = "cut"
+    """The node's connections to its neighbours are reset."""
+    CUT_CONTROL = "cut-control"
+    """The node's connections to the coordinator are reset."""
+    NAN = "nan"
+    """A tensor becomes not-a-number: in `forward` an activation, in `backward` a gradient."""
+
+    STALL = "stall"
+    """The link carries nothing for `seconds`."""
+    DELAY = "delay"
+    """A frame, and all behind it, waits for `seconds`; with a `count`, a slow link."""
+    CORRUPT = "corrupt"
+    """A bit of a frame flips."""
+    DUPLICATE = "duplicate"
+    REORDER = "reorder"
+    """Two frames change places."""
+    TRUNCATE = "truncate"
+    NONSENSE = "nonsense"
+    """A frame with a right checksum that no correct peer sends."""
+
+    COORDINATOR_KILL = "coordinator-kill"
+    DISK_FULL = "disk-full"
+    """A write of a snapshot file at the coordinator fails with ENOSPC."""
+    TORN_WRITE = "torn-write"
+    """kill -9 of the coordinator between a snapshot's temporary file and its rename."""
+
+
+class Phase(StrEnum):
+    """When. Node and coordinator each have their own points in most of these."""
+
+    ENROLMENT = "enrolment"
+    """Admitted, before the node has it on disk."""
+    STATE_FETCH = "state-fetch"
+    FORWARD = "forward"
+    SENDING = "sending"
+    BACKWARD = "backward"
+    VOTING = "voting"
+    """The step's work is done, the vote not yet given."""
+    COMMIT_APPLY = "commit-apply"
+    """The commit is recorded (coordinator) or has been heard (node), and not yet acted on."""
+    APPLY = "apply"
+    """The optimizer has stepped; nobody has been told."""
+    SNAPSHOT = "snapshot"
+    DRAIN = "drain"
+    """The node has asked to leave, and the state it holds is being saved."""
+
+
+_AT_NODE = frozenset({Kind.KILL, Kind.STOP, Kind.CUT, Kind.CUT_CONTROL})
+_ON_FRAMES = frozenset(
+    {Kind.STALL, Kind.DELAY, Kind.CORRUPT, Kind.DUPLICATE, Kind.REORDER, Kind.TRUNCATE, Kind.NONSENSE}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault. `step` counts from 0, as nodes do; snapshots of step s hold the state after s steps."""
+
+    kind: Kind
+    phase: Phase
+    stage: int = ANY
+    step: int = ANY
+    skip: int = 0
+    """Times that the process passes the point before it happens: the n-th microbatch, layer or frame."""
+    count: int = 1
+    """How often it may happen in the run."""
+    seconds: float = 0.0
+    """Of a stall or a delay."""
+
+    @property
+    def name(self) -> str:
+        """Unlike any other fault's of a plan: the marker files' stem."""
+        return "-".join(str(value) for value in asdict(self).values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All faults of a run."""
+
+    directory: str
+    """Exists, shared by all processes of the run."""
+    faults: tuple[Fault, ...]
+    control_port: int = 0
+    """Tells connections to the coordinator from those to neighbours."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Raises UserError."""
+        try:
+            raw = json.loads(text)
+            faults = [
+                Fault(**{**fault, "kind": Kind(fault["kind"]), "phase": Phase(fault["phase"])})
+                for fault in raw.pop("faults")
+            ]
+            return cls(faults=tuple(faults), **raw)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(f"{VARIABLE} is no plan of faults ({error}): correct it, or unset it") from None
+
+    def markers(self, fault: Fault) -> list[Path]:
+        """One for each time that the fault happened; `fired_at` reads them."""
+        return sorted(Path(self.directory).glob(f"{fault.name}.*"))
+
+
+def fired_at(marker: Path) -> float:
+    """When a fault happened, in Unix seconds."""
+    return float(marker.read_text())
+
+
+# ---- the points that a run passes
+
+
+def reach(phase: Phase, *, stage: int = ANY, step: int = ANY) -> None:
+    """A node is at this point of its work."""
+    if (armed := _armed()) is not None:
+        for fault in armed.due(_AT_NODE, phase, stage, step):
+            _happen(fault, armed.plan.control_port)
+
+
+def reach_coordinator(phase: Phase, *, step: int = ANY) -> None:
+    """The coordinator is at this point."""
+    if (armed := _armed()) is not None:
+        for _ in armed.due({Kind.COORDINATOR_KILL}, phase, ANY, step):
+            _signal_self(signal.SIGKILL)
+
+
+def write_snapshot_file(step: int) -> None:
+    """The coordinator is about to write a file of a snapshot. Raises OSError."""
+    if (armed := _armed()) is not None:
+        for _ in armed.due({Kind.DISK_FULL}, Phase.SNAPSHOT, ANY, step):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def rename_snapshot_file(step: int) -> None:
+    """The file's content is on disk under a temporary name."""
+    if (armed := _armed()) is not None:
+        for _ in armed.due({Kind.TORN_WRITE}, Phase.SNAPSHOT, ANY, step):
+            _signal_self(signal.SIGKILL)
+
+
+def spoil(phase: Phase, tensor: "Tensor | None", *, stage: int, step: int) -> None:
+    """The stage has made this tensor."""
+    if (armed := _armed()) is not None and tensor is not None:
+        for _ in armed.due({Kind.NAN}, phase, stage, step):
+            tensor.fill_(math.nan)
+
+
+def frame_filter() -> "FrameFaults | None":
+    """For `wire.connection.LinkSettings`: what a node's links write in place of a frame."""
+    armed = _armed()
+    return None if armed is None else FrameFaults(armed)
+
+
+class FrameFaults:
+    """Faults of what is sent, for all links of a process. Implements `wire.connection.FrameFilter`."""
+
+    def __init__(self, armed: "_Armed") -> None:
+        self._armed = armed
+        self._held: dict[int, bytes] = {}
+
+    async def __call__(self, frame: bytes, stage: int, peer_stage: int) -> Sequence[bytes]:
+        step = frame_step(frame)
+        reach(Phase.SENDING, stage=stage, step=step)
+        frames = [frame]
+        if (held := self._held.pop(peer_stage, None)) is not None:
+            frames.append(held)
+        for fault in self._armed.due(_ON_FRAMES, Phase.SENDING, stage, step):
+            match fault.kind:
+                case Kind.STALL | Kind.DELAY:
+                    await asyncio.sleep(fault.seconds)
+                case Kind.CORRUPT:
+                    frames[0] = _flipped(frame, len(frame) // 2)
+                case Kind.DUPLICATE:
+                    frames.insert(0, frame)
+                case Kind.REORDER:
+                    frames.remove(frame)
+                    self._held[peer_stage] = frame
+                case Kind.TRUNCATE:
+                    frames[0] = frame[: len(frame) // 2]
+                case Kind.NONSENSE:
+                    frames[0] = _of_another_session(frame)
+        return frames
+
+
+# ---- inside
+
+
+@dataclass
+class _Armed:
+    """The plan, and what this process has passed of it. Called from the event loop and the compute thread."""
+
+    plan: Plan
+    passed: dict[Fault, int] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def due(self, kinds: Collection[Kind], phase: Phase, stage: int, step: int) -> list[Fault]:
+        return [
+            fault
+            for fault in self.plan.faults
+            if fault.kind in kinds
+            and fault.phase is phase
+            and fault.stage in (ANY, stage)
+            and fault.step in (ANY, step)
+            and self._is_time(fault)
+            and _claim(self.plan, fault)
+        ]
+
+    def _is_time(self, fault: Fault) -> bool:
+        with self.lock:
+            passed = self.passed[fault] = self.passed.get(fault, 0) + 1
+        return passed > fault.skip
+
+
+@cache
+def _armed() -> _Armed | None:
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return None
+    plan = Plan.from_json(text)
+    log.warning("%s is set: %d faults will happen on purpose", VARIABLE, len(plan.faults))
+    return _Armed(plan)
+
+
+def _claim(plan: Plan, fault: Fault) -> bool:
+    """Whether it is this process's turn to let the fault happen."""
+    for number in range(fault.count):
+        path = Path(plan.directory) / f"{fault.name}.{number}"
+        try:
+            marker = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        except FileExistsError:
+            continue
+        os.write(marker, repr(time.time()).encode())
+        os.close(marker)
+        return True
+    return False
+
+
+def _happen(fault: Fault, control_port: int) -> None:
+    log.warning("fault on purpose: %s", fault.name)
+    match fault.kind:
+        case Kind.KILL:
+            _signal_self(signal.SIGKILL)
+        case Kind.STOP:
+            _signal_self(signal.SIGSTOP)
+        case Kind.CUT:
+            _reset_connections(lambda port: port != control_port)
+        case Kind.CUT_CONTROL:
+            _reset_connections(lambda port: port == control_port)
+
+
+def _signal_self(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+def _reset_connections(wanted: Callable[[int], bool]) -> None:
+    """Shut down this process's TCP connections whose far port is `wanted` (Linux)."""
+    for entry in Path("/proc/self/fd").iterdir():
+        number = int(entry.name)
+        try:
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            # gRPC owns the descriptor: work on a copy.
+            with socket.socket(fileno=os.dup(number)) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and wanted(
+                    connection.getpeername()[1]
+                ):
+                    connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue  # closed meanwhile, or it only listens
+
+
+def _flipped(frame: bytes, at: int) -> bytes:
+    return frame[:at] + bytes([frame[at] ^ 0x10]) + frame[at + 1 :]
+
+
+def _of_another_session(frame: bytes) -> bytes:
+    tag = frame_tag(frame)
+    parsed = parse_frame(frame, tag)
+    return pack_frame(replace(parsed, session=parsed.session ^ 1), tag)
