@@ -35,7 +35,8 @@ from node.coordinator.actions import (
 )
 from node.coordinator.control_service import ControlSession
 from node.coordinator.enrolment import EnrolmentDesk
-from node.coordinator.machine import Past, RunMachine, RunPlan
+from node.coordinator.machine import RunMachine
+from node.coordinator.plan import Past, RunPlan
 from node.coordinator.records import PlacedNode, SnapshotRecord, StepOutcome, StepRecord
 from node.coordinator.store import Store
 from node.model.placement import stage_bytes, stage_units

@@ -71,19 +71,22 @@ class Epoch:
         seats: tuple[str, ...],
         addresses: tuple[str, ...],
         newest_snapshot: int,
+        newest_state: int,
         committed: Committed | None,
         suspect_step: int | None,
         plan: StepPlan,
     ) -> None:
         self.number = number
         self.seats = seats
-        self.step = 0
+        self.step = max(newest_snapshot, newest_state)
+        """The step that runs, or runs next; until all are placed, where the record says that the run is."""
         self.phase = Phase.PLACING
         self.committed = committed
         self.uncompressed = False
         """The epoch repeats a step that was not finite, with fp32 on every link; it never commits."""
         self._addresses = addresses
         self._newest_snapshot = newest_snapshot
+        self._newest_state = self.step
         self._plan = plan
         self._suspect_step = suspect_step
         self._placed: dict[str, Placed] = {}
@@ -159,7 +162,7 @@ class Epoch:
         if self.phase is not Phase.STEPPING or vote.step != self.step or node_id not in self.seats:
             return []
         for unit, norm in vote.norms.items():
-            if not math.isfinite(norm):
+            if not 0.0 <= norm < math.inf:
                 return NonFinite(node_id, f"the gradient of layer unit {unit}")
         if vote.loss is not None and not math.isfinite(vote.loss):
             return NonFinite(node_id, "the loss")
@@ -197,8 +200,11 @@ class Epoch:
         return [record, *self._to_all(self._commit())]
 
     def _reachable(self, placed: Placed) -> set[int]:
-        """The states that a stage can be at without fetching anything."""
-        states = {placed.held_step} if placed.held_step >= 0 else set()
+        """The states that a stage can be at without fetching anything.
+
+        A state that no commit on record leads to is not the run's, whoever claims to hold it.
+        """
+        states = {placed.held_step} if 0 <= placed.held_step <= self._newest_state else set()
         if placed.voted and self.committed is not None and self.committed.step == placed.held_step:
             states.add(placed.held_step + 1)
         return states

@@ -8,9 +8,6 @@ once an epoch, after every stage voted, and never before the commit is recorded;
 a node that is gone, leaving or quarantined never gets a seat.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
 from node.coordinator.actions import (
     Aborted,
     Action,
@@ -22,8 +19,9 @@ from node.coordinator.actions import (
     StepDone,
     Stop,
 )
-from node.coordinator.epoch import Committed, Epoch, FiniteUncompressed, NonFinite, Phase, StepPlan
-from node.coordinator.seating import Candidate, StageBytes, prefetch_order, seat
+from node.coordinator.epoch import Epoch, FiniteUncompressed, NonFinite, Phase, StepPlan
+from node.coordinator.plan import Member, Past, RunPlan
+from node.coordinator.seating import Candidate, Seating, prefetch_order
 from wire.messages import (
     Abort,
     Applied,
@@ -43,47 +41,6 @@ MAX_STRIKES = 3
 """Complaints of its neighbours about a node before it is quarantined."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunPlan:
-    """What the run file says, as far as the state machine needs it. Times in seconds."""
-
-    stages: int
-    min_stages: int
-    """With fewer nodes than this the run pauses."""
-    total_steps: int
-    snapshot_every: int
-    silent_seconds: float
-    reconnect_seconds: float
-    """How long a node whose connection broke may take to come back before it counts as dead."""
-    regroup_seconds: float
-    """How long to wait for a missing node before its stage, or the whole split, changes hands."""
-    units: Callable[[int], Sequence[Sequence[str]]]
-    """Number of stages -> the layer units of each stage."""
-    stage_bytes: StageBytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Past:
-    """What the database knows of the run; the defaults are a new run's."""
-
-    last_epoch: int = 0
-    newest_snapshot: int = 0
-    committed: Committed | None = None
-    seats: tuple[str, ...] = ()
-
-
-@dataclass
-class Member:
-    """A node that is connected, or was a moment ago."""
-
-    address: str
-    memory_bytes: int
-    process_nonce: int
-    last_heard: float
-    disconnected_at: float | None = None
-    leaving: bool = False
-
-
 class RunMachine:
     """One run, from the first hello to `Stop`."""
 
@@ -97,8 +54,15 @@ class RunMachine:
         self._step_plan = step_plan
         self._last_epoch = past.last_epoch
         self._committed = past.committed
-        self._seats: list[str | None] = list(past.seats)
-        self._regroup_at: float | None = None
+        self._newest_state = past.committed.step + 1 if past.committed is not None else 0
+        self._seating = Seating(
+            stages=plan.stages,
+            min_stages=plan.min_stages,
+            regroup_seconds=plan.regroup_seconds,
+            stage_bytes=plan.stage_bytes,
+            previous=past.seats,
+        )
+        self._told: str | None = None
         self._retries = 0
         self._strikes: dict[str, int] = {}
         self._suspect: tuple[int, str] | None = None
@@ -126,7 +90,10 @@ class RunMachine:
         actions: list[Action] = []
         member = self.members.get(node_id)
         if member is not None and member.process_nonce != process_nonce:
-            actions += self.lost(node_id, "it was started again", now)
+            # Not `lost`: its session is the new process's already, and must stay open.
+            del self.members[node_id]
+            again = f"node {node_id} was started again"
+            actions += [Announce(text=again), *self._unseat(node_id, again, now)]
             member = None
         if member is None:
             member = self.members[node_id] = Member(
@@ -174,8 +141,6 @@ class RunMachine:
             return []
         actions: list[Action] = [Released(node_id=node_id, reason=reason)]
         actions += self._unseat(node_id, f"node {node_id} is gone: {reason}", now)
-        if self._stopping is not None and self.epoch is None:
-            return actions + self._stop(self._stopping, failed=False)
         return actions + self._try_place(now)
 
     def leave(self, node_id: str, now: float) -> list[Action]:
@@ -187,7 +152,7 @@ class RunMachine:
         epoch = self.epoch
         if epoch is not None and node_id in epoch.seats and self._holds_progress(epoch):
             return []  # the step ends first, and `_between_steps` sees the flag
-        return self._unseat(node_id, f"node {node_id} leaves", now) + self._try_place(now)
+        return self._release(node_id, now) + self._try_place(now)
 
     def stop(self, reason: str, now: float) -> list[Action]:
         """The operator ends the run: after this step and a snapshot; asked again, at once."""
@@ -247,13 +212,17 @@ class RunMachine:
             case FiniteUncompressed():
                 _, what = self._suspect or (epoch.step, "a tensor")
                 return self._stop(
-                    f"step {epoch.step + 1} was not committed: {what}; with uncompressed links it is finite, so "
-                    f"the codecs are the cause; the snapshot of step {self.newest_snapshot} is intact: use "
-                    "wider codecs in [pipeline], then resume",
+                    f"step {epoch.step + 1} was not committed: {what}; with uncompressed links it is finite, "
+                    f"so the codecs are the cause; {self._what_is_kept()}: use wider codecs in [pipeline], then "
+                    "resume",
                     failed=True,
                 )
             case _:
-                self._committed = epoch.committed
+                if outcome and epoch.committed is not None:
+                    self._committed = epoch.committed
+                    self._newest_state = max(self._newest_state, epoch.committed.step + 1)
+                    if self._suspect is not None and self._suspect[0] == epoch.committed.step:
+                        self._suspect = None
                 return outcome
 
     def _progress(self, epoch: Epoch, actions: list[Action], now: float) -> list[Action]:
@@ -262,10 +231,11 @@ class RunMachine:
             return []
         if isinstance(actions[-1], StepDone):
             self._retries = 0
-            if epoch.step % self.plan.snapshot_every == 0 and epoch.step < self.plan.total_steps:
-                self._growing = self._can_grow(epoch)
-                if self._may_go_on(epoch):
-                    actions = [*actions, *self._snapshot(epoch)]
+        if epoch.step % self.plan.snapshot_every == 0 and epoch.step < self.plan.total_steps:
+            # Also after a restore: the epoch that should have taken this snapshot may not have ended well.
+            self._growing = self._can_grow(epoch)
+            if self._may_go_on(epoch) and self.newest_snapshot < epoch.step:
+                actions = [*actions, *self._snapshot(epoch)]
         return actions + self._between_steps(epoch, now)
 
     def _between_steps(self, epoch: Epoch, now: float) -> list[Action]:
@@ -279,7 +249,7 @@ class RunMachine:
         if self._stopping is not None:
             return self._stop(self._stopping, failed=False)
         if self._growing:
-            self._regroup_at = now
+            self._seating.regroup(now)
         return self._end_epoch("the placement changes") + self._try_place(now)
 
     def _may_go_on(self, epoch: Epoch) -> bool:
@@ -299,15 +269,9 @@ class RunMachine:
         return [OpenSnapshot(step=epoch.step), *epoch.take_snapshot()]
 
     def _can_grow(self, epoch: Epoch) -> bool:
-        nodes = [
-            Candidate(node_id=node, memory_bytes=self.members[node].memory_bytes)
-            for node in (*epoch.seats, *self._spares(epoch))
-        ]
-        most = min(self.plan.stages, len(nodes))
-        return any(
-            seat(epoch.seats, nodes, self.plan.stage_bytes(stages)) is not None
-            for stages in range(len(epoch.seats) + 1, most + 1)
-        )
+        if any(self.members[node].disconnected_at is not None for node in epoch.seats):
+            return False
+        return self._seating.can_grow(len(epoch.seats), self._candidates())
 
     # ---- inside: failures
 
@@ -315,16 +279,19 @@ class RunMachine:
         if message.kind is FailureKind.NON_FINITE:
             return self._not_finite(epoch, node_id, message.message, now)
         actions: list[Action] = []
-        if message.kind is FailureKind.PEER and 0 <= message.peer_stage < len(epoch.seats):
+        stage, stages = epoch.seats.index(node_id), len(epoch.seats)
+        # Only a neighbour can know; the first and the last stage may be neighbours too.
+        peers = {stage - 1, stage + 1, *({0, stages - 1} if stage in (0, stages - 1) else ())} - {stage}
+        if message.kind is FailureKind.PEER and message.peer_stage in peers & set(range(stages)):
             actions = self._strike(epoch.seats[message.peer_stage], message.message, now)
             if self.epoch is not epoch:
                 return actions
         self._retries += 1
-        reason = f"stage {epoch.seats.index(node_id)}: {message.message}"
+        reason = f"stage {stage}: {message.message}"
         if self._retries > MAX_RETRIES:
             return actions + self._stop(
-                f"step {epoch.step + 1} failed {self._retries} times in a row, last at {reason}; the snapshot of "
-                f"step {self.newest_snapshot} is intact: mend that, then resume",
+                f"step {epoch.step + 1} failed {self._retries} times in a row, last at {reason}; "
+                f"{self._what_is_kept()}: mend that, then resume",
                 failed=True,
             )
         return actions + self._end_epoch(reason) + self._try_place(now)
@@ -337,8 +304,8 @@ class RunMachine:
             note = f"step {epoch.step + 1} is not committed: {what}; running it again with uncompressed links"
             return [Announce(text=note), *self._end_epoch(what), *self._try_place(now)]
         return self._stop(
-            f"step {epoch.step + 1} was not committed: {what}, with uncompressed links too, so the run diverges; "
-            f"the snapshot of step {self.newest_snapshot} is intact: lower training.lr, then resume",
+            f"step {epoch.step + 1} was not committed: {what}, with uncompressed links too, so the run "
+            f"diverges; {self._what_is_kept()}: lower training.lr, then resume",
             failed=True,
         )
 
@@ -352,20 +319,19 @@ class RunMachine:
 
     # ---- inside: seats
 
-    def _release_leaving(self, now: float) -> list[Action]:
-        """Between epochs nothing holds those who asked to go."""
-        actions: list[Action] = []
-        for node_id in [node for node, member in self.members.items() if member.leaving]:
-            del self.members[node_id]
-            finish = Finish(reason="you have left the run", failed=False)
-            actions += [Send(node_id=node_id, message=finish), Released(node_id=node_id, reason="it left")]
-            actions += self._unseat(node_id, f"node {node_id} left", now)
-        return actions
+    def _release(self, node_id: str, now: float) -> list[Action]:
+        """Let a node go that asked to."""
+        del self.members[node_id]
+        return [
+            *self._unseat(node_id, f"node {node_id} left", now),
+            Send(node_id=node_id, message=Finish(reason="you have left the run", failed=False)),
+            Released(node_id=node_id, reason="it left"),
+        ]
 
     def _unseat(self, node_id: str, reason: str, now: float) -> list[Action]:
-        if node_id in self._seats:
-            self._seats = [None if node == node_id else node for node in self._seats]
-            self._regroup_at = now + self.plan.regroup_seconds
+        if self._seating.vacate(node_id, now):
+            # Failures that its neighbours told of were its own end.
+            self._retries = 0
         if self.epoch is None or node_id not in self.epoch.seats:
             return []
         return self._end_epoch(reason)
@@ -385,50 +351,45 @@ class RunMachine:
         return [*aborts, Aborted(epoch=epoch.number, step=epoch.step, reason=reason)]
 
     def _try_place(self, now: float) -> list[Action]:
-        """Let go who wants to, then start an epoch if there are nodes for it."""
-        if self.stopped or self.epoch is not None or self._stopping is not None:
+        """Between epochs: end the run if it is to stop, let go who wants to, start an epoch if it can be."""
+        if self.stopped or self.epoch is not None:
             return []
-        released = self._release_leaving(now)
-        nodes = self._next_seats(now)
+        if self._stopping is not None:
+            return self._stop(self._stopping, failed=False)
+        actions: list[Action] = []
+        for node_id in [node for node, member in self.members.items() if member.leaving]:
+            actions += self._release(node_id, now)
+        nodes = self._seating.choose(self._candidates(), now)
         if nodes is None:
-            return released
-        self._seats = list(nodes)
-        self._regroup_at = None
+            return actions + self._explain_wait()
+        self._told = None
         self._last_epoch += 1
         self.epoch = Epoch(
             number=self._last_epoch,
             seats=nodes,
             addresses=tuple(self.members[node].address for node in nodes),
             newest_snapshot=self.newest_snapshot,
+            newest_state=self._newest_state,
             committed=self._committed,
             suspect_step=self._suspect[0] if self._suspect is not None else None,
             plan=self._step_plan,
         )
         placement = RecordPlacement(epoch=self._last_epoch, nodes=nodes)
-        return [*released, placement, *self.epoch.announce()]
+        return [*actions, placement, *self.epoch.announce()]
 
-    def _next_seats(self, now: float) -> tuple[str, ...] | None:
-        candidates = [
+    def _candidates(self) -> list[Candidate]:
+        return [
             Candidate(node_id=node, memory_bytes=member.memory_bytes)
             for node, member in self.members.items()
-            if member.disconnected_at is None
+            if member.disconnected_at is None and not member.leaving
         ]
-        present = {candidate.node_id for candidate in candidates}
-        awaited = [node for node in self._seats if node is not None and node not in present]
-        if awaited and self._regroup_at is None:
-            # A coordinator that has come back: whoever had a seat gets a moment to come back too.
-            self._regroup_at = now + self.plan.regroup_seconds
-        regroup = self._regroup_at is not None and now >= self._regroup_at
-        if awaited and not regroup:
-            return None
-        if len(candidates) >= self.plan.stages:
-            return seat(self._seats, candidates, self.plan.stage_bytes(self.plan.stages))
-        if not regroup:
-            return None
-        for stages in range(len(candidates), self.plan.min_stages - 1, -1):
-            if (nodes := seat(self._seats, candidates, self.plan.stage_bytes(stages))) is not None:
-                return nodes
-        return None
+
+    def _explain_wait(self) -> list[Action]:
+        line = self._seating.shortage(self._candidates())
+        if line is None or line == self._told:
+            return []
+        self._told = line
+        return [Announce(text=line)]
 
     def _spares(self, epoch: Epoch) -> list[str]:
         return [
@@ -444,6 +405,11 @@ class RunMachine:
             return []
         order = prefetch_order(self._spares(epoch).index(node_id), self.plan.units(len(epoch.seats)))
         return [Send(node_id=node_id, message=Prefetch(step=self.newest_snapshot, units=order))]
+
+    def _what_is_kept(self) -> str:
+        if self.newest_snapshot == 0:
+            return "no snapshot was due yet"
+        return f"the snapshot of step {self.newest_snapshot} is intact"
 
     def _stop(self, reason: str, *, failed: bool) -> list[Action]:
         if self.stopped:

@@ -20,7 +20,7 @@ from node.coordinator.coordinator import Coordinator, Emit
 from node.coordinator.enrolment import EnrolmentDesk
 from node.coordinator.enrolment_service import open_join_port
 from node.coordinator.epoch import Committed
-from node.coordinator.machine import Past
+from node.coordinator.plan import Past
 from node.coordinator.store import Store
 from node.telemetry import events
 from node.training.data import Corpus
