@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import IO, Protocol, Self, TypeVar
 
 from node.config.loader import to_toml
 from node.config.schema import (
@@ -97,6 +97,30 @@ class StuckError(AssertionError):
     """A wait took longer than its bound, or the process ended first."""
 
 
+class Child(Protocol):
+    """What is used of `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def stdout(self) -> IO[str] | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+Launch = Callable[..., Child]
+"""Starts a process; called like `subprocess.Popen`."""
+Listener = Callable[["Process", str | None], None]
+"""Called on a process's reader thread with each line of its stdout, and with None at its end."""
+
+
 class Process:
     """One `thinwire` command. Its output is kept: `lines` of stdout, `stderr` as text."""
 
@@ -109,15 +133,18 @@ class Process:
         environment: Mapping[str, str],
         prepare: Callable[[], None] | None = None,
         wrapper: Sequence[str] = (),
+        launch: Launch = subprocess.Popen,
+        listener: Listener | None = None,
     ) -> None:
         """`prepare` runs in the child before the program does; `wrapper` is a command that starts it."""
         self.name = name
+        self._listener = listener
         self.lines: list[str] = []
         self._stderr_file = directory / f"{name}.stderr"
         self._changed = threading.Condition()
         self._ended = False
         with self._stderr_file.open("wb") as stderr:
-            self._child = subprocess.Popen(
+            self._child = launch(
                 [*wrapper, sys.executable, "-m", "node.cli.main", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -211,12 +238,18 @@ class Process:
     def _read(self) -> None:
         assert self._child.stdout is not None
         for line in self._child.stdout:
-            with self._changed:
-                self.lines.append(line.rstrip("\n"))
-                self._changed.notify_all()
+            self._heard(line.rstrip("\n"))
+        self._heard(None)
+
+    def _heard(self, line: str | None) -> None:
         with self._changed:
-            self._ended = True
+            if line is None:
+                self._ended = True
+            else:
+                self.lines.append(line)
             self._changed.notify_all()
+        if self._listener is not None:
+            self._listener(self, line)
 
 
 class Coordinator(Process):
@@ -272,7 +305,17 @@ class Run:
     A context manager; every process is gone when it is left.
     """
 
-    def __init__(self, directory: Path, config: RunConfig = SMALL, *, text: bytes = TEXT) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        config: RunConfig = SMALL,
+        *,
+        text: bytes = TEXT,
+        launch: Launch = subprocess.Popen,
+        listener: Listener | None = None,
+    ) -> None:
+        self._launch = launch
+        self._listener = listener
         self.directory = directory
         self.run_dir = directory / "run"
         self.run_file = directory / "run.toml"
@@ -328,6 +371,8 @@ class Run:
             environment=self.environment,
             prepare=prepare,
             wrapper=wrapper,
+            launch=self._launch,
+            listener=self._listener,
         )
         self.processes.append(process)
         return process
@@ -442,6 +487,8 @@ class Run:
             environment=self.environment,
             prepare=prepare,
             wrapper=wrapper,
+            launch=self._launch,
+            listener=self._listener,
         )
         self.processes.append(coordinator)
         self.coordinators.append(coordinator)

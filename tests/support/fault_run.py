@@ -1,0 +1,176 @@
+"""Runs with faults on purpose: what goes wrong is data, and what died is started again as a volunteer would.
+
+    with FaultRun(tmp_path, CONFIG, [kill], launch=prefork.popen) as run:
+        run.start()
+        run.add_nodes(3)
+        assert run.tend() == 0
+        run.assert_undisturbed()
+        assert run.times(kill)
+"""
+
+import queue
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from node.config.schema import RunConfig
+from node.coordinator.records import StepRecord
+from node.coordinator.store import Store
+from node.faults import VARIABLE, Fault, Plan, fired_at
+from node.telemetry.events import Event, NodeLeft, Notice, RunFinished, from_json
+from tests.support.memory_pipeline import TEXT
+from tests.support.run_harness import SECONDS, Coordinator, Launch, Process, Run, StuckError, undisturbed
+from wire.identity.credentials import NodeIdentity
+
+SPARE_USES = 50
+KILLED = -signal.SIGKILL
+
+
+def free_port() -> int:
+    """A port of loopback that is free, as is the next: the coordinator takes both, again after a restart."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
+
+
+class FaultRun(Run):
+    """A run whose processes all know the plan of faults."""
+
+    def __init__(
+        self,
+        directory: Path,
+        config: RunConfig,
+        faults: Sequence[Fault],
+        *,
+        text: bytes = TEXT,
+        launch: Launch = subprocess.Popen,
+    ) -> None:
+        self._news: queue.SimpleQueue[tuple[float, Process, str | None]] = queue.SimpleQueue()
+        self.heard_at: list[tuple[float, Event]] = []
+        """Every event of every coordinator, with the Unix time at which it was read."""
+        super().__init__(directory, config, text=text, launch=launch, listener=self._listen)
+        self._marker_directory = directory / "faults"
+        self._marker_directory.mkdir()
+        port = int(config.coordinator.listen.rpartition(":")[2])
+        self.plan = Plan(
+            directory=str(self._marker_directory),
+            faults=tuple(faults),
+            control_port=port + 1 if port else 0,
+        )
+        self.state_dirs: dict[Process, Path] = {}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**super().environment, VARIABLE: self.plan.to_json()}
+
+    def add_node(self, token: str | None = None, *, state_dir: Path | None = None) -> Process:
+        directory = state_dir or self.state_dir(len(self.nodes))
+        node = super().add_node(token, state_dir=directory)
+        self.state_dirs[node] = directory
+        return node
+
+    def node_id(self, number: int) -> str | None:
+        identity = NodeIdentity.load(self.state_dirs[self.nodes[number]])
+        return identity.node_id if identity else None
+
+    def add_spare(self) -> Process:
+        """A node beyond those that the first join line admits."""
+        with Store.open(self.run_dir) as store:
+            _, token = store.create_token(time.time(), timedelta(hours=1), SPARE_USES)
+        return self.add_node(token.encode())
+
+    # ---- keeping a run going
+
+    def tend(
+        self,
+        *,
+        seconds: float = SECONDS,
+        until: Callable[[Event], bool] = lambda event: isinstance(event, RunFinished),
+        restart: bool = True,
+    ) -> int | None:
+        """Look after the run until an event, or until the coordinator ends by itself; returns its exit code.
+
+        Nodes that were killed are started again with the identity they had, the coordinator is resumed, nodes
+        that froze and were given up wake. Each wait for news takes at most `seconds`.
+        """
+        while True:
+            try:
+                at, process, line = self._news.get(timeout=seconds)
+            except queue.Empty:
+                everyone = "\n".join(process.report() for process in self.processes)
+                raise StuckError(f"nothing happened for {seconds:g} s\n{everyone}") from None
+            if line is None:
+                code = self._ended(process, restart=restart)
+                if code is not None:
+                    return code
+            elif isinstance(process, Coordinator):
+                event = from_json(line)
+                self.heard_at.append((at, event))
+                if isinstance(event, NodeLeft) and "silent" in event.reason:
+                    self.wake(event.node_id)
+                if until(event) and not isinstance(event, RunFinished):
+                    return None
+
+    def wake(self, node_id: str) -> None:
+        """SIGCONT to the process of a node."""
+        for number, node in enumerate(self.nodes):
+            if node.running and self.node_id(number) == node_id:
+                node.go_on()
+
+    def _ended(self, process: Process, *, restart: bool) -> int | None:
+        code = process.wait_exit()
+        if isinstance(process, Coordinator):
+            if code != KILLED or not restart:
+                return code
+            self.resume()
+        elif code == KILLED and restart and self.coordinators[-1].running and process in self.state_dirs:
+            self.add_node(state_dir=self.state_dirs[process])
+        return None
+
+    def _listen(self, process: Process, line: str | None) -> None:
+        self._news.put((time.time(), process, line))
+
+    # ---- results
+
+    def times(self, fault: Fault) -> list[float]:
+        """When it happened, in Unix seconds."""
+        return [fired_at(marker) for marker in self.plan.markers(fault)]
+
+    def assert_all_happened(self) -> None:
+        missing = [fault.name for fault in self.plan.faults if len(self.times(fault)) != fault.count]
+        assert not missing, f"never happened: {missing}"
+
+    def after(self, at: float, wanted: Callable[[Event], bool]) -> tuple[float, Event]:
+        """The first event after a time, and how many seconds after it."""
+        return next((when - at, event) for when, event in self.heard_at if when >= at and wanted(event))
+
+    @property
+    def records(self) -> list[StepRecord]:
+        """The run's own record of its committed steps."""
+        with Store.open(self.run_dir) as store:
+            return store.steps()
+
+    def assert_undisturbed(self) -> None:
+        """Every loss and the final weights have the bits of a run that nothing disturbs."""
+        expected = undisturbed(self.config)
+        assert {record.step + 1: record.loss for record in self.records} == expected.losses
+        assert self.weights_sha256 == expected.weights_sha256
+        assert not [
+            event.text
+            for _, event in self.heard_at
+            if isinstance(event, Notice) and "gave another loss" in event.text
+        ]
+        assert self.crash_reports() == []
+        for process in self.processes:
+            assert process.wait_exit() in (0, KILLED), process.report()
+
