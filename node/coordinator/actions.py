@@ -29,6 +29,7 @@ class RecordRestored:
 
     epoch: int
     step: int
+    nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ class StepDone:
 
     epoch: int
     step: int
+    nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

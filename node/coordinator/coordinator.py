@@ -10,7 +10,7 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +48,7 @@ from node.training.schedule import clip_coefficient, learning_rate
 from node.training.snapshot import SnapshotWriter, prune, read_unit, snapshot_directory
 from wire.errors import ProtocolViolationError, RefusalCode, RunError
 from wire.identity.enrolment import Refusal
-from wire.messages import Applied, Heartbeat, Leave, NodeMessage, Ready, Vote, Welcome
+from wire.messages import Applied, Finish, Heartbeat, Leave, NodeMessage, Ready, Vote, Welcome
 from wire.spec import Direction
 
 log = logging.getLogger(__name__)
@@ -140,11 +140,14 @@ class Coordinator:
     async def _act(self) -> Outcome:
         while self._outcome is None:
             happening = await self._events.get()
-            for action in happening(time.monotonic()):
-                try:
+            try:
+                for action in happening(time.monotonic()):
                     await self._carry_out(action)
-                except (RunError, OSError) as error:
-                    self._fail(str(error))
+            except (RunError, OSError) as error:
+                # The actions after the one that failed build on it: nobody may hear of them.
+                for action in self._machine.fail(str(error)):
+                    await self._carry_out(action)
+                self._outcome = Outcome(reason=str(error), failed=True)
         return self._outcome
 
     async def _tick(self) -> None:
@@ -187,7 +190,7 @@ class Coordinator:
             case RecordCommit():
                 await self._record_commit(action)
             case StepDone():
-                self._finish_step()
+                self._finish_step(action.nodes)
             case Announce():
                 self._emit(events.Notice(text=action.text))
             case OpenSnapshot():
@@ -227,26 +230,25 @@ class Coordinator:
         faults.reach_coordinator(faults.Phase.COMMIT_APPLY, step=commit.step)
 
     def _restored(self, restored: RecordRestored) -> None:
-        epoch = self._machine.epoch
-        if epoch is None:
-            return
         commit = self._commit
         if commit is not None and restored.step == commit.step + 1:
             # The epoch that committed it ended before every stage had said so.
-            self._finish_step()
+            self._finish_step(restored.nodes)
         self._commit = None
-        self._accounting.begin_epoch(epoch.seats)
-        self._emit(events.PlacementMade(epoch=restored.epoch, nodes=epoch.seats, resume_step=restored.step))
+        self._accounting.begin_epoch(restored.nodes)
+        self._emit(
+            events.PlacementMade(epoch=restored.epoch, nodes=restored.nodes, resume_step=restored.step)
+        )
         self._step_began = time.monotonic()
 
-    def _finish_step(self) -> None:
-        commit, epoch = self._commit, self._machine.epoch
+    def _finish_step(self, nodes: Sequence[str]) -> None:
+        commit = self._commit
         now = time.monotonic()
         seconds, self._step_began = now - self._step_began, now
-        if commit is None or epoch is None:
+        if commit is None:
             return
         self._commit = None
-        cost = self._accounting.step(epoch.seats, seconds)
+        cost = self._accounting.step(nodes, seconds)
         tokens = self.config.training.global_batch * self.config.model.sequence
         self._tally.add(commit.loss, tokens, seconds)
         self._emit(
@@ -302,6 +304,9 @@ class Coordinator:
     def opened(self, session: ControlSession) -> None:
         node_id, hello = session.node_id, session.hello
         if (older := self._sessions.get(node_id)) is not None:
+            if older.hello.process_nonce != hello.process_nonce:
+                # If it still runs, it must not come back and throw this one out in turn.
+                older.send(Finish(reason="another process has joined as this node", failed=True))
             older.close()
         self._sessions[node_id] = session
         self._deserted.clear()
@@ -332,6 +337,8 @@ class Coordinator:
 
     def heard(self, session: ControlSession, message: NodeMessage) -> None:
         node_id = session.node_id
+        if self._sessions.get(node_id) is not session:
+            return  # a newer session of this node is open, perhaps another process's; it is asked again there
         if isinstance(message, Ready | Applied | Heartbeat):
             self._accounting.report(node_id, message.telemetry)
         match message:

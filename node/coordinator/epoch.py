@@ -156,7 +156,7 @@ class Epoch:
         if not self._all_answered(node_id, Phase.RESTORING):
             return []
         self.phase = Phase.IDLE
-        return [RecordRestored(epoch=self.number, step=self.step)]
+        return [RecordRestored(epoch=self.number, step=self.step, nodes=self.seats)]
 
     def vote(self, node_id: str, vote: Vote) -> list[Action] | NonFinite | FiniteUncompressed:
         if self.phase is not Phase.STEPPING or vote.step != self.step or node_id not in self.seats:
@@ -176,7 +176,7 @@ class Epoch:
             return []
         self.phase = Phase.IDLE
         self.step += 1
-        return [StepDone(epoch=self.number, step=step)]
+        return [StepDone(epoch=self.number, step=step, nodes=self.seats)]
 
     # ---- inside
 

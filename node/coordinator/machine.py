@@ -213,8 +213,8 @@ class RunMachine:
                 _, what = self._suspect or (epoch.step, "a tensor")
                 return self._stop(
                     f"step {epoch.step + 1} was not committed: {what}; with uncompressed links it is finite, "
-                    f"so the codecs are the cause; {self._what_is_kept()}: use wider codecs in [pipeline], then "
-                    "resume",
+                    f"so the codecs are the cause; {self._what_is_kept()}: use wider codecs in "
+                    "[pipeline], then resume",
                     failed=True,
                 )
             case _:
