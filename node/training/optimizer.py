@@ -7,6 +7,7 @@ split. Weights, gradients and both moments are float32.
 from collections.abc import Iterable, Mapping
 
 import torch
+import torch._dynamo  # AdamW's constructor imports it: over a second that a run waiting for a node would lose
 from torch import Tensor, nn
 
 from node.config.schema import TrainingSection
