@@ -68,6 +68,11 @@ class Link(ABC):
         return self._up.is_set() and not self._over.is_set()
 
     @property
+    def trouble(self) -> str:
+        """Why the newest connection ended, or that there was none yet."""
+        return self._trouble
+
+    @property
     def stats(self) -> LinkStats:
         """A copy of the totals so far."""
         sender, receiver = self._state.sender, self._state.receiver

@@ -33,16 +33,11 @@ class _NotAdmitted(Exception):
 class AcceptedLink(Link):
     """The link of the higher stage, which waits for the neighbour's connections."""
 
-    def __init__(self, *, peer_node_id: str, state: LinkState, forget: Callable[[], None]) -> None:
+    def __init__(self, *, peer_node_id: str, state: LinkState) -> None:
         super().__init__(peer_node_id=peer_node_id, state=state)
-        self._forget = forget
         self._session: int | None = None
         self._streams: dict[str, ServerStream] = {}  # of the newest connection, by method
         self._arrived = asyncio.Event()
-
-    async def close(self) -> None:
-        await super().close()
-        self._forget()
 
     def join(self, session: int, attempt: int) -> Connection:
         """The connection that a stream belongs to; a newer attempt ends the one before.
@@ -52,6 +47,11 @@ class AcceptedLink(Link):
         if self.lost.done():
             raise _NotAdmitted(
                 grpc.StatusCode.FAILED_PRECONDITION, str(self.lost.result()), RefusalCode.BAD_REQUEST
+            )
+        if self._over.is_set():
+            # Neighbours end an epoch one after the other; whoever is later must not take that for a failure.
+            raise _NotAdmitted(
+                grpc.StatusCode.UNAVAILABLE, f"the link of epoch {self.epoch} was closed there"
             )
         if self._session is None:
             self._session = session
@@ -120,8 +120,7 @@ class LinkServer:
         self._settings = settings or LinkSettings()
         self._server: grpc.aio.Server | None = None
         self._epoch = -1
-        self._links: dict[tuple[int, str], AcceptedLink] = {}
-        self._closed: set[str] = set()  # neighbours whose link of the newest epoch was closed here
+        self._links: dict[str, AcceptedLink] = {}  # of the newest epoch, by neighbour
 
     async def start(self, listen: str) -> int:
         """Listen on `listen` ("host:port"; port 0 picks one) and give the port.
@@ -154,8 +153,8 @@ class LinkServer:
     ) -> AcceptedLink:
         """A link that the lower stage `peer_stage` will dial. Run it like any other.
 
-        Announce all neighbours of an epoch without awaiting in between: once one is known, a caller that is
-        not is refused for good.
+        The first one of a new epoch ends admission to the epoch before. Announce all neighbours of an epoch
+        without awaiting in between: once one is known, a caller that is not is refused for good.
         """
         state = LinkState.create(
             run_id=self._run_id,
@@ -166,16 +165,10 @@ class LinkServer:
             expect=expect,
             on_tensor=on_tensor,
         )
-        place = (epoch, peer_node_id)
-
-        def forget() -> None:
-            if self._links.pop(place, None) is not None and epoch == self._epoch:
-                self._closed.add(peer_node_id)
-
         if epoch > self._epoch:
-            self._epoch, self._closed = epoch, set()
-        link = AcceptedLink(peer_node_id=peer_node_id, state=state, forget=forget)
-        self._links[place] = link
+            self._epoch, self._links = epoch, {}
+        link = AcceptedLink(peer_node_id=peer_node_id, state=state)
+        self._links[peer_node_id] = link
         return link
 
     async def _serve(self, method: str, context: ServerContext) -> None:
@@ -204,9 +197,6 @@ class LinkServer:
                 RefusalCode.VERSION_MISMATCH,
             )
         epoch = numbers["epoch"]
-        link = self._links.get((epoch, peer))
-        if link is not None:
-            return link, link.join(numbers["session"], numbers["attempt"])
         if epoch > self._epoch:
             raise _NotAdmitted(grpc.StatusCode.UNAVAILABLE, f"epoch {epoch} is not known there yet")
         if epoch < self._epoch:
@@ -215,13 +205,14 @@ class LinkServer:
                 f"epoch {epoch} is over; this node is in epoch {self._epoch}",
                 RefusalCode.STALE_EPOCH,
             )
-        if peer in self._closed:
-            raise _NotAdmitted(grpc.StatusCode.UNAVAILABLE, f"the link of epoch {epoch} was closed there")
-        raise _NotAdmitted(
-            grpc.StatusCode.PERMISSION_DENIED,
-            f"node {peer} is no neighbour of node {self._identity.node_id} in epoch {epoch}",
-            RefusalCode.NOT_A_NEIGHBOUR,
-        )
+        link = self._links.get(peer)
+        if link is None:
+            raise _NotAdmitted(
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"node {peer} is no neighbour of node {self._identity.node_id} in epoch {epoch}",
+                RefusalCode.NOT_A_NEIGHBOUR,
+            )
+        return link, link.join(numbers["session"], numbers["attempt"])
 
 
 def _numbers(context: ServerContext) -> dict[str, int]:
