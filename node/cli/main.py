@@ -25,6 +25,8 @@ EXIT_INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (without the program's name; None: the process's) and return its exit code."""
+    # gRPC's own log lines on stderr would stand beside the one line that an error is; read at its import.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         args = build_parser().parse(argv)
         code: int = args.run(args)

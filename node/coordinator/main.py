@@ -15,6 +15,7 @@ import grpc.aio
 
 from node.config.loader import to_json, to_toml
 from node.config.schema import RunConfig
+from node.coordinator.claims import check_ports, sole_coordinator
 from node.coordinator.control_service import ControlService
 from node.coordinator.coordinator import Coordinator, Emit
 from node.coordinator.enrolment import EnrolmentDesk
@@ -59,12 +60,15 @@ def run_coordinator(config: RunConfig, *, run_dir: Path, emit: Emit, resume: boo
         global_batch=config.training.global_batch,
         seed=config.run.seed,
     )
-    run = _reopen(config, run_dir, corpus) if resume else _create(config, run_dir, corpus)
-    with run.store:
-        if run.past.newest_snapshot >= config.run.steps:
-            emit(events.Notice(text=f"all {config.run.steps} steps are done; the weights are in {run_dir}"))
-            return 0
-        return asyncio.run(_serve(config, run_dir, run, emit))
+    check_ports(config.coordinator.listen)
+    with sole_coordinator(run_dir):
+        run = _reopen(config, run_dir, corpus) if resume else _create(config, run_dir, corpus)
+        with run.store:
+            if run.past.newest_snapshot >= config.run.steps:
+                done = f"all {config.run.steps} steps are done; the weights are in {run_dir}"
+                emit(events.Notice(text=done))
+                return 0
+            return asyncio.run(_serve(config, run_dir, run, emit))
 
 
 def _create(config: RunConfig, directory: Path, corpus: Corpus) -> _Run:

@@ -1,0 +1,57 @@
+"""What a coordinator must have to itself before a run begins: the run's directory and two ports."""
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from node.config.validate import parse_listen
+from wire.errors import UserError
+from wire.identity.files import make_private_directory
+from wire.identity.names import join_address
+
+_LOCK_FILE = "lock"
+
+
+@contextmanager
+def sole_coordinator(directory: Path) -> Iterator[None]:
+    """Hold the run's directory, however the process ends.
+
+    Raises UserError when another coordinator runs with it: both would hand out the same steps.
+    """
+    make_private_directory(directory)
+    descriptor = os.open(directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another coordinator is running with {directory}: end it first, or give another directory"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def check_ports(listen: str) -> None:
+    """Raise UserError unless the port of `listen` (host:port) and the next can be had; port 0 always can.
+
+    Asked before anything is written, so that a failed start leaves no run behind.
+    """
+    host, port = parse_listen(listen)
+    if port == 0:
+        return
+    for number in (port, port + 1):
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind) as probe:
+                # As gRPC does: a port that is only waiting out closed connections is free.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            raise UserError(
+                f"cannot listen at {join_address(host, number)} ({error.strerror}): set [coordinator] listen "
+                "to an address of this machine whose port and the next are free"
+            ) from None

@@ -1,0 +1,157 @@
+"""What a user can get wrong ends in one clear line, exit code 2, and nothing left behind."""
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from node.telemetry.events import JoinLine
+from tests.support.run_harness import SMALL, Process, Run
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def one_line(process: Process, code: int = 2) -> str:
+    """What a command that refused said: a single line."""
+    assert process.wait_exit() == code, process.report()
+    assert process.lines == []
+    (line,) = process.stderr.splitlines()
+    assert line.startswith("thinwire: error: ")
+    return line.removeprefix("thinwire: error: ")
+
+
+def no_change(run: Run) -> None:
+    pass
+
+
+def remove_run_file(run: Run) -> None:
+    run.run_file.unlink()
+
+
+def remove_text(run: Run) -> None:
+    run.text_file.unlink()
+
+
+def empty_text(run: Run) -> None:
+    run.text_file.write_bytes(b" \n\n")
+
+
+def short_text(run: Run) -> None:
+    run.text_file.write_bytes(b"to be or not to be")
+
+
+def binary_text(run: Run) -> None:
+    run.text_file.write_bytes(b"\xff\xfe" * 4000)
+
+
+def misspell(run: Run) -> None:
+    run.run_file.write_text(run.run_file.read_text().replace("microbatch =", "microbach ="))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "overrides", "words"),
+    [
+        (remove_run_file, [], "run.toml"),
+        (remove_text, [], "no file or folder {text}; set [data] path to text"),
+        (empty_text, [], "no text in {text}"),
+        (short_text, [], "the text has 18 tokens; a window of sequence 32 needs 33"),
+        (binary_text, [], "{text} is not UTF-8 text"),
+        (misspell, [], "did you mean 'microbatch'"),
+        (no_change, ["pipeline.stagse=2"], "did you mean 'stages'"),
+        (
+            no_change,
+            ["pipeline.split=[1,1,1,1]"],
+            "pipeline.split adds up to 4 blocks, but model.layers is 5",
+        ),
+        (no_change, ["pipeline.split=[5]"], "pipeline.split has 1 numbers, but 4 stages need 4"),
+        (no_change, ["pipeline.stages=6"], "6 stages need at least 6 blocks, but model.layers is 5"),
+        (no_change, ["pipeline.forward_codec=fixed-12"], "fixed-12"),
+        (no_change, ["coordinator.listen=127.0.0.1"], "not host:port"),
+    ],
+    ids=lambda value: (
+        value.__name__ if callable(value) else " ".join(value) if isinstance(value, list) else ""
+    ),
+)
+def test_a_run_that_cannot_start(
+    spoil: Callable[[Run], None], overrides: list[str], words: str, tmp_path: Path
+) -> None:
+    with Run(tmp_path) as run:
+        spoil(run)
+        line = one_line(run.start(*overrides))
+        assert words.format(text=run.text_file) in line
+        assert not run.run_dir.exists()
+        run.assert_quiet()
+
+
+@contextmanager
+def taken_port(offset: int) -> Iterator[int]:
+    """A port P such that P + `offset` is taken and the other one of P and P + 1 is free."""
+    for _ in range(100):
+        with socket.socket() as taken, socket.socket() as other:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = int(taken.getsockname()[1]) - offset
+            try:
+                other.bind(("127.0.0.1", port + 1 - offset))
+            except OSError:
+                continue
+            other.close()
+            yield port
+            return
+    raise AssertionError("no two neighbouring ports are free")
+
+
+@pytest.mark.parametrize("offset", [0, 1], ids=["join-port", "control-port"])
+def test_a_port_that_is_taken(offset: int, tmp_path: Path) -> None:
+    """The same command works once the port is free: the failed start left no run behind."""
+    with Run(tmp_path) as run:
+        with taken_port(offset) as port:
+            line = one_line(run.start(f"coordinator.listen=127.0.0.1:{port}"))
+            assert f"cannot listen at 127.0.0.1:{port + offset}" in line
+        assert not run.run_dir.exists()
+        again = run.start(f"coordinator.listen=127.0.0.1:{port}")
+        again.wait_event(JoinLine)
+        again.interrupt()
+        run.assert_quiet()
+        assert again.exit_code == 130
+
+
+def test_directories_that_hold_a_run_or_none(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        first = run.start()
+        first.wait_event(JoinLine)
+        first.interrupt()
+        assert first.wait_exit() == 130
+        database = (run.run_dir / "run.db").read_bytes()
+
+        assert "holds a run already: go on with `thinwire resume" in one_line(run.start())
+        assert "holds no run" in one_line(run.command("resume", str(tmp_path)))
+        assert "is not a directory" in one_line(run.command("resume", str(tmp_path / "nowhere")))
+
+        text = run.text_file.read_bytes()
+        run.text_file.write_bytes(text.replace(b"line 7", b"lime 7"))
+        line = one_line(run.command("resume", str(run.run_dir)))
+        assert f"the text at {run.text_file} is not the text that the run began with" in line
+        run.text_file.unlink()
+        assert f"no file or folder {run.text_file}" in one_line(run.command("resume", str(run.run_dir)))
+        assert (run.run_dir / "run.db").read_bytes() == database
+
+        run.text_file.write_bytes(text)
+        again = run.resume()
+        again.wait_event(JoinLine)
+        again.interrupt()
+        run.assert_quiet()
+        assert again.exit_code == 130
+
+
+def test_two_coordinators_of_one_run(tmp_path: Path) -> None:
+    """A second one would hand out the same steps again."""
+    with Run(tmp_path, replace(SMALL, pipeline=replace(SMALL.pipeline, stages=2))) as run:
+        coordinator = run.start()
+        coordinator.wait_event(JoinLine)
+        assert "another coordinator is running with" in one_line(run.command("resume", str(run.run_dir)))
+        coordinator.interrupt()
+        run.assert_quiet()
