@@ -31,19 +31,25 @@ class ModelSection:
     layers: int = 8
     """Transformer blocks."""
     hidden: int = 256
+    """Width of the model: channels of the tensors between stages."""
     heads: int = 8
+    """Attention heads; must divide `hidden`."""
     kv_heads: int = 8
     """Key and value heads (llama only; must divide `heads`)."""
     ffn: int = 688
     """Inner width of the feed-forward layer."""
     vocab: int = 256
+    """Size of the vocabulary, at least 256 for byte tokens."""
     sequence: int = 256
     """Tokens a sample."""
     tied: bool = False
     """The output head shares the embedding's weight. Its gradient crosses the network once a step."""
     norm_eps: float = 1e-5
+    """Added under the root in norms."""
     rope_theta: float = 10000.0
+    """Base of the rotary position embedding (llama only)."""
     init_std: float = 0.02
+    """Standard deviation of initial weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +59,7 @@ class DataSection:
     path: str = "stdlib"
     """A text or JSONL file, a folder of them, or `stdlib`: the Python standard library's own sources."""
     jsonl_field: str = "text"
+    """The field of each JSONL line that holds its text."""
     tokenizer: str = "bytes"
     """`bytes`: a token a byte, vocabulary 256."""
 
@@ -66,12 +73,17 @@ class TrainingSection:
     microbatch: int = 2
     """Samples a microbatch; must divide `global_batch`."""
     lr: float = 1e-3
+    """Learning rate at its highest, after warmup."""
     min_lr_ratio: float = 0.1
     """The cosine ends at this share of `lr`."""
     warmup_steps: int = 20
+    """Steps over which the learning rate rises; a cosine follows."""
     beta1: float = 0.9
+    """AdamW's decay of the gradient's mean."""
     beta2: float = 0.95
+    """AdamW's decay of the gradient's square."""
     eps: float = 1e-8
+    """AdamW's, added to the root of the second moment."""
     weight_decay: float = 0.1
     """On matrices; never on norms and biases."""
     clip: float = 1.0
@@ -85,6 +97,7 @@ class PipelineSection:
     """`[pipeline]`"""
 
     stages: int = 4
+    """Nodes that the model is spread over; no more than `model.layers`."""
     min_stages: int = 0
     """When nodes are missing, go on with as few stages as this; 0 pauses until every stage has a node."""
     chunks: int = 1
@@ -94,7 +107,9 @@ class PipelineSection:
     split: tuple[int, ...] = ()
     """Blocks of each chunk in pipeline order (stages x chunks numbers); empty splits evenly by cost."""
     forward_codec: str = "tah"
+    """Packs activations: `fp32`, `bf16`, `fp16`, `fixed-2` to `fixed-10`, `tah`."""
     backward_codec: str = "fixed-8"
+    """Packs the gradients of activations; the same names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +121,7 @@ class CoordinatorSection:
     advertise: tuple[str, ...] = ()
     """host:port pairs that go into join tokens; empty uses this machine's addresses."""
     heartbeat_seconds: float = 2.0
+    """Between two messages of a node that say that it lives."""
     silent_seconds: float = 15.0
     """A node that says nothing for this long is taken for dead."""
     regroup_seconds: float = 10.0
@@ -113,6 +129,7 @@ class CoordinatorSection:
     outage_seconds: float = 60.0
     """How long nodes wait for a coordinator that went away."""
     certificate_hours: float = 24.0
+    """How long a node's certificate lasts; nodes renew theirs in time."""
 
 
 @dataclass(frozen=True, kw_only=True)
