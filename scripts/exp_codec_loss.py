@@ -1,4 +1,4 @@
-"""What codecs cost in loss: one small model, the same text and seeds, one run for each pair of codecs.
+"""What codecs cost in loss: small models, the same text and seeds, one run for each pair of codecs.
 
     python scripts/exp_codec_loss.py --data TEXT
 
@@ -8,6 +8,7 @@ are written to `--out` as they end; runs there that were made with the same sett
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -37,17 +38,13 @@ ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "scripts" / "results" / "codec_loss.json"
 
 PAIRS = ("fp32/fp32", "bf16/bf16", "tah/fixed-8", "fixed-4/fixed-8", "tah/fixed-6")
-BASELINE = "fp32/fp32"
+BASELINE = ("fp32", "fp32")
 LAST_STEPS = 20
 HELD_OUT_WINDOWS = 256
 
 SETTINGS: dict[str, Any] = {
     "model.family": "llama",
     "model.layers": 4,
-    "model.hidden": 128,
-    "model.heads": 4,
-    "model.kv_heads": 2,
-    "model.ffn": 352,
     "model.vocab": 256,
     "model.sequence": 256,
     "training.global_batch": 16,
@@ -57,29 +54,39 @@ SETTINGS: dict[str, Any] = {
     "pipeline.stages": 4,
     "pipeline.window": 1,
 }
+WIDTHS: dict[int, dict[str, Any]] = {
+    128: {"model.hidden": 128, "model.heads": 4, "model.kv_heads": 2, "model.ffn": 352},
+    256: {"model.hidden": 256, "model.heads": 8, "model.kv_heads": 4, "model.ffn": 688},
+}
+"""Noise in a tensor weighs more where fewer channels carry it, so more than one width is measured."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure what codecs cost in loss.")
     parser.add_argument("--data", type=Path, required=True, help="text to train on")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--widths", type=int, nargs="+", choices=WIDTHS, default=list(WIDTHS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--pairs", nargs="+", default=PAIRS, help="forward codec/backward codec")
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
 
     report = _open_report(arguments.out, arguments.data, arguments.steps)
-    made = {(run["forward_codec"], run["backward_codec"], run["seed"]) for run in report["runs"]}
-    for seed in arguments.seeds:
-        for pair in arguments.pairs:
-            forward, backward = pair.split("/")
-            if (forward, backward, seed) in made:
-                continue
-            # Written after each run: they take minutes.
-            report["runs"].append(_run(report["settings"], arguments.data, forward, backward, seed))
-            _write(arguments.out, report)
+    made = {_key(run) for run in report["runs"]}
+    for width, seed, pair in itertools.product(arguments.widths, arguments.seeds, arguments.pairs):
+        forward, backward = pair.split("/")
+        key = (width, forward, backward, seed)
+        if key in made:
+            continue
+        # Written after each run: they take minutes.
+        report["runs"].append(_run(report["settings"], arguments.data, *key))
+        _write(arguments.out, report)
     _print(report)
     return 0
+
+
+def _key(run: dict[str, Any]) -> tuple[int, str, str, int]:
+    return run["width"], run["forward_codec"], run["backward_codec"], run["seed"]
 
 
 def _open_report(path: Path, data: Path, steps: int) -> dict[str, Any]:
@@ -100,6 +107,7 @@ def _open_report(path: Path, data: Path, steps: int) -> dict[str, Any]:
         "last_steps": LAST_STEPS,
         "held_out_windows": HELD_OUT_WINDOWS,
         "settings": settings,
+        "widths": {str(width): values for width, values in WIDTHS.items()},
         "runs": [],
     }
     if path.exists():
@@ -109,10 +117,12 @@ def _open_report(path: Path, data: Path, steps: int) -> dict[str, Any]:
     return report
 
 
-def _run(settings: dict[str, Any], data: Path, forward: str, backward: str, seed: int) -> dict[str, Any]:
+def _run(
+    settings: dict[str, Any], data: Path, width: int, forward: str, backward: str, seed: int
+) -> dict[str, Any]:
     """One run of the product, from an empty directory that is removed afterwards."""
     overrides = [
-        *(f"{key}={value}" for key, value in settings.items()),
+        *(f"{key}={value}" for key, value in {**settings, **WIDTHS[width]}.items()),
         f"run.seed={seed}",
         f"data.path={data.absolute()}",
         f"pipeline.forward_codec={forward}",
@@ -120,7 +130,7 @@ def _run(settings: dict[str, Any], data: Path, forward: str, backward: str, seed
     ]
     steps: list[StepDone] = []
     ends: list[RunFinished] = []
-    name, total = f"{forward}/{backward} seed {seed}", settings["run.steps"]
+    name, total = f"{width} wide, {forward}/{backward}, seed {seed}", settings["run.steps"]
 
     def emit(event: Event) -> None:
         if isinstance(event, StepDone):
@@ -139,16 +149,12 @@ def _run(settings: dict[str, Any], data: Path, forward: str, backward: str, seed
     finally:
         shutil.rmtree(directory)
     print(f"\r{name}: held out {held_out:.4f}, {summary.seconds:.0f} s")
-    return _record(forward, backward, seed, [step.loss for step in steps], held_out, summary)
+    made = {"width": width, "forward_codec": forward, "backward_codec": backward, "seed": seed}
+    return {**made, **_outcome([step.loss for step in steps], held_out, summary)}
 
 
-def _record(
-    forward: str, backward: str, seed: int, losses: list[float], held_out: float, summary: RunSummary
-) -> dict[str, Any]:
+def _outcome(losses: list[float], held_out: float, summary: RunSummary) -> dict[str, Any]:
     return {
-        "forward_codec": forward,
-        "backward_codec": backward,
-        "seed": seed,
         "loss_last": sum(losses[-LAST_STEPS:]) / LAST_STEPS,
         "loss_held_out": held_out,
         "bits_forward": summary.bits_forward,
@@ -180,17 +186,12 @@ def _corpus(data: DataSection, sequence: int, global_batch: int) -> Corpus:
 
 
 def _print(report: dict[str, Any]) -> None:
-    """Each run's loss, and how far it is from the uncompressed run of the same seed."""
-    forward, backward = BASELINE.split("/")
-    baseline = {
-        run["seed"]: run["loss_last"]
-        for run in report["runs"]
-        if (run["forward_codec"], run["backward_codec"]) == (forward, backward)
-    }
-    for run in report["runs"]:
-        loss, seed = run["loss_last"], run["seed"]
-        gap = f"  {100 * (loss / baseline[seed] - 1):+.2f} %" if seed in baseline else ""
-        print(f"{run['forward_codec']}/{run['backward_codec']}  seed {seed}  {loss:.4f}{gap}")
+    """Each run's loss, and how far it is from the uncompressed run of the same width and seed."""
+    losses = {_key(run): run["loss_last"] for run in report["runs"]}
+    for (width, forward, backward, seed), loss in losses.items():
+        base = losses.get((width, *BASELINE, seed))
+        gap = f"  {100 * (loss / base - 1):+.2f} %" if base is not None else ""
+        print(f"{width} wide, {forward}/{backward}, seed {seed}  {loss:.4f}{gap}")
     print("scripts/tables.py puts these into the documents")
 
 

@@ -1,0 +1,225 @@
+"""Write the generated tables into the documents: `python scripts/tables.py`, or `--check` to only compare.
+
+A document holds a table between `<!-- table:NAME -->` and `<!-- /table -->`. Tables come from the program
+itself (run file keys, commands, codec sizes) or from recorded results in scripts/.
+"""
+
+import argparse
+import ast
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import node.config.schema
+from node.cli.main import build_parser
+from node.config.loader import section_types, toml_value
+from wire.codecs.registry import codec, codec_names
+from wire.spec import TensorSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("", "kernels", "wire", "node", "deploy", "scripts", "tests")
+BLOCK = re.compile(r"(<!-- table:([a-z_]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+
+CODEC_LOSS = ROOT / "scripts" / "results" / "codec_loss.json"
+CODEC_SPEED = ROOT / "scripts" / "bench_codecs.json"
+SIZED_SHAPE = (4, 1024, 1024)
+BASELINE = ("fp32", "fp32")
+LOSSES = ("loss_last", "loss_held_out")
+
+Column = tuple[str, str]
+"""A heading, and `left` or `right`."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Write the generated tables into the documents.")
+    parser.add_argument("--check", action="store_true", help="change nothing, fail if a table is out of date")
+    check = parser.parse_args(argv).check
+    outdated = []
+    for path in documents():
+        before = path.read_text(encoding="utf-8")
+        after = with_tables(before, TABLES)
+        if after == before:
+            continue
+        outdated.append(path.relative_to(ROOT))
+        if not check:
+            path.write_text(after, encoding="utf-8")
+    for document in outdated:
+        print(f"{document}: {'out of date: run scripts/tables.py' if check else 'written'}")
+    return 1 if check and outdated else 0
+
+
+def documents() -> list[Path]:
+    """Every README of the house that is there."""
+    return [path for folder in FOLDERS if (path := ROOT / folder / "README.md").exists()]
+
+
+def with_tables(text: str, tables: dict[str, Callable[[], str]]) -> str:
+    """`text` with every marked block filled anew. Raises SystemExit for a table that nothing makes."""
+
+    def fill(found: re.Match[str]) -> str:
+        if found[2] not in tables:
+            raise SystemExit(f"no table is called {found[2]!r}; known: {', '.join(tables)}")
+        return f"{found[1]}{tables[found[2]]()}\n{found[3]}"
+
+    return BLOCK.sub(fill, text)
+
+
+def markdown(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> str:
+    """A table; `|` within a cell is escaped."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    rule = "|" + "|".join("--:" if side == "right" else "---" for _, side in columns) + "|"
+    return "\n".join([line([heading for heading, _ in columns]), rule, *(line(row) for row in rows)])
+
+
+# ---- from the program
+
+
+def run_file() -> str:
+    """Every key of a run file, its default, and the words beneath it in the schema."""
+    words = field_words(Path(node.config.schema.__file__).read_text(encoding="utf-8"))
+    rows = [
+        [f"`{section}.{key}`", f"`{toml_value(value)}`", words[kind.__name__].get(key, "")]
+        for section, kind in section_types().items()
+        for key, value in vars(kind()).items()
+    ]
+    return markdown([("key", "left"), ("default", "left"), ("meaning", "left")], rows)
+
+
+def field_words(source: str) -> dict[str, dict[str, str]]:
+    """For each class of a module, the docstring beneath each field, on one line."""
+    found: dict[str, dict[str, str]] = {}
+    for statement in ast.parse(source).body:
+        if not isinstance(statement, ast.ClassDef):
+            continue
+        fields = found.setdefault(statement.name, {})
+        for before, after in zip(statement.body, statement.body[1:], strict=False):
+            if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name):
+                match after:
+                    case ast.Expr(value=ast.Constant(value=str() as text)):
+                        fields[before.target.id] = " ".join(text.split())
+    return found
+
+
+def commands() -> str:
+    """Every command with its help."""
+    rows = []
+    for action in build_parser()._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for choice in action._choices_actions:
+                rows.append([f"`thinwire {choice.dest}`", choice.help or ""])
+    return markdown([("command", "left"), ("does", "left")], rows)
+
+
+def codec_sizes() -> str:
+    """True bits an element of every codec, header included, for a tensor of about four million elements."""
+    spec = TensorSpec(torch.float32, SIZED_SHAPE)
+    rows = [[f"`{name}`", f"{codec(name).bits_per_element(spec):.3f}"] for name in codec_names()]
+    return markdown([("codec", "left"), ("bits an element", "right")], rows)
+
+
+# ---- from recorded results
+
+
+def codec_loss() -> str:
+    """Loss of each codec pair, and its distance from the uncompressed run of the same width and seed."""
+    report = json.loads(CODEC_LOSS.read_text(encoding="utf-8"))
+    runs = report["runs"]
+    by_key = {(*_model(run), run["seed"]): run for run in runs}
+    seeds = sorted({run["seed"] for run in runs})
+    columns = [("width", "right"), ("activations", "left"), ("gradients", "left")]
+    columns += [("bits out", "right"), ("bits back", "right")]
+    for seed in seeds:
+        columns += [(f"loss, seed {seed}", "right"), (f"held out, seed {seed}", "right")]
+    rows = []
+    for model in sorted({_model(run) for run in runs}, key=_order):
+        width, forward, backward = model
+        any_run = next(run for run in runs if _model(run) == model)
+        row = [str(width), f"`{forward}`", f"`{backward}`"]
+        row += [f"{any_run['bits_forward']:.2f}", f"{any_run['bits_backward']:.2f}"]
+        for seed in seeds:
+            baseline = by_key.get((width, *BASELINE, seed))
+            row += [_against(by_key.get((*model, seed)), baseline, key) for key in LOSSES]
+        rows.append(row)
+    settings = report["settings"]
+    caption = (
+        f"{settings['run.steps']} steps of {settings['training.global_batch']} x "
+        f"{settings['model.sequence']} tokens, {settings['model.layers']} layers, "
+        f"{settings['pipeline.stages']} stages, {report['data']['name']}; "
+        f"{len(runs)} runs, {_spaced(report['hardware'])}, torch {report['versions']['torch']}, Python "
+        f"{report['versions']['python']}, commit {report['commit'][:12]}{_changes(report['commit'])}. "
+        f"Loss is the mean of the last {report['last_steps']} steps; held out is the loss of the final "
+        f"weights, without codecs, on {report['held_out_windows']} windows that no step saw."
+    )
+    return markdown(columns, rows) + "\n\n" + caption
+
+
+def codec_speed() -> str:
+    """What `make bench` recorded. Processor time, not wall time: it holds on a busy machine too."""
+    report = json.loads(CODEC_SPEED.read_text(encoding="utf-8"))
+    rows = [
+        [
+            f"`{row['codec']}`",
+            f"{row['encode_cpu_nanoseconds_per_element']:.2f}",
+            f"{row['decode_cpu_nanoseconds_per_element']:.2f}",
+            f"{row['bits_per_element']:.3f}",
+            f"{row['relative_error']:.4f}",
+        ]
+        for row in report["results"]
+    ]
+    headings = ("encode, CPU ns an element", "decode, CPU ns an element", "bits an element", "relative error")
+    shape = " x ".join(map(str, report["shape"]))
+    caption = (
+        f"{shape} {report['dtype']}, {_spaced(report['hardware'])}, {report['threads']} threads, "
+        f"load average {report['load_before']:.1f} before, median of {report['runs']} runs, "
+        f"torch {report['torch']}, Python {report['python']}, "
+        f"commit {report['commit'][:12]}{_changes(report['commit'])}."
+    )
+    columns = [("codec", "left"), *((heading, "right") for heading in headings)]
+    return markdown(columns, rows) + "\n\n" + caption
+
+
+def _model(run: dict[str, Any]) -> tuple[int, str, str]:
+    return run["width"], run["forward_codec"], run["backward_codec"]
+
+
+def _order(model: tuple[int, str, str]) -> tuple[Any, ...]:
+    """By width, then the uncompressed run, then by name."""
+    return model[0], model[1:] != BASELINE, model
+
+
+def _against(run: dict[str, Any] | None, baseline: dict[str, Any] | None, key: str) -> str:
+    """`1.9321 (+0.42 %)`."""
+    if run is None:
+        return "-"
+    if baseline is None or run is baseline:
+        return f"{run[key]:.4f}"
+    return f"{run[key]:.4f} ({100 * (run[key] / baseline[key] - 1):+.2f} %)"
+
+
+def _changes(commit: str) -> str:
+    return " with changes" if commit.endswith("with changes") else ""
+
+
+def _spaced(hardware: str) -> str:
+    return " ".join(hardware.split())
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "run_file": run_file,
+    "commands": commands,
+    "codec_sizes": codec_sizes,
+    "codec_loss": codec_loss,
+    "codec_speed": codec_speed,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Tables in the documents are what the program and the recorded results say now."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_spec = importlib.util.spec_from_file_location("tables", ROOT / "scripts" / "tables.py")
+assert _spec is not None and _spec.loader is not None
+tables = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(tables)
+
+
+def run(forward: str, backward: str, seed: int, loss: float, held_out: float) -> dict[str, Any]:
+    return {
+        "width": 128,
+        "forward_codec": forward,
+        "backward_codec": backward,
+        "seed": seed,
+        "loss_last": loss,
+        "loss_held_out": held_out,
+        "bits_forward": 32.0 if forward == "fp32" else 4.44,
+        "bits_backward": 32.0 if backward == "fp32" else 8.28,
+    }
+
+
+REPORT: dict[str, Any] = {
+    "commit": "0123456789abcdef0123456789abcdef01234567 with changes",
+    "hardware": "A  Processor, 2 cores",
+    "versions": {"torch": "2.13.0", "python": "3.11.1"},
+    "data": {"name": "text.txt"},
+    "last_steps": 20,
+    "held_out_windows": 8,
+    "settings": {
+        "run.steps": 300,
+        "training.global_batch": 16,
+        "model.sequence": 128,
+        "model.layers": 4,
+        "pipeline.stages": 4,
+    },
+    "runs": [
+        run("tah", "fixed-8", 0, 2.02, 2.4),
+        run("fp32", "fp32", 0, 2.0, 2.5),
+        run("tah", "fixed-8", 1, 2.1, 2.6),
+    ],
+}
+
+
+def test_the_documents_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tables.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_the_readme_is_looked_at() -> None:
+    assert ROOT / "README.md" in tables.documents()
+
+
+def test_a_changed_table_is_found_and_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = tmp_path / "README.md"
+    stale = "before\n<!-- table:commands -->\nold\n<!-- /table -->\nafter\n"
+    readme.write_text(stale, encoding="utf-8")
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    assert tables.main(["--check"]) == 1
+    assert "README.md: out of date" in capsys.readouterr().out
+    assert readme.read_text(encoding="utf-8") == stale
+    assert tables.main([]) == 0
+    written = readme.read_text(encoding="utf-8")
+    assert "old" not in written
+    assert "| `thinwire join` |" in written
+    assert written.startswith("before\n<!-- table:commands -->\n") and written.endswith(
+        "<!-- /table -->\nafter\n"
+    )
+    assert tables.main(["--check"]) == 0
+
+
+def test_a_table_that_nothing_makes_is_refused() -> None:
+    with pytest.raises(SystemExit, match="no table is called 'speed'; known: a"):
+        tables.with_tables("<!-- table:speed -->\n<!-- /table -->", {"a": lambda: ""})
+
+
+def test_cells_cannot_break_a_row() -> None:
+    made = tables.markdown([("a", "left"), ("b", "right")], [["x|y", "1"]])
+    assert made == "| a | b |\n|---|--:|\n| x\\|y | 1 |"
+
+
+def test_words_beneath_a_field_are_its_meaning() -> None:
+    fields = ("x: int = 1", '"""Two', 'lines."""', "y: int = 2", "z: int = 3")
+    source = "\n    ".join(("class A:", '"""Of A."""', *fields))
+    assert tables.field_words(source) == {"A": {"x": "Two lines."}}
+
+
+def test_every_key_of_a_run_file_has_a_row() -> None:
+    rows = tables.run_file().splitlines()
+    assert any(row.startswith("| `run.seed` | `0` |") for row in rows)
+    assert any(row.startswith('| `pipeline.forward_codec` | `"tah"` |') for row in rows)
+
+
+def test_losses_stand_beside_the_uncompressed_run_of_their_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "codec_loss.json"
+    path.write_text(json.dumps(REPORT), encoding="utf-8")
+    monkeypatch.setattr(tables, "CODEC_LOSS", path)
+    lines = tables.codec_loss().splitlines()
+    assert lines[2:4] == [
+        "| 128 | `fp32` | `fp32` | 32.00 | 32.00 | 2.0000 | 2.5000 | - | - |",
+        "| 128 | `tah` | `fixed-8` | 4.44 | 8.28 | 2.0200 (+1.00 %) | 2.4000 (-4.00 %) | 2.1000 | 2.6000 |",
+    ]
+    assert "A Processor, 2 cores" in lines[-1] and "commit 0123456789ab with changes." in lines[-1]
