@@ -39,6 +39,9 @@ MAX_RETRIES = 3
 """Attempts at one step that may fail, with nobody dead, before the run stops."""
 MAX_STRIKES = 3
 """Complaints of its neighbours about a node before it is quarantined."""
+MAX_ASKED_SNAPSHOTS = 2
+"""Snapshots being uploaded at a time; where links are slower than that, some are left out. Each costs its
+nodes a copy of their state."""
 
 
 class RunMachine:
@@ -69,6 +72,8 @@ class RunMachine:
         self._stopping: str | None = None
         self._saving = False
         self._growing = False
+        self._asked: list[int] = []
+        """Snapshots that this epoch asked for and that are not stored yet."""
 
     # ---- who is here
 
@@ -188,6 +193,7 @@ class RunMachine:
     def snapshot_stored(self, step: int, now: float) -> list[Action]:
         """The snapshot of `step` is complete and on disk."""
         self.newest_snapshot = max(self.newest_snapshot, step)
+        self._asked = [asked for asked in self._asked if asked > self.newest_snapshot]
         epoch = self.epoch
         if self.stopped or epoch is None:
             return []
@@ -234,7 +240,8 @@ class RunMachine:
         if epoch.step % self.plan.snapshot_every == 0 and epoch.step < self.plan.total_steps:
             # Also after a restore: the epoch that should have taken this snapshot may not have ended well.
             self._growing = self._can_grow(epoch)
-            if self._may_go_on(epoch) and self.newest_snapshot < epoch.step:
+            wanted = self.newest_snapshot < epoch.step and len(self._asked) < MAX_ASKED_SNAPSHOTS
+            if wanted and self._may_go_on(epoch):
                 actions = [*actions, *self._snapshot(epoch)]
         return actions + self._between_steps(epoch, now)
 
@@ -266,6 +273,7 @@ class RunMachine:
         return epoch.phase in (Phase.STEPPING, Phase.APPLYING) or self._saving
 
     def _snapshot(self, epoch: Epoch) -> list[Action]:
+        self._asked.append(epoch.step)
         return [OpenSnapshot(step=epoch.step), *epoch.take_snapshot()]
 
     def _can_grow(self, epoch: Epoch) -> bool:
@@ -343,6 +351,7 @@ class RunMachine:
         self.epoch = None
         self._saving = False
         self._growing = False
+        self._asked.clear()
         aborts: list[Action] = [
             Send(node_id=node, message=Abort(epoch=epoch.number, reason=reason))
             for node in epoch.seats

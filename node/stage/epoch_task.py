@@ -63,8 +63,8 @@ class Services(Protocol):
         """A layer unit's snapshot file from the coordinator."""
         ...
 
-    def upload(self, step: int, state: State) -> None:
-        """Send a snapshot's layers in the background."""
+    def upload(self, epoch: int, step: int, state: State) -> None:
+        """Send a snapshot's layers in the background; a failure is reported as the epoch's."""
         ...
 
     def count_time(self) -> None:
@@ -95,6 +95,8 @@ class EpochTask:
         self._ready = False
         self._step = -1
         self._vote: Vote | None = None
+        self._failure: StepFailed | None = None
+        self._snapshot = -1
         self._peer_at_fault = -1
 
     def submit(self, command: CoordinatorMessage) -> None:
@@ -140,6 +142,10 @@ class EpochTask:
             self._fail(FailureKind.LINK, str(error))
         except ThinwireError as error:
             self._fail(FailureKind.INTERNAL, str(error))
+        while self._failure is not None:
+            # Whoever asks again has not heard of it.
+            await self._commands.get()
+            self._services.post(self._failure)
 
     async def _obey(self, command: CoordinatorMessage) -> None:
         match command:
@@ -227,22 +233,22 @@ class EpochTask:
 
     async def _take_snapshot(self, step: int) -> None:
         services, executor = self._services, self._services.executor
-        if executor.state_step != step:
+        if executor.state_step != step or self._snapshot == step:
             return
+        self._snapshot = step
 
         def work() -> State:
             with executor.clock.spent(TimeKind.OPTIMIZER):
                 return executor.copy_state()
 
-        services.upload(step, await services.compute(work))
+        services.upload(self.number, step, await services.compute(work))
 
     def _fail(self, kind: FailureKind, message: str) -> None:
-        self._services.post(
-            StepFailed(
-                epoch=self.number,
-                step=max(self._step, 0),
-                kind=kind,
-                message=message,
-                peer_stage=self._peer_at_fault,
-            )
+        self._failure = StepFailed(
+            epoch=self.number,
+            step=max(self._step, 0),
+            kind=kind,
+            message=message,
+            peer_stage=self._peer_at_fault,
         )
+        self._services.post(self._failure)

@@ -37,6 +37,7 @@ from wire.messages import (
     Abort,
     CoordinatorMessage,
     DirectionReport,
+    FailureKind,
     Finish,
     Heartbeat,
     Hello,
@@ -45,6 +46,7 @@ from wire.messages import (
     NodeMessage,
     Placement,
     Prefetch,
+    StepFailed,
     Telemetry,
     Welcome,
 )
@@ -202,12 +204,16 @@ class NodeRuntime:
         await asyncio.to_thread(self._cache.put, step, unit, data)
         return data
 
-    def upload(self, step: int, state: State) -> None:
+    def upload(self, epoch: int, step: int, state: State) -> None:
         if self._leaving:
             faults.reach(faults.Phase.DRAIN, stage=self.executor.stage, step=step)
-        running = self._uploads.get(step)
-        if running is None or running.done():
-            self._uploads[step] = self._group.create_task(self._upload(step, state))
+        running = {old: task for old, task in self._uploads.items() if not task.done()}
+        # One of the same step may hold other layers, or have begun with a coordinator that is gone. Of the
+        # others one may end in peace: each holds a copy of the state.
+        stale = [*sorted(running.keys() - {step})[:-1], *(running.keys() & {step})]
+        for old in stale:
+            running.pop(old).cancel()
+        self._uploads = {**running, step: self._group.create_task(self._upload(epoch, step, state))}
 
     def count_time(self) -> None:
         """Count time from here on; what came before the epoch's first step is nobody's step."""
@@ -387,8 +393,8 @@ class NodeRuntime:
             await asyncio.sleep(self._welcome.heartbeat_seconds)
             self.post(Heartbeat(telemetry=self.telemetry()))
 
-    async def _upload(self, step: int, state: State) -> None:
-        """Send every layer; what the coordinator holds against it ends the run there, not here."""
+    async def _upload(self, epoch: int, step: int, state: State) -> None:
+        """Send every layer. One that is not stored fails the epoch: the run may be waiting for the snapshot."""
         for unit, tensors in state.items():
             faults.reach(faults.Phase.SNAPSHOT, stage=self.executor.stage, step=step)
             data = await asyncio.to_thread(serialize_unit, tensors)
@@ -396,7 +402,10 @@ class NodeRuntime:
             try:
                 await self._client.put_layer(step, unit, data)
             except ThinwireError as error:
-                log.warning("layer %s of the snapshot of step %d was not stored: %s", unit, step, error)
+                failure = f"layer {unit} of the snapshot of step {step} was not stored: {error}"
+                log.warning("%s", failure)
+                self.post(StepFailed(epoch=epoch, step=step, kind=FailureKind.INTERNAL, message=failure))
+                return
 
     async def _prefetch(self, prefetch: Prefetch) -> None:
         """Keep a snapshot at hand for the stage that this node may have to take."""
