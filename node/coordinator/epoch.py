@@ -10,11 +10,12 @@ A message with another epoch's number never reaches this object: `RunMachine` dr
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from node.coordinator.actions import Action, RecordCommit, RecordRestored, Send, StepDone
+from node.training.schedule import global_norm
 from wire.messages import (
     Begin,
     Commit,
@@ -184,7 +185,7 @@ class Epoch:
         norms: dict[int, float] = {}
         for vote in self._votes.values():
             norms.update(vote.norms)
-        grad_norm = global_norm(norms)
+        grad_norm = global_norm(norms[unit] for unit in sorted(norms))
         if not math.isfinite(grad_norm):
             return NonFinite(last_voter, "the global gradient norm")
         if self.uncompressed:
@@ -240,11 +241,3 @@ class Epoch:
 
     def _to_all(self, message: CoordinatorMessage) -> list[Action]:
         return [Send(node_id=node, message=message) for node in self.seats]
-
-
-def global_norm(squared_norms: Mapping[int, float]) -> float:
-    """The norm over all units, summed in model order so that it does not depend on the split."""
-    total = 0.0
-    for unit in sorted(squared_norms):
-        total += squared_norms[unit]
-    return math.sqrt(total)

@@ -7,7 +7,6 @@ that comes back, straight through.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import sqrt
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from node.model.units import EMBED, HEAD, unit_names
 from node.training.data import Corpus
 from node.training.manifest import unit_weights_sha256, weights_sha256
 from node.training.optimizer import StageOptimizer, gradient_of, sum_tied_gradients
-from node.training.schedule import clip_coefficient, learning_rate
+from node.training.schedule import clip_coefficient, global_norm, learning_rate
 from node.training.serialization import load_unit
 from node.training.snapshot import read_manifest
 from wire.errors import DataError
@@ -76,7 +75,7 @@ class ReferenceTrainer:
     def train_step(self) -> Step:
         """Take one step: gradients of all microbatches, then the optimizer."""
         loss = self.accumulate()
-        grad_norm = sqrt(sum(self.optimizer.squared_norms().values()))
+        grad_norm = global_norm(self.optimizer.squared_norms().values())
         lr = learning_rate(self.step, self.config.training, self.config.run.steps)
         self.optimizer.apply(lr, clip_coefficient(grad_norm, self.config.training.clip))
         self.step += 1

@@ -1,6 +1,7 @@
 """Learning rate and gradient clipping as functions of the step. Torch-free, for the coordinator."""
 
-from math import cos, isfinite, pi
+from collections.abc import Iterable
+from math import cos, isfinite, pi, sqrt
 
 from node.config.schema import TrainingSection
 from wire.errors import NonFiniteError
@@ -18,6 +19,18 @@ def learning_rate(step: int, training: TrainingSection, steps: int) -> float:
     progress = min(1.0, (step - training.warmup_steps) / max(1, steps - 1 - training.warmup_steps))
     share = training.min_lr_ratio + (1.0 - training.min_lr_ratio) * 0.5 * (1.0 + cos(pi * progress))
     return training.lr * share
+
+
+def global_norm(squared_norms: Iterable[float]) -> float:
+    """The gradient norm of the whole model from those of its units, in model order.
+
+    One plain addition after the other: `sum` rounds differently from Python 3.12 on, and bits must not depend
+    on that.
+    """
+    total = 0.0
+    for squared_norm in squared_norms:
+        total += squared_norm
+    return sqrt(total)
 
 
 def clip_coefficient(total_norm: float, clip: float) -> float:

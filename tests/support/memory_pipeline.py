@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from node.config.schema import RunConfig
-from node.coordinator.epoch import global_norm
 from node.model.units import unit_names
 from node.stage.executor import StageExecutor, StepOutcome, UnitState
 from node.stage.inbox import Inbox, StepInterrupted
@@ -25,7 +24,7 @@ from node.training.data import Corpus
 from node.training.manifest import unit_weights_sha256, weights_sha256
 from node.training.optimizer import PARAMETER
 from node.training.reference import Boundary, ReferenceTrainer, Step
-from node.training.schedule import clip_coefficient, learning_rate
+from node.training.schedule import clip_coefficient, global_norm, learning_rate
 from wire.codecs.registry import codec
 from wire.spec import Direction, TensorKey, TensorSpec
 
@@ -135,7 +134,7 @@ class MemoryPipeline:
         training = self.config.training
         norms = {unit: norm for outcome in outcomes for unit, norm in outcome.norms.items()}
         (loss,) = (outcome.loss for outcome in outcomes if outcome.loss is not None)
-        grad_norm = global_norm(norms)
+        grad_norm = global_norm(norms[unit] for unit in sorted(norms))
         lr = learning_rate(self.step, training, self.config.run.steps)
         clip = clip_coefficient(grad_norm, training.clip)
         list(self._pool.map(lambda executor: executor.apply(lr, clip), self.executors))
