@@ -1,5 +1,10 @@
-"""The protobuf form of `messages.py`: what is read from and written to the control stream."""
+"""The protobuf form of `messages.py`: what is read from and written to the control stream.
 
+What comes in is checked here for what would hurt whoever reads it: numbers that are no amounts, text that is
+not one line. Whether it makes sense in the run is for the state machines to say.
+"""
+
+import math
 from enum import IntEnum
 from typing import TypeVar
 
@@ -34,6 +39,9 @@ from wire.messages import (
 from wire.spec import Direction
 from wire.v1 import control_pb2, enrolment_pb2
 
+LONGEST_LINE = 1000
+"""Characters of a text for people; what is longer is cut."""
+
 
 def _hardware_to_proto(hardware: Hardware) -> enrolment_pb2.Hardware:
     return enrolment_pb2.Hardware(
@@ -42,7 +50,7 @@ def _hardware_to_proto(hardware: Hardware) -> enrolment_pb2.Hardware:
 
 
 def _hardware_from_proto(message: enrolment_pb2.Hardware) -> Hardware:
-    return Hardware(device=message.device, cores=message.cores, memory_bytes=message.memory_bytes)
+    return Hardware(device=_line(message.device), cores=message.cores, memory_bytes=message.memory_bytes)
 
 
 def _telemetry_to_proto(telemetry: Telemetry) -> control_pb2.Telemetry:
@@ -62,8 +70,8 @@ def _telemetry_to_proto(telemetry: Telemetry) -> control_pb2.Telemetry:
 
 def _telemetry_from_proto(message: control_pb2.Telemetry) -> Telemetry:
     return Telemetry(
-        times={entry.kind: entry.seconds for entry in message.times},
-        wall_seconds=message.wall_seconds,
+        times={_line(entry.kind): _amount(entry.seconds, entry.kind) for entry in message.times},
+        wall_seconds=_amount(message.wall_seconds, "wall time"),
         links=tuple(
             LinkReport(
                 peer_stage=link.peer_stage,
@@ -71,7 +79,7 @@ def _telemetry_from_proto(message: control_pb2.Telemetry) -> Telemetry:
                 bytes_received=link.bytes_received,
                 retransmits=link.retransmits,
                 rejects=link.rejects,
-                rtt_seconds=link.rtt_seconds,
+                rtt_seconds=_amount(link.rtt_seconds, "round trip"),
             )
             for link in message.links
         ),
@@ -95,6 +103,25 @@ def _enum(kind: type[EnumT], value: int) -> EnumT:
         return kind(value)
     except ValueError:
         raise ProtocolViolationError(f"{kind.__name__} has no value {value}") from None
+
+
+def _amount(value: float, what: str) -> float:
+    """A measured amount; the peer that sends another number is broken or means harm."""
+    if not 0.0 <= value < math.inf:
+        raise ProtocolViolationError(f"{_line(what)} cannot be {value}")
+    return value
+
+
+def _squared(value: float) -> float:
+    """A sum of squares: perhaps infinite or not a number, never negative."""
+    if value < 0.0:
+        raise ProtocolViolationError(f"a squared norm cannot be {value}")
+    return value
+
+
+def _line(text: str) -> str:
+    """`text` as one line that does no harm to a terminal."""
+    return "".join(c if c.isprintable() else " " for c in text[:LONGEST_LINE])
 
 
 def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
@@ -157,7 +184,7 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
 
 
 def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
-    """Raises `ProtocolViolationError` for an empty message or an unknown enumeration value."""
+    """Raises `ProtocolViolationError` for an empty message, an unknown enumeration value or a wrong number."""
     match message.WhichOneof("body"):
         case "hello":
             hello = message.hello
@@ -166,8 +193,8 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
                 protocol=hello.protocol,
                 peer_address=hello.peer_address,
                 hardware=_hardware_from_proto(hello.hardware),
-                flops=hello.flops,
-                download_rate=hello.download_rate,
+                flops=_amount(hello.flops, "a speed"),
+                download_rate=_amount(hello.download_rate, "a rate"),
                 epoch=hello.epoch,
                 process_nonce=hello.process_nonce,
             )
@@ -181,7 +208,7 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
             return Vote(
                 epoch=vote.epoch,
                 step=vote.step,
-                norms={n.unit: n.squared_norm for n in vote.norms},
+                norms={n.unit: _squared(n.squared_norm) for n in vote.norms},
                 loss=vote.loss if vote.has_loss else None,
             )
         case "applied":
@@ -195,13 +222,13 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
                 epoch=failed.epoch,
                 step=failed.step,
                 kind=_enum(FailureKind, failed.kind),
-                message=failed.message,
+                message=_line(failed.message),
                 peer_stage=failed.peer_stage,
             )
         case "heartbeat":
             return Heartbeat(telemetry=_telemetry_from_proto(message.heartbeat.telemetry))
         case "leave":
-            return Leave(reason=message.leave.reason)
+            return Leave(reason=_line(message.leave.reason))
         case _:
             raise ProtocolViolationError("a node sent an empty control message")
 
@@ -249,16 +276,22 @@ def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.Coo
 
 
 def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> CoordinatorMessage:
-    """Raises `ProtocolViolationError` for an empty message or an unknown refusal code."""
+    """Raises `ProtocolViolationError` for an empty message, an unknown refusal code or a wrong number."""
     match message.WhichOneof("body"):
         case "welcome":
             welcome = message.welcome
+            if not 0.0 < welcome.heartbeat_seconds < math.inf:
+                raise ProtocolViolationError(f"no heartbeat can come every {welcome.heartbeat_seconds} s")
             return Welcome(
                 node_id=welcome.node_id,
                 config_json=welcome.config_json,
                 heartbeat_seconds=welcome.heartbeat_seconds,
             )
         case "placement":
+            if message.placement.stage >= len(message.placement.stages):
+                raise ProtocolViolationError(
+                    f"stage {message.placement.stage} is not one of {len(message.placement.stages)}"
+                )
             return Placement(
                 epoch=message.placement.epoch,
                 stage=message.placement.stage,
@@ -282,9 +315,9 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
         case "prefetch":
             return Prefetch(step=message.prefetch.step, units=tuple(message.prefetch.units))
         case "abort":
-            return Abort(epoch=message.abort.epoch, reason=message.abort.reason)
+            return Abort(epoch=message.abort.epoch, reason=_line(message.abort.reason))
         case "finish":
-            return Finish(reason=message.finish.reason, failed=message.finish.failed)
+            return Finish(reason=_line(message.finish.reason), failed=message.finish.failed)
         case "refusal":
             return refusal_from_proto(message.refusal)
         case _:
@@ -293,7 +326,10 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
 
 def _commit_from_proto(message: control_pb2.Commit) -> Commit:
     return Commit(
-        epoch=message.epoch, step=message.step, clip_coefficient=message.clip_coefficient, lr=message.lr
+        epoch=message.epoch,
+        step=message.step,
+        clip_coefficient=_amount(message.clip_coefficient, "a clip coefficient"),
+        lr=_amount(message.lr, "a learning rate"),
     )
 
 
@@ -301,5 +337,5 @@ def refusal_from_proto(message: enrolment_pb2.Refusal) -> Refusal:
     try:
         code = RefusalCode(message.code)
     except ValueError:
-        raise ProtocolViolationError(f"unknown refusal code {message.code!r}") from None
-    return Refusal(code=code, message=message.message)
+        raise ProtocolViolationError(f"unknown refusal code {message.code[:40]!r}") from None
+    return Refusal(code=code, message=_line(message.message))

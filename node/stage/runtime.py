@@ -394,7 +394,7 @@ class NodeRuntime:
             self.post(Heartbeat(telemetry=self.telemetry()))
 
     async def _upload(self, epoch: int, step: int, state: State) -> None:
-        """Send every layer. One that is not stored fails the epoch: the run may be waiting for the snapshot."""
+        """Send every layer. One that is not stored fails the epoch: the run may be waiting for it."""
         for unit, tensors in state.items():
             faults.reach(faults.Phase.SNAPSHOT, stage=self.executor.stage, step=step)
             data = await asyncio.to_thread(serialize_unit, tensors)
