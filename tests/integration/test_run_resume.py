@@ -37,7 +37,7 @@ def test_stop_and_resume(config: RunConfig, tmp_path: Path) -> None:
         assert stopped_at == max(run.losses)
         run.assert_quiet()
 
-        second = run.resume()
+        second = run.resume("coordinator.regroup_seconds=0.5")
         assert second.wait_event(RunStarted).first_step == stopped_at
         run.add_node(state_dir=run.state_dir(1))
         run.add_node()
@@ -50,3 +50,24 @@ def test_stop_and_resume(config: RunConfig, tmp_path: Path) -> None:
         assert [notice.text for notice in third.all(Notice)] == [
             f"all {config.run.steps} steps are done; the weights are in {run.run_dir}"
         ]
+
+
+def test_resume_on_another_number_of_stages(tmp_path: Path) -> None:
+    """Two stages of two chunks, then three of one with a window; only the split of the layers changes."""
+    with Run(tmp_path, TIED_RING) as run:
+        first = run.start()
+        run.add_nodes(2)
+        first.wait_step(3)
+        first.interrupt()
+        run.assert_quiet()
+        (stopped_at,) = run.snapshots
+
+        second = run.resume(
+            "pipeline.stages=3", "pipeline.chunks=1", "pipeline.window=1", "coordinator.regroup_seconds=0.5"
+        )
+        run.add_nodes(3)
+        assert second.wait_exit() == 0
+        (placed,) = second.all(PlacementMade)
+        assert placed.resume_step == stopped_at
+        assert len(placed.nodes) == 3
+        run.assert_undisturbed()

@@ -384,9 +384,9 @@ class Run:
         arguments = ("coordinator", str(self.run_file), "--run-dir", str(self.run_dir), "--json", *overrides)
         return self._coordinator(arguments, prepare, wrapper)
 
-    def resume(self, *, prepare: Callable[[], None] | None = None) -> Coordinator:
-        """`thinwire resume`: nodes need the token of the new join line."""
-        return self._coordinator(("resume", str(self.run_dir), "--json"), prepare, ())
+    def resume(self, *overrides: str, prepare: Callable[[], None] | None = None) -> Coordinator:
+        """`thinwire resume`: on a new port, so that nodes need the token of the new join line."""
+        return self._coordinator(("resume", str(self.run_dir), "--json", *overrides), prepare, ())
 
     def add_node(self, token: str | None = None, *, state_dir: Path | None = None) -> Process:
         """`thinwire join`, with the newest coordinator's token unless another is given.
