@@ -176,8 +176,9 @@ def codec_speed() -> str:
     ]
     headings = ("encode, CPU ns an element", "decode, CPU ns an element", "bits an element", "relative error")
     shape = " x ".join(map(str, report["shape"]))
+    threads = f"{report['threads']} thread" + ("s" if report["threads"] > 1 else "")
     caption = (
-        f"{shape} {report['dtype']}, {_spaced(report['hardware'])}, {report['threads']} threads, "
+        f"{shape} {report['dtype']}, {_spaced(report['hardware'])}, {threads}, "
         f"load average {report['load_before']:.1f} before, median of {report['runs']} runs, "
         f"torch {report['torch']}, Python {report['python']}, "
         f"commit {report['commit'][:12]}{_changes(report['commit'])}."
