@@ -184,7 +184,7 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
 
 
 def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
-    """Raises `ProtocolViolationError` for an empty message, an unknown enumeration value or a wrong number."""
+    """Raises `ProtocolViolationError` for an empty message, an unknown enumeration value, a wrong number."""
     match message.WhichOneof("body"):
         case "hello":
             hello = message.hello

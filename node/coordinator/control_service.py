@@ -7,10 +7,11 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import AsyncIterator
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from wire.errors import ProtocolViolationError, RefusalCode, RunError, ThinwireError
 from wire.identity.credentials import peer_node_id
@@ -29,6 +30,7 @@ HELLO_SECONDS = 10.0
 REACH_SECONDS = 5.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Request = TypeVar("Request")
 
 
 class ControlSession:
@@ -86,9 +88,10 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
 
     async def Session(self, requests: AsyncIterator[control_pb2.NodeMessage], context: Context) -> None:
         node_id = await self._member(context)
+        requests = _parsed(requests)
         try:
             async with asyncio.timeout(HELLO_SECONDS):
-                hello = node_message_from_proto(await anext(aiter(requests)))
+                hello = node_message_from_proto(await anext(requests))
             if not isinstance(hello, Hello):
                 raise ProtocolViolationError("a session must begin with hello")
         except (TimeoutError, StopAsyncIteration, ProtocolViolationError) as error:
@@ -175,7 +178,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         data = bytearray()
         first: control_pb2.PutLayerChunk | None = None
         try:
-            async for chunk in requests:
+            async for chunk in _parsed(requests):
                 if first is None:
                     first = chunk
                     limit = self._desk.upload_limit(node_id, chunk.step, chunk.unit)
@@ -207,6 +210,15 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             assert refusal is not None
             await _abort(context, grpc.StatusCode.PERMISSION_DENIED, refusal.message)
         return node_id
+
+
+async def _parsed(requests: AsyncIterator[Request]) -> AsyncIterator[Request]:
+    """The same messages; raises ProtocolViolationError at bytes that are none."""
+    try:
+        async for request in requests:
+            yield request
+    except DecodeError:
+        raise ProtocolViolationError("bytes came that are no message") from None
 
 
 def _version_refusal(hello: Hello) -> Refusal | None:

@@ -82,7 +82,7 @@ class CoordinatorClient:
                 sender = group.create_task(send())
                 first = True
                 async for reply in call:
-                    message = coordinator_message_from_proto(reply)
+                    message = coordinator_message_from_proto(_parsed(reply))
                     if isinstance(message, Refusal):
                         raise Refused(message.code, message.message)
                     if first:
@@ -138,7 +138,7 @@ class CoordinatorClient:
                 yield control_pb2.PutLayerChunk(data=data[offset : offset + CHUNK_BYTES])
 
         async def call(stub: control_pb2_grpc.CoordinatorStub) -> None:
-            reply = await stub.PutLayer(chunks(), timeout=CALL_SECONDS)
+            reply = _parsed(await stub.PutLayer(chunks(), timeout=CALL_SECONDS))
             if not reply.stored:
                 raise RunError(reply.message)
 
@@ -148,7 +148,7 @@ class CoordinatorClient:
         """A new certificate (PEM) for this node."""
 
         async def call(stub: control_pb2_grpc.CoordinatorStub) -> bytes:
-            reply = await stub.Renew(control_pb2.RenewRequest(csr_der=csr_der), timeout=30.0)
+            reply = _parsed(await stub.Renew(control_pb2.RenewRequest(csr_der=csr_der), timeout=30.0))
             if reply.WhichOneof("outcome") == "refusal":
                 refusal = refusal_from_proto(reply.refusal)
                 raise Refused(refusal.code, refusal.message)
@@ -197,7 +197,8 @@ async def _collect(
     data = bytearray()
     total = -1
     digest = ""
-    async for chunk in stream:
+    async for maybe in stream:
+        chunk = _parsed(maybe)
         if total < 0:
             total, digest = chunk.total_bytes, chunk.sha256
             if total > size or (exact and total != size):
@@ -208,6 +209,13 @@ async def _collect(
     if len(data) != total or hashlib.sha256(data).hexdigest() != digest:
         raise PackedMismatchError(f"{what} arrived damaged: {len(data)} of {total} bytes")
     return bytes(data)
+
+
+def _parsed(message: Result | None) -> Result:
+    """gRPC gives a client None for bytes that are no message."""
+    if message is None:
+        raise ProtocolViolationError("the coordinator sent bytes that are no message")
+    return message
 
 
 def _as_error(error: Exception) -> Exception:

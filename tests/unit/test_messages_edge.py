@@ -1,0 +1,181 @@
+"""Bytes that are no message, on real sockets: the session ends, the process and its other sessions go on."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from node.coordinator.control_service import ControlService, ControlSession
+from node.stage.coordinator_client import CoordinatorClient
+from tests.support.pki import new_authority, new_node
+from wire.channels import make_server, open_channel
+from wire.errors import ProtocolViolationError, ThinwireError
+from wire.identity.credentials import mutual_tls
+from wire.identity.enrolment import Hardware, Refusal
+from wire.messages import CoordinatorMessage, Finish, Heartbeat, Hello, NodeMessage, Telemetry
+from wire.messages_proto import coordinator_message_to_proto, node_message_to_proto
+from wire.v1 import control_pb2_grpc
+from wire.version import PROTOCOL, VERSION
+
+AUTHORITY = new_authority()
+NODE, OTHER = new_node(AUTHORITY), new_node(AUTHORITY)
+SECONDS = 20.0
+NOT_MESSAGES = (
+    b"\xff" * 40,  # no field has such a tag
+    b"\x0a\x7f\x00",  # a length beyond the end
+    b"\x0a\x04\x0a\x02\xff\xfe",  # text that is no UTF-8
+    b"",  # no body
+    b"\x9a\x06\x01x",  # a field that nobody knows
+)
+
+
+@dataclass
+class FakeDesk:
+    """Admits everybody and remembers what happened."""
+
+    open: dict[str, ControlSession] = field(default_factory=dict)
+    messages: list[NodeMessage] = field(default_factory=list)
+    happened: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def refusal_for(self, node_id: str) -> Refusal | None:
+        return None
+
+    def opened(self, session: ControlSession) -> None:
+        self.open[session.node_id] = session
+        session.send(Finish(reason="hello", failed=False))
+
+    def heard(self, session: ControlSession, message: NodeMessage) -> None:
+        self.messages.append(message)
+        session.send(Finish(reason="heard", failed=False))
+
+    def closed(self, session: ControlSession) -> None:
+        del self.open[session.node_id]
+
+    async def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal:
+        raise AssertionError("nobody asks")
+
+    async def batch(self, node_id: str, step: int, *, labels: bool) -> bytes:
+        return b"12345678"
+
+    async def layer(self, node_id: str, step: int, unit: str) -> bytes:
+        raise AssertionError("nobody asks")
+
+    def upload_limit(self, node_id: str, step: int, unit: str) -> int:
+        raise AssertionError("nobody asks")
+
+    async def store_layer(self, step: int, unit: str, data: bytes, digest: str) -> None:
+        raise AssertionError("nobody asks")
+
+
+@contextlib.asynccontextmanager
+async def coordinator(desk: FakeDesk | None = None, *handlers: grpc.GenericRpcHandler) -> AsyncIterator[int]:
+    """The coordinator's mutual-TLS port: the product's service for `desk`, or what `handlers` do instead."""
+    server = make_server(handlers)
+    if desk is not None:
+        control_pb2_grpc.add_CoordinatorServicer_to_server(ControlService(desk), server)
+    credentials = AUTHORITY.coordinator_credentials(timedelta(hours=1), time.time())
+    port = server.add_secure_port("127.0.0.1:0", mutual_tls(lambda: credentials, AUTHORITY.certificate_pem))
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(0)
+
+
+def hello(address: str) -> Hello:
+    return Hello(
+        version=VERSION,
+        protocol=PROTOCOL,
+        peer_address=address,
+        hardware=Hardware("cpu", 2, 0),
+        flops=1.0,
+        download_rate=1.0,
+        epoch=0,
+        process_nonce=7,
+    )
+
+
+@contextlib.asynccontextmanager
+async def raw_session(port: int, node: Any = NODE) -> AsyncIterator[Any]:
+    """A session whose messages are bytes."""
+    channel = open_channel(f"127.0.0.1:{port}", identity=node, server_name=node.coordinator_name)
+    async with asyncio.timeout(SECONDS):
+        yield channel.stream_stream("/thinwire.wire.v1.Coordinator/Session")()
+    await channel.close()
+
+
+@pytest.mark.parametrize("junk", NOT_MESSAGES)
+async def test_bytes_that_are_no_message_end_the_session_alone(junk: bytes) -> None:
+    desk = FakeDesk()
+    async with (
+        coordinator(desk) as port,
+        raw_session(port) as bad,
+        raw_session(port, OTHER) as good,
+    ):
+        greeting = node_message_to_proto(hello(f"127.0.0.1:{port}")).SerializeToString()
+        for session in (bad, good):
+            await session.write(greeting)
+            assert await session.read() != grpc.aio.EOF
+        await bad.write(junk)
+        assert await bad.read() == grpc.aio.EOF
+        assert await bad.code() is grpc.StatusCode.OK
+        assert list(desk.open) == [OTHER.node_id]
+        await good.write(node_message_to_proto(Heartbeat(telemetry=Telemetry())).SerializeToString())
+        assert await good.read() != grpc.aio.EOF
+        assert desk.messages == [Heartbeat(telemetry=Telemetry())]
+
+
+@pytest.mark.parametrize("junk", NOT_MESSAGES)
+async def test_a_session_that_begins_with_junk_is_refused_in_words(junk: bytes) -> None:
+    desk = FakeDesk()
+    async with (
+        coordinator(desk) as port,
+        raw_session(port) as session,
+    ):
+        await session.write(junk)
+        assert await session.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (await session.details()).endswith(("no message", "empty control message"))
+        assert desk.open == {}
+
+
+@pytest.mark.parametrize("junk", NOT_MESSAGES)
+async def test_a_node_ends_a_session_in_which_it_hears_junk(junk: bytes) -> None:
+    async def session(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        yield coordinator_message_to_proto(Finish(reason="well", failed=False)).SerializeToString()
+        yield junk
+
+    handlers = {"Session": grpc.stream_stream_rpc_method_handler(session)}
+    service = grpc.method_handlers_generic_handler("thinwire.wire.v1.Coordinator", handlers)
+    heard: list[CoordinatorMessage] = []
+
+    async def handle(message: CoordinatorMessage) -> None:
+        heard.append(message)
+
+    async with coordinator(None, service) as port:
+        client = CoordinatorClient(f"127.0.0.1:{port}", lambda: NODE, 5.0)
+        with pytest.raises(ProtocolViolationError):
+            async with asyncio.timeout(SECONDS):
+                await client.session(hello(":1"), asyncio.Queue(), handle, lambda: None)
+    assert heard == [Finish(reason="well", failed=False)]
+
+
+@pytest.mark.parametrize("junk", NOT_MESSAGES)
+async def test_a_node_refuses_bulk_data_that_is_junk(junk: bytes) -> None:
+    async def batch(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        yield junk
+
+    handlers = {"GetBatch": grpc.unary_stream_rpc_method_handler(batch)}
+    service = grpc.method_handlers_generic_handler("thinwire.wire.v1.Coordinator", handlers)
+    async with coordinator(None, service) as port:
+        client = CoordinatorClient(f"127.0.0.1:{port}", lambda: NODE, 5.0)
+        async with asyncio.timeout(SECONDS):
+            with pytest.raises(ThinwireError):
+                await client.batch(0, labels=False, size=8)
+        await client.close()
