@@ -1,0 +1,250 @@
+"""Every control message survives the wire; what no peer sends is refused; text is one harmless line."""
+
+import math
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wire.errors import ProtocolViolationError, RefusalCode
+from wire.identity.enrolment import Hardware, Refusal
+from wire.messages import (
+    Abort,
+    Applied,
+    Begin,
+    Commit,
+    CoordinatorMessage,
+    DirectionReport,
+    FailureKind,
+    Finish,
+    Heartbeat,
+    Hello,
+    Leave,
+    LinkReport,
+    NodeMessage,
+    Placed,
+    PlacedStage,
+    Placement,
+    Prefetch,
+    Ready,
+    Restore,
+    StepFailed,
+    TakeSnapshot,
+    Telemetry,
+    Vote,
+    Welcome,
+)
+from wire.messages_proto import (
+    LONGEST_LINE,
+    coordinator_message_from_proto,
+    coordinator_message_to_proto,
+    node_message_from_proto,
+    node_message_to_proto,
+)
+from wire.spec import Direction
+from wire.v1 import control_pb2, enrolment_pb2
+
+NUMBER = st.integers(0, 2**32 - 1)
+COUNT = st.integers(0, 2**64 - 1)
+AMOUNT = st.floats(0, allow_infinity=False)
+ANY_FLOAT = st.floats()
+TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
+LINE = st.text(st.characters(codec="utf-8"), max_size=40).filter(str.isprintable)
+
+HARDWARE = st.builds(Hardware, device=LINE, cores=NUMBER, memory_bytes=COUNT)
+TELEMETRY = st.builds(
+    Telemetry,
+    times=st.dictionaries(LINE, AMOUNT, max_size=8),
+    wall_seconds=AMOUNT,
+    links=st.lists(
+        st.builds(
+            LinkReport,
+            peer_stage=NUMBER,
+            bytes_sent=COUNT,
+            bytes_received=COUNT,
+            retransmits=COUNT,
+            rejects=COUNT,
+            rtt_seconds=AMOUNT,
+        ),
+        max_size=3,
+    ).map(tuple),
+    directions=st.lists(
+        st.builds(
+            DirectionReport, direction=st.sampled_from(Direction), bytes_sent=COUNT, elements_sent=COUNT
+        ),
+        max_size=4,
+    ).map(tuple),
+    peak_memory_bytes=COUNT,
+)
+COMMIT = st.builds(Commit, epoch=NUMBER, step=NUMBER, clip_coefficient=AMOUNT, lr=AMOUNT)
+NODE_MESSAGES: dict[type, st.SearchStrategy[NodeMessage]] = {
+    Hello: st.builds(
+        Hello,
+        version=TEXT,
+        protocol=NUMBER,
+        peer_address=TEXT,
+        hardware=HARDWARE,
+        flops=AMOUNT,
+        download_rate=AMOUNT,
+        epoch=NUMBER,
+        process_nonce=COUNT,
+    ),
+    Placed: st.builds(Placed, epoch=NUMBER, held_step=st.integers(-(2**63), 2**63 - 1), voted=st.booleans()),
+    Ready: st.builds(Ready, epoch=NUMBER, telemetry=TELEMETRY),
+    Vote: st.builds(
+        Vote,
+        epoch=NUMBER,
+        step=NUMBER,
+        norms=st.dictionaries(NUMBER, AMOUNT | st.sampled_from([math.inf, math.nan]), max_size=8),
+        loss=st.none() | ANY_FLOAT,
+    ),
+    Applied: st.builds(Applied, epoch=NUMBER, step=NUMBER, telemetry=TELEMETRY),
+    StepFailed: st.builds(
+        StepFailed,
+        epoch=NUMBER,
+        step=NUMBER,
+        kind=st.sampled_from(FailureKind),
+        message=LINE,
+        peer_stage=st.integers(-1, 2**31 - 1),
+    ),
+    Heartbeat: st.builds(Heartbeat, telemetry=TELEMETRY),
+    Leave: st.builds(Leave, reason=LINE),
+}
+COORDINATOR_MESSAGES: dict[type, st.SearchStrategy[CoordinatorMessage]] = {
+    Welcome: st.builds(
+        Welcome,
+        node_id=TEXT,
+        config_json=TEXT,
+        heartbeat_seconds=st.floats(0, exclude_min=True, allow_infinity=False),
+    ),
+    Placement: st.lists(st.builds(PlacedStage, node_id=TEXT, address=TEXT), min_size=1, max_size=5).flatmap(
+        lambda stages: st.builds(
+            Placement, epoch=NUMBER, stage=st.integers(0, len(stages) - 1), stages=st.just(tuple(stages))
+        )
+    ),
+    Restore: st.builds(
+        Restore, epoch=NUMBER, step=NUMBER, missed=st.none() | COMMIT, uncompressed=st.booleans()
+    ),
+    Begin: st.builds(Begin, epoch=NUMBER, step=NUMBER),
+    Commit: COMMIT,
+    TakeSnapshot: st.builds(TakeSnapshot, epoch=NUMBER, step=NUMBER),
+    Prefetch: st.builds(Prefetch, step=NUMBER, units=st.lists(TEXT, max_size=5).map(tuple)),
+    Abort: st.builds(Abort, epoch=NUMBER, reason=LINE),
+    Finish: st.builds(Finish, reason=LINE, failed=st.booleans()),
+    Refusal: st.builds(Refusal, code=st.sampled_from(RefusalCode), message=LINE),
+}
+
+
+def node_round_trip(message: NodeMessage) -> NodeMessage:
+    parsed = control_pb2.NodeMessage.FromString(node_message_to_proto(message).SerializeToString())
+    return node_message_from_proto(parsed)
+
+
+def coordinator_round_trip(message: CoordinatorMessage) -> CoordinatorMessage:
+    data = coordinator_message_to_proto(message).SerializeToString()
+    return coordinator_message_from_proto(control_pb2.CoordinatorMessage.FromString(data))
+
+
+def test_every_message_is_tried() -> None:
+    assert set(NODE_MESSAGES) == set(get_args(NodeMessage))
+    assert set(COORDINATOR_MESSAGES) == set(get_args(CoordinatorMessage))
+
+
+@given(st.one_of(*NODE_MESSAGES.values()))
+def test_what_a_node_says_arrives_as_it_was(message: NodeMessage) -> None:
+    # By text: NaN is not equal to itself, and the order of units does not matter.
+    assert _text(node_round_trip(message)) == _text(message)
+
+
+@given(st.one_of(*COORDINATOR_MESSAGES.values()))
+def test_what_the_coordinator_says_arrives_as_it_was(message: CoordinatorMessage) -> None:
+    assert coordinator_round_trip(message) == message
+
+
+def _text(message: NodeMessage) -> str:
+    if isinstance(message, Vote):
+        return repr((message.epoch, message.step, sorted(message.norms.items()), message.loss))
+    return repr(message)
+
+
+@pytest.mark.parametrize("loss", [None, 0.0, -0.0, math.nan, math.inf])
+def test_no_loss_differs_from_any_loss(loss: float | None) -> None:
+    vote = node_round_trip(Vote(epoch=1, step=0, norms={}, loss=loss))
+    assert isinstance(vote, Vote)
+    assert repr(vote.loss) == repr(loss)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        control_pb2.NodeMessage(),
+        control_pb2.NodeMessage(step_failed=control_pb2.StepFailed(epoch=1)),
+        control_pb2.NodeMessage(
+            heartbeat=control_pb2.Heartbeat(
+                telemetry=control_pb2.Telemetry(directions=[control_pb2.DirectionReport(direction=9)])
+            )
+        ),
+        control_pb2.NodeMessage(
+            vote=control_pb2.Vote(norms=[control_pb2.UnitNorm(unit=0, squared_norm=-1e-9)])
+        ),
+        *(
+            control_pb2.NodeMessage(ready=control_pb2.Ready(telemetry=telemetry))
+            for value in (-1.0, math.nan, math.inf)
+            for telemetry in (
+                control_pb2.Telemetry(wall_seconds=value),
+                control_pb2.Telemetry(times=[control_pb2.KindSeconds(kind="forward", seconds=value)]),
+                control_pb2.Telemetry(links=[control_pb2.LinkReport(rtt_seconds=value)]),
+            )
+        ),
+        *(
+            control_pb2.NodeMessage(hello=control_pb2.Hello(flops=flops, download_rate=rate))
+            for flops, rate in ((-1.0, 1.0), (1.0, math.nan))
+        ),
+    ],
+)
+def test_what_no_node_says_is_refused(message: control_pb2.NodeMessage) -> None:
+    with pytest.raises(ProtocolViolationError) as refused:
+        node_message_from_proto(message)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        control_pb2.CoordinatorMessage(),
+        control_pb2.CoordinatorMessage(refusal=enrolment_pb2.Refusal(code="because\n" * 99)),
+        control_pb2.CoordinatorMessage(placement=control_pb2.Placement(epoch=1)),
+        control_pb2.CoordinatorMessage(
+            placement=control_pb2.Placement(stage=1, stages=[control_pb2.PlacedStage(node_id="a")])
+        ),
+        control_pb2.CoordinatorMessage(commit=control_pb2.Commit(lr=math.nan)),
+        control_pb2.CoordinatorMessage(commit=control_pb2.Commit(clip_coefficient=-1.0)),
+        control_pb2.CoordinatorMessage(restore=control_pb2.Restore(missed=control_pb2.Commit(lr=math.inf))),
+        control_pb2.CoordinatorMessage(welcome=control_pb2.Welcome(heartbeat_seconds=0.0)),
+        control_pb2.CoordinatorMessage(welcome=control_pb2.Welcome(heartbeat_seconds=math.nan)),
+    ],
+)
+def test_what_no_coordinator_says_is_refused(message: control_pb2.CoordinatorMessage) -> None:
+    with pytest.raises(ProtocolViolationError) as refused:
+        coordinator_message_from_proto(message)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 200
+
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\r\nthinwire: all is well\u202e" + "x" * 5000
+
+
+def test_text_for_people_becomes_one_harmless_line() -> None:
+    failed = node_round_trip(
+        StepFailed(epoch=1, step=0, kind=FailureKind.INTERNAL, message=HOSTILE, peer_stage=-1)
+    )
+    left = node_round_trip(Leave(reason=HOSTILE))
+    aborted = coordinator_round_trip(Abort(epoch=1, reason=HOSTILE))
+    finished = coordinator_round_trip(Finish(reason=HOSTILE, failed=True))
+    refused = coordinator_round_trip(Refusal(RefusalCode.EVICTED, HOSTILE))
+    assert isinstance(failed, StepFailed) and isinstance(left, Leave)
+    assert isinstance(aborted, Abort) and isinstance(finished, Finish) and isinstance(refused, Refusal)
+    for text in (failed.message, left.reason, aborted.reason, finished.reason, refused.message):
+        assert text.isprintable() and len(text) == LONGEST_LINE
+        assert "thinwire: all is well" in text
