@@ -1,0 +1,115 @@
+"""A disk that fills up ends the run in one line, with everything that was acknowledged intact."""
+
+import resource
+import shutil
+import subprocess
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from node.coordinator.store import Store
+from node.telemetry.events import RunFinished, StepDone
+from node.training.snapshot import list_snapshots
+from tests.support.run_harness import SMALL, Run, undisturbed
+
+CONFIG = replace(
+    SMALL,
+    run=replace(SMALL.run, snapshot_every=5),
+    pipeline=replace(SMALL.pipeline, stages=2),
+    coordinator=replace(SMALL.coordinator, regroup_seconds=0.5),
+)
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@cache
+def has_small_disks() -> bool:
+    """Whether this machine lets us mount a file system in memory, seen by one process alone."""
+    if shutil.which("unshare") is None:
+        return False
+    attempt = subprocess.run(
+        ["unshare", "-Urm", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, timeout=30
+    )
+    return attempt.returncode == 0
+
+
+def on_small_disk(directory: Path, size: str) -> list[str]:
+    """A wrapper that runs a command with `directory` on an empty disk of `size`, which it alone sees.
+
+    What the disk holds at the command's end is copied to where `directory` really is.
+    """
+    script = (
+        'mkdir -p "$0" "$0.small" "$0.real"; mount -t tmpfs -o size="$1" none "$0.small"; '
+        'mount --bind "$0" "$0.real"; mount --bind "$0.small" "$0"; '
+        'shift; "$@"; code=$?; cp -a "$0/." "$0.real/"; exit $code'
+    )
+    return ["unshare", "-Urm", "sh", "-c", script, str(directory), size]
+
+
+def check_resumable(run: Run, *, snapshots: list[int]) -> None:
+    """With room again the run goes on from what is there and ends as if nothing had happened."""
+    assert list(list_snapshots(run.run_dir / "snapshots")) == snapshots
+    acknowledged = {done.step: done.loss for done in run.coordinators[0].all(StepDone)}
+    with Store.open(run.run_dir) as store:
+        on_record = {record.step + 1: record.loss for record in store.steps()}
+    assert acknowledged.items() <= on_record.items() <= undisturbed(CONFIG).losses.items()
+    assert not list((run.run_dir / "snapshots").rglob("*.tmp"))
+
+    again = run.resume()
+    run.add_nodes(2)
+    assert again.wait_exit() == 0
+    run.assert_undisturbed()
+
+
+@pytest.mark.skipif(not has_small_disks(), reason="mounting needs user namespaces")
+def test_no_room_for_a_snapshot(tmp_path: Path) -> None:
+    """The second snapshot does not fit beside the first."""
+    with Run(tmp_path, CONFIG) as run:
+        coordinator = run.start(wrapper=on_small_disk(run.run_dir / "snapshots", "1000k"))
+        nodes = run.add_nodes(2)
+        assert coordinator.wait_exit() == 1
+        assert [node.wait_exit() for node in nodes] == [1, 1]
+        (finished,) = coordinator.all(RunFinished)
+        assert finished.failed
+        assert "disk full: " in finished.reason and "free some space, then resume" in finished.reason
+        assert coordinator.complaints == []
+        check_resumable(run, snapshots=[5])
+
+
+def test_a_snapshot_file_that_cannot_grow(tmp_path: Path) -> None:
+    """A limit on the size of files, as a quota sets it; the database stays below it."""
+    big = replace(CONFIG, model=replace(CONFIG.model, vocab=4096))
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+
+    with Run(tmp_path, big) as run:
+        coordinator = run.start(prepare=limit)
+        nodes = run.add_nodes(2)
+        assert coordinator.wait_exit() == 1
+        assert [node.wait_exit() for node in nodes] == [1, 1]
+        (finished,) = coordinator.all(RunFinished)
+        assert finished.failed
+        assert "embed.safetensors (File too large)" in finished.reason or (
+            "head.safetensors (File too large)" in finished.reason
+        )
+        assert list(list_snapshots(run.run_dir / "snapshots")) == []
+        run.assert_quiet()
+
+
+@pytest.mark.skipif(not has_small_disks(), reason="mounting needs user namespaces")
+def test_no_room_for_the_database(tmp_path: Path) -> None:
+    """A commit that cannot be recorded ends the run; every step that was reported is on record."""
+    config = replace(CONFIG, run=replace(CONFIG.run, snapshot_every=100))
+    with Run(tmp_path, config) as run:
+        coordinator = run.start(wrapper=on_small_disk(run.run_dir, "200k"))
+        nodes = run.add_nodes(2)
+        assert coordinator.wait_exit() == 1
+        assert [node.wait_exit() for node in nodes] == [1, 1]
+        (finished,) = coordinator.all(RunFinished)
+        assert finished.failed
+        assert "the run's database" in finished.reason and "free the disk" in finished.reason
+        assert coordinator.all(StepDone)
+        check_resumable(run, snapshots=[])
