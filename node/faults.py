@@ -44,6 +44,8 @@ class Kind(StrEnum):
     """kill -9 of the node."""
     STOP = "stop"
     """The node freezes: alive, connected and silent, until somebody sends SIGCONT."""
+    LEAVE = "leave"
+    """Ctrl-C: the volunteer wants the machine back."""
     CUT = "cut"
     """The node's connections to its neighbours are reset."""
     CUT_CONTROL = "cut-control"
@@ -91,7 +93,7 @@ class Phase(StrEnum):
     """The node has asked to leave, and the state it holds is being saved."""
 
 
-_AT_NODE = frozenset({Kind.KILL, Kind.STOP, Kind.CUT, Kind.CUT_CONTROL})
+_AT_NODE = frozenset({Kind.KILL, Kind.STOP, Kind.LEAVE, Kind.CUT, Kind.CUT_CONTROL})
 _ON_FRAMES = frozenset(
     {Kind.STALL, Kind.DELAY, Kind.CORRUPT, Kind.DUPLICATE, Kind.REORDER, Kind.TRUNCATE, Kind.NONSENSE}
 )
@@ -289,6 +291,8 @@ def _happen(fault: Fault, control_port: int) -> None:
             _signal_self(signal.SIGKILL)
         case Kind.STOP:
             _signal_self(signal.SIGSTOP)
+        case Kind.LEAVE:
+            _signal_self(signal.SIGINT)
         case Kind.CUT:
             _reset_connections(lambda port: port != control_port)
         case Kind.CUT_CONTROL:

@@ -122,7 +122,7 @@ class CoordinatorSection:
     """host:port pairs that go into join tokens; empty uses this machine's addresses."""
     heartbeat_seconds: float = 2.0
     """Between two messages of a node that say that it lives."""
-    silent_seconds: float = 15.0
+    silent_seconds: float = 14.0
     """A node that says nothing for this long is taken for dead."""
     regroup_seconds: float = 10.0
     """How long to wait for a missing node before fewer nodes share the model (see `pipeline.min_stages`)."""

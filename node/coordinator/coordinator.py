@@ -54,7 +54,7 @@ from wire.spec import Direction
 log = logging.getLogger(__name__)
 
 RECONNECT_SECONDS = 1.0
-TICK_SECONDS = 0.5
+TICK_SECONDS = 0.25
 GOODBYE_SECONDS = 5.0
 
 Emit = Callable[[events.Event], None]

@@ -1,0 +1,199 @@
+"""Every fault of a node in every phase, in real processes: losses and weights keep their bits.
+
+Faults of links and of the coordinator are in the files beside this one.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from node.faults import Fault, Kind, Phase
+from node.telemetry.events import Event, NodeJoined, NodeLeft, PlacementMade, StepAborted
+from tests.support.fault_prefork import Prefork
+from tests.support.fault_run import KILLED, FaultRun, small
+from tests.support.run_harness import Process
+
+pytestmark = pytest.mark.timeout(120)
+
+DEAD_SECONDS = 2.0
+STEP = 3
+SNAPSHOT = 2
+"""The newest snapshot before `STEP`."""
+IN_A_STEP = (
+    Phase.FORWARD,
+    Phase.SENDING,
+    Phase.BACKWARD,
+    Phase.VOTING,
+    Phase.COMMIT_APPLY,
+    Phase.APPLY,
+)
+LEFT = 130
+
+
+def at(kind: Kind, phase: Phase, stage: int = 1, **more: int) -> Fault:
+    """A fault of a stage at `STEP`, or at the snapshot before it."""
+    step = SNAPSHOT if phase is Phase.SNAPSHOT else STEP
+    return Fault(kind=kind, phase=phase, stage=stage, step=step, **more)
+
+
+def _on_two_nodes(event: Event) -> bool:
+    return isinstance(event, PlacementMade) and len(event.nodes) == 2
+
+
+def exit_codes(nodes: list[Process]) -> list[int]:
+    return sorted(node.wait_exit() for node in nodes)
+
+
+@pytest.mark.parametrize("phase", [*IN_A_STEP, Phase.SNAPSHOT])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_spare_takes_the_stage_of_a_killed_node(
+    stage: int, phase: Phase, tmp_path: Path, prefork: Prefork
+) -> None:
+    """Death is noticed within two seconds, and the spare goes on from the newest snapshot."""
+    kill = at(Kind.KILL, phase, stage)
+    with FaultRun(tmp_path, small(), [kill], launch=prefork.popen) as run:
+        run.start()
+        nodes = [*run.add_nodes(3), run.add_spare()]
+        assert run.tend(restart=False) == 0
+        assert exit_codes(nodes) == [KILLED, 0, 0, 0]
+        run.assert_undisturbed()
+        (died,) = run.times(kill)
+        seconds, left = run.after(died, NodeLeft)
+        assert seconds <= DEAD_SECONDS
+        before, after = run.all(PlacementMade)
+        assert left.node_id == before.nodes[stage] != after.nodes[stage]
+        assert [before.nodes[s] for s in range(3) if s != stage] == [
+            after.nodes[s] for s in range(3) if s != stage
+        ]
+
+
+def test_a_node_killed_in_every_phase_comes_back_each_time(tmp_path: Path, prefork: Prefork) -> None:
+    """No spare: the same identity is started again, after being killed while it fetched its state as well."""
+    kills = [
+        Fault(kind=Kind.KILL, phase=phase, stage=1, step=step, skip=phase is Phase.BACKWARD)
+        for step, phase in enumerate(IN_A_STEP, start=2)
+    ]
+    fetching = Fault(kind=Kind.KILL, phase=Phase.STATE_FETCH, stage=1, step=SNAPSHOT)
+    enrolling = Fault(kind=Kind.KILL, phase=Phase.ENROLMENT)
+    with FaultRun(tmp_path, small(steps=10), [enrolling, *kills, fetching], launch=prefork.popen) as run:
+        run.start()
+        run.add_nodes(3)
+        assert run.tend() == 0
+        run.assert_all_happened()
+        run.assert_undisturbed()
+        # A token for three nodes admitted all of them: the one that lost its certificate had kept its key.
+        assert len({joined.node_id for joined in run.all(NodeJoined)}) == 3
+        assert exit_codes(run.nodes) == [KILLED] * (len(kills) + 2) + [0, 0, 0]
+
+
+def test_a_node_killed_while_its_state_is_saved_before_it_leaves(tmp_path: Path, prefork: Prefork) -> None:
+    leave = at(Kind.LEAVE, Phase.FORWARD)
+    kill = Fault(kind=Kind.KILL, phase=Phase.DRAIN, stage=1)
+    with FaultRun(tmp_path, small(), [leave, kill], launch=prefork.popen) as run:
+        run.start()
+        nodes = [*run.add_nodes(3), run.add_spare()]
+        assert run.tend(restart=False) == 0
+        run.assert_all_happened()
+        run.assert_undisturbed()
+        assert exit_codes(nodes) == [KILLED, 0, 0, 0]
+
+
+@pytest.mark.parametrize("phase", IN_A_STEP)
+def test_a_node_that_leaves_loses_nothing(phase: Phase, tmp_path: Path, prefork: Prefork) -> None:
+    """Ctrl-C in any phase: the step ends, its state is saved, the spare goes on with the next step."""
+    leave = at(Kind.LEAVE, phase)
+    with FaultRun(tmp_path, small(), [leave], launch=prefork.popen) as run:
+        run.start()
+        nodes = [*run.add_nodes(3), run.add_spare()]
+        assert run.tend(restart=False) == 0
+        run.assert_all_happened()
+        run.assert_undisturbed(codes=(0, LEFT))
+        assert exit_codes(nodes) == [0, 0, 0, LEFT]
+        resumed_at = [placement.resume_step for placement in run.all(PlacementMade)]
+        assert resumed_at[0] == 0 and resumed_at[-1] > STEP, "the state of the step was kept"
+
+
+@pytest.mark.parametrize("phase", [*IN_A_STEP, Phase.SNAPSHOT])
+def test_a_frozen_node_is_replaced_and_comes_back_late(
+    phase: Phase, tmp_path: Path, prefork: Prefork
+) -> None:
+    """SIGSTOP: the silence is noticed, the spare takes over; the late node waits in the lobby."""
+    stop = at(Kind.STOP, phase)
+    config = small(steps=8)
+    with FaultRun(tmp_path, config, [stop], launch=prefork.popen) as run:
+        run.start()
+        nodes = [*run.add_nodes(3), run.add_spare()]
+        assert run.tend() == 0
+        run.assert_undisturbed()
+        assert exit_codes(nodes) == [0, 0, 0, 0]
+        (frozen,) = run.times(stop)
+        seconds, left = run.after(frozen, NodeLeft)
+        assert "silent" in left.reason
+        assert seconds <= config.coordinator.silent_seconds + 1.0
+        placements = run.all(PlacementMade)
+        assert placements[0].nodes[1] == left.node_id
+        assert left.node_id not in placements[-1].nodes
+        seconds, _ = run.after(frozen, NodeJoined)
+        late = next(node for node in nodes if run.node_id(nodes.index(node)) == left.node_id)
+        assert any("epoch 1 is over" in line for line in late.lines)
+
+
+def test_a_node_that_froze_while_it_enrolled_waits_in_the_lobby(tmp_path: Path, prefork: Prefork) -> None:
+    stop = Fault(kind=Kind.STOP, phase=Phase.ENROLMENT)
+    with FaultRun(tmp_path, small(steps=40), [stop], launch=prefork.popen) as run:
+        run.start()
+        nodes = [*run.add_nodes(3), run.add_spare()]
+        assert run.tend(until=lambda event: isinstance(event, PlacementMade)) is None
+        late = next(node for node in nodes if run.node_id(nodes.index(node)) is None)
+        late.go_on()
+        assert run.tend() == 0
+        run.assert_all_happened()
+        run.assert_undisturbed()
+        (placement,) = run.all(PlacementMade)
+        assert run.node_id(nodes.index(late)) not in placement.nodes
+
+
+@pytest.mark.parametrize("kind", [Kind.CUT, Kind.CUT_CONTROL])
+def test_connections_cut_in_every_phase_come_back(kind: Kind, tmp_path: Path, prefork: Prefork) -> None:
+    """Neither to neighbours nor to the coordinator does a lost connection cost a step."""
+    points = [(phase, stage) for phase in IN_A_STEP for stage in range(3)]
+    cuts = [
+        Fault(kind=kind, phase=phase, stage=stage, step=step) for step, (phase, stage) in enumerate(points)
+    ]
+    saving = [Fault(kind=kind, phase=Phase.SNAPSHOT, stage=stage, step=20) for stage in range(3)]
+    config = small(steps=22, snapshot_every=20)
+    with FaultRun(tmp_path, config, [*cuts, *saving], launch=prefork.popen) as run:
+        run.start()
+        run.add_nodes(3)
+        assert run.tend() == 0
+        run.assert_all_happened()
+        run.assert_undisturbed()
+        assert run.all(StepAborted) == []
+        assert run.all(NodeLeft) == []
+
+
+def test_connections_cut_while_state_is_fetched(tmp_path: Path, prefork: Prefork) -> None:
+    kill = at(Kind.KILL, Phase.VOTING)
+    cuts = [
+        Fault(kind=kind, phase=Phase.STATE_FETCH, stage=1, step=SNAPSHOT)
+        for kind in (Kind.CUT, Kind.CUT_CONTROL)
+    ]
+    with FaultRun(tmp_path, small(), [kill, *cuts], launch=prefork.popen) as run:
+        run.start()
+        run.add_nodes(3)
+        assert run.tend() == 0
+        run.assert_all_happened()
+        run.assert_undisturbed()
+
+
+def test_the_model_moves_to_fewer_nodes_and_back(tmp_path: Path, prefork: Prefork) -> None:
+    """No spare and `min_stages`: two nodes go on with three stages' layers, until a third is there again."""
+    kill = at(Kind.KILL, Phase.BACKWARD)
+    with FaultRun(tmp_path, small(steps=60, min_stages=2), [kill], launch=prefork.popen) as run:
+        run.start()
+        run.add_nodes(3)
+        assert run.tend(until=_on_two_nodes, restart=False) is None
+        run.add_spare()
+        assert run.tend(restart=False) == 0
+        run.assert_undisturbed()
+        assert [len(placement.nodes) for placement in run.all(PlacementMade)] == [3, 2, 3]
