@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +112,13 @@ def test_losses_stand_beside_the_uncompressed_run_of_their_seed(
         "| 128 | `tah` | `fixed-8` | 4.44 | 8.28 | 2.0200 (+1.00 %) | 2.4000 (-4.00 %) | 2.1000 | 2.6000 |",
     ]
     assert "A Processor, 2 cores" in lines[-1] and "commit 0123456789ab with changes." in lines[-1]
+
+
+def test_links_in_the_documents_lead_somewhere() -> None:
+    links = [
+        (path, target)
+        for path in tables.documents()
+        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8"))
+    ]
+    assert links
+    assert [str(target) for path, target in links if not (path.parent / target).exists()] == []
