@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from node.telemetry.clock import WAITS
+from node.telemetry.clock import WAITS, TimeKind
 from node.telemetry.events import StageTimes
 from wire.messages import Telemetry
 from wire.spec import Direction
@@ -70,7 +70,8 @@ class Accounting:
         down: list[float] = []
         step_links = LinkTotals()
         for stage, node in enumerate(seats):
-            now, before = self._latest.get(node, Telemetry()), self._counted.get(node, Telemetry())
+            now = self._latest.get(node, Telemetry())
+            before = _baseline(now, self._counted.get(node, Telemetry()))
             self._counted[node] = now
             kinds = _difference(now.times, before.times)
             wall = now.wall_seconds - before.wall_seconds
@@ -109,8 +110,20 @@ class Accounting:
         )
 
 
+def _baseline(now: Telemetry, before: Telemetry) -> Telemetry:
+    """What `now` is to be counted from: nothing, if its totals began anew since, with links or a process."""
+    anew = (
+        now.wall_seconds < before.wall_seconds
+        or _sent(now) < _sent(before)
+        or _received(now) < _received(before)
+        or sum(d.elements_sent for d in now.directions) < sum(d.elements_sent for d in before.directions)
+    )
+    return Telemetry() if anew else before
+
+
 def _difference(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    return {kind: seconds - before.get(kind, 0.0) for kind, seconds in now.items()}
+    # Only the kinds that there are: a node could name any.
+    return {kind.value: now.get(kind.value, 0.0) - before.get(kind.value, 0.0) for kind in TimeKind}
 
 
 def _sent(telemetry: Telemetry) -> int:

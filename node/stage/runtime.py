@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import hashlib
 import logging
 import resource
 import secrets
@@ -116,6 +117,7 @@ class NodeRuntime:
 
     executor: StageExecutor
     batches: Batches
+    _cache: SnapshotCache
 
     def __init__(self, settings: NodeSettings, identity: IdentityHolder, tell: Callable[[str], None]) -> None:
         self.inbox = Inbox()
@@ -131,7 +133,6 @@ class NodeRuntime:
             identity=identity, run_id=identity.current.run_id, settings=self._link_settings
         )
         self._outbox: asyncio.Queue[NodeMessage] = asyncio.Queue()
-        self._cache = SnapshotCache(settings.cache_directory, settings.cache_bytes)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._nonce = secrets.randbits(63)
         self._welcome: Welcome | None = None
@@ -350,6 +351,8 @@ class NodeRuntime:
             config = from_json(welcome.config_json)
             clock = StageClock()
             self.executor = await self.compute(lambda: StageExecutor(config, self._settings.device, clock))
+            settings, tag = self._settings, hashlib.sha256(welcome.config_json.encode()).hexdigest()[:16]
+            self._cache = SnapshotCache(settings.cache_directory, settings.cache_bytes, tag)
             self.batches = Batches(config, self._client, self._group)
             self._client.outage_seconds = config.coordinator.outage_seconds
             self._welcome = welcome

@@ -1,7 +1,10 @@
 """Layer files of snapshots on a node's own disk, so that a rollback or a new stage needs no network.
 
-Files are named by step and unit and carry their SHA-256 in front; one that does not fit it counts as absent.
-A snapshot's bytes are a function of its step, so files never go stale, only old.
+    DIRECTORY/TAG/STEP/UNIT.layer    SHA-256 of the rest, then a unit's snapshot file
+
+A file that does not fit its SHA-256 counts as absent. A snapshot's bytes are a function of its step and the
+run's config, which the tag stands for: a run resumed with another codec goes another way, so files of another
+tag are of no use and are removed.
 """
 
 import contextlib
@@ -17,14 +20,16 @@ KEPT_STEPS = 2
 class SnapshotCache:
     """Holds the newest steps, at most `limit` bytes. All calls block on the disk: use `asyncio.to_thread`."""
 
-    def __init__(self, directory: Path, limit: int) -> None:
+    def __init__(self, directory: Path, limit: int, tag: str) -> None:
         self._directory = directory
         self._limit = limit
+        self._tag = tag
 
     def get(self, step: int, unit: str) -> bytes | None:
         """The unit's file, or None if it is not here whole."""
+        path = self._path(step, unit)
         try:
-            content = self._path(step, unit).read_bytes()
+            content = path.read_bytes() if path is not None else b""
         except OSError:
             return None
         digest, data = content[:32], content[32:]
@@ -33,10 +38,11 @@ class SnapshotCache:
     def put(self, step: int, unit: str, data: bytes) -> None:
         """Keep a file if there is room. A disk that refuses is no error: the coordinator has the snapshot."""
         path = self._path(step, unit)
+        if path is None:
+            return
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._forget_old(step)
-            if self._size() + len(data) > self._limit:
+            if not self._make_room(path, len(data) + 32):
                 return
             handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
             try:
@@ -46,13 +52,26 @@ class SnapshotCache:
             except OSError:
                 Path(partial).unlink(missing_ok=True)
 
-    def _forget_old(self, newest: int) -> None:
-        steps = sorted(int(path.name) for path in self._directory.iterdir() if path.name.isdigit())
-        for step in [step for step in steps if step <= newest][:-KEPT_STEPS]:
-            shutil.rmtree(self._directory / str(step), ignore_errors=True)
+    def _make_room(self, path: Path, size: int) -> bool:
+        """Forget what is old, then what is older than this file, until it fits."""
+        for other in self._directory.iterdir():
+            if other.name != self._tag:
+                shutil.rmtree(other, ignore_errors=True)
+        step = int(path.parent.name)
+        names = [entry.name for entry in (self._directory / self._tag).iterdir()]
+        steps = sorted(int(name) for name in names if name.isdigit())
+        older = [other for other in steps if other < step]
+        while older and (len(older) >= KEPT_STEPS or self._size(path) + size > self._limit):
+            shutil.rmtree(self._directory / self._tag / str(older.pop(0)), ignore_errors=True)
+        return self._size(path) + size <= self._limit
 
-    def _size(self) -> int:
-        return sum(path.stat().st_size for path in self._directory.rglob("*.layer"))
+    def _size(self, replaced: Path) -> int:
+        """Bytes on disk, without the file that is to be replaced."""
+        files = (path for path in self._directory.rglob("*.layer") if path != replaced)
+        return sum(path.stat().st_size for path in files)
 
-    def _path(self, step: int, unit: str) -> Path:
-        return self._directory / str(step) / f"{unit}.layer"
+    def _path(self, step: int, unit: str) -> Path | None:
+        """Where the file is; None for a unit whose name is no file name."""
+        if not unit.replace(".", "").isalnum() or step < 0:
+            return None
+        return self._directory / self._tag / str(step) / f"{unit}.layer"

@@ -1,0 +1,120 @@
+"""A node's own copies of snapshots: whole or absent, the newest two steps, within a limit, of one config."""
+
+from pathlib import Path
+
+import pytest
+
+from node.stage.snapshot_cache import SnapshotCache
+
+ROOM = 10**6
+SUM = 32
+
+
+def files(directory: Path) -> list[str]:
+    found = (path for path in directory.rglob("*") if path.is_file())
+    return sorted(str(path.relative_to(directory)) for path in found)
+
+
+def test_what_was_put_is_got(tmp_path: Path) -> None:
+    cache = SnapshotCache(tmp_path / "cache", ROOM, "tag")
+    assert cache.get(3, "embed") is None
+    cache.put(3, "embed", b"weights")
+    cache.put(3, "block.0001", b"")
+    assert cache.get(3, "embed") == b"weights"
+    assert cache.get(3, "block.0001") == b""
+    assert cache.get(3, "head") is None
+    assert cache.get(4, "embed") is None
+
+
+def test_a_later_process_finds_the_files(tmp_path: Path) -> None:
+    SnapshotCache(tmp_path, ROOM, "tag").put(3, "embed", b"weights")
+    assert SnapshotCache(tmp_path, ROOM, "tag").get(3, "embed") == b"weights"
+
+
+def test_a_file_put_again_replaces_the_first(tmp_path: Path) -> None:
+    cache = SnapshotCache(tmp_path, 100 + SUM, "tag")
+    cache.put(3, "embed", b"a" * 100)
+    cache.put(3, "embed", b"b" * 100)
+    assert cache.get(3, "embed") == b"b" * 100
+
+
+@pytest.mark.parametrize("keep", [0, 1, 31, 32, 40])
+def test_a_torn_file_counts_as_absent(tmp_path: Path, keep: int) -> None:
+    cache = SnapshotCache(tmp_path, ROOM, "tag")
+    cache.put(3, "embed", b"weights and moments")
+    (path,) = tmp_path.rglob("*.layer")
+    path.write_bytes(path.read_bytes()[:keep])
+    assert cache.get(3, "embed") is None
+
+
+def test_a_damaged_file_counts_as_absent(tmp_path: Path) -> None:
+    cache = SnapshotCache(tmp_path, ROOM, "tag")
+    cache.put(3, "embed", b"weights")
+    (path,) = tmp_path.rglob("*.layer")
+    content = path.read_bytes()
+    for at in range(len(content)):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        assert cache.get(3, "embed") is None
+
+
+def test_only_the_newest_steps_are_kept(tmp_path: Path) -> None:
+    cache = SnapshotCache(tmp_path, ROOM, "tag")
+    for step in (10, 20, 30, 100):
+        cache.put(step, "embed", b"x")
+        cache.put(step, "head", b"y")
+    assert files(tmp_path) == [f"tag/{step}/{unit}.layer" for step in (100, 30) for unit in ("embed", "head")]
+
+
+def test_an_older_step_does_not_displace_newer_ones(tmp_path: Path) -> None:
+    cache = SnapshotCache(tmp_path, ROOM, "tag")
+    for step in (30, 40, 20):
+        cache.put(step, "embed", b"x")
+    assert [cache.get(step, "embed") for step in (20, 30, 40)] == [b"x", b"x", b"x"]
+
+
+def test_the_limit_is_kept_by_giving_up_older_steps_first(tmp_path: Path) -> None:
+    cache = SnapshotCache(tmp_path, 3 * (100 + SUM), "tag")
+    cache.put(10, "embed", b"a" * 100)
+    cache.put(10, "head", b"b" * 100)
+    cache.put(20, "embed", b"c" * 100)
+    assert cache.get(10, "head") is not None
+    cache.put(20, "head", b"d" * 100)
+    assert files(tmp_path) == ["tag/20/embed.layer", "tag/20/head.layer"]
+    cache.put(20, "block.0000", b"e" * 101)  # a byte too much, and nothing older to give up
+    cache.put(10, "embed", b"f" * 101)
+    assert files(tmp_path) == ["tag/20/embed.layer", "tag/20/head.layer"]
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.layer")) <= 3 * (100 + SUM)
+
+
+def test_files_of_another_config_are_not_used_and_removed(tmp_path: Path) -> None:
+    SnapshotCache(tmp_path, ROOM, "old").put(20, "embed", b"another trajectory")
+    (tmp_path / "10").mkdir()
+    cache = SnapshotCache(tmp_path, ROOM, "new")
+    assert cache.get(20, "embed") is None
+    cache.put(10, "embed", b"ours")
+    assert files(tmp_path) == ["new/10/embed.layer"]
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+@pytest.mark.parametrize("unit", ["../../escaped", "/tmp/escaped", "a/b", "..", ".", "", "nul\0"])
+def test_a_unit_whose_name_is_no_file_name_is_not_kept(tmp_path: Path, unit: str) -> None:
+    cache = SnapshotCache(tmp_path / "cache", ROOM, "tag")
+    cache.put(1, unit, b"x")
+    assert cache.get(1, unit) is None
+    assert files(tmp_path) == []
+
+
+def test_a_disk_that_refuses_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_bytes(b"a file where the directory should be")
+    cache = SnapshotCache(tmp_path / "cache", ROOM, "tag")
+    cache.put(3, "embed", b"x")
+    assert cache.get(3, "embed") is None
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, target: Path) -> Path:
+        raise OSError("no")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    SnapshotCache(tmp_path, ROOM, "tag").put(3, "embed", b"x")
+    assert files(tmp_path) == []
