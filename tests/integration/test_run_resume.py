@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from node.config.schema import RunConfig
 from node.telemetry.events import Notice, PlacementMade, RunFinished, RunStarted
 from tests.support.run_harness import SMALL, Run
 
@@ -19,10 +18,9 @@ TIED_RING = replace(
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.mark.parametrize("config", [CONFIG, TIED_RING], ids=["plain", "tied-ring"])
-def test_stop_and_resume(config: RunConfig, tmp_path: Path) -> None:
+def test_stop_and_resume(tmp_path: Path) -> None:
     """Ctrl-C at the coordinator ends the run after the step and a snapshot; half of the nodes change."""
-    with Run(tmp_path, config) as run:
+    with Run(tmp_path, CONFIG) as run:
         first = run.start()
         nodes = run.add_nodes(2)
         first.wait_step(5)
@@ -33,7 +31,7 @@ def test_stop_and_resume(config: RunConfig, tmp_path: Path) -> None:
         assert [event.reason for event in finished] == ["stopped by the operator"]
         assert not finished[0].failed
         (stopped_at,) = run.snapshots
-        assert 5 <= stopped_at < config.run.steps
+        assert 5 <= stopped_at < CONFIG.run.steps
         assert stopped_at == max(run.losses)
         run.assert_quiet()
 
@@ -48,7 +46,7 @@ def test_stop_and_resume(config: RunConfig, tmp_path: Path) -> None:
         third = run.resume()
         assert third.wait_exit() == 0
         assert [notice.text for notice in third.all(Notice)] == [
-            f"all {config.run.steps} steps are done; the weights are in {run.run_dir}"
+            f"all {CONFIG.run.steps} steps are done; the weights are in {run.run_dir}"
         ]
 
 

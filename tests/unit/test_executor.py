@@ -11,7 +11,7 @@ from node.training.reference import Step
 from tests.support.memory_pipeline import MemoryPipeline, reference_run
 
 STEPS = 20
-CODEC_STEPS = 8
+CODEC_STEPS = 4
 
 CONFIG = RunConfig(
     run=RunSection(steps=STEPS, seed=7),

@@ -1,0 +1,152 @@
+"""`thinwire join` with tokens that admit nobody, and with a coordinator that goes away."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from node.coordinator.store import Store
+from tests.support.run_harness import SMALL, Process, Run
+from wire.identity.token import JoinToken
+
+CONFIG = replace(
+    SMALL,
+    pipeline=replace(SMALL.pipeline, stages=2),
+    coordinator=replace(SMALL.coordinator, outage_seconds=2.0),
+)
+DAY = timedelta(days=1)
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def truncated(run: Run, token: JoinToken) -> str:
+    return token.encode()[:-6]
+
+
+def mistyped(run: Run, token: JoinToken) -> str:
+    text = token.encode()
+    middle = len(text) // 2
+    return text[:middle] + ("x" if text[middle] != "x" else "y") + text[middle + 1 :]
+
+
+def unknown(run: Run, token: JoinToken) -> str:
+    return replace(token, token_id="AAAAAAAA").encode()
+
+
+def wrong_secret(run: Run, token: JoinToken) -> str:
+    return replace(token, secret=bytes(16)).encode()
+
+
+def revoked(run: Run, token: JoinToken) -> str:
+    create = run.command("token", "create", str(run.run_dir))
+    assert create.wait_exit() == 0
+    (line,) = create.lines
+    fresh = JoinToken.parse(line.removeprefix("thinwire join "))
+    revoke = run.command("token", "revoke", str(run.run_dir), fresh.token_id)
+    assert revoke.wait_exit() == 0
+    return fresh.encode()
+
+
+def expired(run: Run, token: JoinToken) -> str:
+    with Store.open(run.run_dir) as store:
+        return store.create_token(time.time() - 2 * DAY.total_seconds(), DAY, 1)[1].encode()
+
+
+def used_up(run: Run, token: JoinToken) -> str:
+    with Store.open(run.run_dir) as store:
+        text = store.create_token(time.time(), DAY, 1)[1].encode()
+    first = run.add_node(text)
+    first.wait_line(lambda line: "waiting for a stage" in line)
+    first.interrupt()
+    assert first.wait_exit() == 130
+    return text
+
+
+def of_another_run(run: Run, token: JoinToken) -> str:
+    return replace(token, run_id="other-abcde").encode()
+
+
+def of_another_authority(run: Run, token: JoinToken) -> str:
+    return replace(token, pin=bytes(32)).encode()
+
+
+def to_nobody(run: Run, token: JoinToken) -> str:
+    """Port 9 discards, where anything listens there at all."""
+    return replace(token, addresses=("127.0.0.1:9",)).encode()
+
+
+CASES: list[tuple[Callable[[Run, JoinToken], str], int, str]] = [
+    (truncated, 2, "the join token is cut short"),
+    (mistyped, 2, "the join token is mistyped"),
+    (unknown, 1, "this run never issued this join token"),
+    (wrong_secret, 1, "this run never issued this join token"),
+    (revoked, 1, "was revoked: ask for a new one"),
+    (expired, 1, "has expired: ask for a new one"),
+    (used_up, 1, "ask for a new one"),
+    (of_another_run, 2, "serves run small-"),
+    (of_another_authority, 2, "key"),
+    (to_nobody, 1, "127.0.0.1:9"),
+]
+
+
+def test_tokens_that_admit_nobody(tmp_path: Path) -> None:
+    """Each gets one line and leaves no trace in the run, which the next good token joins as ever."""
+    with Run(tmp_path, CONFIG) as run:
+        coordinator = run.start()
+        token = JoinToken.parse(coordinator.token)
+        refused: list[tuple[str, Process, int, str]] = []
+        for make, code, words in CASES:
+            refused.append((make.__name__, run.add_node(make(run, token)), code, words))
+        for name, node, code, words in refused:
+            assert node.wait_exit() == code, f"{name}\n{node.report()}"
+            assert node.lines == [], name
+            (line,) = node.stderr.splitlines()
+            assert line.startswith("thinwire: error: "), name
+            assert words in line, f"{name}: {line}"
+        with Store.open(run.run_dir) as store:
+            members = [member.node_id for member in store.members()]
+            uses = {record.token_id: record.uses for record in store.list_tokens()}
+        good = [number for number, node in enumerate(run.nodes) if node.exit_code == 130]
+        assert members == [run.node_id(number) for number in good]
+        assert uses[token.token_id] == 0
+
+        run.add_nodes(2)
+        run.assert_undisturbed()
+        assert coordinator.exit_code == 0
+
+
+def test_a_coordinator_that_goes_away(tmp_path: Path) -> None:
+    """Nodes that wait give up after `outage_seconds`, each with a line that names the address."""
+    with Run(tmp_path, CONFIG) as run:
+        coordinator = run.start()
+        waiting = run.add_node()
+        waiting.wait_line(lambda line: "waiting for a stage" in line)
+        coordinator.kill()
+        began = time.monotonic()
+        assert waiting.wait_exit() == 1
+        assert time.monotonic() - began > CONFIG.coordinator.outage_seconds / 2
+        (complaint,) = waiting.complaints
+        assert complaint.startswith("thinwire: error: the coordinator at 127.0.0.1:")
+        assert " for 2 s: " in complaint
+        run.assert_quiet()
+
+
+def test_a_coordinator_that_goes_away_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    """Nodes at work do the same, and what the coordinator had on record is where a resumed run begins."""
+    config = replace(CONFIG, run=replace(CONFIG.run, snapshot_every=3))
+    with Run(tmp_path, config) as run:
+        first = run.start()
+        nodes = run.add_nodes(2)
+        first.wait_step(5)
+        first.kill()
+        assert [node.wait_exit() for node in nodes] == [1, 1]
+        for node in nodes:
+            (complaint,) = node.complaints
+            assert complaint.startswith("thinwire: error: the coordinator at 127.0.0.1:")
+        second = run.resume("coordinator.regroup_seconds=0.5")
+        run.add_nodes(2)
+        assert second.wait_exit() == 0
+        run.assert_undisturbed()

@@ -1,0 +1,87 @@
+"""`status`, `token` and `doctor` beside a run that is on."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.telemetry.events import SnapshotStored
+from tests.support.run_harness import SMALL, Process, Run
+
+CONFIG = replace(
+    SMALL,
+    run=replace(SMALL.run, steps=100_000, snapshot_every=5, keep_snapshots=2),
+    pipeline=replace(SMALL.pipeline, stages=2),
+)
+
+
+def answer(process: Process) -> str:
+    assert process.wait_exit() == 0, process.report()
+    assert process.stderr == ""
+    return "\n".join(process.lines)
+
+
+def status(run: Run) -> dict[str, Any]:
+    whole: dict[str, Any] = json.loads(answer(run.command("status", str(run.run_dir), "--json")))
+    return whole
+
+
+def tokens(run: Run) -> list[tuple[str, int, int]]:
+    listed = json.loads(answer(run.command("token", "list", str(run.run_dir), "--json")))
+    return [(token["state"], token["uses"], token["uses_allowed"]) for token in listed]
+
+
+@pytest.mark.timeout(240)
+def test_commands_beside_a_live_run(tmp_path: Path) -> None:
+    with Run(tmp_path, CONFIG) as run:
+        coordinator = run.start()
+        token = coordinator.token
+        run.add_node().wait_line(lambda line: "waiting for a stage" in line)
+        waiting = status(run)
+        assert (waiting["state"], waiting["steps_done"], waiting["loss"]) == ("waiting for nodes", 0, None)
+        assert waiting["nodes_admitted"] == [run.node_id(0)]
+        assert waiting["usable_tokens"] == 1
+        assert tokens(run) == [("usable", 1, 2)]
+
+        created = json.loads(
+            answer(run.command("token", "create", str(run.run_dir), "--uses", "3", "--json"))
+        )
+        assert answer(run.command("token", "revoke", str(run.run_dir), created["id"])) == (
+            f"revoked {created['id']}; nodes that it admitted stay"
+        )
+        assert tokens(run) == [("usable", 1, 2), ("revoked", 0, 3)]
+        text = answer(run.command("token", "list", str(run.run_dir)))
+        assert created["id"] in text and created["token"] not in text
+
+        healthy = answer(run.command("doctor", token, "--state-dir", str(tmp_path)))
+        assert f"run {waiting['run_id']} at 127.0.0.1:" in healthy
+        assert "with the key that the token pins; clocks agree" in healthy
+        assert "this machine is ready" in healthy
+
+        run.add_node()
+        coordinator.wait_event(SnapshotStored, lambda stored: stored.step >= 15)
+        training = status(run)
+        assert training["state"] == "training"
+        assert training["steps_done"] >= 15
+        assert training["nodes_admitted"] == [run.node_id(0), run.node_id(1)]
+        assert 1 <= len(training["snapshots"]) <= 3
+        assert training["usable_tokens"] == 0
+        shown = answer(run.command("status", str(run.run_dir)))
+        assert shown.startswith(f"run {training['run_id']}: training, ")
+        assert "tokens/s" in shown
+
+        coordinator.interrupt()
+        run.assert_quiet()
+        stopped = status(run)
+        done = run.snapshots[-1]
+        assert (stopped["steps_done"], stopped["snapshots"][-1]) == (done, done)
+        assert stopped["state"] == "stopped"
+        assert len(stopped["snapshots"]) == 2
+        assert "go on with: thinwire resume" in answer(run.command("status", str(run.run_dir)))
+
+        # The coordinator is gone, so the token cannot be checked any more.
+        unreachable = run.command("doctor", token, "--state-dir", str(tmp_path))
+        assert unreachable.wait_exit() == 1
+        assert "checks failed" in unreachable.lines[-1]
