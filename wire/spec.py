@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    # Only a name here: the coordinator talks of tensors without loading torch.
+    import torch
 
 
 class Direction(IntEnum):
@@ -36,7 +39,7 @@ class TensorKey:
 class TensorSpec:
     """Dtype and shape that both ends agreed on before anything was sent."""
 
-    dtype: torch.dtype
+    dtype: "torch.dtype"
     shape: tuple[int, ...]
 
     @property
