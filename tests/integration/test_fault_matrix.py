@@ -181,6 +181,8 @@ def test_connections_cut_while_state_is_fetched(tmp_path: Path, prefork: Prefork
     with FaultRun(tmp_path, small(), [kill, *cuts], launch=prefork.popen) as run:
         run.start()
         run.add_nodes(3)
+        assert run.tend(until=lambda event: isinstance(event, NodeLeft), restart=False) is None
+        run.add_spare()  # has no layer on its own disk
         assert run.tend() == 0
         run.assert_all_happened()
         run.assert_undisturbed()

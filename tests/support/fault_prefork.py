@@ -81,8 +81,13 @@ class Prefork:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 cwd=ROOT,
-                # A library's thread pool would not survive the fork.
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"},
+                # A library's thread pool would not survive the fork; gRPC reads its verbosity when imported.
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(ROOT),
+                    "OPENBLAS_NUM_THREADS": "1",
+                    "GRPC_VERBOSITY": "ERROR",
+                },
             )
         self._requests.settimeout(_FORK_SECONDS)
         return self

@@ -1,0 +1,153 @@
+"""Faults of the coordinator in every phase, in real processes: nothing acknowledged is lost.
+
+It is started again with `thinwire resume` at the same ports, from its database; nodes ride out the outage.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from node.faults import Fault, Kind, Phase
+from node.telemetry.events import NodeJoined, NodeLeft, PlacementMade, RunFinished
+from node.training.snapshot import list_snapshots
+from tests.support.fault_prefork import Prefork
+from tests.support.fault_run import KILLED, FaultRun, small
+
+pytestmark = pytest.mark.timeout(120)
+
+STEP = 3
+SNAPSHOT = 2
+FAILED = 1
+UNITS = 5
+"""Files of a snapshot beside its manifest."""
+LEFT = 130
+
+
+def killed(phase: Phase, *, step: int = STEP, skip: int = 0) -> Fault:
+    return Fault(kind=Kind.COORDINATOR_KILL, phase=phase, step=step, skip=skip)
+
+
+@pytest.mark.parametrize(
+    "kill",
+    [
+        # Between two batches, votes or answers of one step: some nodes have it, some do not.
+        killed(Phase.FORWARD, skip=1),
+        killed(Phase.VOTING),
+        killed(Phase.VOTING, skip=2),
+        killed(Phase.COMMIT_APPLY),
+        killed(Phase.APPLY),
+        killed(Phase.APPLY, skip=2),
+        killed(Phase.SNAPSHOT, step=SNAPSHOT),
+        killed(Phase.SNAPSHOT, step=SNAPSHOT, skip=UNITS - 1),
+    ],
+    ids=lambda kill: f"{kill.phase}-{kill.skip}",
+)
+def test_a_killed_coordinator_finds_its_nodes_again(kill: Fault, tmp_path: Path, prefork: Prefork) -> None:
+    """Every stage is where it was: no step that was recorded is done again, none is lost."""
+    with FaultRun(tmp_path, small(), [kill], launch=prefork.popen) as run:
+        run.start()
+        nodes = run.add_nodes(3)
+        assert run.tend() == 0
+        run.assert_all_happened()
+        run.assert_undisturbed()
+        assert [coordinator.exit_code for coordinator in run.coordinators] == [KILLED, 0]
+        assert [node.exit_code for node in nodes] == [0, 0, 0]
+        before, after = run.all(PlacementMade)
+        assert after.nodes == before.nodes
+        recorded = [record.step for record in run.records if record.epoch == before.epoch]
+        assert after.resume_step == max(recorded) + 1
+
+
+def test_a_coordinator_killed_while_it_admits_a_node(tmp_path: Path, prefork: Prefork) -> None:
+    """The use of the token was recorded, the certificate never sent: asking again uses nothing up."""
+    kill = killed(Phase.ENROLMENT, step=-1, skip=1)
+    with FaultRun(tmp_path, small(), [kill], launch=prefork.popen) as run:
+        run.start()
+        token = run.coordinators[0].token
+        run.add_nodes(3)
+        assert run.tend(until=lambda event: isinstance(event, PlacementMade)) is None
+        run.assert_all_happened()
+        assert len({joined.node_id for joined in run.all(NodeJoined)}) == 3
+        assert run.tend() == 0
+        run.assert_undisturbed()
+        assert token != run.coordinators[1].token
+
+
+def test_a_coordinator_killed_while_a_replacement_fetches_its_state(tmp_path: Path, prefork: Prefork) -> None:
+    node = Fault(kind=Kind.KILL, phase=Phase.VOTING, stage=1, step=STEP)
+    with FaultRun(
+        tmp_path, small(), [node, killed(Phase.STATE_FETCH, step=SNAPSHOT)], launch=prefork.popen
+    ) as run:
+        run.start()
+        run.add_nodes(3)
+        assert run.tend(until=lambda event: isinstance(event, NodeLeft), restart=False) is None
+        run.add_spare()  # has no layer on its own disk
+        assert run.tend() == 0
+        run.assert_all_happened()
+        run.assert_undisturbed()
+
+
+def test_a_coordinator_killed_while_a_node_leaves(tmp_path: Path, prefork: Prefork) -> None:
+    """The node says again that it wants to go."""
+    leave = Fault(kind=Kind.LEAVE, phase=Phase.FORWARD, stage=1, step=STEP)
+    with FaultRun(tmp_path, small(), [leave, killed(Phase.DRAIN, step=-1)], launch=prefork.popen) as run:
+        run.start()
+        nodes = [*run.add_nodes(3), run.add_spare()]
+        assert run.tend() == 0
+        run.assert_all_happened()
+        run.assert_undisturbed(codes=(0, LEFT))
+        assert sorted(node.wait_exit() for node in nodes) == [0, 0, 0, LEFT]
+
+
+def test_coordinator_and_node_killed_in_the_same_step(tmp_path: Path, prefork: Prefork) -> None:
+    """The commit is on record and one of those who voted for it is gone."""
+    node = Fault(kind=Kind.KILL, phase=Phase.VOTING, stage=2, step=STEP - 1)
+    kills = [node, killed(Phase.COMMIT_APPLY), Fault(kind=Kind.KILL, phase=Phase.STATE_FETCH, stage=0)]
+    with FaultRun(tmp_path, small(), kills, launch=prefork.popen) as run:
+        run.start()
+        run.add_nodes(3)
+        assert run.tend() == 0
+        assert run.times(kills[0]) and run.times(kills[1])
+        run.assert_undisturbed()
+
+
+@pytest.mark.parametrize("skip", [0, UNITS - 1, UNITS], ids=["first-layer", "last-layer", "manifest"])
+@pytest.mark.parametrize("step", [SNAPSHOT, 6], ids=["on-the-way", "last"])
+def test_a_snapshot_torn_in_the_middle_of_a_write(
+    step: int, skip: int, tmp_path: Path, prefork: Prefork
+) -> None:
+    """kill -9 between a temporary file and its rename: the half is never taken for a whole."""
+    torn = Fault(kind=Kind.TORN_WRITE, phase=Phase.SNAPSHOT, step=step, skip=skip)
+    with FaultRun(tmp_path, small(), [torn], launch=prefork.popen) as run:
+        run.start()
+        run.add_nodes(3)
+        assert run.tend() == 0
+        run.assert_all_happened()
+        run.assert_undisturbed()
+        assert [coordinator.exit_code for coordinator in run.coordinators] == [KILLED, 0]
+        assert list((run.run_dir / "snapshots").rglob(".*.tmp")) == []
+        assert list_snapshots(run.run_dir / "snapshots")[-1] == 6
+
+
+def test_a_full_disk_ends_the_run_in_one_line_and_keeps_the_snapshot(
+    tmp_path: Path, prefork: Prefork
+) -> None:
+    full = Fault(kind=Kind.DISK_FULL, phase=Phase.SNAPSHOT, step=4, skip=1)
+    with FaultRun(tmp_path, small(), [full], launch=prefork.popen) as run:
+        run.start()
+        first = run.add_nodes(3)
+        assert run.tend() == FAILED
+        run.assert_all_happened()
+        (finished,) = run.all(RunFinished)
+        assert finished.failed
+        assert finished.reason.startswith("disk full: ") and finished.reason.endswith("then resume")
+        assert "\n" not in finished.reason
+        assert list_snapshots(run.run_dir / "snapshots") == (2,)
+        assert [node.wait_exit() for node in first] == [FAILED] * 3
+        assert run.all(NodeLeft) == []
+        run.resume()
+        for node in first:
+            run.add_node(state_dir=run.state_dirs[node])
+        assert run.tend() == 0
+        assert run.all(PlacementMade)[-1].resume_step == SNAPSHOT
+        run.assert_undisturbed(codes=(0, FAILED))

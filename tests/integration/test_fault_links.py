@@ -1,0 +1,105 @@
+"""Faults of links and of numbers, in real processes: what is damaged is never used, what is not finite never
+committed."""
+
+from pathlib import Path
+
+import pytest
+
+from node.coordinator.machine import MAX_STRIKES
+from node.faults import Fault, Kind, Phase
+from node.telemetry.events import NodeLeft, Notice, PlacementMade, RunFinished, StepAborted
+from node.training.snapshot import list_snapshots
+from tests.support.fault_prefork import Prefork
+from tests.support.fault_run import FaultRun, small
+
+pytestmark = pytest.mark.timeout(120)
+
+FAILED = 1
+FRAMES = (Kind.CORRUPT, Kind.DUPLICATE, Kind.REORDER, Kind.TRUNCATE, Kind.STALL, Kind.DELAY)
+CODECS = {"lossless": ("fp32", "fp32"), "packed": ("tah", "fixed-8")}
+
+
+@pytest.mark.parametrize("codecs", CODECS.values(), ids=CODECS.keys())
+def test_frames_damaged_in_every_way_cost_no_step(
+    codecs: tuple[str, str], tmp_path: Path, prefork: Prefork
+) -> None:
+    """Each kind on every link in both directions: it is sent again, or waited for, and nobody starts over."""
+    points = [(kind, stage) for kind in FRAMES for stage in range(3)]
+    faults = [
+        Fault(
+            kind=kind,
+            phase=Phase.SENDING,
+            stage=stage,
+            step=step,
+            skip=1,
+            count=3 if kind is Kind.DELAY else 1,
+            seconds={Kind.STALL: 1.0, Kind.DELAY: 0.05}.get(kind, 0.0),
+        )
+        for step, (kind, stage) in enumerate(points)
+    ]
+    config = small(steps=len(faults), snapshot_every=100, codecs=codecs)
+    with FaultRun(tmp_path, config, faults, launch=prefork.popen) as run:
+        run.start()
+        run.add_nodes(3)
+        assert run.tend() == 0
+        run.assert_all_happened()
+        run.assert_undisturbed()
+        assert run.all(StepAborted) == []
+        assert run.all(NodeLeft) == []
+
+
+def test_a_peer_that_keeps_sending_nonsense_is_quarantined(tmp_path: Path, prefork: Prefork) -> None:
+    """Well-formed frames that no correct peer sends: refused each time, then the peer is shut out."""
+    faults = [
+        Fault(kind=Kind.NONSENSE, phase=Phase.SENDING, stage=1, step=step) for step in range(MAX_STRIKES)
+    ]
+    with FaultRun(tmp_path, small(), faults, launch=prefork.popen) as run:
+        run.start()
+        nodes = run.add_nodes(3)
+        assert run.tend(until=lambda event: isinstance(event, NodeLeft)) is None
+        (left,) = run.all(NodeLeft)
+        assert "quarantined" in left.reason and "another session" in left.reason
+        run.add_spare()
+        assert run.tend() == 0
+        run.assert_all_happened()
+        run.assert_undisturbed(codes=(0, FAILED))
+        culprit = next(node for node in nodes if run.node_id(nodes.index(node)) == left.node_id)
+        assert run.all(PlacementMade)[0].nodes[1] == left.node_id
+        assert left.node_id not in run.all(PlacementMade)[-1].nodes
+        assert culprit.wait_exit() == FAILED
+        assert any("quarantined" in line and "another session" in line for line in culprit.lines)
+
+
+@pytest.mark.parametrize(
+    ("phase", "tensor"),
+    [(Phase.FORWARD, "the activation to be sent over boundary 1"), (Phase.BACKWARD, "the gradient of layer")],
+)
+@pytest.mark.parametrize(
+    ("count", "verdict"), [(1, "the codecs are the cause"), (2, "with uncompressed links too")]
+)
+def test_a_step_that_is_not_finite_ends_the_run_in_one_line(
+    phase: Phase, tensor: str, count: int, verdict: str, tmp_path: Path, prefork: Prefork
+) -> None:
+    """Tried again without compression, then stopped; resumed from the snapshot, it ends undisturbed."""
+    nan = Fault(kind=Kind.NAN, phase=phase, stage=1, step=3, count=count)
+    with FaultRun(tmp_path, small(codecs=CODECS["packed"]), [nan], launch=prefork.popen) as run:
+        run.start()
+        first = run.add_nodes(3)
+        assert run.tend() == FAILED
+        run.assert_all_happened()
+        (finished,) = run.all(RunFinished)
+        assert finished.failed
+        assert finished.reason.startswith("step 4 was not committed: ")
+        assert f"{tensor}" in finished.reason and "at stage 1" in finished.reason
+        assert verdict in finished.reason and "snapshot of step 2 is intact" in finished.reason
+        assert "\n" not in finished.reason
+        (notice,) = run.all(Notice)
+        assert "running it again with uncompressed links" in notice.text
+        assert max(record.step for record in run.records) == 2
+        assert list_snapshots(run.run_dir / "snapshots") == (2,)
+        assert [node.wait_exit() for node in first] == [FAILED] * 3
+        run.resume()
+        for node in first:
+            run.add_node(state_dir=run.state_dirs[node])
+        assert run.tend() == 0
+        run.assert_undisturbed(codes=(0, FAILED))
