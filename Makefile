@@ -5,6 +5,7 @@
 #   make test-gpu                           tests that need one
 #   make check                              lint, types, generated code
 #   make bench [BENCH_ARGS=...]             codec speeds
+#   make soak [SOAK_ARGS=...]               200 kills by random schedules, results compared bit for bit
 #   make proto                              generate wire/v1 from proto/
 #   make constraints                        pin what .venv holds, after trying newer versions there
 #   make clean                              remove .venv and caches; never runs/
@@ -16,8 +17,9 @@ DATA =
 DEMO_ARGS =
 TEST_ARGS =
 BENCH_ARGS =
+SOAK_ARGS =
 
-.PHONY: demo test test-gpu check bench proto constraints clean
+.PHONY: demo test test-gpu check bench soak proto constraints clean
 # Two installations at once would spoil each other.
 .NOTPARALLEL:
 
@@ -35,6 +37,9 @@ check: .venv/installed-dev
 
 bench: .venv/installed
 	.venv/bin/python scripts/bench_codecs.py $(BENCH_ARGS)
+
+soak: .venv/installed-dev
+	.venv/bin/python -m scripts.soak $(SOAK_ARGS)
 
 proto: .venv/installed-dev
 	scripts/proto

@@ -8,6 +8,7 @@
         assert run.times(kill)
 """
 
+import contextlib
 import queue
 import signal
 import socket
@@ -157,11 +158,7 @@ class FaultRun(Run):
         that froze and were given up wake. Each wait for news takes at most `seconds`.
         """
         while True:
-            try:
-                at, process, line = self._news.get(timeout=seconds)
-            except queue.Empty:
-                everyone = "\n".join(process.report() for process in self.processes)
-                raise StuckError(f"nothing happened for {seconds:g} s\n{everyone}") from None
+            at, process, line = self._next(seconds)
             if line is None:
                 code = self._ended(process, restart=restart)
                 if code is not None:
@@ -173,6 +170,18 @@ class FaultRun(Run):
                     self.wake(event.node_id)
                 if until(event) and not isinstance(event, RunFinished):
                     return None
+
+    def _next(self, seconds: float) -> tuple[float, Process, str | None]:
+        with contextlib.suppress(queue.Empty):
+            return self._news.get(timeout=seconds / 2)
+        # Whoever froze while no coordinator was there to notice would be waited for in vain.
+        for node in self.nodes:
+            if node.running:
+                node.go_on()
+        try:
+            return self._news.get(timeout=seconds / 2)
+        except queue.Empty:
+            raise StuckError(f"nothing happened for {seconds:g} s") from None
 
     def wake(self, node_id: str) -> None:
         """SIGCONT to the process of a node."""
