@@ -21,6 +21,7 @@ class RecordPlacement:
 
     epoch: int
     nodes: tuple[str, ...]
+    addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -182,8 +182,8 @@ class Coordinator:
                 if (session := self._sessions.get(action.node_id)) is not None:
                     session.send(action.message)
             case RecordPlacement():
-                addresses = {n: self._machine.members[n].address for n in action.nodes}
-                placed = [PlacedNode(i, n, addresses[n]) for i, n in enumerate(action.nodes)]
+                hosts = zip(action.nodes, action.addresses, strict=True)
+                placed = [PlacedNode(stage, node, address) for stage, (node, address) in enumerate(hosts)]
                 await asyncio.to_thread(self._store.record_placement, action.epoch, placed)
             case RecordRestored():
                 self._restored(action)

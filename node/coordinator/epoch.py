@@ -85,7 +85,7 @@ class Epoch:
         self.committed = committed
         self.uncompressed = False
         """The epoch repeats a step that was not finite, with fp32 on every link; it never commits."""
-        self._addresses = addresses
+        self.addresses = addresses
         self._newest_snapshot = newest_snapshot
         self._newest_state = self.step
         self._plan = plan
@@ -235,7 +235,7 @@ class Epoch:
             stage=self.seats.index(node_id),
             stages=tuple(
                 PlacedStage(node_id=node, address=address)
-                for node, address in zip(self.seats, self._addresses, strict=True)
+                for node, address in zip(self.seats, self.addresses, strict=True)
             ),
         )
 

@@ -133,20 +133,16 @@ class RunMachine:
         for node_id, member in list(self.members.items()):
             gone = member.disconnected_at
             if gone is not None and now - gone > self.plan.reconnect_seconds:
-                actions += self.lost(node_id, "its connection closed and did not come back", now)
+                actions += self._gone(node_id, "its connection closed and did not come back", now)
             elif gone is None and now - member.last_heard > self.plan.silent_seconds:
-                actions += self.lost(
+                actions += self._gone(
                     node_id, f"it has been silent for more than {self.plan.silent_seconds:g} s", now
                 )
         return actions + self._try_place(now)
 
     def lost(self, node_id: str, reason: str, now: float) -> list[Action]:
         """The node is dead, or was evicted."""
-        if self.stopped or self.members.pop(node_id, None) is None:
-            return []
-        actions: list[Action] = [Released(node_id=node_id, reason=reason)]
-        actions += self._unseat(node_id, f"node {node_id} is gone: {reason}", now)
-        return actions + self._try_place(now)
+        return self._gone(node_id, reason, now) + self._try_place(now)
 
     def leave(self, node_id: str, now: float) -> list[Action]:
         """The node asks to go. It is released once the state it holds is on disk."""
@@ -336,6 +332,12 @@ class RunMachine:
             Released(node_id=node_id, reason="it left"),
         ]
 
+    def _gone(self, node_id: str, reason: str, now: float) -> list[Action]:
+        if self.stopped or self.members.pop(node_id, None) is None:
+            return []
+        lost = self._unseat(node_id, f"node {node_id} is gone: {reason}", now)
+        return [Released(node_id=node_id, reason=reason), *lost]
+
     def _unseat(self, node_id: str, reason: str, now: float) -> list[Action]:
         if self._seating.vacate(node_id, now):
             # Failures that its neighbours told of were its own end.
@@ -383,7 +385,7 @@ class RunMachine:
             suspect_step=self._suspect[0] if self._suspect is not None else None,
             plan=self._step_plan,
         )
-        placement = RecordPlacement(epoch=self._last_epoch, nodes=nodes)
+        placement = RecordPlacement(epoch=self._last_epoch, nodes=nodes, addresses=self.epoch.addresses)
         return [*actions, placement, *self.epoch.announce()]
 
     def _candidates(self) -> list[Candidate]:
