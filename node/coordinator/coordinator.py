@@ -129,7 +129,7 @@ class Coordinator:
             ticker = group.create_task(self._tick())
             outcome = await self._act()
             ticker.cancel()
-        await self._say_goodbye()
+        await self._say_goodbye(outcome)
         self._emit(events.RunFinished(reason=outcome.reason, failed=outcome.failed, summary=self._summary()))
         return outcome
 
@@ -155,13 +155,20 @@ class Coordinator:
             await asyncio.sleep(TICK_SECONDS)
             self._post(self._machine.tick)
 
-    async def _say_goodbye(self) -> None:
+    async def _say_goodbye(self, outcome: Outcome) -> None:
         """Let every node hear how it ended before the connections close."""
-        for session in self._sessions.values():
+        for node_id, session in self._sessions.items():
+            if node_id not in self._machine.members:
+                self._turn_away(session, outcome)
             session.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_SECONDS):
                 await self._deserted.wait()
+
+    @staticmethod
+    def _turn_away(session: ControlSession, outcome: Outcome) -> None:
+        """For a node that the state machine has never seen: it came as the run ended."""
+        session.send(Finish(reason=f"the run is over: {outcome.reason}", failed=outcome.failed))
 
     def _post(self, happening: Happening) -> None:
         self._events.put_nowait(happening)
@@ -317,6 +324,10 @@ class Coordinator:
                 heartbeat_seconds=self.config.coordinator.heartbeat_seconds,
             )
         )
+        if self._outcome is not None:
+            self._turn_away(session, self._outcome)
+            session.close()
+            return
 
         def happening(now: float) -> list[Action]:
             known = self._machine.members.get(node_id)
