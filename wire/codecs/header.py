@@ -10,7 +10,7 @@ Little endian:
          7      1  tile, elements (0: raw)
          8      1  dtype of the tensor: 0 fp32, 1 bf16, 2 fp16
          9      1  dimensions, 1 to 5
-        10      2  share of 4-bit tiles, in ten-thousandths
+        10      2  share of 4-bit tiles, in ten-thousandths; of `trellis`, the rate in thousandths of a bit
         12      4  tau, fp32
         16      4  constant c of a fixed-point codec, fp32
         20     20  extents, unused ones 0

@@ -1,6 +1,7 @@
-"""Codecs by the names that run files use."""
+"""Codecs by the names that run files use. `trellis-R` stands for one codec for every rate R."""
 
 from difflib import get_close_matches
+from functools import lru_cache
 
 import torch
 
@@ -8,6 +9,7 @@ from wire.codecs.base import Codec
 from wire.codecs.fixed import MAX_BITS, MIN_BITS, FixedCodec
 from wire.codecs.raw import RawCodec
 from wire.codecs.tah import TahCodec
+from wire.codecs.trellis import PREFIX, RANGE, TrellisCodec, named
 from wire.errors import ConfigError
 
 _CODECS: dict[str, Codec] = {
@@ -18,20 +20,27 @@ _CODECS: dict[str, Codec] = {
         RawCodec("fp16", 3, torch.float16),
         *(FixedCodec(bits) for bits in range(MIN_BITS, MAX_BITS + 1)),
         TahCodec(),
+        # One of many rates, for those who go through all codecs.
+        TrellisCodec(4.0),
     )
 }
 
+_FIXED_NAMES = [name for name in _CODECS if not name.startswith(PREFIX)]
+
 
 def codec_names() -> tuple[str, ...]:
-    """Every name that `codec` knows."""
+    """Every name that `codec` knows, and one rate of those with a rate."""
     return tuple(_CODECS)
 
 
+@lru_cache(maxsize=1024)
 def codec(name: str) -> Codec:
     """The codec of that name, shared by all callers: it has no state. `ConfigError` for another name."""
-    try:
-        return _CODECS[name]
-    except KeyError:
-        close = get_close_matches(name, _CODECS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(_CODECS)}"
-        raise ConfigError(f"unknown codec {name!r}: {hint}") from None
+    found = _CODECS.get(name) or named(name)
+    if found is not None:
+        return found
+    if name.startswith(PREFIX):
+        raise ConfigError(f"unknown codec {name!r}: {RANGE} are, with at most three decimals")
+    close = get_close_matches(name, _CODECS, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(_FIXED_NAMES)} or {RANGE}"
+    raise ConfigError(f"unknown codec {name!r}: {hint}")

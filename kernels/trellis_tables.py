@@ -1,0 +1,162 @@
+"""Static frequency tables of the `trellis` codec: no table crosses the wire, so a small tensor pays for none.
+
+A *class* says how wide the quantizer's indices are spread: class c has a standard deviation of
+2**((c - 12) / 4) indices. Classes from `CLASSES` on have no tables: the lowest `shift` bits of their indices
+travel as they are, and what is left belongs to a class of the last octave.
+
+A table gives each index in `[-reach, reach]`, and the escape, a frequency of at least one in `TOTAL`. Symbol
+= index + `MIDDLE`, so a symbol has its index's parity; the escape's index is even. Every number here comes
+from integers and decimal arithmetic with 50 digits: no library's last bit is in it.
+"""
+
+from dataclasses import dataclass
+from decimal import Decimal, localcontext
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+PRECISION = 12
+TOTAL = 1 << PRECISION
+CLASSES = 24
+MIDDLE = 44
+ESCAPE = 2 * MIDDLE + 2
+SYMBOLS = ESCAPE + 1
+SYMBOL_MASK = 127
+MAX_SHIFT = 20
+MAX_CLASS = CLASSES + 4 * MAX_SHIFT - 1
+
+# Shapes that a tensor's elements may have, one for all of it: normal, or with longer tails.
+GAUSSIAN, LAPLACE = range(2)
+FAMILIES = 2
+
+# The class of standard deviation 1.
+_UNIT_CLASS = 12
+# Bits of a cost behind the binary point.
+COST_BITS = 16
+
+Int32Array = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Frequencies of one family. Rows are 2 * class + quantizer (0: even multiples of a step, 1: odd)."""
+
+    frequency: Int32Array  # [2 * CLASSES, SYMBOLS], rows add up to TOTAL
+    start: Int32Array  # same shape: the sum of all frequencies before
+    # [2 * CLASSES, TOTAL], for every slot: slot - start | symbol << PRECISION | frequency << PRECISION + 7.
+    slots: NDArray[np.int64]
+    cost: Int32Array  # [2 * CLASSES, SYMBOLS]: bits, in 2**-16; an escape's include its 32 bits
+    mean_cost: NDArray[np.int64]  # [MAX_CLASS + 1]: what an element of a class costs on average, in 2**-16
+
+
+def reach(number: int) -> int:
+    """The largest index, in magnitude, that a class below `CLASSES` codes without an escape."""
+    return int(_deviation(number) * 6) + 4
+
+
+def split(classes: Int32Array) -> tuple[Int32Array, Int32Array]:
+    """Table (a class below `CLASSES`) and shift of classes from 0 to `MAX_CLASS`."""
+    shift = np.maximum((classes - (CLASSES - 4)) >> 2, 0).astype(np.int32)
+    return classes - 4 * shift, shift
+
+
+@cache
+def reaches() -> Int32Array:
+    """`reach` of every class with a table."""
+    return np.array([reach(number) for number in range(CLASSES)], dtype=np.int32)
+
+
+@cache
+def tables(family: int) -> Tables:
+    """The tables of a family."""
+    frequency = np.zeros((2 * CLASSES, SYMBOLS), dtype=np.int32)
+    with localcontext() as context:
+        context.prec = 50
+        for number in range(CLASSES):
+            for odd in (0, 1):
+                frequency[2 * number + odd] = _frequencies(family, number, odd)
+    start = (np.cumsum(frequency, axis=1) - frequency).astype(np.int32)
+    symbols = np.repeat(np.tile(np.arange(SYMBOLS), 2 * CLASSES), frequency.ravel()).reshape(-1, TOTAL)
+    rows = np.arange(2 * CLASSES)[:, None]
+    offset = np.arange(TOTAL) - start[rows, symbols]
+    slots = offset | symbols << PRECISION | frequency[rows, symbols].astype(np.int64) << (PRECISION + 7)
+    bits = bits_of_counts()
+    cost = bits[frequency]
+    cost[:, ESCAPE] += 32 << COST_BITS
+    table, shift = split(np.arange(MAX_CLASS + 1, dtype=np.int32))
+    # Escapes are far rarer than the one slot that they must have.
+    mean = ((frequency.astype(np.int64) * cost)[:, :ESCAPE].sum(1) + TOTAL // 2) >> PRECISION
+    mean_cost = ((mean[2 * table] + mean[2 * table + 1]) >> 1) + (shift.astype(np.int64) << COST_BITS)
+    return Tables(frequency, start, slots, cost, mean_cost)
+
+
+def _deviation(number: int) -> Decimal:
+    """Standard deviation of a class, in indices: a power of the fourth root of two."""
+    return Decimal(2).sqrt().sqrt() ** (number - _UNIT_CLASS)
+
+
+def _frequencies(family: int, number: int, odd: int) -> list[int]:
+    """Frequencies of one table. Index k of the odd quantizer stands for k + 1/2."""
+    # What is quantized carries the noise of choosing a path, too.
+    deviation = (_deviation(number) ** 2 + _PATH_NOISE).sqrt()
+    limit = reach(number)
+    indices = range(-limit, limit + 1 - odd)
+    edges = [Decimal(k) - Decimal("0.5") * (1 - odd) for k in (*indices, limit + 1 - odd)]
+    distribution = (_gaussian, _laplace)[family]
+    below = [distribution(edge / deviation) for edge in edges]
+    room = TOTAL - len(indices) - 1
+    row = [0] * SYMBOLS
+    row[ESCAPE] = 1
+    for k, low, high in zip(indices, below, below[1:], strict=False):
+        row[k + MIDDLE] = 1 + int((high - low) * room)
+    # Rounding down leaves a little; the middle can use it best.
+    row[MIDDLE] += TOTAL - sum(row)
+    return row
+
+
+_PATH_NOISE = Decimal("0.07")
+
+
+def _gaussian(z: Decimal) -> Decimal:
+    """The normal distribution's share below z, by its Taylor series; beyond 9 nothing is left."""
+    if abs(z) > 9:
+        return Decimal(int(z > 0))
+    term = total = z
+    square, n = z * z, 0
+    while abs(term) > Decimal("1e-40"):
+        n += 1
+        term = -term * square / (2 * n)
+        total += term / (2 * n + 1)
+    return Decimal("0.5") + total / _ROOT_OF_TWO_PI
+
+
+# To 50 digits, and the square root of pi / 2, by which a Laplace distribution of the same mean magnitude is
+# narrower.
+_ROOT_OF_TWO_PI = Decimal("2.5066282746310005024157652848110452530069867406099")
+_ROOT_OF_HALF_PI = _ROOT_OF_TWO_PI / 2
+
+
+def _laplace(z: Decimal) -> Decimal:
+    """The share below z of a Laplace distribution with the mean magnitude of a normal one."""
+    tail = (-abs(z) * _ROOT_OF_HALF_PI).exp() / 2
+    return tail if z < 0 else 1 - tail
+
+
+@cache
+def bits_of_counts() -> Int32Array:
+    """-log2(n / TOTAL) in 2**-16 bits for n from 0 to TOTAL, by squaring integers; 0 for n = 0."""
+    n = np.arange(TOTAL + 1, dtype=np.int64)
+    exponent = np.zeros_like(n)
+    for power in range(1, PRECISION + 1):
+        exponent += n >= 1 << power
+    mantissa = np.maximum(n, 1) << (30 - exponent)  # in [1, 2) * 2**30
+    log = exponent << COST_BITS
+    for bit in range(COST_BITS - 1, -1, -1):
+        mantissa = (mantissa * mantissa) >> 30
+        two = mantissa >> 31
+        log += two << bit
+        mantissa >>= two
+    bits = (PRECISION << COST_BITS) - log
+    bits[0] = 0
+    return bits.astype(np.int32)
