@@ -89,7 +89,7 @@ def decode(
     position = 0
     zero = np.zeros(lanes, dtype=np.int64)
     before = current = zero
-    with_low: set[int] = set() if low_bits is None else set((low_bits >= 0).any(1).nonzero()[0].tolist())
+    with_low: set[int] = set() if low_bits is None else set(np.flatnonzero(low_bits.max(1) >= 0).tolist())
     for t in range(steps):
         entry = entries[t]
         if t % chain == 0:
