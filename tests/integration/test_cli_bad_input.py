@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from node.telemetry.events import JoinLine
+from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, Process, Run
 
 pytestmark = pytest.mark.timeout(120)
@@ -76,9 +77,9 @@ def misspell(run: Run) -> None:
     ),
 )
 def test_a_run_that_cannot_start(
-    spoil: Callable[[Run], None], overrides: list[str], words: str, tmp_path: Path
+    spoil: Callable[[Run], None], overrides: list[str], words: str, prefork: Prefork, tmp_path: Path
 ) -> None:
-    with Run(tmp_path) as run:
+    with Run(tmp_path, launch=prefork.popen) as run:
         spoil(run)
         line = one_line(run.start(*overrides))
         assert words.format(text=run.text_file) in line
@@ -105,9 +106,9 @@ def taken_port(offset: int) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("offset", [0, 1], ids=["join-port", "control-port"])
-def test_a_port_that_is_taken(offset: int, tmp_path: Path) -> None:
+def test_a_port_that_is_taken(offset: int, prefork: Prefork, tmp_path: Path) -> None:
     """The same command works once the port is free: the failed start left no run behind."""
-    with Run(tmp_path) as run:
+    with Run(tmp_path, launch=prefork.popen) as run:
         with taken_port(offset) as port:
             line = one_line(run.start(f"coordinator.listen=127.0.0.1:{port}"))
             assert f"cannot listen at 127.0.0.1:{port + offset}" in line
@@ -119,8 +120,8 @@ def test_a_port_that_is_taken(offset: int, tmp_path: Path) -> None:
         assert again.exit_code == 130
 
 
-def test_directories_that_hold_a_run_or_none(tmp_path: Path) -> None:
-    with Run(tmp_path) as run:
+def test_directories_that_hold_a_run_or_none(prefork: Prefork, tmp_path: Path) -> None:
+    with Run(tmp_path, launch=prefork.popen) as run:
         first = run.start()
         first.wait_event(JoinLine)
         first.interrupt()
@@ -147,9 +148,11 @@ def test_directories_that_hold_a_run_or_none(tmp_path: Path) -> None:
         assert again.exit_code == 130
 
 
-def test_two_coordinators_of_one_run(tmp_path: Path) -> None:
+def test_two_coordinators_of_one_run(prefork: Prefork, tmp_path: Path) -> None:
     """A second one would hand out the same steps again."""
-    with Run(tmp_path, replace(SMALL, pipeline=replace(SMALL.pipeline, stages=2))) as run:
+    with Run(
+        tmp_path, replace(SMALL, pipeline=replace(SMALL.pipeline, stages=2)), launch=prefork.popen
+    ) as run:
         coordinator = run.start()
         coordinator.wait_event(JoinLine)
         assert "another coordinator is running with" in one_line(run.command("resume", str(run.run_dir)))

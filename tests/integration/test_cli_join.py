@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from node.coordinator.store import Store
+from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, Process, Run
 from wire.identity.token import JoinToken
 
@@ -92,9 +93,9 @@ CASES: list[tuple[Callable[[Run, JoinToken], str], int, str]] = [
 ]
 
 
-def test_tokens_that_admit_nobody(tmp_path: Path) -> None:
+def test_tokens_that_admit_nobody(prefork: Prefork, tmp_path: Path) -> None:
     """Each gets one line and leaves no trace in the run, which the next good token joins as ever."""
-    with Run(tmp_path, CONFIG) as run:
+    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
         coordinator = run.start()
         token = JoinToken.parse(coordinator.token)
         refused: list[tuple[str, Process, int, str]] = []
@@ -118,9 +119,9 @@ def test_tokens_that_admit_nobody(tmp_path: Path) -> None:
         assert coordinator.exit_code == 0
 
 
-def test_a_coordinator_that_goes_away(tmp_path: Path) -> None:
+def test_a_coordinator_that_goes_away(prefork: Prefork, tmp_path: Path) -> None:
     """Nodes that wait give up after `outage_seconds`, each with a line that names the address."""
-    with Run(tmp_path, CONFIG) as run:
+    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
         coordinator = run.start()
         waiting = run.add_node()
         waiting.wait_line(lambda line: "waiting for a stage" in line)
@@ -134,10 +135,10 @@ def test_a_coordinator_that_goes_away(tmp_path: Path) -> None:
         run.assert_quiet()
 
 
-def test_a_coordinator_that_goes_away_in_the_middle_of_a_step(tmp_path: Path) -> None:
+def test_a_coordinator_that_goes_away_in_the_middle_of_a_step(prefork: Prefork, tmp_path: Path) -> None:
     """Nodes at work do the same, and what the coordinator had on record is where a resumed run begins."""
     config = replace(CONFIG, run=replace(CONFIG.run, snapshot_every=3))
-    with Run(tmp_path, config) as run:
+    with Run(tmp_path, config, launch=prefork.popen) as run:
         first = run.start()
         nodes = run.add_nodes(2)
         first.wait_step(5)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from node.telemetry.events import SnapshotStored
+from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, Process, Run
 
 CONFIG = replace(
@@ -34,8 +35,8 @@ def tokens(run: Run) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.timeout(240)
-def test_commands_beside_a_live_run(tmp_path: Path) -> None:
-    with Run(tmp_path, CONFIG) as run:
+def test_commands_beside_a_live_run(prefork: Prefork, tmp_path: Path) -> None:
+    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
         coordinator = run.start()
         token = coordinator.token
         run.add_node().wait_line(lambda line: "waiting for a stage" in line)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from node.telemetry.events import NodeLeft, PlacementMade, StepAborted
+from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, Run
 
 CONFIG = replace(
@@ -17,9 +18,9 @@ CONFIG = replace(
 pytestmark = pytest.mark.timeout(240)
 
 
-def test_a_killed_node_started_again_goes_on(tmp_path: Path) -> None:
+def test_a_killed_node_started_again_goes_on(prefork: Prefork, tmp_path: Path) -> None:
     """kill -9 of the middle stage; the same machine joins again with the same token."""
-    with Run(tmp_path, CONFIG) as run:
+    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
         coordinator = run.start()
         nodes = run.add_nodes(3)
         coordinator.wait_step(6)
@@ -35,9 +36,9 @@ def test_a_killed_node_started_again_goes_on(tmp_path: Path) -> None:
         run.assert_undisturbed()
 
 
-def test_a_replacement_from_elsewhere_takes_a_dead_nodes_stage(tmp_path: Path) -> None:
+def test_a_replacement_from_elsewhere_takes_a_dead_nodes_stage(prefork: Prefork, tmp_path: Path) -> None:
     """kill -9 of the last stage; a machine that was never there joins with a token made meanwhile."""
-    with Run(tmp_path, CONFIG) as run:
+    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
         coordinator = run.start()
         run.add_nodes(3)
         coordinator.wait_step(5)
@@ -55,10 +56,10 @@ def test_a_replacement_from_elsewhere_takes_a_dead_nodes_stage(tmp_path: Path) -
         run.assert_undisturbed()
 
 
-def test_a_node_that_leaves_loses_nothing(tmp_path: Path) -> None:
+def test_a_node_that_leaves_loses_nothing(prefork: Prefork, tmp_path: Path) -> None:
     """Ctrl-C: the step ends, a snapshot of it is taken, exit code 130; a replacement goes on from there."""
     config = replace(CONFIG, run=replace(CONFIG.run, snapshot_every=100))
-    with Run(tmp_path, config) as run:
+    with Run(tmp_path, config, launch=prefork.popen) as run:
         coordinator = run.start()
         run.add_nodes(3)
         coordinator.wait_step(5)
@@ -79,8 +80,8 @@ def test_a_node_that_leaves_loses_nothing(tmp_path: Path) -> None:
         run.assert_undisturbed()
 
 
-def test_a_node_that_waits_for_a_stage_leaves_at_once(tmp_path: Path) -> None:
-    with Run(tmp_path, CONFIG) as run:
+def test_a_node_that_waits_for_a_stage_leaves_at_once(prefork: Prefork, tmp_path: Path) -> None:
+    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
         coordinator = run.start()
         node = run.add_node()
         node.wait_line(lambda line: "waiting for a stage" in line)
@@ -92,10 +93,10 @@ def test_a_node_that_waits_for_a_stage_leaves_at_once(tmp_path: Path) -> None:
         run.assert_quiet()
 
 
-def test_a_frozen_node_is_dropped_and_may_come_back(tmp_path: Path) -> None:
+def test_a_frozen_node_is_dropped_and_may_come_back(prefork: Prefork, tmp_path: Path) -> None:
     """Nothing dies: one stage says nothing for longer than `silent_seconds`, then wakes in a later epoch."""
     coordinator_section = replace(CONFIG.coordinator, heartbeat_seconds=0.5, silent_seconds=4.0)
-    with Run(tmp_path, replace(CONFIG, coordinator=coordinator_section)) as run:
+    with Run(tmp_path, replace(CONFIG, coordinator=coordinator_section), launch=prefork.popen) as run:
         coordinator = run.start()
         nodes = run.add_nodes(3)
         coordinator.wait_step(6)

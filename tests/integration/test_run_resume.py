@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from node.telemetry.events import Notice, PlacementMade, RunFinished, RunStarted
+from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, Run
 
 CONFIG = replace(SMALL, pipeline=replace(SMALL.pipeline, stages=2))
@@ -18,9 +19,9 @@ TIED_RING = replace(
 pytestmark = pytest.mark.timeout(240)
 
 
-def test_stop_and_resume(tmp_path: Path) -> None:
+def test_stop_and_resume(prefork: Prefork, tmp_path: Path) -> None:
     """Ctrl-C at the coordinator ends the run after the step and a snapshot; half of the nodes change."""
-    with Run(tmp_path, CONFIG) as run:
+    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
         first = run.start()
         nodes = run.add_nodes(2)
         first.wait_step(5)
@@ -50,9 +51,9 @@ def test_stop_and_resume(tmp_path: Path) -> None:
         ]
 
 
-def test_resume_on_another_number_of_stages(tmp_path: Path) -> None:
+def test_resume_on_another_number_of_stages(prefork: Prefork, tmp_path: Path) -> None:
     """Two stages of two chunks, then three of one with a window; only the split of the layers changes."""
-    with Run(tmp_path, TIED_RING) as run:
+    with Run(tmp_path, TIED_RING, launch=prefork.popen) as run:
         first = run.start()
         run.add_nodes(2)
         first.wait_step(3)
