@@ -193,9 +193,8 @@ class _Demo:
         """The error that a child left in its log; the demo ends with the child's exit code."""
         lines = self._log(name).read_text(encoding="utf-8", errors="replace").splitlines()
         words = next((line for line in reversed(lines) if line.strip()), "it said nothing")
-        error = RunError(
-            f"{words.removeprefix('thinwire: ').removeprefix('error: ')} ({name} ended with exit code {code}; "
-            f"all it said is in {self._log(name)})"
-        )
+        words = words.removeprefix("thinwire: ").removeprefix("error: ")
+        log = self._log(name)
+        error = RunError(f"{words} ({name} ended with exit code {code}; all it said is in {log})")
         error.exit_code = code if code > 0 else 1
         return error
