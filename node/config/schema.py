@@ -107,7 +107,7 @@ class PipelineSection:
     split: tuple[int, ...] = ()
     """Blocks of each chunk in pipeline order (stages x chunks numbers); empty splits evenly by cost."""
     forward_codec: str = "tah"
-    """Packs activations: `fp32`, `bf16`, `fp16`, `fixed-2` to `fixed-10`, `tah`."""
+    """Packs activations: `fp32`, `bf16`, `fp16`, `fixed-2` to `-10`, `tah`, `trellis-2` to `-10`."""
     backward_codec: str = "fixed-8"
     """Packs the gradients of activations; the same names."""
 
