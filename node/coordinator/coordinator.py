@@ -38,6 +38,7 @@ from node.coordinator.enrolment import EnrolmentDesk
 from node.coordinator.machine import RunMachine
 from node.coordinator.plan import Past, RunPlan
 from node.coordinator.records import PlacedNode, SnapshotRecord, StepOutcome, StepRecord
+from node.coordinator.recovery import Recovery
 from node.coordinator.store import Store
 from node.model.placement import stage_bytes, stage_units
 from node.model.units import unit_names, unit_parameters
@@ -109,6 +110,7 @@ class Coordinator:
             past,
         )
         self._accounting = Accounting()
+        self._recovery = Recovery()
         self._writer = SnapshotWriter(self._snapshots, config, run_id)
         self._events: asyncio.Queue[Happening] = asyncio.Queue()
         self._sessions: dict[str, ControlSession] = {}
@@ -189,6 +191,7 @@ class Coordinator:
                 if (session := self._sessions.get(action.node_id)) is not None:
                     session.send(action.message)
             case RecordPlacement():
+                self._recovery.placed(time.monotonic())
                 hosts = zip(action.nodes, action.addresses, strict=True)
                 placed = [PlacedNode(stage, node, address) for stage, (node, address) in enumerate(hosts)]
                 await asyncio.to_thread(self._store.record_placement, action.epoch, placed)
@@ -203,6 +206,7 @@ class Coordinator:
             case OpenSnapshot():
                 self._wanted_snapshots.add(action.step)
             case Aborted():
+                self._recovery.interrupted(time.monotonic())
                 self._emit(events.StepAborted(epoch=action.epoch, step=action.step + 1, reason=action.reason))
             case Released():
                 if (session := self._sessions.get(action.node_id)) is not None:
@@ -246,7 +250,18 @@ class Coordinator:
         self._emit(
             events.PlacementMade(epoch=restored.epoch, nodes=restored.nodes, resume_step=restored.step)
         )
+        self._tell_recovery(restored.nodes, restored.step)
         self._step_began = time.monotonic()
+
+    def _tell_recovery(self, seats: Sequence[str], step: int) -> None:
+        stages = stage_units(self.config, len(seats))
+        parameters = (sum(unit_parameters(self.config.model, unit) for unit in units) for units in stages)
+        rates = [self._sessions[node].hello.download_rate for node in seats if node in self._sessions]
+        # Weights and two moments in float32.
+        state_bytes, rate = 3 * 4 * max(parameters), min(rates, default=0.0)
+        line = self._recovery.over(step=step, now=time.monotonic(), state_bytes=state_bytes, rate=rate)
+        if line is not None:
+            self._emit(events.Notice(text=line))
 
     def _finish_step(self, nodes: Sequence[str]) -> None:
         commit = self._commit

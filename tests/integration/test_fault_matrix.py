@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from node.faults import Fault, Kind, Phase
-from node.telemetry.events import Event, NodeJoined, NodeLeft, PlacementMade, StepAborted
+from node.telemetry.events import Event, NodeJoined, NodeLeft, Notice, PlacementMade, StepAborted
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import KILLED, FaultRun, small
 from tests.support.run_harness import Process
@@ -60,6 +60,9 @@ def test_a_spare_takes_the_stage_of_a_killed_node(
         (died,) = run.times(kill)
         seconds, left = run.after(died, NodeLeft)
         assert seconds <= DEAD_SECONDS
+        (notice,) = run.all(Notice)
+        assert notice.text.startswith(f"back at step {SNAPSHOT} in ")
+        assert "expected at most 10 s + " in notice.text
         before, after = run.all(PlacementMade)
         assert left.node_id == before.nodes[stage] != after.nodes[stage]
         assert [before.nodes[s] for s in range(3) if s != stage] == [
