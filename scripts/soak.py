@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import torch
+
 from node.config.schema import RunConfig
 from node.faults import Fault, Kind, Phase
 from node.telemetry.events import NodeLeft, PlacementMade, RunStarted, StepAborted, StepDone
@@ -74,7 +76,7 @@ class Schedule:
         config = replace(
             config,
             run=replace(config.run, seed=seed, keep_snapshots=chance.choice((1, 3))),
-            model=replace(config.model, tied=chance.random() < 0.3),
+            model=replace(config.model, layers=max(3, stages), tied=chance.random() < 0.3),
             pipeline=replace(config.pipeline, stages=stages, window=chance.randrange(3)),
         )
         faults = tuple(_fault(chance, stages, steps) for _ in range(chance.randrange(8, 16)))
@@ -163,6 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, help="how many schedules (default: until --kills)")
     parser.add_argument("--kills", type=int, default=200, help="stop after as many processes were killed")
     args = parser.parse_args(argv)
+    # The undisturbed run is computed here, beside the processes of others.
+    torch.set_num_threads(1)
     totals = Totals()
     began = time.monotonic()
     with Prefork() as prefork:
