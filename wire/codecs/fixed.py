@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from kernels import fixed
+from kernels import fixed, ops
 from kernels.tiles import MAX_EXPONENT, MIN_EXPONENT, TILE, tiles_per_row
 from wire.codecs.base import Codec
 from wire.codecs.header import Parameters
@@ -44,18 +44,36 @@ class FixedCodec(Codec):
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
         layout = self._layout(tensor.shape)
         layout.clear_gaps(payload)
-        return fixed.encode(tensor, fixed.FixedSections(*layout.views(payload)), constant=self._constant)
+        sections = fixed.FixedSections(*layout.views(payload))
+        if ops.has_kernels(tensor.device.type):
+            exponent = torch.empty((), dtype=torch.int32, device=tensor.device)
+            ops.fixed_encode(tensor, *sections, exponent, self._constant)
+            return exponent
+        return fixed.encode(tensor, sections, constant=self._constant)
 
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
         sections = fixed.FixedSections(*self._layout(out.shape).views(payload))
+        if ops.has_kernels(out.device.type):
+            device_exponent = torch.full((), exponent, dtype=torch.int32, device=out.device)
+            status = ops.fixed_decode(*sections, out, device_exponent, self._constant)
+            self._refuse(int(status.max()))
+            return
         low, high = torch.aminmax(sections.scales)
         if not high.isfinite():
-            raise NonFiniteError(f"a packed {self.name} tensor has scales that are not finite: refused")
+            self._refuse(ops.NON_FINITE)
         if low <= 0:
-            raise PackedMismatchError(f"a packed {self.name} tensor has a scale of zero or below: refused")
+            self._refuse(ops.BAD_SCALE)
         all_ones = sections.planes[0]
         for plane in sections.planes[1:]:
             all_ones = all_ones & plane
         if all_ones.any():
-            raise PackedMismatchError(f"a packed {self.name} tensor has a code beyond its range: refused")
+            self._refuse(ops.BAD_CODE)
         fixed.decode(sections, out, exponent, constant=self._constant)
+
+    def _refuse(self, fault: int) -> None:
+        if fault == ops.NON_FINITE:
+            raise NonFiniteError(f"a packed {self.name} tensor has scales that are not finite: refused")
+        if fault == ops.BAD_SCALE:
+            raise PackedMismatchError(f"a packed {self.name} tensor has a scale of zero or below: refused")
+        if fault == ops.BAD_CODE:
+            raise PackedMismatchError(f"a packed {self.name} tensor has a code beyond its range: refused")

@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from kernels import bitplanes, tah
+from kernels import bitplanes, ops, tah
 from kernels.tiles import MAX_EXPONENT, MIN_EXPONENT, TILE, tiles_per_row
 from wire.codecs.base import Codec
 from wire.codecs.header import Parameters
@@ -40,22 +40,40 @@ class TahCodec(Codec):
         layout = _layout(tensor.shape)
         layout.clear_gaps(payload)
         sections = tah.TahSections(*layout.views(payload))
+        if ops.has_kernels(tensor.device.type):
+            exponent = torch.empty((), dtype=torch.int32, device=tensor.device)
+            ops.tah_encode(tensor, *sections, exponent, samples, four_bit_tiles(tiles), TAU)
+            return exponent
         return tah.encode(tensor, sections, samples=samples, four_bit=four_bit_tiles(tiles), tau=TAU)
 
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
         samples, tiles = _samples_and_tiles(out.shape)
         sections = tah.TahSections(*_layout(out.shape).views(payload))
+        if ops.has_kernels(out.device.type):
+            device_exponent = torch.full((), exponent, dtype=torch.int32, device=out.device)
+            status = ops.tah_decode(*sections, out, device_exponent, samples, four_bit_tiles(tiles))
+            _refuse(int(status.max()), tiles)
+            return
         if not (sections.scales.isfinite().all() and sections.zero_points.isfinite().all()):
-            raise NonFiniteError("a packed tah tensor has scales or zero-points that are not finite: refused")
+            _refuse(ops.NON_FINITE, tiles)
         if (sections.scales == 0).any():
-            raise PackedMismatchError("a packed tah tensor has a scale of zero: refused")
+            _refuse(ops.BAD_SCALE, tiles)
         four = bitplanes.unpack_flags(sections.bit_map, samples * tiles).view(samples, tiles)
         if (four.sum(1) != four_bit_tiles(tiles)).any():
-            raise PackedMismatchError(
-                f"a packed tah tensor's bit-map must give 4 bits to {four_bit_tiles(tiles)} of each sample's "
-                f"{tiles} tiles: refused"
-            )
+            _refuse(ops.BAD_CODE, tiles)
         tah.decode(sections, out, exponent)
+
+
+def _refuse(fault: int, tiles: int) -> None:
+    if fault == ops.NON_FINITE:
+        raise NonFiniteError("a packed tah tensor has scales or zero-points that are not finite: refused")
+    if fault == ops.BAD_SCALE:
+        raise PackedMismatchError("a packed tah tensor has a scale of zero: refused")
+    if fault == ops.BAD_CODE:
+        raise PackedMismatchError(
+            f"a packed tah tensor's bit-map must give 4 bits to {four_bit_tiles(tiles)} of each sample's "
+            f"{tiles} tiles: refused"
+        )
 
 
 def four_bit_tiles(tiles: int) -> int:
