@@ -45,8 +45,8 @@ _NAME = re.compile(r"trellis-(\d{1,2}(?:\.\d{1,3})?)", re.ASCII)
 _RATE_UNIT = 1000
 # A tensor of fewer elements gets its header, and as much again for the fixed parts, on top of its rate.
 _SMALL = 4096
-# Rank and bits of the predictions that are tried; the last only where the one before it gains much.
-_PREDICTIONS = ((8, 4), (32, 4), (32, 5))
+# Rank and bits of the predictions that are tried; more than 4 bits only where the one before gains much.
+_PREDICTIONS = ((8, 4), (8, 6), (32, 4), (32, 6))
 _MUCH = 1.2
 # Rows or columns of which no doubt the others' scales are worth their bits.
 _MANY = 128
@@ -56,12 +56,15 @@ _SAMPLED_ROWS = 8
 _LANE_BITS = 24
 # Shares of the budget: left free at first, because a cost is an estimate; and too much to leave free in the
 # end.
-_FREE = 1 / 1500
+_FREE = 1 / 800
 _TOO_FREE = 1 / 200
 # From 2**-16 octaves to 16ths.
 _SIXTEENTH = COST_BITS - 4
-_ATTEMPTS = 12
-_GOOD_ATTEMPTS = 3
+# Steps that are tried: of small tensors, of others; and if none has fitted yet.
+_CHEAP = 1 << 17
+_ATTEMPTS = 6
+_FEW_ATTEMPTS = 2
+_MAX_ATTEMPTS = 14
 
 Float32Array = NDArray[np.float32]
 Int32Array = NDArray[np.int32]
@@ -180,44 +183,32 @@ def _encode(y: Float32Array, size: int) -> Payload | None:
     family, share = _measure(model, budget)
     where = trellis.grid(y.size)
     flat = model.residual.reshape(-1)
+    enough = _ATTEMPTS if y.size < _CHEAP else _FEW_ATTEMPTS
     best: Payload | None = None
     free = _FREE
-    lowest = 0
-    for attempt in range(_ATTEMPTS):
-        code = max(lowest, model.smallest_step(budget * (1 - free), family, share))
+    # Codes of steps that are known to be too small, and to do.
+    low, high = -1, trellis.STEP_CODES
+    for attempt in range(1, _MAX_ATTEMPTS + 1):
+        code = model.smallest_step(budget * (1 - free), family, share)
+        code = min(max(code, low + 1), high - 1)
         row, column = model.classes(sixteenths(code))
-        number = trellis.classes(row, column)
-        indices = trellis.quantize(flat, number, trellis.step_of(code), where, family)
-        low_bits = sum(plane.size for plane in indices.low_bits)
-        cost = indices.cost / (1 << COST_BITS) + low_bits
-        fits = model.fixed_bits(sixteenths(code)) + cost <= budget
-        if fits:
-            payload = Payload(
-                family,
-                code,
-                row,
-                column,
-                model.factors,
-                indices.low_bits,
-                indices.escapes,
-                trellis.code(indices, family),
-            )
-            used = trellis_payload.used_bytes(payload)
-            fits = used <= size
-            if fits and (best is None or code < best.step_code):
-                best = payload
+        indices = trellis.quantize(flat, trellis.classes(row, column), trellis.step_of(code), where, family)
+        cost = indices.cost / (1 << COST_BITS) + sum(plane.size for plane in indices.low_bits)
         share = cost / max(model.cost(code, family), 1.0)
-        if fits:
-            if 8 * (size - used) <= budget * _TOO_FREE or attempt >= _GOOD_ATTEMPTS:
-                break
-            free = _FREE / 2
+        left = -1
+        if model.fixed_bits(sixteenths(code)) + cost <= budget:
+            blocks = trellis.code(indices, family)
+            payload = Payload(
+                family, code, row, column, model.factors, indices.low_bits, indices.escapes, blocks
+            )
+            left = size - trellis_payload.used_bytes(payload)
+        if left >= 0:
+            best, high, free = payload, code, _FREE * 1.5
         else:
-            if best is not None:
-                break
-            # The estimate was too low: leave more room every time.
-            free *= 2
-            lowest = code + 1
-        if lowest >= trellis.STEP_CODES:
+            low, free = code, free * 2
+        if best is not None and (left in range(int(size * _TOO_FREE) + 1) or attempt >= enough):
+            break
+        if high - low <= 1:
             break
     return best
 
@@ -256,16 +247,18 @@ def _best_model(y: Float32Array, budget: int) -> _Model:
 
 def _measure(model: _Model, budget: int) -> tuple[int, float]:
     """The family of tables that codes some rows in the fewest bits, and the share of the expected cost."""
-    code = model.smallest_step(budget, 0, 1.0)
-    row, column = model.classes(sixteenths(code))
     rows = slice(None, None, _SAMPLED_ROWS)
-    residual, row = model.residual[rows], row[rows]
-    number = trellis.classes(row, column)
-    step = trellis.step_of(code)
-    costs = [trellis.sampled_cost(residual, number, step, family) for family in range(FAMILIES)]
-    family = int(np.argmin(costs))
-    expected = int((trellis.class_counts(row, column) * tables(family).mean_cost).sum())
-    return family, costs[family] / max(expected, 1)
+    sample = _Model(None, model.residual[rows], model.row[rows], model.column)
+    family, share = 0, 1.0
+    # The share depends a little on the step, so it is measured again at the step that it leads to.
+    for _ in range(2):
+        code = model.smallest_step(budget * (1 - _FREE), family, share)
+        number = trellis.classes(*sample.classes(sixteenths(code)))
+        step = trellis.step_of(code)
+        costs = [trellis.sampled_cost(sample.residual, number, step, family) for family in range(FAMILIES)]
+        family = int(np.argmin(costs))
+        share = costs[family] / (1 << COST_BITS) / max(sample.cost(code, family), 1.0)
+    return family, share
 
 
 def _decode(data: NDArray[np.uint8], rows: int, columns: int) -> Float32Array:

@@ -1,0 +1,75 @@
+"""Write the golden digests of `trellis-R`: `python tests/golden/trellis_write.py`. Only when the format is to
+change.
+
+The inputs are made of integers here, so they need not be stored; `trellis.json` holds SHA-256 of the packed
+bytes and of the decoded tensor's bytes.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from wire.codecs.registry import codec
+from wire.spec import TensorSpec
+
+HERE = Path(__file__).resolve().parent
+RATES = ("trellis-2", "trellis-3.45", "trellis-4.41", "trellis-8.125")
+
+
+def noise(*shape: int, seed: int) -> NDArray[np.float32]:
+    """Nearly normal numbers of standard deviation 1, exact multiples of 2**-15."""
+    position = np.arange(12 * int(np.prod(shape)), dtype=np.uint64) + np.uint64(seed << 40)
+    position *= np.uint64(0x9E3779B97F4A7C15)
+    position ^= position >> np.uint64(31)
+    position *= np.uint64(0xBF58476D1CE4E5B9)
+    uniform = (position >> np.uint64(49)).astype(np.int64).reshape(12, *shape)
+    return ((uniform.sum(0) - 6 * (1 << 15)) / float(1 << 15)).astype(np.float32)
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    # Products of multiples of 2**-15 are rounded once each and added in a fixed order.
+    low_rank = noise(2, 96, 160, seed=1)
+    for k in range(3):
+        low_rank += noise(2, 96, 1, seed=10 + k) * noise(160, seed=20 + k) * np.float32(2)
+    outliers = noise(1, 64, 128, seed=2)
+    outliers[..., 5] *= 1000
+    outliers[0, 7, 9] = 1e6
+    rows = noise(300, 96, seed=3) * np.ldexp(np.float32(1), np.arange(300) % 9)[:, None]
+    peaked = noise(64, 100, seed=4) ** 3
+    blocks = noise(1, 1100, 1024, seed=5)
+    return {
+        "low-rank": torch.from_numpy(low_rank),
+        "low-rank-bf16": torch.from_numpy(low_rank).bfloat16(),
+        "outliers": torch.from_numpy(outliers),
+        "rows-fp16": torch.from_numpy(rows).half(),
+        "peaked": torch.from_numpy(peaked * np.float32(2.0**-100)),
+        "two-blocks": torch.from_numpy(blocks),
+        "row": torch.from_numpy(noise(1, 77, seed=6)),
+    }
+
+
+def digest(x: torch.Tensor) -> str:
+    return hashlib.sha256(x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def digests(name: str, which: str, x: torch.Tensor) -> dict[str, str]:
+    packed = codec(which).encode(x)
+    decoded = codec(which).decode(packed, TensorSpec(x.dtype, tuple(x.shape)))
+    return {"input": digest(x), "packed": digest(packed), "decoded": digest(decoded)}
+
+
+def main() -> None:
+    found = {
+        f"{name} {which}": digests(name, which, x)
+        for name, x in inputs().items()
+        for which in (RATES if x.numel() < 1 << 20 else ("trellis-4.41",))
+    }
+    (HERE / "trellis.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
