@@ -18,14 +18,14 @@ Int32Array = NDArray[np.int32]
 OCTAVE = 16
 # Elements count in these parts; normalised ones lie below 2**14, so that the integers are exact in fp32.
 _PART_BITS = 9
-# A weighted element's parts: one of its row's mean magnitude is this many.
-_WEIGHTED = 1024
-# A mean of zero counts as this many octaves below a part.
-_NOTHING = -8
+# Parts of an element that has its row's mean magnitude.
+_WEIGHTED = 1 << 16
+# The logarithm of a mean of zero.
+_NOTHING = -20
 
 
 def logarithm(means: Float64Array) -> Int32Array:
-    """log2 of positive numbers in 16ths, rounded to the nearest; zero counts as 2**-8."""
+    """log2 of positive numbers in 16ths, rounded to the nearest; zero counts as 2**-20."""
     fraction, exponent = np.frexp(np.maximum(means, 2.0**_NOTHING))
     return ((exponent - 1) * OCTAVE + np.searchsorted(_thresholds(), 2 * fraction)).astype(np.int32)
 
