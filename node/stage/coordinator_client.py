@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc
@@ -42,6 +43,14 @@ _FATAL = {
 Result = TypeVar("Result")
 
 
+@dataclass
+class _Shared:
+    """A channel, and how many calls are on it."""
+
+    channel: grpc.aio.Channel
+    users: int = 0
+
+
 class CoordinatorClient:
     """Dials with the newest identity; what breaks is dialled again until `outage_seconds` are over."""
 
@@ -49,7 +58,7 @@ class CoordinatorClient:
         self.address = address
         self.outage_seconds = outage_seconds
         self._identity = identity
-        self._bulk: grpc.aio.Channel | None = None
+        self._bulk: _Shared | None = None
 
     def _dial(self) -> grpc.aio.Channel:
         identity = self._identity()
@@ -158,7 +167,7 @@ class CoordinatorClient:
 
     async def close(self) -> None:
         if self._bulk is not None:
-            await self._bulk.close()
+            await self._bulk.channel.close()
             self._bulk = None
 
     async def _retry(self, call: Callable[[control_pb2_grpc.CoordinatorStub], Awaitable[Result]]) -> Result:
@@ -167,11 +176,10 @@ class CoordinatorClient:
         deadline = loop.time() + self.outage_seconds
         delay = 0.2
         while True:
-            if self._bulk is None:
-                self._bulk = self._dial()
+            bulk = self._bulk = self._bulk or _Shared(self._dial())
+            bulk.users += 1
             try:
-                stub = control_pb2_grpc.CoordinatorStub(self._bulk)
-                return await call(stub)
+                return await call(control_pb2_grpc.CoordinatorStub(bulk.channel))
             except grpc.aio.AioRpcError as error:
                 failure = _as_error(error)
                 if isinstance(failure, Refused | RunError):
@@ -180,7 +188,13 @@ class CoordinatorClient:
                     raise LinkLostError(
                         f"the coordinator at {self.address} did not answer for {self.outage_seconds:g} s"
                     ) from None
-            await self.close()
+                if self._bulk is bulk:
+                    self._bulk = None
+            finally:
+                bulk.users -= 1
+                # Closing cancels the calls of others, whose tasks would end without a word.
+                if bulk.users == 0 and self._bulk is not bulk:
+                    await bulk.channel.close()
             await asyncio.sleep(delay)
             delay = min(2 * delay, 2.0)
 

@@ -1,0 +1,95 @@
+"""A node's bulk calls to the coordinator share one connection; what breaks one leaves the rest alone."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from hashlib import sha256
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from node.stage.coordinator_client import CoordinatorClient
+from wire.errors import LinkLostError
+from wire.v1 import control_pb2, control_pb2_grpc
+
+BATCH = bytes(range(16))
+SECONDS = 20.0
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Plain(CoordinatorClient):
+    """Dials without certificates."""
+
+    def __init__(self, port: int, outage_seconds: float = SECONDS) -> None:
+        super().__init__(f"127.0.0.1:{port}", _no_identity, outage_seconds)
+
+    def _dial(self) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(self.address)
+
+
+def _no_identity() -> Any:
+    raise AssertionError("nothing here needs an identity")
+
+
+class Slow(control_pb2_grpc.CoordinatorServicer):
+    """Breaks the first `failures` uploads, and answers a batch only when told to."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.asked = asyncio.Event()
+        self.answer = asyncio.Event()
+
+    async def PutLayer(
+        self, requests: AsyncIterator[control_pb2.PutLayerChunk], context: Context
+    ) -> control_pb2.PutLayerReply:
+        async for _ in requests:
+            pass
+        if self.failures:
+            self.failures -= 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+        return control_pb2.PutLayerReply(stored=True)
+
+    async def GetBatch(
+        self, request: control_pb2.GetBatchRequest, context: Context
+    ) -> AsyncIterator[control_pb2.DataChunk]:
+        self.asked.set()
+        await self.answer.wait()
+        yield control_pb2.DataChunk(data=BATCH, total_bytes=len(BATCH), sha256=sha256(BATCH).hexdigest())
+
+
+async def test_a_failed_upload_leaves_a_download_in_peace() -> None:
+    service = Slow(failures=1)
+    server = grpc.aio.server()
+    control_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
+    client = Plain(server.add_insecure_port("127.0.0.1:0"))
+    await server.start()
+    try:
+        async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
+            batch = group.create_task(client.batch(4, labels=False, size=len(BATCH)))
+            await service.asked.wait()
+            await client.put_layer(2, "embed", b"state")
+            assert service.failures == 0
+            service.answer.set()
+        assert not batch.cancelled()
+        assert batch.result() == BATCH
+    finally:
+        await client.close()
+        await server.stop(None)
+
+
+async def test_an_outage_that_lasts_too_long_is_an_error_of_each_call() -> None:
+    service = Slow(failures=10**6)
+    server = grpc.aio.server()
+    control_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
+    client = Plain(server.add_insecure_port("127.0.0.1:0"), outage_seconds=1.0)
+    await server.start()
+    try:
+        async with asyncio.timeout(SECONDS):
+            uploads = [client.put_layer(2, unit, b"state") for unit in ("embed", "head")]
+            outcomes = await asyncio.gather(*uploads, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [LinkLostError, LinkLostError]
+        with pytest.raises(LinkLostError, match="did not answer for 1 s"):
+            await client.put_layer(2, "embed", b"state")
+    finally:
+        await client.close()
+        await server.stop(None)
