@@ -148,7 +148,7 @@ def class_counts(row: Int32Array, column: Int32Array) -> Int64Array:
 def sampled_cost(residual: Float32Array, number: Int32Array, step: np.float32, family: int) -> int:
     """About what elements cost, in 2**-16 bits: as `quantize` would say, without searching for a path."""
     table, shift = split(number)
-    index = np.rint(residual.ravel() / (2 * step)).astype(np.int32) >> shift
+    index = np.rint(residual.ravel() / (np.float32(2) * step)).astype(np.int32) >> shift
     reached = np.abs(index) < reaches()[table]
     symbols = np.where(reached, index + MIDDLE, ESCAPE)
     cost = tables(family).cost.ravel().take(2 * table * SYMBOLS + symbols)

@@ -67,8 +67,8 @@ def predict(factors: Factors) -> Float32Array:
     """The prediction, `[R, C]`."""
     scaled = np.asarray(factors.u * factors.multiplier, dtype=np.float32)
     product: Float32Array = scaled @ factors.v.T.astype(np.float32)
-    product *= np.ldexp(np.float32(1), factors.row_exponent + factors.exponent)[:, None]
-    product *= np.ldexp(np.float32(1), factors.column_exponent)
+    product *= _powers(factors.row_exponent + np.int32(factors.exponent))[:, None]
+    product *= _powers(factors.column_exponent)
     return product
 
 
@@ -78,8 +78,8 @@ def fit(x: Float32Array, rank: int, bits: int) -> Factors:
     row_exponent, row_base = _exponents(row)
     column_exponent, column_base = _exponents(column)
     exponent = row_base + column_base - 5
-    white = x * np.ldexp(np.float32(1), -row_exponent - exponent)[:, None]
-    white *= np.ldexp(np.float32(1), -column_exponent)
+    white = x * _powers(-row_exponent - np.int32(exponent))[:, None]
+    white *= _powers(-column_exponent)
     np.rint(white, out=white)
     np.clip(white, -_LARGEST, _LARGEST, out=white)
 
@@ -102,6 +102,12 @@ def fit(x: Float32Array, rank: int, bits: int) -> Factors:
     u = np.rint(coefficients / np.ldexp(np.maximum(multiplier, 1).astype(np.float64), fine))
     u = np.where(multiplier > 0, np.clip(u, -limit, limit), 0).astype(np.int32)
     return Factors(bits, u, v.astype(np.int32), multiplier, row_exponent, column_exponent, exponent + fine)
+
+
+def _powers(exponents: Int32Array) -> Float32Array:
+    """2**exponents."""
+    found: Float32Array = np.ldexp(np.ones(exponents.shape, dtype=np.float32), exponents)
+    return found
 
 
 def _exponents(scale: Int32Array) -> tuple[Int32Array, int]:
