@@ -1,22 +1,12 @@
 """An invented world for the run's state machine: nodes, sessions, a disk, a clock, and all that goes wrong.
 
-    Disk          what the coordinator's database and snapshot folder hold; survives everything
-    SimNode       a small model of `node.stage.runtime` and `node.stage.epoch_task`
-    Session       one control connection: two queues that lose nothing and reorder nothing until it breaks
-    World         the coordinator around a real `RunMachine`, and the faults
-
-Arithmetic is replaced by numbers that depend on everything that matters: the state of step s is a chain of
-all commits applied so far, a vote's norm depends on the state it was computed from, and the commit on the
-votes. So a stage that applied something twice, or late, or on the wrong state, holds a number that is not
-`chain(s)`, and its next vote spoils the next commit. Invariants are asserted where things happen.
+`World` is the coordinator around a real `RunMachine`, with its disk, which survives everything; the nodes and
+what they say to it are models (`machine_nodes.py`). Invariants are asserted where things happen.
 """
 
-import math
 import random
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
+from collections.abc import Callable
+from functools import partial
 
 from node.coordinator.actions import (
     Aborted,
@@ -31,297 +21,32 @@ from node.coordinator.actions import (
     StepDone,
     Stop,
 )
-from node.coordinator.epoch import Committed, Phase
+from node.coordinator.epoch import Phase
 from node.coordinator.machine import MAX_ASKED_SNAPSHOTS, MAX_RETRIES, RunMachine
-from node.coordinator.plan import Past, RunPlan
-from node.training.schedule import global_norm
+from node.coordinator.plan import RunPlan
+from tests.support.machine_nodes import (
+    UNITS,
+    Disk,
+    Session,
+    SimNode,
+    chain,
+    outcome,
+    step_plan,
+    units_of,
+)
 from wire.messages import (
-    Abort,
-    Applied,
     Begin,
     Commit,
     CoordinatorMessage,
     FailureKind,
     Finish,
     Leave,
-    NodeMessage,
-    Placed,
     Placement,
-    Prefetch,
-    Ready,
-    Restore,
     StepFailed,
-    TakeSnapshot,
-    Telemetry,
-    Vote,
 )
 
-UNITS = ("embed", "block.0", "block.1", "block.2", "block.3", "head")
 SILENT, RECONNECT, REGROUP = 15.0, 1.0, 10.0
 KEPT_SNAPSHOTS = 2
-
-
-def units_of(stages: int) -> list[tuple[str, ...]]:
-    """An even split of `UNITS`."""
-    return [UNITS[s * len(UNITS) // stages : (s + 1) * len(UNITS) // stages] for s in range(stages)]
-
-
-def step_plan(step: int, norm: float) -> tuple[float, float]:
-    return 1.0 / (1.0 + norm), 0.1 / (step + 1)
-
-
-def norms_of(state: int, units: Sequence[str]) -> dict[int, float]:
-    """What a stage with these units votes, from the state that it holds."""
-    return {UNITS.index(unit): float((state >> UNITS.index(unit)) % 97) for unit in units}
-
-
-def applied_to(state: int, clip: float, lr: float) -> int:
-    return hash((state, clip, lr))
-
-
-@cache
-def outcome(step: int) -> tuple[float, float]:
-    """The one right (clip coefficient, learning rate) of a step."""
-    norms = norms_of(chain(step), UNITS)
-    return step_plan(step, global_norm(norms[index] for index in sorted(norms)))
-
-
-@cache
-def chain(step: int) -> int:
-    """The one right state of a step."""
-    return 12345 if step == 0 else applied_to(chain(step - 1), *outcome(step - 1))
-
-
-@dataclass
-class Disk:
-    last_epoch: int = 0
-    seats: tuple[str, ...] = ()
-    commits: dict[int, tuple[float, float]] = field(default_factory=dict)
-    snapshots: set[int] = field(default_factory=set)
-    pruned: set[int] = field(default_factory=set)
-    """Snapshots that were there and made room for newer ones."""
-
-    def past(self) -> Past:
-        committed = None
-        if self.commits:
-            newest = max(self.commits)
-            clip, lr = self.commits[newest]
-            committed = Committed(step=newest, clip_coefficient=clip, lr=lr)
-        return Past(
-            last_epoch=self.last_epoch,
-            newest_snapshot=max(self.snapshots, default=0),
-            committed=committed,
-            seats=self.seats,
-        )
-
-
-@dataclass(eq=False)
-class Session:
-    node: "SimNode"
-    nonce: int
-    epoch: int
-    to_coordinator: deque[NodeMessage] = field(default_factory=deque)
-    to_node: deque[CoordinatorMessage] = field(default_factory=deque)
-    greeted: bool = False
-    """The coordinator has heard its hello."""
-    closing: bool = False
-    """It ends once `to_node` is empty; nothing more is sent."""
-    broken: bool = False
-    stalled: bool = False
-    """Nothing passes, and neither end is told."""
-
-
-@dataclass
-class SimEpoch:
-    """`EpochTask`, one command at a time."""
-
-    placement: Placement
-    commands: deque[CoordinatorMessage] = field(default_factory=deque)
-    placed: Placed | None = None
-    ready: bool = False
-    uncompressed: bool = False
-    vote: Vote | None = None
-    failure: StepFailed | None = None
-    snapshot: int = -1
-
-
-@dataclass
-class Upload:
-    epoch: int
-    step: int
-    state: int
-    units: deque[str]
-
-
-class SimNode:
-    """One node; `start` makes a new process of it, without the memory of the one before."""
-
-    def __init__(self, node_id: str, world: "World") -> None:
-        self.node_id = node_id
-        self.world = world
-        self.nonce = 0
-        self.alive = False
-        self.frozen = False
-        self.farewell: Finish | None = None
-        self.start()
-
-    def start(self) -> None:
-        self.nonce += 1
-        self.alive, self.frozen, self.farewell = True, False, None
-        self.session: Session | None = None
-        self.outbox: deque[NodeMessage] = deque()
-        self.stage, self.stages = -1, 0
-        self.state_step, self.state, self.voted = -1, 0, False
-        self.epoch: SimEpoch | None = None
-        self.uploads: dict[int, Upload] = {}
-        self.leaving = False
-        self.fetched_ahead: Prefetch | None = None
-
-    @property
-    def running(self) -> bool:
-        return self.alive and not self.frozen
-
-    def die(self) -> None:
-        self.alive = False
-        if self.session is not None:
-            self.session.broken = True
-
-    def connect(self) -> None:
-        number = self.epoch.placement.epoch if self.epoch is not None else 0
-        self.session = self.world.dial(Session(self, self.nonce, number))
-        if self.leaving:
-            self.outbox.append(Leave(reason="said before, perhaps unheard"))
-
-    def write(self) -> None:
-        assert self.session is not None
-        self.session.to_coordinator.append(self.outbox.popleft())
-
-    def leave(self) -> None:
-        self.leaving = True
-        self.outbox.append(Leave(reason="asked to"))
-
-    # ---- messages, as `NodeRuntime._handle` takes them
-
-    def handle(self, message: CoordinatorMessage) -> None:
-        epoch = self.epoch
-        number = epoch.placement.epoch if epoch is not None else 0
-        match message:
-            case Placement():
-                if number != message.epoch:
-                    self.epoch = epoch = SimEpoch(message)
-                assert epoch is not None
-                epoch.commands.append(message)
-            case Abort():
-                if number == message.epoch:
-                    self.epoch = None
-            case Finish():
-                self.farewell = message
-                self.die()
-            case Prefetch():
-                self.fetched_ahead = message
-            case Restore() | Begin() | Commit() | TakeSnapshot():
-                if epoch is not None and number == message.epoch:
-                    epoch.commands.append(message)
-            case _:
-                raise AssertionError(f"the state machine sent {message}")
-
-    # ---- commands, as `EpochTask._obey` takes them
-
-    def work(self) -> None:
-        epoch = self.epoch
-        assert epoch is not None
-        command = epoch.commands.popleft()
-        if epoch.failure is not None:
-            self.outbox.append(epoch.failure)
-            return
-        match command:
-            case Placement():
-                self._place(epoch)
-            case Restore():
-                self._restore(epoch, command)
-            case Begin():
-                if epoch.vote is None or epoch.vote.step != command.step:
-                    assert self.state_step == command.step, "a step begins on its own state"
-                    assert epoch.ready
-                    self.voted = True
-                    epoch.vote = self._vote(epoch, command.step)
-                self.outbox.append(epoch.vote)
-            case Commit():
-                if self.state_step == command.step:
-                    self._apply(command)
-                assert self.state_step == command.step + 1
-                self.outbox.append(Applied(epoch=command.epoch, step=command.step, telemetry=Telemetry()))
-            case TakeSnapshot():
-                if self.state_step == command.step and epoch.snapshot != command.step:
-                    epoch.snapshot = command.step
-                    self._upload(epoch, command.step)
-            case _:
-                raise AssertionError(f"no command: {command}")
-
-    def fail(self, kind: FailureKind, peer_stage: int = -1) -> None:
-        """Whatever runs in this epoch fails."""
-        assert self.epoch is not None
-        self.epoch.failure = StepFailed(
-            epoch=self.epoch.placement.epoch,
-            step=max(self.state_step, 0),
-            kind=kind,
-            message="invented",
-            peer_stage=peer_stage,
-        )
-        self.voted = self.voted and self.epoch.vote is not None
-        self.outbox.append(self.epoch.failure)
-
-    def _place(self, epoch: SimEpoch) -> None:
-        if epoch.placed is None:
-            place = epoch.placement.stage, len(epoch.placement.stages)
-            if place != (self.stage, self.stages):
-                self.stage, self.stages = place
-                self.state_step, self.voted = -1, False
-            epoch.placed = Placed(epoch=epoch.placement.epoch, held_step=self.state_step, voted=self.voted)
-        self.outbox.append(epoch.placed)
-
-    def _restore(self, epoch: SimEpoch, restore: Restore) -> None:
-        if not epoch.ready:
-            missed = restore.missed
-            if missed is not None and self.state_step == missed.step == restore.step - 1 and self.voted:
-                self._apply(missed)
-            if self.state_step != restore.step:
-                self.voted = False
-                if restore.step > 0 and restore.step not in self.world.disk.snapshots:
-                    assert restore.step in self.world.disk.pruned, "a state is fetched that was once on disk"
-                    self.world.failures += 1
-                    self.fail(FailureKind.INTERNAL)
-                    return
-                self.state_step, self.state = restore.step, chain(restore.step)
-            epoch.uncompressed = restore.uncompressed
-            epoch.ready = True
-        self.outbox.append(Ready(epoch=restore.epoch, telemetry=Telemetry()))
-
-    def _vote(self, epoch: SimEpoch, step: int) -> Vote:
-        norms = norms_of(self.state, units_of(self.stages)[self.stage])
-        world = self.world
-        if step == world.poisoned_step and (not epoch.uncompressed or world.poisoned_always):
-            norms[min(norms)] = math.nan
-        loss = float(self.state % 1000) if self.stage == self.stages - 1 else None
-        vote = Vote(epoch=epoch.placement.epoch, step=step, norms=norms, loss=loss)
-        world.cast.setdefault((vote.epoch, step), set()).add(self.node_id)
-        return vote
-
-    def _apply(self, commit: Commit) -> None:
-        recorded = self.world.disk.commits.get(commit.step)
-        assert recorded == (commit.clip_coefficient, commit.lr), "what is applied is what is on record"
-        assert self.voted, "only a step that was voted for is applied"
-        self.state = applied_to(self.state, commit.clip_coefficient, commit.lr)
-        self.state_step += 1
-        self.voted = False
-        assert self.state == chain(self.state_step), "applied once, on the state before it"
-
-    def _upload(self, epoch: SimEpoch, step: int) -> None:
-        units = deque(units_of(self.stages)[self.stage])
-        older = sorted(self.uploads.keys() - {step})
-        for stale in (*older[:-1], step):
-            self.uploads.pop(stale, None)
-        self.uploads[step] = Upload(epoch.placement.epoch, step, self.state, units)
 
 
 class World:

@@ -25,9 +25,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.support.machine_nodes import SimNode, chain
 
 from node.coordinator.epoch import Phase
-from tests.support.machine_world import SimNode, World, chain
+from tests.support.machine_world import World
 from wire.messages import FailureKind
 
 LONG = bool(os.environ.get("THINWIRE_LONG"))

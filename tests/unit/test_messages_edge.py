@@ -151,7 +151,7 @@ async def test_a_node_ends_a_session_in_which_it_hears_junk(junk: bytes) -> None
         yield coordinator_message_to_proto(Finish(reason="well", failed=False)).SerializeToString()
         yield junk
 
-    handlers = {"Session": grpc.stream_stream_rpc_method_handler(session)}
+    handlers: dict[str, Any] = {"Session": grpc.stream_stream_rpc_method_handler(session)}
     service = grpc.method_handlers_generic_handler("thinwire.wire.v1.Coordinator", handlers)
     heard: list[CoordinatorMessage] = []
 
@@ -171,7 +171,7 @@ async def test_a_node_refuses_bulk_data_that_is_junk(junk: bytes) -> None:
     async def batch(request: bytes, context: Any) -> AsyncIterator[bytes]:
         yield junk
 
-    handlers = {"GetBatch": grpc.unary_stream_rpc_method_handler(batch)}
+    handlers: dict[str, Any] = {"GetBatch": grpc.unary_stream_rpc_method_handler(batch)}
     service = grpc.method_handlers_generic_handler("thinwire.wire.v1.Coordinator", handlers)
     async with coordinator(None, service) as port:
         client = CoordinatorClient(f"127.0.0.1:{port}", lambda: NODE, 5.0)

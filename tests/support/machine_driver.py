@@ -1,0 +1,250 @@
+"""Drives a `RunMachine` through a run whose nodes answer at once, up to the moment a test is about."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from node.coordinator.actions import Action, OpenSnapshot, RecordPlacement, Send, Stop
+from node.coordinator.epoch import Epoch, Phase
+from node.coordinator.machine import RunMachine
+from node.coordinator.plan import Past, RunPlan
+from wire.messages import (
+    Abort,
+    Applied,
+    CoordinatorMessage,
+    FailureKind,
+    Finish,
+    Placed,
+    Prefetch,
+    Ready,
+    Restore,
+    StepFailed,
+    Telemetry,
+    Vote,
+)
+
+ActionT = TypeVar("ActionT", bound=Action)
+
+SILENT, RECONNECT, REGROUP = 15.0, 1.0, 10.0
+UNITS = ("embed", "block.0", "block.1", "block.2", "block.3", "head")
+
+
+def units_of(stages: int) -> list[tuple[str, ...]]:
+    """An even split of `UNITS`."""
+    return [UNITS[s * len(UNITS) // stages : (s + 1) * len(UNITS) // stages] for s in range(stages)]
+
+
+def step_plan(step: int, norm: float) -> tuple[float, float]:
+    return 1.0 / (1.0 + norm), 0.5 + step
+
+
+def of_kind(actions: Sequence[Action], kind: type[ActionT]) -> list[ActionT]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def sent(actions: Sequence[Action], node_id: str | None = None) -> list[CoordinatorMessage]:
+    """Messages to one node, or to all."""
+    return [a.message for a in of_kind(actions, Send) if node_id in (None, a.node_id)]
+
+
+def stop_of(actions: Sequence[Action]) -> Stop:
+    (stop,) = of_kind(actions, Stop)
+    return stop
+
+
+class Driver:
+    """`time` is the clock; every method gives the actions of its last event."""
+
+    def __init__(
+        self,
+        *,
+        stages: int = 3,
+        min_stages: int | None = None,
+        steps: int = 20,
+        every: int = 5,
+        past: Past | None = None,
+        memory: dict[str, int] | None = None,
+    ) -> None:
+        self.plan = RunPlan(
+            stages=stages,
+            min_stages=stages if min_stages is None else min_stages,
+            total_steps=steps,
+            snapshot_every=every,
+            silent_seconds=SILENT,
+            reconnect_seconds=RECONNECT,
+            regroup_seconds=REGROUP,
+            units=units_of,
+            stage_bytes=lambda count: [len(units) for units in units_of(count)],
+        )
+        self.machine = RunMachine(self.plan, step_plan, past if past is not None else Past())
+        self.time = 100.0
+        self._memory = memory or {}
+        self._nonces: dict[str, int] = {}
+
+    # ---- events
+
+    def hello(self, node_id: str, *, epoch: int = 0, again: bool = False) -> list[Action]:
+        """`again`: as another process than before."""
+        nonce = self._nonces.setdefault(node_id, 1) + again
+        self._nonces[node_id] = nonce
+        return self.machine.hello(
+            node_id,
+            address=f"{node_id}:1",
+            memory_bytes=self._memory.get(node_id, 0),
+            process_nonce=nonce,
+            epoch=epoch,
+            now=self.time,
+        )
+
+    def join(self, nodes: str) -> list[Action]:
+        actions: list[Action] = []
+        for node_id in nodes:
+            actions = self.hello(node_id)
+        return actions
+
+    def tick(self, seconds: float) -> list[Action]:
+        """Time passes; all who are connected have been heard from."""
+        self.time += seconds
+        for node_id in self.machine.members:
+            self.machine.heard(node_id, self.time)
+        return self.machine.tick(self.time)
+
+    def die(self, node_id: str) -> list[Action]:
+        assert self.machine.disconnected(node_id, self.time) == []
+        return self.tick(RECONNECT + 0.1)
+
+    def leave(self, node_id: str) -> list[Action]:
+        return self.machine.leave(node_id, self.time)
+
+    def stop(self) -> list[Action]:
+        return self.machine.stop("asked to stop", self.time)
+
+    def stored(self, step: int) -> list[Action]:
+        return self.machine.snapshot_stored(step, self.time)
+
+    # ---- what nodes say
+
+    @property
+    def epoch(self) -> Epoch:
+        assert self.machine.epoch is not None
+        return self.machine.epoch
+
+    def placed(self, node_id: str, held: int = -1, *, voted: bool = False) -> list[Action]:
+        answer = Placed(epoch=self.epoch.number, held_step=held, voted=voted)
+        return self.machine.message(node_id, answer, self.time)
+
+    def ready(self, node_id: str) -> list[Action]:
+        answer = Ready(epoch=self.epoch.number, telemetry=Telemetry())
+        return self.machine.message(node_id, answer, self.time)
+
+    def vote(self, node_id: str, norm: float = 1.0, loss: float | None = None) -> list[Action]:
+        stage = self.epoch.seats.index(node_id)
+        if loss is None and stage == len(self.epoch.seats) - 1:
+            loss = 2.0
+        answer = Vote(epoch=self.epoch.number, step=self.epoch.step, norms={stage: norm}, loss=loss)
+        return self.machine.message(node_id, answer, self.time)
+
+    def applied(self, node_id: str) -> list[Action]:
+        answer = Applied(epoch=self.epoch.number, step=self.epoch.step, telemetry=Telemetry())
+        return self.machine.message(node_id, answer, self.time)
+
+    def failed(
+        self, node_id: str, kind: FailureKind = FailureKind.LINK, *, why: str = "it broke", peer: int = -1
+    ) -> list[Action]:
+        answer = StepFailed(
+            epoch=self.epoch.number, step=self.epoch.step, kind=kind, message=why, peer_stage=peer
+        )
+        return self.machine.message(node_id, answer, self.time)
+
+    # ---- stretches of a run
+
+    def all_placed(self, held: int = -1, *, voted: bool = False) -> list[Action]:
+        actions: list[Action] = []
+        for node_id in self.epoch.seats:
+            actions = self.placed(node_id, held, voted=voted)
+        return actions
+
+    def all_ready(self) -> list[Action]:
+        actions: list[Action] = []
+        for node_id in self.epoch.seats:
+            actions = self.ready(node_id)
+        return actions
+
+    def all_vote(self) -> list[Action]:
+        actions: list[Action] = []
+        for node_id in self.epoch.seats:
+            actions = self.vote(node_id)
+        return actions
+
+    def all_applied(self) -> list[Action]:
+        actions: list[Action] = []
+        for node_id in self.epoch.seats:
+            actions = self.applied(node_id)
+        return actions
+
+    def restored(self, held: int = -1) -> list[Action]:
+        self.all_placed(held)
+        return self.all_ready()
+
+    def steps(self, count: int, *, store: bool = True) -> list[Action]:
+        """Run steps; `store`: every snapshot that is asked for is on disk before the next step ends."""
+        actions: list[Action] = []
+        for _ in range(count):
+            self.all_vote()
+            actions = self.all_applied()
+            for asked in of_kind(actions, OpenSnapshot):
+                if store:
+                    self.stored(asked.step)
+        return actions
+
+    def started(self, nodes: str, steps: int = 0) -> "Driver":
+        """In step `steps` of a new run on these nodes."""
+        self.join(nodes)
+        self.restored()
+        self.steps(steps)
+        assert self.epoch.phase is Phase.STEPPING and self.epoch.step == steps
+        return self
+
+    def into(self, phase: Phase) -> "Driver":
+        """From step 2 of 3, with nothing on disk, into another phase; IDLE waits for the last snapshot."""
+        assert self.epoch.phase is Phase.STEPPING
+        assert (self.epoch.step, self.plan.total_steps, self.machine.newest_snapshot) == (2, 3, 0)
+        match phase:
+            case Phase.PLACING:
+                self.failed(self.epoch.seats[0])
+            case Phase.RESTORING:
+                self.failed(self.epoch.seats[0])
+                self.all_placed(2)
+            case Phase.APPLYING:
+                self.all_vote()
+            case Phase.IDLE:
+                self.all_vote()
+                self.all_applied()
+            case Phase.STEPPING:
+                pass
+        assert self.epoch.phase is phase
+        return self
+
+
+def placement_of(actions: Sequence[Action]) -> tuple[str, ...]:
+    (placement,) = of_kind(actions, RecordPlacement)
+    return placement.nodes
+
+
+def aborts(actions: Sequence[Action]) -> list[str]:
+    """Who is told that an epoch is over."""
+    return [a.node_id for a in of_kind(actions, Send) if isinstance(a.message, Abort)]
+
+
+def finishes(actions: Sequence[Action]) -> dict[str, str]:
+    """Who is sent home, and with what words."""
+    return {a.node_id: a.message.reason for a in of_kind(actions, Send) if isinstance(a.message, Finish)}
+
+
+def prefetches(actions: Sequence[Action]) -> dict[str, Prefetch]:
+    return {a.node_id: a.message for a in of_kind(actions, Send) if isinstance(a.message, Prefetch)}
+
+
+def restore_of(actions: Sequence[Action]) -> Restore:
+    """The one state that all stages are told to load."""
+    (restore,) = {message for message in sent(actions) if isinstance(message, Restore)}
+    return restore
