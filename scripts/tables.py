@@ -25,7 +25,11 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("", "kernels", "wire", "node", "deploy", "scripts", "tests")
 BLOCK = re.compile(r"(<!-- table:([a-z_]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
-CODEC_LOSS = ROOT / "scripts" / "results" / "codec_loss.json"
+CODEC_LOSSES = (
+    ROOT / "scripts" / "results" / "codec_loss.json",
+    ROOT / "scripts" / "results" / "codec_loss_16_cores.json",
+)
+"""One report a machine."""
 CODEC_SPEED = ROOT / "scripts" / "bench_codecs.json"
 SIZED_SHAPE = (4, 1024, 1024)
 BASELINE = ("fp32", "fp32")
@@ -129,8 +133,12 @@ def codec_sizes() -> str:
 
 
 def codec_loss() -> str:
-    """Loss of each codec pair, and its distance from the uncompressed run of the same width and seed."""
-    report = json.loads(CODEC_LOSS.read_text(encoding="utf-8"))
+    """Loss of each codec pair, a table for each machine that measured."""
+    return "\n\n".join(_losses(json.loads(path.read_text(encoding="utf-8"))) for path in CODEC_LOSSES)
+
+
+def _losses(report: dict[str, Any]) -> str:
+    """One report's losses, and their distance from the uncompressed run of the same width and seed."""
     runs = report["runs"]
     by_key = {(*_model(run), run["seed"]): run for run in runs}
     seeds = sorted({run["seed"] for run in runs})

@@ -105,7 +105,7 @@ def test_losses_stand_beside_the_uncompressed_run_of_their_seed(
 ) -> None:
     path = tmp_path / "codec_loss.json"
     path.write_text(json.dumps(REPORT), encoding="utf-8")
-    monkeypatch.setattr(tables, "CODEC_LOSS", path)
+    monkeypatch.setattr(tables, "CODEC_LOSSES", (path,))
     lines = tables.codec_loss().splitlines()
     assert lines[2:4] == [
         "| 128 | `fp32` | `fp32` | 32.00 | 32.00 | 2.0000 | 2.5000 | - | - |",
