@@ -1,0 +1,335 @@
+"""A node's side of an epoch, command by command, with a stage whose arithmetic is counting."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, TypeVar, cast
+
+import pytest
+
+from node.config.schema import ModelSection, PipelineSection, RunConfig
+from node.stage.batches import Batches
+from node.stage.epoch_task import EpochTask, State
+from node.stage.executor import StageExecutor, StepOutcome
+from node.stage.inbox import Inbox
+from node.stage.stage_io import TensorLink
+from node.telemetry.clock import StageClock
+from wire.errors import LinkLostError, NonFiniteError, ProtocolViolationError, RunError, ThinwireError
+from wire.messages import (
+    Applied,
+    Begin,
+    Commit,
+    CoordinatorMessage,
+    FailureKind,
+    NodeMessage,
+    Placed,
+    PlacedStage,
+    Placement,
+    Ready,
+    Restore,
+    StepFailed,
+    TakeSnapshot,
+    Telemetry,
+    Vote,
+)
+from wire.spec import Direction, TensorKey
+
+Result = TypeVar("Result")
+SECONDS = 20.0
+STAGES = tuple(PlacedStage(node_id=node, address=f"{node}:1") for node in "abc")
+PLACEMENT = Placement(epoch=4, stage=1, stages=STAGES)
+
+
+class Stage:
+    """Stands in for `StageExecutor`; `log` is what it was made to do."""
+
+    def __init__(self) -> None:
+        self.config = RunConfig(model=ModelSection(layers=3), pipeline=PipelineSection(stages=3))
+        self.clock = StageClock()
+        self.log: list[object] = []
+        self.state_step = -1
+        self.voted = False
+        self.uncompressed = False
+        self.units = ("block.0001",)
+        self.is_first = self.is_last = False
+        self.trouble: Exception | None = None
+
+    def place(self, stage: int, stages: int) -> int:
+        self.log.append(("place", stage, stages))
+        return self.state_step
+
+    def restore(self, step: int, fetch: Callable[[str], object]) -> None:
+        self.log.append(("restore", step))
+        self.state_step, self.voted = step, False
+
+    def run_step(self, epoch: int, step: int, io: object, **batch: object) -> StepOutcome:
+        if self.trouble is not None:
+            raise self.trouble
+        self.log.append(("step", step))
+        self.voted = True
+        return StepOutcome(norms={1: 2.0}, loss=None)
+
+    def apply(self, lr: float, clip_coefficient: float) -> None:
+        self.log.append(("apply", lr, clip_coefficient))
+        self.state_step += 1
+        self.voted = False
+
+    def copy_state(self) -> State:
+        self.log.append("copy")
+        return {}
+
+    def expected_bytes(self, key: TensorKey) -> int | None:
+        return 64
+
+
+class Node:
+    """Implements `Services`; messages for the coordinator land in `said`."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.executor = cast(StageExecutor, stage)
+        self.inbox = Inbox()
+        self.batches = cast(Batches, None)  # neither the first nor the last stage
+        self.elements_sent: dict[Direction, int] = {}
+        self.said: asyncio.Queue[NodeMessage] = asyncio.Queue()
+        self.uploads: list[tuple[int, int]] = []
+        self.linked: list[tuple[int, ...]] = []
+        self.fetched: list[tuple[int, str]] = []
+        self.missing: ThinwireError | None = None
+
+    def post(self, message: NodeMessage) -> None:
+        self.said.put_nowait(message)
+
+    async def compute(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.to_thread(work)
+
+    async def fetch_layer(self, step: int, unit: str) -> bytes:
+        if self.missing is not None:
+            raise self.missing
+        self.fetched.append((step, unit))
+        return b""
+
+    def upload(self, epoch: int, step: int, state: State) -> None:
+        self.uploads.append((epoch, step))
+
+    def count_time(self) -> None:
+        pass
+
+    def telemetry(self) -> Telemetry:
+        return Telemetry()
+
+    @contextlib.asynccontextmanager
+    async def open_links(
+        self, task: EpochTask, peers: tuple[int, ...]
+    ) -> AsyncIterator[Mapping[int, TensorLink]]:
+        self.linked.append(peers)
+        try:
+            yield {}
+        finally:
+            self.linked.append(())
+
+
+class Talk:
+    """A running epoch and the coordinator's side of the conversation."""
+
+    def __init__(self, node: Node, task: EpochTask) -> None:
+        self.node, self.task = node, task
+
+    async def hear(self) -> NodeMessage:
+        async with asyncio.timeout(SECONDS):
+            return await self.node.said.get()
+
+    async def ask(self, command: CoordinatorMessage) -> NodeMessage:
+        self.task.submit(command)
+        return await self.hear()
+
+    async def begun(self, step: int = 0) -> None:
+        """Placed, restored and in the middle of nothing."""
+        await self.hear()
+        assert await self.ask(Restore(epoch=4, step=step)) == Ready(epoch=4, telemetry=Telemetry())
+
+
+@contextlib.asynccontextmanager
+async def epoch(stage: Stage | None = None) -> AsyncIterator[Talk]:
+    node = Node(stage or Stage())
+    task = EpochTask(PLACEMENT, node)
+    running = asyncio.create_task(task.run())
+    try:
+        yield Talk(node, task)
+    finally:
+        running.cancel()
+        await asyncio.wait([running], timeout=SECONDS)
+    assert running.cancelled(), "only the end of the epoch ends the task"
+
+
+def failure(kind: FailureKind, message: str, step: int = 0, peer: int = -1) -> StepFailed:
+    return StepFailed(epoch=4, step=step, kind=kind, message=message, peer_stage=peer)
+
+
+async def test_commands_are_obeyed_in_order() -> None:
+    async with epoch() as talk:
+        assert await talk.hear() == Placed(epoch=4, held_step=-1, voted=False)
+        assert await talk.ask(Restore(epoch=4, step=0)) == Ready(epoch=4, telemetry=Telemetry())
+        for step in range(2):
+            vote = await talk.ask(Begin(epoch=4, step=step))
+            assert vote == Vote(epoch=4, step=step, norms={1: 2.0}, loss=None)
+            commit = Commit(epoch=4, step=step, clip_coefficient=0.5, lr=0.25)
+            assert await talk.ask(commit) == Applied(epoch=4, step=step, telemetry=Telemetry())
+        assert talk.node.linked == [(0, 2)]
+        assert talk.node.stage.log == [
+            ("place", 1, 3),
+            ("restore", 0),
+            ("step", 0),
+            ("apply", 0.25, 0.5),
+            ("step", 1),
+            ("apply", 0.25, 0.5),
+        ]
+    assert talk.node.linked == [(0, 2), ()], "links end with the epoch"
+
+
+async def test_a_command_that_comes_again_is_answered_again_and_not_done_again() -> None:
+    async with epoch() as talk:
+        placed = await talk.hear()
+        assert await talk.ask(PLACEMENT) == placed
+        commit = Commit(epoch=4, step=0, clip_coefficient=0.5, lr=0.25)
+        for command in (Restore(epoch=4, step=0), Begin(epoch=4, step=0), commit):
+            first = await talk.ask(command)
+            done = list(talk.node.stage.log)
+            assert await talk.ask(command) == first
+            assert talk.node.stage.log == done
+        take = TakeSnapshot(epoch=4, step=1)
+        talk.task.submit(take)
+        talk.task.submit(take)
+        await talk.ask(Begin(epoch=4, step=1))
+        assert talk.node.uploads == [(4, 1)]
+
+
+@pytest.mark.parametrize("step", [0, 2])
+async def test_only_the_state_of_the_step_is_uploaded(step: int) -> None:
+    async with epoch() as talk:
+        await talk.begun(1)
+        talk.task.submit(TakeSnapshot(epoch=4, step=step))
+        await talk.ask(Begin(epoch=4, step=1))
+        assert talk.node.uploads == []
+
+
+async def test_the_state_that_is_held_is_kept() -> None:
+    stage = Stage()
+    stage.state_step, stage.voted = 5, True
+    async with epoch(stage) as talk:
+        assert await talk.hear() == Placed(epoch=4, held_step=5, voted=True)
+        await talk.ask(Restore(epoch=4, step=5))
+        assert stage.log == [("place", 1, 3)]
+        assert talk.node.fetched == []
+
+
+@pytest.mark.parametrize(
+    ("held", "voted", "expected"),
+    [
+        (5, True, [("apply", 0.25, 0.5)]),
+        (5, False, [("restore", 6)]),
+        (6, False, []),
+        (4, True, [("restore", 6)]),
+        (-1, False, [("restore", 6)]),
+    ],
+)
+async def test_a_missed_commit_is_applied_by_one_who_voted_for_it(
+    held: int, voted: bool, expected: list[object]
+) -> None:
+    stage = Stage()
+    stage.state_step, stage.voted = held, voted
+    missed = Commit(epoch=4, step=5, clip_coefficient=0.5, lr=0.25)
+    async with epoch(stage) as talk:
+        await talk.hear()
+        await talk.ask(Restore(epoch=4, step=6, missed=missed))
+        assert stage.log[1:] == expected
+        assert stage.state_step == 6
+        assert talk.node.fetched == ([(6, "block.0001")] if expected == [("restore", 6)] else [])
+
+
+async def test_an_uncompressed_epoch_is_told_to_the_stage() -> None:
+    async with epoch() as talk:
+        await talk.hear()
+        await talk.ask(Restore(epoch=4, step=0, uncompressed=True))
+        assert talk.node.stage.uncompressed
+    async with epoch(talk.node.stage) as next_one:
+        await next_one.begun()
+        assert not next_one.node.stage.uncompressed
+
+
+TROUBLE = [
+    (NonFiniteError("boundary 1"), FailureKind.NON_FINITE),
+    (LinkLostError("gone"), FailureKind.LINK),
+    (RunError("torn"), FailureKind.INTERNAL),
+]
+
+
+@pytest.mark.parametrize(("error", "kind"), TROUBLE)
+async def test_a_failure_is_told_and_told_again_to_whoever_asks(
+    error: ThinwireError, kind: FailureKind
+) -> None:
+    """The first word may be lost with the connection; silence would hold up the run for ever."""
+    async with epoch() as talk:
+        await talk.begun(3)
+        talk.node.stage.trouble = error
+        expected = failure(kind, str(error), step=3)
+        assert await talk.ask(Begin(epoch=4, step=3)) == expected
+        for command in (Begin(epoch=4, step=3), PLACEMENT, TakeSnapshot(epoch=4, step=3)):
+            assert await talk.ask(command) == expected
+        assert talk.node.linked == [(0, 2), ()], "its neighbours learn of it too"
+
+
+async def test_a_state_that_cannot_be_fetched_is_a_failure() -> None:
+    async with epoch() as talk:
+        await talk.hear()
+        talk.node.missing = RunError("no complete snapshot")
+        assert await talk.ask(Restore(epoch=4, step=6)) == failure(
+            FailureKind.INTERNAL, "no complete snapshot"
+        )
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "peer"),
+    [
+        (LinkLostError("stage 2 is gone"), FailureKind.LINK, -1),
+        (ProtocolViolationError("a frame of 9 GB"), FailureKind.PEER, 2),
+    ],
+)
+async def test_a_lost_link_fails_the_step_and_names_a_peer_at_fault(
+    error: ThinwireError, kind: FailureKind, peer: int
+) -> None:
+    async with epoch() as talk:
+        await talk.begun(3)
+        talk.task.link_lost(2, error)
+        with pytest.raises(Exception, match=str(error)) as interruption:
+            talk.node.inbox.check()
+        talk.node.stage.trouble = interruption.value
+        assert await talk.ask(Begin(epoch=4, step=3)) == failure(kind, str(error), step=3, peer=peer)
+
+
+async def test_tensors_are_expected_of_this_epochs_neighbours_for_this_step_and_the_next() -> None:
+    async with epoch() as talk:
+        await talk.begun(3)
+
+        def asked(peer: int, **change: Any) -> int | None:
+            fields = {
+                "epoch": 4,
+                "step": 3,
+                "microbatch": 0,
+                "boundary": 0,
+                "direction": Direction.ACTIVATION,
+            }
+            return talk.task.expect(peer, TensorKey(**{**fields, **change}))
+
+        assert asked(0) == 64
+        assert asked(0, step=4) == 64
+        assert asked(2, boundary=1, direction=Direction.GRADIENT) == 64
+        for peer, change in (
+            (0, {"epoch": 3}),
+            (0, {"epoch": 5}),
+            (0, {"step": 2}),
+            (0, {"step": 5}),
+            (2, {}),
+            (0, {"boundary": 1, "direction": Direction.GRADIENT}),
+        ):
+            assert asked(peer, **change) is None
