@@ -68,6 +68,10 @@ class RunMachine:
         self._told: str | None = None
         self._retries = 0
         self._strikes: dict[str, int] = {}
+        self._struck: dict[str, int] = {}
+        """The epoch of each node's newest strike: one an epoch is enough, whoever complains."""
+        self._ended: Epoch | None = None
+        """The epoch before this one."""
         self._suspect: tuple[int, str] | None = None
         self._stopping: str | None = None
         self._saving = False
@@ -167,9 +171,14 @@ class RunMachine:
     # ---- what nodes say
 
     def message(self, node_id: str, message: NodeMessage, now: float) -> list[Action]:
-        """Handle one control message; what is of another epoch, or from a node without a seat, is dropped."""
+        """Handle one control message; what is of another epoch, or from a node without a seat, is dropped.
+
+        But for complaints: the node at fault may have told of its broken link first.
+        """
         self.heard(node_id, now)
-        epoch = self.epoch
+        epoch, ended = self.epoch, self._ended
+        if isinstance(message, StepFailed) and ended is not None and message.epoch == ended.number:
+            return self._complaint(ended, node_id, message, now)
         if self.stopped or epoch is None or node_id not in epoch.seats:
             return []
         match message:
@@ -282,16 +291,11 @@ class RunMachine:
     def _failed(self, epoch: Epoch, node_id: str, message: StepFailed, now: float) -> list[Action]:
         if message.kind is FailureKind.NON_FINITE:
             return self._not_finite(epoch, node_id, message.message, now)
-        actions: list[Action] = []
-        stage, stages = epoch.seats.index(node_id), len(epoch.seats)
-        # Only a neighbour can know; the first and the last stage may be neighbours too.
-        peers = {stage - 1, stage + 1, *({0, stages - 1} if stage in (0, stages - 1) else ())} - {stage}
-        if message.kind is FailureKind.PEER and message.peer_stage in peers & set(range(stages)):
-            actions = self._strike(epoch.seats[message.peer_stage], message.message, now)
-            if self.epoch is not epoch:
-                return actions
+        actions = self._complaint(epoch, node_id, message, now)
+        if self.epoch is not epoch:
+            return actions
         self._retries += 1
-        reason = f"stage {stage}: {message.message}"
+        reason = f"stage {epoch.seats.index(node_id)}: {message.message}"
         if self._retries > MAX_RETRIES:
             return actions + self._stop(
                 f"step {epoch.step + 1} failed {self._retries} times in a row, last at {reason}; "
@@ -312,6 +316,21 @@ class RunMachine:
             f"diverges; {self._what_is_kept()}: lower training.lr, then resume",
             failed=True,
         )
+
+    def _complaint(self, epoch: Epoch, node_id: str, message: StepFailed, now: float) -> list[Action]:
+        """What a stage says against a neighbour."""
+        if self.stopped or message.kind is not FailureKind.PEER or node_id not in epoch.seats:
+            return []
+        stage, stages = epoch.seats.index(node_id), len(epoch.seats)
+        # Only a neighbour can know; the first and the last stage may be neighbours too.
+        peers = {stage - 1, stage + 1, *({0, stages - 1} if stage in (0, stages - 1) else ())} - {stage}
+        if message.peer_stage not in peers & set(range(stages)):
+            return []
+        culprit = epoch.seats[message.peer_stage]
+        if self._struck.get(culprit, 0) >= epoch.number:
+            return []
+        self._struck[culprit] = epoch.number
+        return self._strike(culprit, message.message, now)
 
     def _strike(self, node_id: str, why: str, now: float) -> list[Action]:
         self._strikes[node_id] = self._strikes.get(node_id, 0) + 1
@@ -350,7 +369,7 @@ class RunMachine:
         epoch = self.epoch
         if epoch is None:
             return []
-        self.epoch = None
+        self.epoch, self._ended = None, epoch
         self._saving = False
         self._growing = False
         self._asked.clear()

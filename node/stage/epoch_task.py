@@ -120,6 +120,8 @@ class EpochTask:
     def link_lost(self, peer_stage: int, error: ThinwireError) -> None:
         if isinstance(error, ProtocolViolationError):
             self._peer_at_fault = peer_stage
+            # At once: that node sees its link closed, and must not be the first to complain.
+            self._fail(FailureKind.PEER, str(error))
         self._services.inbox.interrupt(str(error), error)
 
     # ---- the life of an epoch
@@ -244,6 +246,9 @@ class EpochTask:
         services.upload(self.number, step, await services.compute(work))
 
     def _fail(self, kind: FailureKind, message: str) -> None:
+        """Report the epoch's first failure; what follows from it adds nothing."""
+        if self._failure is not None:
+            return
         self._failure = StepFailed(
             epoch=self.number,
             step=max(self._step, 0),
