@@ -9,6 +9,7 @@ A `tl.fma` stands only where its product is exact, so that the interpreter, whic
 """
 
 import os
+from collections.abc import Callable
 
 import torch
 import triton
@@ -26,6 +27,15 @@ _NON_FINITE = tl.constexpr(0x7FFF)
 # Where element j's code goes in the word of 8 that is transposed, and 1 << that, summed over j.
 NIBBLES = 0x11111111
 BYTES = 0x01010101
+
+
+# Triton compiles anew for sizes that are 1 or multiples of 16, which gains nothing here.
+_SIZES = ("n", "tiles", "four_bit", "fourths", "chunks", "width", "row_stride", "per_row")
+
+
+def sized_jit(function: Callable[..., None]) -> triton.runtime.jit.JITFunction:
+    """`triton.jit` for kernels that are launched: one compilation for all sizes."""
+    return triton.jit(function, do_not_specialize=_SIZES)
 
 
 def wrapped(value: int) -> int:
@@ -86,6 +96,10 @@ def load_tiles(
         column = (whole - row * per_row)[None, :, None, None] * 64 + i
         real = inside[None, :, None, None] & (column < width)
         values = tl.load(x + row[None, :, None, None] * row_stride + column, mask=real, other=0.0)
+    if x.dtype.element_ty == tl.bfloat16:
+        # The interpreter's own conversion is wrong for subnormal numbers.
+        bits = values.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        return bits.to(tl.float32, bitcast=True), real
     return values.to(tl.float32), real
 
 
@@ -134,7 +148,7 @@ def tile_sum(v):
 
 @triton.jit
 def tile_max_or_nan(v):
-    """The largest of every tile, `[T]`, NaN if there is one: on a GPU; `peak_bits` sees to the interpreter."""
+    """The largest of every tile, `[T]`, NaN if there is one; the interpreter needs `peak_bits` for that."""
     if _INTERPRETED:
         largest = tile_max(v)
     else:

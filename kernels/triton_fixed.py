@@ -32,6 +32,7 @@ from kernels.triton_common import (
     peak_bits,
     plane_byte,
     powers_of_two,
+    sized_jit,
     spread,
     spread_bytes,
     spread_nibbles,
@@ -78,7 +79,7 @@ def _pack(
         store_planes(planes + 4 * stride, transpose_nibbles(second), place, inside, stride, min(BITS, 8) - 4)
 
 
-@triton.jit
+@sized_jit
 def _quantize(
     x,
     planes,
@@ -131,7 +132,7 @@ def _quantize(
     )
 
 
-@triton.jit
+@sized_jit
 def _finish(
     x,
     scales,
@@ -171,30 +172,31 @@ def _finish(
     )
     tl.store(scales + tile, ceil_half(tl.maximum(scaled, 5.960464477539063e-08)).to(tl.int16), mask=inside)
     if tl.max(wrong.to(tl.int32), 0) > 0:
-        # Whole blocks again, which writes the same where it was right.
+        # Whole blocks again, which writes the same where it was right; after the scales above.
+        tl.debug_barrier()
         for start in range(0, T, AGAIN):
-            tile = first + start + tl.arange(0, AGAIN)
-            inside = tile < n
+            again = first + start + tl.arange(0, AGAIN)
+            among = again < n
             base = tl.zeros((), tl.int64)
             y, real = load_tiles(
-                x, base, tile.to(tl.int64), inside, width, row_stride, per_row, LANES, FLAT, PAIRS
+                x, base, again.to(tl.int64), among, width, row_stride, per_row, LANES, FLAT, PAIRS
             )
             if SCALED:
                 y = y * constant
             y = y * near * far
             largest = tile_max(tl.abs(y))
-            step = tl.div_rn(largest, tl.full((AGAIN,), LIMIT, tl.float32))
-            scale = ceil_half(tl.maximum(step, 5.960464477539063e-08))
-            tl.store(scales + tile, scale.to(tl.int16), mask=inside)
+            exact = tl.div_rn(largest, tl.full((AGAIN,), LIMIT, tl.float32))
+            scale = ceil_half(tl.maximum(exact, 5.960464477539063e-08))
+            tl.store(scales + again, scale.to(tl.int16), mask=among)
             inverse = tl.div_rn(tl.full((AGAIN,), 1.0, tl.float32), half_value(scale))
             bits = (y * spread(inverse) + MAGIC).to(tl.int32, bitcast=True)
             bits = tl.where(real, bits, MAGIC_BITS - LIMIT)
-            place = tile.to(tl.int64)[None, :, None] * 8 + plane_byte(LANES)
+            place = again.to(tl.int64)[None, :, None] * 8 + plane_byte(LANES)
             _pack(
                 bits,
                 planes,
                 place,
-                inside[None, :, None],
+                among[None, :, None],
                 n.to(tl.int64) * 8,
                 BITS,
                 LIMIT,
@@ -203,7 +205,7 @@ def _finish(
             )
 
 
-@triton.jit
+@sized_jit
 def _restore(
     scales,
     planes,

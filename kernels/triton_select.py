@@ -19,6 +19,7 @@ from kernels.triton_common import (
     exponent_of,
     load_tiles,
     powers_of_two,
+    sized_jit,
     spread,
     tile_max,
     tile_sum,
@@ -100,7 +101,7 @@ def entropy_rank(sums, weights):
     return (h + 8388608.0).to(tl.int32, bitcast=True) & 0x7FFFFF
 
 
-@triton.jit
+@sized_jit
 def _rank(
     x,
     total,
@@ -157,7 +158,7 @@ def _find(histogram, wanted, BINS: tl.constexpr):
     return found, tl.sum(tl.where(bin == found, above, 0), 0)
 
 
-@triton.jit
+@sized_jit
 def _refine(ranks, coarse, fine, chosen, tiles, four_bit, CHUNK: tl.constexpr):
     chunk = tl.program_id(0)
     sample = tl.program_id(1)
@@ -172,7 +173,7 @@ def _refine(ranks, coarse, fine, chosen, tiles, four_bit, CHUNK: tl.constexpr):
     tl.atomic_add(place, 1, mask=inside & ((rank >> _FINE_BITS) == found), sem="relaxed")
 
 
-@triton.jit
+@sized_jit
 def _count(ranks, fine, chosen, counts, tiles, four_bit, chunks, CHUNK: tl.constexpr):
     chunk = tl.program_id(0)
     sample = tl.program_id(1)

@@ -32,6 +32,7 @@ from kernels.triton_common import (
     peak_bits,
     plane_byte,
     powers_of_two,
+    sized_jit,
     spread,
     store_planes,
     tile_max,
@@ -48,7 +49,7 @@ from kernels.triton_rows import Rows
 _NIBBLE_BIAS = tl.constexpr(wrapped(MAGIC_BITS.value * NIBBLES))
 
 
-@triton.jit
+@sized_jit
 def _measure(
     x,
     low_planes,
@@ -138,7 +139,7 @@ def _measure(
         )
 
 
-@triton.jit
+@sized_jit
 def _finish(
     ranks,
     counts,
@@ -216,7 +217,7 @@ def _finish(
     tl.store(places + slot, tl.where(four, position, -1), mask=again)
 
 
-@triton.jit
+@sized_jit
 def _again(
     x,
     scales,
@@ -339,8 +340,9 @@ def encode(
     rows = Rows(x)
     n, device = rows.tiles, x.device
     tiles = n // samples
-    total, weighted, listed, places = torch.empty(4, n, dtype=torch.int32, device=device)
-    steps, zeros = torch.empty(2, n, dtype=torch.float32, device=device)
+    # Rows of whole 16 bytes: Triton compiles once for aligned pointers.
+    total, weighted, listed, places = torch.empty(4, -(-n // 4) * 4, dtype=torch.int32, device=device)
+    steps, zeros = torch.empty(2, -(-n // 4) * 4, dtype=torch.float32, device=device)
     fourth = torch.empty(n, dtype=torch.int64, device=device)
     select = triton_select.Selection(samples, tiles, four_bit, chunk, device)
     sizes = (n, rows.width, rows.stride, rows.per_row)

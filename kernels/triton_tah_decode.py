@@ -17,6 +17,7 @@ from kernels.triton_common import (
     half_value,
     load_planes,
     plane_byte,
+    sized_jit,
     spread,
     spread_nibbles,
     store_tiles,
@@ -39,7 +40,7 @@ def _set_bits(word):
     return (((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
 
 
-@triton.jit
+@sized_jit
 def _positions(bit_map, positions, length, n, WORDS: tl.constexpr):
     """How many 4-bit tiles lie before every 32nd tile. A program counts all before its own again."""
     if tl.program_id(0) == 0:
@@ -100,7 +101,7 @@ def _values(
     return tl.fma(y, spread(half_value(scale & 0x7FFF)), spread(half_value(zero_point)))
 
 
-@triton.jit
+@sized_jit
 def _restore(
     scales,
     zero_points,
@@ -159,7 +160,7 @@ def _restore(
     store_tiles(out, y, base, tile, inside, width, per_row, LANES, FLAT)
 
 
-@triton.jit
+@sized_jit
 def _turn_back(
     scales,
     zero_points,
