@@ -11,8 +11,10 @@ element.
 """
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from kernels.trellis_scales import OCTAVE, scales
@@ -20,6 +22,7 @@ from kernels.trellis_scales import OCTAVE, scales
 Float32Array = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 Int32Array = NDArray[np.int32]
+_Float = TypeVar("_Float", np.float32, np.float64)
 
 MAX_RANK = 64
 MIN_FACTOR_BITS = 3
@@ -65,8 +68,9 @@ def bounded(bits: int, multiplier: Int32Array) -> bool:
 
 def predict(factors: Factors) -> Float32Array:
     """The prediction, `[R, C]`."""
-    scaled = np.asarray(factors.u * factors.multiplier, dtype=np.float32)
-    product: Float32Array = scaled @ factors.v.T.astype(np.float32)
+    scaled = (factors.u * factors.multiplier).astype(np.float64)
+    # In fp64, because settings of torch may lower the precision of fp32 products.
+    product: Float32Array = _matmul(scaled, factors.v.T.astype(np.float64)).astype(np.float32)
     product *= _powers(factors.row_exponent + np.int32(factors.exponent))[:, None]
     product *= _powers(factors.column_exponent)
     return product
@@ -128,11 +132,17 @@ def _signs(rows: int, columns: int) -> Float32Array:
 
 
 def _product(a: Float32Array, b: Float32Array) -> Float64Array:
-    """a @ b of integers, exact: no sum of a chunk leaves fp32's integers."""
+    """a @ b of integers of at most 8 bits, exact: no sum of a chunk leaves fp32's integers."""
     total = np.zeros((a.shape[0], b.shape[1]))
     for start in range(0, a.shape[1], _CHUNK):
-        total += a[:, start : start + _CHUNK] @ b[start : start + _CHUNK]
+        total += _matmul(a[:, start : start + _CHUNK], b[start : start + _CHUNK])
     return total
+
+
+def _matmul(a: NDArray[_Float], b: NDArray[_Float]) -> NDArray[_Float]:
+    """a @ b by torch: numpy's threads are not those that a node limits, and wait for each other busily."""
+    product: NDArray[_Float] = (torch.from_numpy(a) @ torch.from_numpy(b)).numpy()
+    return product
 
 
 def _to_integers(x: Float64Array, limit: int, of_mean: float) -> Float32Array:
@@ -149,7 +159,7 @@ def _orthogonal(x: Float64Array) -> Float64Array:
     """Orthogonal columns that span the columns of x; zero where one depends on those before it."""
     largest = np.abs(x).max(0)
     q = np.rint(x * np.where(largest > 0, _PRECISE / np.maximum(largest, 1e-300), 0))
-    gram = q.T @ q  # integers below 2**53: exact in any order
+    gram = _matmul(q.T, q)  # integers below 2**53: exact in any order
     # Gram-Schmidt on the columns, with the inner products from the matrix of products.
     for k in range(q.shape[1]):
         pivot = gram[k, k]
