@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from wire.byte_stream import ByteStream, StreamDroppedError
 from wire.errors import LinkError, ProtocolViolationError
 from wire.frames import FRAME_BYTES, HEADER_BYTES, frame_direction, run_tag
+from wire.pacing import Pacer
 from wire.spec import Direction, TensorKey
 from wire.stream_receiver import Acknowledge, Expect, StreamReceiver
 from wire.stream_sender import StreamSender
@@ -56,6 +57,8 @@ class LinkSettings:
     """A link that was up and is not back within this time is lost."""
     resend_seconds: float = 10.0
     """Frames are sent or asked for again when nothing is heard of them for this long."""
+    pacer: Pacer | None = None
+    """Frames wait for it: the bandwidth that the machine's owner allows, shared with whatever else sends."""
     frame_filter: FrameFilter | None = None
 
 
@@ -225,6 +228,8 @@ class Connection:
             if frame is None:
                 await wait_until(state.bulk_wake, state.sender.deadline)
                 continue
+            if state.settings.pacer is not None:
+                await state.settings.pacer.pass_through(len(frame))
             if state.settings.frame_filter is None:
                 await stream.write(frame)
             else:

@@ -21,6 +21,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--state-dir", type=Path, help="where this node's key and certificate live")
     parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda:N", help="where to compute")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's own choice)")
+    parser.add_argument(
+        "--max-bandwidth", type=float, default=0.0, metavar="MBIT", help="send at most so many Mbit/s"
+    )
+    parser.add_argument(
+        "--max-memory", type=float, default=0.0, metavar="GB", help="take no stage that needs more memory"
+    )
     parser.add_argument("--json", action="store_true", help="progress on stdout as JSON lines")
     parser.set_defaults(run=run, parser=parser)
 
@@ -40,12 +46,17 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--device must be auto, cpu or cuda:N, got {args.device!r}")
     if args.threads < 0:
         raise UsageError(f"--threads must be at least 0 (torch's own choice), got {args.threads}")
+    for name, value in (("--max-bandwidth", args.max_bandwidth), ("--max-memory", args.max_memory)):
+        if not 0 <= value < float("inf"):
+            raise UsageError(f"{name} must be a number above 0, or 0 for no limit, got {value:g}")
     options = JoinOptions(
         listen=args.listen,
         advertise=args.advertise,
         state_dir=args.state_dir,
         device=args.device,
         threads=args.threads,
+        max_bandwidth_mbit=args.max_bandwidth,
+        max_memory_gb=args.max_memory,
         json=args.json,
     )
     set_up_logging()

@@ -7,7 +7,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-
 CHANGEABLE = ("pipeline", "coordinator", "data.path", "run.snapshot_every", "run.keep_snapshots")
 
 

@@ -18,5 +18,9 @@ class JoinOptions:
     """`auto` (the first GPU, else the CPU), `cpu` or `cuda:N`."""
     threads: int = 0
     """CPU threads for arithmetic; 0 leaves torch's default."""
+    max_bandwidth_mbit: float = 0.0
+    """The most that this node sends, in Mbit/s; 0 is no limit."""
+    max_memory_gb: float = 0.0
+    """The most memory that a stage may need here, in GB (10^9 bytes); 0 is all of the device's."""
     json: bool = False
     """Progress on stdout as JSON lines instead of text."""

@@ -156,6 +156,11 @@ class Coordinator:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._post(self._machine.tick)
+            # The command that evicts writes into the database, from a process of its own.
+            for node_id in await asyncio.to_thread(self._store.evicted):
+                if (session := self._sessions.get(node_id)) is not None:
+                    session.send(Finish(reason="you were evicted from this run by its operator", failed=True))
+                    self._post(functools.partial(self._machine.lost, node_id, "it was evicted"))
 
     async def _say_goodbye(self, outcome: Outcome) -> None:
         """Let every node hear how it ended before the connections close."""

@@ -229,6 +229,11 @@ class Store:
             )
             return cursor.rowcount == 1
 
+    def evicted(self) -> list[str]:
+        """The nodes for which `evict` was called."""
+        with self._reading() as db:
+            return [row[0] for row in db.execute("SELECT node_id FROM members WHERE evicted IS NOT NULL")]
+
     def is_evicted(self, node_id: str) -> bool:
         """Whether `evict` was called for this node; False for one that is no member."""
         member = self.member(node_id)

@@ -45,7 +45,8 @@ def _try_claim(path: Path) -> StateDirectory | None:
         make_private_directory(path)
         lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise UserError(f"cannot use {path} for this node's key ({error.strerror}): give --state-dir") from None
+        reason = error.strerror
+        raise UserError(f"cannot use {path} for this node's key ({reason}): give --state-dir") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -24,6 +24,7 @@ from wire.identity.credentials import NodeIdentity
 from wire.identity.enrolment import Refusal
 from wire.messages import CoordinatorMessage, Hello, NodeMessage
 from wire.messages_proto import coordinator_message_from_proto, node_message_to_proto, refusal_from_proto
+from wire.pacing import Pacer
 from wire.v1 import control_pb2, control_pb2_grpc
 
 CHUNK_BYTES = 256 * 1024
@@ -54,8 +55,15 @@ class _Shared:
 class CoordinatorClient:
     """Dials with the newest identity; what breaks is dialled again until `outage_seconds` are over."""
 
-    def __init__(self, address: str, identity: Callable[[], NodeIdentity], outage_seconds: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        identity: Callable[[], NodeIdentity],
+        outage_seconds: float,
+        pacer: Pacer | None = None,
+    ) -> None:
         self.address = address
+        self._pacer = pacer
         self.outage_seconds = outage_seconds
         self._identity = identity
         self._bulk: _Shared | None = None
@@ -144,6 +152,8 @@ class CoordinatorClient:
                 step=step, unit=unit, total_bytes=len(data), sha256=digest, data=data[:CHUNK_BYTES]
             )
             for offset in range(CHUNK_BYTES, len(data), CHUNK_BYTES):
+                if self._pacer is not None:
+                    await self._pacer.pass_through(CHUNK_BYTES)
                 yield control_pb2.PutLayerChunk(data=data[offset : offset + CHUNK_BYTES])
 
         async def call(stub: control_pb2_grpc.CoordinatorStub) -> None:

@@ -21,21 +21,26 @@ def choose_device(wanted: str) -> torch.device:
         count = torch.cuda.device_count()
         index = device.index or 0
         if index >= count:
-            raise UserError(
-                f"--device {wanted}: this machine has {count} usable GPUs; use cpu or a lower N"
-            )
+            raise UserError(f"--device {wanted}: this machine has {count} usable GPUs; use cpu or a lower N")
         return torch.device("cuda", index)
     return device
 
 
-def describe(device: torch.device) -> Hardware:
-    """The device's name and memory, and the machine's cores."""
+def describe(device: torch.device, *, most_bytes: int = 0) -> Hardware:
+    """The device's name and memory, and the machine's cores.
+
+    `most_bytes` above 0 is all the memory that the owner offers: no stage that needs more comes here, and on
+    a GPU torch refuses to take more.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        return Hardware(device=properties.name, cores=cores, memory_bytes=properties.total_memory)
+        if 0 < most_bytes < properties.total_memory:
+            torch.cuda.set_per_process_memory_fraction(most_bytes / properties.total_memory, device)
+        memory = min(properties.total_memory, most_bytes or properties.total_memory)
+        return Hardware(device=properties.name, cores=cores, memory_bytes=memory)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Hardware(device="cpu", cores=cores, memory_bytes=memory)
+    return Hardware(device="cpu", cores=cores, memory_bytes=min(memory, most_bytes or memory))
 
 
 def measure_flops(device: torch.device) -> float:

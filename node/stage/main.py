@@ -21,6 +21,7 @@ from node.stage.runtime import IdentityHolder, NodeRuntime, NodeSettings
 from wire.errors import UserError
 from wire.identity.token import JoinToken
 from wire.messages import Finish
+from wire.pacing import Pacer
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ def _check_machine() -> None:
 
 
 async def _serve(token: JoinToken, options: JoinOptions, device: torch.device, directory: Path) -> int:
-    hardware = describe(device)
+    hardware = describe(device, most_bytes=int(options.max_memory_gb * 1e9))
     identity, control_address = await enrol(token, directory, hardware)
     settings = NodeSettings(
         control_address=control_address,
@@ -68,6 +69,7 @@ async def _serve(token: JoinToken, options: JoinOptions, device: torch.device, d
         flops=await asyncio.to_thread(measure_flops, device),
         cache_directory=directory / "snapshots",
         cache_bytes=shutil.disk_usage(directory).free // 2,
+        pacer=Pacer(options.max_bandwidth_mbit * 1e6 / 8) if options.max_bandwidth_mbit else None,
     )
     tell = Teller(json_lines=options.json)
     runtime = NodeRuntime(settings, IdentityHolder(identity, directory), tell)

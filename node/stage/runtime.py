@@ -51,6 +51,7 @@ from wire.messages import (
     Telemetry,
     Welcome,
 )
+from wire.pacing import Pacer
 from wire.spec import Direction, TensorKey
 from wire.version import PROTOCOL, VERSION
 
@@ -110,6 +111,8 @@ class NodeSettings:
     cache_directory: Path
     cache_bytes: int
     """Snapshots of layers kept on disk may take this much."""
+    pacer: Pacer | None = None
+    """The bandwidth that the machine's owner allows."""
 
 
 class NodeRuntime:
@@ -126,9 +129,9 @@ class NodeRuntime:
         self._identity = identity
         self._tell = tell
         self._client = CoordinatorClient(
-            settings.control_address, lambda: identity.current, FIRST_OUTAGE_SECONDS
+            settings.control_address, lambda: identity.current, FIRST_OUTAGE_SECONDS, settings.pacer
         )
-        self._link_settings = LinkSettings(frame_filter=faults.frame_filter())
+        self._link_settings = LinkSettings(pacer=settings.pacer, frame_filter=faults.frame_filter())
         self._server = LinkServer(
             identity=identity, run_id=identity.current.run_id, settings=self._link_settings
         )

@@ -1,0 +1,30 @@
+"""`thinwire evict RUN_DIR NODE_ID`: shut a node out of a run for good, also beside a running coordinator."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from node.cli.parser import nearest
+from wire.errors import UserError
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("evict", help="shut a node out of a run")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory")
+    parser.add_argument("node_id", metavar="NODE_ID", help="as `thinwire status` shows it")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from node.cli.run_directory import existing_run_directory
+    from node.coordinator.store import Store
+
+    with Store.open(existing_run_directory(args.run_dir)) as store:
+        if not store.evict(args.node_id, time.time()):
+            known = [member.node_id for member in store.members()]
+            hint = nearest(args.node_id, known) if known else "; it has none"
+            raise UserError(f"{args.node_id} is no member of the run in {args.run_dir}{hint}")
+    sys.stdout.write(f"evicted {args.node_id}: it gets no stage and no certificate any more\n")
+    return 0

@@ -1,0 +1,53 @@
+"""An operator shuts a node out of a running run; a volunteer limits what its machine gives."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from node.telemetry.events import NodeLeft
+from tests.support.fault_prefork import Prefork
+from tests.support.run_harness import SMALL, Run
+
+CONFIG = replace(
+    SMALL,
+    run=replace(SMALL.run, snapshot_every=4),
+    pipeline=replace(SMALL.pipeline, stages=2),
+)
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def test_an_evicted_node_is_out_at_once_and_for_good(prefork: Prefork, tmp_path: Path) -> None:
+    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
+        coordinator = run.start()
+        nodes = run.add_nodes(2)
+        coordinator.wait_step(5)
+        victim = run.node_at(1)
+        number = nodes.index(victim)
+        node_id = run.node_id(number)
+        assert node_id is not None
+        evict = run.command("evict", str(run.run_dir), node_id)
+        assert evict.wait_exit() == 0
+        assert victim.wait_exit() == 1
+        assert '"you were evicted from this run by its operator"' in victim.lines[-1]
+        left = coordinator.wait_event(NodeLeft)
+        assert (left.node_id, left.reason) == (node_id, "it was evicted")
+        again = run.add_node(state_dir=run.state_dir(number))
+        assert again.wait_exit() == 1
+        assert "evicted" in again.complaints[-1]
+        create = run.command("token", "create", str(run.run_dir))
+        assert create.wait_exit() == 0
+        run.add_node(create.lines[0].removeprefix("thinwire join "))
+        assert coordinator.wait_exit() == 0
+        run.assert_undisturbed()
+
+
+def test_a_node_that_is_no_member_cannot_be_evicted(prefork: Prefork, tmp_path: Path) -> None:
+    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
+        assert run.start().token
+        evict = run.command("evict", str(run.run_dir), "node-nobodyhere")
+        assert evict.wait_exit() == 2
+        assert evict.complaints == [
+            f"thinwire: error: node-nobodyhere is no member of the run in {run.run_dir}; it has none"
+        ]

@@ -1,0 +1,28 @@
+"""The bandwidth limit, with an invented clock."""
+
+import pytest
+
+from wire.pacing import BURST_SECONDS, Pacer
+
+
+def test_the_rate_holds_over_time_whoever_sends() -> None:
+    pacer, now, sent = Pacer(rate=1000.0), 100.0, 0
+    while now < 110.0:
+        now += pacer.reserve(50, now)
+        sent += 50
+    assert sent == pytest.approx(10_000, rel=0.02)
+
+
+def test_an_idle_link_saves_up_one_burst_and_no_more() -> None:
+    pacer = Pacer(rate=1000.0)
+    assert pacer.reserve(50, 0.0) == 0.0
+    waits = [pacer.reserve(10, 1000.0) for _ in range(8)]
+    at_once = int(1000.0 * BURST_SECONDS / 10)
+    assert waits[: at_once + 1] == [0.0] * (at_once + 1)
+    assert waits[at_once + 1] > 0.0
+
+
+def test_one_message_larger_than_a_burst_passes_and_is_paid_for_afterwards() -> None:
+    pacer = Pacer(rate=1000.0)
+    assert pacer.reserve(5000, 10.0) == 0.0
+    assert pacer.reserve(1, 10.0) == pytest.approx(5.0 - BURST_SECONDS)
