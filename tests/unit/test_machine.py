@@ -25,14 +25,17 @@ from tests.support.machine_driver import (
     stop_of,
 )
 from wire.messages import (
+    Applied,
     Begin,
     Commit,
     Placed,
     PlacedStage,
     Placement,
+    Ready,
     Restore,
     StepFailed,
     TakeSnapshot,
+    Telemetry,
     Vote,
 )
 from wire.messages import FailureKind as Kind
@@ -303,6 +306,24 @@ def test_messages_of_other_epochs_and_strangers_are_dropped() -> None:
     assert "nobody" not in run.machine.members
     run.placed("b", 3)
     assert run.epoch.phase is Phase.PLACING, "nobody has answered for a"
+
+
+def test_an_answer_from_the_epoch_before_does_not_count_in_the_same_phase_of_this_one() -> None:
+    run = Driver(stages=2).started("ab", 3)
+    run.failed("a")
+    run.all_placed(3)
+    run.ready("a")
+    assert run.machine.message("b", Ready(epoch=1, telemetry=Telemetry()), run.time) == []
+    assert run.epoch.phase is Phase.RESTORING
+    run.ready("b")
+    run.vote("a")
+    assert run.machine.message("b", Vote(epoch=1, step=3, norms={1: 1.0}, loss=2.0), run.time) == []
+    assert run.epoch.outstanding("a") == [Begin(epoch=2, step=3)]
+    run.vote("b")
+    run.applied("a")
+    late = Applied(epoch=1, step=3, telemetry=Telemetry())
+    assert run.machine.message("b", late, run.time) == []
+    assert len(of_kind(run.applied("b"), StepDone)) == 1
 
 
 def test_heartbeats_and_goodbyes_of_strangers_are_dropped() -> None:

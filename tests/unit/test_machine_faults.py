@@ -109,9 +109,10 @@ def test_any_message_counts_as_a_sign_of_life() -> None:
 def test_many_may_die_between_two_ticks() -> None:
     run = Driver(every=100).started("abc", 1)
     run.join("xyz")
-    for node in "abx":
-        run.machine.disconnected(node, run.time)
-    actions = run.tick(RECONNECT + 0.1)
+    run.time += SILENT + 0.5
+    for node in "cyz":
+        run.machine.heard(node, run.time)
+    actions = run.machine.tick(run.time)
     assert [released.node_id for released in of_kind(actions, Released)] == ["a", "b", "x"]
     assert placement_of(actions) == ("y", "z", "c"), "nobody is placed who is found dead a moment later"
     assert len(of_kind(actions, Aborted)) == 1
