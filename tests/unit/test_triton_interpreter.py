@@ -1,0 +1,211 @@
+"""The Triton kernels give the golden bits under Triton's interpreter, on a CPU.
+
+The interpreter is chosen when kernels are defined, so these tests run in a process of their own, which
+`test_in_a_process_of_their_own` starts. Without Triton (torch for CPUs does not bring it) nothing runs.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kernels import fixed, ops, tah
+from kernels.triton_launch import Launch
+from wire.codecs import tah as tah_codec
+from wire.codecs.fixed import FixedCodec
+from wire.codecs.header import seal
+from wire.codecs.registry import codec
+from wire.errors import CodecError, NonFiniteError
+from wire.spec import TensorSpec
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+DIGESTS = json.loads((GOLDEN / "codecs.json").read_text())
+TENSORS = load_file(GOLDEN / "codecs.safetensors")
+CODECS = ("tah", "fixed-2", "fixed-4", "fixed-8", "fixed-10")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LAUNCHES = (Launch(16, 8, 1), Launch(32, 2, 4))
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton"),
+    # Tiles beyond a tensor's end and refused input divide by zero and overflow in numpy, as on a GPU.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+inside = pytest.mark.skipif(not INTERPRETED, reason="in the interpreter's process")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process")
+@pytest.mark.timeout(300)
+def test_in_a_process_of_their_own() -> None:
+    made = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert made.returncode == 0 and " passed" in made.stdout, made.stdout[-5000:] + made.stderr[-2000:]
+
+
+@pytest.fixture
+def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "has_kernels", lambda device_type: True)
+
+
+def digest(x: torch.Tensor) -> str:
+    return hashlib.sha256(x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+@inside
+@pytest.mark.usefixtures("kernels_on_the_cpu")
+@pytest.mark.parametrize("name", [name for name in DIGESTS if name.rsplit(".", 1)[1] in CODECS])
+def test_bytes_and_values_are_the_golden_ones(name: str) -> None:
+    which, x = name.rsplit(".", 1)[1], TENSORS[f"input.{name.rsplit('.', 1)[0]}"]
+    packed = codec(which).encode(x)
+    assert digest(packed) == DIGESTS[name]["packed"]
+    decoded = codec(which).decode(packed, TensorSpec(x.dtype, tuple(x.shape)))
+    assert digest(decoded) == DIGESTS[name]["decoded"]
+
+
+def mixed() -> torch.Tensor:
+    """Zeros, constants, ties, outliers, and tiles that are subnormal in fp16 beside the largest."""
+    x = torch.randn(2, 9, 256, generator=torch.Generator().manual_seed(1))
+    x[0, 0, :64] = 0
+    x[0, 1, :64] = 1.5
+    x[1, 0] = x[1, 1]
+    x[0, 2] *= 1e-3
+    x[1, 2] *= 1e-7
+    x[0, 3, 64:128] *= 1e-9
+    x[1, 4, 70] = 100
+    x[1, 5, 255] = -300
+    return x
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return {
+        "mixed": mixed(),
+        "ties": torch.randint(-5, 6, (4, 128), generator=generator).float(),
+        "rows apart": torch.randn(4, 256, generator=generator)[:, 64:192],
+        "40 decades": torch.randn(10, 64, generator=generator) * torch.logspace(-38, 1, 10)[:, None],
+        "subnormal bf16": (torch.randn(3, 70, generator=generator) * 1e-38).bfloat16(),
+    }
+
+
+@inside
+@pytest.mark.parametrize("launch", LAUNCHES, ids=str)
+@pytest.mark.parametrize(("which", "tau"), [*((which, 2.0) for which in inputs()), ("mixed", 0.0)])
+def test_tah_is_the_reference_for_any_launch(which: str, tau: float, launch: Launch) -> None:
+    from kernels import triton_tah, triton_tah_decode
+
+    x = inputs()[which]
+    samples, tiles = tah_codec._samples_and_tiles(tuple(x.shape))
+    split = {"samples": samples, "four_bit": tah_codec.four_bit_tiles(tiles)}
+    layout = tah_codec._layout(tuple(x.shape))
+    expected, made = (torch.full((layout.nbytes,), fill, dtype=torch.uint8) for fill in (0, 0xA5))
+    layout.clear_gaps(made)
+    sections = tah.TahSections(*layout.views(expected))
+    exponent = tah.encode(x, sections, samples=samples, four_bit=split["four_bit"], tau=tau)
+    found = torch.full((1,), 77, dtype=torch.int32)
+    triton_tah.encode(
+        x,
+        *layout.views(made),
+        found,
+        samples=samples,
+        four_bit=split["four_bit"],
+        tau=tau,
+        measure=launch,
+        again=launch,
+        chunk=launch.tiles,
+        look_up=launch.lanes == 8,
+    )
+    assert int(found) == int(exponent) and torch.equal(made, expected)
+    decoded, out = torch.empty(x.shape, dtype=x.dtype), torch.full(x.shape, torch.nan, dtype=x.dtype)
+    tah.decode(sections, decoded, int(exponent))
+    status = triton_tah_decode.decode(
+        *sections,
+        out,
+        exponent.view(1),
+        samples=samples,
+        four_bit=split["four_bit"],
+        launch=launch,
+        turn=launch,
+    )
+    assert not status.any() and digest(out) == digest(decoded)
+
+
+@inside
+@pytest.mark.parametrize("launch", LAUNCHES, ids=str)
+@pytest.mark.parametrize("which", inputs())
+@pytest.mark.parametrize(("width", "constant"), [(4, 1.0), (7, 1.0), (9, 3.0)])
+def test_fixed_is_the_reference_for_any_launch(
+    which: str, width: int, constant: float, launch: Launch
+) -> None:
+    from kernels import triton_fixed
+
+    x = inputs()[which]
+    layout = FixedCodec(width)._layout(tuple(x.shape))
+    expected, made = (torch.full((layout.nbytes,), fill, dtype=torch.uint8) for fill in (0, 0xA5))
+    layout.clear_gaps(made)
+    sections = fixed.FixedSections(*layout.views(expected))
+    exponent = fixed.encode(x, sections, constant=constant)
+    found = torch.full((1,), 77, dtype=torch.int32)
+    triton_fixed.encode(x, *layout.views(made), found, constant=constant, launch=launch, finish=launch)
+    assert int(found) == int(exponent) and torch.equal(made, expected)
+    decoded, out = torch.empty(x.shape, dtype=x.dtype), torch.full(x.shape, torch.nan, dtype=x.dtype)
+    fixed.decode(sections, decoded, int(exponent), constant=constant)
+    status = triton_fixed.decode(*sections, out, exponent.view(1), constant=constant, launch=launch)
+    assert not status.any() and digest(out) == digest(decoded)
+
+
+@inside
+@pytest.mark.usefixtures("kernels_on_the_cpu")
+@pytest.mark.parametrize("name", ["tah", "fixed-8"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_refused(name: str, bad: float) -> None:
+    x = mixed()
+    x[1, 3, 200] = bad
+    packed = codec(name).pack(x)
+    with pytest.raises(NonFiniteError):
+        seal(packed.numpy())
+
+
+@inside
+@pytest.mark.parametrize(
+    ("name", "section", "value"),
+    [
+        ("tah", 0, b"\x00\x7e"),
+        ("tah", 0, b"\x00\x80"),
+        ("tah", 1, b"\x00\xfc"),
+        ("tah", 2, b"\x00"),
+        ("tah", 2, b"\xff\xff\xff"),
+        ("fixed-8", 0, b"\x01\x7c"),
+        ("fixed-8", 0, b"\x00\xfc"),
+        ("fixed-8", 0, b"\x00\x00"),
+        ("fixed-8", 1, b"\xff" * 8 * 72 * 8),
+    ],
+)
+def test_what_no_encoder_makes_is_refused_as_by_the_reference(
+    name: str, section: int, value: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = mixed()
+    which, spec = codec(name), TensorSpec(x.dtype, tuple(x.shape))
+    packed = which.encode(x)
+    header = which.open(packed.numpy(), spec)
+    layout = tah_codec._layout(spec.shape) if name == "tah" else FixedCodec(8)._layout(spec.shape)
+    target = layout.views(packed[64:])[section].view(torch.uint8).view(-1)
+    target[: len(value)] = torch.tensor(list(value), dtype=torch.uint8)
+    said = []
+    for kernels in (False, True):
+        monkeypatch.setattr(ops, "has_kernels", lambda device_type, kernels=kernels: kernels)
+        with pytest.raises(CodecError) as problem:
+            which.unpack(packed, spec, header)
+        said.append((problem.type, str(problem.value)))
+    assert said[0] == said[1]
