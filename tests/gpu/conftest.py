@@ -1,0 +1,32 @@
+"""Everything here needs an NVIDIA GPU and Triton; memory that torch leaves unwritten is filled with NaN."""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).resolve().parent
+READY = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            # The first test of a kernel compiles it.
+            item.add_marker(pytest.mark.timeout(300))
+            if not READY:
+                item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU, or no Triton"))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """What `torch.empty` gives holds NaNs and largest integers, so that reading the unwritten shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.utils.deterministic.fill_uninitialized_memory = before[1]

@@ -1,0 +1,200 @@
+"""The Triton kernels on a GPU: the CPU's bits for any launch, no waiting, graphs, no write outside.
+
+`scripts/bench_gpu_codecs.py` checks many more shapes, and speed.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from kernels import fixed, ops, tah
+from kernels.triton_launch import Launch
+from wire.codecs import tah as tah_codec
+from wire.codecs.fixed import FixedCodec
+from wire.codecs.layout import Layout
+from wire.codecs.registry import codec
+from wire.spec import TensorSpec
+
+GUARD = 256
+POISON = 0xA5
+LAUNCHES = (Launch(16, 4, 1), Launch(16, 8, 1), Launch(32, 8, 1), Launch(32, 4, 4))
+
+
+def sections_of(name: str, payload: torch.Tensor, shape: tuple[int, ...]) -> list[torch.Tensor]:
+    return layout_of(name, shape).views(payload)
+
+
+def layout_of(name: str, shape: tuple[int, ...]) -> Layout:
+    return tah_codec._layout(shape) if name == "tah" else FixedCodec(int(name[6:]))._layout(shape)
+
+
+def split(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Samples, and 4-bit tiles in each."""
+    samples, tiles = tah_codec._samples_and_tiles(shape)
+    return samples, tah_codec.four_bit_tiles(tiles)
+
+
+def encoder(name: str, x: torch.Tensor, payload: torch.Tensor, exponent: torch.Tensor) -> Callable[[], None]:
+    sections = sections_of(name, payload, tuple(x.shape))
+    if name == "tah":
+        return lambda: ops.tah_encode(x, *sections, exponent, *split(tuple(x.shape)), tah_codec.TAU)
+    return lambda: ops.fixed_encode(x, *sections, exponent, 1.0)
+
+
+def decoder(
+    name: str, payload: torch.Tensor, out: torch.Tensor, exponent: torch.Tensor
+) -> Callable[[], torch.Tensor]:
+    sections = sections_of(name, payload, tuple(out.shape))
+    if name == "tah":
+        return lambda: ops.tah_decode(*sections, out, exponent, *split(tuple(out.shape)))
+    return lambda: ops.fixed_decode(*sections, out, exponent, 1.0)
+
+
+def sample(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    x = torch.where(torch.rand(shape, generator=generator) < 3e-3, x * 30, x)
+    x.view(-1, shape[-1])[::7] *= 1e-3
+    x.view(-1, shape[-1])[3] = 0
+    return x.to(dtype)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(-1).view(torch.uint8).cpu()
+
+
+@pytest.fixture
+def no_waiting() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(2, 96, 256), (3, 50, 200), (1000, 64), (77,)], ids=str)
+@pytest.mark.parametrize("name", ["tah", "fixed-2", "fixed-8", "fixed-10"])
+def test_bits_are_the_cpus_between_guards(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = sample(shape, dtype) if len(shape) > 1 else torch.randn(shape).to(dtype)
+    packed = codec(name).encode(x)
+    nbytes = packed.numel() - 64
+    whole = torch.full((nbytes + 2 * GUARD,), POISON, dtype=torch.uint8, device="cuda")
+    payload = whole[GUARD:-GUARD]
+    layout_of(name, shape).clear_gaps(payload)
+    exponent = torch.zeros(1, dtype=torch.int32, device="cuda")
+    encoder(name, x.cuda(), payload, exponent)()
+    assert torch.equal(payload.cpu(), packed[64:])
+    assert exponent.item() == packed[48:52].view(torch.int32).item()
+    room = torch.full((x.nbytes + 2 * GUARD,), POISON, dtype=torch.uint8, device="cuda")
+    out = room[GUARD:-GUARD].view(dtype).view(shape)
+    assert not decoder(name, payload, out, exponent)().any()
+    assert torch.equal(bits(out), bits(codec(name).decode(packed, TensorSpec(dtype, shape))))
+    for made in (whole, room):
+        assert (made[:GUARD] == POISON).all() and (made[-GUARD:] == POISON).all()
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=str)
+@pytest.mark.parametrize("look_up", [False, True])
+def test_tah_is_the_same_for_any_launch(launch: Launch, look_up: bool) -> None:
+    from kernels import triton_tah, triton_tah_decode
+
+    x = sample((2, 300, 256), torch.bfloat16)
+    samples, four_bit = split(tuple(x.shape))
+    layout = tah_codec._layout(tuple(x.shape))
+    expected = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    sections = tah.TahSections(*layout.views(expected))
+    wanted = tah.encode(x, sections, samples=samples, four_bit=four_bit, tau=2.0)
+    decoded = torch.empty_like(x)
+    tah.decode(sections, decoded, int(wanted))
+    payload = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cuda")
+    exponent = torch.zeros(1, dtype=torch.int32, device="cuda")
+    triton_tah.encode(
+        x.cuda(),
+        *layout.views(payload),
+        exponent,
+        samples=samples,
+        four_bit=four_bit,
+        tau=2.0,
+        measure=launch,
+        again=launch,
+        chunk=launch.tiles * 8,
+        look_up=look_up,
+    )
+    assert torch.equal(payload.cpu(), expected)
+    out = torch.empty(x.shape, dtype=x.dtype, device="cuda")
+    triton_tah_decode.decode(
+        *layout.views(payload),
+        out,
+        exponent,
+        samples=samples,
+        four_bit=four_bit,
+        launch=launch,
+        turn=launch,
+    )
+    assert torch.equal(bits(out), bits(decoded))
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=str)
+def test_fixed_is_the_same_for_any_launch(launch: Launch) -> None:
+    from kernels import triton_fixed
+
+    x = sample((600, 256), torch.bfloat16)
+    layout = FixedCodec(6)._layout(tuple(x.shape))
+    expected = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    fixed.encode(x, fixed.FixedSections(*layout.views(expected)), constant=1.0)
+    payload = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cuda")
+    exponent = torch.zeros(1, dtype=torch.int32, device="cuda")
+    triton_fixed.encode(
+        x.cuda(), *layout.views(payload), exponent, constant=1.0, launch=launch, finish=launch
+    )
+    assert torch.equal(payload.cpu(), expected)
+
+
+@pytest.mark.parametrize("name", ["tah", "fixed-8"])
+def test_a_graph_packs_what_its_input_holds_and_nothing_waits(name: str, no_waiting: None) -> None:
+    shape = (2, 64, 320)
+    x = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty_like(x)
+    nbytes = codec(name).packed_bytes(TensorSpec(x.dtype, shape)) - 64
+    payload = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+    exponent = torch.zeros(1, dtype=torch.int32, device="cuda")
+    pack, unpack = encoder(name, x, payload, exponent), decoder(name, payload, out, exponent)
+    torch.cuda.set_sync_debug_mode("default")
+    x.copy_(sample(shape, x.dtype))
+    # Compiles, and looks tables up.
+    pack(), unpack()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    pack(), unpack()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pack(), unpack()
+    torch.cuda.set_sync_debug_mode("default")
+    for seed, scale in enumerate((1e-3, 1.0, 1e20)):
+        host = (sample(shape, torch.float32, seed) * scale).bfloat16()
+        x.copy_(host)
+        graph.replay()
+        packed = codec(name).encode(host)
+        assert torch.equal(payload.cpu(), packed[64:])
+        assert torch.equal(bits(out), bits(codec(name).decode(packed, TensorSpec(x.dtype, shape))))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["tah", "fixed-8"])
+def test_operators_say_what_they_do(name: str, device: str) -> None:
+    x = sample((4, 10, 128), torch.float32).to(device)
+    shape = tuple(x.shape)
+    exponent = torch.zeros(1, dtype=torch.int32, device=device)
+    payload = codec(name).encode(x)[64:]
+    sections = [section.clone() for section in sections_of(name, payload, shape)]
+    if name == "tah":
+        # Sections in buffers of their own, of whole words.
+        for index in (2, 3):
+            padded = torch.zeros(-(-sections[index].numel() // 16) * 16, dtype=torch.uint8, device=device)
+            padded[: sections[index].numel()] = sections[index]
+            sections[index] = padded[: sections[index].numel()]
+        torch.library.opcheck(ops.tah_encode, (x, *sections, exponent, *split(shape), 2.0))
+        torch.library.opcheck(ops.tah_decode, (*sections, torch.empty_like(x), exponent, *split(shape)))
+    else:
+        torch.library.opcheck(ops.fixed_encode, (x, *sections, exponent, 1.0))
+        torch.library.opcheck(ops.fixed_decode, (*sections, torch.empty_like(x), exponent, 1.0))
