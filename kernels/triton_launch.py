@@ -12,13 +12,13 @@ class Launch:
     warps: int
 
 
-FIXED_ENCODE = Launch(tiles=16, lanes=8, warps=1)
+FIXED_ENCODE = Launch(tiles=32, lanes=4, warps=1)
 FIXED_FINISH = Launch(tiles=512, lanes=8, warps=4)
-FIXED_DECODE = Launch(tiles=16, lanes=4, warps=1)
+FIXED_DECODE = Launch(tiles=16, lanes=8, warps=1)
 
 TAH_MEASURE = Launch(tiles=16, lanes=4, warps=1)
 TAH_AGAIN = Launch(tiles=16, lanes=4, warps=1)
-TAH_DECODE = Launch(tiles=16, lanes=4, warps=1)
+TAH_DECODE = Launch(tiles=16, lanes=8, warps=1)
 TAH_TURN_BACK = Launch(tiles=16, lanes=8, warps=4)
 # Tiles of a program that handles metadata alone, and its warps.
 TAH_CHUNK = 1024
