@@ -272,16 +272,19 @@ def _armed() -> _Armed | None:
 
 def _claim(plan: Plan, fault: Fault) -> bool:
     """Whether it is this process's turn to let the fault happen."""
-    for number in range(fault.count):
-        path = Path(plan.directory) / f"{fault.name}.{number}"
-        try:
-            marker = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        except FileExistsError:
-            continue
-        os.write(marker, repr(time.time()).encode())
-        os.close(marker)
-        return True
-    return False
+    # A link appears with its content: another thread's kill cannot leave an empty marker.
+    written = Path(plan.directory) / f".{os.getpid()}-{threading.get_ident()}"
+    written.write_text(repr(time.time()))
+    try:
+        for number in range(fault.count):
+            try:
+                os.link(written, Path(plan.directory) / f"{fault.name}.{number}")
+            except FileExistsError:
+                continue
+            return True
+        return False
+    finally:
+        written.unlink()
 
 
 def _happen(fault: Fault, control_port: int) -> None:

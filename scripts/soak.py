@@ -26,9 +26,9 @@ from node.faults import Fault, Kind, Phase
 from node.telemetry.events import NodeLeft, PlacementMade, RunStarted, StepAborted, StepDone
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, small
+from tests.support.run_harness import Coordinator
 
 RESULTS = Path(__file__).parent / "results" / "soak.json"
-KILLS = (Kind.KILL, Kind.COORDINATOR_KILL, Kind.TORN_WRITE)
 NODE_PHASES = (
     Phase.STATE_FETCH,
     Phase.FORWARD,
@@ -126,11 +126,11 @@ class Totals:
     def add(self, run: FaultRun) -> None:
         self.runs += 1
         self.steps += run.config.run.steps
+        self.kills += len(run.killed)
+        self.kills_of_coordinators += sum(isinstance(process, Coordinator) for process in run.killed)
         for fault in run.plan.faults:
             for at in run.times(fault):
                 self.faults[f"{fault.kind} in {fault.phase}"] += 1
-                self.kills += fault.kind in KILLS
-                self.kills_of_coordinators += fault.kind in (Kind.COORDINATOR_KILL, Kind.TORN_WRITE)
                 self._time(run, fault, at)
 
     def _time(self, run: FaultRun, fault: Fault, at: float) -> None:

@@ -118,6 +118,9 @@ class FaultRun(Run):
             control_port=port + 1 if port else 0,
         )
         self.state_dirs: dict[Process, Path] = {}
+        self._over = False
+        self.killed: list[Process] = []
+        """Whom faults ended with SIGKILL, in the order in which it was noticed."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -157,6 +160,7 @@ class FaultRun(Run):
         Nodes that were killed are started again with the identity they had, the coordinator is resumed, nodes
         that froze and were given up wake. Each wait for news takes at most `seconds`.
         """
+        self._over = False
         while True:
             at, process, line = self._next(seconds)
             if line is None:
@@ -166,6 +170,7 @@ class FaultRun(Run):
             elif isinstance(process, Coordinator):
                 event = from_json(line)
                 self.heard_at.append((at, event))
+                self._over = self._over or isinstance(event, RunFinished)
                 if isinstance(event, NodeLeft) and "silent" in event.reason:
                     self.wake(event.node_id)
                 if until(event) and not isinstance(event, RunFinished):
@@ -191,12 +196,14 @@ class FaultRun(Run):
 
     def _ended(self, process: Process, *, restart: bool) -> int | None:
         code = process.wait_exit()
+        if code == KILLED:
+            self.killed.append(process)
         if isinstance(process, Coordinator):
             if code != KILLED or not restart:
                 self._turn_away_latecomers()
                 return code
             self.resume()
-        elif code == KILLED and restart and self.coordinators[-1].running and process in self.state_dirs:
+        elif code == KILLED and restart and not self._over and process in self.state_dirs:
             self.add_node(state_dir=self.state_dirs[process])
         return None
 
