@@ -31,6 +31,7 @@ CODEC_LOSSES = (
 )
 """One report a machine."""
 CODEC_SPEED = ROOT / "scripts" / "bench_codecs.json"
+GPU_CODEC_SPEED = ROOT / "scripts" / "results" / "gpu_codecs.json"
 SIZED_SHAPE = (4, 1024, 1024)
 BASELINE = ("fp32", "fp32")
 LOSSES = ("loss_last", "loss_held_out")
@@ -195,6 +196,29 @@ def codec_speed() -> str:
     return markdown(columns, rows) + "\n\n" + caption
 
 
+def gpu_codec_speed() -> str:
+    """What scripts/bench_gpu_codecs.py recorded: kernels against a copy timed in the same run."""
+    report = json.loads(GPU_CODEC_SPEED.read_text(encoding="utf-8"))
+    rows = [
+        [
+            " x ".join(map(str, row["shape"])),
+            f"`{row['codec']}`",
+            row["way"],
+            f"{1e6 * row['seconds']:.1f}",
+            f"{100 * row['of_copy']:.0f} %",
+        ]
+        for row in report["times"]
+    ]
+    columns = [("shape", "left"), ("codec", "left"), ("way", "left")]
+    columns += [("microseconds", "right"), ("of a copy's bandwidth", "right")]
+    caption = (
+        f"{report['dtype']}, CUDA graphs, {report['hardware']}, median of {report['runs']} runs, "
+        f"torch {report['torch']}, Triton {report['triton']}, commit {report['commit'][:12]}. Bandwidth "
+        "counts the bytes that must move; the copy is device to device, timed in the same run."
+    )
+    return markdown(columns, rows) + "\n\n" + caption
+
+
 def _model(run: dict[str, Any]) -> tuple[int, str, str]:
     return run["width"], run["forward_codec"], run["backward_codec"]
 
@@ -227,6 +251,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "codec_sizes": codec_sizes,
     "codec_loss": codec_loss,
     "codec_speed": codec_speed,
+    "gpu_codec_speed": gpu_codec_speed,
 }
 
 

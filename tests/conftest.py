@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread for torch, so that arithmetic order (and this 2-core machine) is predictable."""
+"""Shared by all tests: one thread for torch, so that arithmetic order is predictable on few cores."""
 
 import torch
 
