@@ -284,7 +284,8 @@ in {soak["runs"]} runs of {soak["steps"]} steps together, seeds {soak["seeds"][0
 
 {_soak_table(soak)}
 
-There faults overlap, and processes start without loading their libraries. `coordinator.silent_seconds` was
+There faults overlap, and processes start without loading their libraries: most who died were back before
+their absence was noticed, and their return is what was. `coordinator.silent_seconds` was
 {soak["silent_seconds"]:g}.
 """
 
