@@ -98,6 +98,7 @@ class EpochTask:
         self._failure: StepFailed | None = None
         self._snapshot = -1
         self._peer_at_fault = -1
+        self._over = False
 
     def submit(self, command: CoordinatorMessage) -> None:
         self._commands.put_nowait(command)
@@ -118,6 +119,8 @@ class EpochTask:
         self._services.inbox.put(key, buffer)
 
     def link_lost(self, peer_stage: int, error: ThinwireError) -> None:
+        if self._over:
+            return
         if isinstance(error, ProtocolViolationError):
             self._peer_at_fault = peer_stage
             # At once: that node sees its link closed, and must not be the first to complain.
@@ -130,9 +133,12 @@ class EpochTask:
         """Obey commands until cancelled. A failure is reported; the coordinator then ends the epoch."""
         try:
             async with self._open:
-                await self._place()
-                while True:
-                    await self._obey(await self._commands.get())
+                try:
+                    await self._place()
+                    while True:
+                        await self._obey(await self._commands.get())
+                finally:
+                    self._over = True
         except StepInterrupted as interruption:
             if isinstance(interruption.cause, ProtocolViolationError):
                 self._fail(FailureKind.PEER, str(interruption))
@@ -173,7 +179,13 @@ class EpochTask:
     async def _place(self) -> None:
         services, executor = self._services, self._services.executor
         stages = len(self.placement.stages)
-        held = await services.compute(lambda: executor.place(self.stage, stages))
+
+        def work() -> int:
+            # Runs once the compute thread has let go of the epoch before, which is forgotten now.
+            services.inbox.reset()
+            return executor.place(self.stage, stages)
+
+        held = await services.compute(work)
         self._placed = Placed(epoch=self.number, held_step=held, voted=executor.voted)
         services.post(self._placed)
 

@@ -63,6 +63,8 @@ LINK_SECONDS = 60.0
 RENEW_RETRY_SECONDS = 10.0
 FIRST_OUTAGE_SECONDS = 60.0
 """How long to look for the coordinator before it has said what the run's limit is."""
+END_EPOCH_SECONDS = 30
+"""How long the tasks of an epoch that is over may take to end."""
 LEAVE_SECONDS = 120.0
 """How long a leaving node waits for the step, the snapshot and the coordinator's goodbye."""
 
@@ -371,15 +373,19 @@ class NodeRuntime:
         self._tell(f"stage {placement.stage} of {len(placement.stages)} in epoch {placement.epoch}")
 
     async def _end_epoch(self) -> None:
-        """Stop the epoch's task, wait until the compute thread has let go, forget its tensors."""
+        """Stop the epoch's task; its step ends at the next tensor, before the next epoch's first work."""
         task, self._epoch, self._epoch_task = self._epoch_task, None, None
         if task is None:
             return
         self.inbox.interrupt("the epoch is over")
-        task.cancel()
-        await asyncio.wait([task])
-        await self.compute(lambda: None)
-        self.inbox.reset()
+        for _ in range(END_EPOCH_SECONDS):
+            # Before Python 3.13 a cancellation that meets a failing child of a task group may be forgotten.
+            task.cancel()
+            await asyncio.wait([task], timeout=1)
+            if task.done():
+                break
+        else:
+            raise RunError(f"the stage did not let go within {END_EPOCH_SECONDS} s: start this node again")
 
     def _end(self, finish: Finish) -> None:
         if self._finish is None:
