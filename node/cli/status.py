@@ -24,6 +24,7 @@ def run(args: argparse.Namespace) -> int:
     from node.cli.token import token_state
     from node.coordinator.store import Store
     from node.telemetry.status import coordinator_alive, read_status
+    from node.telemetry.units import duration_text
 
     directory = existing_run_directory(args.run_dir)
     now = time.time()
@@ -31,9 +32,11 @@ def run(args: argparse.Namespace) -> int:
         record = store.run()
         last = store.last_step()
         members = [member.node_id for member in store.members() if member.evicted is None]
-        snapshots = [snapshot.step for snapshot in store.snapshots() if snapshot.complete]
+        complete = [snapshot for snapshot in store.snapshots() if snapshot.complete]
         usable = sum(token_state(token, now) == "usable" for token in store.list_tokens())
     status = read_status(directory)
+    snapshots = [snapshot.step for snapshot in complete]
+    age = max(0.0, now - complete[-1].created) if complete else None
     # The database counts steps from 0.
     done = last.step + 1 if last else 0
     steps = json.loads(record.config_json)["run"]["steps"]
@@ -48,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
             "loss": last.loss if last and math.isfinite(last.loss) else None,
             "nodes_admitted": members,
             "snapshots": snapshots,
+            "snapshot_age_seconds": age,
             "usable_tokens": usable,
             "status": json.loads(status.to_json()) if status else None,
         }
@@ -59,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
     if status:
         lines += _live_lines(status, now)
     lines.append(f"nodes     {len(members)} admitted since the run began")
-    lines.append(f"snapshots {', '.join(map(str, snapshots)) or 'none yet'}")
+    newest = f", the newest {duration_text(age)} old" if age is not None else ""
+    lines.append(f"snapshots {', '.join(map(str, snapshots)) or 'none yet'}{newest}")
     lines.append(f"tokens    {usable} usable")
     if state == "stopped":
         lines.append(f"go on with: thinwire resume {directory}")

@@ -68,6 +68,7 @@ def test_commands_beside_a_live_run(prefork: Prefork, tmp_path: Path) -> None:
         assert training["steps_done"] >= 15
         assert training["nodes_admitted"] == [run.node_id(0), run.node_id(1)]
         assert 1 <= len(training["snapshots"]) <= 3
+        assert 0 <= training["snapshot_age_seconds"] < 60
         assert training["usable_tokens"] == 0
         shown = answer(run.command("status", str(run.run_dir)))
         assert shown.startswith(f"run {training['run_id']}: training, ")
