@@ -158,9 +158,13 @@ class Coordinator:
             self._post(self._machine.tick)
             # The command that evicts writes into the database, from a process of its own.
             for node_id in await asyncio.to_thread(self._store.evicted):
-                if (session := self._sessions.get(node_id)) is not None:
-                    session.send(Finish(reason="you were evicted from this run by its operator", failed=True))
-                    self._post(functools.partial(self._machine.lost, node_id, "it was evicted"))
+                self._shut_out(node_id)
+
+    def _shut_out(self, node_id: str) -> None:
+        """An evicted node is out before it can complain of being refused."""
+        if (session := self._sessions.get(node_id)) is not None:
+            session.send(Finish(reason="you were evicted from this run by its operator", failed=True))
+            self._post(functools.partial(self._machine.lost, node_id, "it was evicted"))
 
     async def _say_goodbye(self, outcome: Outcome) -> None:
         """Let every node hear how it ended before the connections close."""
@@ -325,6 +329,7 @@ class Coordinator:
                 RefusalCode.NOT_A_MEMBER, f"{node_id} is no member of this run: join it with a token first"
             )
         if member.evicted is not None:
+            self._shut_out(node_id)
             return Refusal(RefusalCode.EVICTED, f"{node_id} was evicted from this run by its operator")
         return None
 
