@@ -41,7 +41,7 @@ from node.coordinator.records import PlacedNode, SnapshotRecord, StepOutcome, St
 from node.coordinator.recovery import Recovery
 from node.coordinator.store import Store
 from node.model.placement import stage_bytes, stage_units
-from node.model.units import unit_names, unit_parameters
+from node.model.units import most_state_bytes, unit_names, unit_parameters
 from node.telemetry import events
 from node.training.data import Corpus
 from node.training.manifest import Manifest
@@ -422,8 +422,7 @@ class Coordinator:
             raise ProtocolViolationError(f"{node_id} is not in the run at present")
         if step not in self._wanted_snapshots:
             raise ProtocolViolationError(f"nobody asked for a snapshot of step {step}")
-        # Weights and two moments in float32; the file's own header is small beside them.
-        return 3 * 4 * unit_parameters(self.config.model, unit) + 1024 * 1024
+        return most_state_bytes(self.config.model, unit)
 
     async def store_layer(self, step: int, unit: str, data: bytes, digest: str) -> None:
         faults.reach_coordinator(faults.Phase.SNAPSHOT, step=step)

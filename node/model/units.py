@@ -99,6 +99,11 @@ def unit_parameters(model: ModelSection, unit: str) -> int:
     return sum(spec.elements for spec in parameter_specs(model, unit))
 
 
+def most_state_bytes(model: ModelSection, unit: str) -> int:
+    """The most that a unit's snapshot file may have: weights and two moments in float32, and its header."""
+    return 3 * 4 * unit_parameters(model, unit) + 1024 * 1024
+
+
 def unit_cost(model: ModelSection, unit: str) -> float:
     """Forward flops a token: 2 a weight of each matrix product, plus attention over half the sequence.
 

@@ -19,7 +19,7 @@ import torch
 
 from node import faults
 from node.config.loader import from_json
-from node.model.units import unit_parameters
+from node.model.units import most_state_bytes
 from node.stage.batches import Batches
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.epoch_task import EpochTask, State
@@ -204,8 +204,7 @@ class NodeRuntime:
         kept = await asyncio.to_thread(self._cache.get, step, unit)
         if kept is not None:
             return kept
-        # Weights and two moments in float32; the file's own header is small beside them.
-        limit = 3 * 4 * unit_parameters(self.executor.config.model, unit) + 1024 * 1024
+        limit = most_state_bytes(self.executor.config.model, unit)
         data = await self._client.layer(step, unit, limit)
         await asyncio.to_thread(self._cache.put, step, unit, data)
         return data
