@@ -5,10 +5,17 @@ import re
 from pathlib import Path
 from typing import Any
 
+MAX_TOKEN_FILE = 16_384
+
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("join", help="give this machine to a run")
-    parser.add_argument("token", metavar="TOKEN", help="the token from the coordinator's join line")
+    parser.add_argument(
+        "token", metavar="TOKEN", nargs="?", help="the token from the coordinator's join line"
+    )
+    parser.add_argument(
+        "--token-file", type=Path, metavar="PATH", help="read the token from a file, where no `ps` shows it"
+    )
     parser.add_argument(
         "--listen", default="0.0.0.0:0", metavar="HOST:PORT", help="where neighbours connect to"
     )
@@ -38,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     from node.config.validate import parse_listen
     from wire.identity.token import JoinToken
 
-    JoinToken.parse(args.token)  # a mistyped token is refused before torch is loaded
+    token = _read_token(args.token, args.token_file)
+    JoinToken.parse(token)  # a mistyped token is refused before torch is loaded
     parse_listen(args.listen)
     if args.advertise:
         parse_listen(args.advertise)
@@ -63,4 +71,25 @@ def run(args: argparse.Namespace) -> int:
 
     from node.stage.main import run_node
 
-    return run_node(args.token, options)
+    return run_node(token, options)
+
+
+def _read_token(token: str | None, path: Path | None) -> str:
+    """The token that was given on the command line or in a file. Raises UsageError."""
+    from node.cli.parser import UsageError
+
+    if (token is None) == (path is None):
+        raise UsageError("give the join token either as TOKEN or by --token-file PATH")
+    if path is None:
+        assert token is not None
+        return token
+    try:
+        with path.open(encoding="utf-8") as file:
+            # A whole join line is as good as its token; no token comes near this length.
+            words = file.read(MAX_TOKEN_FILE).split()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UsageError(f"--token-file {path} cannot be read: {reason}") from None
+    if not words:
+        raise UsageError(f"--token-file {path} is empty: write the join token into it")
+    return words[-1]
