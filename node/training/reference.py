@@ -135,11 +135,14 @@ class ReferenceTrainer:
         tokens = torch.from_numpy(rows.astype(np.int64)).to(self.device)
         x, labels = tokens[:, :-1], tokens[:, 1:]
         crossings = []
-        with compute_precision(self.config.training.precision, self.device):
-            for index, chunk in enumerate(self.chunks[:-1]):
+        precision = self.config.training.precision
+        for index, chunk in enumerate(self.chunks[:-1]):
+            # Boundaries stay outside, as codecs do in a run: their arithmetic is not the model's.
+            with compute_precision(precision, self.device):
                 sent = chunk(x)
-                x = self._cross(sent.detach(), microbatch, index, Direction.ACTIVATION).requires_grad_()
-                crossings.append((sent, x))
+            x = self._cross(sent.detach(), microbatch, index, Direction.ACTIVATION).requires_grad_()
+            crossings.append((sent, x))
+        with compute_precision(precision, self.device):
             return self.chunks[-1].loss(x, labels), crossings
 
     def _backward(self, loss: Tensor, crossings: list[tuple[Tensor, Tensor]], microbatch: int) -> None:

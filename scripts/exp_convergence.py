@@ -1,0 +1,372 @@
+"""What codecs cost in loss at 124 million parameters: GPT-2 small's size on books, in GPT-2's BPE, on GPUs.
+
+    python scripts/exp_convergence.py --tokens DIR [--gpus 4] [--only NAME ...]
+
+The product's model, optimizer and codecs in the unsplit trainer, with a codec at each boundary of a 4-stage
+pipeline: after blocks 3, 6 and 9, both ways. `DIR` holds books-train.npy and books-valid.npy, token ids as
+uint16. Each GPU takes its share of the runs; each run is written to `--parts` as it ends.
+
+Suites (65,536 tokens a step, AdamW, bf16 autocast):
+
+    pass      300 steps, less than one pass over the text
+    long      900 steps, two passes and a half
+    epochs    300 steps over a part of the text that is seen four times: AQ-SGD sends changes of what it sent
+    backward  300 steps with 4-bit gradients, activations in fp16
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.tiles import NON_FINITE
+from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
+from node.model.split import split_units
+from node.training.reference import ReferenceTrainer
+from node.training.rng import generator
+from wire.codecs.header import EXPONENT
+from wire.codecs.registry import codec
+from wire.errors import NonFiniteError
+from wire.spec import Direction, TensorKey, TensorSpec
+from wire.version import VERSION
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / "scripts" / "results" / "convergence.json"
+
+SEQUENCE = 1024
+GLOBAL_BATCH = 64
+MICROBATCH = 32
+STAGES = 4
+BLOCKS = (3, 3, 3, 3)
+MODEL = ModelSection(
+    family="llama",
+    layers=12,
+    hidden=768,
+    heads=12,
+    kv_heads=12,
+    ffn=2048,
+    vocab=50304,
+    sequence=SEQUENCE,
+    tied=True,
+)
+"""124 million parameters; GPT-2's 50,257 tokens, and as many unused ones as make a round number."""
+EPOCH_WINDOWS = 4800
+"""Of the suite `epochs`: 300 steps see each of them four times."""
+VALIDATION_WINDOWS = 256
+NAIVE = "naive-4"
+"""4 bits, symmetric, one scale for the whole tensor: what the paper calls naive."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run of a suite."""
+
+    suite: str
+    forward: str
+    backward: str
+    steps: int = 300
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.suite}-{self.forward}-{self.backward}-{self.seed}"
+
+
+BETTER = "trellis-4.41"
+RUNS = (
+    *(
+        Run(suite="long", forward=forward, backward=backward, steps=900)
+        for forward, backward in (("fp16", "fp16"), (BETTER, "fixed-8"), ("tah", "fixed-8"))
+    ),
+    *(
+        Run(suite="pass", forward=forward, backward=backward, seed=seed)
+        for forward, backward, seed in (
+            ("fp16", "fp16", 0),
+            ("tah", "fixed-8", 0),
+            ("fixed-4", "fixed-8", 0),
+            (BETTER, "fixed-8", 0),
+            ("fp16", "fp16", 1),
+            (BETTER, BETTER, 0),
+        )
+    ),
+    *(
+        Run(suite="epochs", forward=forward, backward=backward)
+        for forward, backward in (
+            ("fp16", "fp16"),
+            ("aqsgd-4", "fixed-8"),
+            ("tah", "fixed-8"),
+            ("fixed-4", "fixed-8"),
+            (BETTER, "fixed-8"),
+        )
+    ),
+    *(
+        Run(suite="backward", forward="fp16", backward=backward)
+        for backward in (NAIVE, "tah", "fixed-4", BETTER)
+    ),
+)
+
+
+class Windows:
+    """Fixed windows of the text in a new order each pass; stands for `node.training.data.Corpus`.
+
+    A window's place in the text never changes, so that AQ-SGD may know a sample again.
+    """
+
+    def __init__(self, tokens: np.ndarray, *, limit: int | None, seed: int) -> None:
+        """`tokens` [N] uint16; the first `limit` windows of `SEQUENCE` are used, or all."""
+        self._tokens = tokens
+        count = (len(tokens) - 1) // SEQUENCE
+        self.count = count if limit is None else min(count, limit)
+        self._seed = seed
+
+    def samples(self, step: int) -> np.ndarray:
+        """Window numbers of a step, [GLOBAL_BATCH] int64."""
+        places = np.arange(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)
+        return np.array(
+            [self._order(number)[index] for number, index in zip(*divmod(places, self.count), strict=True)]
+        )
+
+    def batch(self, step: int) -> np.ndarray:
+        """Tokens [GLOBAL_BATCH, SEQUENCE + 1] uint16."""
+        return windows(self._tokens, self.samples(step))
+
+    @cache  # noqa: B019  # lives as long as its run
+    def _order(self, number: int) -> np.ndarray:
+        return generator(self._seed, step=number, purpose="data order").permutation(self.count)
+
+
+def windows(tokens: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """[n, SEQUENCE + 1] for n window numbers."""
+    chosen: np.ndarray = tokens[samples[:, None] * SEQUENCE + np.arange(SEQUENCE + 1)]
+    return chosen
+
+
+class Boundaries:
+    """What a link does to the tensors of a run; measures the relative error that it makes on the way."""
+
+    def __init__(self, run: Run, text: Windows) -> None:
+        self._codecs = {
+            Direction.ACTIVATION: _change(run.forward),
+            Direction.GRADIENT: _change(run.backward),
+        }
+        self._aqsgd = run.forward.startswith("aqsgd-")
+        self._text = text
+        self._kept: dict[int, Tensor] = {}
+        self._seen: dict[int, Tensor] = {}
+        self.error: dict[str, float] = {}
+        """Relative error of a late tensor, by direction and boundary."""
+        self.open = False
+        """Let everything pass as it is."""
+
+    def __call__(self, tensor: Tensor, key: TensorKey) -> Tensor:
+        if self.open:
+            return tensor
+        if self._aqsgd and key.direction is Direction.ACTIVATION:
+            arrived = self._through_cache(tensor, key)
+        else:
+            arrived = self._codecs[key.direction](tensor)
+        if key.microbatch == 0 and key.step % 50 == 49:
+            self._measure(tensor, arrived, key)
+        return arrived
+
+    def _through_cache(self, tensor: Tensor, key: TensorKey) -> Tensor:
+        """AQ-SGD: the first time fp16, then the quantized change of what the receiver holds."""
+        first = key.microbatch * MICROBATCH
+        samples = torch.from_numpy(self._text.samples(key.step)[first : first + MICROBATCH]).to(tensor.device)
+        if key.boundary not in self._kept:
+            shape = (self._text.count, *tensor.shape[1:])
+            self._kept[key.boundary] = torch.zeros(shape, dtype=torch.float16, device=tensor.device)
+            self._seen[key.boundary] = torch.zeros(self._text.count, dtype=torch.bool, device=tensor.device)
+        kept, seen = self._kept[key.boundary], self._seen[key.boundary]
+        before = kept[samples].float()
+        changed = before + self._codecs[Direction.ACTIVATION](tensor.float() - before)
+        arrived = torch.where(seen[samples][:, None, None], changed, tensor.float()).half()
+        kept[samples] = arrived
+        seen[samples] = True
+        return arrived.to(tensor.dtype)
+
+    def _measure(self, sent: Tensor, arrived: Tensor, key: TensorKey) -> None:
+        error = torch.linalg.vector_norm((arrived - sent).float()) / torch.linalg.vector_norm(sent.float())
+        self.error[f"{key.direction.name.lower()} {key.boundary}"] = error.item()
+
+
+def _change(name: str) -> Callable[[Tensor], Tensor]:
+    """What sending a tensor with this codec makes of it."""
+    if name == NAIVE:
+        return _naive
+    if name.startswith("aqsgd-"):
+        name = name.replace("aqsgd-", "fixed-")
+    chosen = codec(name)
+
+    def change(tensor: Tensor) -> Tensor:
+        spec = TensorSpec(tensor.dtype, tuple(tensor.shape))
+        packed = chosen.pack(tensor.contiguous())
+        # The bytes stay on the GPU and need no checksum, so their header is not read with `open`.
+        exponent = int(packed[EXPONENT].view(torch.int32).item())
+        if exponent == NON_FINITE:
+            raise NonFiniteError(f"a tensor for {name} is not finite")
+        return chosen.unpack(packed, spec, replace(chosen._header(spec), exponent=exponent))
+
+    return change
+
+
+def _naive(tensor: Tensor) -> Tensor:
+    scale = tensor.abs().amax() / 7
+    return (tensor / scale).round().clamp(-7, 7) * scale
+
+
+def train(run: Run, tokens: Path, out: Path) -> None:
+    """Make one run and write it to `out`, a folder."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    device = torch.device("cuda")
+    text = Windows(
+        np.load(tokens / "books-train.npy", mmap_mode="r"),
+        limit=EPOCH_WINDOWS if run.suite == "epochs" else None,
+        seed=run.seed,
+    )
+    config = RunConfig(
+        run=RunSection(seed=run.seed, steps=run.steps),
+        model=MODEL,
+        training=TrainingSection(
+            global_batch=GLOBAL_BATCH,
+            microbatch=MICROBATCH,
+            lr=6e-4,
+            min_lr_ratio=0.1,
+            warmup_steps=30,
+            precision="bfloat16",
+        ),
+        pipeline=PipelineSection(stages=STAGES),
+    )
+    boundary = Boundaries(run, text)
+    trainer = ReferenceTrainer(
+        config,
+        text,  # type: ignore[arg-type]  # all that the trainer asks of a corpus is `batch`
+        groups=split_units(config.model, STAGES, BLOCKS),
+        boundary=boundary,
+        device=device,
+    )
+    for chunk in trainer.chunks:
+        for layer in chunk.layers:
+            layer.compile()
+    valid = np.load(tokens / "books-valid.npy", mmap_mode="r")
+    held_out = windows(valid, np.arange(VALIDATION_WINDOWS))
+    losses: list[float] = []
+    began = time.perf_counter()
+    for step in range(run.steps):
+        losses.append(trainer.train_step().loss)
+        if step == 9:
+            torch.cuda.synchronize()
+            steady = time.perf_counter()
+        if step % 50 == 49:
+            print(f"{run.name}: {step + 1}/{run.steps} {losses[-1]:.4f}", flush=True)
+        if not np.isfinite(losses[-1]):
+            break
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    per_step = (time.perf_counter() - steady) / max(1, len(losses) - 10) if len(losses) > 10 else seconds
+    through = None if run.forward.startswith("aqsgd-") else trainer.validation_loss(held_out)
+    boundary.open = True
+    record = {
+        **asdict(run),
+        "loss_valid": trainer.validation_loss(held_out),
+        "loss_valid_through_codecs": through,
+        "loss_last": float(np.mean(losses[-20:])),
+        "relative_error": boundary.error,
+        "seconds": seconds,
+        "seconds_a_step": per_step,
+        "losses": [round(loss, 5) for loss in losses],
+    }
+    (out / f"{run.name}.json").write_text(json.dumps(record), encoding="utf-8")
+    print(
+        f"{run.name}: held out {record['loss_valid']:.4f}, {seconds:.0f} s, {per_step:.3f} s a step",
+        flush=True,
+    )
+
+
+def shares(runs: list[Run], count: int) -> list[list[Run]]:
+    """The runs dealt to `count` workers, longest first to whoever has least to do."""
+    dealt: list[list[Run]] = [[] for _ in range(count)]
+    for run in sorted(runs, key=lambda run: -run.steps):
+        min(dealt, key=lambda share: sum(other.steps for other in share)).append(run)
+    return dealt
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure what codecs cost in loss at 124M parameters.")
+    parser.add_argument(
+        "--tokens", type=Path, required=True, help="folder of books-train.npy, books-valid.npy"
+    )
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--only", nargs="+", help="runs whose names begin so")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--parts", type=Path, help="folder for single runs' results")
+    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    parts = arguments.parts or arguments.out.with_suffix(".parts")
+    parts.mkdir(parents=True, exist_ok=True)
+    if arguments.worker:
+        named = {run.name: run for run in RUNS}
+        for name in arguments.worker:
+            train(named[name], arguments.tokens, parts)
+        return 0
+    wanted = [run for run in RUNS if not arguments.only or run.name.startswith(tuple(arguments.only))]
+    workers = []
+    for gpu, share in enumerate(shares(wanted, arguments.gpus)):
+        if share:
+            command = [sys.executable, __file__, "--tokens", str(arguments.tokens), "--parts", str(parts)]
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
+            workers.append(
+                subprocess.Popen([*command, "--worker", *(run.name for run in share)], env=environment)
+            )
+    codes = []
+    try:
+        codes = [worker.wait() for worker in workers]
+    finally:
+        for worker in workers:
+            with contextlib.suppress(ProcessLookupError):
+                worker.terminate()
+        gather(parts, arguments.out)
+    return max(codes, default=0)
+
+
+def gather(parts: Path, out: Path) -> None:
+    """One report of all runs that ended."""
+    order = {run.name: index for index, run in enumerate(RUNS)}
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in parts.glob("*.json")]
+    fields = set(Run.__dataclass_fields__)
+    records.sort(key=lambda record: order[Run(**{k: v for k, v in record.items() if k in fields}).name])
+    report: dict[str, Any] = {
+        "experiment": "convergence",
+        "commit": os.environ.get("THINWIRE_COMMIT", ""),
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "versions": {
+            "thinwire": VERSION,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+        "model": asdict(MODEL),
+        "tokens_a_step": GLOBAL_BATCH * SEQUENCE,
+        "validation_windows": VALIDATION_WINDOWS,
+        "runs": records,
+    }
+    # A run a line: the file is for people too.
+    text = json.dumps({**report, "runs": []}, indent=1)
+    lines = ",\n  ".join(json.dumps(record) for record in records)
+    out.write_text(text.replace('"runs": []', f'"runs": [\n  {lines}\n ]') + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
