@@ -7,6 +7,7 @@ done so. Then four loops run: read and write, bulk and control.
 
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,6 +17,7 @@ from google.protobuf.message import DecodeError
 from wire.byte_stream import ByteStream, StreamDroppedError
 from wire.errors import LinkError, ProtocolViolationError
 from wire.frames import FRAME_BYTES, HEADER_BYTES, frame_direction, run_tag
+from wire.link_meter import LinkMeter
 from wire.pacing import Pacer
 from wire.spec import Direction, TensorKey
 from wire.stream_receiver import Acknowledge, Expect, StreamReceiver
@@ -23,6 +25,7 @@ from wire.stream_sender import StreamSender
 from wire.v1 import link_pb2
 
 MAX_OPEN_PINGS = 8
+MEASURED_PINGS = 16
 
 OnTensor = Callable[[TensorKey, bytearray], None]
 
@@ -82,6 +85,12 @@ class LinkStats:
     reconnects: int = 0
     rtt_seconds: float = 0.0
     """Smoothed round trip of a ping on the control stream; 0 before the first."""
+    least_rtt_seconds: float = 0.0
+    """The least round trip of the newest `MEASURED_PINGS`: without what waits in queues before it."""
+    busy_seconds: float = 0.0
+    """Time in which tensors waited to be sent or acknowledged."""
+    capacity: float = 0.0
+    """Bytes a second that the link delivers while it is busy; 0 while not known."""
 
 
 @dataclass(kw_only=True)
@@ -97,6 +106,8 @@ class LinkState:
     on_tensor: OnTensor
     session: int = 0
     stats: LinkStats = field(default_factory=LinkStats)
+    meter: LinkMeter = field(default_factory=LinkMeter)
+    round_trips: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED_PINGS))
     bulk_wake: asyncio.Event = field(default_factory=asyncio.Event)
     control_wake: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -179,6 +190,7 @@ class Connection:
         if not self._ended.is_set():
             self.error = error
             self._ended.set()
+            self._state.meter.interrupted(now())
             if not self._running:
                 self.finished.set()
             self._on_change()
@@ -313,6 +325,12 @@ class Connection:
                 self._greet(message.hello)
             case "acknowledge":
                 state.sender.acknowledge(message.acknowledge.next_sequence, message.acknowledge.credit_limit)
+                state.meter.acknowledged(
+                    state.sender.acknowledged_bytes,
+                    idle=state.sender.queued_bytes == 0,
+                    round_trip=state.stats.least_rtt_seconds,
+                    now=now(),
+                )
                 state.bulk_wake.set()
             case "send_again":
                 state.sender.send_again(list(message.send_again.sequences))
@@ -335,6 +353,8 @@ class Connection:
                 f"the neighbour is at (epoch, stage, session) {theirs}; the placement here says {ours}"
             )
         state.sender.reconnect(hello.next_sequence)
+        if state.sender.queued_bytes:
+            state.meter.queued(state.sender.acknowledged_bytes, now())
         self._greeted.set()
         state.bulk_wake.set()
         self._on_change()
@@ -345,6 +365,8 @@ class Connection:
             return
         sample, stats = now() - sent_at, self._state.stats
         stats.rtt_seconds = sample if stats.rtt_seconds == 0 else 0.875 * stats.rtt_seconds + 0.125 * sample
+        self._state.round_trips.append(sample)
+        stats.least_rtt_seconds = min(self._state.round_trips)
         if not self._ponged:
             self._ponged = True
             self._on_change()

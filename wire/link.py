@@ -82,6 +82,8 @@ class Link(ABC):
             retransmits=sender.retransmits,
             rejects=receiver.rejects,
             stale=receiver.stale,
+            busy_seconds=self._state.meter.busy_seconds(now()),
+            capacity=self._state.meter.capacity,
         )
 
     @property
@@ -105,6 +107,7 @@ class Link(ABC):
         """
         self._raise_if_over()
         self._state.sender.send(key, payload)
+        self._state.meter.queued(self._state.sender.acknowledged_bytes, now())
         self._state.bulk_wake.set()
 
     def release(self, key: TensorKey) -> None:

@@ -267,7 +267,9 @@ class StreamReceiver:
         news = max(self._next - self._told.next_sequence, self._limit - self._told.credit_limit)
         if news == 0:
             return
-        # The sender must hear in time to keep the window full; small tensors' news may travel together.
+        # The sender must hear in time to keep the window full. It measures the link by when a tensor is
+        # complete, so that goes at once too; other news may travel together.
         low = self._told.credit_limit - self._highest < self._window // 4
-        urgent = low or news >= max(1, self._window // 4)
+        complete = not self._incoming and self._next > self._told.next_sequence
+        urgent = low or complete or news >= max(1, self._window // 4)
         self._ack_at = min(self._ack_at, now if urgent else now + self._ack_seconds)

@@ -51,6 +51,7 @@ class StreamSender:
         self._resend_seconds = resend_seconds
         self._tensors: list[_Outgoing] = []
         self._queued_bytes = 0
+        self._done_bytes = 0  # of tensors that were acknowledged as a whole
         self._end = 0  # one past the last frame of the last tensor
         self._acknowledged = 0  # every frame below has arrived
         self._cursor = 0  # next frame in order; a reconnection moves it back
@@ -64,6 +65,14 @@ class StreamSender:
     def queued_bytes(self) -> int:
         """Bytes of the tensors that are held here until they are acknowledged."""
         return self._queued_bytes
+
+    @property
+    def acknowledged_bytes(self) -> int:
+        """Payload bytes that have arrived without a gap since the link was made."""
+        done = self._done_bytes
+        if self._tensors and self._acknowledged > (first := self._tensors[0]).first:
+            done += (self._acknowledged - first.first) * self._payload_bytes
+        return done
 
     @property
     def unacknowledged(self) -> int:
@@ -130,7 +139,9 @@ class StreamSender:
         self._again = {sequence for sequence in self._again if sequence >= next_sequence}
         self._probe_seconds, self._probe_at = self._resend_seconds, None
         while self._tensors and self._tensors[0].end <= next_sequence:
-            self._queued_bytes -= len(self._tensors.pop(0).data)
+            size = len(self._tensors.pop(0).data)
+            self._queued_bytes -= size
+            self._done_bytes += size
 
     def send_again(self, sequences: list[int]) -> None:
         """These arrived damaged or not at all. Those that cannot be meant are ignored: a damaged frame's
