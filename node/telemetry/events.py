@@ -7,7 +7,7 @@ On a line each event is one JSON object whose `event` key names its kind; the ot
 import json
 import types
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, ClassVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -28,7 +28,7 @@ class Event:
 
     def to_json(self) -> str:
         """One line, without the newline. Not-a-number and infinities (a diverged loss) become null."""
-        return json.dumps(_finite({"event": self.event, **asdict(self)}), ensure_ascii=False)
+        return json.dumps(finite({"event": self.event, **asdict(self)}), ensure_ascii=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +45,16 @@ class RunStarted(Event):
     tokens_per_step: int
     forward_codec: str
     backward_codec: str
+    microbatches: int = 0
+    """A step has so many; 0 is not known."""
+    codec_bits: Mapping[str, float] = field(default_factory=dict)
+    """Bits an element that each codec takes on a link of this run, headers and frames included, so that
+    readers can tell what another codec would give without loading torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JoinLine(Event):
-    """The command that a volunteer pastes."""
+    """The command that a volunteer pastes. It holds a secret: nothing stores this event."""
 
     event: ClassVar[str] = "join-line"
     line: str
@@ -79,6 +84,8 @@ class PlacementMade(Event):
     nodes: tuple[str, ...]
     """Node ids by stage."""
     resume_step: int
+    blocks: tuple[int, ...] = ()
+    """Transformer blocks by stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +115,71 @@ class StepDone(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageCost:
+    """What one stage's node did over a step."""
+
+    stage: int
+    node_id: str
+    wall_seconds: float
+    seconds: Mapping[str, float]
+    """By kind (forward, backward, encode, ...); they sum to `wall_seconds`."""
+    memory_bytes: int = 0
+    """Resident set of the node's process at the end of the step."""
+    peak_memory_bytes: int = 0
+    gpu_memory_bytes: int = 0
+    """What torch holds on the GPU at the end of the step; 0 without a GPU."""
+    gpu_peak_memory_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowCost:
+    """What tensors of one kind took in one direction of a link, in whole frames."""
+
+    direction: str
+    """`activation`, `gradient`, `tied_share` or `tied_sum`."""
+    codec: str
+    bytes: int
+    elements: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkCost:
+    """One direction of a link over a step: stage `source` sent, stage `target` received."""
+
+    source: int
+    target: int
+    bytes: int
+    """Everything that `source` wrote to both sockets."""
+    flows: tuple[FlowCost, ...]
+    busy_seconds: float
+    """Time in which tensors waited to be sent or acknowledged."""
+    capacity: float
+    """Bytes a second that the link was measured to carry in this direction; 0 while not known."""
+    round_trip_seconds: float
+    """Smoothed; 0 before the first ping was answered."""
+    retransmits: int
+    """Frames sent again."""
+    rejects: int
+    """Damaged frames that `target` asked for again."""
+    queued_bytes: int
+    """Waiting to be sent or acknowledged at the end of the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCosts(Event):
+    """What a step cost, in detail. It comes just before the step's `StepDone`, or its `StepAborted`."""
+
+    event: ClassVar[str] = "step-costs"
+    step: int
+    """Counted like `StepDone.step`."""
+    seconds: float
+    """Wall time at the coordinator."""
+    aborted: bool
+    stages: tuple[StageCost, ...]
+    links: tuple[LinkCost, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepAborted(Event):
     """Nothing of the step was kept; it runs again."""
 
@@ -134,6 +206,17 @@ class Notice(Event):
 
     event: ClassVar[str] = "notice"
     text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovered(Notice):
+    """The run got over an interruption: every stage holds the state of `step` again."""
+
+    event: ClassVar[str] = "recovered"
+    step: int
+    """Steps done."""
+    seconds: float
+    """Since the interruption."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,16 +266,21 @@ def from_json(line: str) -> Event:
     """Read one line that `Event.to_json` wrote.
 
     Raises ProtocolViolationError for anything else: bad JSON, an unknown kind, a missing, extra or mistyped
-    field.
+    field. A field that has a default may be missing: an older version did not write it.
     """
     try:
         raw = json.loads(line)
     except ValueError as error:
         raise ProtocolViolationError(f"an event line is not JSON ({error}): {line[:80]!r}") from error
-    name = str(raw.pop("event", None)) if isinstance(raw, dict) else ""
+    return from_fields(raw)
+
+
+def from_fields(raw: Any) -> Event:
+    """As `from_json`, for a line that is parsed already."""
+    name = str(raw.get("event")) if isinstance(raw, dict) else ""
     if name not in _KINDS:
-        raise ProtocolViolationError(f"an event line has no known kind: {line[:80]!r}")
-    return cast(Event, _read(raw, _KINDS[name], name))
+        raise ProtocolViolationError(f"an event line has no known kind: {str(raw)[:80]!r}")
+    return cast(Event, _read({key: raw[key] for key in raw if key != "event"}, _KINDS[name], name))
 
 
 @cache
@@ -210,9 +298,10 @@ def _read(value: Any, hint: Any, name: str) -> Any:
     if origin is Mapping and isinstance(value, dict):
         return {key: _read(item, get_args(hint)[1], name) for key, item in value.items()}
     if is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):
-        if value.keys() != {field.name for field in fields(hint)}:
-            odd = ", ".join(sorted(value.keys() ^ {field.name for field in fields(hint)}))
-            raise ProtocolViolationError(f"event {name}: missing or extra fields: {odd}")
+        known = {one.name: _optional(one) for one in fields(hint)}
+        odd = {key for key in known.keys() ^ value.keys() if not known.get(key)}
+        if odd:
+            raise ProtocolViolationError(f"event {name}: missing or extra fields: {', '.join(sorted(odd))}")
         return hint(**{key: _read(item, _hints(hint)[key], f"{name}.{key}") for key, item in value.items()})
     if hint is float:
         if value is None:
@@ -224,12 +313,16 @@ def _read(value: Any, hint: Any, name: str) -> Any:
     raise ProtocolViolationError(f"event field {name} has the wrong type: {value!r}")
 
 
-def _finite(value: Any) -> Any:
+def _optional(one: "Field[Any]") -> bool:
+    return one.default is not MISSING or one.default_factory is not MISSING
+
+
+def finite(value: Any) -> Any:
     """`value` with the floats that JSON lacks replaced by None."""
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

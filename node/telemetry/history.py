@@ -1,0 +1,157 @@
+"""`history.jsonl`: everything that happened to a run, on disk beside it, for as long as the run is kept.
+
+One JSON object a line: an event as `Event.to_json` writes it, with `at` (Unix seconds) and, on steps that had
+been done before, `"replayed": true`. Lines are only ever appended, by one coordinator after the other, so a
+resume goes on in the same file. A line that a crash cut short is skipped by readers, and closed by the next
+writer.
+
+**Growth.** A step takes about 0.4 kB, and 0.5 kB for each stage on top. Costs of steps that follow each other
+faster than `COSTS_SECONDS` are added up and written together, so a stage adds at most 0.5 kB in that time:
+43 MB a day.
+
+Join lines hold a secret and are never written.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from node.telemetry import events
+from node.telemetry.costs import add_costs
+from wire.errors import ProtocolViolationError, RunError
+
+HISTORY_FILE = "history.jsonl"
+COSTS_SECONDS = 1.0
+"""Costs are written at most so often."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One line of a history."""
+
+    at: float
+    """Unix seconds."""
+    event: events.Event
+    replayed: bool = False
+    """A step that had been committed before and ran again after a rollback."""
+
+
+class HistoryWriter:
+    """Called with each event of a run, appends it to the history in the run's directory.
+
+    The history is a convenience and not the run's state: the first write that fails turns it off and is
+    reported once through `warn`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        warn: Callable[[str], None],
+        clock: Callable[[], float] = time.time,
+        highest_step: int = 0,
+    ) -> None:
+        """`highest_step` is the number of steps that earlier coordinators of the run committed."""
+        self._path = directory / HISTORY_FILE
+        self._warn = warn
+        self._clock = clock
+        self._highest_step = highest_step
+        self._file: TextIO | None = None
+        self._broken = False
+        self._held: events.StepCosts | None = None
+        self._costs_at = 0.0
+
+    def __call__(self, event: events.Event) -> None:
+        if isinstance(event, events.JoinLine):
+            return
+        now = self._clock()
+        if isinstance(event, events.StepCosts):
+            self._hold(event, now)
+            return
+        if not isinstance(event, events.StepDone):
+            self._let_go(now)
+            self._append(event, now)
+            return
+        replayed = event.step <= self._highest_step
+        self._highest_step = max(self._highest_step, event.step)
+        self._append(event, now, replayed=replayed)
+
+    def close(self) -> None:
+        """Write what is held back and close the file; a later event opens it again."""
+        self._let_go(self._clock())
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _hold(self, costs: events.StepCosts, now: float) -> None:
+        """Steps that come fast share a line."""
+        held = self._held
+        joined = costs if held is None else add_costs(held, costs)
+        if joined is None:
+            self._let_go(now)
+            joined = costs
+        self._held = joined
+        if not 0 <= now - self._costs_at < COSTS_SECONDS:
+            self._let_go(now)
+
+    def _let_go(self, now: float) -> None:
+        if self._held is not None:
+            held, self._held, self._costs_at = self._held, None, now
+            self._append(held, now)
+
+    def _append(self, event: events.Event, now: float, *, replayed: bool = False) -> None:
+        if self._broken:
+            return
+        fields = json.loads(event.to_json())
+        record = {"at": round(now, 3), **({"replayed": True} if replayed else {}), **fields}
+        try:
+            if self._file is None:
+                self._file = _open(self._path)
+            self._file.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
+            self._file.flush()
+        except OSError as error:
+            self._broken = True
+            self._warn(
+                f"{self._path} cannot be written ({error.strerror}); the run's history ends here, the run "
+                "goes on"
+            )
+
+
+def read_history(directory: Path) -> Iterator[Entry]:
+    """The history of the run in `directory`, oldest first; nothing when there is none.
+
+    Lines that cannot be read (cut short by a crash, or of a later version's kinds) are left out. Raises
+    RunError when the file itself cannot be read.
+    """
+    path = directory / HISTORY_FILE
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                if (entry := _parse(line)) is not None:
+                    yield entry
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _parse(line: bytes) -> Entry | None:
+    try:
+        raw = json.loads(line)
+        at, replayed = float(raw.pop("at")), bool(raw.pop("replayed", False))
+        return Entry(at=at, event=events.from_fields(raw), replayed=replayed)
+    except (ProtocolViolationError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _open(path: Path) -> TextIO:
+    """For appending, at the beginning of a line, readable by its owner alone."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    file = os.fdopen(descriptor, "a", encoding="utf-8")
+    size = os.fstat(descriptor).st_size
+    if size > 0 and os.pread(descriptor, 1, size - 1) != b"\n":
+        file.write("\n")
+    return file
