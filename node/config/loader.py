@@ -24,9 +24,10 @@ EXPECTED = {
     int: "a whole number",
     float: "a number",
     tuple[int, ...]: "a list of whole numbers",
+    tuple[float, ...]: "a list of numbers",
     tuple[str, ...]: "a list of strings",
 }
-"""Every type that a field of the schema may have, in words."""
+"""Every type that a field of a file's schema may have, in words."""
 
 Values = dict[str, dict[str, Any]]
 """Checked values by section and key."""
@@ -83,11 +84,11 @@ def parse_override(text: str) -> tuple[str, str, Any]:
     section, dot, key = name.partition(".")
     if not dot:
         candidates = [full for full in _full_keys() if full.endswith(f".{name}")]
-        hint = f"; did you mean {' or '.join(candidates)}?" if candidates else _nearest(name, _full_keys())
+        hint = f"; did you mean {' or '.join(candidates)}?" if candidates else nearest(name, _full_keys())
         raise ConfigError(f"override {text!r}: {name!r} names no section{hint}")
     kind = _field_type(section, key, where=f"override {text!r}")
     value = _parse_override_value(raw, kind)
-    return section, key, _convert(value, kind, where=f"override {text!r}", name=name)
+    return section, key, convert(value, kind, where=f"override {text!r}", name=name)
 
 
 def to_json(config: RunConfig) -> str:
@@ -181,11 +182,11 @@ def _read_sections(raw: Mapping[str, Any], where: str) -> Values:
             if owners and not isinstance(table, dict):
                 owner = owners[0].partition(".")[0]
                 raise ConfigError(f"{where}: key {section!r} is outside its section; put it under [{owner}]")
-            raise ConfigError(f"{where}: unknown section [{section}]{_nearest(section, section_types())}")
+            raise ConfigError(f"{where}: unknown section [{section}]{nearest(section, section_types())}")
         if not isinstance(table, dict):
             raise ConfigError(f"{where}: [{section}] must be a section of keys, got {_shown(table)}")
         values[section] = {
-            key: _convert(value, _field_type(section, key, where), where=where, name=f"{section}.{key}")
+            key: convert(value, _field_type(section, key, where), where=where, name=f"{section}.{key}")
             for key, value in table.items()
         }
     return values
@@ -193,18 +194,18 @@ def _read_sections(raw: Mapping[str, Any], where: str) -> Values:
 
 def _field_type(section: str, key: str, where: str) -> Any:
     if section not in section_types():
-        raise ConfigError(f"{where}: unknown section [{section}]{_nearest(section, section_types())}")
+        raise ConfigError(f"{where}: unknown section [{section}]{nearest(section, section_types())}")
     types = _key_types(section)
     if key in types:
         return types[key]
-    hint = _nearest(key, types)
+    hint = nearest(key, types)
     elsewhere = [full for full in _full_keys() if full.endswith(f".{key}")]
     if elsewhere:
         hint = f"; did you mean {' or '.join(elsewhere)}?"
     raise ConfigError(f"{where}: unknown key {key!r} in [{section}]{hint}")
 
 
-def _convert(value: Any, kind: Any, *, where: str, name: str) -> Any:
+def convert(value: Any, kind: Any, *, where: str, name: str) -> Any:
     """`value` as the field type `kind`; ConfigError when it is another type."""
     if kind is float and type(value) is int:
         return float(value)
@@ -212,6 +213,8 @@ def _convert(value: Any, kind: Any, *, where: str, name: str) -> Any:
         return value
     if kind == tuple[int, ...] and isinstance(value, list) and all(type(item) is int for item in value):
         return tuple(value)
+    if kind == tuple[float, ...] and isinstance(value, list) and all(type(x) in (int, float) for x in value):
+        return tuple(map(float, value))
     if kind == tuple[str, ...] and isinstance(value, list) and all(type(item) is str for item in value):
         return tuple(value)
     raise ConfigError(f"{where}: {name} must be {EXPECTED[kind]}, got {_shown(value)}")
@@ -236,7 +239,7 @@ def _toml_scalar(raw: str, default: Any = None) -> Any:
     return parsed["value"] if len(parsed) == 1 else default
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error line: the nearest known name, else all of them."""
     known = list(known)
     match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
