@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-CHANGEABLE = ("pipeline", "coordinator", "data.path", "run.snapshot_every", "run.keep_snapshots")
+CHANGEABLE = ("pipeline", "coordinator", "dashboard", "data.path", "run.snapshot_every", "run.keep_snapshots")
 
 
 def add_parser(commands: Any) -> None:

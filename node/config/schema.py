@@ -133,6 +133,17 @@ class CoordinatorSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DashboardSection:
+    """`[dashboard]`, the run's page. Whoever reaches it can look, and sees no address, token or text."""
+
+    listen: str = "auto"
+    """Address of the page and of `/metrics`; `auto`: the coordinator's host, two ports above its own; empty:
+    no page."""
+    tls: bool = False
+    """Serve it over TLS with a certificate of the run's CA, so that changes may be made from other machines."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A whole run file."""
 
@@ -142,6 +153,7 @@ class RunConfig:
     training: TrainingSection = field(default_factory=TrainingSection)
     pipeline: PipelineSection = field(default_factory=PipelineSection)
     coordinator: CoordinatorSection = field(default_factory=CoordinatorSection)
+    dashboard: DashboardSection = field(default_factory=DashboardSection)
 
     @property
     def microbatches(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from node.config.schema import (
     CoordinatorSection,
+    DashboardSection,
     ModelSection,
     PipelineSection,
     RunConfig,
@@ -44,6 +45,7 @@ def problems(config: RunConfig) -> list[str]:
         *_pipeline(config.pipeline, config.model.layers),
         *_codecs(config.pipeline),
         *_coordinator(config.coordinator),
+        *_dashboard(config.dashboard, config.coordinator),
     ]
 
 
@@ -206,6 +208,28 @@ def _positive(values: dict[str, float]) -> Iterator[str]:
     for name, value in values.items():
         if not 0 < value < math.inf:
             yield f"{name} must be a finite number above 0, got {value}"
+
+def _dashboard(dashboard: DashboardSection, coordinator: CoordinatorSection) -> Iterator[str]:
+    if not dashboard.listen:
+        if dashboard.tls:
+            yield "dashboard.tls is true, but dashboard.listen is empty: there is no page to serve"
+        return
+    try:
+        host, port = parse_listen(coordinator.listen)
+    except ConfigError:
+        return  # said of coordinator.listen already
+    if dashboard.listen == "auto":
+        if port == 65534:
+            yield "dashboard.listen: there is no port two above coordinator.listen's; name one, or lower that"
+        return
+    try:
+        own = parse_listen(dashboard.listen)
+    except ConfigError as error:
+        yield f"dashboard.listen: {error}; `auto` chooses, and an empty string turns the page off"
+        return
+    if port and own in ((host, port), (host, port + 1)):
+        yield f"dashboard.listen: port {own[1]} is one of the coordinator's two; choose another"
+
 
 
 def _name(key: str, value: str, known: Sequence[str]) -> Iterator[str]:

@@ -5,6 +5,8 @@ valid from an hour before it was issued, for machines whose clock is behind.
 """
 
 import hashlib
+import ipaddress
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -156,7 +158,7 @@ class CertificateAuthority:
         """A node's certificate in PEM: CN the node id, SAN `<node-id>.nodes.<run-id>`, client and server."""
         server_name = node_server_name(node_id, self.run_id)
         usages = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
-        builder = self._leaf(public_key, node_id, server_name, usages, lifetime, now)
+        builder = self._leaf(public_key, node_id, [x509.DNSName(server_name)], usages, lifetime, now)
         return certificate_to_pem(builder.sign(self._key, hashes.SHA256()))
 
     def issue_coordinator(
@@ -164,12 +166,25 @@ class CertificateAuthority:
     ) -> bytes:
         """The coordinator's certificate in PEM: SAN `coordinator.<run-id>`, with the CA's certificate."""
         name = coordinator_server_name(self.run_id)
-        builder = self._leaf(public_key, name, name, [ExtendedKeyUsageOID.SERVER_AUTH], lifetime, now)
+        usages = [ExtendedKeyUsageOID.SERVER_AUTH]
+        builder = self._leaf(public_key, name, [x509.DNSName(name)], usages, lifetime, now)
         issuer = self.certificate.public_bytes(serialization.Encoding.DER)
         builder = builder.add_extension(
             x509.UnrecognizedExtension(ISSUER_CERTIFICATE_OID, issuer), critical=False
         )
         return certificate_to_pem(builder.sign(self._key, hashes.SHA256()))
+
+    def page_credentials(self, hosts: Sequence[str], lifetime: timedelta, now: float) -> tuple[bytes, bytes]:
+        """(key PEM, certificate PEM) for the run's page at `hosts`, names or IP addresses, for browsers.
+
+        It names neither the coordinator nor a node, so it is worth nothing on the run's own connections.
+        """
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = f"page.{self.run_id}"
+        names = [_general_name(host) for host in (subject, *hosts)]
+        usages = [ExtendedKeyUsageOID.SERVER_AUTH]
+        builder = self._leaf(key.public_key(), subject, names, usages, lifetime, now)
+        return key_to_pem(key), certificate_to_pem(builder.sign(self._key, hashes.SHA256()))
 
     def coordinator_credentials(self, lifetime: timedelta, now: float) -> tuple[bytes, bytes]:
         """(key PEM, certificate PEM) for a coordinator that starts; the key is fresh and needs no file.
@@ -183,7 +198,7 @@ class CertificateAuthority:
         self,
         public_key: ec.EllipticCurvePublicKey,
         common_name: str,
-        server_name: str,
+        names: list[x509.GeneralName],
         usages: list[x509.ObjectIdentifier],
         lifetime: timedelta,
         now: float,
@@ -195,8 +210,15 @@ class CertificateAuthority:
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_key_usage(digital_signature=True), critical=True)
             .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
-            .add_extension(x509.SubjectAlternativeName([x509.DNSName(server_name)]), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
         )
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
 
 
 def _builder(
