@@ -1,0 +1,63 @@
+"""Norms, SwiGLU and GELU and their gradients, in torch: what the fused kernels for stored tensors compute.
+
+Shape legend: C hidden, F ffn; leading dimensions are free. The forward functions are those of torch, so that
+a layer that stores its input packed gives the bits of one that does not. Gradients are computed in fp32.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm without a bias, LayerNorm with one, over the last dimension, in x's dtype."""
+    if bias is None:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def norm_gradient(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of `norm` with respect to x, weight and bias, all fp32 (AGoQ, equation 7, for RMSNorm).
+
+    Args:
+        grad: of the result, like x.
+    """
+    rows, grads = x.reshape(-1, x.shape[-1]).float(), grad.reshape(-1, x.shape[-1]).float()
+    if bias is not None:
+        rows = rows - rows.mean(1, keepdim=True)
+    inverse = torch.rsqrt(rows.square().mean(1, keepdim=True).add_(eps))
+    normal = rows * inverse
+    weighted = grads * weight.float()
+    inner = (weighted * normal).mean(1, keepdim=True)
+    if bias is not None:
+        weighted = weighted - weighted.mean(1, keepdim=True)
+    result = weighted.sub_(normal * inner).mul_(inverse)
+    of_bias = None if bias is None else grads.sum(0)
+    return result.view(x.shape), (grads * normal).sum(0), of_bias
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    return F.silu(gate) * up
+
+
+def swiglu_gradient(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `swiglu` with respect to gate and up, in grad's dtype."""
+    wide, g, u = grad.float(), gate.float(), up.float()
+    share = torch.sigmoid(g)
+    of_up = wide * g * share
+    of_gate = wide * u * (share * (1 + g * (1 - share)))
+    return of_gate.to(grad.dtype), of_up.to(grad.dtype)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU in its tanh form."""
+    return F.gelu(x, approximate="tanh")
+
+
+def gelu_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Gradient of `gelu` with respect to x, in grad's dtype."""
+    made: Tensor = torch.ops.aten.gelu_backward(grad.float(), x.float(), approximate="tanh")
+    return made.to(grad.dtype)
