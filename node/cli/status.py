@@ -109,6 +109,8 @@ def _live_lines(status: "RunStatus", now: float) -> list[str]:
         lines += table_lines(*stage_rows(status.step, nodes))
     if status.aborted:
         lines.append(f"aborted   {status.aborted} steps, which ran again")
+    if status.page and not status.finished:
+        lines.append(printable(f"page      {status.page.url}"))
     if status.finished:
         lines.append(printable(f"ended     {status.finished.reason}"))
     return lines

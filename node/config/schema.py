@@ -140,7 +140,7 @@ class DashboardSection:
     """Address of the page and of `/metrics`; `auto`: the coordinator's host, two ports above its own; empty:
     no page."""
     tls: bool = False
-    """Serve it over TLS with a certificate of the run's CA, so that changes may be made from other machines."""
+    """Serve it over TLS with a certificate of the run's CA, so that changes can be made from elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)

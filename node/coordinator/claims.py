@@ -35,23 +35,26 @@ def sole_coordinator(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def check_ports(listen: str) -> None:
-    """Raise UserError unless the port of `listen` (host:port) and the next can be had; port 0 always can.
+def check_ports(listen: str, page: tuple[str, int] | None = None) -> None:
+    """Raise UserError unless the port of `listen` (host:port) and the next can be had, and that of `page`.
 
-    Asked before anything is written, so that a failed start leaves no run behind.
+    Port 0 always can. Asked before anything is written, so that a failed start leaves no run behind.
     """
     host, port = parse_listen(listen)
-    if port == 0:
-        return
-    for number in (port, port + 1):
-        try:
-            family, kind, _, _, address = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0]
-            with socket.socket(family, kind) as probe:
-                # As gRPC does: a port that is only waiting out closed connections is free.
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-        except OSError as error:
-            raise UserError(
-                f"cannot listen at {join_address(host, number)} ({error.strerror}): set [coordinator] listen "
-                "to an address of this machine whose port and the next are free"
-            ) from None
+    free = "to an address of this machine whose port and the next are free"
+    for number in (port, port + 1) if port else ():
+        _check_port(host, number, f"set [coordinator] listen {free}")
+    if page is not None and page[1]:
+        free = 'to an address of this machine whose port is free, or to "" for no page'
+        _check_port(*page, f"that is the page's: set [dashboard] listen {free}")
+
+
+def _check_port(host: str, port: int, advice: str) -> None:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            # As gRPC does: a port that is only waiting out closed connections is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise UserError(f"cannot listen at {join_address(host, port)} ({error.strerror}): {advice}") from None

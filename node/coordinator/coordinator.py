@@ -133,6 +133,10 @@ class Coordinator:
             ticker.cancel()
         await self._say_goodbye(outcome)
         self._emit(events.RunFinished(reason=outcome.reason, failed=outcome.failed, summary=self._summary()))
+    def save(self) -> None:
+        """Take a snapshot after this step."""
+        self._post(lambda _now: self._machine.save())
+
         return outcome
 
     def stop(self, reason: str) -> None:

@@ -75,6 +75,7 @@ class RunMachine:
         self._suspect: tuple[int, str] | None = None
         self._stopping: str | None = None
         self._saving = False
+        self._save_asked = False
         self._growing = False
         self._asked: list[int] = []
         """Snapshots that this epoch asked for and that are not stored yet."""
@@ -208,6 +209,11 @@ class RunMachine:
             actions += self._between_steps(epoch, now)
         return actions
 
+    def save(self) -> list[Action]:
+        """The operator asks for a snapshot: the next step that ends has one, due or not."""
+        self._save_asked = True
+        return []
+
     def fail(self, reason: str) -> list[Action]:
         """Something that the run cannot do without has failed; snapshots on disk are intact."""
         return self._stop(reason, failed=True)
@@ -242,11 +248,14 @@ class RunMachine:
             return []
         if isinstance(actions[-1], StepDone):
             self._retries = 0
-        if epoch.step % self.plan.snapshot_every == 0 and epoch.step < self.plan.total_steps:
-            # Also after a restore: the epoch that should have taken this snapshot may not have ended well.
-            self._growing = self._can_grow(epoch)
+        due = epoch.step % self.plan.snapshot_every == 0
+        if (due or self._save_asked) and epoch.step < self.plan.total_steps:
+            if due:
+                # Also after a restore: the epoch that should have taken this snapshot may have ended badly.
+                self._growing = self._can_grow(epoch)
             wanted = self.newest_snapshot < epoch.step and len(self._asked) < MAX_ASKED_SNAPSHOTS
             if wanted and self._may_go_on(epoch):
+                self._save_asked = False
                 actions = [*actions, *self._snapshot(epoch)]
         return actions + self._between_steps(epoch, now)
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import signal
-import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +14,7 @@ import grpc.aio
 
 from node.config.loader import to_json, to_toml
 from node.config.schema import RunConfig
+from node.coordinator.addresses import own_addresses
 from node.coordinator.claims import check_ports, sole_coordinator
 from node.coordinator.control_service import ControlService
 from node.coordinator.coordinator import Coordinator, Emit
@@ -23,7 +23,11 @@ from node.coordinator.enrolment_service import open_join_port
 from node.coordinator.epoch import Committed
 from node.coordinator.plan import Past
 from node.coordinator.store import Store
+from node.dashboard.address import listen_address
+from node.dashboard.feed import Feed
+from node.dashboard.live import live_page, past
 from node.telemetry import events
+from node.telemetry.view import RunViewBuilder
 from node.training.data import Corpus
 from node.training.snapshot import discard_incomplete, list_snapshots
 from wire.channels import make_server
@@ -60,7 +64,7 @@ def run_coordinator(config: RunConfig, *, run_dir: Path, emit: Emit, resume: boo
         global_batch=config.training.global_batch,
         seed=config.run.seed,
     )
-    check_ports(config.coordinator.listen)
+    check_ports(config.coordinator.listen, listen_address(config))
     with sole_coordinator(run_dir):
         run = _reopen(config, run_dir, corpus) if resume else _create(config, run_dir, corpus)
         with run.store:
@@ -68,7 +72,7 @@ def run_coordinator(config: RunConfig, *, run_dir: Path, emit: Emit, resume: boo
                 done = f"all {config.run.steps} steps are done; the weights are in {run_dir}"
                 emit(events.Notice(text=done))
                 return 0
-            return asyncio.run(_serve(config, run_dir, run, emit))
+            return asyncio.run(_serve(config, run_dir, run, emit, past(run_dir)))
 
 
 def _create(config: RunConfig, directory: Path, corpus: Corpus) -> _Run:
@@ -117,7 +121,13 @@ def _corpus_file(directory: Path) -> Path:
     return directory / "corpus.json"
 
 
-async def _serve(config: RunConfig, directory: Path, run: _Run, emit: Emit) -> int:
+async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, seen: RunViewBuilder) -> int:
+    feed = Feed(seen)
+
+    def emit(event: events.Event) -> None:
+        say(event)
+        feed.apply(event, time.time())
+
     settings = config.coordinator
     lifetime = timedelta(hours=settings.certificate_hours)
     desk = EnrolmentDesk(run.store, run.authority, lifetime, time.time)
@@ -144,13 +154,23 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, emit: Emit) -> i
     try:
         join, join_port = await open_join_port(desk, settings.listen, credentials, control_port)
         try:
-            addresses = settings.advertise or _own_addresses(host, join_port)
+            addresses = settings.advertise or own_addresses(host, join_port)
             run.store.set_addresses(addresses)
             uses = config.pipeline.stages
             _, token = run.store.create_token(time.time(), TOKEN_LIFETIME, uses)
             emit(_started(config, directory, run))
-            emit(events.JoinLine(line=f"thinwire join {token.encode()}"))
-            return await _until_done(coordinator)
+            async with live_page(
+                config,
+                directory=directory,
+                feed=feed,
+                controls=coordinator,
+                store=run.store,
+                authority=run.authority,
+                metrics=None,
+                emit=emit,
+            ):
+                emit(events.JoinLine(line=f"thinwire join {token.encode()}"))
+                return await _until_done(coordinator)
         finally:
             await join.stop(STOP_SECONDS)
     finally:
@@ -206,20 +226,3 @@ def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCrede
         raise UserError(
             f"cannot listen at {address}: set [coordinator] listen so that its port and the next are free"
         ) from None
-
-
-def _own_addresses(host: str, port: int) -> tuple[str, ...]:
-    """What goes into tokens when the run file names nothing: where this machine can be reached."""
-    if host not in ("0.0.0.0", "::"):
-        return (join_address(host, port),)
-    family = socket.AF_INET6 if host == "::" else socket.AF_INET
-    outside = "2001:db8::1" if host == "::" else "192.0.2.1"
-    loopback = "::1" if host == "::" else "127.0.0.1"
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            # Nothing is sent: connecting a datagram socket only picks the address of the default route.
-            probe.connect((outside, 9))
-            own = probe.getsockname()[0]
-        except OSError:
-            own = loopback
-    return tuple(dict.fromkeys(join_address(address, port) for address in (own, loopback)))

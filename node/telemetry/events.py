@@ -61,6 +61,16 @@ class JoinLine(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PageServed(Event):
+    """The run's page can be looked at."""
+
+    event: ClassVar[str] = "page"
+    url: str
+    key_file: str
+    """Holds the operator's key, which changes made on the page need."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodeJoined(Event):
     event: ClassVar[str] = "node-joined"
     node_id: str

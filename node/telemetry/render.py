@@ -17,6 +17,7 @@ from node.telemetry.events import (
     NodeJoined,
     NodeLeft,
     Notice,
+    PageServed,
     PlacementMade,
     RunFinished,
     RunStarted,
@@ -221,6 +222,8 @@ def event_lines(event: Event) -> list[str]:
             ]
         case JoinLine():
             return ["join with:", "", f"  {printable(event.line)}", ""]
+        case PageServed():
+            return [printable(f"page at {event.url} (changes there need the key in {event.key_file})")]
         case NodeJoined():
             return [printable(f"joined: {event.node_id[:SHORT_ID]} ({event.device}) at {event.address}")]
         case NodeLeft():

@@ -12,6 +12,7 @@ from node.telemetry.events import (
     Event,
     NodeJoined,
     NodeLeft,
+    PageServed,
     PlacementMade,
     RunFinished,
     RunStarted,
@@ -45,6 +46,7 @@ class RunStatus(Event):
     """Steps that were aborted and run again."""
     snapshot: SnapshotStored | None = None
     finished: RunFinished | None = None
+    page: PageServed | None = None
 
 
 def after(status: RunStatus, event: Event) -> RunStatus:
@@ -55,6 +57,8 @@ def after(status: RunStatus, event: Event) -> RunStatus:
             return replace(status, nodes=(*others, event))
         case NodeLeft():
             return replace(status, nodes=tuple(n for n in status.nodes if n.node_id != event.node_id))
+        case PageServed():
+            return replace(status, page=event)
         case PlacementMade():
             return replace(status, placement=event)
         case StepDone():

@@ -127,6 +127,26 @@ def test_a_snapshot_that_is_due_does_not_hold_up_the_next_step() -> None:
     assert run.machine.newest_snapshot == 3
 
 
+def test_a_snapshot_that_is_asked_for_is_taken_once_after_the_running_step() -> None:
+    run = Driver(stages=1, every=100).started("a", 2)
+    assert run.machine.save() == []
+    run.all_vote()
+    assert of_kind(run.all_applied(), OpenSnapshot) == [OpenSnapshot(step=3)]
+    run.all_vote()
+    assert of_kind(run.all_applied(), OpenSnapshot) == []
+
+
+def test_a_snapshot_that_is_asked_for_waits_while_two_are_being_stored() -> None:
+    run = Driver(stages=1, every=100).started("a")
+    for taken in (True, True, False):
+        run.machine.save()
+        run.all_vote()
+        assert bool(of_kind(run.all_applied(), OpenSnapshot)) is taken
+    run.stored(2)
+    run.all_vote()
+    assert of_kind(run.all_applied(), OpenSnapshot) == [OpenSnapshot(step=4)]
+
+
 def test_a_run_ends_when_its_last_state_is_on_disk() -> None:
     run = Driver(stages=2, steps=2, every=100).started("ab", 1)
     run.all_vote()

@@ -17,6 +17,7 @@ from node.telemetry.events import (
     NodeJoined,
     NodeLeft,
     Notice,
+    PageServed,
     PlacementMade,
     Recovered,
     RunFinished,
@@ -96,6 +97,7 @@ def step_done(step: int, loss: float = 5.0, seconds: float = 0.5) -> StepDone:
 
 EVENTS: tuple[Event, ...] = (
     STARTED,
+    PageServed(url="http://192.0.2.7:7702/", key_file="runs/demo-1/operator.key"),
     JoinLine(line="thinwire join tw1_abc"),
     NodeJoined(node_id="node-a", device="cpu", address="127.0.0.1:5"),
     NodeLeft(node_id="node-a", reason="Ctrl-C"),

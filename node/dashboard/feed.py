@@ -1,0 +1,86 @@
+"""The newest view of a run, for any number of readers on one event loop.
+
+Nothing is queued for a reader: whoever is slow misses what lies between, and gets the difference between what
+it has and what is newest. So readers cost a coordinator no memory, however slow their networks are.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from node.telemetry.events import Event
+from node.telemetry.run_view import RunView
+from node.telemetry.view import RunViewBuilder
+
+
+class Feed:
+    """Counts events into a view. All of it runs on one event loop."""
+
+    def __init__(self, builder: RunViewBuilder) -> None:
+        """`builder` may have seen a run's past already."""
+        self._builder = builder
+        self._version = 0
+        self._made: tuple[int, RunView, dict[str, Any]] | None = None
+        self._changed = asyncio.Event()
+        self._closing = asyncio.Event()
+
+    @property
+    def version(self) -> int:
+        """Grows with every event."""
+        return self._version
+
+    def apply(self, event: Event, at: float) -> None:
+        """Count an event of the Unix time `at`."""
+        self._builder.apply(event, at)
+        self._version += 1
+        self._wake()
+
+    def close(self) -> None:
+        """The run's process ends: readers get what is newest and are let go."""
+        self._closing.set()
+        self._wake()
+
+    @property
+    def closed(self) -> bool:
+        return self._closing.is_set()
+
+    def view(self) -> RunView:
+        return self._newest()[1]
+
+    def fields(self) -> Mapping[str, Any]:
+        """The view as plain values; made once for all readers."""
+        return self._newest()[2]
+
+    async def newer(self, version: int) -> None:
+        """Wait until there is something newer than `version`, or the feed is closed."""
+        while self._version <= version and not self.closed:
+            await self._changed.wait()
+
+    async def pause(self, seconds: float) -> None:
+        """Wait for so long, or until the feed is closed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
+
+    def _newest(self) -> tuple[int, RunView, dict[str, Any]]:
+        if self._made is None or self._made[0] != self._version:
+            view = self._builder.view()
+            self._made = self._version, view, _plain(view)
+        return self._made
+
+    def _wake(self) -> None:
+        """Let go whoever waits now; who waits later waits for the next change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _plain(view: RunView) -> dict[str, Any]:
+    """With lists where the view has tuples, as a reader of its JSON sees it."""
+    return {name: _lists(value) for name, value in view.to_fields().items()}
+
+
+def _lists(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _lists(item) for key, item in value.items()}
+    return [_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
