@@ -130,7 +130,7 @@ def read_history(directory: Path) -> Iterator[Entry]:
     try:
         with path.open("rb") as file:
             for line in file:
-                if (entry := _parse(line)) is not None:
+                if (entry := parse_line(line)) is not None:
                     yield entry
     except FileNotFoundError:
         return
@@ -138,7 +138,8 @@ def read_history(directory: Path) -> Iterator[Entry]:
         raise RunError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _parse(line: bytes) -> Entry | None:
+def parse_line(line: bytes) -> Entry | None:
+    """One line of a history; None for one that cannot be read."""
     try:
         raw = json.loads(line)
         at, replayed = float(raw.pop("at")), bool(raw.pop("replayed", False))
