@@ -5,11 +5,11 @@ steps have made of the initial weights.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 from wire.identity.enrolment import Hardware, Refusal
-from wire.spec import Direction
+from wire.telemetry import StepSpans, Telemetry
 
 
 class FailureKind(IntEnum):
@@ -19,42 +19,6 @@ class FailureKind(IntEnum):
     NON_FINITE = 2
     INTERNAL = 3
     PEER = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkReport:
-    """One neighbour's link: everything this program wrote to and read from both sockets, in bytes."""
-
-    peer_stage: int
-    bytes_sent: int
-    bytes_received: int
-    retransmits: int
-    rejects: int
-    rtt_seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class DirectionReport:
-    """Whole frames sent for one kind of tensor, and the elements they carried."""
-
-    direction: Direction
-    bytes_sent: int
-    elements_sent: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Telemetry:
-    """Totals of one epoch: time since its first step began, bytes since its links opened.
-
-    The coordinator takes differences.
-    """
-
-    times: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by kind; they sum to `wall_seconds`."""
-    wall_seconds: float = 0.0
-    links: tuple[LinkReport, ...] = ()
-    directions: tuple[DirectionReport, ...] = ()
-    peak_memory_bytes: int = 0
 
 
 # ---- node to coordinator
@@ -120,6 +84,8 @@ class StepFailed:
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
     telemetry: Telemetry
+    sent_at: float = 0.0
+    """On the node's monotonic clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +93,7 @@ class Leave:
     reason: str
 
 
-NodeMessage = Hello | Placed | Ready | Vote | Applied | StepFailed | Heartbeat | Leave
+NodeMessage = Hello | Placed | Ready | Vote | Applied | StepFailed | Heartbeat | Leave | StepSpans
 
 
 # ---- coordinator to node
@@ -138,6 +104,18 @@ class Welcome:
     node_id: str
     config_json: str
     heartbeat_seconds: float
+    windows: int = 0
+    """Samples of one pass over the text; with the seed it says which samples a step sees."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeartbeatReply:
+    """From it a node tells its clock from the coordinator's."""
+
+    sent_at: float
+    """As the heartbeat said."""
+    at: float
+    """The coordinator's Unix time when it heard it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,5 +182,15 @@ class Finish:
 
 
 CoordinatorMessage = (
-    Welcome | Placement | Restore | Begin | Commit | TakeSnapshot | Prefetch | Abort | Finish | Refusal
+    Welcome
+    | Placement
+    | Restore
+    | Begin
+    | Commit
+    | TakeSnapshot
+    | Prefetch
+    | HeartbeatReply
+    | Abort
+    | Finish
+    | Refusal
 )

@@ -5,8 +5,6 @@ not one line. Whether it makes sense in the run is for the state machines to say
 """
 
 import math
-from enum import IntEnum
-from typing import TypeVar
 
 from wire.errors import ProtocolViolationError, RefusalCode
 from wire.identity.enrolment import Hardware, Refusal
@@ -16,13 +14,12 @@ from wire.messages import (
     Begin,
     Commit,
     CoordinatorMessage,
-    DirectionReport,
     FailureKind,
     Finish,
     Heartbeat,
+    HeartbeatReply,
     Hello,
     Leave,
-    LinkReport,
     NodeMessage,
     Placed,
     PlacedStage,
@@ -32,15 +29,21 @@ from wire.messages import (
     Restore,
     StepFailed,
     TakeSnapshot,
-    Telemetry,
     Vote,
     Welcome,
 )
-from wire.spec import Direction
+from wire.telemetry import StepSpans
+from wire.telemetry_proto import (
+    amount,
+    finite,
+    line,
+    member,
+    spans_from_proto,
+    spans_to_proto,
+    telemetry_from_proto,
+    telemetry_to_proto,
+)
 from wire.v1 import control_pb2, enrolment_pb2
-
-LONGEST_LINE = 1000
-"""Characters of a text for people; what is longer is cut."""
 
 
 def _hardware_to_proto(hardware: Hardware) -> enrolment_pb2.Hardware:
@@ -50,66 +53,7 @@ def _hardware_to_proto(hardware: Hardware) -> enrolment_pb2.Hardware:
 
 
 def _hardware_from_proto(message: enrolment_pb2.Hardware) -> Hardware:
-    return Hardware(device=_line(message.device), cores=message.cores, memory_bytes=message.memory_bytes)
-
-
-def _telemetry_to_proto(telemetry: Telemetry) -> control_pb2.Telemetry:
-    return control_pb2.Telemetry(
-        times=[control_pb2.KindSeconds(kind=k, seconds=s) for k, s in telemetry.times.items()],
-        wall_seconds=telemetry.wall_seconds,
-        links=[control_pb2.LinkReport(**vars(link)) for link in telemetry.links],
-        directions=[
-            control_pb2.DirectionReport(
-                direction=int(d.direction), bytes_sent=d.bytes_sent, elements_sent=d.elements_sent
-            )
-            for d in telemetry.directions
-        ],
-        peak_memory_bytes=telemetry.peak_memory_bytes,
-    )
-
-
-def _telemetry_from_proto(message: control_pb2.Telemetry) -> Telemetry:
-    return Telemetry(
-        times={_line(entry.kind): _amount(entry.seconds, entry.kind) for entry in message.times},
-        wall_seconds=_amount(message.wall_seconds, "wall time"),
-        links=tuple(
-            LinkReport(
-                peer_stage=link.peer_stage,
-                bytes_sent=link.bytes_sent,
-                bytes_received=link.bytes_received,
-                retransmits=link.retransmits,
-                rejects=link.rejects,
-                rtt_seconds=_amount(link.rtt_seconds, "round trip"),
-            )
-            for link in message.links
-        ),
-        directions=tuple(
-            DirectionReport(
-                direction=_enum(Direction, d.direction),
-                bytes_sent=d.bytes_sent,
-                elements_sent=d.elements_sent,
-            )
-            for d in message.directions
-        ),
-        peak_memory_bytes=message.peak_memory_bytes,
-    )
-
-
-EnumT = TypeVar("EnumT", bound=IntEnum)
-
-
-def _enum(kind: type[EnumT], value: int) -> EnumT:
-    try:
-        return kind(value)
-    except ValueError:
-        raise ProtocolViolationError(f"{kind.__name__} has no value {value}") from None
-
-
-def _amount(value: float, what: str) -> float:
-    """A measured amount; the peer that sends another number is broken or means harm."""
-    if not 0.0 <= value < math.inf:
-        raise ProtocolViolationError(f"{_line(what)} cannot be {value}")
-    return value
+    return Hardware(device=line(message.device), cores=message.cores, memory_bytes=message.memory_bytes)
 
 
 def _squared(value: float) -> float:
@@ -117,11 +61,6 @@ def _squared(value: float) -> float:
     if value < 0.0:
         raise ProtocolViolationError(f"a squared norm cannot be {value}")
     return value
-
-
-def _line(text: str) -> str:
-    """`text` as one line that does no harm to a terminal."""
-    return "".join(c if c.isprintable() else " " for c in text[:LONGEST_LINE])
 
 
 def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
@@ -143,7 +82,7 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
             return control_pb2.NodeMessage(placed=control_pb2.Placed(**vars(message)))
         case Ready():
             return control_pb2.NodeMessage(
-                ready=control_pb2.Ready(epoch=message.epoch, telemetry=_telemetry_to_proto(message.telemetry))
+                ready=control_pb2.Ready(epoch=message.epoch, telemetry=telemetry_to_proto(message.telemetry))
             )
         case Vote():
             return control_pb2.NodeMessage(
@@ -162,7 +101,7 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
                 applied=control_pb2.Applied(
                     epoch=message.epoch,
                     step=message.step,
-                    telemetry=_telemetry_to_proto(message.telemetry),
+                    telemetry=telemetry_to_proto(message.telemetry),
                 )
             )
         case StepFailed():
@@ -177,10 +116,14 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
             )
         case Heartbeat():
             return control_pb2.NodeMessage(
-                heartbeat=control_pb2.Heartbeat(telemetry=_telemetry_to_proto(message.telemetry))
+                heartbeat=control_pb2.Heartbeat(
+                    telemetry=telemetry_to_proto(message.telemetry), sent_at=message.sent_at
+                )
             )
         case Leave():
             return control_pb2.NodeMessage(leave=control_pb2.Leave(reason=message.reason))
+        case StepSpans():
+            return control_pb2.NodeMessage(step_spans=spans_to_proto(message))
 
 
 def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
@@ -193,8 +136,8 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
                 protocol=hello.protocol,
                 peer_address=hello.peer_address,
                 hardware=_hardware_from_proto(hello.hardware),
-                flops=_amount(hello.flops, "a speed"),
-                download_rate=_amount(hello.download_rate, "a rate"),
+                flops=amount(hello.flops, "a speed"),
+                download_rate=amount(hello.download_rate, "a rate"),
                 epoch=hello.epoch,
                 process_nonce=hello.process_nonce,
             )
@@ -202,7 +145,7 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
             placed = message.placed
             return Placed(epoch=placed.epoch, held_step=placed.held_step, voted=placed.voted)
         case "ready":
-            return Ready(epoch=message.ready.epoch, telemetry=_telemetry_from_proto(message.ready.telemetry))
+            return Ready(epoch=message.ready.epoch, telemetry=telemetry_from_proto(message.ready.telemetry))
         case "vote":
             vote = message.vote
             return Vote(
@@ -214,21 +157,26 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
         case "applied":
             applied = message.applied
             return Applied(
-                epoch=applied.epoch, step=applied.step, telemetry=_telemetry_from_proto(applied.telemetry)
+                epoch=applied.epoch, step=applied.step, telemetry=telemetry_from_proto(applied.telemetry)
             )
         case "step_failed":
             failed = message.step_failed
             return StepFailed(
                 epoch=failed.epoch,
                 step=failed.step,
-                kind=_enum(FailureKind, failed.kind),
-                message=_line(failed.message),
+                kind=member(FailureKind, failed.kind),
+                message=line(failed.message),
                 peer_stage=failed.peer_stage,
             )
         case "heartbeat":
-            return Heartbeat(telemetry=_telemetry_from_proto(message.heartbeat.telemetry))
+            return Heartbeat(
+                telemetry=telemetry_from_proto(message.heartbeat.telemetry),
+                sent_at=finite(message.heartbeat.sent_at, "a time"),
+            )
         case "leave":
-            return Leave(reason=_line(message.leave.reason))
+            return Leave(reason=line(message.leave.reason))
+        case "step_spans":
+            return spans_from_proto(message.step_spans)
         case _:
             raise ProtocolViolationError("a node sent an empty control message")
 
@@ -265,6 +213,8 @@ def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.Coo
             return control_pb2.CoordinatorMessage(
                 prefetch=control_pb2.Prefetch(step=message.step, units=list(message.units))
             )
+        case HeartbeatReply():
+            return control_pb2.CoordinatorMessage(heartbeat_reply=control_pb2.HeartbeatReply(**vars(message)))
         case Abort():
             return control_pb2.CoordinatorMessage(abort=control_pb2.Abort(**vars(message)))
         case Finish():
@@ -286,6 +236,7 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
                 node_id=welcome.node_id,
                 config_json=welcome.config_json,
                 heartbeat_seconds=welcome.heartbeat_seconds,
+                windows=welcome.windows,
             )
         case "placement":
             if message.placement.stage >= len(message.placement.stages):
@@ -314,10 +265,13 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
             return TakeSnapshot(epoch=message.take_snapshot.epoch, step=message.take_snapshot.step)
         case "prefetch":
             return Prefetch(step=message.prefetch.step, units=tuple(message.prefetch.units))
+        case "heartbeat_reply":
+            reply = message.heartbeat_reply
+            return HeartbeatReply(sent_at=finite(reply.sent_at, "a time"), at=finite(reply.at, "a time"))
         case "abort":
-            return Abort(epoch=message.abort.epoch, reason=_line(message.abort.reason))
+            return Abort(epoch=message.abort.epoch, reason=line(message.abort.reason))
         case "finish":
-            return Finish(reason=_line(message.finish.reason), failed=message.finish.failed)
+            return Finish(reason=line(message.finish.reason), failed=message.finish.failed)
         case "refusal":
             return refusal_from_proto(message.refusal)
         case _:
@@ -328,8 +282,8 @@ def _commit_from_proto(message: control_pb2.Commit) -> Commit:
     return Commit(
         epoch=message.epoch,
         step=message.step,
-        clip_coefficient=_amount(message.clip_coefficient, "a clip coefficient"),
-        lr=_amount(message.lr, "a learning rate"),
+        clip_coefficient=amount(message.clip_coefficient, "a clip coefficient"),
+        lr=amount(message.lr, "a learning rate"),
     )
 
 
@@ -338,4 +292,4 @@ def refusal_from_proto(message: enrolment_pb2.Refusal) -> Refusal:
         code = RefusalCode(message.code)
     except ValueError:
         raise ProtocolViolationError(f"unknown refusal code {message.code[:40]!r}") from None
-    return Refusal(code=code, message=_line(message.message))
+    return Refusal(code=code, message=line(message.message))

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,6 @@ import numpy as np
 from node import faults
 from node.config.loader import to_json
 from node.config.schema import RunConfig
-from node.coordinator.accounting import Accounting
 from node.coordinator.actions import (
     Aborted,
     Action,
@@ -36,9 +35,9 @@ from node.coordinator.actions import (
 from node.coordinator.control_service import ControlSession
 from node.coordinator.enrolment import EnrolmentDesk
 from node.coordinator.machine import RunMachine
+from node.coordinator.narrator import Emit, Narrator
 from node.coordinator.plan import Past, RunPlan
 from node.coordinator.records import PlacedNode, SnapshotRecord, StepOutcome, StepRecord
-from node.coordinator.recovery import Recovery
 from node.coordinator.store import Store
 from node.model.placement import stage_bytes, stage_units
 from node.model.units import most_state_bytes, unit_names, unit_parameters
@@ -49,8 +48,7 @@ from node.training.schedule import clip_coefficient, learning_rate
 from node.training.snapshot import SnapshotWriter, prune, read_unit, snapshot_directory
 from wire.errors import ProtocolViolationError, RefusalCode, RunError
 from wire.identity.enrolment import Refusal
-from wire.messages import Applied, Finish, Heartbeat, Leave, NodeMessage, Ready, Vote, Welcome
-from wire.spec import Direction
+from wire.messages import Applied, Finish, Heartbeat, HeartbeatReply, Leave, NodeMessage, Ready, Vote, Welcome
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +56,6 @@ RECONNECT_SECONDS = 1.0
 TICK_SECONDS = 0.25
 GOODBYE_SECONDS = 5.0
 
-Emit = Callable[[events.Event], None]
 Happening = Callable[[float], list[Action]]
 
 
@@ -84,7 +81,9 @@ class Coordinator:
         corpus: Corpus,
         emit: Emit,
         past: Past,
+        untold: StepRecord | None = None,
     ) -> None:
+        """`untold` is a step that an earlier coordinator committed and has not told of."""
         self.config = config
         self._directory = directory
         self._snapshots = directory / "snapshots"
@@ -109,8 +108,7 @@ class Coordinator:
             self._plan,
             past,
         )
-        self._accounting = Accounting()
-        self._recovery = Recovery()
+        self._narrator = Narrator(config, emit, untold)
         self._writer = SnapshotWriter(self._snapshots, config, run_id)
         self._events: asyncio.Queue[Happening] = asyncio.Queue()
         self._sessions: dict[str, ControlSession] = {}
@@ -118,10 +116,6 @@ class Coordinator:
         self._deserted.set()
         self._wanted_snapshots: set[int] = set()
         self._outcome: Outcome | None = None
-        self._step_began = 0.0
-        self._commit: RecordCommit | None = None
-        """The newest commit that no `StepDone` has followed yet."""
-        self._tally = _Tally()
 
     # ---- running
 
@@ -132,16 +126,16 @@ class Coordinator:
             outcome = await self._act()
             ticker.cancel()
         await self._say_goodbye(outcome)
-        self._emit(events.RunFinished(reason=outcome.reason, failed=outcome.failed, summary=self._summary()))
-    def save(self) -> None:
-        """Take a snapshot after this step."""
-        self._post(lambda _now: self._machine.save())
-
+        self._narrator.finished(outcome.reason, failed=outcome.failed)
         return outcome
 
     def stop(self, reason: str) -> None:
         """End the run after this step and a snapshot; called again, end it now."""
         self._post(lambda now: self._machine.stop(reason, now))
+
+    def save(self) -> None:
+        """Take a snapshot after this step."""
+        self._post(lambda _now: self._machine.save())
 
     async def _act(self) -> Outcome:
         while self._outcome is None:
@@ -204,32 +198,32 @@ class Coordinator:
                 if (session := self._sessions.get(action.node_id)) is not None:
                     session.send(action.message)
             case RecordPlacement():
-                self._recovery.placed(time.monotonic())
+                self._narrator.placed()
                 hosts = zip(action.nodes, action.addresses, strict=True)
                 placed = [PlacedNode(stage, node, address) for stage, (node, address) in enumerate(hosts)]
                 await asyncio.to_thread(self._store.record_placement, action.epoch, placed)
             case RecordRestored():
-                self._restored(action)
+                rates = {node: session.hello.download_rate for node, session in self._sessions.items()}
+                self._narrator.restored(action, rates)
             case RecordCommit():
                 await self._record_commit(action)
             case StepDone():
-                self._finish_step(action.nodes)
+                self._narrator.finish_step()
             case Announce():
                 self._emit(events.Notice(text=action.text))
             case OpenSnapshot():
                 self._wanted_snapshots.add(action.step)
             case Aborted():
-                self._recovery.interrupted(time.monotonic())
-                self._emit(events.StepAborted(epoch=action.epoch, step=action.step + 1, reason=action.reason))
+                self._narrator.interrupted(action)
             case Released():
                 if (session := self._sessions.get(action.node_id)) is not None:
                     session.close()
+                self._narrator.accounting.forget(action.node_id)
                 self._emit(events.NodeLeft(node_id=action.node_id, reason=action.reason))
             case Stop():
                 self._outcome = Outcome(reason=action.reason, failed=action.failed)
 
     async def _record_commit(self, commit: RecordCommit) -> None:
-        seconds = time.monotonic() - self._step_began
         training, model = self.config.training, self.config.model
         record = StepRecord(
             step=commit.step,
@@ -239,7 +233,7 @@ class Coordinator:
             lr=commit.lr,
             clip=commit.clip_coefficient,
             tokens=training.global_batch * model.sequence,
-            seconds=seconds,
+            seconds=self._narrator.step_seconds,
             committed_at=time.time(),
         )
         outcome = await asyncio.to_thread(self._store.record_step, record)
@@ -250,79 +244,8 @@ class Coordinator:
                     "arithmetic differs, so this run cannot be reproduced bit for bit"
                 )
             )
-        self._commit = commit
+        self._narrator.committed(commit)
         faults.reach_coordinator(faults.Phase.COMMIT_APPLY, step=commit.step)
-
-    def _restored(self, restored: RecordRestored) -> None:
-        commit = self._commit
-        if commit is not None and restored.step == commit.step + 1:
-            # The epoch that committed it ended before every stage had said so.
-            self._finish_step(restored.nodes)
-        self._commit = None
-        self._accounting.begin_epoch(restored.nodes)
-        self._emit(
-            events.PlacementMade(epoch=restored.epoch, nodes=restored.nodes, resume_step=restored.step)
-        )
-        self._tell_recovery(restored.nodes, restored.step)
-        self._step_began = time.monotonic()
-
-    def _tell_recovery(self, seats: Sequence[str], step: int) -> None:
-        stages = stage_units(self.config, len(seats))
-        parameters = (sum(unit_parameters(self.config.model, unit) for unit in units) for units in stages)
-        rates = [self._sessions[node].hello.download_rate for node in seats if node in self._sessions]
-        # Weights and two moments in float32.
-        state_bytes, rate = 3 * 4 * max(parameters), min(rates, default=0.0)
-        line = self._recovery.over(step=step, now=time.monotonic(), state_bytes=state_bytes, rate=rate)
-        if line is not None:
-            self._emit(events.Notice(text=line))
-
-    def _finish_step(self, nodes: Sequence[str]) -> None:
-        commit = self._commit
-        now = time.monotonic()
-        seconds, self._step_began = now - self._step_began, now
-        if commit is None:
-            return
-        self._commit = None
-        cost = self._accounting.step(nodes, seconds)
-        tokens = self.config.training.global_batch * self.config.model.sequence
-        self._tally.add(commit.loss, tokens, seconds)
-        self._emit(
-            events.StepDone(
-                step=commit.step + 1,
-                steps=self.config.run.steps,
-                loss=commit.loss,
-                lr=commit.lr,
-                grad_norm=commit.grad_norm,
-                seconds=seconds,
-                tokens_per_second=tokens / seconds,
-                idle=cost.idle,
-                bits_forward=cost.bits_forward,
-                bits_backward=cost.bits_backward,
-                up_mbit=cost.up_mbit,
-                down_mbit=cost.down_mbit,
-            )
-        )
-
-    def _summary(self) -> events.RunSummary | None:
-        tally, links = self._tally, self._accounting.links
-        if tally.steps == 0:
-            return None
-        return events.RunSummary(
-            steps=tally.steps,
-            first_loss=tally.first_loss,
-            last_loss=tally.last_loss,
-            tokens=tally.tokens,
-            seconds=tally.seconds,
-            tokens_per_second=tally.tokens / tally.seconds,
-            link_bytes=links.bytes_sent,
-            link_bytes_fp32=4 * links.elements,
-            link_bytes_bf16=2 * links.elements,
-            bits_forward=links.bits(Direction.ACTIVATION),
-            bits_backward=links.bits(Direction.GRADIENT),
-            stages=self._accounting.stage_times(),
-            snapshot_path=tally.snapshot_path,
-            weights_sha256=tally.weights_sha256,
-        )
 
     # ---- what the control service asks
 
@@ -380,10 +303,11 @@ class Coordinator:
         if self._sessions.get(node_id) is not session:
             return  # a newer session of this node is open, perhaps another process's; it is asked again there
         if isinstance(message, Ready | Applied | Heartbeat):
-            self._accounting.report(node_id, message.telemetry)
+            self._narrator.accounting.report(node_id, message.telemetry)
         match message:
             case Heartbeat():
                 self._machine.heard(node_id, time.monotonic())
+                session.send(HeartbeatReply(sent_at=message.sent_at, at=time.time()))
             case Leave():
                 faults.reach_coordinator(faults.Phase.DRAIN)
                 self._post(lambda now: self._machine.leave(node_id, now))
@@ -438,15 +362,13 @@ class Coordinator:
             self._fail(str(error))
             raise
         if manifest is not None:
-            self._emit(
-                events.SnapshotStored(step=step, bytes=manifest.total_bytes, path=self._tally.snapshot_path)
-            )
+            path = str(snapshot_directory(self._snapshots, step))
+            self._narrator.snapshot_stored(step, manifest.total_bytes, path, manifest.weights_sha256)
             self._post(lambda now: self._machine.snapshot_stored(step, now))
 
     # ---- inside
 
     def _record_snapshot(self, manifest: Manifest) -> None:
-        directory = snapshot_directory(self._snapshots, manifest.step)
         self._store.record_snapshot(
             SnapshotRecord(
                 step=manifest.step,
@@ -458,30 +380,7 @@ class Coordinator:
         )
         for step in prune(self._snapshots, self.config.run.keep_snapshots):
             self._store.delete_snapshot(step)
-        self._tally.snapshot_path = str(directory)
-        self._tally.weights_sha256 = manifest.weights_sha256
 
     def _check_unit(self, unit: str) -> None:
         if unit not in unit_names(self.config.model):
             raise ProtocolViolationError(f"this model has no layer unit {unit[:40]!r}")
-
-
-@dataclass
-class _Tally:
-    """What this process has seen of the run."""
-
-    steps: int = 0
-    first_loss: float = 0.0
-    last_loss: float = 0.0
-    tokens: int = 0
-    seconds: float = 0.0
-    snapshot_path: str = ""
-    weights_sha256: str = ""
-
-    def add(self, loss: float, tokens: int, seconds: float) -> None:
-        if self.steps == 0:
-            self.first_loss = loss
-        self.last_loss = loss
-        self.steps += 1
-        self.tokens += tokens
-        self.seconds += seconds

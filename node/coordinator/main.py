@@ -17,10 +17,11 @@ from node.config.schema import RunConfig
 from node.coordinator.addresses import own_addresses
 from node.coordinator.claims import check_ports, sole_coordinator
 from node.coordinator.control_service import ControlService
-from node.coordinator.coordinator import Coordinator, Emit
+from node.coordinator.coordinator import Coordinator
 from node.coordinator.enrolment import EnrolmentDesk
 from node.coordinator.enrolment_service import open_join_port
 from node.coordinator.epoch import Committed
+from node.coordinator.narrator import Emit
 from node.coordinator.plan import Past
 from node.coordinator.store import Store
 from node.dashboard.address import listen_address

@@ -1,5 +1,6 @@
 """How long a run took to get over an interruption, told beside how long it should take. Pure."""
 
+from node.telemetry.events import Recovered
 from node.telemetry.units import bytes_text, duration_text
 
 BASE_SECONDS = 10.0
@@ -22,8 +23,8 @@ class Recovery:
         """There are nodes for every stage again."""
         self._placed_at = now
 
-    def over(self, *, step: int, now: float, state_bytes: int, rate: float) -> str | None:
-        """The line to print once every stage holds the state of `step`; None if nothing was interrupted.
+    def over(self, *, step: int, now: float, state_bytes: int, rate: float) -> Recovered | None:
+        """What to tell once every stage holds the state of `step`; None if nothing was interrupted.
 
         Args:
             state_bytes: weights and optimizer state of the largest stage.
@@ -36,8 +37,9 @@ class Recovery:
         if rate > 0:
             seconds = BASE_SECONDS + state_bytes / rate
             limit += f" / {bytes_text(rate)}/s = {duration_text(seconds)}"
-        return (
+        text = (
             f"back at step {step} in {duration_text(now - interrupted_at)}, of which "
             f"{duration_text(now - self._placed_at)} since a node was there for every stage; "
             f"expected at most {limit}"
         )
+        return Recovered(text=text, step=step, seconds=now - interrupted_at)

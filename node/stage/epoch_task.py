@@ -34,10 +34,10 @@ from wire.messages import (
     Restore,
     StepFailed,
     TakeSnapshot,
-    Telemetry,
     Vote,
 )
 from wire.spec import Direction, TensorKey
+from wire.telemetry import Telemetry
 
 Result = TypeVar("Result")
 State = Mapping[str, Mapping[str, Tensor]]

@@ -343,3 +343,7 @@ class StageExecutor:
     def _the_optimizer(self) -> StageOptimizer:
         assert self._optimizer is not None, "restore() comes before everything else"
         return self._optimizer
+    def codec_name(self, direction: Direction) -> str:
+        """What packs tensors of this kind at present."""
+        return (self._raw if self.uncompressed else self._codecs[direction]).name
+

@@ -5,9 +5,7 @@ import contextlib
 import functools
 import hashlib
 import logging
-import resource
 import secrets
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +24,9 @@ from node.stage.epoch_task import EpochTask, State
 from node.stage.executor import StageExecutor
 from node.stage.inbox import Inbox
 from node.stage.snapshot_cache import SnapshotCache
+from node.stage.measure import NodeMeter
 from node.stage.stage_io import TensorLink
-from node.telemetry.clock import StageClock, Times, difference
+from node.telemetry.clock import StageClock
 from node.training.serialization import serialize_unit
 from wire.errors import LinkError, LinkLostError, RunError, ThinwireError
 from wire.identity.credentials import NodeIdentity
@@ -37,23 +36,22 @@ from wire.link_server import LinkServer
 from wire.messages import (
     Abort,
     CoordinatorMessage,
-    DirectionReport,
     FailureKind,
     Finish,
     Heartbeat,
     Hello,
+    HeartbeatReply,
     Leave,
-    LinkReport,
     NodeMessage,
     Placement,
     Prefetch,
     StepFailed,
-    Telemetry,
     Welcome,
 )
 from wire.pacing import Pacer
 from wire.spec import Direction, TensorKey
 from wire.version import PROTOCOL, VERSION
+from wire.telemetry import Telemetry
 
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
@@ -142,7 +140,7 @@ class NodeRuntime:
         self._nonce = secrets.randbits(63)
         self._welcome: Welcome | None = None
         self._welcomed = asyncio.Event()
-        self._counted_from: tuple[Times, float] | None = None
+        self._meter = NodeMeter(settings.device, lambda direction: self.executor.codec_name(direction))
         self._epoch: EpochTask | None = None
         self._epoch_task: asyncio.Task[None] | None = None
         self._links: dict[int, Link] = {}
@@ -222,42 +220,12 @@ class NodeRuntime:
 
     def count_time(self) -> None:
         """Count time from here on; what came before the epoch's first step is nobody's step."""
-        if self._counted_from is None:
-            self._counted_from = self.executor.clock.snapshot(), time.perf_counter()
+        self._meter.count_time(self.executor.clock)
 
     def telemetry(self) -> Telemetry:
-        stats = {stage: link.stats for stage, link in sorted(self._links.items())}
-        times: dict[str, float] = {}
-        wall = 0.0
-        if self._counted_from is not None:
-            before, began = self._counted_from
-            wall = time.perf_counter() - began
-            spent = difference(self.executor.clock.snapshot(), before)
-            times = {kind.value: seconds for kind, seconds in spent.items()}
-        return Telemetry(
-            times=times,
-            wall_seconds=wall,
-            links=tuple(
-                LinkReport(
-                    peer_stage=stage,
-                    bytes_sent=s.bytes_sent,
-                    bytes_received=s.bytes_received,
-                    retransmits=s.retransmits,
-                    rejects=s.rejects,
-                    rtt_seconds=s.rtt_seconds,
-                )
-                for stage, s in stats.items()
-            ),
-            directions=tuple(
-                DirectionReport(
-                    direction=direction,
-                    bytes_sent=sum(s.direction_bytes_sent[direction] for s in stats.values()),
-                    elements_sent=self.elements_sent.get(direction, 0),
-                )
-                for direction in Direction
-            ),
-            peak_memory_bytes=_peak_memory(self._settings.device),
-        )
+        links = {stage: (link.stats, link.queued_bytes) for stage, link in self._links.items()}
+        clock = self.executor.clock if self._welcome is not None else None
+        return self._meter.telemetry(clock, links, self.elements_sent)
 
     @contextlib.asynccontextmanager
     async def open_links(
@@ -341,6 +309,8 @@ class NodeRuntime:
             case Finish():
                 self._end(message)
             case Refusal():
+            case HeartbeatReply():
+                self._meter.sync.answer(sent=message.sent_at, received=time.monotonic(), at=message.at)
                 raise message.error()
             case Prefetch():
                 if self._prefetching is not None:
@@ -366,7 +336,7 @@ class NodeRuntime:
             raise RunError("the coordinator came back with another run file: join again")
 
     def _begin_epoch(self, placement: Placement) -> None:
-        self._counted_from = None
+        self._meter.begin_epoch(placement.epoch, self.elements_sent)
         self._epoch = EpochTask(placement, self)
         self._epoch_task = self._group.create_task(self._epoch.run())
         self._tell(f"stage {placement.stage} of {len(placement.stages)} in epoch {placement.epoch}")
@@ -402,10 +372,11 @@ class NodeRuntime:
         assert self._welcome is not None
         while True:
             await asyncio.sleep(self._welcome.heartbeat_seconds)
-            self.post(Heartbeat(telemetry=self.telemetry()))
 
     async def _upload(self, epoch: int, step: int, state: State) -> None:
         """Send every layer. One that is not stored fails the epoch: the run may be waiting for it."""
+            # The first one at once: it is also how the node learns what the coordinator's clock says.
+            self.post(Heartbeat(telemetry=self.telemetry(), sent_at=time.monotonic()))
         for unit, tensors in state.items():
             faults.reach(faults.Phase.SNAPSHOT, stage=self.executor.stage, step=step)
             data = await asyncio.to_thread(serialize_unit, tensors)
@@ -472,14 +443,6 @@ class NodeRuntime:
 def _report_lost(task: EpochTask, peer: int, lost: "asyncio.Future[ThinwireError]") -> None:
     if not lost.cancelled():
         task.link_lost(peer, lost.result())
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Bytes: of the GPU if the stage lives there, else the process's largest resident set."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def _leaf(errors: "BaseExceptionGroup[BaseException]") -> BaseException:

@@ -1,8 +1,36 @@
-"""Adding up what steps cost. Pure."""
+"""What steps cost: figures made of `StepCosts`, and sums of several. Pure."""
 
 from dataclasses import replace
 
+from node.telemetry.clock import WAITS
 from node.telemetry.events import FlowCost, LinkCost, StageCost, StepCosts
+
+
+def idle_by_stage(costs: StepCosts) -> tuple[float, ...]:
+    """The share of its time that each stage waited, 0 to 1."""
+    return tuple(
+        min(1.0, sum(stage.seconds.get(kind.value, 0.0) for kind in WAITS) / stage.wall_seconds)
+        if stage.wall_seconds > 0
+        else 0.0
+        for stage in costs.stages
+    )
+
+
+def mbit_by_stage(costs: StepCosts) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mbit/s that each stage sent, and that each received."""
+    up, down = [0] * len(costs.stages), [0] * len(costs.stages)
+    for link in costs.links:
+        up[link.source] += link.bytes
+        down[link.target] += link.bytes
+    scale = 8e-6 / costs.seconds if costs.seconds > 0 else 0.0
+    return tuple(scale * size for size in up), tuple(scale * size for size in down)
+
+
+def bits_per_element(costs: StepCosts, direction: str) -> float:
+    """Bits an element of this kind of tensor took, frames and headers included; 0 if there were none."""
+    flows = [flow for link in costs.links for flow in link.flows if flow.direction == direction]
+    elements = sum(flow.elements for flow in flows)
+    return 8 * sum(flow.bytes for flow in flows) / elements if elements else 0.0
 
 
 def add_costs(earlier: StepCosts, later: StepCosts) -> StepCosts | None:

@@ -18,9 +18,9 @@ from wire.messages import (
     Ready,
     Restore,
     StepFailed,
-    Telemetry,
     Vote,
 )
+from wire.telemetry import Telemetry
 
 ActionT = TypeVar("ActionT", bound=Action)
 

@@ -33,9 +33,9 @@ from wire.messages import (
     Restore,
     StepFailed,
     TakeSnapshot,
-    Telemetry,
     Vote,
 )
+from wire.telemetry import Telemetry
 
 UNITS = ("embed", "block.0", "block.1", "block.2", "block.3", "head")
 

@@ -1,125 +1,243 @@
-"""What a step cost, from totals that nodes report: differences, and totals that begin anew."""
+"""What steps cost, from totals that nodes report: differences, fresh totals, sums that only grow."""
 
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from node.coordinator.accounting import Accounting
+from node.coordinator.accounting import OTHER_CODEC, Accounting
 from node.telemetry.clock import TimeKind
-from wire.messages import DirectionReport, LinkReport, Telemetry
+from node.telemetry.costs import add_costs, bits_per_element, idle_by_stage, mbit_by_stage
 from wire.spec import Direction
+from wire.telemetry import FlowReport, LinkReport, Telemetry
 
 SEATS = ("a", "b")
+EPOCH = 3
 
 
-def totals(steps: float, *, peer: int = 1, received: int = 2000) -> Telemetry:
-    """What a stage has to report after `steps` steps: 2 s each, a quarter of it waiting."""
+def totals(
+    steps: float, *, stage: int = 0, epoch: int = EPOCH, codec: str = "tah", rejects: int = 0
+) -> Telemetry:
+    """What a stage of two has to report after `steps` steps: 2 s each, a quarter of it waiting."""
+    direction = Direction.ACTIVATION if stage == 0 else Direction.GRADIENT
     return Telemetry(
+        epoch=epoch,
         times={"forward": 1.0 * steps, "backward": 0.5 * steps, "wait-upstream": 0.5 * steps},
         wall_seconds=2.0 * steps,
         links=(
             LinkReport(
-                peer_stage=peer,
+                peer_stage=1 - stage,
                 bytes_sent=round(1000 * steps),
-                bytes_received=round(received * steps),
-                retransmits=0,
-                rejects=0,
+                bytes_received=round(1000 * steps),
+                retransmits=round(2 * steps),
+                rejects=rejects,
                 rtt_seconds=0.01,
+                capacity=5000.0,
+                busy_seconds=0.5 * steps,
+                queued_bytes=7,
+                flows=(
+                    FlowReport(
+                        direction=direction,
+                        codec=codec,
+                        bytes_sent=round(900 * steps),
+                        elements_sent=round(1600 * steps),
+                    ),
+                ),
             ),
         ),
-        directions=(
-            DirectionReport(
-                direction=Direction.ACTIVATION,
-                bytes_sent=round(900 * steps),
-                elements_sent=round(1600 * steps),
-            ),
-            DirectionReport(
-                direction=Direction.GRADIENT, bytes_sent=round(100 * steps), elements_sent=round(100 * steps)
-            ),
-        ),
+        memory_bytes=5000,
+        peak_memory_bytes=6000,
     )
 
 
-def began(accounting: Accounting, steps: float = 0) -> None:
-    for node in SEATS:
-        accounting.report(node, totals(steps))
-    accounting.begin_epoch(SEATS)
+def accounting() -> Accounting:
+    return Accounting({"tah", "fixed-8"})
+
+
+def report(books: Accounting, steps: float, epoch: int = EPOCH) -> None:
+    for stage, node in enumerate(SEATS):
+        books.report(node, totals(steps, stage=stage, epoch=epoch))
+
+
+def began(books: Accounting, steps: float = 0) -> None:
+    report(books, steps)
+    books.begin_epoch(EPOCH, SEATS)
 
 
 def test_a_step_costs_the_difference_of_totals() -> None:
-    accounting = Accounting()
-    began(accounting, steps=10)  # what came before the epoch was ready is nobody's step
-    accounting.report("a", totals(11))
-    accounting.report("b", totals(12))
-    cost = accounting.step(SEATS, seconds=4.0)
-    assert cost.idle == (0.25, 0.25)
-    assert cost.up_mbit == pytest.approx((0.002, 0.004))
-    assert cost.down_mbit == pytest.approx((0.004, 0.008))
-    assert cost.bits_forward == pytest.approx(8 * 900 / 1600)
-    assert cost.bits_backward == 8.0
-    assert accounting.links.bytes_sent == 3000
-    assert accounting.links.elements == 3 * 1700
-    assert accounting.links.bits(Direction.TIED_SUM) == 0.0
+    books = accounting()
+    began(books, steps=10)  # what came before the epoch was ready is nobody's step
+    books.report("a", totals(11))
+    books.report("b", totals(12, stage=1))
+    costs = books.step(7, seconds=4.0)
+    assert (costs.step, costs.seconds, costs.aborted) == (7, 4.0, False)
+    assert idle_by_stage(costs) == (0.25, 0.25)
+    assert mbit_by_stage(costs) == (pytest.approx((0.002, 0.004)), pytest.approx((0.004, 0.002)))
+    assert bits_per_element(costs, "activation") == bits_per_element(costs, "gradient") == 8 * 900 / 1600
+    assert bits_per_element(costs, "tied_sum") == 0.0
+    there, back = costs.links
+    assert (there.source, there.target, there.bytes, there.busy_seconds) == (0, 1, 1000, 0.5)
+    assert (back.source, back.target, back.bytes, back.retransmits) == (1, 0, 2000, 4)
+    assert (there.capacity, there.round_trip_seconds, there.queued_bytes) == (5000.0, 0.01, 7)
+    assert books.run.link_bytes == 3000 and books.run.elements == 3 * 1600
+    assert books.run.bits(Direction.ACTIVATION) == 8 * 900 / 1600
+    assert books.run.bits(Direction.TIED_SUM) == 0.0
+    assert costs.stages[0].memory_bytes == 5000 and costs.stages[1].node_id == "b"
 
 
 def test_steps_add_up_and_kinds_sum_to_wall_time() -> None:
-    accounting = Accounting()
-    began(accounting)
+    books = accounting()
+    began(books)
     for step in range(1, 6):
-        for node in SEATS:
-            accounting.report(node, totals(step))
-        accounting.step(SEATS, seconds=2.0)
-    stages = accounting.stage_times()
-    assert [stage.node_id for stage in stages] == list(SEATS)
-    for stage in stages:
-        assert stage.seconds.keys() == {kind.value for kind in TimeKind}
-        assert sum(stage.seconds.values()) == pytest.approx(stage.wall_seconds) == pytest.approx(10.0)
-    assert accounting.links.bytes_sent == 10_000
+        report(books, step - 0.5)  # a heartbeat in the middle
+        report(books, step)
+        costs = books.step(step, seconds=2.0)
+        for stage in costs.stages:
+            assert sum(stage.seconds.values()) == pytest.approx(stage.wall_seconds) == pytest.approx(2.0)
+    for times in books.stage_times():
+        assert times.seconds.keys() == {kind.value for kind in TimeKind}
+        assert sum(times.seconds.values()) == pytest.approx(times.wall_seconds) == pytest.approx(10.0)
+    assert [times.node_id for times in books.stage_times()] == list(SEATS)
+    assert books.run.link_bytes == 10_000
 
 
 def test_a_report_that_comes_late_is_counted_with_the_next_step() -> None:
-    accounting = Accounting()
-    began(accounting)
-    accounting.report("a", totals(1))
-    assert accounting.step(SEATS, 2.0).up_mbit[1] == 0.0
-    accounting.report("b", totals(2))
-    assert accounting.step(SEATS, 2.0).up_mbit == pytest.approx((0.0, 0.008))
+    books = accounting()
+    began(books)
+    books.report("a", totals(1))
+    assert mbit_by_stage(books.step(1, 2.0))[0][1] == 0.0
+    books.report("b", totals(2, stage=1))
+    assert mbit_by_stage(books.step(2, 2.0))[0] == pytest.approx((0.0, 0.008))
+
+
+def test_damaged_frames_are_those_of_the_link_that_they_came_over() -> None:
+    books = accounting()
+    began(books)
+    books.report("b", totals(1, stage=1, rejects=3))
+    costs = books.step(1, 2.0)
+    assert {(link.source, link.target): link.rejects for link in costs.links} == {(0, 1): 3, (1, 0): 0}
 
 
 @pytest.mark.parametrize("afresh", [0.0, 0.5])
 def test_totals_that_begin_anew_are_counted_from_nothing(afresh: float) -> None:
-    accounting = Accounting()
-    began(accounting)
-    for node in SEATS:
-        accounting.report(node, totals(3))
-    accounting.step(SEATS, 2.0)
-    for node in SEATS:
-        accounting.report(node, totals(afresh))
-    cost = accounting.step(SEATS, 2.0)
-    assert min(cost.up_mbit + cost.down_mbit + cost.idle) >= 0.0
-    assert accounting.links.bytes_sent == 6000 + 2 * 1000 * afresh
-    assert accounting.stage_times()[0].wall_seconds == pytest.approx(6.0 + 2 * afresh)
+    books = accounting()
+    began(books)
+    report(books, 3)
+    books.step(1, 2.0)
+    before = books.run.link_bytes
+    report(books, afresh)
+    costs = books.step(2, 2.0)
+    assert books.run.link_bytes == before + 2 * 1000 * afresh
+    assert min(link.bytes for link in costs.links) >= 0
+    assert min(stage.wall_seconds for stage in costs.stages) >= 0
+
+
+def test_what_belongs_to_another_epoch_is_nobodys_step() -> None:
+    books = accounting()
+    began(books)
+    report(books, 1)
+    books.step(1, 2.0)
+    report(books, 50, epoch=EPOCH - 1)
+    report(books, 60, epoch=EPOCH + 1)
+    assert books.step(2, 2.0).links == ()
+    books.begin_epoch(EPOCH + 1, SEATS)
+    report(books, 61, epoch=EPOCH + 1)
+    assert [link.bytes for link in books.step(2, 2.0).links] == [1000, 1000]
+    assert books.run.link_bytes == 4000
+
+
+def test_an_aborted_step_is_counted_and_ends_its_epoch() -> None:
+    books = accounting()
+    began(books)
+    report(books, 0.5)
+    costs = books.step(1, 1.0, aborted=True)
+    assert costs.aborted and [link.bytes for link in costs.links] == [500, 500]
+    report(books, 0.9)  # a heartbeat before the next placement
+    assert books.run.link_bytes == 1000
+    books.begin_epoch(EPOCH + 1, SEATS)
+    assert books.step(1, 1.0).links == ()
 
 
 def test_a_stage_that_changes_hands_keeps_its_time() -> None:
-    accounting = Accounting()
-    began(accounting)
-    for node in SEATS:
-        accounting.report(node, totals(1))
-    accounting.step(SEATS, 2.0)
-    accounting.report("c", totals(0))
-    accounting.begin_epoch(("a", "c"))
-    accounting.report("c", totals(1))
-    accounting.step(("a", "c"), 2.0)
-    stage = accounting.stage_times()[1]
-    assert (stage.node_id, stage.wall_seconds) == ("c", 4.0)
+    books = accounting()
+    began(books)
+    report(books, 1)
+    books.step(1, 2.0)
+    books.forget("b")
+    books.report("c", totals(0, stage=1, epoch=EPOCH + 1))
+    books.begin_epoch(EPOCH + 1, ("a", "c"))
+    books.report("c", totals(1, stage=1, epoch=EPOCH + 1))
+    books.step(2, 2.0)
+    times = books.stage_times()[1]
+    assert (times.node_id, times.wall_seconds) == ("c", 4.0)
 
 
-def test_a_node_that_reports_nothing_or_invents_kinds_costs_nothing_and_keeps_nothing() -> None:
-    accounting = Accounting()
-    accounting.begin_epoch(SEATS)
+def test_a_node_that_invents_kinds_codecs_and_neighbours_makes_nothing_grow() -> None:
+    books = accounting()
+    began(books)
     for step in range(50):
-        accounting.report("a", replace(totals(step), times={f"kind {step}": 1.0}))
-        cost = accounting.step(SEATS, seconds=0.0)
-    assert cost.idle == (0.0, 0.0) and cost.up_mbit == (0.0, 0.0)
-    assert len(accounting.stage_times()[0].seconds) == len(TimeKind)
+        told = totals(step, codec=f"codec {step}")
+        links = (
+            *told.links,
+            replace(told.links[0], peer_stage=step + 2),
+            replace(told.links[0], peer_stage=0),
+        )
+        books.report("a", replace(told, times={f"kind {step}": 1.0}, links=links))
+        books.report(f"stranger {step}", told)
+        costs = books.step(step, seconds=0.0)
+    assert mbit_by_stage(costs) == ((0.0, 0.0), (0.0, 0.0))
+    assert len(books.stage_times()[0].seconds) == len(TimeKind)
+    assert books.run.links.keys() == {(0, 1), (1, 0)}
+    assert {codec for _, codec in books.run.links[0, 1].flow_bytes} == {OTHER_CODEC}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 1),
+            st.integers(EPOCH - 1, EPOCH + 1),
+            st.floats(0, 100),
+            st.sampled_from(["report", "step", "abort", "begin"]),
+        ),
+        max_size=40,
+    )
+)
+def test_sums_only_grow_and_steps_add_up_to_them(moves: list[tuple[int, int, float, str]]) -> None:
+    books = accounting()
+    began(books)
+    told, last = 0, (0, 0.0, 0)
+    for stage, epoch, steps, move in moves:
+        if move == "report":
+            books.report(SEATS[stage], totals(steps, stage=stage, epoch=epoch))
+        elif move == "begin":
+            told += sum(link.bytes for link in books.step(1, 1.0).links)
+            books.begin_epoch(epoch, SEATS)
+        else:
+            told += sum(link.bytes for link in books.step(1, 1.0, aborted=move == "abort").links)
+        ledger = books.run
+        now = (
+            ledger.link_bytes,
+            sum(stage.wall for stage in ledger.stages.values()),
+            sum(link.retransmits for link in ledger.links.values()),
+        )
+        assert all(new >= old for new, old in zip(now, last, strict=True))
+        last = now
+    told += sum(link.bytes for link in books.step(1, 1.0).links)
+    assert told == books.run.link_bytes
+
+
+def test_costs_of_steps_that_follow_each_other_are_added() -> None:
+    books = accounting()
+    began(books)
+    report(books, 1)
+    first = books.step(1, 2.0)
+    report(books, 3)
+    second = books.step(2, 4.0)
+    both = add_costs(first, second)
+    assert both is not None and (both.step, both.seconds) == (2, 6.0)
+    assert [stage.wall_seconds for stage in both.stages] == [6.0, 6.0]
+    assert [link.bytes for link in both.links] == [3000, 3000]
+    assert bits_per_element(both, "activation") == bits_per_element(first, "activation")
+    assert add_costs(replace(first, aborted=True), second) is None
+    assert add_costs(first, replace(second, stages=second.stages[:1])) is None

@@ -15,13 +15,12 @@ from wire.messages import (
     Begin,
     Commit,
     CoordinatorMessage,
-    DirectionReport,
     FailureKind,
     Finish,
     Heartbeat,
+    HeartbeatReply,
     Hello,
     Leave,
-    LinkReport,
     NodeMessage,
     Placed,
     PlacedStage,
@@ -31,18 +30,18 @@ from wire.messages import (
     Restore,
     StepFailed,
     TakeSnapshot,
-    Telemetry,
     Vote,
     Welcome,
 )
 from wire.messages_proto import (
-    LONGEST_LINE,
     coordinator_message_from_proto,
     coordinator_message_to_proto,
     node_message_from_proto,
     node_message_to_proto,
 )
-from wire.spec import Direction
+from wire.spec import Direction, TensorKey
+from wire.telemetry import MOST_SPANS, FlowReport, LinkReport, Span, StepSpans, Telemetry
+from wire.telemetry_proto import LONGEST_LINE
 from wire.v1 import control_pb2, enrolment_pb2
 
 NUMBER = st.integers(0, 2**32 - 1)
@@ -53,8 +52,20 @@ TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
 LINE = st.text(st.characters(codec="utf-8"), max_size=40).filter(str.isprintable)
 
 HARDWARE = st.builds(Hardware, device=LINE, cores=NUMBER, memory_bytes=COUNT)
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+FLOWS = st.lists(
+    st.builds(
+        FlowReport,
+        direction=st.sampled_from(Direction),
+        codec=LINE,
+        bytes_sent=COUNT,
+        elements_sent=COUNT,
+    ),
+    max_size=4,
+).map(tuple)
 TELEMETRY = st.builds(
     Telemetry,
+    epoch=NUMBER,
     times=st.dictionaries(LINE, AMOUNT, max_size=8),
     wall_seconds=AMOUNT,
     links=st.lists(
@@ -66,16 +77,51 @@ TELEMETRY = st.builds(
             retransmits=COUNT,
             rejects=COUNT,
             rtt_seconds=AMOUNT,
+            least_rtt_seconds=AMOUNT,
+            capacity=AMOUNT,
+            busy_seconds=AMOUNT,
+            queued_bytes=COUNT,
+            flows=FLOWS,
         ),
         max_size=3,
     ).map(tuple),
-    directions=st.lists(
-        st.builds(
-            DirectionReport, direction=st.sampled_from(Direction), bytes_sent=COUNT, elements_sent=COUNT
-        ),
-        max_size=4,
-    ).map(tuple),
+    memory_bytes=COUNT,
     peak_memory_bytes=COUNT,
+    gpu_memory_bytes=COUNT,
+    gpu_peak_memory_bytes=COUNT,
+    clock_skew_seconds=FINITE,
+    clock_error_seconds=AMOUNT,
+)
+MICROSECONDS = st.integers(0, 2**32 - 1).map(lambda ticks: ticks / 1e6)
+SPANS = st.integers(0, 2**32 - 1).flatmap(
+    lambda epoch: st.builds(
+        StepSpans,
+        epoch=st.just(epoch),
+        step=NUMBER,
+        stage=NUMBER,
+        clock_offset=FINITE,
+        clock_error=AMOUNT,
+        dropped=NUMBER,
+        spans=st.lists(
+            st.builds(
+                Span,
+                kind=LINE,
+                start=MICROSECONDS,
+                seconds=MICROSECONDS,
+                key=st.none()
+                | st.builds(
+                    TensorKey,
+                    epoch=st.just(epoch),
+                    step=NUMBER,
+                    microbatch=NUMBER,
+                    boundary=NUMBER,
+                    direction=st.sampled_from(Direction),
+                ),
+                peer_stage=st.integers(-1, 2**31 - 1),
+            ),
+            max_size=5,
+        ).map(tuple),
+    )
 )
 COMMIT = st.builds(Commit, epoch=NUMBER, step=NUMBER, clip_coefficient=AMOUNT, lr=AMOUNT)
 NODE_MESSAGES: dict[type, st.SearchStrategy[NodeMessage]] = {
@@ -108,8 +154,9 @@ NODE_MESSAGES: dict[type, st.SearchStrategy[NodeMessage]] = {
         message=LINE,
         peer_stage=st.integers(-1, 2**31 - 1),
     ),
-    Heartbeat: st.builds(Heartbeat, telemetry=TELEMETRY),
+    Heartbeat: st.builds(Heartbeat, telemetry=TELEMETRY, sent_at=FINITE),
     Leave: st.builds(Leave, reason=LINE),
+    StepSpans: SPANS,
 }
 COORDINATOR_MESSAGES: dict[type, st.SearchStrategy[CoordinatorMessage]] = {
     Welcome: st.builds(
@@ -130,6 +177,7 @@ COORDINATOR_MESSAGES: dict[type, st.SearchStrategy[CoordinatorMessage]] = {
     Commit: COMMIT,
     TakeSnapshot: st.builds(TakeSnapshot, epoch=NUMBER, step=NUMBER),
     Prefetch: st.builds(Prefetch, step=NUMBER, units=st.lists(TEXT, max_size=5).map(tuple)),
+    HeartbeatReply: st.builds(HeartbeatReply, sent_at=FINITE, at=FINITE),
     Abort: st.builds(Abort, epoch=NUMBER, reason=LINE),
     Finish: st.builds(Finish, reason=LINE, failed=st.booleans()),
     Refusal: st.builds(Refusal, code=st.sampled_from(RefusalCode), message=LINE),
@@ -168,6 +216,11 @@ def _text(message: NodeMessage) -> str:
     return repr(message)
 
 
+def columns(count: int, directions: int = 0) -> dict[str, list[int]]:
+    names = ("starts", "lengths", "microbatches", "boundaries", "steps", "peers")
+    return {**{name: [0] * count for name in names}, "directions": [directions] * count}
+
+
 @pytest.mark.parametrize("loss", [None, 0.0, -0.0, math.nan, math.inf])
 def test_no_loss_differs_from_any_loss(loss: float | None) -> None:
     vote = node_round_trip(Vote(epoch=1, step=0, norms={}, loss=loss))
@@ -182,7 +235,9 @@ def test_no_loss_differs_from_any_loss(loss: float | None) -> None:
         control_pb2.NodeMessage(step_failed=control_pb2.StepFailed(epoch=1)),
         control_pb2.NodeMessage(
             heartbeat=control_pb2.Heartbeat(
-                telemetry=control_pb2.Telemetry(directions=[control_pb2.DirectionReport(direction=9)])
+                telemetry=control_pb2.Telemetry(
+                    links=[control_pb2.LinkReport(flows=[control_pb2.FlowReport(direction=9)])]
+                )
             )
         ),
         control_pb2.NodeMessage(
@@ -195,6 +250,22 @@ def test_no_loss_differs_from_any_loss(loss: float | None) -> None:
                 control_pb2.Telemetry(wall_seconds=value),
                 control_pb2.Telemetry(times=[control_pb2.KindSeconds(kind="forward", seconds=value)]),
                 control_pb2.Telemetry(links=[control_pb2.LinkReport(rtt_seconds=value)]),
+                control_pb2.Telemetry(links=[control_pb2.LinkReport(capacity=value)]),
+                control_pb2.Telemetry(clock_error_seconds=value),
+            )
+        ),
+        control_pb2.NodeMessage(heartbeat=control_pb2.Heartbeat(sent_at=math.nan)),
+        control_pb2.NodeMessage(ready=control_pb2.Ready(telemetry={"clock_skew_seconds": math.inf})),
+        *(
+            control_pb2.NodeMessage(step_spans=spans)
+            for spans in (
+                control_pb2.StepSpans(clock_offset=math.nan),
+                control_pb2.StepSpans(names=["forward"], kinds=[0]),
+                control_pb2.StepSpans(**columns(2), names=["forward"], kinds=[0, 1]),
+                control_pb2.StepSpans(**columns(1, directions=9), names=["forward"], kinds=[0]),
+                control_pb2.StepSpans(
+                    **columns(MOST_SPANS + 1), names=["forward"], kinds=[0] * (MOST_SPANS + 1)
+                ),
             )
         ),
         *(
@@ -223,6 +294,7 @@ def test_what_no_node_says_is_refused(message: control_pb2.NodeMessage) -> None:
         control_pb2.CoordinatorMessage(restore=control_pb2.Restore(missed=control_pb2.Commit(lr=math.inf))),
         control_pb2.CoordinatorMessage(welcome=control_pb2.Welcome(heartbeat_seconds=0.0)),
         control_pb2.CoordinatorMessage(welcome=control_pb2.Welcome(heartbeat_seconds=math.nan)),
+        control_pb2.CoordinatorMessage(heartbeat_reply=control_pb2.HeartbeatReply(at=math.inf)),
     ],
 )
 def test_what_no_coordinator_says_is_refused(message: control_pb2.CoordinatorMessage) -> None:

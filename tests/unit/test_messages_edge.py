@@ -19,8 +19,9 @@ from wire.channels import make_server, open_channel
 from wire.errors import ProtocolViolationError, ThinwireError
 from wire.identity.credentials import mutual_tls
 from wire.identity.enrolment import Hardware, Refusal
-from wire.messages import CoordinatorMessage, Finish, Heartbeat, Hello, NodeMessage, Telemetry
+from wire.messages import CoordinatorMessage, Finish, Heartbeat, Hello, NodeMessage
 from wire.messages_proto import coordinator_message_to_proto, node_message_to_proto
+from wire.telemetry import Telemetry
 from wire.v1 import control_pb2_grpc
 from wire.version import PROTOCOL, VERSION
 

@@ -17,13 +17,12 @@ from wire.messages import (
     Applied,
     Begin,
     Commit,
-    DirectionReport,
     FailureKind,
     Finish,
     Heartbeat,
+    HeartbeatReply,
     Hello,
     Leave,
-    LinkReport,
     Placed,
     PlacedStage,
     Placement,
@@ -32,7 +31,6 @@ from wire.messages import (
     Restore,
     StepFailed,
     TakeSnapshot,
-    Telemetry,
     Vote,
     Welcome,
 )
@@ -42,22 +40,44 @@ from wire.messages_proto import (
     node_message_from_proto,
     node_message_to_proto,
 )
-from wire.spec import Direction
+from wire.spec import Direction, TensorKey
+from wire.telemetry import FlowReport, LinkReport, Span, StepSpans, Telemetry
 from wire.v1 import control_pb2
 
 MUTATIONS = 2_000_000 if os.environ.get("THINWIRE_LONG") else 100_000
 """For each direction."""
 
 TELEMETRY = Telemetry(
+    epoch=3,
     times={"forward": 1.5, "wait-upstream": 0.25},
     wall_seconds=1.75,
     links=(
         LinkReport(
-            peer_stage=1, bytes_sent=10**9, bytes_received=77, retransmits=3, rejects=1, rtt_seconds=0.02
+            peer_stage=1,
+            bytes_sent=10**9,
+            bytes_received=77,
+            retransmits=3,
+            rejects=1,
+            rtt_seconds=0.02,
+            flows=(
+                FlowReport(direction=Direction.GRADIENT, codec="tah", bytes_sent=99, elements_sent=10**6),
+            ),
         ),
     ),
-    directions=(DirectionReport(direction=Direction.GRADIENT, bytes_sent=99, elements_sent=10**6),),
     peak_memory_bytes=10**10,
+)
+SPANS = StepSpans(
+    epoch=3,
+    step=41,
+    stage=1,
+    clock_offset=1.7e9,
+    clock_error=1e-4,
+    dropped=0,
+    spans=(
+        Span("forward", 10.0, 0.5, TensorKey(3, 41, 0, 1, Direction.ACTIVATION)),
+        Span("send", 10.5, 0.25, TensorKey(3, 41, 0, 1, Direction.ACTIVATION), 2),
+        Span("wait-upstream", 10.75, 1.0),
+    ),
 )
 COMMIT = Commit(epoch=3, step=41, clip_coefficient=0.5, lr=1e-3)
 FROM_NODES = [
@@ -80,6 +100,7 @@ FROM_NODES = [
         StepFailed(epoch=3, step=41, kind=FailureKind.PEER, message="damaged frame", peer_stage=2),
         Heartbeat(telemetry=TELEMETRY),
         Leave(reason="the volunteer asked to leave"),
+        SPANS,
     )
 ]
 FROM_THE_COORDINATOR = [
@@ -96,6 +117,7 @@ FROM_THE_COORDINATOR = [
         COMMIT,
         TakeSnapshot(epoch=3, step=42),
         Prefetch(step=40, units=("embed", "block.0000")),
+        HeartbeatReply(sent_at=12.5, at=1.7e9),
         Abort(epoch=3, reason="node b is gone"),
         Finish(reason="all steps are done", failed=False),
         Refusal(RefusalCode.NOT_A_MEMBER, "join first"),

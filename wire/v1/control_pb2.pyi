@@ -105,31 +105,43 @@ class StepFailed(_message.Message):
     peer_stage: int
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ..., peer_stage: _Optional[int] = ...) -> None: ...
 
-class DirectionReport(_message.Message):
-    __slots__ = ("direction", "bytes_sent", "elements_sent")
+class FlowReport(_message.Message):
+    __slots__ = ("direction", "codec", "bytes_sent", "elements_sent")
     DIRECTION_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     ELEMENTS_SENT_FIELD_NUMBER: _ClassVar[int]
     direction: int
+    codec: str
     bytes_sent: int
     elements_sent: int
-    def __init__(self, direction: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., elements_sent: _Optional[int] = ...) -> None: ...
+    def __init__(self, direction: _Optional[int] = ..., codec: _Optional[str] = ..., bytes_sent: _Optional[int] = ..., elements_sent: _Optional[int] = ...) -> None: ...
 
 class LinkReport(_message.Message):
-    __slots__ = ("peer_stage", "bytes_sent", "bytes_received", "retransmits", "rejects", "rtt_seconds")
+    __slots__ = ("peer_stage", "bytes_sent", "bytes_received", "retransmits", "rejects", "rtt_seconds", "least_rtt_seconds", "capacity", "busy_seconds", "queued_bytes", "flows")
     PEER_STAGE_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     RETRANSMITS_FIELD_NUMBER: _ClassVar[int]
     REJECTS_FIELD_NUMBER: _ClassVar[int]
     RTT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LEAST_RTT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FLOWS_FIELD_NUMBER: _ClassVar[int]
     peer_stage: int
     bytes_sent: int
     bytes_received: int
     retransmits: int
     rejects: int
     rtt_seconds: float
-    def __init__(self, peer_stage: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., retransmits: _Optional[int] = ..., rejects: _Optional[int] = ..., rtt_seconds: _Optional[float] = ...) -> None: ...
+    least_rtt_seconds: float
+    capacity: float
+    busy_seconds: float
+    queued_bytes: int
+    flows: _containers.RepeatedCompositeFieldContainer[FlowReport]
+    def __init__(self, peer_stage: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., retransmits: _Optional[int] = ..., rejects: _Optional[int] = ..., rtt_seconds: _Optional[float] = ..., least_rtt_seconds: _Optional[float] = ..., capacity: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., queued_bytes: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowReport, _Mapping]]] = ...) -> None: ...
 
 class KindSeconds(_message.Message):
     __slots__ = ("kind", "seconds")
@@ -140,24 +152,70 @@ class KindSeconds(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Telemetry(_message.Message):
-    __slots__ = ("times", "wall_seconds", "links", "directions", "peak_memory_bytes")
+    __slots__ = ("times", "wall_seconds", "links", "epoch", "memory_bytes", "peak_memory_bytes", "gpu_memory_bytes", "gpu_peak_memory_bytes", "clock_skew_seconds", "clock_error_seconds")
     TIMES_FIELD_NUMBER: _ClassVar[int]
     WALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
-    DIRECTIONS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     PEAK_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GPU_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GPU_PEAK_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_SKEW_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_ERROR_SECONDS_FIELD_NUMBER: _ClassVar[int]
     times: _containers.RepeatedCompositeFieldContainer[KindSeconds]
     wall_seconds: float
     links: _containers.RepeatedCompositeFieldContainer[LinkReport]
-    directions: _containers.RepeatedCompositeFieldContainer[DirectionReport]
+    epoch: int
+    memory_bytes: int
     peak_memory_bytes: int
-    def __init__(self, times: _Optional[_Iterable[_Union[KindSeconds, _Mapping]]] = ..., wall_seconds: _Optional[float] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., directions: _Optional[_Iterable[_Union[DirectionReport, _Mapping]]] = ..., peak_memory_bytes: _Optional[int] = ...) -> None: ...
+    gpu_memory_bytes: int
+    gpu_peak_memory_bytes: int
+    clock_skew_seconds: float
+    clock_error_seconds: float
+    def __init__(self, times: _Optional[_Iterable[_Union[KindSeconds, _Mapping]]] = ..., wall_seconds: _Optional[float] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., epoch: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., gpu_memory_bytes: _Optional[int] = ..., gpu_peak_memory_bytes: _Optional[int] = ..., clock_skew_seconds: _Optional[float] = ..., clock_error_seconds: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("telemetry",)
+    __slots__ = ("telemetry", "sent_at")
     TELEMETRY_FIELD_NUMBER: _ClassVar[int]
+    SENT_AT_FIELD_NUMBER: _ClassVar[int]
     telemetry: Telemetry
-    def __init__(self, telemetry: _Optional[_Union[Telemetry, _Mapping]] = ...) -> None: ...
+    sent_at: float
+    def __init__(self, telemetry: _Optional[_Union[Telemetry, _Mapping]] = ..., sent_at: _Optional[float] = ...) -> None: ...
+
+class StepSpans(_message.Message):
+    __slots__ = ("epoch", "step", "stage", "clock_offset", "clock_error", "dropped", "names", "kinds", "starts", "lengths", "directions", "microbatches", "boundaries", "steps", "peers")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_ERROR_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    KINDS_FIELD_NUMBER: _ClassVar[int]
+    STARTS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    DIRECTIONS_FIELD_NUMBER: _ClassVar[int]
+    MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
+    BOUNDARIES_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    step: int
+    stage: int
+    clock_offset: float
+    clock_error: float
+    dropped: int
+    names: _containers.RepeatedScalarFieldContainer[str]
+    kinds: _containers.RepeatedScalarFieldContainer[int]
+    starts: _containers.RepeatedScalarFieldContainer[int]
+    lengths: _containers.RepeatedScalarFieldContainer[int]
+    directions: _containers.RepeatedScalarFieldContainer[int]
+    microbatches: _containers.RepeatedScalarFieldContainer[int]
+    boundaries: _containers.RepeatedScalarFieldContainer[int]
+    steps: _containers.RepeatedScalarFieldContainer[int]
+    peers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., stage: _Optional[int] = ..., clock_offset: _Optional[float] = ..., clock_error: _Optional[float] = ..., dropped: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ..., kinds: _Optional[_Iterable[int]] = ..., starts: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., directions: _Optional[_Iterable[int]] = ..., microbatches: _Optional[_Iterable[int]] = ..., boundaries: _Optional[_Iterable[int]] = ..., steps: _Optional[_Iterable[int]] = ..., peers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Leave(_message.Message):
     __slots__ = ("reason",)
@@ -166,7 +224,7 @@ class Leave(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class NodeMessage(_message.Message):
-    __slots__ = ("hello", "placed", "ready", "vote", "applied", "step_failed", "heartbeat", "leave")
+    __slots__ = ("hello", "placed", "ready", "vote", "applied", "step_failed", "heartbeat", "leave", "step_spans")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PLACED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +233,7 @@ class NodeMessage(_message.Message):
     STEP_FAILED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    STEP_SPANS_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     placed: Placed
     ready: Ready
@@ -183,17 +242,20 @@ class NodeMessage(_message.Message):
     step_failed: StepFailed
     heartbeat: Heartbeat
     leave: Leave
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
+    step_spans: StepSpans
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., step_spans: _Optional[_Union[StepSpans, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("node_id", "config_json", "heartbeat_seconds")
+    __slots__ = ("node_id", "config_json", "heartbeat_seconds", "windows")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     config_json: str
     heartbeat_seconds: float
-    def __init__(self, node_id: _Optional[str] = ..., config_json: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ...) -> None: ...
+    windows: int
+    def __init__(self, node_id: _Optional[str] = ..., config_json: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., windows: _Optional[int] = ...) -> None: ...
 
 class PlacedStage(_message.Message):
     __slots__ = ("node_id", "address")
@@ -212,6 +274,14 @@ class Placement(_message.Message):
     stage: int
     stages: _containers.RepeatedCompositeFieldContainer[PlacedStage]
     def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ...) -> None: ...
+
+class HeartbeatReply(_message.Message):
+    __slots__ = ("sent_at", "at")
+    SENT_AT_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    sent_at: float
+    at: float
+    def __init__(self, sent_at: _Optional[float] = ..., at: _Optional[float] = ...) -> None: ...
 
 class Restore(_message.Message):
     __slots__ = ("epoch", "step", "missed", "uncompressed")
@@ -278,7 +348,7 @@ class Finish(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., failed: bool = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("welcome", "placement", "restore", "begin", "commit", "abort", "finish", "refusal", "take_snapshot", "prefetch")
+    __slots__ = ("welcome", "placement", "restore", "begin", "commit", "abort", "finish", "refusal", "take_snapshot", "prefetch", "heartbeat_reply")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
@@ -289,6 +359,7 @@ class CoordinatorMessage(_message.Message):
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     TAKE_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_REPLY_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     placement: Placement
     restore: Restore
@@ -299,7 +370,8 @@ class CoordinatorMessage(_message.Message):
     refusal: _enrolment_pb2.Refusal
     take_snapshot: TakeSnapshot
     prefetch: Prefetch
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., refusal: _Optional[_Union[_enrolment_pb2.Refusal, _Mapping]] = ..., take_snapshot: _Optional[_Union[TakeSnapshot, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ...) -> None: ...
+    heartbeat_reply: HeartbeatReply
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., refusal: _Optional[_Union[_enrolment_pb2.Refusal, _Mapping]] = ..., take_snapshot: _Optional[_Union[TakeSnapshot, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., heartbeat_reply: _Optional[_Union[HeartbeatReply, _Mapping]] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ("bytes",)

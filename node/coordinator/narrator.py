@@ -1,0 +1,182 @@
+"""What the coordinator tells of its run: the events of steps, placements and recoveries, and the summary.
+
+It keeps what this process has seen and no more; the run's state is in the state machine and the database.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from node.config.schema import RunConfig
+from node.coordinator.accounting import Accounting
+from node.coordinator.actions import Aborted, RecordCommit, RecordRestored
+from node.coordinator.records import StepRecord
+from node.coordinator.recovery import Recovery
+from node.model.placement import stage_units
+from node.model.units import is_block, unit_parameters
+from node.telemetry import events
+from node.telemetry.costs import bits_per_element, idle_by_stage, mbit_by_stage
+from wire.spec import Direction
+
+Emit = Callable[[events.Event], None]
+
+
+@dataclass(frozen=True)
+class _Commit:
+    """A step that is committed and of which no `StepDone` has told yet."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    seconds: float | None = None
+    """Of its run by an earlier coordinator; None if it ran under this one."""
+
+
+@dataclass
+class _Tally:
+    """What this process has seen of the run."""
+
+    steps: int = 0
+    first_loss: float = 0.0
+    last_loss: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+class Narrator:
+    """Emits events; times are taken here, on the monotonic clock.
+
+    `untold` is a step that an earlier coordinator committed and died before it could tell of.
+    """
+
+    def __init__(self, config: RunConfig, emit: Emit, untold: StepRecord | None = None) -> None:
+        pipeline = config.pipeline
+        self.accounting = Accounting({"fp32", pipeline.forward_codec, pipeline.backward_codec})
+        self.snapshot_path = ""
+        self.weights_sha256 = ""
+        self._config = config
+        self._emit = emit
+        self._recovery = Recovery()
+        self._tally = _Tally()
+        self._step_began = time.monotonic()
+        self._commit: _Commit | None = None
+        if untold is not None:
+            self._commit = _Commit(untold.step, untold.loss, untold.lr, untold.grad_norm, untold.seconds)
+
+    @property
+    def step_seconds(self) -> float:
+        """Since the step that runs began."""
+        return time.monotonic() - self._step_began
+
+    def placed(self) -> None:
+        """There are nodes for every stage again."""
+        self._recovery.placed(time.monotonic())
+
+    def committed(self, commit: RecordCommit) -> None:
+        self._commit = _Commit(commit.step, commit.loss, commit.lr, commit.grad_norm)
+
+    def interrupted(self, aborted: Aborted) -> None:
+        """The epoch is over before its step was."""
+        self._recovery.interrupted(time.monotonic())
+        if self._commit is None and self.accounting.seats:
+            # Bytes were sent and time was spent, though nothing came of it.
+            self._emit(self.accounting.step(aborted.step + 1, self.step_seconds, aborted=True))
+        self._emit(events.StepAborted(epoch=aborted.epoch, step=aborted.step + 1, reason=aborted.reason))
+
+    def restored(self, restored: RecordRestored, download_rates: Mapping[str, float]) -> None:
+        """Every stage holds the state of a step. `download_rates`: bytes a second, by node."""
+        if self._commit is not None and restored.step == self._commit.step + 1:
+            # The epoch that committed it ended before every stage had said so.
+            self.finish_step()
+        self._commit = None
+        self.accounting.begin_epoch(restored.epoch, restored.nodes)
+        stages = stage_units(self._config, len(restored.nodes))
+        self._emit(
+            events.PlacementMade(
+                epoch=restored.epoch,
+                nodes=restored.nodes,
+                resume_step=restored.step,
+                blocks=tuple(sum(is_block(unit) for unit in units) for units in stages),
+            )
+        )
+        rates = [download_rates[node] for node in restored.nodes if node in download_rates]
+        parameters = (sum(unit_parameters(self._config.model, unit) for unit in units) for units in stages)
+        recovered = self._recovery.over(
+            step=restored.step,
+            now=time.monotonic(),
+            # Weights and two moments in float32.
+            state_bytes=3 * 4 * max(parameters),
+            rate=min(rates, default=0.0),
+        )
+        if recovered is not None:
+            self._emit(recovered)
+        self._step_began = time.monotonic()
+
+    def finish_step(self) -> None:
+        """Every stage has applied the step that was committed last."""
+        commit, seconds = self._commit, self.step_seconds
+        self._step_began = time.monotonic()
+        if commit is None:
+            return
+        self._commit = None
+        if commit.seconds is not None:
+            seconds = commit.seconds
+        costs = self.accounting.step(commit.step + 1, seconds)
+        self._emit(costs)
+        up_mbit, down_mbit = mbit_by_stage(costs)
+        tokens = self._config.training.global_batch * self._config.model.sequence
+        self._count(commit.loss, tokens, seconds)
+        self._emit(
+            events.StepDone(
+                step=commit.step + 1,
+                steps=self._config.run.steps,
+                loss=commit.loss,
+                lr=commit.lr,
+                grad_norm=commit.grad_norm,
+                seconds=seconds,
+                tokens_per_second=tokens / seconds,
+                idle=idle_by_stage(costs),
+                bits_forward=bits_per_element(costs, "activation"),
+                bits_backward=bits_per_element(costs, "gradient"),
+                up_mbit=up_mbit,
+                down_mbit=down_mbit,
+            )
+        )
+
+    def snapshot_stored(self, step: int, size: int, path: str, weights_sha256: str) -> None:
+        self.snapshot_path, self.weights_sha256 = path, weights_sha256
+        self._emit(events.SnapshotStored(step=step, bytes=size, path=path))
+
+    def finished(self, reason: str, *, failed: bool) -> None:
+        self._emit(events.RunFinished(reason=reason, failed=failed, summary=self._summary()))
+
+    def _count(self, loss: float, tokens: int, seconds: float) -> None:
+        tally = self._tally
+        if tally.steps == 0:
+            tally.first_loss = loss
+        tally.last_loss = loss
+        tally.steps += 1
+        tally.tokens += tokens
+        tally.seconds += seconds
+
+    def _summary(self) -> events.RunSummary | None:
+        tally, ledger = self._tally, self.accounting.run
+        if tally.steps == 0:
+            return None
+        return events.RunSummary(
+            steps=tally.steps,
+            first_loss=tally.first_loss,
+            last_loss=tally.last_loss,
+            tokens=tally.tokens,
+            seconds=tally.seconds,
+            tokens_per_second=tally.tokens / tally.seconds,
+            link_bytes=ledger.link_bytes,
+            link_bytes_fp32=4 * ledger.elements,
+            link_bytes_bf16=2 * ledger.elements,
+            bits_forward=ledger.bits(Direction.ACTIVATION),
+            bits_backward=ledger.bits(Direction.GRADIENT),
+            stages=self.accounting.stage_times(),
+            snapshot_path=self.snapshot_path,
+            weights_sha256=self.weights_sha256,
+        )

@@ -1,0 +1,177 @@
+"""The protobuf form of `telemetry.py`. What comes in is checked for what would hurt whoever reads it."""
+
+import math
+from enum import IntEnum
+from typing import TypeVar
+
+from wire.errors import ProtocolViolationError
+from wire.spec import Direction, TensorKey
+from wire.telemetry import MOST_SPANS, FlowReport, LinkReport, Span, StepSpans, Telemetry
+from wire.v1 import control_pb2
+
+LONGEST_LINE = 1000
+"""Characters of a text for people; what is longer is cut."""
+_TICKS = 1e6
+"""Spans travel as whole microseconds."""
+_NO_TENSOR = 0
+"""In place of a direction, which travels as its value plus one."""
+
+EnumT = TypeVar("EnumT", bound=IntEnum)
+
+
+def telemetry_to_proto(telemetry: Telemetry) -> control_pb2.Telemetry:
+    return control_pb2.Telemetry(
+        epoch=telemetry.epoch,
+        times=[control_pb2.KindSeconds(kind=k, seconds=s) for k, s in telemetry.times.items()],
+        wall_seconds=telemetry.wall_seconds,
+        links=[_link_to_proto(link) for link in telemetry.links],
+        memory_bytes=telemetry.memory_bytes,
+        peak_memory_bytes=telemetry.peak_memory_bytes,
+        gpu_memory_bytes=telemetry.gpu_memory_bytes,
+        gpu_peak_memory_bytes=telemetry.gpu_peak_memory_bytes,
+        clock_skew_seconds=telemetry.clock_skew_seconds,
+        clock_error_seconds=telemetry.clock_error_seconds,
+    )
+
+
+def telemetry_from_proto(message: control_pb2.Telemetry) -> Telemetry:
+    """Raises `ProtocolViolationError` for an unknown direction or a wrong number."""
+    return Telemetry(
+        epoch=message.epoch,
+        times={line(entry.kind): amount(entry.seconds, entry.kind) for entry in message.times},
+        wall_seconds=amount(message.wall_seconds, "wall time"),
+        links=tuple(_link_from_proto(link) for link in message.links),
+        memory_bytes=message.memory_bytes,
+        peak_memory_bytes=message.peak_memory_bytes,
+        gpu_memory_bytes=message.gpu_memory_bytes,
+        gpu_peak_memory_bytes=message.gpu_peak_memory_bytes,
+        clock_skew_seconds=finite(message.clock_skew_seconds, "a clock's skew"),
+        clock_error_seconds=amount(message.clock_error_seconds, "a clock's error"),
+    )
+
+
+def _link_to_proto(link: LinkReport) -> control_pb2.LinkReport:
+    flows = [
+        control_pb2.FlowReport(
+            direction=int(flow.direction),
+            codec=flow.codec,
+            bytes_sent=flow.bytes_sent,
+            elements_sent=flow.elements_sent,
+        )
+        for flow in link.flows
+    ]
+    return control_pb2.LinkReport(**{**vars(link), "flows": flows})
+
+
+def _link_from_proto(link: control_pb2.LinkReport) -> LinkReport:
+    return LinkReport(
+        peer_stage=link.peer_stage,
+        bytes_sent=link.bytes_sent,
+        bytes_received=link.bytes_received,
+        retransmits=link.retransmits,
+        rejects=link.rejects,
+        rtt_seconds=amount(link.rtt_seconds, "round trip"),
+        least_rtt_seconds=amount(link.least_rtt_seconds, "least round trip"),
+        capacity=amount(link.capacity, "capacity"),
+        busy_seconds=amount(link.busy_seconds, "busy time"),
+        queued_bytes=link.queued_bytes,
+        flows=tuple(
+            FlowReport(
+                direction=member(Direction, flow.direction),
+                codec=line(flow.codec),
+                bytes_sent=flow.bytes_sent,
+                elements_sent=flow.elements_sent,
+            )
+            for flow in link.flows
+        ),
+    )
+
+
+def spans_to_proto(spans: StepSpans) -> control_pb2.StepSpans:
+    """Columns of small numbers: starts count from the span before, names from a table."""
+    names = list(dict.fromkeys(span.kind for span in spans.spans))
+    starts = [round(_TICKS * span.start) for span in spans.spans]
+    return control_pb2.StepSpans(
+        epoch=spans.epoch,
+        step=spans.step,
+        stage=spans.stage,
+        clock_offset=spans.clock_offset,
+        clock_error=spans.clock_error,
+        dropped=spans.dropped,
+        names=names,
+        kinds=[names.index(span.kind) for span in spans.spans],
+        starts=[at - before for before, at in zip((0, *starts), starts, strict=False)],
+        lengths=[round(_TICKS * span.seconds) for span in spans.spans],
+        directions=[_NO_TENSOR if s.key is None else int(s.key.direction) + 1 for s in spans.spans],
+        microbatches=[s.key.microbatch if s.key else 0 for s in spans.spans],
+        boundaries=[s.key.boundary if s.key else 0 for s in spans.spans],
+        steps=[s.key.step if s.key else 0 for s in spans.spans],
+        peers=[span.peer_stage for span in spans.spans],
+    )
+
+
+def spans_from_proto(message: control_pb2.StepSpans) -> StepSpans:
+    """Raises `ProtocolViolationError` for columns that do not fit and for wrong numbers."""
+    columns = (
+        message.kinds,
+        message.starts,
+        message.lengths,
+        message.directions,
+        message.microbatches,
+        message.boundaries,
+        message.steps,
+        message.peers,
+    )
+    count = len(message.kinds)
+    if count > MOST_SPANS or any(len(column) != count for column in columns):
+        raise ProtocolViolationError(f"spans come in equal columns of at most {MOST_SPANS}, not of {count}")
+    if any(kind >= len(message.names) for kind in message.kinds):
+        raise ProtocolViolationError("a span is of a kind that has no name")
+    names = [line(name) for name in message.names]
+    spans = []
+    start = 0
+    for kind, ahead, length, direction, microbatch, boundary, step, peer in zip(*columns, strict=True):
+        start += ahead
+        key = None
+        if direction != _NO_TENSOR:
+            key = TensorKey(message.epoch, step, microbatch, boundary, member(Direction, direction - 1))
+        spans.append(Span(names[kind], start / _TICKS, length / _TICKS, key, peer))
+    return StepSpans(
+        epoch=message.epoch,
+        step=message.step,
+        stage=message.stage,
+        clock_offset=finite(message.clock_offset, "a clock's offset"),
+        clock_error=amount(message.clock_error, "a clock's error"),
+        dropped=message.dropped,
+        spans=tuple(spans),
+    )
+
+
+# ---- what any message may hold
+
+
+def member(kind: type[EnumT], value: int) -> EnumT:
+    """The member of an enumeration, or `ProtocolViolationError`."""
+    try:
+        return kind(value)
+    except ValueError:
+        raise ProtocolViolationError(f"{kind.__name__} has no value {value}") from None
+
+
+def amount(value: float, what: str) -> float:
+    """A measured amount; the peer that sends another number is broken or means harm."""
+    if not 0.0 <= value < math.inf:
+        raise ProtocolViolationError(f"{line(what)} cannot be {value}")
+    return value
+
+
+def finite(value: float, what: str) -> float:
+    """A number of either sign."""
+    if not math.isfinite(value):
+        raise ProtocolViolationError(f"{what} cannot be {value}")
+    return value
+
+
+def line(text: str) -> str:
+    """`text` as one line that does no harm to a terminal."""
+    return "".join(c if c.isprintable() else " " for c in text[:LONGEST_LINE])
