@@ -22,16 +22,29 @@ def add_parser(commands: Any) -> None:
         "overrides", metavar="section.key=value", nargs="*", default=[], help="values that replace the file's"
     )
     parser.add_argument("--run-dir", type=Path, help="new directory for the run (default: runs/<name>-<n>)")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the run in --run-dir if one is there"
+    )
+    parser.add_argument("--stay", action="store_true", help="serve the page on when the run is over")
     parser.add_argument("--json", action="store_true", help="events on stdout as JSON lines")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from node.cli.logs import set_up_logging
-    from node.cli.run_directory import new_run_directory
+    from node.cli.parser import UsageError
+    from node.cli.resume import resume_run
+    from node.cli.run_directory import holds_run, new_run_directory
+    from node.cli.stay import stay
     from node.config.loader import load_config
     from wire.errors import UserError
 
+    if args.resume:
+        if args.run_dir is None:
+            raise UsageError("--resume needs --run-dir: the directory that may hold the run")
+        if holds_run(args.run_dir):
+            # The run file began the run; what it says now changes nothing, and need not even be there.
+            return resume_run(args.run_dir, args.overrides, json=args.json, stays=args.stay)
     config = load_config(args.run_file, args.overrides)
     set_up_logging()
     directory = new_run_directory(args.run_dir, config.run.name)
@@ -40,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         with emitter(json=args.json) as emit:
-            return run_coordinator(config, run_dir=directory, emit=emit, resume=False)
+            code = run_coordinator(config, run_dir=directory, emit=emit, resume=False)
+            return stay(directory, emit) if args.stay and code == 0 else code
     except UserError:
         # Nothing began: an empty directory would only be in the way.
         with contextlib.suppress(OSError):

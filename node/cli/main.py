@@ -13,12 +13,12 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from node.cli import config, coordinator, demo, doctor, evict, join, resume, status, token
+from node.cli import config, coordinator, dashboard, demo, doctor, evict, join, lab, resume, status, token
 from node.cli.parser import Parser
 from wire.errors import ThinwireError
 from wire.version import VERSION
 
-COMMANDS = (demo, coordinator, join, resume, status, token, evict, config, doctor)
+COMMANDS = (demo, coordinator, join, resume, status, dashboard, token, evict, config, lab, doctor)
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
 

@@ -4,6 +4,7 @@ Snapshots are by layer, so a run may go on with another number of stages, other 
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,31 @@ def add_parser(commands: Any) -> None:
         help=f"values that change from here on; only of {', '.join(CHANGEABLE)}",
     )
     parser.add_argument("--json", action="store_true", help="events on stdout as JSON lines")
+    parser.add_argument("--stay", action="store_true", help="serve the page on when the run is over")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    from node.cli.run_directory import existing_run_directory
+
+    directory = existing_run_directory(args.run_dir)
+    return resume_run(directory, args.overrides, json=args.json, stays=args.stay)
+
+
+def resume_run(directory: Path, overrides: Sequence[str], *, json: bool, stays: bool) -> int:
+    """Go on with the run in `directory`; returns the exit code."""
     from node.cli.coordinator import emitter
     from node.cli.logs import set_up_logging
-    from node.cli.run_directory import existing_run_directory
+    from node.cli.stay import stay
     from node.config.loader import change_config, from_json
     from node.coordinator.store import Store
 
-    directory = existing_run_directory(args.run_dir)
     with Store.open(directory) as store:
-        config = change_config(from_json(store.run().config_json), args.overrides, CHANGEABLE)
+        config = change_config(from_json(store.run().config_json), overrides, CHANGEABLE)
     set_up_logging()
 
     from node.coordinator.main import run_coordinator
 
-    with emitter(json=args.json) as emit:
-        return run_coordinator(config, run_dir=directory, emit=emit, resume=True)
+    with emitter(json=json) as emit:
+        code = run_coordinator(config, run_dir=directory, emit=emit, resume=True)
+        return stay(directory, emit) if stays and code == 0 else code

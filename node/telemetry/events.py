@@ -67,7 +67,7 @@ class PageServed(Event):
     event: ClassVar[str] = "page"
     url: str
     key_file: str
-    """Holds the operator's key, which changes made on the page need."""
+    """Holds the operator's key, which changes made on the page need; empty: the page only shows."""
 
 
 @dataclass(frozen=True, kw_only=True)

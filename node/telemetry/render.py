@@ -223,7 +223,8 @@ def event_lines(event: Event) -> list[str]:
         case JoinLine():
             return ["join with:", "", f"  {printable(event.line)}", ""]
         case PageServed():
-            return [printable(f"page at {event.url} (changes there need the key in {event.key_file})")]
+            changes = f"changes there need the key in {event.key_file}" if event.key_file else "it only shows"
+            return [printable(f"page at {event.url} ({changes})")]
         case NodeJoined():
             return [printable(f"joined: {event.node_id[:SHORT_ID]} ({event.device}) at {event.address}")]
         case NodeLeft():

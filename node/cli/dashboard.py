@@ -1,0 +1,36 @@
+"""`thinwire dashboard RUN_DIR`: the page of a run from its history, whether it is on or over."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+DEFAULT_LISTEN = "127.0.0.1:7702"
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("dashboard", help="serve the page of a run that is over")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory")
+    parser.add_argument(
+        "--listen", default=DEFAULT_LISTEN, metavar="HOST:PORT", help=f"default: {DEFAULT_LISTEN}"
+    )
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from node.cli.logs import set_up_logging
+    from node.cli.run_directory import existing_run_directory
+    from node.config.validate import parse_listen
+    from node.dashboard.recorded import serve_recorded
+
+    host, port = parse_listen(args.listen)
+    directory = existing_run_directory(args.run_dir)
+    set_up_logging()
+    serve_recorded(directory, host, port, say)
+    return 0
+
+
+def say(url: str) -> None:
+    """Tell the page's address."""
+    sys.stdout.write(f"page at {url} (it only shows; press Ctrl-C to end)\n")
+    sys.stdout.flush()

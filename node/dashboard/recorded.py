@@ -1,0 +1,80 @@
+"""The page of a run from its history on disk: over, or going on in another process, which is followed."""
+
+import asyncio
+import signal
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+
+from node.dashboard.address import page_url
+from node.dashboard.feed import Feed
+from node.dashboard.server import Page, serve_page
+from node.telemetry.history import HISTORY_FILE, Entry, parse_line
+from node.telemetry.view import RunViewBuilder
+from wire.errors import RunError
+
+FOLLOW_SECONDS = 1.0
+"""Between two looks at the file."""
+MOST_BYTES = 4 << 20
+"""Read at a time, so that a history of any length takes little memory."""
+
+
+class HistoryTail:
+    """Reads what a history has grown by since the last time."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / HISTORY_FILE
+        self._offset = 0
+
+    def read(self) -> list[Entry]:
+        """The next entries, in order; empty when all was read. A line without its end waits. RunError."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                chunk = file.read(MOST_BYTES)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise RunError(f"{self._path} cannot be read: {error.strerror}") from error
+        whole = chunk.rfind(b"\n") + 1
+        if not whole and len(chunk) == MOST_BYTES:
+            whole = len(chunk)  # no event is so long: pass it over
+        self._offset += whole
+        entries = map(parse_line, chunk[:whole].splitlines())
+        return [entry for entry in entries if entry is not None]
+
+
+def serve_recorded(
+    run_dir: Path, host: str, port: int, tell: Callable[[str], None], tls: ssl.SSLContext | None = None
+) -> None:
+    """Serve the page of the run in `run_dir` until Ctrl-C or SIGTERM; `tell` is called with its address.
+
+    Raises UserError when it cannot be served there, RunError when the history cannot be read.
+    """
+    asyncio.run(_serve(run_dir, host, port, tell, tls))
+
+
+async def _serve(
+    run_dir: Path, host: str, port: int, tell: Callable[[str], None], tls: ssl.SSLContext | None
+) -> None:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    tail = HistoryTail(run_dir)
+    feed = Feed(RunViewBuilder())
+    await _catch_up(feed, tail)
+    async with serve_page(Page(feed=feed), host, port, tls) as bound:
+        tell(page_url(host, bound, tls=tls is not None))
+        while not stopped.is_set():
+            try:
+                async with asyncio.timeout(FOLLOW_SECONDS):
+                    await stopped.wait()
+            except TimeoutError:
+                await _catch_up(feed, tail)
+
+
+async def _catch_up(feed: Feed, tail: HistoryTail) -> None:
+    while entries := await asyncio.to_thread(tail.read):
+        for entry in entries:
+            feed.apply(entry.event, entry.at)
