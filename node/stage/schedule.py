@@ -65,25 +65,37 @@ class Dependencies:
     makes: BoundaryTensor | None
 
 
-def schedule(stages: int, chunks: int, microbatches: int, window: int = 0) -> Orders:
+Window = int | Sequence[int]
+"""Extra microbatches in flight: the same on every link, or one number a link, the first link first."""
+
+
+def schedule(stages: int, chunks: int, microbatches: int, window: Window = 0) -> Orders:
     """The order of every stage: plain 1F1B for one chunk a stage, interleaved 1F1B for more.
 
-    Raises ConfigError for stages, chunks or microbatches below 1, or a negative window.
+    Interleaved 1F1B has one window for all links: of several it takes the widest.
+
+    Raises ConfigError for stages, chunks or microbatches below 1, a negative window, or windows that are not
+    one a link.
     """
     if chunks == 1:
         return one_f_one_b(stages, microbatches, window)
-    return interleaved_1f1b(stages, chunks, microbatches, window)
+    widest = window if isinstance(window, int) else max(window, default=0)
+    return interleaved_1f1b(stages, chunks, microbatches, widest)
 
 
-def one_f_one_b(stages: int, microbatches: int, window: int = 0) -> Orders:
+def one_f_one_b(stages: int, microbatches: int, window: Window = 0) -> Orders:
     """Plain 1F1B with `window` extra microbatches in flight on each link.
 
     Stage i holds at most 1 + (stages - 1 - i)(1 + window) microbatches between their forward and backward.
     Window 0 is the textbook schedule; a transfer is hidden once window × (forward + backward time) covers
     the round trip over a link.
     """
-    _check_sizes(stages, 1, microbatches, window)
-    return one_f_one_b_limited([1 + (stages - 1 - i) * (1 + window) for i in range(stages)], microbatches)
+    windows = [window] * (stages - 1) if isinstance(window, int) else list(window)
+    _check_sizes(stages, 1, microbatches, min(windows, default=0))
+    if len(windows) != stages - 1:
+        raise ConfigError(f"{len(windows)} windows given; {stages} stages have {stages - 1} links")
+    limits = [1 + sum(1 + ahead for ahead in windows[stage:]) for stage in range(stages)]
+    return one_f_one_b_limited(limits, microbatches)
 
 
 def one_f_one_b_limited(limits: Sequence[int], microbatches: int) -> Orders:

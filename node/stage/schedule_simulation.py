@@ -2,16 +2,18 @@
 
 The model: a stage computes one action at a time, in its order, as soon as the tensor it needs has arrived;
 sending never holds up computing. Each ordered pair of stages has a link of its own that carries one tensor
-at a time, first made first sent; a tensor arrives `latency` after its transfer ends. A boundary between two
-chunks of the same stage costs nothing.
+at a time, first made first sent; a tensor arrives `latency` after its transfer ends. Or a `Network` says what
+a tensor occupies: links that are not full duplex, interfaces that the links of a node share. A boundary
+between two chunks of the same stage costs nothing.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from node.stage.schedule import Action, BoundaryTensor, Kind, Orders, check_complete, dependencies
+from node.telemetry.floor import Network
 from wire.errors import ConfigError
 
 ComputeTime = float | Callable[[int, int], float]
@@ -38,8 +40,9 @@ class Timeline:
     """Every stage's actions in order of time."""
     total: float
     """The end of the last action."""
-    link_busy: dict[tuple[int, int], float]
-    """Time for which each used link, named (from stage, to stage), carries tensors."""
+    link_busy: dict[Hashable, float]
+    """Time for which each used link, named (from stage, to stage), carries tensors; by `Resource` where a
+    network was given."""
 
     @property
     def busy(self) -> tuple[float, ...]:
@@ -61,17 +64,35 @@ def simulate(
     orders: Orders,
     forward_time: ComputeTime,
     backward_time: ComputeTime,
-    transfer_time: TransferTime,
+    transfer_time: TransferTime = 0.0,
     latency: float = 0.0,
+    *,
+    network: Network | None = None,
+    sizes: Mapping[Kind, float] | None = None,
 ) -> Timeline:
     """Run a schedule in simulated time.
+
+    With a `network`, `sizes` gives the bytes of a tensor of each kind, and `transfer_time` and `latency` do
+    not count.
 
     A schedule that can finish finishes whatever the times are, because no stage ever chooses: one run shows
     that there is no deadlock. Raises ConfigError for incomplete orders (see `check_complete`) and for a
     deadlock, naming what each blocked stage waits for.
     """
     chunks, _ = check_complete(orders)
-    return _Simulation(orders, chunks, forward_time, backward_time, transfer_time, latency).run()
+
+    def alone(tensor: BoundaryTensor, source: int, target: int) -> tuple[Mapping[Hashable, float], float]:
+        return {
+            (source, target): transfer_time(tensor) if callable(transfer_time) else transfer_time
+        }, latency
+
+    def through(tensor: BoundaryTensor, source: int, target: int) -> tuple[Mapping[Hashable, float], float]:
+        assert network is not None and sizes is not None
+        passage = network.passage(source, target, sizes[tensor.kind])
+        return dict(passage.seconds.items()), passage.latency
+
+    passage = alone if network is None else through
+    return _Simulation(orders, chunks, forward_time, backward_time, passage).run()
 
 
 class _Simulation:
@@ -81,14 +102,12 @@ class _Simulation:
         chunks: int,
         forward_time: ComputeTime,
         backward_time: ComputeTime,
-        transfer_time: TransferTime,
-        latency: float,
+        passage: Callable[[BoundaryTensor, int, int], tuple[Mapping[Hashable, float], float]],
     ) -> None:
         self._orders = orders
         self._chunks = chunks
         self._compute_time = {Kind.FORWARD: forward_time, Kind.BACKWARD: backward_time}
-        self._transfer_time = transfer_time
-        self._latency = latency
+        self._passage = passage
         # Events are (time, number, stage, what ends there): a stage's own action, or a tensor on its way to
         # it. The number keeps events of one instant in the order in which they were made.
         self._events: list[tuple[float, int, int, Action | BoundaryTensor]] = []
@@ -96,8 +115,8 @@ class _Simulation:
         self._arrived: set[BoundaryTensor] = set()
         self._computing = [False] * len(orders)
         self._spans: list[list[Span]] = [[] for _ in orders]
-        self._link_free: defaultdict[tuple[int, int], float] = defaultdict(float)
-        self._link_busy: defaultdict[tuple[int, int], float] = defaultdict(float)
+        self._link_free: defaultdict[Hashable, float] = defaultdict(float)
+        self._link_busy: defaultdict[Hashable, float] = defaultdict(float)
 
     def run(self) -> Timeline:
         for stage in range(len(self._orders)):
@@ -138,11 +157,14 @@ class _Simulation:
         if neighbour == stage:
             self._arrived.add(tensor)
             return
-        time = self._transfer_time(tensor) if callable(self._transfer_time) else self._transfer_time
-        link = (stage, neighbour)
-        self._link_free[link] = max(now, self._link_free[link]) + time
-        self._link_busy[link] += time
-        self._push(self._link_free[link] + self._latency, neighbour, tensor)
+        occupied, latency = self._passage(tensor, stage, neighbour)
+        # All parts of the way serve a tensor at once, from when the last of them is free.
+        start = max((self._link_free[part] for part in occupied), default=now)
+        start = max(start, now)
+        for part, time in occupied.items():
+            self._link_free[part] = start + time
+            self._link_busy[part] += time
+        self._push(start + max(occupied.values(), default=0.0) + latency, neighbour, tensor)
 
     def _push(self, time: float, stage: int, ends: Action | BoundaryTensor) -> None:
         heappush(self._events, (time, self._made, stage, ends))

@@ -12,7 +12,7 @@ its rate) a microbatch, with the fill and drain that nobody can avoid).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -66,6 +66,16 @@ class Resource:
             case _:
                 word = {"up": "upload", "down": "download", "both": "interface"}[self.direction]
                 return f"{word} of stage {self.stage}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passage:
+    """What a tensor does to the network on its way: its parts serve it at once, as bytes stream through."""
+
+    seconds: Mapping[Resource, float]
+    """For which it occupies each part."""
+    latency: float
+    """From the end of the slowest part's service to its arrival."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +157,7 @@ def step_floor(
     if any(min(r.up, r.down) <= 0 or r.latency < 0 for r in (*links, *interfaces)):
         raise ValueError("rates must be above 0 and latencies not below")
 
-    visits = _Visits(links or (LinkRate(),) * joints, interfaces or (LinkRate(),) * stages, stages)
+    visits = _Visits(Network(stages, links, interfaces))
     hops = stages * chunks
     for hop in range(hops):
         visits.compute(hop % stages, forward[hop % stages] / chunks)
@@ -168,6 +178,42 @@ def step_floor(
     )
 
 
+class Network:
+    """The links between stages and the interfaces of their nodes: what a tensor occupies on its way."""
+
+    def __init__(self, stages: int, links: Sequence[LinkRate], interfaces: Sequence[LinkRate] = ()) -> None:
+        """As `step_floor` takes them."""
+        self._stages = stages
+        self._links = links
+        self._interfaces = interfaces
+
+    def passage(self, source: int, target: int, size: float) -> Passage:
+        """Of `size` bytes between two stages that a link joins."""
+        # The last stage's link to the first is named from the last; two stages have only one link.
+        closing = {source, target} == {0, self._stages - 1} and self._stages > 2
+        low, high = (max(source, target), min(source, target)) if closing else sorted((source, target))
+        seconds: dict[Resource, float] = {}
+        latency = 0.0
+        if self._links:
+            link = self._links[low]
+            upward = source == low
+            if link.full_duplex:
+                direction = "up" if upward else "down"
+                way = Resource(kind=ResourceKind.LINK, stage=source, peer_stage=target, direction=direction)
+            else:
+                way = Resource(kind=ResourceKind.LINK, stage=low, peer_stage=high, direction="both")
+            seconds[way] = size / (link.up if upward else link.down)
+            latency += link.latency
+        if self._interfaces:
+            for stage, direction in ((source, "up"), (target, "down")):
+                interface = self._interfaces[stage]
+                shared = direction if interface.full_duplex else "both"
+                resource = Resource(kind=ResourceKind.INTERFACE, stage=stage, direction=shared)
+                seconds[resource] = size / (interface.up if direction == "up" else interface.down)
+                latency += interface.latency
+        return Passage(seconds=seconds, latency=latency)
+
+
 @dataclass
 class _Visit:
     """A microbatch at a resource: `begin` and `end` count from the start of its way through the pipeline."""
@@ -180,10 +226,8 @@ class _Visit:
 class _Visits:
     """One microbatch's way there and back, alone in the pipeline: where it is served, from when, how long."""
 
-    def __init__(self, links: Sequence[LinkRate], interfaces: Sequence[LinkRate], stages: int) -> None:
-        self._links = links
-        self._interfaces = interfaces
-        self._stages = stages
+    def __init__(self, network: Network) -> None:
+        self._network = network
         self._now = 0.0
         self._by_resource: dict[Resource, list[_Visit]] = {}
 
@@ -191,42 +235,16 @@ class _Visits:
         self._serve({Resource(kind=ResourceKind.COMPUTE, stage=stage): seconds}, 0.0)
 
     def transfer(self, source: int, target: int, size: float) -> None:
-        if source == target:
-            return
-        # The last stage's link to the first is named from the last; two stages have only one link.
-        closing = {source, target} == {0, self._stages - 1} and self._stages > 2
-        low, high = (max(source, target), min(source, target)) if closing else sorted((source, target))
-        link = self._links[low]
-        out, into = self._interfaces[source], self._interfaces[target]
-        rate = link.up if source == low else link.down
-        served: dict[Resource, float] = {}
-        if link.full_duplex:
-            way = Resource(
-                kind=ResourceKind.LINK,
-                stage=source,
-                peer_stage=target,
-                direction="up" if source == low else "down",
-            )
-        else:
-            way = Resource(kind=ResourceKind.LINK, stage=low, peer_stage=high, direction="both")
-        served[way] = size / rate
-        for stage, interface, direction in ((source, out, "up"), (target, into, "down")):
-            resource = Resource(
-                kind=ResourceKind.INTERFACE,
-                stage=stage,
-                direction=direction if interface.full_duplex else "both",
-            )
-            served[resource] = size / (interface.up if direction == "up" else interface.down)
-        self._serve(served, link.latency + out.latency + into.latency)
+        if source != target:
+            passage = self._network.passage(source, target, size)
+            self._serve(passage.seconds, passage.latency)
 
-    def _serve(self, served: dict[Resource, float], latency: float) -> None:
-        """All serve at once, as a wire's parts do: bytes stream through them."""
-        slowest = max(served.values())
+    def _serve(self, served: Mapping[Resource, float], latency: float) -> None:
         for resource, seconds in served.items():
             if seconds > 0:
                 visit = _Visit(self._now, seconds, self._now + seconds)
                 self._by_resource.setdefault(resource, []).append(visit)
-        self._now += slowest + latency
+        self._now += max(served.values(), default=0.0) + latency
 
     def loads(self) -> list[Load]:
         if not self._by_resource:

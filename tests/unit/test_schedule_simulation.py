@@ -12,12 +12,14 @@ from node.stage.schedule import (
     Kind,
     Order,
     dependencies,
+    held_activations,
     interleaved_1f1b,
     one_f_one_b,
     one_f_one_b_limited,
     schedule,
 )
 from node.stage.schedule_simulation import Span, Timeline, simulate
+from node.telemetry.floor import LinkRate, Network, Resource, ResourceKind, step_floor
 from wire.errors import ConfigError
 
 
@@ -163,3 +165,47 @@ def test_unlucky_times_delay_but_never_break(
 
 def actions(spans: tuple[Span, ...]) -> Order:
     return tuple(span.action for span in spans)
+
+
+def test_a_half_duplex_link_carries_one_tensor_at_a_time() -> None:
+    """As by hand above, but both directions take turns."""
+    network = Network(2, [LinkRate(up=5, down=5, latency=0.5, full_duplex=False)])
+    sizes = {Kind.FORWARD: 10.0, Kind.BACKWARD: 10.0}
+    timeline = simulate(one_f_one_b(2, 2), 1, 2, network=network, sizes=sizes)
+    times = [[(span.start, span.end) for span in spans] for spans in timeline.spans]
+    # Activations have the link from 1 to 3 and from 3 to 5; the gradient made at 6.5 has it until 8.5.
+    assert times[0] == [(0, 1), (1, 2), (9, 11), (12, 14)]
+    assert set(timeline.link_busy.values()) == {8.0}
+
+
+def test_an_interface_carries_one_tensor_at_a_time_whatever_its_link() -> None:
+    """The middle stage uploads an activation to one neighbour and a gradient to the other in turn."""
+    network = Network(3, [], [LinkRate(up=1, down=1)] * 3)
+    sizes = {Kind.FORWARD: 4.0, Kind.BACKWARD: 6.0}
+    timeline = simulate(one_f_one_b(3, 16, 4), 1, 1, network=network, sizes=sizes)
+    upload = Resource(kind=ResourceKind.INTERFACE, stage=1, direction="up")
+    assert timeline.link_busy[upload] == 16 * 10
+    assert timeline.floor == 160
+    floor = step_floor(
+        microbatches=16,
+        forward=[1] * 3,
+        backward=[1] * 3,
+        activation_bytes=4,
+        gradient_bytes=6,
+        interfaces=[LinkRate(up=1, down=1)] * 3,
+    )
+    assert 0.85 < floor.share(timeline.total) <= 1
+
+
+def test_each_link_may_have_a_window_of_its_own() -> None:
+    """Only the slow link needs one; the stages behind it hold no more than before."""
+    network = Network(4, [LinkRate(), LinkRate(latency=9.0), LinkRate()])
+    sizes = {Kind.FORWARD: 1.0, Kind.BACKWARD: 1.0}
+
+    def total(window: tuple[int, int, int]) -> float:
+        return simulate(schedule(4, 1, 32, window), 1, 2, network=network, sizes=sizes).total
+
+    assert total((0, 6, 0)) == total((6, 6, 6)) < 0.5 * total((0, 0, 0))
+    assert [held_activations(order) for order in schedule(4, 1, 32, (0, 6, 0))] == [10, 9, 2, 1]
+    with pytest.raises(ConfigError, match="2 windows given; 4 stages have 3 links"):
+        schedule(4, 1, 32, (1, 1))
