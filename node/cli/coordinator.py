@@ -3,14 +3,12 @@
 import argparse
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from node.telemetry.events import Event
-    from node.telemetry.render import Renderer
-    from node.telemetry.status import StatusWriter
 
 _log = logging.getLogger(__name__)
 
@@ -63,22 +61,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Emit:
-    """Hands each event to the screen and to the status file."""
+    """Hands each event to the status file, the history and the screen."""
 
-    def __init__(self, renderer: "Renderer", status: "StatusWriter") -> None:
-        self._renderer = renderer
-        self._status = status
+    def __init__(self, *sinks: "Callable[[Event], None]") -> None:
+        self._sinks = sinks
 
     def __call__(self, event: "Event") -> None:
-        self._status(event)
-        self._renderer(event)
+        for sink in self._sinks:
+            sink(event)
 
 
 @contextlib.contextmanager
 def emitter(*, json: bool) -> Iterator[Emit]:
     """Where the coordinator's events go while a command runs; leaving it restores the terminal."""
+    from node.telemetry.history import HistoryWriter
     from node.telemetry.render import make_renderer
     from node.telemetry.status import StatusWriter
 
-    with make_renderer(json=json) as renderer:
-        yield Emit(renderer, StatusWriter(_log.warning))
+    with contextlib.closing(HistoryWriter(_log.warning)) as history, make_renderer(json=json) as renderer:
+        yield Emit(StatusWriter(_log.warning), history, renderer)

@@ -16,6 +16,7 @@ from node.config.loader import to_json, to_toml
 from node.config.schema import RunConfig
 from node.coordinator.addresses import own_addresses
 from node.coordinator.claims import check_ports, sole_coordinator
+from node.coordinator.codec_bits import codec_bits
 from node.coordinator.control_service import ControlService
 from node.coordinator.coordinator import Coordinator
 from node.coordinator.enrolment import EnrolmentDesk
@@ -23,6 +24,7 @@ from node.coordinator.enrolment_service import open_join_port
 from node.coordinator.epoch import Committed
 from node.coordinator.narrator import Emit
 from node.coordinator.plan import Past
+from node.coordinator.records import StepRecord
 from node.coordinator.store import Store
 from node.dashboard.address import listen_address
 from node.dashboard.feed import Feed
@@ -120,6 +122,11 @@ def _reopen(config: RunConfig, directory: Path, corpus: Corpus) -> _Run:
 
 def _corpus_file(directory: Path) -> Path:
     return directory / "corpus.json"
+def _untold(newest: StepRecord | None, told: int) -> StepRecord | None:
+    """The newest commit, if its coordinator died before it told of the step. `told`: steps in the history."""
+    return newest if newest is not None and told == newest.step else None
+
+
 
 
 async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, seen: RunViewBuilder) -> int:
@@ -143,6 +150,7 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, seen:
         past=run.past,
     )
     credentials = run.authority.coordinator_credentials(SERVER_LIFETIME, time.time())
+        untold=_untold(run.store.last_step(), seen.highest_step),
     host, join_port = _split_listen(settings.listen)
     control = make_server([])
     control_pb2_grpc.add_CoordinatorServicer_to_server(ControlService(coordinator), control)
@@ -212,6 +220,8 @@ def _started(config: RunConfig, directory: Path, run: _Run) -> events.RunStarted
         backward_codec=config.pipeline.backward_codec,
     )
 
+        microbatches=config.microbatches,
+        codec_bits=codec_bits(config),
 
 def _split_listen(listen: str) -> tuple[str, int]:
     """Host and port of `[coordinator] listen`, where port 0 stands for any free one."""

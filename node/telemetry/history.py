@@ -5,9 +5,9 @@ been done before, `"replayed": true`. Lines are only ever appended, by one coord
 resume goes on in the same file. A line that a crash cut short is skipped by readers, and closed by the next
 writer.
 
-**Growth.** A step takes about 0.4 kB, and 0.5 kB for each stage on top. Costs of steps that follow each other
-faster than `COSTS_SECONDS` are added up and written together, so a stage adds at most 0.5 kB in that time:
-43 MB a day.
+**Growth.** A step takes about 0.4 kB, and 0.8 kB for each stage with its links on top. Costs of steps that
+follow each other faster than `COSTS_SECONDS` are added up and written together, so a stage adds at most 0.8 kB
+in that time, 70 MB a day.
 
 Join lines hold a secret and are never written.
 """
@@ -43,29 +43,24 @@ class Entry:
 class HistoryWriter:
     """Called with each event of a run, appends it to the history in the run's directory.
 
-    The history is a convenience and not the run's state: the first write that fails turns it off and is
-    reported once through `warn`.
+    It begins with `RunStarted`, which names the directory. The history is a convenience and not the run's
+    state: the first write that fails turns it off and is reported once through `warn`.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        warn: Callable[[str], None],
-        clock: Callable[[], float] = time.time,
-        highest_step: int = 0,
-    ) -> None:
-        """`highest_step` is the number of steps that earlier coordinators of the run committed."""
-        self._path = directory / HISTORY_FILE
+    def __init__(self, warn: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:
         self._warn = warn
         self._clock = clock
-        self._highest_step = highest_step
+        self._path: Path | None = None
+        self._highest_step = 0
         self._file: TextIO | None = None
         self._broken = False
         self._held: events.StepCosts | None = None
         self._costs_at = 0.0
 
     def __call__(self, event: events.Event) -> None:
-        if isinstance(event, events.JoinLine):
+        if isinstance(event, events.RunStarted):
+            self._begin(Path(event.directory))
+        if self._path is None or isinstance(event, events.JoinLine):
             return
         now = self._clock()
         if isinstance(event, events.StepCosts):
@@ -86,6 +81,15 @@ class HistoryWriter:
             self._file.close()
             self._file = None
 
+    def _begin(self, directory: Path) -> None:
+        """Find out which steps earlier coordinators have told of, so that replays are known as such."""
+        try:
+            self._highest_step = highest_step(directory)
+        except RunError as error:
+            self._broken = True
+            self._warn(f"{error}; what happens from now on is not written down, the run goes on")
+        self._path = directory / HISTORY_FILE
+
     def _hold(self, costs: events.StepCosts, now: float) -> None:
         """Steps that come fast share a line."""
         held = self._held
@@ -103,7 +107,7 @@ class HistoryWriter:
             self._append(held, now)
 
     def _append(self, event: events.Event, now: float, *, replayed: bool = False) -> None:
-        if self._broken:
+        if self._broken or self._path is None:
             return
         fields = json.loads(event.to_json())
         record = {"at": round(now, 3), **({"replayed": True} if replayed else {}), **fields}
@@ -126,16 +130,27 @@ def read_history(directory: Path) -> Iterator[Entry]:
     Lines that cannot be read (cut short by a crash, or of a later version's kinds) are left out. Raises
     RunError when the file itself cannot be read.
     """
+    for line in _lines(directory):
+        if (entry := parse_line(line)) is not None:
+            yield entry
+
+
+def _lines(directory: Path) -> Iterator[bytes]:
     path = directory / HISTORY_FILE
     try:
         with path.open("rb") as file:
-            for line in file:
-                if (entry := parse_line(line)) is not None:
-                    yield entry
+            yield from file
     except FileNotFoundError:
         return
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def highest_step(directory: Path) -> int:
+    """The most steps that the history of the run in `directory` tells of; 0 when there is none. RunError."""
+    mark = f'"event":"{events.StepDone.event}"'.encode()
+    entries = (parse_line(line) for line in _lines(directory) if mark in line)
+    return max((e.event.step for e in entries if e and isinstance(e.event, events.StepDone)), default=0)
 
 
 def parse_line(line: bytes) -> Entry | None:
