@@ -7,11 +7,15 @@ AGoQ stores or recomputes each step's input on its own terms (design section 4).
 what crosses a boundary, stays float32 under autocast too.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from node.config.schema import ModelSection
+from node.model.storage import Storage
+from node.model.stored_layers import AttentionParts, HeadLayout, Heads, Linear, Norm, attention_half, ffn_half
 
 
 class RMSNorm(nn.Module):
@@ -54,10 +58,19 @@ class Rotary(nn.Module):
 
     def forward(self, x_bhsd: Tensor) -> Tensor:
         length = x_bhsd.shape[-2]
-        first, second = x_bhsd.chunk(2, dim=-1)
-        turned = torch.cat((-second, first), dim=-1)
-        rotated = x_bhsd * self.cos_sd[:length] + turned * self.sin_sd[:length]
+        rotated = x_bhsd * self.cos_sd[:length] + _turned(x_bhsd) * self.sin_sd[:length]
         return rotated.to(x_bhsd.dtype)
+
+    def back(self, grad_bhsd: Tensor) -> Tensor:
+        """The gradient of what was rotated: the same rotation the other way."""
+        length = grad_bhsd.shape[-2]
+        rotated = grad_bhsd * self.cos_sd[:length] - _turned(grad_bhsd) * self.sin_sd[:length]
+        return rotated.to(grad_bhsd.dtype)
+
+
+def _turned(x_bhsd: Tensor) -> Tensor:
+    first, second = x_bhsd.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
 
 
 def attention(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor) -> Tensor:
@@ -75,8 +88,9 @@ def attention(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor) -> Tenso
 class LlamaBlock(nn.Module):
     """RMSNorm, rotary grouped-query attention, RMSNorm, SwiGLU; no biases. [B, S, C] in and out."""
 
-    def __init__(self, model: ModelSection, rotary: Rotary) -> None:
+    def __init__(self, model: ModelSection, rotary: Rotary, storage: Storage) -> None:
         super().__init__()
+        self.storage = storage
         self.width = model.hidden // model.heads
         kv_width = self.width * model.kv_heads
         self.rotary = rotary
@@ -92,11 +106,7 @@ class LlamaBlock(nn.Module):
 
     def qkv(self, normed_bsc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [B, H, S, D] and keys [B, K, S, D], and values [B, K, S, D]."""
-        heads = (-1, self.width)
-        query_bhsd = self.query(normed_bsc).unflatten(-1, heads).transpose(1, 2)
-        key_bksd = self.key(normed_bsc).unflatten(-1, heads).transpose(1, 2)
-        value_bksd = self.value(normed_bsc).unflatten(-1, heads).transpose(1, 2)
-        return self.rotary(query_bhsd), self.rotary(key_bksd), value_bksd
+        return self._split((self.query(normed_bsc), self.key(normed_bsc), self.value(normed_bsc)))
 
     def ffn(self, normed_bsc: Tensor) -> Tensor:
         inner_bsf = F.silu(self.gate(normed_bsc)) * self.up(normed_bsc)
@@ -104,16 +114,38 @@ class LlamaBlock(nn.Module):
         return out_bsc
 
     def forward(self, x_bsc: Tensor) -> Tensor:
-        attended_bsc = attention(*self.qkv(self.attention_norm(x_bsc)))
-        x_bsc = x_bsc + self.attention_output(attended_bsc)
-        return x_bsc + self.ffn(self.ffn_norm(x_bsc))
+        if self.storage.is_off or not torch.is_grad_enabled():
+            attended_bsc = attention(*self.qkv(self.attention_norm(x_bsc)))
+            x_bsc = x_bsc + self.attention_output(attended_bsc)
+            return x_bsc + self.ffn(self.ffn_norm(x_bsc))
+        x_bsc = attention_half(
+            x_bsc,
+            AttentionParts(storage=self.storage, layout=HeadLayout(split=self._split, join=self._join)),
+            _norm_of(self.attention_norm),
+            [Linear.of(self.query), Linear.of(self.key), Linear.of(self.value)],
+            Linear.of(self.attention_output),
+        )
+        inputs = [Linear.of(self.gate), Linear.of(self.up)]
+        return ffn_half(x_bsc, self.storage, _norm_of(self.ffn_norm), inputs, Linear.of(self.down))
+
+    def _split(self, projected: Sequence[Tensor]) -> Heads:
+        query_bhsd, key_bksd, value_bksd = (
+            torch.unflatten(part, -1, (-1, self.width)).transpose(1, 2) for part in projected
+        )
+        return self.rotary(query_bhsd), self.rotary(key_bksd), value_bksd
+
+    def _join(self, heads: Heads) -> tuple[Tensor, ...]:
+        query_bhsd, key_bksd, value_bksd = heads
+        turned = (self.rotary.back(query_bhsd), self.rotary.back(key_bksd), value_bksd)
+        return tuple(part.transpose(1, 2).flatten(2) for part in turned)
 
 
 class Gpt2Block(nn.Module):
     """LayerNorm, multi-head attention, LayerNorm, tanh GELU; biases throughout. [B, S, C] in and out."""
 
-    def __init__(self, model: ModelSection) -> None:
+    def __init__(self, model: ModelSection, storage: Storage) -> None:
         super().__init__()
+        self.storage = storage
         self.width = model.hidden // model.heads
         self.attention_norm = norm(model)
         self.qkv_projection = nn.Linear(model.hidden, 3 * model.hidden)
@@ -124,9 +156,7 @@ class Gpt2Block(nn.Module):
 
     def qkv(self, normed_bsc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each [B, H, S, D]."""
-        heads_bsnhd = self.qkv_projection(normed_bsc).unflatten(-1, (3, -1, self.width))
-        query_bhsd, key_bhsd, value_bhsd = heads_bsnhd.permute(2, 0, 3, 1, 4).unbind(0)
-        return query_bhsd, key_bhsd, value_bhsd
+        return self._split((self.qkv_projection(normed_bsc),))
 
     def ffn(self, normed_bsc: Tensor) -> Tensor:
         inner_bsf = F.gelu(self.up(normed_bsc), approximate="tanh")
@@ -134,9 +164,35 @@ class Gpt2Block(nn.Module):
         return out_bsc
 
     def forward(self, x_bsc: Tensor) -> Tensor:
-        attended_bsc = attention(*self.qkv(self.attention_norm(x_bsc)))
-        x_bsc = x_bsc + self.attention_output(attended_bsc)
-        return x_bsc + self.ffn(self.ffn_norm(x_bsc))
+        if self.storage.is_off or not torch.is_grad_enabled():
+            attended_bsc = attention(*self.qkv(self.attention_norm(x_bsc)))
+            x_bsc = x_bsc + self.attention_output(attended_bsc)
+            return x_bsc + self.ffn(self.ffn_norm(x_bsc))
+        x_bsc = attention_half(
+            x_bsc,
+            AttentionParts(storage=self.storage, layout=HeadLayout(split=self._split, join=self._join)),
+            _norm_of(self.attention_norm),
+            [Linear.of(self.qkv_projection)],
+            Linear.of(self.attention_output),
+        )
+        return ffn_half(
+            x_bsc, self.storage, _norm_of(self.ffn_norm), [Linear.of(self.up)], Linear.of(self.down)
+        )
+
+    def _split(self, projected: Sequence[Tensor]) -> Heads:
+        (joined,) = projected
+        heads_bsnhd = torch.unflatten(joined, -1, (3, -1, self.width))
+        query_bhsd, key_bhsd, value_bhsd = heads_bsnhd.permute(2, 0, 3, 1, 4).unbind(0)
+        return query_bhsd, key_bhsd, value_bhsd
+
+    def _join(self, heads: Heads) -> tuple[Tensor, ...]:
+        return (torch.stack([part.transpose(1, 2) for part in heads], dim=2).flatten(2),)
+
+
+def _norm_of(module: nn.Module) -> Norm:
+    weight, bias = module.weight, getattr(module, "bias", None)
+    assert isinstance(weight, Tensor) and isinstance(module.eps, float)
+    return Norm(weight=weight, bias=bias, eps=module.eps)
 
 
 class Embedding(nn.Module):
@@ -148,10 +204,10 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(model.sequence, model.hidden) if model.family == "gpt2" else None
 
     def forward(self, tokens_bs: Tensor) -> Tensor:
-        x_bsc: Tensor = self.tokens(tokens_bs)
+        x_bsc: Tensor = self.tokens(tokens_bs).float()
         if self.positions is None:
             return x_bsc
-        return x_bsc + self.positions.weight[: tokens_bs.shape[1]]
+        return x_bsc + self.positions.weight[: tokens_bs.shape[1]].float()
 
 
 class Head(nn.Module):

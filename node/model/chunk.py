@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from node.config.schema import ModelSection
 from node.model.blocks import Embedding, Gpt2Block, Head, LlamaBlock, Rotary
+from node.model.storage import Storage
 from node.model.units import (
     EMBED,
     HEAD,
@@ -81,10 +82,18 @@ class Chunk(nn.Module):
             yield unit, self.unit_parameters(unit)
 
 
-def build_chunk(model: ModelSection, units: Sequence[str], seed: int, device: torch.device) -> Chunk:
-    """The chunk of these units with its initial weights, float32.
+def build_chunk(
+    model: ModelSection,
+    units: Sequence[str],
+    seed: int,
+    device: torch.device,
+    weights_in: torch.dtype = torch.float32,
+    storage: Storage | None = None,
+) -> Chunk:
+    """The chunk of these units with its initial weights: matrices in `weights_in`, vectors in float32.
 
-    Each weight is a function of (seed, unit, parameter name), so every split builds the same bits.
+    Each weight is a function of (seed, unit, parameter name), so every split builds the same bits. `storage`
+    is what blocks keep for backward; off by default.
 
     Raises:
         ConfigError: units that the model does not have, or that are not contiguous and in order.
@@ -106,10 +115,12 @@ def build_chunk(model: ModelSection, units: Sequence[str], seed: int, device: to
     for unit in wanted:
         # On the meta device torch allocates nothing and draws nothing from its own generator.
         with torch.device("meta"):
-            module = _module(model, unit, rotary)
+            module = _module(model, unit, rotary, storage or Storage())
         # Cloned into torch's own 64-byte aligned memory: a matrix product's bits may depend on alignment.
         weights = {
-            spec.name: torch.from_numpy(initial_weight(model, unit, spec, seed)).clone().to(device)
+            spec.name: torch.from_numpy(initial_weight(model, unit, spec, seed))
+            .clone()
+            .to(device, weights_in if len(spec.shape) >= 2 else torch.float32)
             for spec in parameter_specs(model, unit)
         }
         module.load_state_dict(weights, strict=True, assign=True)
@@ -143,9 +154,14 @@ def compute_precision(precision: str, device: torch.device) -> AbstractContextMa
     raise ConfigError(f"[training] precision is {precision!r}; it must be float32 or bfloat16")
 
 
-def _module(model: ModelSection, unit: str, rotary: Rotary | None) -> nn.Module:
+def weight_dtype(name: str) -> torch.dtype:
+    """The dtype that `[training] weights` names."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def _module(model: ModelSection, unit: str, rotary: Rotary | None, storage: Storage) -> nn.Module:
     if unit == EMBED:
         return Embedding(model)
     if unit == HEAD:
         return Head(model)
-    return Gpt2Block(model) if rotary is None else LlamaBlock(model, rotary)
+    return Gpt2Block(model, storage) if rotary is None else LlamaBlock(model, rotary, storage)

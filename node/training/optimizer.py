@@ -1,7 +1,9 @@
 """AdamW over the layer units that one process holds.
 
 Everything is kept and reported by unit, so that norms sum to the same bits and snapshots restore on any
-split. Weights, gradients and both moments are float32.
+split. Moments are float32, or e4m3 for matrices (`[training] moments`, design section 4); gradients are what
+`node.training.gradients` keeps. Snapshots hold weights as float32, whatever they are in memory: bfloat16 fits
+in it exactly.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,55 +12,75 @@ import torch
 import torch._dynamo  # AdamW's constructor imports it: over a second that a run waiting for a node would lose
 from torch import Tensor, nn
 
+from kernels.adamw import AdamWStep, adamw_step
+from kernels.fp8 import Moment, blocks
 from node.config.schema import TrainingSection
 from node.model.chunk import Chunk
 from node.model.units import HEAD, tied_parameter
+from node.training.gradients import Fp8Gradients, Gradients, PlainGradients
+from node.training.rng import salt
 from wire.errors import RunError
 
 PARAMETER = "parameter"
 """Prefix of weights in a unit's state; the moments' prefixes are AdamW's own names for them."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_SCALE, _POWER = "_scale", "_power"
+"""Added to a moment's prefix: what its e4m3 codes stand for."""
 STEP = "step"
 
 
 class StageOptimizer:
-    """Holds AdamW's state for the units of some chunks; gradients accumulate in their `.grad`."""
+    """Holds the main gradients and AdamW's state for the units of some chunks."""
 
-    def __init__(self, chunks: Iterable[Chunk], training: TrainingSection) -> None:
+    def __init__(self, chunks: Iterable[Chunk], training: TrainingSection, seed: int = 0) -> None:
+        """
+        Args:
+            seed: the run's, for stochastic rounding of bfloat16 weights.
+        """
         self._units: dict[str, dict[str, nn.Parameter]] = {}
         # Both copies of a tied weight have the same gradient; the global norm counts the embedding's.
         self._counted: dict[str, list[nn.Parameter]] = {}
+        self._tied: set[nn.Parameter] = set()
         for chunk in chunks:
             for unit, parameters in chunk.named_units():
-                copy = tied_parameter(chunk.model, unit) if unit == HEAD else None
+                copy = tied_parameter(chunk.model, unit)
                 self._units[unit] = parameters
-                self._counted[unit] = [value for name, value in parameters.items() if name != copy]
+                self._tied.update(value for name, value in parameters.items() if name == copy)
+                counted = copy if unit == HEAD else None
+                self._counted[unit] = [value for name, value in parameters.items() if name != counted]
         everything = [parameter for unit in self._units.values() for parameter in unit.values()]
         matrices = [parameter for parameter in everything if parameter.ndim >= 2]
         vectors = [parameter for parameter in everything if parameter.ndim < 2]
-        self._adamw = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": training.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=training.lr,
-            betas=(training.beta1, training.beta2),
-            eps=training.eps,
-        )
-        for parameter in everything:
-            # What AdamW would create on its first step; made here so that there is always a state to save.
-            self._adamw.state[parameter] = {
-                STEP: torch.tensor(0.0),
-                **{moment: torch.zeros_like(parameter) for moment in _MOMENTS},
-            }
+        store = Fp8Gradients if training.gradients == "fp8" else PlainGradients
+        self.gradients: Gradients = store(everything)
+        self._training = training
+        self._seed = seed
+        self._steps = dict.fromkeys(self._units, 0)
+        self._packed: dict[nn.Parameter, tuple[Moment, Moment]] = {}
+        if training.moments == "fp8":
+            for parameter in matrices:
+                mean, square = (Moment.zeros(parameter.numel(), parameter.device) for _ in _MOMENTS)
+                self._packed[parameter] = mean, square
+        unpacked = [parameter for parameter in matrices if parameter not in self._packed]
+        # Two, because matrices whose gradients are in e4m3 step one at a time.
+        self._matrices = _adamw(unpacked, training, training.weight_decay)
+        self._vectors = _adamw(vectors, training, 0.0)
+        self._moments = {**self._matrices.state, **self._vectors.state}
 
     @property
     def units(self) -> tuple[str, ...]:
         return tuple(self._units)
 
+    @property
+    def state_bytes(self) -> int:
+        """Memory that the moments take."""
+        packed = [moment.nbytes for pair in self._packed.values() for moment in pair]
+        plain: list[int] = [state[moment].nbytes for state in self._moments.values() for moment in _MOMENTS]
+        return sum(packed) + sum(plain)
+
     def zero_grad(self) -> None:
         """Drop all gradients: before a step, and when one is aborted."""
-        self._adamw.zero_grad(set_to_none=True)
+        self.gradients.clear()
 
     def squared_norms(self) -> dict[str, float]:
         """Squared gradient norm of each unit, in float64, a tied weight counted once (in "embed").
@@ -73,7 +95,7 @@ class StageOptimizer:
         for unit, parameters in self._counted.items():
             total = 0.0
             for parameter in parameters:
-                norm = torch.linalg.vector_norm(gradient_of(parameter), dtype=torch.float64).item()
+                norm = torch.linalg.vector_norm(self.gradients.get(parameter), dtype=torch.float64).item()
                 total += norm * norm
             norms[unit] = total
         return norms
@@ -81,27 +103,42 @@ class StageOptimizer:
     @torch.no_grad()
     def apply(self, lr: float, clip_coefficient: float) -> None:
         """Scale gradients by the global clip coefficient, take one AdamW step, drop the gradients."""
-        for group in self._adamw.param_groups:
+        for unit, parameters in self._units.items():
+            self._steps[unit] += 1
+            for name, parameter in parameters.items():
+                if parameter in self._packed:
+                    self._apply_packed(unit, name, parameter, lr, clip_coefficient)
+        for adamw in (self._matrices, self._vectors):
+            (group,) = adamw.param_groups
             group["lr"] = lr
             for parameter in group["params"]:
-                gradient_of(parameter).mul_(clip_coefficient)
-        self._adamw.step()
+                gradient = self.gradients.get(parameter).mul_(clip_coefficient)
+                if parameter.grad is None:
+                    # It was unpacked for this step alone. AdamW passes over those that have none yet.
+                    parameter.grad = gradient
+                    adamw.step()
+                    parameter.grad = None
+            adamw.step()
         self.zero_grad()
 
     def unit_state(self, unit: str) -> dict[str, Tensor]:
         """A copy on the CPU of all that a unit needs to go on, so that training may continue meanwhile.
 
-        Keys: "parameter.NAME", "exp_avg.NAME", "exp_avg_sq.NAME" (float32) and "step" (int64 scalar).
+        Keys: "parameter.NAME" (float32) and "step" (int64 scalar); for moments in float32 "exp_avg.NAME" and
+        "exp_avg_sq.NAME", for those in e4m3 the codes under these names (uint8 [elements]) and
+        "exp_avg_scale.NAME" (float32 [blocks]), "exp_avg_power.NAME" (uint8 [blocks]), likewise of the other.
         """
-        state: dict[str, Tensor] = {}
-        steps = 0
+        state: dict[str, Tensor] = {STEP: torch.tensor(self._steps[unit], dtype=torch.int64)}
         for name, parameter in self._units[unit].items():
-            moments = self._adamw.state[parameter]
-            steps = int(moments[STEP].item())
-            state[f"{PARAMETER}.{name}"] = _copy(parameter)
-            for moment in _MOMENTS:
-                state[f"{moment}.{name}"] = _copy(moments[moment])
-        state[STEP] = torch.tensor(steps, dtype=torch.int64)
+            state[f"{PARAMETER}.{name}"] = _copy(parameter.float())
+            if parameter in self._packed:
+                for moment, packed in zip(_MOMENTS, self._packed[parameter], strict=True):
+                    state[f"{moment}.{name}"] = _copy(packed.codes)
+                    state[f"{moment}{_SCALE}.{name}"] = _copy(packed.scales.float())
+                    state[f"{moment}{_POWER}.{name}"] = _copy(packed.powers)
+            else:
+                for moment in _MOMENTS:
+                    state[f"{moment}.{name}"] = _copy(self._moments[parameter][moment])
         return state
 
     @torch.no_grad()
@@ -111,35 +148,79 @@ class StageOptimizer:
         Raises:
             RunError: a tensor is missing, unknown, or of another shape or dtype.
         """
+        _check_state(unit, self._expected_state(unit), tensors)
+        self._steps[unit] = int(tensors[STEP].item())
+        for name, parameter in self._units[unit].items():
+            parameter.copy_(tensors[f"{PARAMETER}.{name}"])
+            if parameter in self._packed:
+                for moment, packed in zip(_MOMENTS, self._packed[parameter], strict=True):
+                    packed.codes.copy_(tensors[f"{moment}.{name}"])
+                    packed.scales.copy_(tensors[f"{moment}{_SCALE}.{name}"])
+                    packed.powers.copy_(tensors[f"{moment}{_POWER}.{name}"])
+            else:
+                moments = self._moments[parameter]
+                for moment in _MOMENTS:
+                    moments[moment].copy_(tensors[f"{moment}.{name}"])
+                moments[STEP].fill_(self._steps[unit])
+
+    def _expected_state(self, unit: str) -> dict[str, tuple[torch.dtype, torch.Size]]:
         expected: dict[str, tuple[torch.dtype, torch.Size]] = {STEP: (torch.int64, torch.Size(()))}
         for name, parameter in self._units[unit].items():
-            for prefix in (PARAMETER, *_MOMENTS):
-                expected[f"{prefix}.{name}"] = (parameter.dtype, parameter.shape)
-        _check_state(unit, expected, tensors)
-
-        steps = tensors[STEP].item()
-        for name, parameter in self._units[unit].items():
-            moments = self._adamw.state[parameter]
-            parameter.copy_(tensors[f"{PARAMETER}.{name}"])
+            expected[f"{PARAMETER}.{name}"] = torch.float32, parameter.shape
+            count = torch.Size((blocks(parameter.numel()),))
             for moment in _MOMENTS:
-                moments[moment].copy_(tensors[f"{moment}.{name}"])
-            moments[STEP].fill_(steps)
+                if parameter in self._packed:
+                    expected[f"{moment}.{name}"] = torch.uint8, torch.Size((parameter.numel(),))
+                    expected[f"{moment}{_SCALE}.{name}"] = torch.float32, count
+                    expected[f"{moment}{_POWER}.{name}"] = torch.uint8, count
+                else:
+                    expected[f"{moment}.{name}"] = torch.float32, parameter.shape
+        return expected
+
+    def _apply_packed(
+        self, unit: str, name: str, parameter: nn.Parameter, lr: float, clip_coefficient: float
+    ) -> None:
+        training, step = self._training, self._steps[unit]
+        # Both copies of a tied weight must round alike.
+        place = ("", "tied") if parameter in self._tied else (unit, name)
+        adamw_step(
+            parameter,
+            self.gradients.stored(parameter),
+            *self._packed[parameter],
+            AdamWStep(
+                lr=lr,
+                beta1=training.beta1,
+                beta2=training.beta2,
+                eps=training.eps,
+                weight_decay=training.weight_decay,
+                step=step,
+                clip_coefficient=clip_coefficient,
+                salt=salt(self._seed, step=step, layer=place[0], purpose=f"rounding {place[1]}"),
+            ),
+        )
+
+
+def _adamw(
+    parameters: list[nn.Parameter], training: TrainingSection, weight_decay: float
+) -> torch.optim.AdamW:
+    optimizer = torch.optim.AdamW(
+        [{"params": parameters, "weight_decay": weight_decay}],
+        lr=training.lr,
+        betas=(training.beta1, training.beta2),
+        eps=training.eps,
+    )
+    for parameter in parameters:
+        # What AdamW would create on its first step; made here so that there is always a state to save.
+        optimizer.state[parameter] = {
+            STEP: torch.tensor(0.0),
+            **{moment: torch.zeros_like(parameter) for moment in _MOMENTS},
+        }
+    return optimizer
 
 
 def sum_tied_gradients(head: Tensor, embed: Tensor) -> Tensor:
     """The gradient of both copies of a tied weight. The order is fixed: head's share + embed's share."""
     return head + embed
-
-
-def gradient_of(tensor: Tensor) -> Tensor:
-    """What backward left in `.grad`.
-
-    Raises:
-        RunError: backward has not run.
-    """
-    if tensor.grad is None:
-        raise RunError(f"a tensor of shape {list(tensor.shape)} has no gradient; backward must come first")
-    return tensor.grad
 
 
 def _copy(tensor: Tensor) -> Tensor:

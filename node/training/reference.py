@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from node.config.schema import RunConfig
-from node.model.chunk import build_chunk, compute_precision
+from node.model.chunk import build_chunk, compute_precision, weight_dtype
 from node.model.units import EMBED, HEAD, unit_names
 from node.training.data import Corpus
 from node.training.manifest import unit_weights_sha256, weights_sha256
-from node.training.optimizer import StageOptimizer, gradient_of, sum_tied_gradients
+from node.training.gradients import gradient_of
+from node.training.optimizer import StageOptimizer, sum_tied_gradients
 from node.training.schedule import clip_coefficient, global_norm, learning_rate
 from node.training.serialization import load_unit
 from node.training.snapshot import read_manifest
@@ -62,10 +63,12 @@ class ReferenceTrainer:
         self.device = device or torch.device("cpu")
         self._boundary = boundary
         self.chunks = [
-            build_chunk(config.model, units, config.run.seed, self.device)
+            build_chunk(
+                config.model, units, config.run.seed, self.device, weight_dtype(config.training.weights)
+            )
             for units in (groups or (unit_names(config.model),))
         ]
-        self.optimizer = StageOptimizer(self.chunks, config.training)
+        self.optimizer = StageOptimizer(self.chunks, config.training, config.run.seed)
         self.step = 0
 
     def train(self, steps: int) -> list[Step]:
@@ -125,7 +128,9 @@ class ReferenceTrainer:
     def weights_sha256(self) -> str:
         """The same hash as a snapshot's manifest gives these weights."""
         return weights_sha256(
-            unit_weights_sha256({name: value.detach().cpu().numpy() for name, value in parameters.items()})
+            unit_weights_sha256(
+                {name: value.detach().float().cpu().numpy() for name, value in parameters.items()}
+            )
             for chunk in self.chunks
             for _, parameters in chunk.named_units()
         )
@@ -160,5 +165,7 @@ class ReferenceTrainer:
         embed = self.chunks[0].tied_parameter(EMBED)
         head = self.chunks[-1].tied_parameter(HEAD)
         if embed is not None and head is not None:
-            total = sum_tied_gradients(gradient_of(head), gradient_of(embed))
-            embed.grad, head.grad = total, total.clone()
+            gradients = self.optimizer.gradients
+            total = sum_tied_gradients(gradients.get(head), gradients.get(embed))
+            gradients.put(embed, total)
+            gradients.put(head, total.clone())

@@ -13,6 +13,14 @@ def generator(
     seed: int, *, step: int = 0, microbatch: int = 0, layer: str = "", direction: str = "", purpose: str
 ) -> np.random.Generator:
     """A fresh Philox generator keyed by the 128-bit BLAKE2b hash of its place."""
-    place = repr((seed, step, microbatch, layer, direction, purpose)).encode()
-    key = int.from_bytes(blake2b(place, digest_size=16).digest(), "little")
+    key = _hash((seed, step, microbatch, layer, direction, purpose), 16)
     return np.random.Generator(np.random.Philox(key=key))
+
+
+def salt(seed: int, *, step: int, layer: str, purpose: str) -> int:
+    """32 bits for a kernel that draws its own numbers from a hash of (salt, element)."""
+    return _hash((seed, step, 0, layer, "", purpose), 4)
+
+
+def _hash(place: tuple[object, ...], size: int) -> int:
+    return int.from_bytes(blake2b(repr(place).encode(), digest_size=size).digest(), "little")

@@ -11,7 +11,8 @@ from node.config.schema import ModelSection, TrainingSection
 from node.model.chunk import Chunk, build_chunk
 from node.model.split import split_units
 from node.model.units import unit_names
-from node.training.optimizer import StageOptimizer, gradient_of
+from node.training.gradients import gradient_of
+from node.training.optimizer import StageOptimizer
 from node.training.serialization import deserialize_unit, serialize_unit
 from wire.errors import RunError
 

@@ -1,0 +1,176 @@
+"""e4m3 numbers in blocks of 128: gradients with a power-of-two scale, optimizer moments with range expansion.
+
+The reference; `kernels.triton_fp8` is the same on GPUs: bit for bit for gradients, for moments but for the
+last bits of logarithms.
+
+Gradients (design section 4). A block has one exponent e; its values are code * 2**e, the largest code from
+224 to 448. Scaling by a power of two is exact, so a value that an addition does not change keeps its code
+however often the block is packed again, as long as its exponent stays.
+
+Moments (papers/coat.txt, section 4.2). A block's magnitudes x up to its largest M are stored as
+448 (x / M)**k, with k such that the smallest comes to 448 * 2 / 448**2, near e4m3's own smallest: an
+optimizer's moments span far less than e4m3 can, and an error is divided by k on the way back. k is a multiple
+of 1/16 from 1/16 to 255/16, so that a block of equal magnitudes (where COAT's formula gives infinity) works.
+
+Tensors are flat; a last block shorter than 128 is a block of its own. torch's conversion to e4m3 saturates or
+not by version, so everything here is clamped first.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.ops import has_kernels
+
+BLOCK = 128
+LARGEST = 448.0
+"""e4m3's largest number."""
+NON_FINITE = -128
+"""The exponent of a block that holds infinities or NaNs; it decodes to NaNs, so that the step fails."""
+_SMALLEST_EXPONENT = -127
+_MOMENT_RANGE_LOG2 = 16.614709844115207  # log2(448**2 / 2)
+POWER_UNIT = 16
+_MOST_POWER = 255
+
+
+def blocks(elements: int) -> int:
+    """How many blocks hold so many elements."""
+    return -(-elements // BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Gradient:
+    """A flat gradient: codes uint8 [n] (e4m3) and exponents int8 [blocks]."""
+
+    codes: Tensor
+    exponents: Tensor
+
+    @classmethod
+    def zeros(cls, elements: int, device: torch.device) -> "Fp8Gradient":
+        return cls(
+            torch.zeros(elements, dtype=torch.uint8, device=device),
+            torch.full((blocks(elements),), _SMALLEST_EXPONENT, dtype=torch.int8, device=device),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.exponents.nbytes
+
+    def clear(self) -> None:
+        """Make it zero."""
+        self.codes.zero_()
+        self.exponents.fill_(_SMALLEST_EXPONENT)
+
+
+def pack_gradient(values: Tensor, into: Fp8Gradient) -> None:
+    """Write fp32 `values` [n] over `into`, rounded to nearest, ties to even."""
+    rows = _rows(values)
+    largest = rows.abs().amax(dim=1)
+    finite = torch.isfinite(largest)
+    mantissa, exponent = torch.frexp(torch.where(finite, largest, 1.0))
+    # largest <= 448 * 2**e = 0.875 * 2**(e + 9)
+    exponent = exponent - 9 + (mantissa > LARGEST / 512).int()
+    exponent = torch.where(largest > 0, exponent, _SMALLEST_EXPONENT).clamp(min=_SMALLEST_EXPONENT)
+    scaled = _times_power_of_two(rows, -exponent[:, None])
+    codes = scaled.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+    codes = torch.where(finite[:, None], codes, 0)
+    into.codes.copy_(codes.flatten()[: values.numel()])
+    into.exponents.copy_(torch.where(finite, exponent, NON_FINITE).to(torch.int8))
+
+
+def unpack_gradient(gradient: Fp8Gradient) -> Tensor:
+    """fp32 [n]."""
+    codes = _rows(gradient.codes).view(torch.float8_e4m3fn).float()
+    exponent = gradient.exponents.int()[:, None]
+    values = _times_power_of_two(codes, exponent)
+    values = torch.where(exponent == NON_FINITE, torch.nan, values)
+    return values.flatten()[: gradient.codes.numel()].contiguous()
+
+
+def accumulate_gradient(gradient: Fp8Gradient, addend: Tensor) -> None:
+    """Add `addend` [n], any float dtype: unpack, add in fp32, pack (papers/agoq.txt, section 5)."""
+    if has_kernels(addend.device.type):
+        from kernels import triton_fp8
+
+        triton_fp8.accumulate_gradient(gradient, addend)
+    else:
+        reference_accumulate(gradient, addend)
+
+
+def reference_accumulate(gradient: Fp8Gradient, addend: Tensor) -> None:
+    """`accumulate_gradient` in plain torch, on any device."""
+    pack_gradient(unpack_gradient(gradient) + addend.float(), gradient)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A flat moment: codes uint8 [n] (e4m3), scales bf16 [blocks] and powers uint8 [blocks], in 1/16."""
+
+    codes: Tensor
+    scales: Tensor
+    powers: Tensor
+
+    @classmethod
+    def zeros(cls, elements: int, device: torch.device) -> "Moment":
+        count = blocks(elements)
+        return cls(
+            torch.zeros(elements, dtype=torch.uint8, device=device),
+            torch.zeros(count, dtype=torch.bfloat16, device=device),
+            torch.full((count,), POWER_UNIT, dtype=torch.uint8, device=device),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes + self.powers.nbytes
+
+
+def pack_moment(values: Tensor, into: Moment) -> None:
+    """Write fp32 `values` [n] over `into`."""
+    rows = _rows(values)
+    magnitude = rows.abs()
+    # What bf16 rounds down is clamped: an error of 2**-9 of the largest element, at most.
+    scale = magnitude.amax(dim=1).to(torch.bfloat16)
+    largest = scale.float()[:, None]
+    smallest = torch.where(magnitude > 0, magnitude, torch.inf).amin(dim=1, keepdim=True)
+    # Logarithms are subtracted where a quotient might leave fp32's range.
+    top = torch.log2(largest)
+    octaves = top - torch.log2(smallest)
+    power = torch.floor(POWER_UNIT * _MOMENT_RANGE_LOG2 / octaves.clamp(min=1.0))
+    power = torch.where(torch.isfinite(octaves), power, POWER_UNIT).clamp(1, _MOST_POWER)
+    expanded = LARGEST * torch.exp2((torch.log2(magnitude) - top) * (power / POWER_UNIT))
+    signed = torch.copysign(expanded.clamp(max=LARGEST), rows)
+    codes = torch.where(magnitude > 0, signed, 0.0).to(torch.float8_e4m3fn).view(torch.uint8)
+    into.codes.copy_(codes.flatten()[: values.numel()])
+    into.scales.copy_(scale)
+    into.powers.copy_(power.flatten().to(torch.uint8))
+
+
+def unpack_moment(moment: Moment) -> Tensor:
+    """fp32 [n]."""
+    codes = _rows(moment.codes).view(torch.float8_e4m3fn).float()
+    power = moment.powers.float()[:, None] / POWER_UNIT
+    logarithm = torch.log2(codes.abs() / LARGEST) / power + torch.log2(moment.scales.float())[:, None]
+    values = torch.copysign(torch.exp2(logarithm), codes)
+    return torch.where(codes == 0, 0.0, values).flatten()[: moment.codes.numel()].contiguous()
+
+
+def _rows(values: Tensor) -> Tensor:
+    """[blocks, 128], the last one filled up with zeros."""
+    count = blocks(values.numel())
+    if values.numel() == count * BLOCK:
+        return values.reshape(count, BLOCK)
+    rows = values.new_zeros(count * BLOCK)
+    rows[: values.numel()] = values.flatten()
+    return rows.view(count, BLOCK)
+
+
+def _times_power_of_two(values: Tensor, exponent: Tensor) -> Tensor:
+    """`values` * 2**`exponent`, in two factors that are in fp32's range for every exponent of a block."""
+    half = torch.div(exponent, 2, rounding_mode="floor")
+    return values * _power_of_two(half) * _power_of_two(exponent - half)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Exact fp32 powers of two, from 2**-126 to 2**127."""
+    return ((exponent + 127).to(torch.int32) << 23).view(torch.float32)

@@ -1,0 +1,225 @@
+"""`kernels.fp8` and `kernels.adamw` on GPUs: one pass over memory each.
+
+A program handles rows of 128 elements, a block of e4m3 numbers each. Conversion to and from e4m3 is by
+integers, the same under the interpreter.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.adamw import AdamWStep
+from kernels.fp8 import Fp8Gradient, Moment, blocks
+from kernels.triton_common import MAGIC, MAGIC_BITS
+
+ROWS = 16
+WARPS = 4
+
+_SIZES = ("n", "count")
+
+
+def accumulate_gradient(gradient: Fp8Gradient, addend: Tensor, rows: int = ROWS, warps: int = WARPS) -> None:
+    """As `kernels.fp8.accumulate_gradient`, the same bits."""
+    n = addend.numel()
+    count = blocks(n)
+    _accumulate[(triton.cdiv(count, rows),)](
+        gradient.codes,
+        gradient.exponents,
+        addend.contiguous(),
+        n,
+        count,
+        ROWS=rows,
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
+
+
+def adamw_step(
+    parameter: Tensor,
+    gradient: Tensor | Fp8Gradient,
+    mean: Moment,
+    square: Moment,
+    step: AdamWStep,
+    rows: int = ROWS,
+    warps: int = WARPS,
+) -> None:
+    """As `kernels.adamw.adamw_step`."""
+    if isinstance(gradient, Fp8Gradient):
+        codes, exponents = gradient.codes, gradient.exponents
+    else:
+        codes = exponents = gradient.contiguous()
+    n = parameter.numel()
+    count = blocks(n)
+    _adamw[(triton.cdiv(count, rows),)](
+        parameter,
+        codes,
+        exponents,
+        mean.codes,
+        mean.scales,
+        mean.powers,
+        square.codes,
+        square.scales,
+        square.powers,
+        n,
+        count,
+        step.clip_coefficient,
+        step.beta1,
+        step.beta2,
+        step.keep,
+        step.step_size,
+        1 / step.root_correction,
+        step.eps,
+        step.salt - (step.salt >> 31 << 32),
+        PACKED=isinstance(gradient, Fp8Gradient),
+        ROWS=rows,
+        num_warps=warps,
+    )
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _accumulate(codes, exponents, addend, n, count, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = row[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = place < n
+    value = _gradient(codes, exponents, row, place, inside, count)
+    value += tl.load(addend + place, mask=inside, other=0.0).to(tl.float32)
+    magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.max(magnitude, 1)
+    # largest <= 448 * 2**e = 0.875 * 2**(e + 9)
+    exponent = (largest >> 23) - 126 - 9 + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
+    exponent = tl.maximum(exponent, -127)
+    code = _encode(_times_power_of_two(value, -exponent[:, None]))
+    finite = largest < 0x7F800000
+    tl.store(codes + place, tl.where(finite[:, None], code, 0).to(tl.uint8), mask=inside)
+    tl.store(exponents + row, tl.where(finite, exponent, -128).to(tl.int8), mask=row < count)
+
+
+@triton.jit(do_not_specialize=(*_SIZES, "salt"))
+def _adamw(
+    parameter,
+    gradient,
+    exponents,
+    mean,
+    mean_scales,
+    mean_powers,
+    square,
+    square_scales,
+    square_powers,
+    n,
+    count,
+    clip,
+    beta1,
+    beta2,
+    keep,
+    step_size,
+    inverse_root_correction,
+    eps,
+    salt,
+    PACKED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = row[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = place < n
+    real = row < count
+    if PACKED:
+        g = _gradient(gradient, exponents, row, place, inside, count)
+    else:
+        g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
+    g *= clip
+    m = _moment(mean, mean_scales, mean_powers, row, place, inside, real)
+    v = _moment(square, square_scales, square_powers, row, place, inside, real)
+    m += (1 - beta1) * (g - m)
+    v = beta2 * v + (1 - beta2) * g * g
+    weight = tl.load(parameter + place, mask=inside, other=0.0).to(tl.float32) * keep
+    weight -= step_size * m / (tl.sqrt(v) * inverse_root_correction + eps)
+    if parameter.dtype.element_ty == tl.bfloat16:
+        bits = weight.to(tl.int32, bitcast=True)
+        # An unsigned shift: the sign bit must not be copied.
+        rounded = (bits + _random(place, salt)).to(tl.uint32, bitcast=True) >> 16
+        kept = bits.to(tl.uint32, bitcast=True) >> 16
+        halves = tl.where((bits & 0x7F800000) == 0x7F800000, kept, rounded)
+        tl.store(parameter + place, (halves << 16).to(tl.float32, bitcast=True).to(tl.bfloat16), mask=inside)
+    else:
+        tl.store(parameter + place, weight, mask=inside)
+    _store_moment(mean, mean_scales, mean_powers, m, row, place, inside, real)
+    _store_moment(square, square_scales, square_powers, v, row, place, inside, real)
+
+
+@triton.jit
+def _gradient(codes, exponents, row, place, inside, count):
+    """fp32 [ROWS, 128] of a gradient's codes, 0 outside."""
+    code = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
+    exponent = tl.load(exponents + row, mask=row < count, other=0).to(tl.int32)[:, None]
+    value = _times_power_of_two(_decode(code), exponent)
+    return tl.where((exponent == -128) & inside, float("nan"), value)
+
+
+@triton.jit
+def _moment(codes, scales, powers, row, place, inside, real):
+    code = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
+    scale = tl.load(scales + row, mask=real, other=0.0).to(tl.float32)[:, None]
+    power = tl.load(powers + row, mask=real, other=16).to(tl.float32)[:, None] / 16
+    value = _decode(code)
+    magnitude = tl.exp2(tl.log2(tl.abs(value) / 448.0) / power + tl.log2(scale))
+    signed = tl.where(value < 0, -magnitude, magnitude)
+    return tl.where((code & 0x7F) == 0, 0.0, signed)
+
+
+@triton.jit
+def _store_moment(codes, scales, powers, value, row, place, inside, real):
+    magnitude = tl.where(inside, tl.abs(value), 0.0)
+    bits = tl.max(magnitude, 1).to(tl.int32, bitcast=True)
+    # bf16, to nearest even.
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    largest = bits.to(tl.float32, bitcast=True)
+    smallest = tl.min(tl.where(magnitude > 0, magnitude, float("inf")), 1)
+    some = largest > 0
+    top = tl.log2(tl.where(some, largest, 1.0))
+    octaves = top - tl.log2(tl.where(some, smallest, 1.0))
+    power = tl.floor(16 * 16.614709844115207 / tl.maximum(octaves, 1.0))
+    power = tl.where(some, tl.minimum(tl.maximum(power, 1.0), 255.0), 16.0)
+    expanded = 448.0 * tl.exp2((tl.log2(magnitude) - top[:, None]) * (power / 16)[:, None])
+    code = _encode(tl.where(value < 0, -1.0, 1.0) * tl.minimum(expanded, 448.0))
+    tl.store(codes + place, tl.where(magnitude > 0, code, 0).to(tl.uint8), mask=inside)
+    tl.store(scales + row, largest.to(scales.dtype.element_ty), mask=real)
+    tl.store(powers + row, power.to(tl.uint8), mask=real)
+
+
+@triton.jit
+def _decode(code):
+    """e4m3 codes, int32, as fp32. Not a number is 480 here: nothing that is stored has it."""
+    magnitude = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
+    return tl.where((code & 0x80) != 0, -magnitude, magnitude)
+
+
+@triton.jit
+def _encode(value):
+    """The e4m3 codes, int32, of fp32 numbers, clamped; to nearest, ties to even."""
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = tl.minimum(tl.abs(value), 448.0)
+    whole = magnitude.to(tl.int32, bitcast=True)
+    normal = ((whole + 0x7FFFF + ((whole >> 20) & 1)) >> 20) - 960
+    subnormal = (magnitude * 512.0 + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS
+    return tl.where(magnitude >= 0.015625, normal, subnormal) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _times_power_of_two(value, exponent):
+    # In two factors, each in fp32's range.
+    half = exponent >> 1
+    return value * _power_of_two(half) * _power_of_two(exponent - half)
+
+
+@triton.jit
+def _power_of_two(exponent):
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _random(place, salt):
+    """`kernels.adamw.random_bits`."""
+    x = place.to(tl.uint32) ^ salt.to(tl.uint32)
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return ((x ^ (x >> 16)) & 0xFFFF).to(tl.int32)
