@@ -9,6 +9,7 @@
     ├── CodecError                   a tensor cannot be packed or unpacked
     │   ├── NonFiniteError           it holds infinities or NaNs
     │   └── PackedMismatchError      packed bytes are not what was negotiated
+    │       └── MemoryMismatchError  both ends of a boundary remember different activations
     ├── LinkError                    a connection to a neighbour or the coordinator
     │   ├── ProtocolViolationError   the peer sent what it must never send
     │   └── LinkLostError            gone, and not back within the time allowed
@@ -78,6 +79,10 @@ class NonFiniteError(CodecError):
 
 class PackedMismatchError(CodecError):
     """Packed bytes differ from what was negotiated: codec, parameters, dtype, shape, length or checksum."""
+
+
+class MemoryMismatchError(PackedMismatchError):
+    """A tensor is packed against other activations than those that this end remembers."""
 
 
 class LinkError(ThinwireError):

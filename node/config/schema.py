@@ -60,6 +60,8 @@ class DataSection:
     """A text or JSONL file, a folder of them, or `stdlib`: the Python standard library's own sources."""
     jsonl_field: str = "text"
     """The field of each JSONL line that holds its text."""
+    shift: bool = True
+    """Each pass over the text cuts it into samples at another offset; `aqsgd-b` needs `false`: the same."""
     tokenizer: str = "bytes"
     """`bytes`: a token a byte, vocabulary 256."""
 
@@ -107,9 +109,17 @@ class PipelineSection:
     split: tuple[int, ...] = ()
     """Blocks of each chunk in pipeline order (stages x chunks numbers); empty splits evenly by cost."""
     forward_codec: str = "tah"
-    """Packs activations: `fp32`, `bf16`, `fp16`, `fixed-2` to `-10`, `tah`, `trellis-2` to `-10`."""
+    """Packs activations: `fp32`, `bf16`, `fp16`, `fixed-2` to `-10`, `tah`, `trellis-2` to `-10`,
+    `aqsgd-2` to `-8`."""
     backward_codec: str = "fixed-8"
-    """Packs the gradients of activations; the same names."""
+    """Packs the gradients of activations; the same names but for `aqsgd-b`."""
+    cache_gb: float = 4.0
+    """`aqsgd-b` alone: the most that a stage may keep of activations sent before, in GB of main memory."""
+
+    @property
+    def remembers(self) -> bool:
+        """Whether activations are packed against those that the same samples had before."""
+        return self.forward_codec.startswith("aqsgd-")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ def problems(config: RunConfig) -> list[str]:
         *([] if config.data.path else ["data.path must name a file, a folder or stdlib"]),
         *_training(config.training, config.run.steps),
         *_pipeline(config.pipeline, config.model.layers),
-        *_codecs(config.pipeline),
+        *_codecs(config.pipeline, config.data.shift),
         *_coordinator(config.coordinator),
         *_dashboard(config.dashboard, config.coordinator),
     ]
@@ -154,7 +154,7 @@ def _pipeline(pipeline: PipelineSection, layers: int) -> Iterator[str]:
         yield f"pipeline.split adds up to {sum(split)} blocks, but model.layers is {layers}"
 
 
-def _codecs(pipeline: PipelineSection) -> Iterator[str]:
+def _codecs(pipeline: PipelineSection, shift: bool) -> Iterator[str]:
     # Brings torch in, which importing this module must not.
     from wire.codecs.registry import codec
 
@@ -163,6 +163,17 @@ def _codecs(pipeline: PipelineSection) -> Iterator[str]:
             codec(getattr(pipeline, key))
         except ConfigError as error:
             yield f"pipeline.{key}: {error}"
+    if pipeline.backward_codec.startswith("aqsgd-"):
+        yield (
+            f"pipeline.backward_codec: {pipeline.backward_codec} packs activations alone: "
+            "use fixed-4 to fixed-8 or tah for gradients"
+        )
+    if pipeline.remembers and shift:
+        yield (
+            f"pipeline.forward_codec: {pipeline.forward_codec} packs what changed since the same sample was "
+            "last sent, so every pass must cut the text alike: set data.shift = false"
+        )
+    yield from _positive({"pipeline.cache_gb": pipeline.cache_gb})
 
 
 def _coordinator(coordinator: CoordinatorSection) -> Iterator[str]:

@@ -39,7 +39,7 @@ from node.coordinator.narrator import Emit, Narrator
 from node.coordinator.plan import Past, RunPlan
 from node.coordinator.records import PlacedNode, SnapshotRecord, StepOutcome, StepRecord
 from node.coordinator.store import Store
-from node.model.placement import stage_bytes, stage_units
+from node.model.placement import boundary_cache_bytes, stage_bytes, stage_units
 from node.model.units import most_state_bytes, unit_names, unit_parameters
 from node.telemetry import events
 from node.training.data import Corpus
@@ -103,7 +103,7 @@ class Coordinator:
                 regroup_seconds=config.coordinator.regroup_seconds,
                 min_stages=pipeline.min_stages or pipeline.stages,
                 units=functools.partial(stage_units, config),
-                stage_bytes=functools.partial(stage_bytes, config),
+                stage_bytes=functools.partial(stage_bytes, config, windows=corpus.windows),
             ),
             self._plan,
             past,
@@ -274,6 +274,7 @@ class Coordinator:
                 node_id=node_id,
                 config_json=self._config_json,
                 heartbeat_seconds=self.config.coordinator.heartbeat_seconds,
+                windows=self._corpus.windows,
             )
         )
         if self._outcome is not None:
@@ -350,7 +351,8 @@ class Coordinator:
             raise ProtocolViolationError(f"{node_id} is not in the run at present")
         if step not in self._wanted_snapshots:
             raise ProtocolViolationError(f"nobody asked for a snapshot of step {step}")
-        return most_state_bytes(self.config.model, unit)
+        cache = boundary_cache_bytes(self.config, self._corpus.windows)
+        return most_state_bytes(self.config.model, unit) + cache
 
     async def store_layer(self, step: int, unit: str, data: bytes, digest: str) -> None:
         faults.reach_coordinator(faults.Phase.SNAPSHOT, step=step)

@@ -26,6 +26,7 @@ from node.coordinator.narrator import Emit
 from node.coordinator.plan import Past
 from node.coordinator.records import StepRecord
 from node.coordinator.store import Store
+from node.model.placement import check_cache
 from node.dashboard.address import listen_address
 from node.dashboard.feed import Feed
 from node.dashboard.live import live_page, past
@@ -67,6 +68,7 @@ def run_coordinator(config: RunConfig, *, run_dir: Path, emit: Emit, resume: boo
         global_batch=config.training.global_batch,
         seed=config.run.seed,
     )
+    check_cache(config, corpus.windows)
     check_ports(config.coordinator.listen, listen_address(config))
     with sole_coordinator(run_dir):
         run = _reopen(config, run_dir, corpus) if resume else _create(config, run_dir, corpus)

@@ -7,12 +7,15 @@ from node.config.schema import RunConfig
 from node.model.split import split_units
 from node.model.units import is_block, unit_parameters
 from node.stage.schedule import held_activations, schedule
+from wire.errors import ConfigError
 
 BYTES_A_PARAMETER = 16
 """Weight, gradient and AdamW's two moments, all float32."""
 VALUES_A_BLOCK = 17
 """Values of hidden size that a block keeps for backward, a token (Korthikanti et al. 2022, arXiv 2205.05198,
 section 4.1: 34 bytes in half precision, without the attention matrix, which is never stored)."""
+REMEMBERED_BYTES = 2
+"""Of an activation's element, in bf16, where the forward codec has a memory."""
 FIXED_BYTES = 256 * 1024 * 1024
 """Interpreter, libraries and buffers in flight."""
 
@@ -35,17 +38,60 @@ def stage_units(config: RunConfig, stages: int) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(unit for chunk in chunks[stage::stages] for unit in chunk) for stage in range(stages))
 
 
-def stage_bytes(config: RunConfig, stages: int) -> tuple[int, ...]:
-    """Bytes that each stage needs, first stage first."""
+def boundary_cache_bytes(config: RunConfig, windows: int) -> int:
+    """The most that one end of a boundary remembers, in bytes; 0 unless the forward codec has a memory.
+
+    Args:
+        windows: samples of one pass over the text.
+    """
+    if not config.pipeline.remembers:
+        return 0
+    model = config.model
+    # Values, the number of each sample, and its checksum.
+    return windows * (REMEMBERED_BYTES * model.sequence * model.hidden + 8 + 4)
+
+
+def stage_cache_bytes(config: RunConfig, stages: int, windows: int) -> tuple[int, ...]:
+    """The most that each stage remembers at all its boundaries, in bytes, first stage first."""
+    chunks = stages * chunks_of(config, stages)
+    ends = [0] * stages
+    for boundary in range(chunks - 1):
+        ends[boundary % stages] += 1
+        ends[(boundary + 1) % stages] += 1
+    one = boundary_cache_bytes(config, windows)
+    return tuple(count * one for count in ends)
+
+
+def check_cache(config: RunConfig, windows: int) -> None:
+    """Raises ConfigError if a stage may come to remember more than `pipeline.cache_gb`."""
+    pipeline, model = config.pipeline, config.model
+    for stages in range(pipeline.min_stages or pipeline.stages, pipeline.stages + 1):
+        most = max(stage_cache_bytes(config, stages, windows))
+        if most > pipeline.cache_gb * 1e9:
+            raise ConfigError(
+                f"pipeline.forward_codec {pipeline.forward_codec} would keep {most / 1e9:.3g} GB of "
+                f"activations at one of {stages} stages ({windows} samples of {model.sequence} x "
+                f"{model.hidden}), and pipeline.cache_gb allows {pipeline.cache_gb:g}: raise it, use "
+                "less text, or a codec without a memory"
+            )
+
+
+def stage_bytes(config: RunConfig, stages: int, windows: int = 0) -> tuple[int, ...]:
+    """Bytes that each stage needs, first stage first; `windows` counts for a codec with a memory."""
     model, training, chunks = config.model, config.training, chunks_of(config, stages)
     tokens = training.microbatch * model.sequence
     orders = schedule(stages, chunks, config.microbatches, config.pipeline.window)
+    # What a step teaches waits beside what is remembered; a snapshot's copy comes on top.
+    caches = [
+        cache + cache // max(windows, 1) * min(training.global_batch, windows)
+        for cache in stage_cache_bytes(config, stages, windows)
+    ]
     needs: list[int] = []
-    for units, order in zip(stage_units(config, stages), orders, strict=True):
+    for units, order, cache in zip(stage_units(config, stages), orders, caches, strict=True):
         parameters = sum(unit_parameters(model, unit) for unit in units)
         blocks = sum(is_block(unit) for unit in units)
         held = held_activations(order) / chunks
         activations = held * blocks * tokens * model.hidden * VALUES_A_BLOCK * 4
         logits = 3 * tokens * model.vocab * 4 if "head" in units else 0
-        needs.append(FIXED_BYTES + BYTES_A_PARAMETER * parameters + int(activations) + logits)
+        needs.append(FIXED_BYTES + BYTES_A_PARAMETER * parameters + int(activations) + logits + cache)
     return tuple(needs)

@@ -20,7 +20,7 @@ from node.stage.routing import neighbours, source_stage
 from node.stage.stage_io import LoopIO, TensorLink
 from node.telemetry.clock import TimeKind
 from node.training.serialization import deserialize_unit
-from wire.errors import LinkError, NonFiniteError, ProtocolViolationError, ThinwireError
+from wire.errors import LinkError, MemoryMismatchError, NonFiniteError, ProtocolViolationError, ThinwireError
 from wire.messages import (
     Applied,
     Begin,
@@ -148,6 +148,9 @@ class EpochTask:
             self._fail(FailureKind.NON_FINITE, str(error))
         except LinkError as error:
             self._fail(FailureKind.LINK, str(error))
+        except MemoryMismatchError as error:
+            self._services.executor.forget()
+            self._fail(FailureKind.INTERNAL, str(error))
         except ThinwireError as error:
             self._fail(FailureKind.INTERNAL, str(error))
         while self._failure is not None:
@@ -197,7 +200,7 @@ class EpochTask:
         if executor.state_step != step:
             files: dict[str, bytes] = {}
             if step > 0:
-                for unit in executor.units:
+                for unit in executor.sources:
                     faults.reach(faults.Phase.STATE_FETCH, stage=self.stage, step=step)
                     files[unit] = await services.fetch_layer(step, unit)
             await services.compute(lambda: executor.restore(step, lambda unit: deserialize_unit(files[unit])))

@@ -17,9 +17,11 @@ from node.config.schema import RunConfig
 from node.model.chunk import Chunk, build_chunk, compute_precision
 from node.model.placement import chunk_units, chunks_of
 from node.model.units import unit_names
+from node.stage.activation_memory import ActivationMemory
 from node.stage.schedule import Action, Kind, Orders, schedule
 from node.telemetry.clock import StageClock, TimeKind
 from node.training.optimizer import StageOptimizer, sum_tied_gradients
+from node.training.serialization import without_cache
 from wire.codecs.base import Codec
 from wire.codecs.registry import codec
 from wire.errors import NonFiniteError
@@ -69,7 +71,13 @@ class _InFlight:
 class StageExecutor:
     """One stage of a pipeline, on one device; `place` says which."""
 
-    def __init__(self, config: RunConfig, device: torch.device, clock: StageClock) -> None:
+    def __init__(
+        self, config: RunConfig, device: torch.device, clock: StageClock, *, windows: int = 0
+    ) -> None:
+        """
+        Args:
+            windows: samples of one pass over the text; only a codec with a memory asks for it.
+        """
         self.config = config
         self.device = device
         self.clock = clock
@@ -90,6 +98,7 @@ class StageExecutor:
             Direction.TIED_SUM: raw,
         }
         self._raw = raw
+        self._memory = ActivationMemory(config, windows) if pipeline.remembers else None
         self.uncompressed = False
         """Send and expect fp32, whatever the run's codecs are."""
         self._boundary = TensorSpec(
@@ -105,6 +114,11 @@ class StageExecutor:
     def units(self) -> tuple[str, ...]:
         """Layer units of this stage, in model order within each chunk."""
         return tuple(unit for chunk in self._chunk_indices() for unit in self._split[chunk])
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The units whose snapshots `restore` reads: its own, and those that hold what both ends know."""
+        return tuple(dict.fromkeys((*self.units, *self._remembering().values())))
 
     @property
     def is_first(self) -> bool:
@@ -137,12 +151,27 @@ class StageExecutor:
         self._build()
         if step > 0:
             for unit in self.units:
-                self._the_optimizer.load_unit_state(unit, fetch(unit))
+                self._the_optimizer.load_unit_state(unit, without_cache(fetch(unit)))
+        if self._memory is not None:
+            self._memory.restore(
+                step,
+                {j: fetch(unit) if step > 0 else {} for j, unit in self._remembering().items()},
+            )
         self.state_step = step
+
+    def forget(self) -> None:
+        """Hold the state of no step: what is here cannot be the run's."""
+        self.state_step = -1
+        self.voted = False
 
     def copy_state(self) -> dict[str, dict[str, Tensor]]:
         """A copy of every unit's weights and optimizer state, on the CPU."""
-        return {unit: self._the_optimizer.unit_state(unit) for unit in self.units}
+        state = {unit: self._the_optimizer.unit_state(unit) for unit in self.units}
+        if self._memory is not None:
+            for boundary, unit in self._remembering().items():
+                if unit in state:
+                    state[unit] = {**state[unit], **self._memory.state(boundary)}
+        return state
 
     # ---- a step
 
@@ -179,6 +208,8 @@ class StageExecutor:
         """
         self.voted = False
         self._the_optimizer.zero_grad()
+        if self._memory is not None:
+            self._memory.rollback()
         fed, wanted = self._microbatches(inputs), self._microbatches(labels)
         in_flight: dict[tuple[int, int], _InFlight] = {}
         losses: list[Tensor] = []
@@ -207,6 +238,8 @@ class StageExecutor:
         self.clock.switch(TimeKind.OPTIMIZER)
         self.voted = False
         self._the_optimizer.apply(lr, clip_coefficient)
+        if self._memory is not None:
+            self._memory.commit()
         self.state_step += 1
 
     # ---- inside
@@ -308,7 +341,11 @@ class StageExecutor:
         )
 
     def _codec(self, key: TensorKey) -> Codec:
-        return self._raw if self.uncompressed else self._codecs[key.direction]
+        if self.uncompressed:
+            return self._raw
+        if self._memory is not None and key.direction is Direction.ACTIVATION:
+            return self._memory.codec(key)
+        return self._codecs[key.direction]
 
     def _packed_bytes(self, key: TensorKey, spec: TensorSpec) -> int:
         return self._codec(key).packed_bytes(spec)
@@ -324,6 +361,13 @@ class StageExecutor:
             build_chunk(model, self._split[index], seed, self.device) for index in self._chunk_indices()
         ]
         self._optimizer = StageOptimizer(self._chunks, self.config.training)
+
+    def _remembering(self) -> dict[int, str]:
+        """Boundaries of this stage by number, if its codec has a memory, and the unit before each."""
+        if self._memory is None:
+            return {}
+        ends = {index - 1 for index in self._chunk_indices()} | set(self._chunk_indices())
+        return {index: self._split[index][-1] for index in sorted(ends) if 0 <= index < self._last_chunk}
 
     def _chunk_indices(self) -> range:
         return range(self.stage, self.stages * self._chunk_count, self.stages)

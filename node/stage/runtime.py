@@ -17,14 +17,15 @@ import torch
 
 from node import faults
 from node.config.loader import from_json
+from node.model.placement import boundary_cache_bytes
 from node.model.units import most_state_bytes
 from node.stage.batches import Batches
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.epoch_task import EpochTask, State
 from node.stage.executor import StageExecutor
 from node.stage.inbox import Inbox
-from node.stage.snapshot_cache import SnapshotCache
 from node.stage.measure import NodeMeter
+from node.stage.snapshot_cache import SnapshotCache
 from node.stage.stage_io import TensorLink
 from node.telemetry.clock import StageClock
 from node.training.serialization import serialize_unit
@@ -39,8 +40,8 @@ from wire.messages import (
     FailureKind,
     Finish,
     Heartbeat,
-    Hello,
     HeartbeatReply,
+    Hello,
     Leave,
     NodeMessage,
     Placement,
@@ -50,8 +51,8 @@ from wire.messages import (
 )
 from wire.pacing import Pacer
 from wire.spec import Direction, TensorKey
-from wire.version import PROTOCOL, VERSION
 from wire.telemetry import Telemetry
+from wire.version import PROTOCOL, VERSION
 
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
@@ -202,7 +203,9 @@ class NodeRuntime:
         kept = await asyncio.to_thread(self._cache.get, step, unit)
         if kept is not None:
             return kept
-        limit = most_state_bytes(self.executor.config.model, unit)
+        config = self.executor.config
+        windows = self._welcome.windows if self._welcome is not None else 0
+        limit = most_state_bytes(config.model, unit) + boundary_cache_bytes(config, windows)
         data = await self._client.layer(step, unit, limit)
         await asyncio.to_thread(self._cache.put, step, unit, data)
         return data
@@ -306,11 +309,11 @@ class NodeRuntime:
                 if self._epoch is not None and self._epoch.number == message.epoch:
                     self._tell(f"epoch {message.epoch} is over: {message.reason}")
                     await self._end_epoch()
+            case HeartbeatReply():
+                self._meter.sync.answer(sent=message.sent_at, received=time.monotonic(), at=message.at)
             case Finish():
                 self._end(message)
             case Refusal():
-            case HeartbeatReply():
-                self._meter.sync.answer(sent=message.sent_at, received=time.monotonic(), at=message.at)
                 raise message.error()
             case Prefetch():
                 if self._prefetching is not None:
@@ -324,7 +327,9 @@ class NodeRuntime:
         if self._welcome is None:
             config = from_json(welcome.config_json)
             clock = StageClock()
-            self.executor = await self.compute(lambda: StageExecutor(config, self._settings.device, clock))
+            self.executor = await self.compute(
+                lambda: StageExecutor(config, self._settings.device, clock, windows=welcome.windows)
+            )
             settings, tag = self._settings, hashlib.sha256(welcome.config_json.encode()).hexdigest()[:16]
             self._cache = SnapshotCache(settings.cache_directory, settings.cache_bytes, tag)
             self.batches = Batches(config, self._client, self._group)
@@ -371,12 +376,12 @@ class NodeRuntime:
         await self._welcomed.wait()
         assert self._welcome is not None
         while True:
+            # The first one at once: it is also how the node learns what the coordinator's clock says.
+            self.post(Heartbeat(telemetry=self.telemetry(), sent_at=time.monotonic()))
             await asyncio.sleep(self._welcome.heartbeat_seconds)
 
     async def _upload(self, epoch: int, step: int, state: State) -> None:
         """Send every layer. One that is not stored fails the epoch: the run may be waiting for it."""
-            # The first one at once: it is also how the node learns what the coordinator's clock says.
-            self.post(Heartbeat(telemetry=self.telemetry(), sent_at=time.monotonic()))
         for unit, tensors in state.items():
             faults.reach(faults.Phase.SNAPSHOT, stage=self.executor.stage, step=step)
             data = await asyncio.to_thread(serialize_unit, tensors)

@@ -4,13 +4,12 @@ Tokens are bytes. A window is `sequence` + 1 tokens: inputs are all but the last
 Windows of one pass start `sequence` tokens apart, so that each token is a label at most once in a pass.
 """
 
-from dataclasses import dataclass
 from hashlib import sha256
 
 import numpy as np
 
 from node.config.schema import DataSection
-from node.training.rng import generator
+from node.training.order import SampleOrder
 from node.training.text import read_text
 from wire.errors import DataError
 
@@ -20,24 +19,18 @@ VALIDATION_WINDOWS = 16
 """or this many windows if that is more, but never over a tenth of the text."""
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One time through the training text: window i starts at `phase + order[i] * sequence`."""
-
-    number: int
-    phase: int
-    order: np.ndarray
-
-
 class Corpus:
     """The text as tokens, cut into a training part and a held-out tail."""
 
-    def __init__(self, tokens: np.ndarray, *, sequence: int, global_batch: int, seed: int) -> None:
+    def __init__(
+        self, tokens: np.ndarray, *, sequence: int, global_batch: int, seed: int, shift: bool = True
+    ) -> None:
         """
         Args:
             tokens: [N] uint8.
             sequence: tokens a sample.
             global_batch: samples a step.
+            shift: every pass starts at another token below `sequence`, so that samples do not come again.
 
         Raises:
             DataError: fewer than `sequence` + 1 tokens.
@@ -57,12 +50,12 @@ class Corpus:
         self.sequence = sequence
         self.global_batch = global_batch
         self.seed = seed
-        self._newest: Pass | None = None
 
         room = len(self.training) - 1
         # One window fewer than fit, so that every phase below `sequence` leaves room for all of them.
-        self.windows = max(1, room // sequence - 1)
-        self._phases = min(sequence, room - self.windows * sequence + 1)
+        self.windows = max(1, room // sequence - 1) if shift else room // sequence
+        phases = min(sequence, room - self.windows * sequence + 1) if shift else 1
+        self._order = SampleOrder(windows=self.windows, phases=phases, global_batch=global_batch, seed=seed)
 
     @classmethod
     def load(cls, data: DataSection, *, sequence: int, global_batch: int, seed: int) -> "Corpus":
@@ -72,7 +65,7 @@ class Corpus:
             DataError: missing, unreadable, empty or too short; one line that says what to do.
         """
         tokens = np.frombuffer(read_text(data), dtype=np.uint8)
-        return cls(tokens, sequence=sequence, global_batch=global_batch, seed=seed)
+        return cls(tokens, sequence=sequence, global_batch=global_batch, seed=seed, shift=data.shift)
 
     def fingerprint(self) -> str:
         """SHA-256 of the training tokens: a resumed run needs the same text."""
@@ -96,14 +89,6 @@ class Corpus:
 
     def _window(self, sample: int) -> np.ndarray:
         number, index = divmod(sample, self.windows)
-        current = self._pass(number)
+        current = self._order.pass_of(number)
         start = current.phase + int(current.order[index]) * self.sequence
         return self.training[start : start + self.sequence + 1]
-
-    def _pass(self, number: int) -> Pass:
-        newest = self._newest
-        if newest is None or newest.number != number:
-            random = generator(self.seed, step=number, purpose="data order")
-            phase = int(random.integers(self._phases))
-            newest = self._newest = Pass(number, phase, random.permutation(self.windows))
-        return newest

@@ -10,6 +10,9 @@ from torch import Tensor
 from node.training.snapshot import read_unit
 from wire.errors import RunError
 
+CACHE_PREFIX = "activation_cache."
+"""Begins the names of remembered activations in a unit's state, of runs whose codec has a memory."""
+
 
 def serialize_unit(tensors: Mapping[str, Tensor]) -> bytes:
     """The same tensors give the same bytes, in whatever order they come.
@@ -33,10 +36,15 @@ def deserialize_unit(data: bytes) -> dict[str, Tensor]:
         raise RunError(f"unit state of {len(data)} bytes cannot be read ({error}); fetch it again") from error
 
 
+def without_cache(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A unit's weights and optimizer state alone, without the activations remembered behind it."""
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(CACHE_PREFIX)}
+
+
 def load_unit(directory: Path, unit: str) -> dict[str, Tensor]:
-    """A unit's tensors from a complete snapshot, after checking the file's SHA-256.
+    """A unit's weights and optimizer state from a complete snapshot, after checking the file's SHA-256.
 
     Raises:
         RunError: see `node.training.snapshot.read_unit`.
     """
-    return deserialize_unit(read_unit(directory, unit))
+    return without_cache(deserialize_unit(read_unit(directory, unit)))

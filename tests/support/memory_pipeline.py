@@ -37,13 +37,14 @@ TEXT = "".join(
 ).encode()
 
 
-def corpus(config: RunConfig) -> Corpus:
+def corpus(config: RunConfig, text: bytes = TEXT) -> Corpus:
     """A text that is neither constant nor random, so that its loss falls but not to nothing."""
     return Corpus(
-        np.frombuffer(TEXT, dtype=np.uint8),
+        np.frombuffer(text, dtype=np.uint8),
         sequence=config.model.sequence,
         global_batch=config.training.global_batch,
         seed=config.run.seed,
+        shift=config.data.shift,
     )
 
 
@@ -80,14 +81,18 @@ class MemoryIO:
 class MemoryPipeline:
     """All stages of `config`, at step 0. A context manager: leaving it ends the threads."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, data: Corpus | None = None) -> None:
+        """`data` defaults to `corpus(config)`."""
         stages = config.pipeline.stages
         self.config = config
         self.step = 0
-        self.executors = [StageExecutor(config, torch.device("cpu"), StageClock()) for _ in range(stages)]
+        self._corpus = data or corpus(config)
+        self.executors = [
+            StageExecutor(config, torch.device("cpu"), StageClock(), windows=self._corpus.windows)
+            for _ in range(stages)
+        ]
         self.inboxes = [Inbox() for _ in range(stages)]
         self.ios = [MemoryIO(stage, self.executors, self.inboxes) for stage in range(stages)]
-        self._corpus = corpus(config)
         self._pool = ThreadPoolExecutor(stages, initializer=torch.set_num_threads, initargs=(1,))
         for stage, executor in enumerate(self.executors):
             executor.place(stage, stages)

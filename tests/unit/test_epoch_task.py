@@ -50,7 +50,7 @@ class Stage:
         self.state_step = -1
         self.voted = False
         self.uncompressed = False
-        self.units = ("block.0001",)
+        self.units = self.sources = ("block.0001",)
         self.is_first = self.is_last = False
         self.trouble: Exception | None = None
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
@@ -120,7 +121,7 @@ class Scene:
             run_id="test-run",
             store=cast(Store, self.store),
             desk=cast(EnrolmentDesk, None),
-            corpus=cast(Corpus, None),
+            corpus=Corpus(np.zeros(4096, dtype=np.uint8), sequence=16, global_batch=4, seed=0),
             emit=self.events.append,
             past=Past(),
         )

@@ -10,13 +10,15 @@ Little endian:
          7      1  tile, elements (0: raw)
          8      1  dtype of the tensor: 0 fp32, 1 bf16, 2 fp16
          9      1  dimensions, 1 to 5
-        10      2  share of 4-bit tiles, in ten-thousandths; of `trellis`, the rate in thousandths of a bit
+        10      2  share of 4-bit tiles, in ten-thousandths; of `trellis`, the rate in thousandths of a bit;
+                   of `aqsgd`, how many samples are sent for the first time
         12      4  tau, fp32
         16      4  constant c of a fixed-point codec, fp32
         20     20  extents, unused ones 0
         40      8  payload bytes
         48      4  the tensor's power-of-two exponent, signed
-        52      8  zeros
+        52      4  of a codec with a memory: the step since which both ends remember; else 0
+        56      4  of a codec with a memory: CRC32C of what the tensor was packed against; else 0
         60      4  CRC32C of bytes 0 to 59 and of the payload
 
 All but the exponent and the checksum follow from what was negotiated, so a receiver compares; it never
@@ -32,7 +34,7 @@ import torch
 from numpy.typing import NDArray
 
 from kernels.tiles import NON_FINITE
-from wire.errors import CodecError, NonFiniteError, PackedMismatchError
+from wire.errors import CodecError, MemoryMismatchError, NonFiniteError, PackedMismatchError
 from wire.spec import TensorSpec
 
 HEADER_BYTES = 64
@@ -44,8 +46,8 @@ CHECKSUM = slice(60, 64)
 
 _MAGIC = b"TWPT"
 _VERSION = 1
-_STRUCT = struct.Struct("<4sBBBBBBHff5IQi8xI")
-_RESERVED = slice(52, 60)
+_STRUCT = struct.Struct("<4sBBBBBBHff5IQiIII")
+_MEMORY = slice(52, 60)
 _NAMES = (
     "magic",
     "version",
@@ -86,6 +88,8 @@ class Header:
     spec: TensorSpec
     payload_bytes: int
     exponent: int = 0
+    memory: tuple[int, int] | None = None
+    """(Since which step, CRC32C) of what a codec with a memory packs this tensor against."""
 
     def to_bytes(self) -> bytes:
         """The 64 bytes, with a checksum of zero."""
@@ -106,6 +110,7 @@ class Header:
             *(0,) * (MAX_DIMENSIONS - len(shape)),
             self.payload_bytes,
             self.exponent,
+            *(self.memory or (0, 0)),
             0,
         )
 
@@ -139,8 +144,9 @@ def seal(buffer: bytearray | memoryview | NDArray[np.uint8]) -> None:
 def check(buffer: PackedBytes, expected: Header, exponents: range) -> Header:
     """Compare a received packed tensor with what was negotiated; return its header, exponent filled in.
 
-    Length, every field, the exponent's range and the checksum, in this order, before anything is allocated.
-    `PackedMismatchError` names the first that is wrong.
+    Length, every field, the exponent's range, the checksum and what the ends remember, in this order, before
+    anything is allocated. `PackedMismatchError` names the first that is wrong; the last is a
+    `MemoryMismatchError`.
     """
     packed = np.frombuffer(buffer, dtype=np.uint8)
     length = HEADER_BYTES + expected.payload_bytes
@@ -156,13 +162,20 @@ def check(buffer: PackedBytes, expected: Header, exponents: range) -> Header:
         wrong = next((pair for pair in pairs if pair[1] != pair[2]), ("a number", -0.0, 0.0))
         raise PackedMismatchError("a packed tensor says {} {!r}, not the agreed {!r}: refused".format(*wrong))
     exponent = int.from_bytes(header[EXPONENT], "little", signed=True)
-    if exponent not in exponents or any(header[_RESERVED]):
+    if exponent not in exponents or (expected.memory is None and any(header[_MEMORY])):
         raise PackedMismatchError(
             f"a packed tensor has exponent {exponent} (allowed: {exponents.start} to {exponents.stop - 1}) "
             "or unknown fields: refused"
         )
     if int.from_bytes(header[CHECKSUM], "little") != _checksum(packed):
         raise PackedMismatchError("a packed tensor's checksum is wrong: it was damaged, ask for it again")
+    since, crc = struct.unpack("<II", header[_MEMORY])
+    if expected.memory is not None and (since, crc) != expected.memory:
+        raise MemoryMismatchError(
+            f"the ends of a boundary remember different activations: the sender since step {since}, CRC32C "
+            f"{crc:08x}, this stage since step {expected.memory[0]}, {expected.memory[1]:08x}: refused; this "
+            "stage goes back to the newest snapshot"
+        )
     return replace(expected, exponent=exponent)
 
 

@@ -1,0 +1,88 @@
+"""Which samples a step sees: a pure function of (seed, step), known to the coordinator and to every stage."""
+
+from dataclasses import dataclass
+from threading import Lock
+
+import numpy as np
+
+from node.training.rng import generator
+
+_KEPT = 3
+"""Passes held at once: a step may touch two, and the one before them tells what was sent last."""
+_KEPT_STEPS = 8
+"""Answers of `known` held at once: it is asked for every tensor of a step."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One time through the training text."""
+
+    number: int
+    phase: int
+    """How far into the text its first window starts."""
+    order: np.ndarray
+    """Window of each place, int64 [windows]."""
+
+
+class SampleOrder:
+    """Every pass goes once through all windows of the text, each in an order of its own.
+
+    Windows are numbered along the text. Safe to call from any thread.
+    """
+
+    def __init__(self, *, windows: int, phases: int = 1, global_batch: int, seed: int) -> None:
+        """
+        Args:
+            windows: of one pass.
+            phases: passes start this many tokens into the text at most; with 1 a window holds the same tokens
+                in every pass.
+        """
+        self.windows = windows
+        self._phases = phases
+        self._global_batch = global_batch
+        self._seed = seed
+        self._lock = Lock()
+        self._passes: dict[int, Pass] = {}
+        self._known: dict[tuple[int, int], tuple[bool, ...]] = {}
+
+    def pass_of(self, number: int) -> Pass:
+        with self._lock:
+            found = self._passes.get(number)
+            if found is None:
+                random = generator(self._seed, step=number, purpose="data order")
+                phase = int(random.integers(self._phases))
+                found = Pass(number, phase, random.permutation(self.windows))
+                if len(self._passes) == _KEPT:
+                    # The farthest: steps go forward, and back to what a failed step saw.
+                    del self._passes[max(self._passes, key=lambda old: abs(old - number))]
+                self._passes[number] = found
+            return found
+
+    def samples(self, step: int) -> tuple[int, ...]:
+        """Windows that the step sees, [global batch]; microbatches are consecutive."""
+        first = step * self._global_batch
+        places = (divmod(place, self.windows) for place in range(first, first + self._global_batch))
+        return tuple(int(self.pass_of(number).order[index]) for number, index in places)
+
+    def known(self, step: int, since: int) -> tuple[bool, ...]:
+        """Of each sample of the step, whether one of the steps `since` to `step` - 1 has seen it."""
+        with self._lock:
+            found = self._known.get((step, since))
+        if found is None:
+            found = self._find_known(step, since)
+            with self._lock:
+                while len(self._known) >= _KEPT_STEPS:
+                    del self._known[next(iter(self._known))]
+                self._known[step, since] = found
+        return found
+
+    def _find_known(self, step: int, since: int) -> tuple[bool, ...]:
+        number, index = divmod(step * self._global_batch, self.windows)
+        last_seen = np.full(self.windows, -1, dtype=np.int64)
+        if number > 0:
+            before = self.pass_of(number - 1)
+            last_seen[before.order] = np.arange(self.windows) + before.number * self.windows
+        current = self.pass_of(number)
+        last_seen[current.order[:index]] = np.arange(index) + number * self.windows
+        earliest = since * self._global_batch
+        return tuple(bool(last_seen[sample] >= earliest) for sample in self.samples(step))

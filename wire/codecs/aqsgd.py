@@ -1,0 +1,211 @@
+"""`aqsgd-b`: b bits an element of how a sample's activation changed since the sample was last sent.
+
+AQ-SGD (Wang et al. 2022, "Fine-tuning language models over slow networks using activation quantization with
+guarantees", algorithm 1): with m the activation that both ends remember of a sample, the sender packs
+Q(a - m), and both set m to m + Q(a - m), which is what the receiver goes on with. A sample that is sent for
+the first time travels uncompressed and becomes m. Here m and the first pass are bf16 (16 bits an element), as
+wide in range as fp32; Q is `fixed-b`. An error that is left over is part of the next change.
+
+Payload: activations of samples that are new, bf16, in order | `fixed-b` payload of the changes of the others,
+in order, as one tensor; each part is there only if it has samples. Which samples are new follows from their
+place in the run, so that both ends know the size before anything is sent.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kernels import fixed, ops
+from kernels.tiles import MAX_EXPONENT, MIN_EXPONENT, NON_FINITE, TILE
+from wire.codecs.base import Codec
+from wire.codecs.fixed import FixedCodec
+from wire.codecs.header import Header, Parameters
+from wire.codecs.sample_cache import SampleCache
+from wire.errors import CodecError, ConfigError, NonFiniteError
+from wire.spec import TensorSpec
+
+PREFIX = "aqsgd-"
+MIN_BITS = 2
+MAX_BITS = 8
+
+_NUMBER = 7
+_ALIGNMENT = 16
+
+
+def named(name: str) -> "AqsgdCodec | None":
+    """The codec of that name, if it is one of these."""
+    for bits in range(MIN_BITS, MAX_BITS + 1):
+        if name == f"{PREFIX}{bits}":
+            return AqsgdCodec(bits)
+    return None
+
+
+@dataclass(frozen=True)
+class SampleBatch:
+    """The samples of one tensor `[n, ...]`, in the order of its rows."""
+
+    cache: SampleCache
+    samples: tuple[int, ...]
+    known: tuple[bool, ...]
+    """Whether a step since `cache.since` has sent the sample, by its place in the run."""
+    place: int
+    """Orders the tensors of a step; the microbatch's number."""
+
+    def rows(self, known: bool) -> list[int]:
+        """Rows of the tensor whose samples are known, or those whose samples are not."""
+        return [row for row, flag in enumerate(self.known) if flag is known]
+
+    @property
+    def known_samples(self) -> list[int]:
+        return [self.samples[row] for row in self.rows(True)]
+
+
+class AqsgdCodec(Codec):
+    """`b` bits of the change. By itself it only knows sizes, of tensors whose samples are all known.
+
+    `of` gives the codec of one tensor, which packs and unpacks.
+    """
+
+    exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
+
+    def __init__(self, bits: int) -> None:
+        if not MIN_BITS <= bits <= MAX_BITS:
+            raise ConfigError(f"{PREFIX}{bits} is no codec: {PREFIX}{MIN_BITS} to {PREFIX}{MAX_BITS} are")
+        self.name = f"{PREFIX}{bits}"
+        self.parameters = Parameters(codec=_NUMBER, bits=bits, tile=TILE, constant=1.0)
+        self.fixed = FixedCodec(bits)
+
+    def of(self, batch: SampleBatch) -> "AqsgdTensorCodec":
+        """The codec of the tensor that holds these samples."""
+        return AqsgdTensorCodec(self, batch)
+
+    def first_pass_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of a packed tensor whose samples are all new, header included."""
+        return self.packed_bytes(spec) - self._payload_bytes(spec) + _new_bytes(spec, spec.shape[0])
+
+    def _payload_bytes(self, spec: TensorSpec) -> int:
+        return self.fixed._payload_bytes(spec)
+
+    def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
+        raise CodecError(f"{self.name} packs changes of known samples: a tensor alone cannot be packed")
+
+    def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
+        raise CodecError(f"{self.name} packs changes of known samples: a tensor alone cannot be unpacked")
+
+
+class AqsgdTensorCodec(Codec):
+    """`aqsgd-b` for one tensor `[n, ...]` of n samples. Packing and unpacking stage what the cache learns."""
+
+    exponents = AqsgdCodec.exponents
+
+    def __init__(self, codec: AqsgdCodec, batch: SampleBatch) -> None:
+        self.name = codec.name
+        self.parameters = Parameters(
+            codec=_NUMBER,
+            bits=codec.parameters.bits,
+            tile=TILE,
+            share=len(batch.rows(False)),
+            constant=codec.parameters.constant,
+        )
+        self._fixed = codec.fixed
+        self._batch = batch
+
+    def _header(self, spec: TensorSpec) -> Header:
+        cache = self._batch.cache
+        memory = (cache.since, cache.crc(self._batch.known_samples))
+        return Header(self.parameters, spec, self._payload_bytes(spec), memory=memory)
+
+    def _payload_bytes(self, spec: TensorSpec) -> int:
+        samples = len(self._batch.samples)
+        if spec.shape[0] != samples or len(spec.shape) < 2:
+            raise CodecError(f"a tensor of shape {list(spec.shape)} does not hold {samples} samples")
+        new = len(self._batch.rows(False))
+        size = _new_bytes(spec, new)
+        if new < samples:
+            size += self._fixed._payload_bytes(_changes(spec, samples - new))
+        return size
+
+    def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
+        new, known = self._batch.rows(False), self._batch.rows(True)
+        learnt = torch.empty(tensor.shape, dtype=torch.bfloat16, device=tensor.device)
+        exponent = torch.zeros((), dtype=torch.int32, device=tensor.device)
+        spec = TensorSpec(tensor.dtype, tuple(tensor.shape))
+        split = _new_bytes(spec, len(new))
+        if new:
+            first = _take(tensor, new).to(torch.bfloat16)
+            _put(learnt, new, first)
+            size = 2 * first.numel()
+            payload[:size].copy_(first.contiguous().view(torch.uint8).flatten())
+            payload[size:split].zero_()
+            low, high = torch.aminmax(first)
+            finite = torch.isfinite(low) & torch.isfinite(high)
+            exponent = torch.where(finite, exponent, NON_FINITE).int()
+        if known:
+            before = self._batch.cache.recall(self._batch.known_samples, tensor.device).float()
+            change = _take(tensor, known).float() - before
+            found = self._fixed._pack(change, payload[split:])
+            exponent = torch.where(exponent == NON_FINITE, exponent, found).int()
+            _put(learnt, known, _renewed(before, self._unpacked(payload[split:], change.shape, found)))
+        self._batch.cache.stage(self._batch.place, self._batch.samples, learnt)
+        return exponent
+
+    def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
+        new, known = self._batch.rows(False), self._batch.rows(True)
+        learnt = torch.empty(out.shape, dtype=torch.bfloat16, device=out.device)
+        split = _new_bytes(TensorSpec(out.dtype, tuple(out.shape)), len(new))
+        if new:
+            shape = (len(new), *out.shape[1:])
+            first = payload[: 2 * torch.Size(shape).numel()].view(torch.bfloat16).view(shape)
+            low, high = torch.aminmax(first)
+            if not (low.isfinite() and high.isfinite()):
+                raise NonFiniteError(f"a packed {self.name} tensor holds infinities or NaNs: refused")
+            _put(learnt, new, first)
+        if known:
+            before = self._batch.cache.recall(self._batch.known_samples, out.device).float()
+            change = torch.empty_like(before)
+            self._fixed._unpack(payload[split:], change, exponent)
+            _put(learnt, known, _renewed(before, change))
+        limit = torch.finfo(out.dtype).max
+        out.copy_(learnt if limit >= torch.finfo(torch.bfloat16).max else learnt.float().clamp(-limit, limit))
+        self._batch.cache.stage(self._batch.place, self._batch.samples, learnt)
+
+    def _unpacked(self, payload: torch.Tensor, shape: torch.Size, exponent: torch.Tensor) -> torch.Tensor:
+        """What the other end makes of a payload just packed; of one that is refused, anything."""
+        sections = fixed.FixedSections(*self._fixed._layout(tuple(shape)).views(payload))
+        change = torch.zeros(shape, dtype=torch.float32, device=payload.device)
+        constant = self.parameters.constant
+        if ops.has_kernels(payload.device.type):
+            ops.fixed_decode(*sections, change, exponent, constant)
+        elif int(exponent) != NON_FINITE:
+            fixed.decode(sections, change, int(exponent), constant=constant)
+        return change
+
+
+def _renewed(before: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
+    """m + Q(a - m), fp32, rounded to bf16 within its finite range."""
+    limit = torch.finfo(torch.bfloat16).max
+    return (before + change).clamp_(-limit, limit).to(torch.bfloat16)
+
+
+def _changes(spec: TensorSpec, samples: int) -> TensorSpec:
+    return TensorSpec(torch.float32, (samples, *spec.shape[1:]))
+
+
+def _new_bytes(spec: TensorSpec, samples: int) -> int:
+    """Bytes of the part for new samples, filled up to where the next part starts."""
+    size = 2 * spec.elements // spec.shape[0] * samples
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _take(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    if len(rows) == tensor.shape[0]:
+        return tensor
+    return tensor[torch.tensor(rows, device=tensor.device)]
+
+
+def _put(tensor: torch.Tensor, rows: Sequence[int], values: torch.Tensor) -> None:
+    if len(rows) == tensor.shape[0]:
+        tensor.copy_(values)
+    else:
+        tensor[torch.tensor(rows, device=tensor.device)] = values
