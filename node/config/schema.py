@@ -95,6 +95,25 @@ class TrainingSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StorageSection:
+    """`[storage]`, how a block keeps activations for backward."""
+
+    preset: str = "off"
+    """`off` (what autograd keeps), `agoq` (the paper's: 4 bits, attention in BF16) or `compact` (attention in
+    8 bits too). The keys below replace a kind's form."""
+    norm_input: str = "preset"
+    """Both norms' input: `none` (as computed), `bf16`, or `8`, `6`, `5` or `4` bits in blocks of 128."""
+    ffn_input: str = "preset"
+    """The inputs of SwiGLU or GELU: the same, `3`, or `recompute` (from the norm's input)."""
+    attention: str = "preset"
+    """Queries, keys and values: `none`, `bf16`, `8`, `6`, `5`, `4` or `recompute`."""
+    attention_output: str = "preset"
+    """What attention gives: the same; `recompute` runs attention again."""
+    bits_by_stage: bool = False
+    """Stages that hold fewer microbatches keep norm and FFN inputs in more bits, within the same memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PipelineSection:
     """`[pipeline]`"""
 
@@ -161,6 +180,7 @@ class RunConfig:
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
     training: TrainingSection = field(default_factory=TrainingSection)
+    storage: StorageSection = field(default_factory=StorageSection)
     pipeline: PipelineSection = field(default_factory=PipelineSection)
     coordinator: CoordinatorSection = field(default_factory=CoordinatorSection)
     dashboard: DashboardSection = field(default_factory=DashboardSection)

@@ -14,8 +14,10 @@ from node.config.schema import (
     PipelineSection,
     RunConfig,
     RunSection,
+    StorageSection,
     TrainingSection,
 )
+from node.model.storage import FROM_PRESET, KINDS, PRESETS
 from wire.errors import ConfigError
 
 FAMILIES = ("llama", "gpt2")
@@ -42,6 +44,7 @@ def problems(config: RunConfig) -> list[str]:
         *_name("data.tokenizer", config.data.tokenizer, TOKENIZERS),
         *([] if config.data.path else ["data.path must name a file, a folder or stdlib"]),
         *_training(config.training, config.run.steps),
+        *_storage(config.storage),
         *_pipeline(config.pipeline, config.model.layers),
         *_codecs(config.pipeline, config.data.shift),
         *_coordinator(config.coordinator),
@@ -123,6 +126,12 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
         if not 0 <= getattr(training, key) < math.inf:
             yield f"training.{key} must be a finite number of at least 0, got {getattr(training, key)}"
     yield from _name("training.precision", training.precision, PRECISIONS)
+
+
+def _storage(storage: StorageSection) -> Iterator[str]:
+    yield from _name("storage.preset", storage.preset, tuple(PRESETS))
+    for kind, forms in KINDS.items():
+        yield from _name(f"storage.{kind}", getattr(storage, kind), (FROM_PRESET, *forms))
 
 
 def _pipeline(pipeline: PipelineSection, layers: int) -> Iterator[str]:

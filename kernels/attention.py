@@ -1,0 +1,137 @@
+"""Causal attention as two steps, so that what lies between them is the caller's to keep.
+
+Shape legend: B batch, H query heads, K key/value heads (H / K queries share one), S sequence, D head width.
+These are the operators behind `F.scaled_dot_product_attention` (FlashAttention-2, arXiv 2307.08691): its
+forward gives the same bits. Backward takes queries, keys, values and result that may have been stored and
+restored in between; the log-sum-exp belongs to those that went forward. Where torch has no such operator
+(fp32 on a GPU, odd head widths) only queries, keys and values are used, and backward runs forward again.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils.deterministic
+from torch import Tensor
+
+_FLASH_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def has_flash(query_bhsd: Tensor) -> bool:
+    """Whether torch can run backward from the result and its log-sum-exp."""
+    if query_bhsd.device.type == "cpu":
+        return query_bhsd.dtype in (torch.float32, *_FLASH_DTYPES)
+    width = query_bhsd.shape[-1]
+    if query_bhsd.device.type != "cuda" or query_bhsd.dtype not in _FLASH_DTYPES:
+        return False
+    return width % 8 == 0 and width <= 256 and torch.cuda.get_device_capability(query_bhsd.device) >= (8, 0)
+
+
+def attention(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor) -> tuple[Tensor, Tensor]:
+    """The result [B, H, S, D] and its log-sum-exp, fp32 [B, H, S]; that is empty where nothing can use it.
+
+    The result's transpose to [B, S, H, D] is contiguous where `has_flash`.
+    """
+    if not has_flash(query_bhsd):
+        out = F.scaled_dot_product_attention(
+            query_bhsd, key_bksd, value_bksd, is_causal=True, enable_gqa=_grouped(query_bhsd, key_bksd)
+        )
+        return out, query_bhsd.new_empty(0, dtype=torch.float32)
+    if query_bhsd.device.type == "cpu":
+        out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query_bhsd, key_bksd, value_bksd, 0.0, True
+        )
+        return out, sums
+    made = torch.ops.aten._scaled_dot_product_flash_attention(query_bhsd, key_bksd, value_bksd, 0.0, True)
+    return made[0], made[1]
+
+
+def attention_backward(
+    grad_bhsd: Tensor,
+    query_bhsd: Tensor,
+    key_bksd: Tensor,
+    value_bksd: Tensor,
+    out_bhsd: Tensor,
+    sums: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values, summed in a fixed order: equal inputs give equal bits.
+
+    Args:
+        grad_bhsd: of the result.
+        out_bhsd, sums: what `attention` gave; unused where it gave no log-sum-exp.
+    """
+    if not has_flash(query_bhsd):
+        leaves = [part.detach().requires_grad_() for part in (query_bhsd, key_bksd, value_bksd)]
+        with torch.enable_grad():
+            again = F.scaled_dot_product_attention(
+                leaves[0],
+                leaves[1],
+                leaves[2],
+                is_causal=True,
+                enable_gqa=_grouped(query_bhsd, key_bksd),
+            )
+        query, key, value = torch.autograd.grad(again, leaves, grad_bhsd)
+        return query, key, value
+    if query_bhsd.device.type == "cpu":
+        return _backward_on_cpu(grad_bhsd, query_bhsd, key_bksd, value_bksd, out_bhsd, sums)
+    length = query_bhsd.shape[-2]
+    # Of a generator that only dropout would use.
+    unused = torch.zeros(2, dtype=torch.uint64, device=query_bhsd.device)
+    with _fixed_order():
+        query, key, value = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad_bhsd,
+            query_bhsd,
+            key_bksd,
+            value_bksd,
+            out_bhsd,
+            sums,
+            None,
+            None,
+            length,
+            length,
+            0.0,
+            True,
+            unused,
+            unused,
+        )
+    return query, key, value
+
+
+def _backward_on_cpu(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if heads != kv_heads:
+        # The operator's own sum over the queries of a head is not in every version of torch.
+        key, value = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (key, value))
+    of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, query, key, value, out, sums, 0.0, True
+    )
+    if heads != kv_heads:
+        grouped = (kv_heads, heads // kv_heads)
+        of_key, of_value = (part.unflatten(1, grouped).sum(2) for part in (of_key, of_value))
+    return of_query, of_key, of_value
+
+
+def _grouped(query: Tensor, key: Tensor) -> bool:
+    return query.shape[1] != key.shape[1]
+
+
+@contextmanager
+def _fixed_order() -> Iterator[None]:
+    """FlashAttention adds the queries' gradients with atomics unless torch is told to be deterministic."""
+    if torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    # A module whose one setting is a property, which mypy does not see.
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        settings.fill_uninitialized_memory = fill

@@ -1,0 +1,137 @@
+"""What a block keeps of its activations for backward, and the bytes that takes. Torch-free.
+
+Four kinds of tensor, each kept in a form of its own; everything else is computed again in backward (design,
+section 4; AGoQ, arXiv 2605.00539, table 1). U is the unit of that table: batch x sequence x hidden x 2 bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+
+from kernels.blockfloat_layout import packed_bytes
+from node.config.schema import ModelSection, StorageSection, TrainingSection
+
+AS_COMPUTED = "none"
+RECOMPUTE = "recompute"
+FROM_PRESET = "preset"
+PACKED = {"bf16": 16, "8": 8, "6": 6, "5": 5, "4": 4, "3": 3}
+"""Bits an element of the forms that are packed."""
+KINDS = {
+    "norm_input": (AS_COMPUTED, "bf16", "8", "6", "5", "4"),
+    "ffn_input": (AS_COMPUTED, "bf16", "8", "6", "5", "4", "3", RECOMPUTE),
+    "attention": (AS_COMPUTED, "bf16", "8", "6", "5", "4", RECOMPUTE),
+    "attention_output": (AS_COMPUTED, "bf16", "8", "6", "5", "4", RECOMPUTE),
+}
+"""The forms that each kind may be kept in. Norm inputs are what all else is computed from."""
+STAGE_BITS = (4, 5, 6, 8, 16)
+"""What bits by stage chooses from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """How a block keeps each kind of tensor: `none` (as computed), `bf16`, bits, or `recompute`."""
+
+    norm_input: str = AS_COMPUTED
+    ffn_input: str = AS_COMPUTED
+    attention: str = AS_COMPUTED
+    attention_output: str = AS_COMPUTED
+
+    @property
+    def is_off(self) -> bool:
+        """Whether autograd keeps what it likes."""
+        return self == Storage()
+
+
+PRESETS = {
+    "off": Storage(),
+    "agoq": Storage(norm_input="4", ffn_input="4", attention="bf16", attention_output="bf16"),
+    "compact": Storage(norm_input="4", ffn_input="4", attention="8", attention_output="8"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredBytes:
+    """Bytes that one block keeps of one microbatch, by kind."""
+
+    norm_input: int
+    ffn_input: int
+    attention: int
+    attention_output: int
+    """With the log-sum-exp."""
+
+    @property
+    def total(self) -> int:
+        return self.norm_input + self.ffn_input + self.attention + self.attention_output
+
+
+def unit_bytes(model: ModelSection, samples: int) -> int:
+    """1 U: the hidden states of a microbatch in half precision."""
+    return 2 * samples * model.sequence * model.hidden
+
+
+def configured(section: StorageSection) -> Storage:
+    """The preset with the kinds that the run file sets."""
+    own = {kind: getattr(section, kind) for kind in KINDS if getattr(section, kind) != FROM_PRESET}
+    return replace(PRESETS[section.preset], **own)
+
+
+def stage_storage(section: StorageSection, loads: Sequence[int]) -> tuple[Storage, ...]:
+    """How each stage's blocks keep their activations; a function of the run file and the stages alone.
+
+    Args:
+        loads: the most block activations (microbatches x blocks) that each stage holds at once.
+    """
+    base = configured(section)
+    if not section.bits_by_stage:
+        return (base,) * len(loads)
+    by_kind = {
+        kind: stage_bits(loads, PACKED[form])
+        for kind, form in asdict(base).items()
+        if kind in ("norm_input", "ffn_input") and PACKED.get(form, 16) < 16
+    }
+    return tuple(
+        replace(base, **{kind: _form(bits[stage]) for kind, bits in by_kind.items()})
+        for stage in range(len(loads))
+    )
+
+
+def stage_bits(loads: Sequence[int], base: int) -> tuple[int, ...]:
+    """Bits of each stage: base x the heaviest load / its own, rounded down to one of `STAGE_BITS`.
+
+    So no stage comes to hold more than the heaviest does at `base` bits (AGoQ, section 4.2, whose equation 21
+    counts stages from the wrong end; loads are the schedule's own). Never below `base`.
+    """
+    heaviest = max(loads)
+    allowed = [Fraction(base * heaviest, load) if load else Fraction(STAGE_BITS[-1]) for load in loads]
+    return tuple(max([base, *(bits for bits in STAGE_BITS if bits <= most)]) for most in allowed)
+
+
+def stored_bytes(
+    model: ModelSection, training: TrainingSection, storage: Storage, samples: int | None = None
+) -> StoredBytes:
+    """What a block keeps of a microbatch in this storage, which must not be off; counted from shapes."""
+    samples = training.microbatch if samples is None else samples
+    tokens = (samples, model.sequence)
+    kv_width = model.hidden // model.heads * model.kv_heads if model.family == "llama" else model.hidden
+    element = 2 if training.precision == "bfloat16" else 4
+
+    def kept(form: str, *widths: int, computed: int = element) -> int:
+        if form == RECOMPUTE:
+            return 0
+        if form == AS_COMPUTED or (form == "bf16" and computed == 2):
+            return sum(computed * samples * model.sequence * width for width in widths)
+        return sum(packed_bytes((*tokens, width), PACKED[form]) for width in widths)
+
+    # Two inputs of SwiGLU, one of GELU. The residual stream, and so the norms' input, is always float32.
+    inner = (model.ffn, model.ffn) if model.family == "llama" else (model.ffn,)
+    sums = 0 if storage.attention_output == RECOMPUTE else 4 * samples * model.heads * model.sequence
+    return StoredBytes(
+        norm_input=kept(storage.norm_input, model.hidden, model.hidden, computed=4),
+        ffn_input=kept(storage.ffn_input, *inner),
+        attention=kept(storage.attention, model.hidden, kv_width, kv_width),
+        attention_output=kept(storage.attention_output, model.hidden) + sums,
+    )
+
+
+def _form(bits: int) -> str:
+    return next(form for form, width in PACKED.items() if width == bits)

@@ -1,0 +1,309 @@
+"""The two halves of a block with what they keep for backward under our control (design, section 4).
+
+Shape legend: B batch, S sequence, C hidden, H heads, K key/value heads, D = C / H, F ffn.
+
+Each half is one `autograd.Function` around norm, projections and residual: forward packs what `Storage` says
+and drops the rest, backward computes that again from what was kept. Weights are cast in both directions, so
+that no cast copy of them is kept.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels import blockfloat_ops as ops
+from kernels import layers
+from kernels.attention import attention, attention_backward
+from node.model.storage import AS_COMPUTED, PACKED, RECOMPUTE, Storage
+
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Queries [B, H, S, D], keys and values [B, K, S, D]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """A projection's weight [outputs, inputs] and bias."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    @classmethod
+    def of(cls, module: nn.Linear) -> "Linear":
+        return cls(weight=module.weight, bias=cast(Tensor | None, module.bias))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        dtype = x.dtype
+        return F.linear(x, self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+
+    def backward(self, grad: Tensor) -> Tensor:
+        """The gradient of the input."""
+        return grad @ self.weight.to(grad.dtype)
+
+    def gradients(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Those of weight and bias, in their own dtypes."""
+        grads, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        of_bias = None if self.bias is None else grads.sum(0).to(self.bias.dtype)
+        return (grads.t() @ rows).to(self.weight.dtype), of_bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    """RMSNorm's weight, or LayerNorm's weight and bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    def store(self, x: Tensor, form: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The norm of x, and x kept in `form`."""
+        if form == AS_COMPUTED:
+            return layers.norm(x, self.weight, self.bias, self.eps).to(dtype), x
+        return cast(
+            tuple[Tensor, Tensor],
+            ops.norm_store(x, self.weight, self.bias, self.eps, PACKED[form], dtype),
+        )
+
+    def again(self, kept: Tensor, form: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """The norm of what was kept."""
+        if form == AS_COMPUTED:
+            return layers.norm(kept, self.weight, self.bias, self.eps).to(dtype)
+        return cast(
+            Tensor,
+            ops.norm_again(kept, shape, self.weight, self.bias, self.eps, PACKED[form], dtype),
+        )
+
+    def backward(
+        self, grad: Tensor, kept: Tensor, form: str, residual: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The gradient of x, with that of the residual stream; those of weight and bias."""
+        if form == AS_COMPUTED:
+            of_x, of_weight, of_bias = layers.norm_gradient(grad, kept, self.weight, self.bias, self.eps)
+            of_x = of_x.add_(residual).to(residual.dtype)
+        else:
+            of_x, of_weight, of_bias = ops.norm_backward(
+                grad, kept, residual, self.weight, self.bias, self.eps, PACKED[form]
+            )
+        return (
+            of_x,
+            of_weight.to(self.weight.dtype),
+            None if self.bias is None or of_bias is None else of_bias.to(self.bias.dtype),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadLayout:
+    """How projected tensors become heads, and gradients of heads those of the projected tensors."""
+
+    split: Callable[[Sequence[Tensor]], Heads]
+    join: Callable[[Heads], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionParts:
+    """Everything but tensors that `attention_half` needs."""
+
+    storage: Storage
+    layout: HeadLayout
+
+
+def attention_half(
+    x_bsc: Tensor, parts: AttentionParts, norm: Norm, projections: Sequence[Linear], output: Linear
+) -> Tensor:
+    """x + output(attention(heads(projections(norm(x)))))."""
+    tensors = [norm.weight, norm.bias, output.weight, output.bias]
+    for projection in projections:
+        tensors += [projection.weight, projection.bias]
+    made = _AttentionHalf.apply(x_bsc, parts, norm.eps, *tensors)  # type: ignore[no-untyped-call]
+    return cast(Tensor, made)
+
+
+def ffn_half(x_bsc: Tensor, storage: Storage, norm: Norm, inputs: Sequence[Linear], down: Linear) -> Tensor:
+    """x + down(silu(gate(norm(x))) * up(norm(x))) for two inputs, x + down(gelu(up(norm(x)))) for one."""
+    tensors = [norm.weight, norm.bias, down.weight, down.bias]
+    for projection in inputs:
+        tensors += [projection.weight, projection.bias]
+    made = _FfnHalf.apply(x_bsc, storage, norm.eps, *tensors)  # type: ignore[no-untyped-call]
+    return cast(Tensor, made)
+
+
+def _linears(tensors: Sequence[Tensor | None]) -> list[Linear]:
+    """Weights and biases in turn."""
+    return [
+        Linear(weight=cast(Tensor, weight), bias=bias)
+        for weight, bias in zip(tensors[::2], tensors[1::2], strict=True)
+    ]
+
+
+def _flat(heads_bhsd: Tensor) -> Tensor:
+    """[B, H, S, D] to [B, S, H D]."""
+    return heads_bhsd.transpose(1, 2).flatten(2)
+
+
+def _keep(x: Tensor, form: str) -> Tensor:
+    """x `[B, S, ...]` in `form`; nothing if it is computed again."""
+    if form == RECOMPUTE:
+        return x.new_empty(0)
+    if form == AS_COMPUTED or (form == "bf16" and x.dtype == torch.bfloat16):
+        return x
+    return cast(Tensor, ops.store(x, PACKED[form]))
+
+
+def _kept(kept: Tensor, form: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """What `_keep` kept, in `dtype`."""
+    if form == AS_COMPUTED or (form == "bf16" and kept.dtype == torch.bfloat16):
+        return kept
+    return cast(Tensor, ops.restore(kept, list(shape), PACKED[form], dtype))
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """What matrix products run in: autocast's dtype, or that of x."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+class _AttentionHalf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: AttentionParts, eps: float, *tensors: Tensor | None) -> Tensor:
+        dtype, storage = _compute_dtype(x), parts.storage
+        with torch.autocast(x.device.type, enabled=False):
+            norm = Norm(weight=cast(Tensor, tensors[0]), bias=tensors[1], eps=eps)
+            output, *projections = _linears(tensors[2:])
+            normed, kept_x = norm.store(x, storage.norm_input, dtype)
+            heads = parts.layout.split([projection(normed) for projection in projections])
+            del normed
+            attended, sums = attention(*heads)
+            flat = _flat(attended)
+            result = x + output(flat)
+            kept_heads = [
+                _keep(part if storage.attention == AS_COMPUTED else _flat(part), storage.attention)
+                for part in heads
+            ]
+            kept_output = _keep(flat, storage.attention_output)
+        if storage.attention_output == RECOMPUTE:
+            sums = sums.new_empty(0)
+        ctx.parts, ctx.eps, ctx.dtype, ctx.shape = parts, eps, dtype, x.shape
+        ctx.head_shapes = [part.shape for part in heads]
+        ctx.save_for_backward(*tensors, kept_x, *kept_heads, kept_output, sums)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        parts: AttentionParts = ctx.parts
+        dtype, storage = ctx.dtype, parts.storage
+        *tensors, kept_x, query, key, value, kept_output, sums = ctx.saved_tensors
+        norm = Norm(weight=tensors[0], bias=tensors[1], eps=ctx.eps)
+        output, *projections = _linears(tensors[2:])
+        normed: Tensor | None = None
+        heads: Heads
+        if storage.attention == RECOMPUTE:
+            normed = norm.again(kept_x, storage.norm_input, ctx.shape, dtype)
+            heads = parts.layout.split([projection(normed) for projection in projections])
+        else:
+            query, key, value = (
+                _heads(part, shape, storage.attention, dtype)
+                for part, shape in zip((query, key, value), ctx.head_shapes, strict=True)
+            )
+            heads = query, key, value
+        if storage.attention_output == RECOMPUTE:
+            attended, sums = attention(*heads)
+            flat = _flat(attended)
+        else:
+            flat = _kept(kept_output, storage.attention_output, ctx.shape, dtype)
+            attended = torch.unflatten(flat, 2, (ctx.head_shapes[0][1], -1)).transpose(1, 2)
+        down = grad.to(dtype)
+        of_output = output.gradients(down, flat)
+        of_attended = torch.unflatten(output.backward(down), 2, (ctx.head_shapes[0][1], -1)).transpose(1, 2)
+        del down, flat
+        of_heads = attention_backward(of_attended, *heads, attended, sums)
+        del of_attended, heads, attended
+        of_projected = parts.layout.join(of_heads)
+        del of_heads
+        if normed is None:
+            normed = norm.again(kept_x, storage.norm_input, ctx.shape, dtype)
+        of_normed, of_projections = _through(projections, of_projected, normed)
+        del of_projected, normed
+        of_x, of_weight, of_bias = norm.backward(of_normed, kept_x, storage.norm_input, grad)
+        return of_x, None, None, of_weight, of_bias, *of_output, *of_projections
+
+
+class _FfnHalf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, storage: Storage, eps: float, *tensors: Tensor | None) -> Tensor:
+        dtype = _compute_dtype(x)
+        with torch.autocast(x.device.type, enabled=False):
+            norm = Norm(weight=cast(Tensor, tensors[0]), bias=tensors[1], eps=eps)
+            down, *inputs = _linears(tensors[2:])
+            normed, kept_x = norm.store(x, storage.norm_input, dtype)
+            wide = [projection(normed) for projection in inputs]
+            del normed
+            gate, up = wide[0], wide[1] if len(wide) > 1 else None
+            if storage.ffn_input in (AS_COMPUTED, RECOMPUTE):
+                kept = wide if storage.ffn_input == AS_COMPUTED else []
+                inner = layers.gelu(gate) if up is None else layers.swiglu(gate, up)
+            else:
+                inner, *kept = ops.ffn_store(gate, up, PACKED[storage.ffn_input])
+            del wide, gate, up
+            result = x + down(inner)
+        ctx.storage, ctx.eps, ctx.dtype, ctx.inputs = storage, eps, dtype, len(inputs)
+        ctx.save_for_backward(*tensors, kept_x, *kept[: len(inputs)])
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        storage: Storage = ctx.storage
+        count = 4 + 2 * ctx.inputs
+        tensors, (kept_x, *kept) = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        norm = Norm(weight=tensors[0], bias=tensors[1], eps=ctx.eps)
+        down, *inputs = _linears(tensors[2:])
+        normed = norm.again(kept_x, storage.norm_input, grad.shape, ctx.dtype)
+        narrow = grad.to(ctx.dtype)
+        inner = down.backward(narrow)
+        of_wide: list[Tensor]
+        if storage.ffn_input in (AS_COMPUTED, RECOMPUTE):
+            wide = kept if storage.ffn_input == AS_COMPUTED else [projection(normed) for projection in inputs]
+            if len(wide) > 1:
+                of_wide = list(layers.swiglu_gradient(inner, *wide))
+                inner = layers.swiglu(*wide)
+            else:
+                of_wide = [layers.gelu_gradient(inner, *wide)]
+                inner = layers.gelu(*wide)
+            del wide
+        else:
+            up = kept[1] if len(kept) > 1 else None
+            # Overwrites `inner`, until here its own gradient.
+            of_wide = list(ops.ffn_backward(inner, kept[0], up, PACKED[storage.ffn_input]))[: ctx.inputs]
+        of_down = down.gradients(narrow, inner)
+        del inner, narrow
+        of_normed, of_inputs = _through(inputs, of_wide, normed)
+        del of_wide, normed
+        of_x, of_weight, of_bias = norm.backward(of_normed, kept_x, storage.norm_input, grad)
+        return of_x, None, None, of_weight, of_bias, *of_down, *of_inputs
+
+
+def _heads(kept: Tensor, shape: torch.Size, form: str, dtype: torch.dtype) -> Tensor:
+    """[B, H, S, D] of what was kept."""
+    if form == AS_COMPUTED:
+        return kept
+    batch, heads, length, width = shape
+    flat = _kept(kept, form, (batch, length, heads * width), dtype)
+    return torch.unflatten(flat, 2, (heads, width)).transpose(1, 2)
+
+
+def _through(
+    projections: Sequence[Linear], grads: Sequence[Tensor], normed: Tensor
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The gradient of projections' common input, and those of their weights and biases in turn."""
+    of_normed = projections[0].backward(grads[0])
+    flat = of_normed.view(-1, of_normed.shape[-1])
+    for projection, grad in zip(projections[1:], grads[1:], strict=True):
+        flat.addmm_(grad.reshape(-1, grad.shape[-1]), projection.weight.to(grad.dtype))
+    of_parameters: list[Tensor | None] = []
+    for projection, grad in zip(projections, grads, strict=True):
+        of_parameters += projection.gradients(grad, normed)
+    return of_normed, of_parameters
