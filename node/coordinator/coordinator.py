@@ -39,8 +39,9 @@ from node.coordinator.narrator import Emit, Narrator
 from node.coordinator.plan import Past, RunPlan
 from node.coordinator.records import PlacedNode, SnapshotRecord, StepOutcome, StepRecord
 from node.coordinator.store import Store
-from node.model.placement import boundary_cache_bytes, stage_bytes, stage_units
-from node.model.units import most_state_bytes, unit_names, unit_parameters
+from node.coordinator.window_plan import Windows, measured, plan_windows
+from node.model.placement import boundary_cache_bytes, chunks_of, most_held, stage_bytes, stage_units
+from node.model.units import most_state_bytes, unit_names
 from node.telemetry import events
 from node.training.data import Corpus
 from node.training.manifest import Manifest
@@ -111,6 +112,8 @@ class Coordinator:
         self._narrator = Narrator(config, emit, untold)
         self._writer = SnapshotWriter(self._snapshots, config, run_id)
         self._events: asyncio.Queue[Happening] = asyncio.Queue()
+        self._step_measured = asyncio.Event()
+        self._window_work: tuple[int, Callable[[], Windows]] = (0, tuple)
         self._sessions: dict[str, ControlSession] = {}
         self._deserted = asyncio.Event()
         self._deserted.set()
@@ -122,9 +125,11 @@ class Coordinator:
     async def run(self) -> Outcome:
         """Drive the run until it ends; sessions are closed when this returns."""
         async with asyncio.TaskGroup() as group:
+            planner = group.create_task(self._follow_links())
             ticker = group.create_task(self._tick())
             outcome = await self._act()
             ticker.cancel()
+            planner.cancel()
         await self._say_goodbye(outcome)
         self._narrator.finished(outcome.reason, failed=outcome.failed)
         return outcome
@@ -157,6 +162,43 @@ class Coordinator:
             # The command that evicts writes into the database, from a process of its own.
             for node_id in await asyncio.to_thread(self._store.evicted):
                 self._shut_out(node_id)
+
+    def _plan_windows(self, epoch: int, costs: events.StepCosts) -> None:
+        """Have windows planned from what a step cost; only the newest step counts."""
+        accounting, machine = self._narrator.accounting, self._machine
+        stages = len(costs.stages)
+        measures = measured(
+            costs, accounting.link_report, chunks_of(self.config, stages), self.config.microbatches
+        )
+        if measures is None or machine.epoch is None or machine.epoch.number != epoch:
+            return
+        members = (machine.members.get(stage.node_id) for stage in costs.stages)
+        memory = [member.memory_bytes if member is not None else 0 for member in members]
+        current = machine.epoch.planned_windows
+
+        def work() -> Windows:
+            return plan_windows(
+                measures,
+                chunks=chunks_of(self.config, stages),
+                microbatches=self.config.microbatches,
+                most_held=most_held(self.config, stages, memory, self._corpus.windows),
+                current=current or (0,) * (stages - 1),
+            )
+
+        self._window_work = epoch, work
+        self._step_measured.set()
+
+    async def _follow_links(self) -> None:
+        """Plan windows on a thread: simulating takes longer than the event loop may be held."""
+        while True:
+            await self._step_measured.wait()
+            self._step_measured.clear()
+            epoch, work = self._window_work
+            windows = await asyncio.to_thread(work)
+            self._post(functools.partial(self._use_windows, epoch, windows))
+
+    def _use_windows(self, epoch: int, windows: Windows, _now: float) -> list[Action]:
+        return self._machine.plan_windows(epoch, windows)
 
     def _shut_out(self, node_id: str) -> None:
         """An evicted node is out before it can complain of being refused."""
@@ -208,7 +250,9 @@ class Coordinator:
             case RecordCommit():
                 await self._record_commit(action)
             case StepDone():
-                self._narrator.finish_step()
+                costs = self._narrator.finish_step()
+                if costs is not None and self.config.pipeline.window == "auto":
+                    self._plan_windows(action.epoch, costs)
             case Announce():
                 self._emit(events.Notice(text=action.text))
             case OpenSnapshot():
@@ -307,8 +351,8 @@ class Coordinator:
             self._narrator.accounting.report(node_id, message.telemetry)
         match message:
             case Heartbeat():
-                self._machine.heard(node_id, time.monotonic())
                 session.send(HeartbeatReply(sent_at=message.sent_at, at=time.time()))
+                self._machine.heard(node_id, time.monotonic())
             case Leave():
                 faults.reach_coordinator(faults.Phase.DRAIN)
                 self._post(lambda now: self._machine.leave(node_id, now))

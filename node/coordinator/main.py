@@ -26,10 +26,10 @@ from node.coordinator.narrator import Emit
 from node.coordinator.plan import Past
 from node.coordinator.records import StepRecord
 from node.coordinator.store import Store
-from node.model.placement import check_cache
 from node.dashboard.address import listen_address
 from node.dashboard.feed import Feed
 from node.dashboard.live import live_page, past
+from node.model.placement import check_cache
 from node.telemetry import events
 from node.telemetry.view import RunViewBuilder
 from node.training.data import Corpus
@@ -122,13 +122,13 @@ def _reopen(config: RunConfig, directory: Path, corpus: Corpus) -> _Run:
     return _Run(run_id=store.run().run_id, store=store, authority=authority, corpus=corpus, past=past)
 
 
-def _corpus_file(directory: Path) -> Path:
-    return directory / "corpus.json"
 def _untold(newest: StepRecord | None, told: int) -> StepRecord | None:
     """The newest commit, if its coordinator died before it told of the step. `told`: steps in the history."""
     return newest if newest is not None and told == newest.step else None
 
 
+def _corpus_file(directory: Path) -> Path:
+    return directory / "corpus.json"
 
 
 async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, seen: RunViewBuilder) -> int:
@@ -150,9 +150,9 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, seen:
         corpus=run.corpus,
         emit=emit,
         past=run.past,
+        untold=_untold(run.store.last_step(), seen.highest_step),
     )
     credentials = run.authority.coordinator_credentials(SERVER_LIFETIME, time.time())
-        untold=_untold(run.store.last_step(), seen.highest_step),
     host, join_port = _split_listen(settings.listen)
     control = make_server([])
     control_pb2_grpc.add_CoordinatorServicer_to_server(ControlService(coordinator), control)
@@ -220,10 +220,10 @@ def _started(config: RunConfig, directory: Path, run: _Run) -> events.RunStarted
         tokens_per_step=config.training.global_batch * config.model.sequence,
         forward_codec=config.pipeline.forward_codec,
         backward_codec=config.pipeline.backward_codec,
-    )
-
         microbatches=config.microbatches,
         codec_bits=codec_bits(config),
+    )
+
 
 def _split_listen(listen: str) -> tuple[str, int]:
     """Host and port of `[coordinator] listen`, where port 0 stands for any free one."""
