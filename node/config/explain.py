@@ -13,7 +13,8 @@ import torch
 
 from node.config.loader import section_types, toml_value
 from node.config.schema import RunConfig
-from node.model.placement import stage_units
+from node.model.placement import stage_storages, stage_units
+from node.model.storage import KINDS, Storage, stored_bytes, unit_bytes
 from node.model.units import is_block, unit_parameters
 from node.stage.routing import source_stage, target_stage
 from node.stage.schedule import held_activations, schedule
@@ -39,6 +40,10 @@ class StagePlan:
     parameters: int
     held_activations: int
     """The most chunk activations that the schedule makes it hold at once."""
+    storage: Storage
+    """How its blocks keep activations for backward."""
+    stored: dict[str, int] | None
+    """Bytes that a block keeps of a microbatch, by kind of tensor; None where autograd decides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +119,17 @@ def explain(config: RunConfig) -> Explanation:
     pipeline, model, training = config.pipeline, config.model, config.training
     orders = schedule(pipeline.stages, pipeline.chunks, config.microbatches, pipeline.window)
     stages = []
+    storages = stage_storages(config, pipeline.stages)
     for stage, units in enumerate(stage_units(config, pipeline.stages)):
+        storage = storages[stage]
         stages.append(
             StagePlan(
                 stage=stage,
                 units=units,
                 parameters=sum(unit_parameters(model, unit) for unit in units),
                 held_activations=held_activations(orders[stage]),
+                storage=storage,
+                stored=None if storage.is_off else asdict(stored_bytes(model, training, storage)),
             )
         )
     return Explanation(
@@ -208,7 +217,8 @@ def explanation_text(explanation: Explanation) -> str:
     for section, keys in _resolved(explanation.config):
         lines.append(f"[{section}]")
         lines += [f"{key} = {toml_value(value)}{'  *' if default else ''}" for key, value, default in keys]
-    lines += ["", *_step_lines(explanation), "", *_stage_lines(explanation), "", *_link_lines(explanation)]
+    lines += ["", *_step_lines(explanation), "", *_stage_lines(explanation), ""]
+    lines += [*_storage_lines(explanation), "", *_link_lines(explanation)]
     return "\n".join(lines)
 
 
@@ -242,6 +252,26 @@ def _stage_lines(explanation: Explanation) -> list[str]:
         for plan in explanation.stages
     ]
     return table_lines(["stage", "holds", "parameters", "activations held at most"], rows)
+
+
+def _storage_lines(explanation: Explanation) -> list[str]:
+    """What a block keeps of a microbatch: form, megabytes, and units of hidden states in half precision."""
+    config = explanation.config
+    unit = unit_bytes(config.model, config.training.microbatch)
+    if all(plan.stored is None for plan in explanation.stages):
+        return ["activations: kept by autograd (storage.preset agoq or compact keeps less)"]
+    rows = []
+    for plan in explanation.stages:
+        if plan.stored is None:
+            continue
+        kinds = [f"{getattr(plan.storage, kind)}: {plan.stored[kind] / unit:.3f} U" for kind in KINDS]
+        total = sum(plan.stored.values())
+        rows.append([str(plan.stage), *kinds, f"{total / unit:.3f} U", f"{total / 1e6:.3f} MB"])
+    header = ["stage", *(kind.replace("_", " ") for kind in KINDS), "a block", "a microbatch"]
+    return [
+        f"a block keeps for backward (1 U = hidden states of a microbatch at 2 bytes = {unit / 1e6:.3f} MB):",
+        *table_lines(header, rows),
+    ]
 
 
 def _units_text(units: tuple[str, ...]) -> str:

@@ -44,7 +44,7 @@ def problems(config: RunConfig) -> list[str]:
         *_name("data.tokenizer", config.data.tokenizer, TOKENIZERS),
         *([] if config.data.path else ["data.path must name a file, a folder or stdlib"]),
         *_training(config.training, config.run.steps),
-        *_storage(config.storage),
+        *_storage(config.storage, config.pipeline),
         *_pipeline(config.pipeline, config.model.layers),
         *_codecs(config.pipeline, config.data.shift),
         *_coordinator(config.coordinator),
@@ -128,10 +128,15 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
     yield from _name("training.precision", training.precision, PRECISIONS)
 
 
-def _storage(storage: StorageSection) -> Iterator[str]:
+def _storage(storage: StorageSection, pipeline: PipelineSection) -> Iterator[str]:
     yield from _name("storage.preset", storage.preset, tuple(PRESETS))
     for kind, forms in KINDS.items():
         yield from _name(f"storage.{kind}", getattr(storage, kind), (FROM_PRESET, *forms))
+    if storage.bits_by_stage and pipeline.window == "auto":
+        yield (
+            "storage.bits_by_stage needs pipeline.window to be a number: the bits belong to what a run's "
+            'weights follow from, and "auto" is measured'
+        )
 
 
 def _pipeline(pipeline: PipelineSection, layers: int) -> Iterator[str]:

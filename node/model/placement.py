@@ -3,10 +3,13 @@
 Memory is estimated from shapes, before anything is allocated.
 """
 
+from collections.abc import Sequence
+
 from node.config.schema import RunConfig
 from node.model.split import split_units
+from node.model.storage import Storage, stage_storage, stored_bytes
 from node.model.units import is_block, unit_parameters
-from node.stage.schedule import held_activations, schedule
+from node.stage.schedule import Kind, Order, held_activations, schedule
 from wire.errors import ConfigError
 
 BYTES_A_PARAMETER = 16
@@ -30,6 +33,30 @@ def chunk_units(config: RunConfig, stages: int) -> tuple[tuple[str, ...], ...]:
     # A split that the user wrote holds for the number of stages that it was written for.
     split = config.pipeline.split if stages == config.pipeline.stages else ()
     return split_units(config.model, stages * chunks_of(config, stages), split)
+
+
+def stage_storages(config: RunConfig, stages: int) -> tuple[Storage, ...]:
+    """How each stage's blocks keep activations, first stage first.
+
+    A function of the run file and the number of stages alone: it decides a run's bits.
+    """
+    loads = _held_blocks(config, stages) if config.storage.bits_by_stage else (1,) * stages
+    return stage_storage(config.storage, loads)
+
+
+def _held_blocks(config: RunConfig, stages: int) -> tuple[int, ...]:
+    """The most block activations that each stage holds at once, over its order in the schedule."""
+    counts = [sum(map(is_block, units)) for units in chunk_units(config, stages)]
+    orders = schedule(stages, chunks_of(config, stages), config.microbatches, config.pipeline.window)
+    return tuple(_peak_blocks(order, counts[stage::stages]) for stage, order in enumerate(orders))
+
+
+def _peak_blocks(order: Order, counts: Sequence[int]) -> int:
+    held = peak = 0
+    for action in order:
+        held += counts[action.chunk] if action.kind is Kind.FORWARD else -counts[action.chunk]
+        peak = max(peak, held)
+    return peak
 
 
 def stage_units(config: RunConfig, stages: int) -> tuple[tuple[str, ...], ...]:
@@ -87,11 +114,21 @@ def stage_bytes(config: RunConfig, stages: int, windows: int = 0) -> tuple[int, 
         for cache in stage_cache_bytes(config, stages, windows)
     ]
     needs: list[int] = []
-    for units, order, cache in zip(stage_units(config, stages), orders, caches, strict=True):
+    storages, held_blocks = stage_storages(config, stages), _held_blocks(config, stages)
+    for stage, (units, order, cache) in enumerate(
+        zip(stage_units(config, stages), orders, caches, strict=True)
+    ):
         parameters = sum(unit_parameters(model, unit) for unit in units)
         blocks = sum(is_block(unit) for unit in units)
-        held = held_activations(order) / chunks
-        activations = held * blocks * tokens * model.hidden * VALUES_A_BLOCK * 4
+        # A block whose activations autograd keeps; else one that is at work, and what is kept of the others.
+        working = tokens * model.hidden * VALUES_A_BLOCK * 4
+        if storages[stage].is_off:
+            activations = held_activations(order) / chunks * blocks * working
+        else:
+            kept = stored_bytes(model, training, storages[stage]).total
+            # A chunk's input and output stay beside it, in float32.
+            ends = held_activations(order) * 2 * 4 * tokens * model.hidden
+            activations = held_blocks[stage] * kept + ends + working
         logits = 3 * tokens * model.vocab * 4 if "head" in units else 0
         needs.append(FIXED_BYTES + BYTES_A_PARAMETER * parameters + int(activations) + logits + cache)
     return tuple(needs)

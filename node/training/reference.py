@@ -15,6 +15,7 @@ from torch import Tensor
 
 from node.config.schema import RunConfig
 from node.model.chunk import build_chunk, compute_precision, weight_dtype
+from node.model.placement import stage_storages
 from node.model.units import EMBED, HEAD, unit_names
 from node.training.data import Corpus
 from node.training.manifest import unit_weights_sha256, weights_sha256
@@ -62,11 +63,18 @@ class ReferenceTrainer:
         self.corpus = corpus
         self.device = device or torch.device("cpu")
         self._boundary = boundary
+        # Global chunk j is on stage j mod stages; a whole model is on one.
+        storages = stage_storages(config, config.pipeline.stages if groups else 1)
         self.chunks = [
             build_chunk(
-                config.model, units, config.run.seed, self.device, weight_dtype(config.training.weights)
+                config.model,
+                units,
+                config.run.seed,
+                self.device,
+                weight_dtype(config.training.weights),
+                storages[index % len(storages)],
             )
-            for units in (groups or (unit_names(config.model),))
+            for index, units in enumerate(groups or (unit_names(config.model),))
         ]
         self.optimizer = StageOptimizer(self.chunks, config.training, config.run.seed)
         self.step = 0
