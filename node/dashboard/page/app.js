@@ -1,0 +1,153 @@
+// The run's page: what changed in the view is drawn again, and ages are told anew every second.
+
+import { Chart } from "./chart.js";
+import { byId, element, styled } from "./dom.js";
+import * as format from "./format.js";
+import { Operator } from "./operator.js";
+import { abreast, legend, pipeline } from "./pipeline.js";
+import { Stream } from "./stream.js";
+
+const FEW_EVENTS = 12;
+const SILENT_SECONDS = 60;
+const AT_WORK = ["starting", "waiting for nodes", "restoring", "training"];
+
+let connection = "connecting";
+let allEvents = false;
+
+const stream = new Stream(changed, connected);
+const now = () => stream.now();
+const operator = new Operator();
+const lossChart = new Chart(byId("loss-chart"), { label: "loss", format: format.loss, fromZero: false, now });
+const speedChart = new Chart(byId("speed-chart"), { label: "speed", format: (value) => `${format.count(value)} tokens/s`, fromZero: true, now });
+
+byId("legend").replaceChildren(...legend());
+byId("more-events").addEventListener("click", () => {
+  allEvents = true;
+  drawEvents(stream.view);
+});
+setInterval(() => stream.view && drawTimes(stream.view), 1000);
+
+function changed(view, names) {
+  byId("main").hidden = false;
+  const any = (...wanted) => wanted.some((name) => names.has(name));
+  drawHead(view);
+  drawTimes(view);
+  if (any("bottleneck", "state", "ended")) drawBottleneck(view);
+  if (any("loss_curve")) lossChart.set(view.loss_curve);
+  if (any("speed_curve")) speedChart.set(view.speed_curve);
+  if (any("stages", "links", "state")) drawPipeline(view);
+  if (any("members")) drawNodes(view);
+  if (any("events")) drawEvents(view);
+}
+
+function connected(state) {
+  connection = state;
+  const words = { live: "live", lost: "connection lost, trying again", over: "its process has ended" };
+  byId("connection").textContent = words[state];
+  byId("connection").className = `connection ${state}`;
+  if (stream && stream.view) drawTimes(stream.view);
+}
+
+function drawHead(view) {
+  document.title = `${view.steps ? `${Math.floor((100 * view.step) / view.steps)} % · ` : ""}${view.name || "thinwire"}`;
+  byId("name").textContent = view.name || "a run";
+  byId("run-id").textContent = view.run_id;
+  const bar = byId("bar");
+  bar.setAttribute("aria-valuemax", view.steps);
+  bar.setAttribute("aria-valuenow", view.step);
+  styled(bar.firstElementChild, { width: `${view.steps ? (100 * view.step) / view.steps : 0}%` });
+  const codecs = view.forward_codec ? `activations ${view.forward_codec}, gradients ${view.backward_codec}` : "";
+  byId("pipeline-note").textContent = [view.stages.length ? `epoch ${view.epoch}` : "", codecs].filter(Boolean).join(" · ");
+  const troubles = [
+    [view.aborted, "step aborted", "steps aborted"],
+    [view.recoveries, "recovery", "recoveries"],
+    [view.replayed, "step replayed", "steps replayed"],
+    [view.coordinator_starts - 1, "restart", "restarts"],
+  ];
+  byId("counts").textContent = troubles.filter(([many]) => many > 0).map(([many, one, more]) => `${many} ${many > 1 ? more : one}`).join(", ");
+}
+
+function drawBottleneck(view) {
+  const words = view.ended ? [view.ended, ...view.bottleneck] : view.bottleneck;
+  const [first, ...others] = words.length ? words : [quiet(view)];
+  byId("bottleneck-title").textContent = view.ended ? "How it ended" : "What holds the run back";
+  byId("bottleneck").replaceChildren(
+    element("p", { class: `verdict${view.state === "failed" ? " failed" : ""}` }, ...marked(first)),
+    ...others.map((line) => element("p", { class: "muted" }, ...marked(line))),
+  );
+}
+
+// Codec names stand between backquotes.
+function marked(line) {
+  return line.split("`").map((part, i) => (i % 2 ? element("code", {}, part) : part));
+}
+
+function quiet(view) {
+  return { training: "nothing stands out yet", restoring: "stages are fetching their state", starting: "the coordinator is starting" }[view.state] ?? view.state;
+}
+
+function drawTimes(view) {
+  const over = !AT_WORK.includes(view.state);
+  const age = now() - view.updated;
+  const silent = !over && age > Math.max(SILENT_SECONDS, 5 * (view.step_seconds ?? 0));
+  set(byId("state"), silent ? `${view.state}, then silent` : view.state);
+  byId("state").className = `pill ${silent ? "silent" : view.state.replaceAll(" ", "-")}`;
+  byId("silence").hidden = !silent;
+  if (silent) byId("silence").replaceChildren(...marked(`Nothing was heard of this run for ${format.age(age)}: its coordinator may have ended. \`thinwire status\` tells, and \`thinwire resume\` goes on with it.`));
+  const parts = [`step ${format.integer(view.step)} of ${format.integer(view.steps)}`];
+  if (!over && view.eta_seconds != null) parts.push(`${format.duration(view.eta_seconds)} to go`);
+  if (view.started) parts.push(`${over ? "took" : "began"} ${format.age((over ? view.updated : now()) - view.started)}${over ? "" : " ago"}`);
+  byId("progress-text").textContent = parts.join(" · ");
+  const spares = view.spares ? ` + ${view.spares} spare${view.spares > 1 ? "s" : ""}` : "";
+  const figures = [
+    ["loss", "Loss", format.loss(view.loss), view.lr == null ? "" : `learning rate ${view.lr.toExponential(2)}`],
+    ["speed", "Tokens a second", format.count(view.tokens_per_second), view.tokens_per_step ? `${format.count(view.tokens_per_step)} a step` : ""],
+    ["step-time", "Time a step", format.duration(view.step_seconds), view.microbatches ? `${view.microbatches} microbatches` : ""],
+    over ? ["eta", "Ended", format.clock(view.updated, now()), view.state] : ["eta", "Time to go", format.duration(view.eta_seconds), view.eta_seconds == null ? "" : `until ${format.clock(view.updated + view.eta_seconds, now())}`],
+    ["snapshot", "Newest snapshot", view.snapshot ? `${format.age(now() - view.snapshot.at)}` : "none yet", view.snapshot ? `step ${format.integer(view.snapshot.step)}, ${format.bytes(view.snapshot.bytes)}` : ""],
+    ["nodes-here", "Nodes", `${view.members.length - view.spares}${spares}`, `for ${view.stages_wanted} stage${view.stages_wanted === 1 ? "" : "s"}`],
+  ];
+  const place = byId("figures");
+  if (place.childElementCount !== figures.length) {
+    place.replaceChildren(...figures.map(([id, title]) => element("div", { class: "figure panel", id: `figure-${id}` }, element("h3", {}, title), element("p", { class: "value" }), element("p", { class: "muted small" }))));
+  }
+  figures.forEach(([, title, value, note], i) => {
+    const [heading, first, second] = place.children[i].children;
+    set(heading, title);
+    set(first, value);
+    set(second, note);
+  });
+  set(byId("footer"), `${view.run_id ? `run ${view.run_id} · ` : ""}last news ${format.age(age)} ago${connection === "live" ? "" : " · not live"}`);
+}
+
+// Unchanged text is left alone, so that a selection in it survives.
+function set(node, words) {
+  if (node.textContent !== words) node.textContent = words;
+}
+
+function drawPipeline(view) {
+  const place = byId("pipeline");
+  place.classList.toggle("abreast", abreast(view));
+  if (view.stages.length) place.replaceChildren(...pipeline(view));
+  else place.replaceChildren(element("li", { class: "muted" }, view.state === "waiting for nodes" ? `No stage has a node yet: ${view.members.length} of ${view.stages_wanted} are here.` : "No stage has a node."));
+  byId("legend").hidden = !view.stages.length;
+}
+
+function drawNodes(view) {
+  byId("nodes-note").textContent = view.members.length ? "" : "none is connected";
+  const members = [...view.members].sort((one, other) => (one.stage ?? 1e9) - (other.stage ?? 1e9) || one.joined - other.joined);
+  byId("nodes").replaceChildren(
+    ...members.map((member) => element("li", {}, element("span", { class: "mono" }, member.node_id), element("span", { class: "muted device" }, member.device), element("span", { class: member.stage == null ? "seat spare" : "seat" }, member.stage == null ? "spare" : `stage ${member.stage}`))),
+  );
+  operator.nodes(members);
+}
+
+function drawEvents(view) {
+  const newest = [...view.events].reverse();
+  const shown = allEvents ? newest : newest.slice(0, FEW_EVENTS);
+  byId("events").replaceChildren(
+    ...shown.map((event) => element("li", { class: event.level }, element("time", { datetime: new Date(1000 * event.at).toISOString() }, format.clock(event.at, now())), element("span", { class: "what" }, event.kind), element("span", { class: "text" }, event.text))),
+  );
+  byId("more-events").hidden = shown.length === newest.length;
+  byId("more-events").textContent = `Show all ${newest.length}`;
+}

@@ -1,0 +1,87 @@
+// Changing the run: the key is read from its field for each request and kept nowhere else.
+
+import { byId, element } from "./dom.js";
+
+const ARM_MILLISECONDS = 4000;
+const CONFIRM = { stop: "Really stop the run?", evict: "Really evict it?", revoke: "Really revoke it?" };
+
+export class Operator {
+  constructor() {
+    this.armed = null;
+    byId("operator").addEventListener("click", (event) => {
+      const button = event.target.closest("button[data-action]");
+      if (button) this.press(button);
+    });
+    byId("operator-form").addEventListener("submit", (event) => event.preventDefault());
+    byId("operator").addEventListener("toggle", () => this.look());
+    this.look();
+  }
+
+  async look() {
+    let answer;
+    try {
+      answer = await (await fetch("/api/operator")).json();
+    } catch {
+      return;
+    }
+    byId("operator").hidden = false;
+    byId("operator-form").hidden = !answer.available;
+    byId("operator-reason").hidden = answer.available;
+    byId("operator-reason").textContent = answer.reason;
+  }
+
+  nodes(members) {
+    const select = byId("evict-node"), chosen = select.value;
+    select.replaceChildren(...members.map((member) => element("option", { value: member.node_id, selected: member.node_id === chosen }, member.node_id)));
+  }
+
+  // What cannot be taken back is asked for twice: the same button, within a few seconds.
+  press(button) {
+    const action = button.dataset.action;
+    if (CONFIRM[action] && this.armed !== button) {
+      this.disarm();
+      this.armed = button;
+      button.dataset.words = button.textContent;
+      button.textContent = CONFIRM[action];
+      this.timer = setTimeout(() => this.disarm(), ARM_MILLISECONDS);
+      return;
+    }
+    this.disarm();
+    this.ask(action, action === "evict" ? byId("evict-node").value : button.dataset.id ?? "");
+  }
+
+  disarm() {
+    clearTimeout(this.timer);
+    if (this.armed) this.armed.textContent = this.armed.dataset.words;
+    this.armed = null;
+  }
+
+  async ask(action, id) {
+    const answer = byId("operator-answer");
+    answer.textContent = "…";
+    try {
+      const response = await fetch("/api/operator", {
+        method: "POST",
+        headers: { Authorization: `Bearer ${byId("key").value}`, "X-Thinwire": "1", "Content-Type": "application/json" },
+        body: JSON.stringify({ action, id }),
+      });
+      const said = await response.json();
+      answer.className = response.ok ? "" : "trouble";
+      answer.textContent = said.error ?? said.text ?? "";
+      if (said.tokens) this.tokens(said.tokens);
+      else if (response.ok && action === "revoke") this.ask("tokens", "");
+    } catch {
+      answer.className = "trouble";
+      answer.textContent = "the coordinator does not answer";
+    }
+  }
+
+  tokens(tokens) {
+    const rows = tokens.map((token) => {
+      const state = token.usable ? `${token.uses} of ${token.uses_allowed} uses, until ${token.expires}` : "admits nobody any more";
+      const revoke = token.usable ? element("button", { type: "button", class: "danger", "data-action": "revoke", "data-id": token.id }, "Revoke") : null;
+      return element("li", {}, element("span", { class: "mono" }, token.id), element("span", { class: "muted" }, state), revoke);
+    });
+    byId("tokens").replaceChildren(...rows);
+  }
+}

@@ -1,0 +1,136 @@
+// The pipeline as a picture: a card for each stage with where its time goes, and both directions of each link.
+
+import { element, styled } from "./dom.js";
+import { bits, bytes, duration, integer, mbit, percent } from "./format.js";
+
+export const KINDS = {
+  forward: "forward",
+  backward: "backward",
+  encode: "encode",
+  decode: "decode",
+  optimizer: "optimizer",
+  "wait-upstream": "waits for the stage before",
+  "wait-downstream": "waits for the stage after",
+  "wait-coordinator": "waits for the coordinator",
+};
+const FULL = 0.9, BUSY = 0.7;
+const MOST_ABREAST = 3;
+
+export function pipeline(view) {
+  const parts = [];
+  const left = new Map(view.links.map((link) => [`${link.source} ${link.target}`, link]));
+  const take = (source, target) => {
+    const key = `${source} ${target}`, link = left.get(key);
+    left.delete(key);
+    return link;
+  };
+  view.stages.forEach((stage, i) => {
+    parts.push(stageCard(stage));
+    if (i + 1 < view.stages.length) parts.push(linkCard(i, i + 1, take(i, i + 1), take(i + 1, i)));
+  });
+  // What joins stages that are no neighbours: chunks of an interleaved schedule, tied embeddings.
+  for (const { source, target } of [...left.values()]) {
+    if (left.has(`${source} ${target}`)) {
+      const card = linkCard(source, target, take(source, target), take(target, source));
+      card.classList.add("apart");
+      parts.push(card);
+    }
+  }
+  return parts;
+}
+
+export const abreast = (view) => view.stages.length <= MOST_ABREAST;
+
+export function legend() {
+  return Object.entries(KINDS).map(([kind, words]) => element("li", {}, element("i", { class: `kind ${kind}` }), words));
+}
+
+function stageCard(stage) {
+  const known = Object.keys(stage.shares).length > 0;
+  const bar = element("div", { class: "shares", role: "img", "aria-label": known ? sharesText(stage) : "no step yet" });
+  for (const kind of Object.keys(KINDS)) {
+    const share = stage.shares[kind] ?? 0;
+    if (share <= 0) continue;
+    const part = element("span", { class: `kind ${kind}`, title: `${KINDS[kind]}: ${percent(share)}` });
+    bar.append(styled(part, { "flex-grow": share.toFixed(5) }));
+  }
+  const facts = [stage.blocks ? `${stage.blocks}\u00a0block${stage.blocks > 1 ? "s" : ""}` : "", memory(stage)];
+  return element(
+    "li",
+    { class: `stage${stage.present ? "" : " away"}`, "data-stage": stage.stage },
+    element(
+      "div",
+      { class: "stage-head" },
+      element("strong", {}, `stage ${stage.stage}`),
+      element("span", { class: "mono node" }, stage.node_id),
+      element("span", { class: "muted device", title: stage.device }, stage.device),
+      element("span", { class: "muted facts" }, stage.present ? facts.filter(Boolean).join(" · ") : "its node is away"),
+    ),
+    bar,
+    element(
+      "p",
+      { class: "split" },
+      element("span", { class: "busy" }, known ? `busy ${percent(stage.busy)}` : "no step yet"),
+      known ? element("span", { class: "waiting" }, `waits ${percent(stage.waiting)}`) : null,
+    ),
+  );
+}
+
+function sharesText(stage) {
+  return Object.keys(KINDS)
+    .filter((kind) => stage.shares[kind] >= 0.005)
+    .map((kind) => `${KINDS[kind]} ${percent(stage.shares[kind])}`)
+    .join(", ");
+}
+
+function memory(stage) {
+  const peak = stage.gpu_memory_bytes ? stage.gpu_peak_memory_bytes : stage.peak_memory_bytes;
+  return peak ? `at most ${bytes(peak)}${stage.gpu_memory_bytes ? " of GPU memory" : ""}` : "";
+}
+
+function linkCard(source, target, there, back) {
+  const card = element("li", { class: "link", "data-link": `${source}-${target}` });
+  if (there) card.append(lane(there));
+  if (back) card.append(lane(back));
+  if (!there && !back) card.append(element("p", { class: "muted" }, "nothing sent yet"));
+  const trouble = troubles([there, back].filter(Boolean));
+  if (trouble) card.append(element("p", { class: "trouble" }, trouble));
+  return card;
+}
+
+function lane(link) {
+  const forward = link.source < link.target;
+  const level = link.use == null ? "" : link.use >= FULL ? " full" : link.use >= BUSY ? " high" : "";
+  const known = link.capacity_mbit > 0;
+  const bar = element("div", { class: "use" }, styled(element("span"), { width: `${100 * (link.use ?? 0)}%` }));
+  const flows = link.flows.map((flow) => `${flow.codec}, ${bits(flow.bits_per_element)}\u00a0bits an element`);
+  return element(
+    "div",
+    { class: `lane${level}${forward ? "" : " back"}`, "data-way": `${link.source}-${link.target}` },
+    element(
+      "p",
+      { class: "lane-head" },
+      element("span", { class: "arrow", "aria-hidden": "true" }, forward ? "→" : "←"),
+      element("strong", {}, `${link.source} to ${link.target}`),
+      element("span", { class: "rate" }, known ? `${mbit(link.mbit)} of ${mbit(link.capacity_mbit)}\u00a0Mbit/s` : `${mbit(link.mbit)}\u00a0Mbit/s, capacity not known yet`),
+      element("span", { class: "use-text" }, known ? percent(link.use) : ""),
+    ),
+    bar,
+    element(
+      "p",
+      { class: "muted lane-facts" },
+      ...flows.map((words) => element("span", { class: "flow" }, words)),
+      link.round_trip_seconds > 0 ? element("span", {}, `round trip ${duration(link.round_trip_seconds)}`) : null,
+      element("span", {}, `${bytes(link.bytes)} sent`),
+    ),
+  );
+}
+
+function troubles(links) {
+  const again = links.reduce((sum, link) => sum + link.retransmits, 0);
+  const damaged = links.reduce((sum, link) => sum + link.rejects, 0);
+  const words = [];
+  if (again) words.push(`${integer(again)} frame${again > 1 ? "s" : ""} sent again`);
+  if (damaged) words.push(`${integer(damaged)} damaged`);
+  return words.join(", ");
+}

@@ -1,0 +1,64 @@
+// The run's view, live: server-sent events, patches applied, reconnecting for as long as the page is open.
+
+const COLUMNS = ["steps", "times", "values"];
+const RETRY_MILLISECONDS = 3000;
+
+export class Stream {
+  // `changed(view, names)` is called with the whole view and the names of the fields that changed;
+  // `connection(state)` with "live", "lost" or "over".
+  constructor(changed, connection) {
+    this.changed = changed;
+    this.connection = connection;
+    this.view = null;
+    this.clockAhead = 0; // how far the server's clock is ahead of this machine's, in seconds
+    this.open();
+  }
+
+  open() {
+    const source = new EventSource("/api/stream");
+    source.addEventListener("view", (event) => {
+      this.view = this.read(event);
+      this.connection("live");
+      this.changed(this.view, new Set(Object.keys(this.view)));
+    });
+    source.addEventListener("patch", (event) => {
+      const patch = this.read(event);
+      this.view = applyPatch(this.view, patch);
+      this.changed(this.view, new Set(Object.keys(patch)));
+    });
+    source.addEventListener("end", () => this.again(source, "over"));
+    source.addEventListener("error", () => this.again(source, "lost"));
+  }
+
+  // The browser's own retries stop for good at the first answer that is no stream, such as "too many pages".
+  again(source, state) {
+    source.close();
+    this.connection(state);
+    setTimeout(() => this.open(), RETRY_MILLISECONDS);
+  }
+
+  read(event) {
+    const { now, view } = JSON.parse(event.data);
+    this.clockAhead = now - Date.now() / 1000;
+    return view;
+  }
+
+  now() {
+    return Date.now() / 1000 + this.clockAhead;
+  }
+}
+
+// As node/dashboard/patch.py `apply`.
+export function applyPatch(before, patch) {
+  const after = { ...before };
+  for (const [name, value] of Object.entries(patch)) {
+    if (value !== null && typeof value === "object" && "keep" in value) {
+      const old = before[name];
+      after[name] = { stride: old.stride };
+      for (const column of COLUMNS) after[name][column] = [...old[column].slice(0, value.keep), ...value[column]];
+    } else {
+      after[name] = value;
+    }
+  }
+  return after;
+}
