@@ -63,7 +63,7 @@ class DataSection:
     shift: bool = True
     """Each pass over the text cuts it into samples at another offset; `aqsgd-b` needs `false`: the same."""
     tokenizer: str = "bytes"
-    """`bytes`: a token a byte, vocabulary 256."""
+    """`bytes`: a token a byte, vocabulary 256; or a folder or file with GPT-2 style BPE tables."""
 
 
 @dataclass(frozen=True, kw_only=True)

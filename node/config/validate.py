@@ -21,7 +21,6 @@ from node.model.storage import FROM_PRESET, KINDS, PRESETS
 from wire.errors import ConfigError
 
 FAMILIES = ("llama", "gpt2")
-TOKENIZERS = ("bytes",)
 PRECISIONS = ("float32", "bfloat16")
 
 MAX_NAME = 64
@@ -41,7 +40,7 @@ def problems(config: RunConfig) -> list[str]:
     return [
         *_run(config.run),
         *_model(config.model, config.data.tokenizer),
-        *_name("data.tokenizer", config.data.tokenizer, TOKENIZERS),
+        *([] if config.data.tokenizer else ["data.tokenizer must be bytes, or name a folder or file"]),
         *([] if config.data.path else ["data.path must name a file, a folder or stdlib"]),
         *_training(config.training, config.run.steps),
         *_storage(config.storage, config.pipeline),

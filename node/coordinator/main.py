@@ -67,6 +67,8 @@ def run_coordinator(config: RunConfig, *, run_dir: Path, emit: Emit, resume: boo
         sequence=config.model.sequence,
         global_batch=config.training.global_batch,
         seed=config.run.seed,
+        vocab=config.model.vocab,
+        tell=lambda text: emit(events.Notice(text=text)),
     )
     check_cache(config, corpus.windows)
     check_ports(config.coordinator.listen, listen_address(config))

@@ -1,9 +1,11 @@
 """Token batches as a pure function of (seed, step). Torch-free: only the coordinator reads data.
 
-Tokens are bytes. A window is `sequence` + 1 tokens: inputs are all but the last, labels all but the first.
-Windows of one pass start `sequence` tokens apart, so that each token is a label at most once in a pass.
+Tokens are bytes, or ids of a byte-pair encoding. A window is `sequence` + 1 tokens: inputs are all but the
+last, labels all but the first. Windows of one pass start `sequence` tokens apart, so that each token is a
+label at most once in a pass.
 """
 
+from collections.abc import Callable
 from hashlib import sha256
 
 import numpy as np
@@ -11,7 +13,9 @@ import numpy as np
 from node.config.schema import DataSection
 from node.training.order import SampleOrder
 from node.training.text import read_text
-from wire.errors import DataError
+from node.training.token_cache import cache_folder, tokens_of
+from node.training.tokenizer import BYTES, load_tokenizer
+from wire.errors import ConfigError, DataError
 
 VALIDATION_SHARE = 100
 """One token in this many, at the end of the text, is held out from training,"""
@@ -27,7 +31,7 @@ class Corpus:
     ) -> None:
         """
         Args:
-            tokens: [N] uint8.
+            tokens: [N], of any unsigned type.
             sequence: tokens a sample.
             global_batch: samples a step.
             shift: every pass starts at another token below `sequence`, so that samples do not come again.
@@ -58,13 +62,37 @@ class Corpus:
         self._order = SampleOrder(windows=self.windows, phases=phases, global_batch=global_batch, seed=seed)
 
     @classmethod
-    def load(cls, data: DataSection, *, sequence: int, global_batch: int, seed: int) -> "Corpus":
-        """Read the text that `[data]` names.
+    def load(
+        cls,
+        data: DataSection,
+        *,
+        sequence: int,
+        global_batch: int,
+        seed: int,
+        vocab: int | None = None,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> "Corpus":
+        """Read the text that `[data]` names, as tokens.
+
+        Args:
+            vocab: the model's vocabulary, which every token must be in; None does not ask.
+            tell: hears how far the first tokenizing of a long text is.
 
         Raises:
             DataError: missing, unreadable, empty or too short; one line that says what to do.
+            ConfigError: the tokenizer has more tokens than `vocab`.
         """
-        tokens = np.frombuffer(read_text(data), dtype=np.uint8)
+        tokenizer = load_tokenizer(data.tokenizer)
+        if vocab is not None and vocab < tokenizer.vocabulary:
+            raise ConfigError(
+                f"model.vocab is {vocab}, but the tokenizer in {data.tokenizer} has {tokenizer.vocabulary} "
+                f"tokens: set model.vocab to {tokenizer.vocabulary} or more"
+            )
+        text = read_text(data)
+        if data.tokenizer == BYTES:
+            tokens = np.frombuffer(text, dtype=np.uint8)
+        else:
+            tokens = tokens_of(text, tokenizer, cache_folder(), tell)
         return cls(tokens, sequence=sequence, global_batch=global_batch, seed=seed, shift=data.shift)
 
     def fingerprint(self) -> str:
@@ -72,7 +100,7 @@ class Corpus:
         return sha256(self.training.data).hexdigest()
 
     def batch(self, step: int) -> np.ndarray:
-        """Tokens of a step, [global_batch, sequence + 1] uint8; microbatches are consecutive rows.
+        """Tokens of a step, [global_batch, sequence + 1]; microbatches are consecutive rows.
 
         Safe to call for any step in any order, and from any thread.
         """
@@ -80,7 +108,7 @@ class Corpus:
         return np.stack([self._window(sample) for sample in range(first, first + self.global_batch)])
 
     def validation_windows(self, limit: int | None = None) -> np.ndarray:
-        """Held-out windows from the start of the tail, [n, sequence + 1] uint8; n is 0 for a tiny text."""
+        """Held-out windows from the start of the tail, [n, sequence + 1]; n is 0 for a tiny text."""
         count = max(0, len(self.validation) - 1) // self.sequence
         count = count if limit is None else min(count, limit)
         starts = np.arange(count) * self.sequence

@@ -46,7 +46,18 @@ def test_the_defaults_break_no_rule() -> None:
         ({"model.init_std": float("inf")}, "model.init_std must be a finite number"),
         ({"model.rope_theta": 0.0}, "model.rope_theta must be"),
         ({"data.path": ""}, "data.path must name"),
-        ({"data.tokenizer": "byte"}, "data.tokenizer 'byte' is unknown; did you mean 'bytes'?"),
+        ({"data.tokenizer": ""}, "data.tokenizer must be bytes, or name a folder or file"),
+        (
+            {"pipeline.forward_codec": "aqsgd-4"},
+            "pipeline.forward_codec: aqsgd-4 packs what changed since the same sample was last sent, so every "
+            "pass must cut the text alike: set data.shift = false",
+        ),
+        (
+            {"pipeline.backward_codec": "aqsgd-4"},
+            "pipeline.backward_codec: aqsgd-4 packs activations alone: use fixed-4 to fixed-8 or tah for "
+            "gradients",
+        ),
+        ({"pipeline.cache_gb": 0.0}, "pipeline.cache_gb must be a finite number above 0, got 0.0"),
         ({"training.global_batch": 15}, "training.global_batch (15) must be a multiple of"),
         ({"training.microbatch": 0}, "training.microbatch must be at least 1"),
         ({"training.lr": 0.0}, "training.lr must be a finite number above 0"),

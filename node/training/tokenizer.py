@@ -1,0 +1,197 @@
+"""Text into token ids: bytes as they are, or byte-pair encoding with the user's own tables.
+
+`[data] tokenizer` is `bytes`, or names tables of byte-level BPE as GPT-2 has them: a folder that holds
+`tokenizer.json`, `vocab.json` and `merges.txt`, or `encoder.json` and `vocab.bpe`; or one of these files. The
+BPE itself is the `tokenizers` package, which only the coordinator needs.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from node.training.text import SEPARATOR
+from wire.errors import DataError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+BYTES = "bytes"
+PIECE_BYTES = 256 * 1024
+"""Documents are encoded in pieces of about this size, each ending at a line's end."""
+END_OF_TEXT = "<|endoftext|>"
+"""Stands between documents, if the vocabulary has it."""
+
+_FAST = "tokenizer.json"
+_TABLES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+_EXTRA = 'pip install "thinwire[bpe]"'
+
+
+class Tokenizer(ABC):
+    """Token ids of a text. The same text gives the same ids, whatever was encoded before."""
+
+    vocabulary: int
+    """Ids lie below this."""
+    fingerprint: str
+    """Changes whenever the same text might give other ids."""
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger]:
+        """The narrowest for the vocabulary."""
+        return np.min_scalar_type(self.vocabulary - 1)
+
+    @abstractmethod
+    def encode(self, pieces: Sequence[bytes]) -> list[np.ndarray]:
+        """Ids of each piece of `pieces_of`, `[n]` of `dtype`."""
+
+
+class ByteTokenizer(Tokenizer):
+    """A token a byte."""
+
+    vocabulary = 256
+    fingerprint = BYTES
+
+    def encode(self, pieces: Sequence[bytes]) -> list[np.ndarray]:
+        return [np.frombuffer(piece, dtype=np.uint8) for piece in pieces]
+
+
+class BpeTokenizer(Tokenizer):
+    """Byte-pair encoding. Text that looks like a special token is encoded as the text that it is."""
+
+    def __init__(self, bpe: "tokenizers.Tokenizer", tables: Sequence[bytes], where: str) -> None:
+        import tokenizers
+
+        self._bpe = bpe
+        self._bpe.encode_special_tokens = True
+        self._bpe.no_truncation()
+        self._bpe.no_padding()
+        self.vocabulary = 1 + max(bpe.get_vocab().values(), default=0)
+        parts = [BPE_FORMAT.encode(), tokenizers.__version__.encode(), *tables]
+        self.fingerprint = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
+        end = bpe.token_to_id(END_OF_TEXT)
+        # Tables without an end of text may still know the zero byte.
+        between = [end] if end is not None else bpe.encode("\0", add_special_tokens=False).ids
+        if not between:
+            raise DataError(f"the tokenizer in {where} has no {END_OF_TEXT} to put between documents: add it")
+        self._between = np.array(between, dtype=self.dtype)
+
+    def encode(self, pieces: Sequence[bytes]) -> list[np.ndarray]:
+        texts = [piece for piece in pieces if piece != SEPARATOR]
+        encoded = iter(
+            self._bpe.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
+        )
+        return [
+            self._between if piece == SEPARATOR else np.array(next(encoded).ids, dtype=self.dtype)
+            for piece in pieces
+        ]
+
+
+BPE_FORMAT = "1"
+"""Raised when pieces are cut in another way."""
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer that `[data] tokenizer` names.
+
+    Raises:
+        DataError: no such tables, damaged ones, or the package that reads them is not installed.
+    """
+    if name == BYTES:
+        return ByteTokenizer()
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise DataError(
+            f"no tokenizer {name!r}: set [data] tokenizer to {BYTES}, or to a folder or file with GPT-2 "
+            "style tables (tokenizer.json, vocab.json and merges.txt, or encoder.json and vocab.bpe)"
+        )
+    found = _find(path)
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise DataError(
+            f"[data] tokenizer {name} needs the tokenizers package on the coordinator's machine: {_EXTRA}"
+        ) from error
+    tables = [_read(file) for file in found]
+    try:
+        if len(found) == 1:
+            bpe = tokenizers.Tokenizer.from_str(tables[0].decode())
+        else:
+            bpe = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(found[0]), str(found[1])))
+            bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+            bpe.decoder = tokenizers.decoders.ByteLevel()
+        made = BpeTokenizer(bpe, tables, str(path))
+    except DataError:
+        raise
+    except Exception as error:  # what is wrong with tables comes as bare Exception from the package
+        raise DataError(f"the tokenizer in {path} cannot be read ({error}); copy its files again") from error
+    _check_bytes(made, path)
+    return made
+
+
+def pieces_of(text: bytes) -> Iterator[bytes]:
+    """Documents of `read_text`, cut, and `SEPARATOR` between documents.
+
+    Where a piece ends depends on the text alone: behind at least `PIECE_BYTES`, before a line's end that
+    stands between two characters which are no white space. GPT-2's rules break there anyway, so the tokens
+    are those of the whole document; with other rules the line's end begins a token.
+    """
+    start = 0
+    while True:
+        end = text.find(SEPARATOR, start)
+        stop = len(text) if end < 0 else end
+        while start < stop:
+            cut = _cut(text, start + PIECE_BYTES, stop)
+            yield text[start:cut]
+            start = cut
+        if end < 0:
+            return
+        yield SEPARATOR
+        start = end + 1
+
+
+def _cut(text: bytes, start: int, stop: int) -> int:
+    position = start
+    while (position := text.find(b"\n", position, stop)) >= 0:
+        # Four bytes hold any character.
+        before = text[max(0, position - 4) : position].decode(errors="ignore")[-1:]
+        after = text[position + 1 : min(stop, position + 5)].decode(errors="ignore")[:1]
+        if before and after and not before.isspace() and not after.isspace():
+            return position
+        position += 1
+    return stop
+
+
+def _find(path: Path) -> list[Path]:
+    """The one or two files of a tokenizer."""
+    folder = path if path.is_dir() else path.parent
+    if path.is_dir():
+        choices: list[tuple[str, ...]] = [(_FAST,), *_TABLES]
+    else:
+        choices = [pair for pair in _TABLES if path.name in pair] or [(path.name,)]
+    for names in choices:
+        files = [folder / name for name in names]
+        if all(file.is_file() for file in files):
+            return files
+    expected = " or ".join(" and ".join(names) for names in choices)
+    raise DataError(f"no tokenizer in {folder}: expected {expected}")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; check its permissions") from error
+
+
+def _check_bytes(tokenizer: BpeTokenizer, path: Path) -> None:
+    """Tables that do not know every byte drop text without a word."""
+    text = "".join(map(chr, [*range(1, 256), 0x4E2D, 0x1F600]))
+    (ids,) = tokenizer.encode([text.encode()])
+    if tokenizer._bpe.decode(ids.tolist(), skip_special_tokens=False) != text:
+        raise DataError(
+            f"the tokenizer in {path} does not give back every text that it encodes: byte-level BPE tables, "
+            "as GPT-2 has them, are needed"
+        )

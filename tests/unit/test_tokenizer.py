@@ -1,0 +1,240 @@
+"""Byte-pair encoding from the user's tables, and token files on disk."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from node.config.schema import DataSection
+from node.training import token_cache, tokenizer
+from node.training.data import Corpus
+from node.training.text import SEPARATOR, read_text
+from node.training.token_cache import tokens_of
+from node.training.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer, pieces_of
+from wire.errors import ConfigError, DataError
+
+LINES = [
+    f"the {word} of line {n}, isn't it? {n * n}  \u4e2d\u6587 \U0001f600"
+    for n in range(60)
+    for word in ("end", "start")
+]
+PROSE = "\n".join(LINES)
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small byte-level BPE in all the forms that people have it in."""
+    folder = tmp_path_factory.mktemp("bpe")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|endoftext|>"],
+        show_progress=False,
+    )
+    bpe.train_from_iterator(LINES, trainer)
+    for name in ("hugging-face", "gpt2", "openai"):
+        (folder / name).mkdir()
+    bpe.save(str(folder / "hugging-face" / "tokenizer.json"))
+    bpe.model.save(str(folder / "gpt2"))
+    for theirs, ours in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):
+        (folder / "openai" / theirs).write_bytes((folder / "gpt2" / ours).read_bytes())
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "thinwire" / "tokens"
+
+
+def whole(bpe: Tokenizer, text: bytes) -> list[int]:
+    """Every document encoded in one piece."""
+    assert isinstance(bpe, BpeTokenizer)
+    documents: list[bytes] = []
+    for document in text.split(SEPARATOR):
+        documents += [document, SEPARATOR]
+    return np.concatenate(bpe.encode(documents[:-1])).tolist()
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hugging-face",
+        "hugging-face/tokenizer.json",
+        "gpt2",
+        "gpt2/vocab.json",
+        "gpt2/merges.txt",
+        "openai",
+        "openai/encoder.json",
+        "openai/vocab.bpe",
+    ],
+)
+def test_every_form_gives_the_same_ids(tables: Path, name: str) -> None:
+    found = load_tokenizer(str(tables / name))
+    assert found.vocabulary == 400 and found.dtype == np.uint16
+    (ids,) = found.encode([PROSE.encode()])
+    expected = tokenizers.Tokenizer.from_file(str(tables / "hugging-face" / "tokenizer.json"))
+    assert ids.tolist() == expected.encode(PROSE).ids
+    assert expected.decode(ids.tolist()) == PROSE
+    assert len(ids) < len(PROSE.encode()) / 2
+
+
+characters = st.sampled_from([*"ab .,'s1\n\n\n\r\t\u00a0\u2028\u4e2d", "\n\n", " \n", "\n ", "x\ny", ".\n-"])
+documents = st.lists(st.lists(characters, max_size=60).map("".join), min_size=1, max_size=4)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(documents=documents, size=st.integers(1, 40))
+def test_pieces_do_not_change_the_ids(
+    tables: Path, monkeypatch: pytest.MonkeyPatch, documents: list[str], size: int
+) -> None:
+    text = SEPARATOR.join(document.encode() for document in documents)
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer, "PIECE_BYTES", size)
+        pieces = list(pieces_of(text))
+    assert b"".join(pieces) == text
+    gpt2 = load_tokenizer(str(tables / "gpt2"))
+    assert np.concatenate(gpt2.encode(pieces)).tolist() == whole(gpt2, text) if text else not pieces
+
+
+def test_pieces_are_cut() -> None:
+    text = PROSE.encode() * 100
+    pieces = list(pieces_of(text))
+    assert len(pieces) > 2
+    assert all(tokenizer.PIECE_BYTES <= len(piece) < tokenizer.PIECE_BYTES + 200 for piece in pieces[:-1])
+
+
+def test_what_looks_like_a_special_token_is_text(tables: Path) -> None:
+    for form in ("hugging-face", "gpt2"):
+        found = load_tokenizer(str(tables / form))
+        ids = np.concatenate(found.encode([b"a<|endoftext|>b", SEPARATOR, b"c"])).tolist()
+        assert ids.count(0) == 1 and len(ids) > 6
+
+
+def test_tokens_are_kept_and_read_back(tables: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpt2 = load_tokenizer(str(tables / "gpt2"))
+    text = SEPARATOR.join([PROSE.encode(), b"another one", PROSE.encode()])
+    told: list[str] = []
+    first = tokens_of(text, gpt2, cache, told.append)
+    assert isinstance(first, np.memmap) and first.tolist() == whole(gpt2, text)
+    assert told and told[-1].startswith("tokenized 0 of 0 MB")
+    assert sorted(path.suffix for path in cache.iterdir()) == [".json", ".lock", ".tokens"]
+
+    def fail(*_: object) -> None:
+        raise AssertionError("encoded again")
+
+    monkeypatch.setattr(BpeTokenizer, "encode", fail)
+    assert tokens_of(text, gpt2, cache, fail).tolist() == first.tolist()
+    with pytest.raises(AssertionError, match="encoded again"):
+        tokens_of(text + b"!", gpt2, cache, quiet)
+
+
+def test_a_killed_run_goes_on_where_it_was(
+    tables: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "PIECE_BYTES", 500)
+    monkeypatch.setattr(token_cache, "BATCH_PIECES", 3)
+    gpt2 = load_tokenizer(str(tables / "gpt2"))
+    text = SEPARATOR.join([PROSE.encode()] * 3)
+    total = len(list(pieces_of(text)))
+    encoded: list[int] = []
+    plain = BpeTokenizer.encode
+
+    def dies(self: BpeTokenizer, pieces: list[bytes]) -> list[np.ndarray]:
+        encoded.append(len(pieces))
+        if len(encoded) == 5:
+            # Some of the next batch may have reached the disk.
+            (partial,) = cache.glob("*.partial")
+            partial.write_bytes(partial.read_bytes() + b"torn")
+            raise KeyboardInterrupt
+        return plain(self, pieces)
+
+    monkeypatch.setattr(BpeTokenizer, "encode", dies)
+    with pytest.raises(KeyboardInterrupt):
+        tokens_of(text, gpt2, cache, quiet)
+    ids = tokens_of(text, gpt2, cache, quiet)
+    assert ids.tolist() == whole(gpt2, text)
+    assert sum(encoded[:4]) + sum(encoded[5:-1]) == total, "nothing was encoded twice"
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "no-record", "wrong-record", "torn-progress"])
+def test_damaged_files_are_made_again(tables: Path, cache: Path, damage: str) -> None:
+    gpt2 = load_tokenizer(str(tables / "gpt2"))
+    text = PROSE.encode()
+    expected = tokens_of(text, gpt2, cache, quiet).tolist()
+    (tokens,), (record,) = cache.glob("*.tokens"), cache.glob("*.json")
+    data = bytearray(tokens.read_bytes())
+    if damage == "flip":
+        data[10] ^= 1
+        tokens.write_bytes(data)
+    elif damage == "cut":
+        tokens.write_bytes(data[:-1])
+    elif damage == "no-record":
+        record.unlink()
+    elif damage == "wrong-record":
+        record.write_text(json.dumps({"tokens": "many"}))
+    else:
+        record.unlink()
+        tokens.with_suffix(".progress").write_text('{"pieces": 7, "tokens":')
+        tokens.with_suffix(".partial").write_bytes(b"abc")
+    assert tokens_of(text, gpt2, cache, quiet).tolist() == expected
+
+
+def test_a_corpus_of_tokens(tables: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / "text" / f"{name}.txt").write_text(PROSE)
+    data = DataSection(path=str(tmp_path / "text"), tokenizer=str(tables / "gpt2"))
+    corpus = Corpus.load(data, sequence=16, global_batch=2, seed=0, vocab=400)
+    ids = [*corpus.training.tolist(), *corpus.validation.tolist()]
+    assert ids == whole(load_tokenizer(data.tokenizer), read_text(data))
+    assert corpus.batch(3).shape == (2, 17) and corpus.batch(3).max() < 400
+    as_bytes = Corpus.load(DataSection(path=data.path), sequence=16, global_batch=2, seed=0)
+    assert corpus.fingerprint() != as_bytes.fingerprint()
+    with pytest.raises(ConfigError, match=r"model.vocab is 399, but the tokenizer in .* has 400 tokens: set"):
+        Corpus.load(data, sequence=16, global_batch=2, seed=0, vocab=399)
+
+
+def test_what_is_no_tokenizer_is_refused_in_one_line(
+    tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DataError, match=r"no tokenizer 'byte': set .* to bytes, or to a folder or file"):
+        load_tokenizer("byte")
+    with pytest.raises(DataError, match=r"expected tokenizer.json or vocab.json and merges.txt or encoder"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(DataError, match=f"no tokenizer in {tmp_path}: expected vocab.json and merges.txt"):
+        load_tokenizer(str(tmp_path / "vocab.json"))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    with pytest.raises(DataError, match="cannot be read"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("[1, 2")
+    with pytest.raises(DataError, match="cannot be read"):
+        load_tokenizer(str(tmp_path))
+    vocab = {letter: number for number, letter in enumerate("abcdefgh\u0100")}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    with pytest.raises(DataError, match="does not give back every text"):
+        load_tokenizer(str(tmp_path / "merges.txt"))
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(DataError, match=r'needs the tokenizers package .*: pip install "thinwire\[bpe\]"'):
+        load_tokenizer(str(tables / "gpt2"))
+    assert load_tokenizer("bytes").vocabulary == 256
+
+
+def test_a_folder_that_cannot_be_written_is_named(tables: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DataError, match=r"tokens cannot be kept in .*: free some space or set XDG_CACHE_HOME"):
+        tokens_of(b"text", load_tokenizer(str(tables / "gpt2")), tmp_path / "file" / "tokens", quiet)
