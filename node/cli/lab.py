@@ -1,0 +1,126 @@
+"""`thinwire lab run|table|plot|check`: shaped networks on one machine, real runs over them, figures.
+
+`run` starts itself again in private namespaces (`node.lab.private`) and measures there.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from node.cli.parser import UsageError
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("lab", help="measure runs over slow networks made on this machine")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    run_ = actions.add_parser("run", help="measure every cell of a profile, or go on with it")
+    run_.add_argument("profile", metavar="PROFILE.toml", type=Path, help="deploy/lab/ has some")
+    run_.add_argument("--out", type=Path, help="results go here (default: lab/<name>)")
+    run_.add_argument(
+        "--time-limit", type=float, default=0.0, metavar="SECONDS", help="begin no cell after so long"
+    )
+    run_.add_argument("--no-plots", action="store_true", help="draw no figures")
+    run_.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    table = actions.add_parser("table", help="the paper's tables beside what was measured")
+    plot = actions.add_parser("plot", help="figures from results")
+    for action in (table, plot):
+        action.add_argument("results", metavar="RESULTS.json", nargs="+", type=Path, help="of `lab run`")
+    plot.add_argument("--out", type=Path, help="figures go here (default: beside the results)")
+    check = actions.add_parser("check", help="what this machine can do for the lab")
+    check.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    for action, function in ((run_, _run), (table, _table), (plot, _plot), (check, _check)):
+        action.set_defaults(run=function, parser=action)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from node.lab.profile_file import load_profile
+
+    if not 0 <= args.time_limit < 1e9:
+        raise UsageError(f"--time-limit must be a number of seconds of at least 0, got {args.time_limit:g}")
+    profile = load_profile(args.profile)
+    out = args.out or Path("lab") / profile.lab.name
+    if args.inside:
+        return _run_inside(args, out)
+    from node.lab.private import run_inside
+    from node.lab.results import RESULTS_FILE
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make {out} ({error.strerror}); give another --out") from error
+    code = run_inside(
+        ["lab", "run", str(args.profile), "--out", str(out), "--time-limit", str(args.time_limit), "--inside"]
+    )
+    if code == 0 and not args.no_plots:
+        _draw([out / RESULTS_FILE], out, must=False)
+    return code
+
+
+def _run_inside(args: argparse.Namespace, out: Path) -> int:
+    from node.lab.laboratory import end_with_stdin, run_laboratory
+    from node.lab.private import furnish
+    from node.lab.profile_file import load_profile
+
+    furnish()
+    profile = load_profile(args.profile)
+
+    async def run() -> None:
+        async with asyncio.TaskGroup() as group:
+            lifeline = group.create_task(end_with_stdin())
+            await run_laboratory(profile, out, time_limit=args.time_limit, tell=_tell)
+            lifeline.cancel()
+
+    asyncio.run(run())
+    return 0
+
+
+def _table(args: argparse.Namespace) -> int:
+    from node.lab.results import read_results
+    from node.lab.table import tables_text
+
+    sys.stdout.write(tables_text([read_results(path) for path in args.results]) + "\n")
+    return 0
+
+
+def _plot(args: argparse.Namespace) -> int:
+    _draw(args.results, args.out or args.results[0].parent, must=True)
+    return 0
+
+
+def _draw(results: list[Path], out: Path, *, must: bool) -> None:
+    """Draw the figures; without matplotlib that is an error only if it is what the user asked for."""
+    from node.lab.plots import draw
+    from node.lab.results import read_results
+    from wire.errors import UserError
+
+    try:
+        for path in draw([read_results(path) for path in results], out):
+            _tell(f"drew {path}")
+    except UserError as error:
+        if must:
+            raise
+        _tell(f"no figures: {error}")
+
+
+def _check(args: argparse.Namespace) -> int:
+    from node.lab.support import ask_private, find_outside
+
+    findings = find_outside()
+    if all(finding.works for finding in findings if finding.needed):
+        findings += ask_private()
+    if args.json:
+        sys.stdout.write(json.dumps([vars(finding) for finding in findings]) + "\n")
+    else:
+        for finding in findings:
+            mark = "ok" if finding.works else "FAIL" if finding.needed else "no"
+            sys.stdout.write(f"{mark:<4}  {finding.name:<10}  {finding.detail}\n")
+    return 0 if all(finding.works for finding in findings if finding.needed) else 1
+
+
+def _tell(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,298 @@
+"""Every shaped wire is measured by real TCP traffic before anything is run over it, and refused if it is off.
+
+Two nodes exchange data over a connection of their own, at the kernel's congestion control, one direction
+after the other; all links at once, so that a machine that cannot carry them together is found out. A first
+stretch is left out: TCP finds the rate then, and the shaper's bucket is full. What is judged is the payload
+that arrived a second, against `PAYLOAD_SHARE` of the rate asked for: the headers' part is known exactly, as a
+bulk transfer fills its packets. The round trip is that of single bytes on the idle wire, against the delay
+asked for."""
+
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from node.lab import tools
+from node.lab.network import Network
+from node.lab.shape import PAYLOAD_SHARE, Shape, burst_bytes
+from node.lab.topology import node_address, node_name
+from wire.errors import RunError
+
+PINGS = 15
+LEAST_SECONDS = 1.5
+SETTLE_SECONDS = 0.5
+SETTLE_ROUND_TRIPS = 12
+"""In which TCP's congestion control finds the rate."""
+BURSTS = 10
+"""The shaper's bucket is less than 1/10 of what is measured, whatever the rate."""
+RTT_SLACK_MS = 1.0
+"""A shared machine wakes processes late by up to this much."""
+ATTEMPTS = 3
+CONNECT_SECONDS = 10.0
+CHUNK = 1 << 18
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One direction between two neighbours, as asked for and as found."""
+
+    sender: int
+    receiver: int
+    asked_mbit: float
+    """The slowest shaper on the way; 0 where none is."""
+    payload_mbit: float
+    """TCP payload that arrived a second."""
+    asked_rtt_ms: float
+    rtt_ms: float
+    seconds: float
+    """Over which it was measured, the first stretch left out."""
+
+    @property
+    def share(self) -> float:
+        """Of the payload rate that the shaper's rate gives: 1 is perfect."""
+        return self.payload_mbit / (self.asked_mbit * PAYLOAD_SHARE)
+
+    def fault(self, tolerance: float) -> str | None:
+        """Why this direction cannot be used, in words."""
+        where = f"the link from stage {self.sender} to {self.receiver}"
+        if self.asked_mbit and abs(self.share - 1) > tolerance:
+            reached = self.payload_mbit / PAYLOAD_SHARE
+            hint = (
+                "this machine cannot carry the rate: ask for a lower one, or use a machine with less to do"
+                if self.share < 1
+                else "its shaper lets too much through"
+            )
+            return (
+                f"{where} is off by {100 * (self.share - 1):+.1f} %: asked for {self.asked_mbit:g} Mbit/s on "
+                f"the wire, found {reached:.4g} ({self.payload_mbit:.4g} of payload); {hint}"
+            )
+        slack = max(tolerance * self.asked_rtt_ms, RTT_SLACK_MS)
+        if self.asked_rtt_ms and abs(self.rtt_ms - self.asked_rtt_ms) > slack:
+            return f"{where} has a round trip of {self.rtt_ms:.2f} ms instead of {self.asked_rtt_ms:g} ms"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """One shape of the whole network, measured."""
+
+    label: str
+    attempts: int
+    congestion_control: str
+    links: tuple[Measured, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def payload_mbit(self, sender: int, receiver: int) -> float:
+        return self._find(sender, receiver).payload_mbit
+
+    def rtt_ms(self, sender: int, receiver: int) -> float:
+        return self._find(sender, receiver).rtt_ms
+
+    def _find(self, sender: int, receiver: int) -> Measured:
+        return next(m for m in self.links if (m.sender, m.receiver) == (sender, receiver))
+
+
+def calibrate(
+    network: Network, shape: Shape, ends: Sequence[tuple[int, int]], *, tolerance: float
+) -> Calibration:
+    """Measure a network that is at `shape`, up to `ATTEMPTS` times, as other work may disturb one.
+
+    Args:
+        ends: the pairs of neighbours.
+
+    Raises RunError that names the worst direction and what was found.
+    """
+    faults: list[str] = []
+    for attempt in range(1, ATTEMPTS + 1):
+        measured = measure(network, shape, ends)
+        faults = [fault for one in measured if (fault := one.fault(tolerance)) is not None]
+        if not faults:
+            return Calibration(
+                label=shape.label,
+                attempts=attempt,
+                congestion_control=congestion_control(),
+                links=tuple(measured),
+            )
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    raise RunError(f"calibration refuses {shape.label!r}: {faults[0]}{more}; {ATTEMPTS} attempts")
+
+
+def measure(network: Network, shape: Shape, ends: Sequence[tuple[int, int]]) -> list[Measured]:
+    """Both directions of every pair of neighbours.
+
+    Links are measured all at once. Interfaces are shared, so there the pairs have their turns.
+    """
+    shared = any(wire.higher < 0 for wire in network.topology.wires)
+    turns = [[pair] for pair in ends] if shared else [list(ends)]
+    measured: list[Measured] = []
+    for turn in turns:
+        connections = [_connect(*pair) for pair in turn]
+        try:
+            trips = [_round_trip(near, far) for near, far in connections]
+            for upward in (True, False):
+                jobs = []
+                for pair, (near, far), trip in zip(turn, connections, trips, strict=True):
+                    way = pair if upward else pair[::-1]
+                    pipe = (near, far) if upward else (far, near)
+                    jobs.append(_job(network, shape, way, pipe, trip))
+                measured += _at_once(jobs)
+        finally:
+            for near, far in connections:
+                near.close()
+                far.close()
+    return measured
+
+
+def congestion_control() -> str:
+    """The kernel's default in the lab."""
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+
+
+def _job(
+    network: Network,
+    shape: Shape,
+    way: tuple[int, int],
+    pipe: tuple[socket.socket, socket.socket],
+    trip: float,
+) -> Callable[[], Measured]:
+    asked, rtt_ms = _asked(network, shape, *way)
+    settle = SETTLE_SECONDS + SETTLE_ROUND_TRIPS * max(rtt_ms / 1e3, trip)
+    length = max(LEAST_SECONDS, BURSTS * burst_bytes(asked) * 8e-6 / asked)
+
+    def run() -> Measured:
+        received, seconds = _transfer(*pipe, settle, length)
+        return Measured(
+            sender=way[0],
+            receiver=way[1],
+            asked_mbit=asked,
+            payload_mbit=8e-6 * received / seconds,
+            asked_rtt_ms=rtt_ms,
+            rtt_ms=1e3 * trip,
+            seconds=seconds,
+        )
+
+    return run
+
+
+def _asked(network: Network, shape: Shape, sender: int, receiver: int) -> tuple[float, float]:
+    """Mbit/s and round trip that the shape gives this direction."""
+    rates, trips = [], []
+    for wire, link in zip(network.topology.wires, shape.links, strict=True):
+        if wire.higher < 0:
+            if wire.lower == sender:
+                rates.append(link.up_mbit)
+            elif wire.lower == receiver:
+                rates.append(link.down_mbit)
+            if wire.lower in (sender, receiver):
+                trips.append(link.rtt_ms)
+        elif {wire.lower, wire.higher} == {sender, receiver}:
+            rates.append(link.up_mbit if wire.lower == sender else link.down_mbit)
+            trips.append(link.rtt_ms)
+    return min(rates), max(trips)
+
+
+def _connect(lower: int, higher: int) -> tuple[socket.socket, socket.socket]:
+    """Two ends of a connection, in the two nodes' namespaces."""
+    listener = tools.inside(node_name(higher), lambda: socket.create_server((node_address(higher), 0)))
+    try:
+        listener.settimeout(CONNECT_SECONDS)
+        address = listener.getsockname()
+        near = tools.inside(
+            node_name(lower), lambda: socket.create_connection(address[:2], timeout=CONNECT_SECONDS)
+        )
+        far, _ = listener.accept()
+    except OSError as error:
+        raise RunError(f"stage {lower} cannot reach stage {higher} inside the lab: {error}") from None
+    finally:
+        listener.close()
+    for end in (near, far):
+        end.settimeout(CONNECT_SECONDS)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return near, far
+
+
+def _round_trip(near: socket.socket, far: socket.socket) -> float:
+    """Seconds, the median of `PINGS` after one that warms up."""
+    trips = []
+    for _ in range(PINGS + 1):
+        began = time.perf_counter()
+        near.sendall(b"?")
+        far.recv(1)
+        far.sendall(b"!")
+        near.recv(1)
+        trips.append(time.perf_counter() - began)
+    return statistics.median(trips[1:])
+
+
+def _transfer(
+    sender: socket.socket, receiver: socket.socket, settle: float, length: float
+) -> tuple[int, float]:
+    """Bytes that arrived, and the seconds they took, after `settle` seconds and for about `length`."""
+    done = threading.Event()
+
+    def push() -> None:
+        data = bytes(CHUNK)
+        while not done.is_set():
+            try:
+                sender.send(data)
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+
+    sender.settimeout(0.1)
+    pusher = threading.Thread(target=push, name="calibration")
+    pusher.start()
+    buffer = bytearray(CHUNK)
+    try:
+        begin = time.perf_counter() + settle
+        while time.perf_counter() < begin:
+            receiver.recv_into(buffer)
+        first = last = time.perf_counter()
+        received = 0
+        while last - first < length:
+            received += receiver.recv_into(buffer)
+            last = time.perf_counter()
+    finally:
+        done.set()
+        pusher.join()
+    _drain(receiver, buffer)
+    sender.settimeout(CONNECT_SECONDS)
+    return received, last - first
+
+
+def _drain(receiver: socket.socket, buffer: bytearray) -> None:
+    """Until nothing has come for a while: what is still on its way must not count for the other direction."""
+    receiver.settimeout(0.3)
+    try:
+        while receiver.recv_into(buffer):
+            pass
+    except TimeoutError:
+        receiver.settimeout(CONNECT_SECONDS)
+
+
+def _at_once(jobs: Sequence[Callable[[], Measured]]) -> list[Measured]:
+    """Run all jobs in threads; raises RunError for the first that fails."""
+    results: list[Measured | None] = [None] * len(jobs)
+    errors: list[OSError] = []
+
+    def run(number: int) -> None:
+        try:
+            results[number] = jobs[number]()
+        except OSError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise RunError(f"calibration failed: a connection inside the lab broke ({errors[0]})")
+    return [result for result in results if result is not None]

@@ -1,0 +1,273 @@
+"""The laboratory at work: network, calibration, runs and their phases, results. Runs in the private place."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from node.lab import private
+from node.lab.calibration import Calibration, calibrate, congestion_control
+from node.lab.measure import (
+    Compute,
+    PhaseSteps,
+    cell_figures,
+    cell_floor,
+    compute_times,
+    floor_figures,
+)
+from node.lab.network import Network, WireBytes, describe_shapers
+from node.lab.plan import Cell, PlannedRun, all_shapes, plan_runs
+from node.lab.processes import RunProcesses, Step
+from node.lab.profile import Profile
+from node.lab.profile_file import link_ends
+from node.lab.results import RESULTS_FILE, Results, describe_machine
+from node.lab.shape import Shape
+from node.lab.support import delay_method
+from node.lab.topology import lay_out
+
+Tell = Callable[[str], None]
+
+
+async def run_laboratory(profile: Profile, out: Path, *, time_limit: float, tell: Tell) -> bool:
+    """Measure every cell of a profile that `out` does not hold yet. True when all are there.
+
+    Called in the private place that `node.lab.private` makes. Results are in `out` after every cell.
+
+    Raises RunError for a link that is off and for a run that breaks; what was measured before stays.
+    """
+    lab = _Laboratory(profile, out, time_limit or profile.lab.time_limit_seconds, tell)
+    return await lab.run()
+
+
+async def end_with_stdin() -> None:
+    """Cancel the calling task's program when stdin ends: whoever started the lab wants it to stop, or is
+    gone."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+
+    def readable() -> None:
+        if not os.read(sys.stdin.fileno(), 1024):
+            loop.remove_reader(sys.stdin.fileno())
+            ended.set()
+
+    loop.add_reader(sys.stdin.fileno(), readable)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(sys.stdin.fileno())
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+class _Laboratory:
+    def __init__(self, profile: Profile, out: Path, time_limit: float, tell: Tell) -> None:
+        self._profile = profile
+        self._out = out
+        self._tell = tell
+        self._began = time.monotonic()
+        self._limit = time_limit
+        self._ends = link_ends(profile.config)
+        self._calibrations: dict[str, Calibration] = {}
+
+    async def run(self) -> bool:
+        path = self._out / RESULTS_FILE
+        profile = self._profile
+        method = delay_method(profile.network.delay) if profile.needs_delay else "none"
+        results = Results.go_on(path, profile) if path.exists() else self._new_results(path, method)
+        runs = plan_runs(profile, results.done)
+        if not runs:
+            self._tell("every cell has been measured")
+            return True
+        topology = lay_out(
+            profile.config.pipeline.stages,
+            self._ends,
+            topology=profile.network.topology,
+            relay=method == "relay",
+        )
+        buffer = int(profile.network.socket_buffer_mb * 1e6)
+        network = Network(topology, method=method, kind=profile.network.qdisc, socket_buffer=buffer)
+        await asyncio.to_thread(network.__enter__)
+        try:
+            await self._calibrate(network, runs, results)
+            for run in runs:
+                if self._over():
+                    break
+                await _Run(self, network, run, results).measure()
+        finally:
+            await asyncio.to_thread(network.__exit__)
+        left = plan_runs(profile, results.done)
+        results.values["finished"] = not left
+        results.write()
+        if left:
+            cells = sum(len(run.cells) for run in left)
+            self._tell(
+                f"the time limit of {self._limit:g} s is over: {cells} cells left; the same command goes on"
+            )
+        return not left
+
+    def _new_results(self, path: Path, method: str) -> Results:
+        section = self._profile.network
+        network: dict[str, Any] = {
+            **asdict(section),
+            "delay_method": method,
+            "congestion_control": congestion_control(),
+            "control": "the coordinator's wires are not shaped",
+        }
+        return Results.new(path, self._profile, describe_machine(), network)
+
+    async def _calibrate(self, network: Network, runs: tuple[PlannedRun, ...], results: Results) -> None:
+        """All shapes before the first run, while the wires are idle."""
+        for shape in all_shapes(runs):
+            await asyncio.to_thread(network.shape, shape)
+            found = await asyncio.to_thread(
+                calibrate, network, shape, self._ends, tolerance=self._profile.network.tolerance
+            )
+            self._calibrations[shape.label] = found
+            results.values["calibrations"].append(
+                {
+                    **found.as_json(),
+                    "shaper": describe_shapers(shape, network.kind),
+                    "relay": network.relay_counts,
+                }
+            )
+            off = max(found.links, key=lambda link: abs(link.share - 1))
+            self._tell(
+                f"calibrated {shape.label} Mbit/s: at most {100 * abs(off.share - 1):.2f} % off, round trip "
+                f"{max(link.rtt_ms for link in found.links):.2f} ms"
+            )
+        results.write()
+
+    def _over(self) -> bool:
+        return self._limit > 0 and time.monotonic() - self._began > self._limit
+
+
+class _Run:
+    """One run through its phases."""
+
+    def __init__(self, lab: _Laboratory, network: Network, run: PlannedRun, results: Results) -> None:
+        self._lab = lab
+        self._network = network
+        self._run = run
+        self._results = results
+        config = run.config
+        self._tokens = config.training.global_batch * config.model.sequence
+
+    async def measure(self) -> None:
+        lab, run, section = self._lab, self._run, self._lab._profile.lab
+        logs, raw = lab._out / "logs" / run.name, lab._out / "raw" / f"{run.name}.jsonl"
+        for directory in (logs, raw.parent):
+            directory.mkdir(parents=True, exist_ok=True)
+        number = len(self._results.values["runs"])
+        began = time.monotonic()
+        await asyncio.to_thread(self._network.shape, None)
+        scratch = private.SCRATCH / str(number)
+        with raw.open("w", encoding="utf-8") as log:
+            processes = RunProcesses(
+                run.config, directory=scratch, logs=logs, device=section.device, threads=section.threads
+            )
+            async with processes:
+                record: dict[str, Any] = {"name": run.name, "start_seconds": time.monotonic() - began}
+                self._results.values["runs"].append(record)
+                lab._tell(f"{run.name}: joined and placed in {record['start_seconds']:.1f} s")
+                compute = None
+                if section.unthrottled_steps:
+                    phase, _ = await self._phase(processes, None, section.unthrottled_steps, log)
+                    compute = compute_times(phase, run.config.microbatches)
+                    record["unthrottled"] = {
+                        "step_seconds": phase.step_seconds,
+                        "tokens_per_second": self._tokens / phase.step_seconds,
+                        "compute": asdict(compute),
+                    }
+                for cell in run.cells:
+                    if lab._over():
+                        return
+                    await self._cell(processes, cell, compute, record, log)
+
+    async def _cell(
+        self,
+        processes: RunProcesses,
+        cell: Cell,
+        compute: Compute | None,
+        record: dict[str, Any],
+        log: TextIO,
+    ) -> None:
+        lab = self._lab
+        phase, steps = await self._phase(processes, cell.shape, lab._profile.lab.steps, log)
+        wires = self._network.topology.wires
+        measured = steps[-len(phase.costs) :]
+        values: dict[str, Any] = {
+            "key": asdict(cell.key),
+            "run": record["name"],
+            "mbit": cell.shape.busiest_mbit,
+            "rtt_ms": cell.shape.rtt_ms,
+            **cell_figures(
+                phase,
+                cell.shape,
+                wires,
+                tokens_per_step=self._tokens,
+                losses=[step.done.loss for step in measured],
+            ),
+            "curve": [[step.done.step, step.done.seconds, step.done.loss] for step in steps],
+            "relay": self._network.relay_counts,
+        }
+        share = ""
+        if compute is not None:
+            config = self._run.config
+            floor = cell_floor(
+                phase,
+                compute,
+                cell.shape,
+                wires,
+                lab._calibrations[cell.shape.label],
+                microbatches=config.microbatches,
+                chunks=config.pipeline.chunks,
+            )
+            values["floor"] = floor_figures(floor, phase, compute)
+            values["of_unthrottled"] = record["unthrottled"]["step_seconds"] / phase.step_seconds
+            share = f", {floor.share(phase.step_seconds):.2f} of the floor ({floor.binds})"
+        self._results.values["cells"].append(values)
+        self._results.write()
+        use = max(wire["use"] for wire in values["wires"])
+        lab._tell(
+            f"{record['name']} at {cell.shape.label}: {values['tokens_per_second']['median']:.0f} tokens/s, "
+            f"{phase.step_seconds:.2f} s a step, busiest link {100 * use:.0f} % full{share}"
+        )
+
+    async def _phase(
+        self, processes: RunProcesses, shape: Shape | None, count: int, log: TextIO
+    ) -> tuple[PhaseSteps, list[Step]]:
+        """Change the links, discard the warmup steps, measure `count` more. Gives all steps of the phase
+        too."""
+        section = self._lab._profile.lab
+        await asyncio.to_thread(self._network.shape, shape)
+        steps: list[Step] = []
+        before: tuple[WireBytes, ...] = ()
+        since = 0.0
+        for number in range(section.warmup_steps + count):
+            if number == section.warmup_steps:
+                before, since = await asyncio.to_thread(self._network.counters), time.monotonic()
+            step = await processes.next_step(section.step_seconds)
+            kind = "warmup" if number < section.warmup_steps else "measured"
+            for event in (step.costs, step.done):
+                line = {"at": step.at, "shape": shape.label if shape else None, "kind": kind}
+                log.write(json.dumps({**line, **json.loads(event.to_json())}) + "\n")
+            steps.append(step)
+        log.flush()
+        seconds = time.monotonic() - since
+        after = await asyncio.to_thread(self._network.counters)
+        if shape is not None:
+            await asyncio.to_thread(self._network.check, shape)
+        phase = PhaseSteps(
+            costs=tuple(step.costs for step in steps[section.warmup_steps :]),
+            wires=tuple(
+                WireBytes(late.up - early.up, late.down - early.down)
+                for early, late in zip(before, after, strict=True)
+            ),
+            seconds=seconds,
+        )
+        return phase, steps

@@ -1,0 +1,200 @@
+"""From the steps of a phase to a cell's figures. Pure.
+
+A phase is a stretch of one run over one shape of the network. The floor of a cell comes from the links'
+measured payload rates, the bytes of its own tensors, and the compute times of the unthrottled phase of the
+same run."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from node.lab.calibration import Calibration
+from node.lab.network import WireBytes
+from node.lab.shape import PAYLOAD_SHARE, Shape
+from node.lab.topology import Wire
+from node.telemetry.clock import TimeKind
+from node.telemetry.costs import bits_per_element, idle_by_stage
+from node.telemetry.events import StepCosts
+from node.telemetry.floor import Floor, LinkRate, step_floor
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseSteps:
+    """The measured steps of a phase, and what the network's counters grew by meanwhile."""
+
+    costs: tuple[StepCosts, ...]
+    wires: tuple[WireBytes, ...]
+    seconds: float
+    """Between the two readings of the counters."""
+
+    @property
+    def step_seconds(self) -> float:
+        return statistics.median(step.seconds for step in self.costs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """What a microbatch costs each stage, and a step behind its last backward: the least of unthrottled
+    steps.
+
+    The least, because a floor is what cannot be beaten, and a busy machine only ever adds.
+    """
+
+    forward: tuple[float, ...]
+    """Seconds; half of encoding and decoding counts here, half in `backward`."""
+    backward: tuple[float, ...]
+    after: float
+    """Seconds of the slowest stage's optimizer."""
+
+
+def compute_times(phase: PhaseSteps, microbatches: int) -> Compute:
+    """From a phase without shaping: what stages did, not what they waited for."""
+
+    def least(stage: int, *kinds: TimeKind) -> float:
+        return min(
+            sum(step.stages[stage].seconds.get(kind.value, 0.0) for kind in kinds) for step in phase.costs
+        )
+
+    stages = range(len(phase.costs[0].stages))
+    codecs = [least(stage, TimeKind.ENCODE, TimeKind.DECODE) / 2 for stage in stages]
+    return Compute(
+        forward=tuple((least(i, TimeKind.FORWARD) + codecs[i]) / microbatches for i in stages),
+        backward=tuple((least(i, TimeKind.BACKWARD) + codecs[i]) / microbatches for i in stages),
+        after=max(least(stage, TimeKind.OPTIMIZER) for stage in stages),
+    )
+
+
+def cell_floor(
+    phase: PhaseSteps,
+    compute: Compute,
+    shape: Shape,
+    wires: Sequence[Wire],
+    calibration: Calibration,
+    *,
+    microbatches: int,
+    chunks: int,
+) -> Floor:
+    """The least time in which this cell's step can be done; rates are the payload's, as measured."""
+    stages = len(compute.forward)
+    joints = stages - 1 + (chunks > 1 and stages > 2)
+    links: tuple[LinkRate, ...] = ()
+    interfaces: tuple[LinkRate, ...] = ()
+    if wires[0].higher < 0:
+        interfaces = tuple(
+            LinkRate(
+                up=link.up_mbit * 1e6 / 8 * PAYLOAD_SHARE,
+                down=link.down_mbit * 1e6 / 8 * PAYLOAD_SHARE,
+                latency=link.rtt_ms / 4e3,  # a tensor passes two
+            )
+            for link in shape.links
+        )
+    else:
+        links = tuple(
+            LinkRate(
+                up=calibration.payload_mbit(wire.lower, wire.higher) * 1e6 / 8,
+                down=calibration.payload_mbit(wire.higher, wire.lower) * 1e6 / 8,
+                latency=calibration.rtt_ms(wire.lower, wire.higher) / 2e3,
+            )
+            for wire in wires[:joints]
+        )
+    return step_floor(
+        microbatches=microbatches,
+        forward=compute.forward,
+        backward=compute.backward,
+        activation_bytes=_tensor_bytes(phase, "activation", microbatches * chunks),
+        gradient_bytes=_tensor_bytes(phase, "gradient", microbatches * chunks),
+        links=links,
+        interfaces=interfaces,
+        chunks=chunks,
+        after_seconds=compute.after,
+    )
+
+
+def cell_figures(
+    phase: PhaseSteps, shape: Shape, wires: Sequence[Wire], *, tokens_per_step: int, losses: Sequence[float]
+) -> dict[str, Any]:
+    """What a cell says, but for its floor."""
+    seconds = sorted(step.seconds for step in phase.costs)
+    rates = [tokens_per_step / value for value in seconds]
+    return {
+        "measured_steps": len(seconds),
+        "step_seconds": {"median": statistics.median(seconds), "least": seconds[0], "most": seconds[-1]},
+        "tokens_per_second": {
+            "median": statistics.median(rates),
+            "least": min(rates),
+            "most": max(rates),
+        },
+        "losses": list(losses),
+        "idle": idle_shares(phase),
+        "bits_forward": statistics.fmean(bits_per_element(step, "activation") for step in phase.costs),
+        "bits_backward": statistics.fmean(bits_per_element(step, "gradient") for step in phase.costs),
+        "wires": wire_figures(phase, shape, wires),
+    }
+
+
+def idle_shares(phase: PhaseSteps) -> list[float]:
+    """By stage, the share of its time spent waiting: the mean of the measured steps."""
+    return [statistics.fmean(shares) for shares in zip(*map(idle_by_stage, phase.costs), strict=True)]
+
+
+def wire_figures(phase: PhaseSteps, shape: Shape, wires: Sequence[Wire]) -> list[dict[str, Any]]:
+    """Each direction of each wire: the kernel's bytes beside the program's, and the share of the rate used.
+
+    `overhead` is what the kernel counted over what the program wrote to its sockets, less 1: TCP's, TLS's and
+    gRPC's headers, and the acknowledgements of the other direction.
+    """
+    figures = []
+    for wire, counted, link in zip(wires, phase.wires, shape.links, strict=True):
+        for upward in (True, False):
+            wire_bytes = counted.up if upward else counted.down
+            own = sum(
+                cost.bytes
+                for step in phase.costs
+                for cost in step.links
+                if _passes(wire, cost.source, cost.target, upward)
+            )
+            asked = link.up_mbit if upward else link.down_mbit
+            sender, receiver = (wire.lower, wire.higher) if upward else (wire.higher, wire.lower)
+            figures.append(
+                {
+                    "wire": wire.name,
+                    "sender": sender,
+                    "receiver": receiver,
+                    "asked_mbit": asked,
+                    "wire_bytes": wire_bytes,
+                    "own_bytes": own,
+                    "overhead": wire_bytes / own - 1 if own else None,
+                    "use": wire_bytes * 8e-6 / phase.seconds / asked if phase.seconds > 0 else 0.0,
+                }
+            )
+    return figures
+
+
+def floor_figures(floor: Floor, phase: PhaseSteps, compute: Compute) -> dict[str, Any]:
+    """The floor, what binds it, and the share of it that was reached."""
+    return {
+        "seconds": floor.seconds,
+        "share": floor.share(phase.step_seconds),
+        "binds": str(floor.binds),
+        "compute": asdict(compute),
+    }
+
+
+def _passes(wire: Wire, source: int, target: int, upward: bool) -> bool:
+    """Whether what `source` sends `target` goes over this wire in this direction."""
+    if wire.higher < 0:
+        return (source if upward else target) == wire.lower
+    return (source, target) == ((wire.lower, wire.higher) if upward else (wire.higher, wire.lower))
+
+
+def _tensor_bytes(phase: PhaseSteps, direction: str, tensors: int) -> float:
+    """Bytes of one tensor in frames: the busiest link carries `tensors` of them a step."""
+    sums: dict[tuple[int, int], int] = {}
+    for step in phase.costs:
+        for link in step.links:
+            for flow in link.flows:
+                if flow.direction == direction:
+                    way = (link.source, link.target)
+                    sums[way] = sums.get(way, 0) + flow.bytes
+    return max(sums.values(), default=0) / (len(phase.costs) * tensors)

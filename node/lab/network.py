@@ -1,0 +1,183 @@
+"""The laboratory's network: built from a `Topology`, shaped, read back. All calls block: use a thread."""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from node.lab import tools
+from node.lab.shape import LinkShape, Shape, burst_bytes, shaper_commands
+from node.lab.topology import LAB, Device, Topology
+from wire.errors import RunError
+
+RELAY_SECONDS = 10.0
+"""The longest that the relay may take to answer."""
+_MEGA = {"": 1e-6, "K": 1e-3, "M": 1.0, "G": 1e3}
+
+
+@dataclass(frozen=True)
+class WireBytes:
+    """What has left both ends of a wire so far."""
+
+    up: int
+    down: int
+
+
+class Network:
+    """A context manager in the private place; leaving it ends the relay, and the place ends the rest.
+
+    Args:
+        method: `none`, `netem` or `relay`: how packets are delayed.
+        kind: `tbf` or `htb`.
+    """
+
+    def __init__(self, topology: Topology, *, method: str, kind: str, socket_buffer: int) -> None:
+        self.topology = topology
+        self.method = method
+        self.kind = kind
+        self._socket_buffer = socket_buffer
+        self._relay: _RelayProcess | None = None
+        self._shaped = False
+        self.relay_counts: dict[str, float] = {}
+        """What the relay said last."""
+
+    def __enter__(self) -> Self:
+        for name in self.topology.namespaces:
+            tools.ip(LAB, "netns", "add", name)
+            tools.inside(name, lambda: _enlarge_buffers(self._socket_buffer))
+        for namespace, arguments in self.topology.commands:
+            tools.ip(namespace, *arguments)
+        if self.topology.forwards:
+            Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+        if self.topology.ways:
+            self._relay = _RelayProcess(self.topology)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._relay is not None:
+            self._relay.end()
+
+    def shape(self, shape: Shape | None) -> None:
+        """Put every wire at its setting; None takes all shaping away. Reads back what the kernel has."""
+        for number, wire in enumerate(self.topology.wires):
+            link = shape.links[number] if shape else None
+            for device in (wire.up, wire.down):
+                if self._shaped:
+                    tools.tc(device.namespace, "qdisc", "del", "dev", device.name, "root")
+                if link is not None:
+                    mbit = link.up_mbit if device is wire.up else link.down_mbit
+                    self._shape_device(device, mbit, link)
+        self._shaped = shape is not None
+        if self._relay is not None:
+            self.relay_counts = dict(self._relay.delay(_delays(self.topology, shape)))
+        if shape is not None:
+            self.check(shape)
+
+    def check(self, shape: Shape) -> None:
+        """Compare every shaper with what it should be. Raises RunError for one that is not."""
+        for wire, link in zip(self.topology.wires, shape.links, strict=True):
+            for device, mbit in ((wire.up, link.up_mbit), (wire.down, link.down_mbit)):
+                found = self._rate(device)
+                if found is None or abs(found / mbit - 1) > 0.001:
+                    raise RunError(
+                        f"the shaper of {wire.name} is at {found or 0:g} Mbit/s, not at {mbit:g}: something "
+                        "else changes this laboratory's links"
+                    )
+
+    def counters(self) -> tuple[WireBytes, ...]:
+        """By wire, since its shaper was made."""
+        return tuple(
+            WireBytes(tools.sent_bytes(wire.up), tools.sent_bytes(wire.down)) for wire in self.topology.wires
+        )
+
+    def _shape_device(self, device: Device, mbit: float, link: LinkShape) -> None:
+        rtt_ms = link.rtt_ms
+        for command in shaper_commands(device.name, self.kind, mbit, rtt_ms, netem=self.method == "netem"):
+            tools.tc(device.namespace, *command)
+
+    def _rate(self, device: Device) -> float | None:
+        """Mbit/s of the device's shaper as the kernel has it."""
+        if self.kind == "tbf":
+            qdisc = tools.root_qdisc(device)
+            return None if qdisc is None else 8e-6 * float(qdisc["options"]["rate"])
+        # tc writes classes as text whatever it is asked for.
+        reply = tools.tc(device.namespace, "class", "show", "dev", device.name)
+        found = re.search(r"^class htb 1:1 .* rate ([0-9.]+)([KMG]?)bit ", reply, re.MULTILINE)
+        return float(found[1]) * _MEGA[found[2]] if found else None
+
+
+def describe_shapers(shape: Shape, kind: str) -> dict[str, Any]:
+    """For the results: each wire's parameters as given to the kernel."""
+    return {
+        "qdisc": kind,
+        "label": shape.label,
+        "wires": [
+            {
+                "up_mbit": link.up_mbit,
+                "down_mbit": link.down_mbit,
+                "rtt_ms": link.rtt_ms,
+                "burst_bytes": [burst_bytes(link.up_mbit), burst_bytes(link.down_mbit)],
+            }
+            for link in shape.links
+        ],
+    }
+
+
+def _delays(topology: Topology, shape: Shape | None) -> list[float]:
+    """Seconds one way, by the relay's ways."""
+    if shape is None:
+        return [0.0] * len(topology.ways)
+    return [max(shape.links[wire].rtt_ms for wire in way.wires) / 2e3 for way in topology.ways]
+
+
+def _enlarge_buffers(most: int) -> None:
+    """TCP's limits in this namespace: the default stays, the largest grows, so that a long way can be
+    filled."""
+    for name in ("tcp_rmem", "tcp_wmem"):
+        path = Path("/proc/sys/net/ipv4") / name
+        least, default, largest = map(int, path.read_text().split())
+        path.write_text(f"{least} {default} {max(most, largest)}")
+
+
+class _RelayProcess:
+    def __init__(self, topology: Topology) -> None:
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "node.lab.relay"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        ways = [{"source": way.source, "target": way.target, "mac": way.mac} for way in topology.ways]
+        self._ask({"ways": ways})
+
+    def delay(self, seconds: Sequence[float]) -> Mapping[str, float]:
+        return self._ask({"delays": list(seconds)})
+
+    def end(self) -> None:
+        assert self._child.stdin is not None and self._child.stdout is not None
+        self._child.stdin.close()
+        try:
+            self._child.wait(RELAY_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        self._child.stdout.close()
+
+    def _ask(self, question: Mapping[str, Any]) -> Mapping[str, float]:
+        assert self._child.stdin is not None and self._child.stdout is not None
+        # A relay that hangs is killed, which ends the wait for its answer.
+        watch = threading.Timer(RELAY_SECONDS, self._child.kill)
+        watch.start()
+        try:
+            self._child.stdin.write(json.dumps(question) + "\n")
+            self._child.stdin.flush()
+            answer = self._child.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        finally:
+            watch.cancel()
+        if not answer:
+            raise RunError("the delay relay ended or hung; what it said is above")
+        return dict(json.loads(answer))

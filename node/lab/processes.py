@@ -1,0 +1,218 @@
+"""One run inside the laboratory: the coordinator and its nodes as processes in their namespaces.
+
+They are `thinwire` itself, joined by the run's own join line over mutual TLS. The coordinator's events arrive
+as JSON lines. The run's directories lie in the private place's memory and go with it."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from node.config.loader import to_toml
+from node.config.schema import RunConfig
+from node.lab.tools import prefix
+from node.lab.topology import COORDINATOR, COORDINATOR_ADDRESS, node_address, node_name
+from node.telemetry.events import (
+    Event,
+    JoinLine,
+    NodeJoined,
+    PlacementMade,
+    RunFinished,
+    StepAborted,
+    StepCosts,
+    StepDone,
+    from_json,
+)
+from wire.errors import RunError
+
+E = TypeVar("E", bound=Event)
+
+START_SECONDS = 180.0
+"""Until the coordinator has printed its join line, and until each node has joined."""
+RESTORE_SECONDS = 600.0
+"""From the last node's joining to the placement: initial weights of a large model take a while."""
+GRACE_SECONDS = 5.0
+MAX_EVENT_BYTES = 1 << 22
+PORT = 7700
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A committed step, and when it was heard of."""
+
+    done: StepDone
+    costs: StepCosts
+    at: float
+    """`time.monotonic()`."""
+
+
+class RunProcesses:
+    """An async context manager; every process is dead when it is left.
+
+    Args:
+        directory: for the run's and the nodes' state; new.
+        logs: where each process's words go; exists.
+        device: `cpu`, or `cuda`: stage i on GPU i.
+        threads: CPU threads of each node; 0 is torch's own choice.
+    """
+
+    def __init__(self, config: RunConfig, *, directory: Path, logs: Path, device: str, threads: int) -> None:
+        listen = f"{COORDINATOR_ADDRESS}:{PORT}"
+        self._config = replace(config, coordinator=replace(config.coordinator, listen=listen, advertise=()))
+        self._directory = directory
+        self._logs = logs
+        self._device = device
+        self._threads = threads
+        self._stages = config.pipeline.stages
+        self._children: dict[str, Process] = {}
+        self._events: AsyncIterator[Event] | None = None
+        self._costs: StepCosts | None = None
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self._kill()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._kill()
+
+    async def next_step(self, seconds: float) -> Step:
+        """The next committed step. Raises RunError when it takes longer, or anything goes wrong."""
+        deadline = time.monotonic() + seconds
+        while True:
+            what = f"the next step, within {seconds:g} s"
+            event = await self._next(Event, max(0.0, deadline - time.monotonic()), what)
+            match event:
+                case StepCosts():
+                    self._costs = event
+                case StepAborted():
+                    raise RunError(
+                        f"a step was aborted in the lab, so nothing can be measured: {event.reason}"
+                    )
+                case StepDone():
+                    costs, self._costs = self._costs, None
+                    if costs is None or costs.step != event.step:
+                        raise RunError(
+                            "the coordinator tells no costs of its steps: lab and program do not match"
+                        )
+                    return Step(done=event, costs=costs, at=time.monotonic())
+
+    # ---- start and end
+
+    async def _start(self) -> None:
+        self._directory.mkdir(parents=True)
+        run_file = self._directory / "run.toml"
+        run_file.write_text(to_toml(self._config), encoding="utf-8")
+        for stage in range(self._stages):
+            await self._spawn(node_name(stage), ["-m", "node.lab.gate"])
+        run_dir = self._directory / "run"
+        command = ["coordinator", str(run_file), "--run-dir", str(run_dir), "--json"]
+        await self._spawn(COORDINATOR, ["-m", "node.cli.main", *command])
+        self._events = self._read_events()
+        join_line = await self._next(JoinLine, START_SECONDS, "the join line")
+        token = join_line.line.split()[-1]
+        nodes = [await self._join(stage, token) for stage in range(self._stages)]
+        placed = await self._next(PlacementMade, RESTORE_SECONDS, "a placement")
+        if list(placed.nodes) != nodes:
+            raise RunError("the coordinator seated the nodes in another order than they joined in")
+
+    async def _join(self, stage: int, token: str) -> str:
+        """Let node `stage` join; returns its id once the coordinator has it."""
+        device = f"cuda:{stage}" if self._device == "cuda" else "cpu"
+        state = self._directory / node_name(stage)
+        arguments = ["join", token, "--listen", f"{node_address(stage)}:0", "--device", device]
+        arguments += ["--threads", str(self._threads), "--state-dir", str(state)]
+        child = self._children[node_name(stage)]
+        assert child.stdin is not None
+        child.stdin.write(json.dumps(arguments).encode() + b"\n")
+        child.stdin.close()
+        joined = await self._next(NodeJoined, START_SECONDS, f"node {stage}")
+        if joined.address.rpartition(":")[0] != node_address(stage):
+            raise RunError(f"node {stage} came from {joined.address}: the lab's routes are wrong")
+        return joined.node_id
+
+    async def _spawn(self, name: str, arguments: list[str]) -> None:
+        environment = dict(os.environ)
+        if self._threads:
+            environment["OMP_NUM_THREADS"] = str(self._threads)
+        coordinator = name == COORDINATOR
+        with (self._logs / f"{name}.log").open("ab") as log:
+            self._children[name] = await asyncio.create_subprocess_exec(
+                *prefix(name),
+                sys.executable,
+                *arguments,
+                stdin=DEVNULL if coordinator else PIPE,
+                stdout=PIPE if coordinator else log,
+                stderr=log,
+                limit=MAX_EVENT_BYTES,
+                env=environment,
+                start_new_session=True,
+            )
+
+    async def _kill(self) -> None:
+        for child in self._children.values():
+            if child.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    child.send_signal(signal.SIGKILL)
+        for child in self._children.values():
+            await child.wait()
+
+    # ---- events
+
+    async def _next(self, kind: type[E], seconds: float, what: str) -> E:
+        """The next event of a kind; others are passed over. Ends early when a process has."""
+        try:
+            async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
+                watchers = [group.create_task(self._watch(*pair)) for pair in self._children.items()]
+                found = await self._first(kind)
+                for watcher in watchers:
+                    watcher.cancel()
+                return found
+        except TimeoutError:
+            raise RunError(
+                f"the lab's coordinator did not tell of {what}; logs are in {self._logs}"
+            ) from None
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _first(self, kind: type[E]) -> E:
+        assert self._events is not None
+        async for event in self._events:
+            if isinstance(event, RunFinished):
+                raise RunError(f"the run in the lab ended: {event.reason}")
+            if isinstance(event, kind):
+                return event
+        # The coordinator's own end says more: `_watch` tells it.
+        await asyncio.sleep(GRACE_SECONDS)
+        raise RunError(f"the lab's coordinator closed its output; see {self._logs / 'coordinator.log'}")
+
+    async def _watch(self, name: str, child: Process) -> None:
+        """No process may end before it is killed."""
+        code = await child.wait()
+        # What the coordinator makes of it comes first, if it comes.
+        await asyncio.sleep(GRACE_SECONDS / 5)
+        path = self._logs / f"{name}.log"
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        words = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+        words = words.removeprefix("thinwire: ").removeprefix("error: ")
+        raise RunError(f"{words} ({name} in the lab ended with exit code {code}; all it said is in {path})")
+
+    async def _read_events(self) -> AsyncIterator[Event]:
+        stdout = self._children[COORDINATOR].stdout
+        assert stdout is not None
+        while line := await stdout.readline():
+            yield from_json(line.decode())

@@ -1,0 +1,135 @@
+"""`results.json`: everything a laboratory measured and where. Written whole after every cell."""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from node.lab.plan import CellKey
+from node.lab.profile import Profile
+from wire.errors import UserError
+from wire.version import VERSION
+
+RESULTS_FILE = "results.json"
+FORMAT = "thinwire-lab-1"
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class Results:
+    """The results of one output directory, new or gone on with."""
+
+    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+        self.path = path
+        self.values = values
+
+    @classmethod
+    def new(
+        cls, path: Path, profile: Profile, machine: Mapping[str, Any], network: Mapping[str, Any]
+    ) -> "Results":
+        model, training = profile.config.model, profile.config.training
+        values: dict[str, Any] = {
+            "format": FORMAT,
+            "profile": profile.lab.name,
+            "profile_sha256": profile.sha256,
+            "machine": dict(machine),
+            "network": dict(network),
+            "model": asdict(model),
+            "training": asdict(training),
+            "stages": profile.config.pipeline.stages,
+            "device": profile.lab.device,
+            "seeds": list(profile.lab.seeds),
+            "warmup_steps": profile.lab.warmup_steps,
+            "finished": False,
+            "calibrations": [],
+            "runs": [],
+            "cells": [],
+        }
+        return cls(path, values)
+
+    @classmethod
+    def go_on(cls, path: Path, profile: Profile) -> "Results":
+        """Raises UserError if what is there comes from another profile."""
+        values = read_results(path)
+        if values["profile_sha256"] != profile.sha256:
+            raise UserError(
+                f"{path} was measured with another version of this profile: results of both do not mix; "
+                "give another --out"
+            )
+        return cls(path, values)
+
+    @property
+    def done(self) -> set[CellKey]:
+        return {CellKey(**cell["key"]) for cell in self.values["cells"]}
+
+    def write(self) -> None:
+        """Replace the file whole: a reader, and a lab that goes on, never sees half of it."""
+        partial = self.path.with_suffix(".json.partial")
+        partial.write_text(json.dumps(self.values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        partial.replace(self.path)
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """A results file. Raises UserError for anything else."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such results file; `thinwire lab run` writes one") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as results: {error}") from None
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise UserError(f"{path} holds no laboratory results of this version ({FORMAT})")
+    return values
+
+
+def describe_machine() -> dict[str, Any]:
+    """Kernel, hardware, versions and commit: what figures depend on."""
+    import grpc
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "commit": commit(),
+        "kernel": platform.release(),
+        "processor": processor(),
+        "cores": os.cpu_count() or 1,
+        "gpus": gpus,
+        "versions": {
+            "thinwire": VERSION,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "grpcio": grpc.__version__,
+            "iproute2": _words("ip", "-V"),
+        },
+    }
+
+
+def processor() -> str:
+    """The model's name, without the spaces that pad it."""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith("model name"):
+            return " ".join(line.partition(":")[2].split())
+    return platform.machine()
+
+
+def commit() -> str:
+    """The commit that runs, marked when the program differs from it; THINWIRE_COMMIT where git is not."""
+    if given := os.environ.get("THINWIRE_COMMIT"):
+        return given
+    head = _words("git", "-C", str(_ROOT), "rev-parse", "HEAD")
+    if not head:
+        return "unknown"
+    changed = _words("git", "-C", str(_ROOT), "status", "--porcelain", "--", "kernels", "wire", "node")
+    return head + (" with changes" if changed else "")
+
+
+def _words(*command: str) -> str:
+    """What a command says, or nothing if it cannot be run."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,156 @@
+"""What this machine can do for the laboratory: programs, namespaces, shapers, delay."""
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from node.lab import private, tools
+from node.lab.relay import PACKET_VNET_HDR, SOL_PACKET
+from node.lab.topology import LAB
+from wire.errors import RunError, ThinwireError, UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that the lab can use, or what stands in its way."""
+
+    name: str
+    works: bool
+    detail: str
+    needed: bool
+    """Without it the lab cannot run at all."""
+
+
+def delay_method(wanted: str) -> str:
+    """`netem` or `relay`, as asked for; `auto` takes netem where the kernel has it. In the private place.
+
+    Raises RunError when the method asked for, or any, does not work here.
+    """
+    netem = _try(_netem)
+    if wanted != "relay" and netem is None:
+        return "netem"
+    relay = _try(_packet_sockets)
+    if wanted != "netem" and relay is None:
+        return "relay"
+    reasons = {"netem": [netem], "relay": [relay]}.get(wanted, [netem, relay])
+    raise RunError(
+        f"no delay is possible here ({'; '.join(map(str, reasons))}): use delays of 0, or another kernel"
+    )
+
+
+def find_in_private() -> list[Finding]:
+    """What works in the private place; leaves nothing but two devices, which go with it."""
+    findings = []
+    for name, check, needed in (
+        ("tbf", _tbf, True),
+        ("htb", _htb, False),
+        ("netem", _netem, False),
+        ("relay", _packet_sockets, False),
+        ("forwarding", _forwarding, False),
+    ):
+        problem = _try(check)
+        words = problem or _WORKS[name]
+        findings.append(Finding(name=name, works=problem is None, detail=words, needed=needed))
+    return findings
+
+
+def find_outside() -> list[Finding]:
+    """Programs and namespaces, as seen by whoever asks."""
+    findings = []
+    for name in tools.PACKAGES:
+        try:
+            findings.append(Finding(name=name, works=True, detail=tools.tool(name), needed=True))
+        except UserError as error:
+            findings.append(Finding(name=name, works=False, detail=str(error), needed=True))
+    if all(finding.works for finding in findings):
+        try:
+            flags = private.working_flags()
+            how = (
+                "rootless, in a user namespace" if "--user" in flags else "as root, without a user namespace"
+            )
+            findings.append(Finding(name="namespaces", works=True, detail=how, needed=True))
+        except UserError as error:
+            findings.append(Finding(name="namespaces", works=False, detail=str(error), needed=True))
+    try:
+        import matplotlib
+
+        findings.append(Finding(name="plots", works=True, detail=matplotlib.__version__, needed=False))
+    except ImportError:
+        detail = "matplotlib is missing: pip install 'thinwire[lab]'"
+        findings.append(Finding(name="plots", works=False, detail=detail, needed=False))
+    return findings
+
+
+def ask_private() -> list[Finding]:
+    """`find_in_private`'s answer, from a private place made for the purpose."""
+    command = [tools.tool("unshare"), *private.working_flags(), sys.executable, "-m", "node.lab.support"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except subprocess.TimeoutExpired:
+        raise RunError("the checks inside private namespaces did not end within 60 s") from None
+    if done.returncode:
+        raise RunError(f"the checks inside private namespaces failed: {' '.join(done.stderr.split())[-400:]}")
+    return [Finding(**entry) for entry in json.loads(done.stdout)]
+
+
+_WORKS = {
+    "tbf": "shapes links",
+    "htb": "shapes links",
+    "netem": "delays packets in the kernel",
+    "relay": "packet sockets with batched segments: the lab's own relay can delay",
+    "forwarding": 'the lab can route, for network.topology = "interfaces" without delay',
+}
+
+
+def _try(check: Callable[[], None]) -> str | None:
+    """Why a check fails, or None."""
+    try:
+        check()
+    except ThinwireError as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.strerror}: {error.filename}" if error.filename else str(error)
+    return None
+
+
+def _tbf() -> None:
+    _qdisc("tbf", "rate", "100mbit", "burst", "65536", "limit", "200000")
+
+
+def _htb() -> None:
+    _qdisc("htb", "default", "1")
+
+
+def _netem() -> None:
+    _qdisc("netem", "delay", "1ms")
+
+
+def _qdisc(kind: str, *arguments: str) -> None:
+    """Put it on a device made for the purpose, and take it away."""
+    tools.ip(LAB, "link", "add", "probe0", "type", "veth", "peer", "name", "probe1")
+    try:
+        tools.tc(LAB, "qdisc", "add", "dev", "probe0", "root", kind, *arguments)
+    finally:
+        tools.ip(LAB, "link", "del", "probe0")
+
+
+def _packet_sockets() -> None:
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0) as probe:
+        probe.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
+
+
+def _forwarding() -> None:
+    Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+
+
+def _main() -> None:
+    private.furnish()
+    sys.stdout.write(json.dumps([vars(finding) for finding in find_in_private()]))
+
+
+if __name__ == "__main__":
+    _main()

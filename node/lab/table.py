@@ -1,0 +1,229 @@
+"""The paper's tables beside what was measured: text for a terminal, Markdown for documents. Pure but for the
+file of the paper's numbers.
+
+Machines differ from the paper's, so what compares is the ratio between codecs on one machine, over one
+network; each is given beside the paper's own. The share of the floor says how much of what was possible was
+reached."""
+
+import importlib.resources
+import statistics
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from node.lab.shape import PAYLOAD_SHARE
+from node.telemetry.render import table_lines
+
+BASELINES = ("fp32", "bf16", "fixed-4", "aqsgd-4")
+"""Forward codecs that ratios are given over."""
+
+Cells = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperTable:
+    """One of the paper's tables."""
+
+    number: int
+    place: str
+    what: str
+    columns: tuple[str, ...]
+    """Codec pairs."""
+    rows: tuple[Mapping[str, Any], ...]
+    """`mbit`, `microbatch`, `tokens_per_second` by column."""
+
+    def tokens(self, row: Mapping[str, Any], codec_pair: str) -> float | None:
+        values = dict(zip(self.columns, row["tokens_per_second"], strict=True))
+        return values.get(codec_pair)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Headings and cells of text; the first `left` columns are names."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    left: int
+
+
+def paper_tables() -> tuple[str, tuple[PaperTable, ...]]:
+    """The paper's title, and its tables 3, 5 and 6."""
+    text = importlib.resources.files("node.lab").joinpath("paper_tables.toml").read_text(encoding="utf-8")
+    raw = tomllib.loads(text)
+    tables = tuple(
+        PaperTable(
+            number=entry["number"],
+            place=entry["place"],
+            what=entry["what"],
+            columns=tuple(entry["columns"]),
+            rows=tuple(entry["rows"]),
+        )
+        for entry in raw["table"]
+    )
+    return raw["source"], tables
+
+
+def tables_text(results: Sequence[Mapping[str, Any]]) -> str:
+    """Everything for a terminal."""
+    blocks = []
+    for table in all_tables(results):
+        lines = [table.title]
+        lines += table_lines(list(table.headings), [list(row) for row in table.rows], left=table.left)
+        blocks.append("\n".join(lines))
+    return "\n\n".join([*blocks, *(provenance(result) for result in results)])
+
+
+def all_tables(results: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """Every measured cell, then the paper's tables 3, 5 and 6 with what was measured at their settings."""
+    _, papers = paper_tables()
+    cells = [cell for result in results for cell in result["cells"]]
+    tables = [measured_table(cells)]
+    return tables + [paper_table(paper, cells) for paper in papers]
+
+
+def measured_table(cells: Cells) -> Table:
+    """A row for each setting and codec pair; seeds together."""
+    rows = []
+    for group in _grouped(cells):
+        key = group[0]["key"]
+        ratios = [_ratio(cells, group, baseline) for baseline in BASELINES]
+        rows.append(
+            (
+                key["shape"],
+                str(key["microbatch"]),
+                str(key["window"]),
+                _pair(key),
+                _rate_text(group),
+                f"{_mean(group, 'step_seconds'):.2f}",
+                *(f"{ratio:.2f}" if ratio else "-" for ratio in ratios),
+                f"{group[0]['bits_forward']:.2f} / {group[0]['bits_backward']:.2f}",
+                f"{100 * statistics.fmean(max(w['use'] for w in cell['wires']) for cell in group):.0f} %",
+                _share_text(group),
+            )
+        )
+    headings = (
+        *("Mbit/s", "microbatch", "window", "codecs", "tokens/s", "s a step"),
+        *(f"/ {baseline}" for baseline in BASELINES),
+        *("bits out / back", "link use", "of the floor"),
+    )
+    return Table(title="measured", headings=headings, rows=tuple(rows), left=4)
+
+
+def paper_table(paper: PaperTable, cells: Cells) -> Table:
+    """The paper's rows; ours beside them where they were measured without delay."""
+    rows = []
+    for row in paper.rows:
+        ours = {
+            _pair(group[0]["key"]): group
+            for group in _grouped(cells)
+            if group[0]["mbit"] == row["mbit"]
+            and group[0]["rtt_ms"] == 0
+            and group[0]["key"]["microbatch"] == row["microbatch"]
+        }
+        paper_base = paper.tokens(row, "fp32/fp32")
+        base = ours.get("fp32/fp32")
+        for pair in dict.fromkeys((*paper.columns, *ours)):
+            theirs, group = paper.tokens(row, pair), ours.get(pair)
+            rows.append(
+                (
+                    f"{row['mbit']}",
+                    f"{row['microbatch']}",
+                    pair,
+                    f"{theirs}" if theirs else "-",
+                    f"{theirs / paper_base:.2f}" if theirs and paper_base else "-",
+                    _rate_text(group) if group else "-",
+                    f"{_tokens(group) / _tokens(base):.2f}" if group and base else "-",
+                    _share_text(group) if group else "-",
+                )
+            )
+    headings = (
+        "Mbit/s",
+        "microbatch",
+        "codecs",
+        "paper, tokens/s",
+        "paper / fp32",
+        "here, tokens/s",
+        "here / fp32",
+    )
+    return Table(
+        title=f"table {paper.number} of the paper ({paper.place}): {paper.what}",
+        headings=(*headings, "of the floor"),
+        rows=tuple(rows),
+        left=3,
+    )
+
+
+def provenance(result: Mapping[str, Any]) -> str:
+    """One line on where figures come from."""
+    machine, network = result["machine"], result["network"]
+    gpus = ", ".join(f"{machine['gpus'].count(name)} x {name}" for name in dict.fromkeys(machine["gpus"]))
+    where = (
+        gpus if result["device"] == "cuda" and gpus else f"{machine['processor']}, {machine['cores']} cores"
+    )
+    versions = ", ".join(f"{name} {value}" for name, value in machine["versions"].items() if value)
+    delay = {"none": "no delay", "netem": "delay by netem", "relay": "delay by the lab's packet relay"}
+    worst = max(
+        (abs(_share(link) - 1) for found in result["calibrations"] for link in found["links"]), default=0.0
+    )
+    seeds = len(result["seeds"])
+    model = result["model"]
+    return (
+        f"{result['profile']}: {model['family']}, {model['layers']} layers, {model['hidden']} wide, sequence "
+        f"{model['sequence']}, global batch {result['training']['global_batch']}, {result['stages']} stages; "
+        f"{where}; {network['topology']} shaped by {network['qdisc']}, {delay[network['delay_method']]}, "
+        f"{network['congestion_control']}, kernel {machine['kernel']}, calibrated to {100 * worst:.1f} %; "
+        f"{len(result['runs'])} runs, {seeds} seed{'s' if seeds > 1 else ''}; {versions}; "
+        f"commit {machine['commit'][:12]}{' with changes' if machine['commit'].endswith('changes') else ''}"
+    )
+
+
+def _grouped(cells: Cells) -> list[list[Mapping[str, Any]]]:
+    """Cells that differ in their seeds alone, together, in the order in which they were measured."""
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for cell in cells:
+        key = cell["key"]
+        setting = (key["shape"], key["microbatch"], str(key["window"]), _pair(key))
+        groups.setdefault(setting, []).append(cell)
+    return list(groups.values())
+
+
+def _ratio(cells: Cells, group: Cells, baseline: str) -> float | None:
+    """Tokens a second over those of the first group at the same setting whose forward codec is `baseline`."""
+    key = group[0]["key"]
+    for other in _grouped(cells):
+        its = other[0]["key"]
+        same = all(its[name] == key[name] for name in ("shape", "microbatch", "window"))
+        if same and its["forward_codec"] == baseline:
+            return _tokens(group) / _tokens(other)
+    return None
+
+
+def _pair(key: Mapping[str, Any]) -> str:
+    return f"{key['forward_codec']}/{key['backward_codec']}"
+
+
+def _tokens(group: Cells) -> float:
+    return _mean(group, "tokens_per_second")
+
+
+def _mean(group: Cells, name: str) -> float:
+    """Over the seeds, of each one's median over steps."""
+    return statistics.fmean(cell[name]["median"] for cell in group)
+
+
+def _rate_text(group: Cells) -> str:
+    """`4045 (3990 to 4100)`: the spread is over all steps."""
+    least = min(cell["tokens_per_second"]["least"] for cell in group)
+    most = max(cell["tokens_per_second"]["most"] for cell in group)
+    return f"{_tokens(group):.0f} ({least:.0f} to {most:.0f})"
+
+
+def _share_text(group: Cells) -> str:
+    shares = [cell["floor"]["share"] for cell in group if "floor" in cell]
+    return f"{statistics.fmean(shares):.2f}" if shares else "-"
+
+
+def _share(link: Mapping[str, Any]) -> float:
+    return float(link["payload_mbit"]) / (float(link["asked_mbit"]) * PAYLOAD_SHARE)

@@ -1,0 +1,124 @@
+"""The programs and system calls beneath the laboratory: `ip`, `tc`, `unshare`, `nsenter`, `setns`."""
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from node.lab.topology import LAB, Device
+from wire.errors import RunError, UserError
+
+Result = TypeVar("Result")
+
+PACKAGES = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+}
+SECONDS = 20.0
+"""The longest that one of these programs may take."""
+NAMESPACES = Path("/run/netns")
+_CLONE_NEWNET = 0x40000000
+
+
+def tool(name: str) -> str:
+    """The program's path. Raises UserError that names the package."""
+    # Debian keeps them where an ordinary user's path does not look.
+    found = shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin")))
+    if found is None:
+        package = PACKAGES[name]
+        raise UserError(
+            f"the lab needs the program {name!r}, which is not here: install {package} "
+            f"(Debian and Ubuntu: apt install {package})"
+        )
+    return found
+
+
+def call(name: str, *arguments: str) -> str:
+    """Run one of `PACKAGES`' programs and return its output. Raises RunError with its own last words."""
+    command = [tool(name), *arguments]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=SECONDS, check=False, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        raise RunError(f"`{name} {' '.join(arguments)}` did not end within {SECONDS:g} s") from None
+    if done.returncode:
+        words = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise RunError(f"`{name} {' '.join(arguments)}` failed: {words}")
+    return done.stdout
+
+
+def ip(namespace: str, *arguments: str) -> str:
+    return call("ip", *_into(namespace), *arguments)
+
+
+def tc(namespace: str, *arguments: str) -> str:
+    return call("tc", *_into(namespace), *arguments)
+
+
+def root_qdisc(device: Device) -> dict[str, Any] | None:
+    """What `tc -s -j qdisc` says of the device's shaper; None when it has none."""
+    reply = tc(device.namespace, "-s", "-j", "qdisc", "show", "dev", device.name)
+    for qdisc in json.loads(reply or "[]"):
+        if qdisc.get("root") and qdisc.get("kind") in ("tbf", "htb"):
+            return dict(qdisc)
+    return None
+
+
+def sent_bytes(device: Device) -> int:
+    """Bytes that have left the device: by its shaper's count, which has every packet's header; without a
+    shaper by the device's own, which counts a batch of segments as one packet."""
+    if (qdisc := root_qdisc(device)) is not None:
+        return int(qdisc["bytes"])
+    reply = json.loads(ip(device.namespace, "-s", "-j", "link", "show", "dev", device.name))
+    return int(reply[0]["stats64"]["tx"]["bytes"])
+
+
+def inside(namespace: str, work: Callable[[], Result]) -> Result:
+    """Run `work` on a thread that has entered the network namespace: sockets that it makes stay in there."""
+    if namespace == LAB:
+        return work()
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            _enter(namespace)
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name=f"in {namespace}")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def _enter(namespace: str) -> None:
+    """Move this thread. (os.setns came with Python 3.12.)"""
+    libc = ctypes.CDLL(None, use_errno=True)
+    handle = os.open(NAMESPACES / namespace, os.O_RDONLY)
+    try:
+        if libc.setns(handle, _CLONE_NEWNET) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"cannot enter network namespace {namespace}: {os.strerror(number)}")
+    finally:
+        os.close(handle)
+
+
+def prefix(namespace: str) -> tuple[str, ...]:
+    """What to put before a command so that it runs in the network namespace."""
+    return (tool("nsenter"), f"--net={NAMESPACES / namespace}")
+
+
+def _into(namespace: str) -> Sequence[str]:
+    return () if namespace == LAB else ("-n", namespace)

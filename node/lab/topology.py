@@ -1,0 +1,180 @@
+"""Which namespaces, wires, addresses and routes a laboratory has: `ip` commands as data. Pure.
+
+Every node has a namespace and one address that its neighbours and the coordinator dial, on its loopback
+device. The coordinator reaches every node over a wire of its own that is never shaped, so that batches and
+heartbeats neither take bandwidth from the links nor lend them any.
+
+    links         node 0 ══ node 1 ══ node 2          a wire a pair of neighbours, shaped at both ends
+    interfaces    node 0 ══ the lab ══ node 1         a wire a node, shaped at both ends, and the lab forwards
+                              ║
+                            node 2
+
+With the relay, each wire between two nodes runs through the lab's own namespace, where the relay holds
+packets back; with netem the delay sits beneath the shaper."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LAB = ""
+"""The lab's own namespace, private to it: no name, as the lab's process lives in it."""
+COORDINATOR = "coordinator"
+COORDINATOR_ADDRESS = "10.77.255.1"
+GATEWAY_ADDRESS = "10.77.254.1"
+NETWORK = "10.77.0.0/24"
+MOST_STAGES = 64
+
+
+@dataclass(frozen=True)
+class Device:
+    """One end of a veth pair."""
+
+    namespace: str
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """What is shaped: a link between two stages, or a node's interface."""
+
+    name: str
+    lower: int
+    """The stage whose sending counts as up."""
+    higher: int
+    """The other end's stage; -1 on an interface."""
+    up: Device
+    """Its queue holds what goes up."""
+    down: Device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """What the relay does with frames that come in at a port."""
+
+    source: str
+    target: str
+    mac: str
+    """Only frames for this address, and broadcasts; empty: all."""
+    wires: tuple[int, ...]
+    """The wires whose delay applies; the largest counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """A laboratory on paper."""
+
+    namespaces: tuple[str, ...]
+    commands: tuple[tuple[str, tuple[str, ...]], ...]
+    """(namespace, arguments of `ip`), in order."""
+    forwards: bool
+    """The lab's namespace routes between the nodes."""
+    wires: tuple[Wire, ...]
+    ways: tuple[Way, ...]
+    """Of the relay; empty without one."""
+
+
+def node_name(stage: int) -> str:
+    return f"node{stage}"
+
+
+def node_address(stage: int) -> str:
+    return f"10.77.0.{stage + 1}"
+
+
+def mac_address(stage: int) -> str:
+    """Locally administered; the relay's way to a node's interface goes by it."""
+    return f"02:00:0a:4d:00:{stage + 1:02x}"
+
+
+def lay_out(stages: int, ends: Sequence[tuple[int, int]], *, topology: str, relay: bool) -> Topology:
+    """The laboratory of a pipeline.
+
+    Args:
+        ends: the stages that each link joins; interfaces have no use for them.
+        topology: `links` or `interfaces`.
+        relay: whether packets between nodes go through the relay.
+    """
+    commands: list[tuple[str, tuple[str, ...]]] = [(LAB, ("link", "set", "lo", "up"))]
+    names = [COORDINATOR, *map(node_name, range(stages))]
+    for name in names:
+        address = COORDINATOR_ADDRESS if name == COORDINATOR else node_address(names.index(name) - 1)
+        commands.append((name, ("link", "set", "lo", "up")))
+        commands.append((name, ("address", "add", f"{address}/32", "dev", "lo")))
+    for stage in range(stages):
+        node = Device(node_name(stage), "control")
+        desk = Device(COORDINATOR, f"node{stage}")
+        commands += _veth(node, desk)
+        commands.append(_route(node, COORDINATOR_ADDRESS, node_address(stage)))
+        commands.append(_route(desk, node_address(stage), COORDINATOR_ADDRESS))
+    if topology == "links":
+        more, wires, ways = _links(ends, relay)
+    else:
+        more, wires, ways = _interfaces(stages, relay)
+    return Topology(
+        namespaces=tuple(names),
+        commands=(*commands, *more),
+        forwards=topology == "interfaces" and not relay,
+        wires=tuple(wires),
+        ways=tuple(ways),
+    )
+
+
+_Commands = list[tuple[str, tuple[str, ...]]]
+
+
+def _links(ends: Sequence[tuple[int, int]], relay: bool) -> tuple[_Commands, list[Wire], list[Way]]:
+    commands: _Commands = []
+    wires, ways = [], []
+    for number, (lower, higher) in enumerate(ends):
+        low = Device(node_name(lower), f"link{number}")
+        high = Device(node_name(higher), f"link{number}")
+        if relay:
+            below, above = Device(LAB, f"relay{number}a"), Device(LAB, f"relay{number}b")
+            commands += [*_veth(low, below), *_veth(high, above)]
+            for source, target in ((below, above), (above, below)):
+                ways.append(Way(source=source.name, target=target.name, mac="", wires=(number,)))
+        else:
+            commands += _veth(low, high)
+        commands.append(_route(low, node_address(higher), node_address(lower)))
+        commands.append(_route(high, node_address(lower), node_address(higher)))
+        name = f"link {lower} to {higher}"
+        wires.append(Wire(name=name, lower=lower, higher=higher, up=low, down=high))
+    return commands, wires, ways
+
+
+def _interfaces(stages: int, relay: bool) -> tuple[_Commands, list[Wire], list[Way]]:
+    commands: _Commands = []
+    if not relay:
+        commands.append((LAB, ("address", "add", f"{GATEWAY_ADDRESS}/32", "dev", "lo")))
+    wires, ways = [], []
+    for stage in range(stages):
+        node, port = Device(node_name(stage), "interface"), Device(LAB, f"port{stage}")
+        commands += _veth(node, port, mac_address(stage))
+        via = () if relay else ("via", GATEWAY_ADDRESS, "onlink")
+        source = ("src", node_address(stage))
+        commands.append((node.namespace, ("route", "add", NETWORK, *via, "dev", node.name, *source)))
+        if not relay:
+            commands.append(_route(port, node_address(stage), GATEWAY_ADDRESS))
+        wires.append(Wire(name=f"interface of {stage}", lower=stage, higher=-1, up=node, down=port))
+        for other in range(stages):
+            if relay and other != stage:
+                target = f"port{other}"
+                way = Way(source=port.name, target=target, mac=mac_address(other), wires=(stage, other))
+                ways.append(way)
+    return commands, wires, ways
+
+
+def _veth(one: Device, other: Device, mac: str = "") -> _Commands:
+    """A pair of devices, up; IPv6 stays silent, so that only the run's own packets are counted."""
+    address = ("address", mac) if mac else ()
+    made: tuple[str, ...] = ("link", "add", one.name, *address)
+    for device, before in ((one, ()), (other, ("type", "veth", "peer", "name", other.name))):
+        made += (*before, *(("netns", device.namespace) if device.namespace else ()))
+    commands: _Commands = [(LAB, made)]
+    for device in (one, other):
+        commands.append((device.namespace, ("link", "set", device.name, "addrgenmode", "none")))
+        commands.append((device.namespace, ("link", "set", device.name, "up")))
+    return commands
+
+
+def _route(device: Device, target: str, source: str) -> tuple[str, tuple[str, ...]]:
+    return device.namespace, ("route", "add", f"{target}/32", "dev", device.name, "src", source)
