@@ -103,6 +103,24 @@ def reference_accumulate(gradient: Fp8Gradient, addend: Tensor) -> None:
     pack_gradient(unpack_gradient(gradient) + addend.float(), gradient)
 
 
+def sum_gradients(codes: Tensor, exponents: Tensor, into: Fp8Gradient) -> None:
+    """Pack the sum of several gradients: uint8 [k, n] and int8 [k, blocks], summed in fp32 in their order."""
+    if has_kernels(codes.device.type):
+        from kernels import triton_fp8
+
+        triton_fp8.sum_gradients(codes, exponents, into)
+    else:
+        reference_sum(codes, exponents, into)
+
+
+def reference_sum(codes: Tensor, exponents: Tensor, into: Fp8Gradient) -> None:
+    """`sum_gradients` in plain torch, on any device."""
+    total = unpack_gradient(Fp8Gradient(codes[0], exponents[0]))
+    for more in range(1, len(codes)):
+        total += unpack_gradient(Fp8Gradient(codes[more], exponents[more]))
+    pack_gradient(total, into)
+
+
 @dataclass(frozen=True, slots=True)
 class Moment:
     """A flat moment: codes uint8 [n] (e4m3), scales bf16 [blocks] and powers uint8 [blocks], in 1/16."""

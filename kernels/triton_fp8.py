@@ -34,6 +34,28 @@ def accumulate_gradient(gradient: Fp8Gradient, addend: Tensor, rows: int = ROWS,
     )
 
 
+def sum_gradients(
+    codes: Tensor, exponents: Tensor, into: Fp8Gradient, rows: int = ROWS, warps: int = WARPS
+) -> None:
+    """As `kernels.fp8.sum_gradients`, the same bits."""
+    n = codes.shape[1]
+    count = blocks(n)
+    _sum[(triton.cdiv(count, rows),)](
+        codes,
+        exponents,
+        into.codes,
+        into.exponents,
+        n,
+        count,
+        codes.stride(0),
+        exponents.stride(0),
+        MANY=len(codes),
+        ROWS=rows,
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
+
+
 def adamw_step(
     parameter: Tensor,
     gradient: Tensor | Fp8Gradient,
@@ -83,6 +105,36 @@ def _accumulate(codes, exponents, addend, n, count, ROWS: tl.constexpr):
     inside = place < n
     value = _gradient(codes, exponents, row, place, inside, count)
     value += tl.load(addend + place, mask=inside, other=0.0).to(tl.float32)
+    _store_gradient(codes, exponents, value, row, place, inside, count)
+
+
+@triton.jit(do_not_specialize=(*_SIZES, "code_stride", "exponent_stride"))
+def _sum(
+    codes,
+    exponents,
+    out_codes,
+    out_exponents,
+    n,
+    count,
+    code_stride,
+    exponent_stride,
+    MANY: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = row[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = place < n
+    value = _gradient(codes, exponents, row, place, inside, count)
+    for more in range(1, MANY):
+        offset = tl.cast(more, tl.int64)
+        value += _gradient(
+            codes + offset * code_stride, exponents + offset * exponent_stride, row, place, inside, count
+        )
+    _store_gradient(out_codes, out_exponents, value, row, place, inside, count)
+
+
+@triton.jit
+def _store_gradient(codes, exponents, value, row, place, inside, count):
     magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(magnitude, 1)
     # largest <= 448 * 2**e = 0.875 * 2**(e + 9)
