@@ -223,6 +223,7 @@ def _started(config: RunConfig, directory: Path, run: _Run) -> events.RunStarted
         forward_codec=config.pipeline.forward_codec,
         backward_codec=config.pipeline.backward_codec,
         microbatches=config.microbatches,
+        chunks=config.pipeline.chunks,
         codec_bits=codec_bits(config),
     )
 

@@ -47,6 +47,8 @@ class RunStarted(Event):
     backward_codec: str
     microbatches: int = 0
     """A step has so many; 0 is not known."""
+    chunks: int = 1
+    """Model chunks a stage."""
     codec_bits: Mapping[str, float] = field(default_factory=dict)
     """Bits an element that each codec takes on a link of this run, headers and frames included, so that
     readers can tell what another codec would give without loading torch."""

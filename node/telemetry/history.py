@@ -6,8 +6,8 @@ resume goes on in the same file. A line that a crash cut short is skipped by rea
 writer.
 
 **Growth.** A step takes about 0.4 kB, and 0.8 kB for each stage with its links on top. Costs of steps that
-follow each other faster than `COSTS_SECONDS` are added up and written together, so a stage adds at most 0.8 kB
-in that time, 70 MB a day.
+follow each other faster than `COSTS_SECONDS` are added up and written together, so a stage adds at most
+0.8 kB in that time, 70 MB a day.
 
 Join lines hold a secret and are never written.
 """

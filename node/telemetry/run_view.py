@@ -42,6 +42,8 @@ class FlowView:
     codec: str
     bits_per_element: float
     """As they crossed the socket over the recent steps, headers and frames included."""
+    mbit: float
+    """Mbit/s over the recent steps."""
     bytes: int
     """Since the run began."""
     elements: int
@@ -126,6 +128,8 @@ class RunView:
     stages_wanted: int
     tokens_per_step: int
     microbatches: int
+    chunks: int
+    """Model chunks a stage."""
     forward_codec: str
     backward_codec: str
     loss: float | None

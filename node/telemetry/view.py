@@ -140,6 +140,7 @@ class RunViewBuilder:
             stages_wanted=started.stages if started else 0,
             tokens_per_step=tokens,
             microbatches=started.microbatches if started else 0,
+            chunks=started.chunks if started else 1,
             forward_codec=started.forward_codec if started else "",
             backward_codec=started.backward_codec if started else "",
             loss=step.loss if step else None,
@@ -285,12 +286,14 @@ class _LinkSums:
         for direction, codec in dict.fromkeys((f.direction, f.codec) for c in recent for f in c.flows):
             mine = [f for c in recent for f in c.flows if (f.direction, f.codec) == (direction, codec)]
             elements = sum(flow.elements for flow in mine)
+            sent = sum(flow.bytes for flow in mine)
             size, all_elements = self._flows[direction, codec]
             flows.append(
                 FlowView(
                     direction=direction,
                     codec=codec,
-                    bits_per_element=8 * sum(f.bytes for f in mine) / elements if elements else 0.0,
+                    bits_per_element=8 * sent / elements if elements else 0.0,
+                    mbit=8e-6 * sent / seconds,
                     bytes=size,
                     elements=all_elements,
                 )

@@ -1,0 +1,135 @@
+"""A run's recent steps as inputs of the floor model: times a microbatch, bytes a tensor, rates. Pure."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from node.telemetry.clock import TimeKind
+from node.telemetry.floor import Floor, LinkRate, step_floor
+from node.telemetry.run_view import LinkView, RunView
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepModel:
+    """What a step was measured to take. Seconds, bytes, bytes a second."""
+
+    seconds: float
+    """Of a step."""
+    microbatches: int
+    chunks: int
+    forward: tuple[float, ...]
+    """Of a microbatch on each stage, over all its chunks, without packing."""
+    backward: tuple[float, ...]
+    packing: tuple[float, ...]
+    """Encoding and decoding for a microbatch on each stage."""
+    activation_bytes: float
+    """A microbatch's packed activation at one boundary, frames included."""
+    gradient_bytes: float
+    links: tuple[LinkRate, ...]
+    """As `step_floor` takes them; a direction whose capacity is not known costs nothing."""
+    after_seconds: float
+    """The optimizer's."""
+
+    @classmethod
+    def of(cls, view: RunView) -> Self | None:
+        """From the view's recent steps; None before there are any."""
+        stages, seconds = len(view.stages), view.step_seconds
+        if not stages or not seconds or view.microbatches < 1 or not all(s.shares for s in view.stages):
+            return None
+
+        def spent(*kinds: TimeKind) -> tuple[float, ...]:
+            return tuple(
+                seconds * sum(stage.shares.get(kind.value, 0.0) for kind in kinds) / view.microbatches
+                for stage in view.stages
+            )
+
+        chunks = view.chunks if stages > 1 else 1
+        crossings = view.microbatches * (stages * chunks - 1)
+
+        def tensor_bytes(direction: str) -> float:
+            flows = (flow for link in view.links for flow in link.flows if flow.direction == direction)
+            return sum(flow.mbit for flow in flows) / 8e-6 * seconds / crossings if crossings else 0.0
+
+        optimizer = spent(TimeKind.OPTIMIZER)
+        return cls(
+            seconds=seconds,
+            microbatches=view.microbatches,
+            chunks=chunks,
+            forward=spent(TimeKind.FORWARD),
+            backward=spent(TimeKind.BACKWARD),
+            packing=spent(TimeKind.ENCODE, TimeKind.DECODE),
+            activation_bytes=tensor_bytes("activation"),
+            gradient_bytes=tensor_bytes("gradient"),
+            links=_rates(view.links, stages, chunks),
+            after_seconds=max(optimizer) * view.microbatches,
+        )
+
+    @property
+    def microbatch_seconds(self) -> float:
+        """Of the step, if it were all microbatches."""
+        return self.seconds / self.microbatches
+
+    def floor(self) -> Floor:
+        """The least time that a step of these times and bytes can take."""
+        half = [packing / 2 for packing in self.packing]
+        return step_floor(
+            microbatches=self.microbatches,
+            forward=[time + extra for time, extra in zip(self.forward, half, strict=True)],
+            backward=[time + extra for time, extra in zip(self.backward, half, strict=True)],
+            activation_bytes=self.activation_bytes,
+            gradient_bytes=self.gradient_bytes,
+            links=self.links,
+            chunks=self.chunks,
+            after_seconds=self.after_seconds,
+        )
+
+    def gain(self, changed: "StepModel") -> float:
+        """How many times as fast steps would be with `changed` times and bytes.
+
+        What a step takes beyond its floor is taken to stay.
+        """
+        floor = self.floor().seconds
+        # Measured capacities can make a floor that is above the step itself.
+        now = max(self.seconds, floor)
+        then = changed.floor().seconds + now - floor
+        return now / then if then > 0 else 1.0
+
+    def with_codec(self, direction: str, factor: float) -> "StepModel":
+        """Tensors of one kind take `factor` of their bytes."""
+        if direction == "activation":
+            return replace(self, activation_bytes=factor * self.activation_bytes)
+        return replace(self, gradient_bytes=factor * self.gradient_bytes)
+
+    def with_blocks(self, before: Sequence[int], after: Sequence[int]) -> "StepModel":
+        """Stages hold other numbers of blocks; a block takes its stage as long as before."""
+        factors = [new / old for old, new in zip(before, after, strict=True)]
+        return replace(
+            self,
+            forward=tuple(time * factor for time, factor in zip(self.forward, factors, strict=True)),
+            backward=tuple(time * factor for time, factor in zip(self.backward, factors, strict=True)),
+        )
+
+    def without_packing(self) -> "StepModel":
+        """Encoding and decoding take no time."""
+        return replace(self, packing=(0.0,) * len(self.packing))
+
+
+def _rates(links: Sequence[LinkView], stages: int, chunks: int) -> tuple[LinkRate, ...]:
+    by_pair = {(link.source, link.target): link for link in links}
+
+    def rate(source: int, target: int) -> float:
+        link = by_pair.get((source, target))
+        return link.capacity_mbit / 8e-6 if link is not None and link.capacity_mbit > 0 else math.inf
+
+    def latency(source: int, target: int) -> float:
+        both = (by_pair.get((source, target)), by_pair.get((target, source)))
+        round_trips = [link.round_trip_seconds for link in both if link is not None]
+        return min(round_trips, default=0.0) / 2
+
+    joints = [(stage, stage + 1) for stage in range(stages - 1)]
+    if chunks > 1 and stages > 2:
+        joints.append((stages - 1, 0))
+    return tuple(
+        LinkRate(up=rate(low, high), down=rate(high, low), latency=latency(low, high)) for low, high in joints
+    )

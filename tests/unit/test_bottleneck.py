@@ -1,0 +1,266 @@
+"""The bottleneck in words: each case, and that no sentence ever says what its inputs do not."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.telemetry import events
+from node.telemetry.bottleneck import FULL, WAITING, bottleneck
+from node.telemetry.clock import TimeKind
+from node.telemetry.remedies import LADDER
+from node.telemetry.run_view import FlowView, LinkView, RunView, StageView
+from node.telemetry.step_model import StepModel
+from node.telemetry.view import view
+from tests.support.run_events import history, joined, opening, started, step
+
+BITS = {"fp32": 32.03, "fixed-8": 8.26, "fixed-6": 6.26, "fixed-4": 4.26, "tah": 4.42, "trellis-4": 4.0}
+MICROBATCHES = 8
+
+
+def stage(number: int, blocks: int = 4, **shares: float) -> StageView:
+    """Shares by kind, with underscores; what is left of 1 is `wait-downstream`."""
+    kinds = {kind.value: shares.get(kind.value.replace("-", "_"), 0.0) for kind in TimeKind}
+    kinds["wait-downstream"] += 1.0 - sum(kinds.values())
+    waiting = sum(share for kind, share in kinds.items() if kind.startswith("wait"))
+    return StageView(
+        stage=number,
+        node_id=f"node-{number}",
+        device="cpu",
+        blocks=blocks,
+        present=True,
+        shares=kinds,
+        busy=max(0.0, 1.0 - waiting),
+        waiting=waiting,
+        memory_bytes=0,
+        peak_memory_bytes=0,
+        gpu_memory_bytes=0,
+        gpu_peak_memory_bytes=0,
+    )
+
+
+def link(
+    source: int, target: int, mbit: float, capacity: float, round_trip: float = 0.001, codec: str = "fixed-6"
+) -> LinkView:
+    direction = "activation" if source < target else "gradient"
+    return LinkView(
+        source=source,
+        target=target,
+        bytes=10**9,
+        mbit=mbit,
+        capacity_mbit=capacity,
+        use=min(1.0, mbit / capacity) if capacity else None,
+        busy=0.5,
+        flows=(
+            FlowView(
+                direction=direction,
+                codec=codec,
+                bits_per_element=BITS[codec],
+                mbit=mbit,
+                bytes=10**9,
+                elements=10**9,
+            ),
+        ),
+        round_trip_seconds=round_trip,
+        retransmits=0,
+        rejects=0,
+        queued_bytes=0,
+    )
+
+
+def seen(stages: Sequence[StageView], links: Sequence[LinkView] = (), seconds: float = 1.0) -> RunView:
+    base = view(history(opening(), step(1)))
+    return replace(
+        base,
+        stages=tuple(stages),
+        links=tuple(links),
+        step_seconds=seconds,
+        microbatches=MICROBATCHES,
+        stages_wanted=len(stages),
+    )
+
+
+def says(run: RunView, bits: Mapping[str, float] = BITS) -> str:
+    return " | ".join(bottleneck(run, bits))
+
+
+def test_a_full_link_who_waits_for_it_and_what_would_help() -> None:
+    stages = [stage(0, forward=0.25, backward=0.25), stage(1, forward=0.2, backward=0.2)]
+    run = seen(stages, [link(0, 1, 30, 100), link(1, 0, 96, 100)])
+    text = says(run)
+    assert text.startswith(
+        "link 1 to 0 is full: 96 % of 100 Mbit/s; stages 0 and 1 wait 55 % of the time; "
+        "`fixed-6` to `tah` backward would give about 1."
+    )
+    model = StepModel.of(run)
+    assert model is not None
+    gain = float(text.rpartition("about ")[2].removesuffix(" x"))
+    assert gain == pytest.approx(model.gain(model.with_codec("gradient", 4.42 / 6.26)), rel=0.05)
+    assert 1.1 < gain < 6.26 / 4.42
+
+
+def test_the_most_precise_codec_that_helps_is_the_one_named() -> None:
+    stages = [stage(0, forward=0.1, backward=0.1), stage(1, forward=0.1, backward=0.1)]
+    run = seen(stages, [link(0, 1, 95, 100, codec="fp32"), link(1, 0, 20, 100)])
+    assert "`fp32` to `fixed-8` forward would give about 3." in says(run)
+
+
+def test_without_a_narrower_codec_nothing_is_promised() -> None:
+    stages = [stage(0, forward=0.1, backward=0.1), stage(1, forward=0.1, backward=0.1)]
+    run = seen(stages, [link(0, 1, 95, 100), link(1, 0, 20, 100)])
+    assert says(run, {}) == "link 0 to 1 is full: 95 % of 100 Mbit/s; stages 0 and 1 wait 80 % of the time"
+
+
+def test_an_uneven_split() -> None:
+    stages = [
+        stage(0, blocks=6, forward=0.3, backward=0.6),
+        stage(1, blocks=2, forward=0.1, backward=0.2),
+    ]
+    text = says(seen(stages, [link(0, 1, 5, 1000), link(1, 0, 5, 1000)]))
+    assert text.startswith("stage 0 is the slowest: it computes 90 % of the time; stage 1 waits 70 % of the")
+    assert "`pipeline.split = [4, 4]` would give about 1.3 x" in text
+
+
+def test_a_slow_machine_gets_fewer_blocks() -> None:
+    stages = [stage(0, forward=0.3, backward=0.65), stage(1, forward=0.1, backward=0.2)]
+    text = says(seen(stages))
+    found = re.search(r"split = \[(\d+), (\d+)\]", text)
+    assert found and int(found[1]) < 4 < int(found[2]) and int(found[1]) + int(found[2]) == 8
+
+
+def test_an_even_split_is_left_alone() -> None:
+    stages = [stage(n, forward=0.3, backward=0.62) for n in range(2)]
+    assert "pipeline.split" not in says(seen(stages))
+
+
+def test_packing_that_takes_long() -> None:
+    stages = [stage(n, forward=0.2, backward=0.3, encode=0.25, decode=0.1) for n in range(2)]
+    text = says(seen(stages, [link(0, 1, 5, 1000)]))
+    assert "packs and unpacks tensors 35 % of the time (`fixed-6` and `fixed-8`)" in text
+    assert "codecs that cost no time would give about" in text
+
+
+def test_a_coordinator_that_is_slow() -> None:
+    stages = [stage(n, forward=0.2, backward=0.3, wait_coordinator=0.3 + n / 10) for n in range(2)]
+    assert "every stage waits for the coordinator at least 30 % of the time" in says(seen(stages))
+
+
+def test_round_trips_that_nobody_hides() -> None:
+    stages = [stage(n, forward=0.1, backward=0.2) for n in range(2)]
+    links = [link(0, 1, 5, 1000, 0.1), link(1, 0, 5, 1000, 0.1)]
+    text = says(seen(stages, links, seconds=0.8))
+    assert text.startswith("tensors are on their way: no link is full, and a round trip from stage")
+    assert "100 ms" in text and "`pipeline.window`" in text
+
+
+def test_too_few_microbatches() -> None:
+    stages = [stage(n, forward=0.2, backward=0.4) for n in range(4)]
+    run = replace(seen(stages), microbatches=4)
+    assert "fills and drains for" in says(run) and "more than 4 microbatches" in says(run)
+
+
+def test_nothing_stands_out() -> None:
+    stages = [stage(n, forward=0.2, backward=0.3) for n in range(2)]
+    assert says(seen(stages)).startswith("nothing stands out: the busiest stage, 0, works 50 % of the time")
+
+
+def test_waiting_for_members() -> None:
+    assert view(history(started(), joined("node-x"))).bottleneck == ("waiting for nodes: 1 of 2 are here",)
+
+
+def test_nothing_is_said_before_the_first_step() -> None:
+    assert view(history(opening())).bottleneck == ()
+
+
+def test_a_run_of_events_has_a_bottleneck() -> None:
+    assert len(view(history(opening(), *(step(n) for n in range(1, 12)))).bottleneck) == 1
+
+
+SHARE = st.floats(0, 1)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> RunView:
+    count = draw(st.integers(1, 5))
+    stages = []
+    for number in range(count):
+        weights = [draw(st.floats(0, 1)) + 1e-6 for _ in TimeKind]
+        shares = dict(zip(TimeKind, (w / sum(weights) for w in weights), strict=True))
+        waiting = sum(shares[kind] for kind in TimeKind if kind.value.startswith("wait"))
+        blocks = draw(st.integers(0, 9))
+        one = stage(number, blocks)
+        values = {kind.value: share for kind, share in shares.items()}
+        stages.append(replace(one, shares=values, waiting=waiting, busy=1 - waiting))
+    links = []
+    for number in range(count - 1):
+        for pair in ((number, number + 1), (number + 1, number)):
+            capacity = draw(st.sampled_from([0.0, 10.0, 100.0, 1000.0]))
+            rate = draw(st.floats(0, 1.2)) * (capacity or 100)
+            codec = draw(st.sampled_from(sorted(BITS)))
+            links.append(link(*pair, rate, capacity, draw(st.floats(0, 0.5)), codec))
+    run = seen(stages, links, seconds=draw(st.floats(0.01, 100)))
+    return replace(run, microbatches=draw(st.integers(1, 64)), chunks=draw(st.sampled_from([1, 1, 2])))
+
+
+@given(runs(), st.dictionaries(st.sampled_from(sorted(BITS)), st.floats(2, 33)))
+def test_no_sentence_contradicts_its_inputs(run: RunView, bits: dict[str, float]) -> None:
+    sentences = bottleneck(run, bits)
+    assert 1 <= len(sentences) <= 3
+    full = {(x.source, x.target) for x in run.links if x.use is not None and x.use >= FULL}
+    busiest = max(stage.busy for stage in run.stages)
+    model = StepModel.of(run)
+    assert model is not None
+    for sentence in sentences:
+        assert sentence.isprintable() and "nan" not in sentence and "inf " not in sentence
+        for source, target in re.findall(r"link (\d+) to (\d+) is full", sentence):
+            assert (int(source), int(target)) in full
+        for share, rate in re.findall(r": (\d+) % of ([\d.]+) Mbit/s", sentence):
+            assert any(
+                abs(100 * (x.use or 0) - int(share)) <= 0.5
+                and abs(x.capacity_mbit - float(rate)) <= 0.005 * x.capacity_mbit
+                for x in run.links
+            )
+        if "no link is full" in sentence:
+            assert not full
+        for number, share in re.findall(r"stage (\d+) is the slowest: it computes (\d+) %", sentence):
+            assert run.stages[int(number)].busy == busiest
+            assert abs(100 * busiest - int(share)) <= 0.5
+        for who, share in re.findall(r"stages? ([\d, and]+) waits? (\d+) % of the time", sentence):
+            waits = [run.stages[int(number)].waiting for number in re.findall(r"\d+", who)]
+            assert min(waits) >= WAITING
+            assert abs(100 * sum(waits) / len(waits) - int(share)) <= 0.51
+        for old, new, way in re.findall(r"`(\S+)` to `(\S+)` (forward|backward)", sentence):
+            direction = {"forward": "activation", "backward": "gradient"}[way]
+            flows = [f for x in run.links for f in x.flows if f.codec == old and f.direction == direction]
+            assert new in LADDER and any(bits[new] < flow.bits_per_element for flow in flows)
+        for split in re.findall(r"pipeline.split = \[([\d, ]+)\]", sentence):
+            numbers = [int(number) for number in split.split(",")]
+            assert sum(numbers) == sum(stage.blocks for stage in run.stages)
+            assert min(numbers) >= 1 and len(numbers) == len(run.stages) and run.chunks == 1
+        for gain in re.findall(r"would give (?:about|at most) ([\d.]+) x", sentence):
+            assert float(gain) >= 1.0
+        for share in re.findall(r"waits for the coordinator at least (\d+) %", sentence):
+            least = min(stage.shares["wait-coordinator"] for stage in run.stages)
+            assert abs(100 * least - int(share)) <= 0.5
+
+
+@given(runs())
+def test_a_gain_is_never_above_what_the_floor_allows(run: RunView) -> None:
+    model = StepModel.of(run)
+    assert model is not None
+    for direction in ("activation", "gradient"):
+        before = 1.0
+        for factor in (1.0, 0.7, 0.5, 0.1):
+            changed = model.with_codec(direction, factor)
+            gain = model.gain(changed)
+            assert gain >= before - 1e-9, "fewer bytes are never slower"
+            assert gain * changed.floor().seconds <= max(model.seconds, model.floor().seconds) * (1 + 1e-9)
+            before = gain
+
+
+def test_events_of_another_kind_of_time_do_not_matter() -> None:
+    odd = events.Notice(text="anything")
+    assert view(history(opening(), step(1), odd)).bottleneck == view(history(opening(), step(1))).bottleneck
