@@ -232,5 +232,5 @@ def norm_backward(
             **_launch(width),
             enable_fp_fusion=False,
         )
-    totals = sums.sum(1)
-    return out, totals[0], totals[1] if bias is not None else totals.new_empty(0)
+    of_weight = sums[0].sum(0)
+    return out, of_weight, of_weight.new_empty(0) if bias is None else sums[1].sum(0)
