@@ -1,8 +1,9 @@
 """Causal attention as two steps, so that what lies between them is the caller's to keep.
 
 Shape legend: B batch, H query heads, K key/value heads (H / K queries share one), S sequence, D head width.
-These are the operators behind `F.scaled_dot_product_attention` (FlashAttention-2, arXiv 2307.08691): its
-forward gives the same bits. Backward takes queries, keys, values and result that may have been stored and
+These are the FlashAttention operators of torch (FlashAttention-2, arXiv 2307.08691), which
+`F.scaled_dot_product_attention` uses on a CPU; on some GPUs it prefers cuDNN's, whose backward sums in no
+fixed order. Backward takes queries, keys, values and result that may have been stored and
 restored in between; the log-sum-exp belongs to those that went forward. Where torch has no such operator
 (fp32 on a GPU, odd head widths) only queries, keys and values are used, and backward runs forward again.
 """
