@@ -20,9 +20,15 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from node.config.explain import explain, explanation_json, explanation_text
+    from node.config.explain_data import text_plan
     from node.config.loader import load_config
 
-    explanation = explain(load_config(args.run_file, args.overrides))
+    config = load_config(args.run_file, args.overrides)
+    explanation = explain(config, text_plan(config, _tell))
     text = explanation_json(explanation) if args.json else explanation_text(explanation)
     sys.stdout.write(text + "\n")
     return 0
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(line + "\n")

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from node.config.explain_data import TextPlan, text_lines
 from node.config.loader import section_types, toml_value
 from node.config.schema import RunConfig
-from node.model.placement import stage_storages, stage_units
+from node.model.placement import check_cache, stage_storages, stage_units
 from node.model.storage import KINDS, Storage, stored_bytes, unit_bytes
 from node.model.units import is_block, unit_parameters
 from node.stage.routing import source_stage, target_stage
@@ -91,6 +92,8 @@ class Explanation:
     """Of all stages; a tied head's copy counts."""
     stages: tuple[StagePlan, ...]
     flows: tuple[Flow, ...]
+    text: TextPlan | None = None
+    """None if nobody asked for it."""
 
     @property
     def directions(self) -> tuple[LinkDirection, ...]:
@@ -114,8 +117,10 @@ class Explanation:
         )
 
 
-def explain(config: RunConfig) -> Explanation:
+def explain(config: RunConfig, text: TextPlan | None = None) -> Explanation:
     """Work out a valid config. Raises ConfigError where parts of it do not fit."""
+    if text is not None and text.samples:
+        check_cache(config, text.samples)
     pipeline, model, training = config.pipeline, config.model, config.training
     orders = schedule(pipeline.stages, pipeline.chunks, config.microbatches, pipeline.window)
     stages = []
@@ -139,6 +144,7 @@ def explain(config: RunConfig) -> Explanation:
         parameters=sum(plan.parameters for plan in stages),
         stages=tuple(stages),
         flows=_flows(config),
+        text=text,
     )
 
 
@@ -238,6 +244,7 @@ def _step_lines(explanation: Explanation) -> list[str]:
         f"step     {config.training.global_batch} samples of {config.model.sequence} tokens = "
         f"{count_text(explanation.tokens_per_step)} tokens, in {explanation.microbatches} microbatches of "
         f"{config.training.microbatch}",
+        *(text_lines(config, explanation.text) if explanation.text is not None else []),
     ]
 
 

@@ -49,8 +49,8 @@ def test_the_defaults_break_no_rule() -> None:
         ({"data.tokenizer": ""}, "data.tokenizer must be bytes, or name a folder or file"),
         (
             {"pipeline.forward_codec": "aqsgd-4"},
-            "pipeline.forward_codec: aqsgd-4 packs what changed since the same sample was last sent, so every "
-            "pass must cut the text alike: set data.shift = false",
+            "pipeline.forward_codec: aqsgd-4 packs what changed since the same sample was last sent, so "
+            "every pass must cut the text alike: set data.shift = false",
         ),
         (
             {"pipeline.backward_codec": "aqsgd-4"},
