@@ -135,6 +135,8 @@ class Placement:
 class Begin:
     epoch: int
     step: int
+    link_windows: tuple[int, ...] = ()
+    """Extra microbatches in flight on each link in this step, the first link first; empty: the run file's."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -258,7 +258,8 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
                 epoch=restore.epoch, step=restore.step, missed=missed, uncompressed=restore.uncompressed
             )
         case "begin":
-            return Begin(epoch=message.begin.epoch, step=message.begin.step)
+            begin = message.begin
+            return Begin(epoch=begin.epoch, step=begin.step, link_windows=tuple(begin.link_windows))
         case "commit":
             return _commit_from_proto(message.commit)
         case "take_snapshot":

@@ -122,7 +122,7 @@ def explain(config: RunConfig, text: TextPlan | None = None) -> Explanation:
     if text is not None and text.samples:
         check_cache(config, text.samples)
     pipeline, model, training = config.pipeline, config.model, config.training
-    orders = schedule(pipeline.stages, pipeline.chunks, config.microbatches, pipeline.window)
+    orders = schedule(pipeline.stages, pipeline.chunks, config.microbatches, pipeline.first_window)
     stages = []
     storages = stage_storages(config, pipeline.stages)
     for stage, units in enumerate(stage_units(config, pipeline.stages)):

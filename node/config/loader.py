@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from node.config.schema import RunConfig
+from node.config.schema import RunConfig, Window
 from node.config.validate import validate
 from wire.errors import ConfigError
 
@@ -26,6 +26,7 @@ EXPECTED = {
     tuple[int, ...]: "a list of whole numbers",
     tuple[float, ...]: "a list of numbers",
     tuple[str, ...]: "a list of strings",
+    Window: 'a whole number or "auto"',
 }
 """Every type that a field of a file's schema may have, in words."""
 
@@ -211,6 +212,8 @@ def convert(value: Any, kind: Any, *, where: str, name: str) -> Any:
         return float(value)
     if kind in (str, bool, int, float) and type(value) is kind:
         return value
+    if kind == Window and (type(value) is int or value == "auto"):
+        return value
     if kind == tuple[int, ...] and isinstance(value, list) and all(type(item) is int for item in value):
         return tuple(value)
     if kind == tuple[float, ...] and isinstance(value, list) and all(type(x) in (int, float) for x in value):
@@ -223,7 +226,7 @@ def convert(value: Any, kind: Any, *, where: str, name: str) -> Any:
 def _parse_override_value(raw: str, kind: Any) -> Any:
     """The text after `=` as TOML, or, for strings and lists, as people type it in a shell."""
     as_toml = _toml_scalar(raw)
-    if kind is str:
+    if kind is str or (kind == Window and as_toml is None):
         return as_toml if isinstance(as_toml, str) else raw
     if kind in (tuple[int, ...], tuple[str, ...]) and not isinstance(as_toml, list):
         items = [item.strip() for item in raw.split(",")] if raw else []

@@ -4,6 +4,7 @@ Units are in the names or the docstrings; every field's meaning is given beneath
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,9 @@ class StorageSection:
     """Stages that hold fewer microbatches keep norm and FFN inputs in more bits, within the same memory."""
 
 
+Window = int | Literal["auto"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PipelineSection:
     """`[pipeline]`"""
@@ -123,8 +127,12 @@ class PipelineSection:
     """When nodes are missing, go on with as few stages as this; 0 pauses until every stage has a node."""
     chunks: int = 1
     """Model chunks a stage; above 1 the schedule is interleaved 1F1B."""
-    window: int = 0
-    """Extra microbatches in flight on each link, so that compute goes on while tensors travel."""
+    window: Window = "auto"
+    """Extra microbatches in flight on each link, so that compute goes on while tensors travel; `auto` follows
+    what each step was measured to take."""
+    window_gb: float = 0.0
+    """`auto` alone: the most that the extra microbatches may take at a stage, in GB as estimated; 0 is what
+    the node's memory leaves."""
     split: tuple[int, ...] = ()
     """Blocks of each chunk in pipeline order (stages x chunks numbers); empty splits evenly by cost."""
     forward_codec: str = "tah"
@@ -134,6 +142,11 @@ class PipelineSection:
     """Packs the gradients of activations; the same names but for `aqsgd-b`."""
     cache_gb: float = 4.0
     """`aqsgd-b` alone: the most that a stage may keep of activations sent before, in GB of main memory."""
+
+    @property
+    def first_window(self) -> int:
+        """The window before anything was measured."""
+        return 0 if self.window == "auto" else self.window
 
     @property
     def remembers(self) -> bool:

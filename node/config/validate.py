@@ -141,7 +141,9 @@ def _storage(storage: StorageSection, pipeline: PipelineSection) -> Iterator[str
 def _pipeline(pipeline: PipelineSection, layers: int) -> Iterator[str]:
     wrong = list(_at_least(1, {"pipeline.stages": pipeline.stages, "pipeline.chunks": pipeline.chunks}))
     yield from wrong
-    yield from _at_least(0, {"pipeline.window": pipeline.window})
+    yield from _at_least(0, {"pipeline.window": pipeline.first_window})
+    if not 0 <= pipeline.window_gb < math.inf:
+        yield f"pipeline.window_gb must be a finite number of at least 0, got {pipeline.window_gb}"
     if not 0 <= pipeline.min_stages <= max(pipeline.stages, 0):
         yield (
             f"pipeline.min_stages must be from 0 (wait for every node) to pipeline.stages "

@@ -85,6 +85,8 @@ class Epoch:
         self.committed = committed
         self.uncompressed = False
         """The epoch repeats a step that was not finite, with fp32 on every link; it never commits."""
+        self.planned_windows: tuple[int, ...] = ()
+        """Of each link, from the next step on; empty is the run file's."""
         self.addresses = addresses
         self._newest_snapshot = newest_snapshot
         self._newest_state = self.step
@@ -95,6 +97,7 @@ class Epoch:
         self._votes: dict[str, Vote] = {}
         self._restore = Restore(epoch=number, step=0)
         self._snapshot: TakeSnapshot | None = None
+        self._windows: tuple[int, ...] = ()
 
     # ---- what goes out
 
@@ -104,6 +107,8 @@ class Epoch:
     def begin(self) -> list[Action]:
         """Open the step. Call in `IDLE` only."""
         self.phase = Phase.STEPPING
+        # All stages must run the step with the same windows, also one that hears of it again.
+        self._windows = self.planned_windows
         self._votes.clear()
         return self._to_all(self._begin())
 
@@ -217,7 +222,7 @@ class Epoch:
         return len(self._answered) == len(self.seats)
 
     def _begin(self) -> Begin:
-        return Begin(epoch=self.number, step=self.step)
+        return Begin(epoch=self.number, step=self.step, link_windows=self._windows)
 
     def _commit(self) -> Commit:
         committed = self.committed

@@ -77,6 +77,8 @@ class RunMachine:
         self._saving = False
         self._save_asked = False
         self._growing = False
+        self._windows: tuple[int, ...] = ()
+        """The newest plan for the links; empty before there is one."""
         self._asked: list[int] = []
         """Snapshots that this epoch asked for and that are not stored yet."""
 
@@ -208,6 +210,13 @@ class RunMachine:
             self._saving = False
             actions += self._between_steps(epoch, now)
         return actions
+
+    def plan_windows(self, epoch: int, windows: tuple[int, ...]) -> list[Action]:
+        """From this epoch's next step on, links have these windows; in later epochs of as many stages too."""
+        self._windows = windows
+        if self.epoch is not None and self.epoch.number == epoch:
+            self.epoch.planned_windows = windows
+        return []
 
     def save(self) -> list[Action]:
         """The operator asks for a snapshot: the next step that ends has one, due or not."""
@@ -413,6 +422,8 @@ class RunMachine:
             suspect_step=self._suspect[0] if self._suspect is not None else None,
             plan=self._step_plan,
         )
+        if len(self._windows) == len(nodes) - 1:
+            self.epoch.planned_windows = self._windows
         placement = RecordPlacement(epoch=self._last_epoch, nodes=nodes, addresses=self.epoch.addresses)
         return [*actions, placement, *self.epoch.announce()]
 

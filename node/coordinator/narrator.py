@@ -113,12 +113,12 @@ class Narrator:
             self._emit(recovered)
         self._step_began = time.monotonic()
 
-    def finish_step(self) -> None:
-        """Every stage has applied the step that was committed last."""
+    def finish_step(self) -> events.StepCosts | None:
+        """Every stage has applied the step committed last; gives its costs, unless they were told before."""
         commit, seconds = self._commit, self.step_seconds
         self._step_began = time.monotonic()
         if commit is None:
-            return
+            return None
         self._commit = None
         if commit.seconds is not None:
             seconds = commit.seconds
@@ -143,6 +143,7 @@ class Narrator:
                 down_mbit=down_mbit,
             )
         )
+        return costs
 
     def snapshot_stored(self, step: int, size: int, path: str, weights_sha256: str) -> None:
         self.snapshot_path, self.weights_sha256 = path, weights_sha256

@@ -4,6 +4,7 @@ Memory is estimated from shapes, before anything is allocated.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from node.config.schema import RunConfig
 from node.model.split import split_units
@@ -21,6 +22,8 @@ REMEMBERED_BYTES = 2
 """Of an activation's element, in bf16, where the forward codec has a memory."""
 FIXED_BYTES = 256 * 1024 * 1024
 """Interpreter, libraries and buffers in flight."""
+MEMORY_SHARE = 0.8
+"""Of a node's memory that a wider window may fill, as the estimate counts it."""
 
 
 def chunks_of(config: RunConfig, stages: int) -> int:
@@ -47,7 +50,7 @@ def stage_storages(config: RunConfig, stages: int) -> tuple[Storage, ...]:
 def _held_blocks(config: RunConfig, stages: int) -> tuple[int, ...]:
     """The most block activations that each stage holds at once, over its order in the schedule."""
     counts = [sum(map(is_block, units)) for units in chunk_units(config, stages)]
-    orders = schedule(stages, chunks_of(config, stages), config.microbatches, config.pipeline.window)
+    orders = schedule(stages, chunks_of(config, stages), config.microbatches, config.pipeline.first_window)
     return tuple(_peak_blocks(order, counts[stage::stages]) for stage, order in enumerate(orders))
 
 
@@ -107,7 +110,7 @@ def stage_bytes(config: RunConfig, stages: int, windows: int = 0) -> tuple[int, 
     """Bytes that each stage needs, first stage first; `windows` counts for a codec with a memory."""
     model, training, chunks = config.model, config.training, chunks_of(config, stages)
     tokens = training.microbatch * model.sequence
-    orders = schedule(stages, chunks, config.microbatches, config.pipeline.window)
+    orders = schedule(stages, chunks, config.microbatches, config.pipeline.first_window)
     # What a step teaches waits beside what is remembered; a snapshot's copy comes on top.
     caches = [
         cache + cache // max(windows, 1) * min(training.global_batch, windows)
@@ -132,3 +135,30 @@ def stage_bytes(config: RunConfig, stages: int, windows: int = 0) -> tuple[int, 
         logits = 3 * tokens * model.vocab * 4 if "head" in units else 0
         needs.append(FIXED_BYTES + BYTES_A_PARAMETER * parameters + int(activations) + logits + cache)
     return tuple(needs)
+
+
+def most_held(
+    config: RunConfig, stages: int, memory_bytes: Sequence[int], windows: int = 0
+) -> tuple[int, ...]:
+    """Chunk activations that each stage has memory for; at least those that window 0 holds.
+
+    Args:
+        memory_bytes: of each stage's node; 0 where it is not known, which leaves nothing beyond window 0.
+        windows: as for `stage_bytes`.
+    """
+    # The estimate is linear in what is held, so two windows tell what one activation takes.
+    chunks = chunks_of(config, stages)
+    held, needs = [], []
+    for window in (0, max(1, config.microbatches)):
+        changed = replace(config, pipeline=replace(config.pipeline, window=window))
+        orders = schedule(stages, chunks, config.microbatches, window)
+        held.append([held_activations(order) for order in orders])
+        needs.append(stage_bytes(changed, stages, windows))
+    most: list[int] = []
+    for narrow, wide, least, large, memory in zip(*held, *needs, memory_bytes, strict=True):
+        spare = MEMORY_SHARE * memory - least
+        if config.pipeline.window_gb > 0:
+            spare = min(spare, config.pipeline.window_gb * 1e9)
+        one = (large - least) / max(1, wide - narrow)
+        most.append(wide if one == 0 else narrow + max(0, int(spare // one)))
+    return tuple(most)

@@ -169,7 +169,7 @@ class EpochTask:
                 self._services.post(Ready(epoch=self.number, telemetry=self._services.telemetry()))
             case Begin():
                 if self._vote is None or self._vote.step != command.step:
-                    await self._run_step(command.step)
+                    await self._run_step(command)
                 if self._vote is not None:
                     self._services.post(self._vote)
             case Commit():
@@ -212,8 +212,8 @@ class EpochTask:
         self._links = await self._open.enter_async_context(services.open_links(self, peers))
         self._ready = True
 
-    async def _run_step(self, step: int) -> None:
-        services, executor = self._services, self._services.executor
+    async def _run_step(self, begin: Begin) -> None:
+        services, executor, step = self._services, self._services.executor, begin.step
         services.count_time()
         self._step = step
         inputs = await services.batches.get(step, labels=False) if executor.is_first else None
@@ -227,6 +227,7 @@ class EpochTask:
         )
 
         def work() -> StepOutcome:
+            executor.use_windows(begin.link_windows)
             with executor.clock.spent(TimeKind.OPTIMIZER):
                 return executor.run_step(self.number, step, io, inputs=inputs, labels=labels)
 

@@ -24,7 +24,7 @@ from node.training.optimizer import StageOptimizer, sum_tied_gradients
 from node.training.serialization import without_cache
 from wire.codecs.base import Codec
 from wire.codecs.registry import codec
-from wire.errors import NonFiniteError
+from wire.errors import NonFiniteError, ProtocolViolationError
 from wire.spec import Direction, TensorKey, TensorSpec
 
 UnitState = Mapping[str, Tensor]
@@ -88,6 +88,7 @@ class StageExecutor:
         """The gradients of step `state_step` are complete and wait for the commit."""
         self._chunk_count = 0
         self._orders: Orders = ()
+        self._windows: tuple[int, ...] = ()
         self._split: tuple[tuple[str, ...], ...] = ()
         self._unit_index = {unit: index for index, unit in enumerate(unit_names(config.model))}
         raw, pipeline = codec("fp32"), config.pipeline
@@ -134,13 +135,30 @@ class StageExecutor:
             config = self.config
             self.stage, self.stages = stage, stages
             self._chunk_count = chunks_of(config, stages)
-            self._orders = schedule(stages, self._chunk_count, config.microbatches, config.pipeline.window)
             self._split = chunk_units(config, stages)
+            self._orders = ()
+            self.use_windows(())
             self._chunks = []
             self._optimizer = None
             self.state_step = -1
             self.voted = False
         return self.state_step
+
+    def use_windows(self, link_windows: tuple[int, ...]) -> None:
+        """Run steps from here on with these extra microbatches in flight on each link; empty: the run file's.
+
+        Raises ProtocolViolationError for windows that do not fit the placement.
+        """
+        most = self.config.microbatches
+        if link_windows and (len(link_windows) != self.stages - 1 or max(link_windows) > most):
+            raise ProtocolViolationError(
+                f"the coordinator plans windows {link_windows}; expected {self.stages - 1} of at most {most}"
+            )
+        if self._orders and link_windows == self._windows:
+            return
+        self._windows = link_windows
+        window = link_windows or self.config.pipeline.first_window
+        self._orders = schedule(self.stages, self._chunk_count, most, window)
 
     def restore(self, step: int, fetch: Callable[[str], UnitState]) -> None:
         """Be at the state of `step`: kept, built from the seed (step 0), or fetched unit by unit."""

@@ -45,7 +45,7 @@ def counted_by_packing(config: RunConfig) -> dict[tuple[int, int, str], int]:
     shape = (config.training.microbatch, model.sequence, model.hidden)
     hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     sent: Counter[tuple[int, int, str]] = Counter()
-    for stage, order in enumerate(schedule(stages, chunks, config.microbatches, pipeline.window)):
+    for stage, order in enumerate(schedule(stages, chunks, config.microbatches, pipeline.first_window)):
         for action in order:
             made = dependencies(action, stage, stages, chunks).makes
             if made is None:
@@ -165,7 +165,7 @@ def test_json_holds_every_number() -> None:
 def test_text_marks_defaults_and_shows_links() -> None:
     lines = explanation_text(explain(SMALL)).splitlines()
     assert "stages = 3" in lines
-    assert "window = 0  *" in lines
+    assert 'window = "auto"  *' in lines
     assert any(line.split()[:4] == ["0", "embed,", "2", "blocks"] for line in lines)
     assert sum("->" in line for line in lines) == 4 + 4 + 1
 

@@ -62,6 +62,9 @@ class Stage:
         self.log.append(("restore", step))
         self.state_step, self.voted = step, False
 
+    def use_windows(self, link_windows: tuple[int, ...]) -> None:
+        self.windows = link_windows
+
     def run_step(self, epoch: int, step: int, io: object, **batch: object) -> StepOutcome:
         if self.trouble is not None:
             raise self.trouble

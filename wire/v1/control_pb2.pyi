@@ -296,12 +296,14 @@ class Restore(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., missed: _Optional[_Union[Commit, _Mapping]] = ..., uncompressed: bool = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("epoch", "step")
+    __slots__ = ("epoch", "step", "link_windows")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    LINK_WINDOWS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+    link_windows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., link_windows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Prefetch(_message.Message):
     __slots__ = ("step", "units")
