@@ -139,8 +139,8 @@ def _store_gradient(codes, exponents, value, row, place, inside, count):
     largest = tl.max(magnitude, 1)
     # largest <= 448 * 2**e = 0.875 * 2**(e + 9)
     exponent = (largest >> 23) - 126 - 9 + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
-    exponent = tl.maximum(exponent, -127)
-    code = _encode(_times_power_of_two(value, -exponent[:, None]))
+    exponent = tl.maximum(exponent, -126)
+    code = _encode(value * _power_of_two(-exponent[:, None]))
     finite = largest < 0x7F800000
     tl.store(codes + place, tl.where(finite[:, None], code, 0).to(tl.uint8), mask=inside)
     tl.store(exponents + row, tl.where(finite, exponent, -128).to(tl.int8), mask=row < count)
@@ -203,7 +203,7 @@ def _gradient(codes, exponents, row, place, inside, count):
     """fp32 [ROWS, 128] of a gradient's codes, 0 outside."""
     code = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
     exponent = tl.load(exponents + row, mask=row < count, other=0).to(tl.int32)[:, None]
-    value = _times_power_of_two(_decode(code), exponent)
+    value = _decode(code) * _power_of_two(tl.maximum(exponent, -126))
     return tl.where((exponent == -128) & inside, float("nan"), value)
 
 
@@ -254,13 +254,6 @@ def _encode(value):
     normal = ((whole + 0x7FFFF + ((whole >> 20) & 1)) >> 20) - 960
     subnormal = (magnitude * 512.0 + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS
     return tl.where(magnitude >= 0.015625, normal, subnormal) | ((bits >> 24) & 0x80)
-
-
-@triton.jit
-def _times_power_of_two(value, exponent):
-    # In two factors, each in fp32's range.
-    half = exponent >> 1
-    return value * _power_of_two(half) * _power_of_two(exponent - half)
 
 
 @triton.jit

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from kernels.fp8 import BLOCK, Fp8Gradient, blocks, sum_gradients
 
+# torch 2.13 has another name for it, and warns of the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 BUCKET_BLOCKS = 1 << 18
 """Blocks of 128 elements that travel together: 32 MiB of codes."""
 
@@ -120,7 +123,7 @@ class Fp8AllReduce:
             work.wait()
             mine = self._sum(bucket)
             everybody = bucket.received.view(-1)
-            gathering.append(dist.all_gather_into_tensor(everybody, mine, group=self._group, async_op=True))
+            gathering.append(_all_gather(everybody, mine, group=self._group, async_op=True))
         for (bucket, _), work in zip(self._running, gathering, strict=True):
             work.wait()
             for piece in bucket.pieces:
