@@ -228,15 +228,10 @@ def _naive(tensor: Tensor) -> Tensor:
     return (tensor / scale).round().clamp(-7, 7) * scale
 
 
-def train(run: Run, tokens: Path, out: Path) -> None:
-    """Make one run and write it to `out`, a folder."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    device = torch.device("cuda")
-    text = Windows(
-        np.load(tokens / "books-train.npy", mmap_mode="r"),
-        limit=EPOCH_WINDOWS if run.suite == "epochs" else None,
-        seed=run.seed,
-    )
+def make_trainer(
+    run: Run, text: Windows, boundary: Boundaries | None, device: torch.device
+) -> ReferenceTrainer:
+    """The unsplit trainer of a run, its blocks compiled."""
     config = RunConfig(
         run=RunSection(seed=run.seed, steps=run.steps),
         model=MODEL,
@@ -250,7 +245,6 @@ def train(run: Run, tokens: Path, out: Path) -> None:
         ),
         pipeline=PipelineSection(stages=STAGES),
     )
-    boundary = Boundaries(run, text)
     trainer = ReferenceTrainer(
         config,
         text,  # type: ignore[arg-type]  # all that the trainer asks of a corpus is `batch`
@@ -261,6 +255,18 @@ def train(run: Run, tokens: Path, out: Path) -> None:
     for chunk in trainer.chunks:
         for layer in chunk.layers:
             layer.compile()
+    return trainer
+
+
+def train(run: Run, tokens: Path, out: Path) -> None:
+    """Make one run and write it to `out`, a folder."""
+    text = Windows(
+        np.load(tokens / "books-train.npy", mmap_mode="r"),
+        limit=EPOCH_WINDOWS if run.suite == "epochs" else None,
+        seed=run.seed,
+    )
+    boundary = Boundaries(run, text)
+    trainer = make_trainer(run, text, boundary, torch.device("cuda"))
     valid = np.load(tokens / "books-valid.npy", mmap_mode="r")
     held_out = windows(valid, np.arange(VALIDATION_WINDOWS))
     losses: list[float] = []
