@@ -317,6 +317,7 @@ def main() -> int:
     )
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--only", nargs="+", help="runs whose names begin so")
+    parser.add_argument("--steps", type=int, help="instead of each run's own number, for a trial")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--parts", type=Path, help="folder for single runs' results")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
@@ -326,13 +327,16 @@ def main() -> int:
     if arguments.worker:
         named = {run.name: run for run in RUNS}
         for name in arguments.worker:
-            train(named[name], arguments.tokens, parts)
+            run = named[name]
+            train(replace(run, steps=arguments.steps or run.steps), arguments.tokens, parts)
         return 0
     wanted = [run for run in RUNS if not arguments.only or run.name.startswith(tuple(arguments.only))]
     workers = []
     for gpu, share in enumerate(shares(wanted, arguments.gpus)):
         if share:
             command = [sys.executable, __file__, "--tokens", str(arguments.tokens), "--parts", str(parts)]
+            if arguments.steps:
+                command += ["--steps", str(arguments.steps)]
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
             workers.append(
                 subprocess.Popen([*command, "--worker", *(run.name for run in share)], env=environment)
