@@ -34,6 +34,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--max-memory", type=float, default=0.0, metavar="GB", help="take no stage that needs more memory"
     )
+    parser.add_argument(
+        "--metrics", default="", metavar="HOST:PORT", help="serve this node's metrics to Prometheus there"
+    )
     parser.add_argument("--json", action="store_true", help="progress on stdout as JSON lines")
     parser.set_defaults(run=run, parser=parser)
 
@@ -50,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     parse_listen(args.listen)
     if args.advertise:
         parse_listen(args.advertise)
+    if args.metrics:
+        parse_listen(args.metrics)
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", args.device):
         raise UsageError(f"--device must be auto, cpu or cuda:N, got {args.device!r}")
     if args.threads < 0:
@@ -65,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         threads=args.threads,
         max_bandwidth_mbit=args.max_bandwidth,
         max_memory_gb=args.max_memory,
+        metrics=args.metrics,
         json=args.json,
     )
     set_up_logging()

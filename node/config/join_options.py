@@ -22,5 +22,7 @@ class JoinOptions:
     """The most that this node sends, in Mbit/s; 0 is no limit."""
     max_memory_gb: float = 0.0
     """The most memory that a stage may need here, in GB (10^9 bytes); 0 is all of the device's."""
+    metrics: str = ""
+    """host:port where this node serves its metrics for Prometheus; empty: nowhere."""
     json: bool = False
     """Progress on stdout as JSON lines instead of text."""

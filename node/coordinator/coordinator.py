@@ -19,6 +19,7 @@ import numpy as np
 from node import faults
 from node.config.loader import to_json
 from node.config.schema import RunConfig
+from node.coordinator.accounting import Accounting
 from node.coordinator.actions import (
     Aborted,
     Action,
@@ -119,6 +120,11 @@ class Coordinator:
         self._deserted.set()
         self._wanted_snapshots: set[int] = set()
         self._outcome: Outcome | None = None
+
+    @property
+    def accounting(self) -> Accounting:
+        """What the run's nodes have reported."""
+        return self._narrator.accounting
 
     # ---- running
 
@@ -262,7 +268,7 @@ class Coordinator:
             case Released():
                 if (session := self._sessions.get(action.node_id)) is not None:
                     session.close()
-                self._narrator.accounting.forget(action.node_id)
+                self.accounting.forget(action.node_id)
                 self._emit(events.NodeLeft(node_id=action.node_id, reason=action.reason))
             case Stop():
                 self._outcome = Outcome(reason=action.reason, failed=action.failed)
@@ -348,7 +354,7 @@ class Coordinator:
         if self._sessions.get(node_id) is not session:
             return  # a newer session of this node is open, perhaps another process's; it is asked again there
         if isinstance(message, Ready | Applied | Heartbeat):
-            self._narrator.accounting.report(node_id, message.telemetry)
+            self.accounting.report(node_id, message.telemetry)
         match message:
             case Heartbeat():
                 session.send(HeartbeatReply(sent_at=message.sent_at, at=time.time()))

@@ -22,6 +22,7 @@ from node.coordinator.coordinator import Coordinator
 from node.coordinator.enrolment import EnrolmentDesk
 from node.coordinator.enrolment_service import open_join_port
 from node.coordinator.epoch import Committed
+from node.coordinator.metrics import RunMetrics
 from node.coordinator.narrator import Emit
 from node.coordinator.plan import Past
 from node.coordinator.records import StepRecord
@@ -135,10 +136,13 @@ def _corpus_file(directory: Path) -> Path:
 
 async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, seen: RunViewBuilder) -> int:
     feed = Feed(seen)
+    metrics = RunMetrics(feed.view)
 
     def emit(event: events.Event) -> None:
         say(event)
-        feed.apply(event, time.time())
+        now = time.time()
+        feed.apply(event, now)
+        metrics.apply(event, now)
 
     settings = config.coordinator
     lifetime = timedelta(hours=settings.certificate_hours)
@@ -154,6 +158,7 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, seen:
         past=run.past,
         untold=_untold(run.store.last_step(), seen.highest_step),
     )
+    metrics.accounting = coordinator.accounting
     credentials = run.authority.coordinator_credentials(SERVER_LIFETIME, time.time())
     host, join_port = _split_listen(settings.listen)
     control = make_server([])
@@ -179,7 +184,7 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, seen:
                 controls=coordinator,
                 store=run.store,
                 authority=run.authority,
-                metrics=None,
+                metrics=metrics.render,
                 emit=emit,
             ):
                 emit(events.JoinLine(line=f"thinwire join {token.encode()}"))

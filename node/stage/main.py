@@ -1,6 +1,7 @@
 """`thinwire join`: from a token to a stage, and out again."""
 
 import asyncio
+import contextlib
 import importlib.metadata
 import json
 import logging
@@ -17,6 +18,7 @@ from node.local.doctor import Status, check_open_files, check_packages, check_py
 from node.local.join import enrol
 from node.local.state_directory import claim
 from node.stage.machine_info import choose_device, describe, measure_flops
+from node.stage.node_metrics import serve_metrics
 from node.stage.runtime import IdentityHolder, NodeRuntime, NodeSettings
 from wire.errors import UserError
 from wire.identity.token import JoinToken
@@ -73,7 +75,11 @@ async def _serve(token: JoinToken, options: JoinOptions, device: torch.device, d
     )
     tell = Teller(json_lines=options.json)
     runtime = NodeRuntime(settings, IdentityHolder(identity, directory), tell)
-    finish, interrupted = await _until_done(runtime)
+    async with contextlib.AsyncExitStack() as stack:
+        if options.metrics:
+            address = await stack.enter_async_context(serve_metrics(options.metrics, runtime.metrics))
+            tell(f"metrics at http://{address}/metrics")
+        finish, interrupted = await _until_done(runtime)
     tell(finish.reason)
     if interrupted:
         return INTERRUPTED

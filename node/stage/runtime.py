@@ -25,6 +25,7 @@ from node.stage.epoch_task import EpochTask, State
 from node.stage.executor import StageExecutor
 from node.stage.inbox import Inbox
 from node.stage.measure import NodeMeter
+from node.stage.node_metrics import NodeMetrics
 from node.stage.snapshot_cache import SnapshotCache
 from node.stage.stage_io import TensorLink
 from node.telemetry.clock import StageClock
@@ -128,6 +129,9 @@ class NodeRuntime:
         self.elements_sent: dict[Direction, int] = {}
         self._settings = settings
         self._identity = identity
+        self._metrics = NodeMetrics(
+            node_id=identity.node_id, run_id=identity.current.run_id, device=settings.hardware.device
+        )
         self._tell = tell
         self._client = CoordinatorClient(
             settings.control_address, lambda: identity.current, FIRST_OUTAGE_SECONDS, settings.pacer
@@ -228,7 +232,16 @@ class NodeRuntime:
     def telemetry(self) -> Telemetry:
         links = {stage: (link.stats, link.queued_bytes) for stage, link in self._links.items()}
         clock = self.executor.clock if self._welcome is not None else None
-        return self._meter.telemetry(clock, links, self.elements_sent)
+        report = self._meter.telemetry(clock, links, self.elements_sent)
+        epoch = self._epoch
+        place = (-1, 0) if epoch is None else (epoch.stage, len(epoch.placement.stages))
+        self._metrics.report(report, *place)
+        return report
+
+    def metrics(self) -> bytes:
+        """What `GET /metrics` answers, up to date."""
+        self.telemetry()
+        return self._metrics.render()
 
     @contextlib.asynccontextmanager
     async def open_links(

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.coordinator.accounting import OTHER_CODEC, Accounting
+from node.coordinator.accounting import Accounting
 from node.telemetry.clock import TimeKind
 from node.telemetry.costs import add_costs, bits_per_element, idle_by_stage, mbit_by_stage
+from node.telemetry.ledger import OTHER_CODEC
 from wire.spec import Direction
 from wire.telemetry import FlowReport, LinkReport, Telemetry
 

@@ -1,0 +1,152 @@
+"""The run's metrics for Prometheus, at the coordinator for all nodes: it alone can reach them all.
+
+Counters are this process's: they begin at nothing when a coordinator starts, as Prometheus expects, and go on
+whatever happens to nodes and epochs.
+"""
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from node.coordinator.accounting import Accounting
+from node.telemetry import events
+from node.telemetry.metrics import RUN_METRICS, Families, Histogram
+from node.telemetry.run_view import RunView
+from wire.version import PROTOCOL, VERSION
+
+NOT_FINITE = "is not finite"
+"""In the reason of an aborted step (`machine.py`): its values, not its nodes, were at fault."""
+
+COUNTED = (
+    "steps_total",
+    "tokens_total",
+    "steps_aborted_total",
+    "non_finite_total",
+    "recoveries_total",
+    "recovery_seconds_total",
+    "nodes_joined_total",
+    "nodes_left_total",
+)
+"""Counters of events."""
+STATES = ("starting", "waiting for nodes", "restoring", "training", "stopped", "finished", "failed")
+
+
+class RunMetrics(Collector):
+    """Called with each event of the run. `render` gives what `GET /metrics` answers.
+
+    `view` gives the newest view of the run; `accounting` may come later, with the coordinator.
+    """
+
+    def __init__(self, view: Callable[[], RunView]) -> None:
+        self.accounting: Accounting | None = None
+        self._view = view
+        self._counts = dict.fromkeys(COUNTED, 0.0)
+        self._step_seconds = Histogram()
+        self._last_step = 0.0
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def apply(self, event: events.Event, at: float) -> None:
+        """Count an event that happened at the Unix time `at`."""
+        counts = self._counts
+        match event:
+            case events.StepDone():
+                counts["steps_total"] += 1
+                counts["tokens_total"] += event.tokens_per_second * event.seconds
+                self._step_seconds.add(event.seconds)
+                self._last_step = at
+            case events.StepAborted():
+                counts["steps_aborted_total"] += 1
+                counts["non_finite_total"] += NOT_FINITE in event.reason
+            case events.Recovered():
+                counts["recoveries_total"] += 1
+                counts["recovery_seconds_total"] += event.seconds
+            case events.NodeJoined():
+                counts["nodes_joined_total"] += 1
+            case events.NodeLeft():
+                counts["nodes_left_total"] += 1
+            case _:
+                pass
+
+    def render(self) -> bytes:
+        """Everything in Prometheus' text format, version 0.0.4."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> Iterator[Metric]:
+        """Called when it is registered: there is nothing to look at yet."""
+        return iter(Families(RUN_METRICS))
+
+    def collect(self) -> Iterator[Metric]:
+        view, families = self._view(), Families(RUN_METRICS)
+        families.set("build_info", 1, VERSION, PROTOCOL)
+        families.set("run_info", 1, view.run_id, view.forward_codec, view.backward_codec)
+        for state in STATES:
+            families.set("run_state", state == view.state, state)
+        for name, count in self._counts.items():
+            families.set(name, count)
+        families.set("steps_replayed_total", view.replayed)
+        families.observed("step_seconds", self._step_seconds)
+        families.set("last_step_timestamp_seconds", self._last_step)
+        self._run(families, view)
+        for stage in view.stages:
+            families.set("stage_info", 1, stage.stage, stage.node_id, stage.device)
+            families.set("stage_present", stage.present, stage.stage)
+        if self.accounting is not None:
+            _stages(families, self.accounting)
+            _links(families, self.accounting)
+            for node, report in self.accounting.newest.items():
+                if report.clock_error_seconds > 0:
+                    families.set("node_clock_skew_seconds", report.clock_skew_seconds, node)
+                    families.set("node_clock_error_seconds", report.clock_error_seconds, node)
+        return iter(families)
+
+    def _run(self, families: Families, view: RunView) -> None:
+        for name, value in (
+            ("steps_wanted", view.steps),
+            ("steps_done", view.step),
+            ("loss", view.loss),
+            ("gradient_norm", view.grad_norm),
+            ("learning_rate", view.lr),
+            ("tokens_per_second", view.tokens_per_second),
+            ("eta_seconds", view.eta_seconds),
+            ("epoch", view.epoch),
+            ("stages_wanted", view.stages_wanted),
+            ("stages_placed", len(view.stages)),
+            ("stages_present", sum(stage.present for stage in view.stages)),
+            ("members", len(view.members)),
+            ("spares", view.spares),
+            ("snapshot_timestamp_seconds", view.snapshot.at if view.snapshot else 0.0),
+            ("snapshot_steps", view.snapshot.step if view.snapshot else 0),
+            ("snapshot_bytes", view.snapshot.bytes if view.snapshot else 0),
+        ):
+            families.set(name, value)
+
+
+def _stages(families: Families, accounting: Accounting) -> None:
+    for stage, sums in accounting.run.stages.items():
+        for kind, seconds in sums.seconds.items():
+            families.set("stage_seconds_total", seconds, stage, kind)
+    for stage, node in enumerate(accounting.seats):
+        if (report := accounting.newest.get(node)) is not None:
+            families.set("stage_memory_bytes", report.memory_bytes, stage)
+            families.set("stage_peak_memory_bytes", report.peak_memory_bytes, stage)
+            families.set("stage_gpu_memory_bytes", report.gpu_memory_bytes, stage)
+            families.set("stage_gpu_peak_memory_bytes", report.gpu_peak_memory_bytes, stage)
+
+
+def _links(families: Families, accounting: Accounting) -> None:
+    for (source, target), sums in accounting.run.links.items():
+        families.set("link_bytes_total", sums.bytes, source, target)
+        families.set("link_busy_seconds_total", sums.busy, source, target)
+        families.set("link_retransmits_total", sums.retransmits, source, target)
+        families.set("link_rejects_total", sums.rejects, source, target)
+        for (direction, codec), size in sums.flow_bytes.items():
+            labels = source, target, direction.name.lower(), codec
+            families.set("link_tensor_bytes_total", size, *labels)
+            families.set("link_elements_total", sums.flow_elements[direction, codec], *labels)
+        if (report := accounting.link_report(source, target)) is not None:
+            families.set("link_capacity_bytes_per_second", report.capacity or None, source, target)
+            families.set("link_round_trip_seconds", report.rtt_seconds or None, source, target)
+            families.set("link_queued_bytes", report.queued_bytes, source, target)

@@ -1,0 +1,106 @@
+"""A node's own metrics for Prometheus, on a small HTTP server that `thinwire join --metrics` starts."""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from node.config.validate import parse_listen
+from node.telemetry.ledger import Ledger
+from node.telemetry.metrics import NODE_METRICS, Families
+from wire.errors import UserError
+from wire.identity.names import join_address
+from wire.telemetry import Telemetry
+from wire.version import PROTOCOL, VERSION
+
+_SELF = -1
+"""In place of the stage, which may change: what counts here is the node."""
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class NodeMetrics(Collector):
+    """Adds up the reports of one node across its epochs, each told with the placement that it was made in."""
+
+    def __init__(self, *, node_id: str, run_id: str, device: str) -> None:
+        self._labels = node_id, run_id, device
+        self._stage = -1
+        self._newest = Telemetry()
+        self._ledger = Ledger()
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def report(self, telemetry: Telemetry, stage: int, stages: int) -> None:
+        """The newest totals; `stage` of `stages` is the node's place, -1 for none."""
+        before = self._newest if self._newest.epoch == telemetry.epoch else Telemetry()
+        self._ledger.add(_SELF, stages, before, telemetry)
+        self._newest, self._stage = telemetry, stage
+
+    def render(self) -> bytes:
+        """Everything in Prometheus' text format, version 0.0.4."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(Families(NODE_METRICS))
+
+    def collect(self) -> Iterator[Metric]:
+        newest, families = self._newest, Families(NODE_METRICS)
+        families.set("build_info", 1, VERSION, PROTOCOL)
+        families.set("node_info", 1, *self._labels)
+        families.set("node_stage", self._stage)
+        families.set("node_epoch", newest.epoch)
+        for sums in self._ledger.stages.values():
+            for kind, seconds in sums.seconds.items():
+                families.set("node_seconds_total", seconds, kind)
+        self._links(families)
+        for name in ("memory_bytes", "peak_memory_bytes", "gpu_memory_bytes", "gpu_peak_memory_bytes"):
+            families.set(f"node_{name}", getattr(newest, name))
+        if newest.clock_error_seconds > 0:
+            families.set("node_clock_skew_seconds", newest.clock_skew_seconds)
+            families.set("node_clock_error_seconds", newest.clock_error_seconds)
+        return iter(families)
+
+    def _links(self, families: Families) -> None:
+        for (source, target), sums in self._ledger.links.items():
+            if source != _SELF:
+                families.set("node_link_rejects_total", sums.rejects, source)
+                continue
+            families.set("node_link_bytes_total", sums.bytes, target)
+            families.set("node_link_busy_seconds_total", sums.busy, target)
+            families.set("node_link_retransmits_total", sums.retransmits, target)
+            for (direction, codec), size in sums.flow_bytes.items():
+                labels = target, direction.name.lower(), codec
+                families.set("node_link_tensor_bytes_total", size, *labels)
+                families.set("node_link_elements_total", sums.flow_elements[direction, codec], *labels)
+        for link in self._newest.links:
+            families.set("node_link_capacity_bytes_per_second", link.capacity or None, link.peer_stage)
+            families.set("node_link_round_trip_seconds", link.rtt_seconds or None, link.peer_stage)
+            families.set("node_link_queued_bytes", link.queued_bytes, link.peer_stage)
+
+
+@contextlib.asynccontextmanager
+async def serve_metrics(listen: str, render: Callable[[], bytes]) -> AsyncIterator[str]:
+    """Answer `GET /metrics` at `listen` (host:port) inside the block; gives the address bound. UserError."""
+
+    async def metrics(_request: web.Request) -> web.Response:
+        return web.Response(body=render(), headers={"Content-Type": CONTENT_TYPE})
+
+    application = web.Application(client_max_size=1024)
+    application.router.add_get("/metrics", metrics)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    host, port = parse_listen(listen)
+    try:
+        site = web.TCPSite(runner, host, port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise UserError(
+                f"cannot serve metrics at {listen} ({error.strerror}): give another address"
+            ) from None
+        bound = runner.addresses[0]
+        yield join_address(bound[0], bound[1])
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,123 @@
+"""What nodes did, added up by stage and by direction of link, from the totals that they report. Pure.
+
+A node reports totals of its epoch; the difference of two reports goes to the stage that it hosts and to the
+links that it sends on. So sums only grow, whoever hosts a stage, however often epochs and processes change.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from node.telemetry.clock import TimeKind
+from wire.spec import Direction
+from wire.telemetry import LinkReport, Telemetry
+
+OTHER_CODEC = "other"
+"""In place of a codec's name that is none of the run's: a node could invent any number of names."""
+
+LinkKey = tuple[int, int]
+"""The stage that sends, the stage that receives."""
+
+
+@dataclass
+class StageSums:
+    """What one stage did; `seconds` by kind sum to `wall`."""
+
+    wall: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: {kind.value: 0.0 for kind in TimeKind})
+
+
+@dataclass
+class LinkSums:
+    """What one direction of a link carried."""
+
+    bytes: int = 0
+    """Everything written to both sockets."""
+    busy: float = 0.0
+    retransmits: int = 0
+    rejects: int = 0
+    flow_bytes: dict[tuple[Direction, str], int] = field(default_factory=dict)
+    """By kind of tensor and codec."""
+    flow_elements: dict[tuple[Direction, str], int] = field(default_factory=dict)
+
+
+class Ledger:
+    """Sums by stage and by direction of link. They only grow.
+
+    `codecs` are the names that flows may carry, any other counts as `OTHER_CODEC`; None: whatever comes.
+    """
+
+    def __init__(self, codecs: Collection[str] | None = None) -> None:
+        self._codecs = codecs
+        self.stages: dict[int, StageSums] = {}
+        self.links: dict[LinkKey, LinkSums] = {}
+
+    @property
+    def link_bytes(self) -> int:
+        return sum(link.bytes for link in self.links.values())
+
+    @property
+    def elements(self) -> int:
+        return sum(sum(link.flow_elements.values()) for link in self.links.values())
+
+    def bits(self, direction: Direction) -> float:
+        """Bits an element of this kind of tensor took, frames and headers included; 0 before the first."""
+        size = self._flows(direction, "flow_bytes")
+        elements = self._flows(direction, "flow_elements")
+        return 8 * size / elements if elements else 0.0
+
+    def _flows(self, direction: Direction, column: str) -> int:
+        return sum(
+            count
+            for link in self.links.values()
+            for (kind, _), count in getattr(link, column).items()
+            if kind is direction
+        )
+
+    def link(self, source: int, target: int) -> LinkSums:
+        return self.links.setdefault((source, target), LinkSums())
+
+    def add(self, stage: int, stages: int, before: Telemetry, now: Telemetry) -> None:
+        """What the node of `stage`, of so many `stages`, did between two reports of one epoch."""
+        sums = self.stages.setdefault(stage, StageSums())
+        if now.wall_seconds >= before.wall_seconds:
+            sums.wall += now.wall_seconds - before.wall_seconds
+            for kind in TimeKind:  # only the kinds that there are: a node could name any
+                spent = now.times.get(kind.value, 0.0) - before.times.get(kind.value, 0.0)
+                sums.seconds[kind.value] += max(0.0, spent)
+        earlier = {link.peer_stage: link for link in before.links}
+        for link in now.links:
+            if link.peer_stage < stages and link.peer_stage != stage:
+                self._add_link(stage, _baseline(link, earlier.get(link.peer_stage)), link)
+
+    def _add_link(self, stage: int, before: LinkReport, now: LinkReport) -> None:
+        sums = self.link(stage, now.peer_stage)
+        sums.bytes += now.bytes_sent - before.bytes_sent
+        sums.busy += max(0.0, now.busy_seconds - before.busy_seconds)
+        sums.retransmits += max(0, now.retransmits - before.retransmits)
+        # It is the receiver that counts damaged frames.
+        self.link(now.peer_stage, stage).rejects += max(0, now.rejects - before.rejects)
+        earlier = {(flow.direction, flow.codec): flow for flow in before.flows}
+        for flow in now.flows:
+            old = earlier.get((flow.direction, flow.codec))
+            key = flow.direction, self._known(flow.codec)
+            size = flow.bytes_sent - (old.bytes_sent if old else 0)
+            elements = flow.elements_sent - (old.elements_sent if old else 0)
+            sums.flow_bytes[key] = sums.flow_bytes.get(key, 0) + max(0, size)
+            sums.flow_elements[key] = sums.flow_elements.get(key, 0) + max(0, elements)
+
+    def _known(self, codec: str) -> str:
+        return codec if self._codecs is None or codec in self._codecs else OTHER_CODEC
+
+
+def _baseline(now: LinkReport, before: LinkReport | None) -> LinkReport:
+    """What `now` is to be counted from: nothing, if the link was made anew since."""
+    if before is None or now.bytes_sent < before.bytes_sent:
+        return LinkReport(
+            peer_stage=now.peer_stage,
+            bytes_sent=0,
+            bytes_received=0,
+            retransmits=0,
+            rejects=0,
+            rtt_seconds=0.0,
+        )
+    return before
