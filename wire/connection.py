@@ -25,7 +25,7 @@ from wire.stream_sender import StreamSender
 from wire.v1 import link_pb2
 
 MAX_OPEN_PINGS = 8
-MEASURED_PINGS = 16
+MEASURED_PINGS = 8
 
 OnTensor = Callable[[TensorKey, bytearray], None]
 
@@ -326,10 +326,7 @@ class Connection:
             case "acknowledge":
                 state.sender.acknowledge(message.acknowledge.next_sequence, message.acknowledge.credit_limit)
                 state.meter.acknowledged(
-                    state.sender.acknowledged_bytes,
-                    idle=state.sender.queued_bytes == 0,
-                    round_trip=state.stats.least_rtt_seconds,
-                    now=now(),
+                    state.sender.acknowledged_bytes, round_trip=state.stats.least_rtt_seconds, now=now()
                 )
                 state.bulk_wake.set()
             case "send_again":
@@ -353,8 +350,7 @@ class Connection:
                 f"the neighbour is at (epoch, stage, session) {theirs}; the placement here says {ours}"
             )
         state.sender.reconnect(hello.next_sequence)
-        if state.sender.queued_bytes:
-            state.meter.queued(state.sender.acknowledged_bytes, now())
+        state.meter.interrupted(now())
         self._greeted.set()
         state.bulk_wake.set()
         self._on_change()

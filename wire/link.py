@@ -107,7 +107,7 @@ class Link(ABC):
         """
         self._raise_if_over()
         self._state.sender.send(key, payload)
-        self._state.meter.queued(self._state.sender.acknowledged_bytes, now())
+        self._state.meter.queued(self._state.sender.sent_bytes, now())
         self._state.bulk_wake.set()
 
     def release(self, key: TensorKey) -> None:

@@ -1,19 +1,16 @@
-"""How fast a link carries what is sent: measured from acknowledgements while tensors wait. Pure.
+"""How fast a link carries what is sent, from when tensors were queued and when they were acknowledged. Pure.
 
-While anything waits to be sent or acknowledged, the link is busy, and acknowledgements come at the rate at
-which it delivers. A busy period is cut into samples: bytes acknowledged, over the time since the sample
-began. The first sample of a period also waits one round trip for its first byte to be acknowledged, so that
-is taken off. Pauses between periods say nothing about the link and do not count.
+A link carries one tensor after the other. So a tensor that was queued behind another was carried from that
+one's acknowledgement to its own, and a tensor that found the link idle from its queueing to its
+acknowledgement, less the round trip of the news. Time in which the link had nothing to carry does not count,
+however many tensors were on their way.
 """
 
 import math
+from collections import deque
 
-_SAMPLE_SECONDS = 0.25
-"""A long busy period is cut this often, so that a link that changes is noticed while it is busy."""
-_MEMORY_SECONDS = 4.0
-"""Busy time after which a sample weighs 1/e of a new one."""
-_LEAST_SECONDS = 0.002
-"""What is left of a shorter sample without its round trip is noise."""
+_MEMORY_SECONDS = 2.0
+"""Carrying time after which a sample weighs 1/e of a new one: long enough to even out the clock's noise."""
 
 
 class LinkMeter:
@@ -21,53 +18,47 @@ class LinkMeter:
 
     def __init__(self) -> None:
         self._busy_seconds = 0.0
-        self._since: float | None = None  # when the running busy period was last counted
-        self._sample_began = 0.0
-        self._sample_bytes = 0  # acknowledged when the sample began
-        self._first = True
+        self._busy_since: float | None = None
+        self._waiting: deque[tuple[int, float]] = deque()  # (total bytes at its end, when it was queued)
+        self._counted = 0  # total bytes at the end of the last tensor that was measured
+        self._last_news = -math.inf
         self._bytes = 0.0
         self._seconds = 0.0
 
     def busy_seconds(self, now: float) -> float:
         """Time in which anything waited to be sent or acknowledged."""
-        return self._busy_seconds + (0.0 if self._since is None else max(0.0, now - self._since))
+        return self._busy_seconds + (0.0 if self._busy_since is None else max(0.0, now - self._busy_since))
 
     @property
     def capacity(self) -> float:
-        """Bytes a second that the link delivers while it is busy; 0 before it is known."""
+        """Bytes a second that the link carries; 0 before it is known."""
         return self._bytes / self._seconds if self._seconds > 0 else 0.0
 
-    def queued(self, acknowledged_bytes: int, now: float) -> None:
-        """A tensor was queued."""
-        if self._since is None:
-            self._since = now
-            self._first = True
-            self._begin_sample(acknowledged_bytes, now)
+    def queued(self, end_bytes: int, now: float) -> None:
+        """A tensor was queued; with it, `end_bytes` in all have been."""
+        if self._busy_since is None:
+            self._busy_since = now
+        self._waiting.append((end_bytes, now))
 
-    def acknowledged(self, acknowledged_bytes: int, *, idle: bool, round_trip: float, now: float) -> None:
-        """News of the receiver. `idle`: nothing waits any more; `round_trip`: the least one seen, seconds."""
-        if self._since is None:
+    def acknowledged(self, total_bytes: int, *, round_trip: float, now: float) -> None:
+        """The receiver has `total_bytes`; `round_trip` is the least one seen, seconds."""
+        queued_at = None
+        end_bytes = self._counted
+        while self._waiting and self._waiting[0][0] <= total_bytes:
+            end_bytes, at = self._waiting.popleft()
+            queued_at = at if queued_at is None else queued_at
+        if queued_at is None:
             return
-        if idle or now - self._sample_began >= _SAMPLE_SECONDS:
-            seconds = now - self._sample_began - (round_trip if self._first else 0.0)
-            size = acknowledged_bytes - self._sample_bytes
-            if size > 0 and seconds >= _LEAST_SECONDS:
-                fade = math.exp(-seconds / _MEMORY_SECONDS)
-                self._bytes = fade * self._bytes + size
-                self._seconds = fade * self._seconds + seconds
-                self._first = False
-                self._begin_sample(acknowledged_bytes, now)
-        if idle:
-            self._stop(now)
+        seconds = max(0.0, now - max(self._last_news, queued_at + round_trip))
+        fade = math.exp(-seconds / _MEMORY_SECONDS)
+        self._bytes = fade * self._bytes + end_bytes - self._counted
+        self._seconds = fade * self._seconds + seconds
+        self._counted, self._last_news = end_bytes, now
+        if not self._waiting:
+            self._busy_seconds = self.busy_seconds(now)
+            self._busy_since = None
 
     def interrupted(self, now: float) -> None:
-        """The connection broke: the time until it is back is not the link's speed."""
-        if self._since is not None:
-            self._stop(now)
-
-    def _begin_sample(self, acknowledged_bytes: int, now: float) -> None:
-        self._sample_began, self._sample_bytes = now, acknowledged_bytes
-
-    def _stop(self, now: float) -> None:
-        self._busy_seconds = self.busy_seconds(now)
-        self._since = None
+        """The connection broke, or is back: the time until now is not the link's speed."""
+        self._waiting = deque((end_bytes, now) for end_bytes, _ in self._waiting)
+        self._last_news = now

@@ -101,6 +101,7 @@ class StreamReceiver:
         self._next = 0  # every frame below has arrived
         self._beyond: set[int] = set()  # arrived, above `_next`
         self._highest = 0  # one past the newest that arrived
+        self._complete = 0  # one past the last frame of the newest complete tensor
         self._retired = 0  # frames whose room in the window is free again
         self._limit = self._window
         self._incoming: dict[int, _Incoming] = {}  # by first sequence
@@ -158,6 +159,7 @@ class StreamReceiver:
             tensor.buffer[frame.offset : frame.offset + len(frame.payload)] = frame.payload
         if tensor.missing == 0:
             del self._incoming[tensor.first]
+            self._complete = max(self._complete, tensor.end)
             if tensor.key == self._wanted:
                 self._wanted = None
         self._update(now)
@@ -270,6 +272,6 @@ class StreamReceiver:
         # The sender must hear in time to keep the window full. It measures the link by when a tensor is
         # complete, so that goes at once too; other news may travel together.
         low = self._told.credit_limit - self._highest < self._window // 4
-        complete = not self._incoming and self._next > self._told.next_sequence
+        complete = self._complete > self._told.next_sequence
         urgent = low or complete or news >= max(1, self._window // 4)
         self._ack_at = min(self._ack_at, now if urgent else now + self._ack_seconds)

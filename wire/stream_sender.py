@@ -68,11 +68,13 @@ class StreamSender:
 
     @property
     def acknowledged_bytes(self) -> int:
-        """Payload bytes that have arrived without a gap since the link was made."""
-        done = self._done_bytes
-        if self._tensors and self._acknowledged > (first := self._tensors[0]).first:
-            done += (self._acknowledged - first.first) * self._payload_bytes
-        return done
+        """Payload bytes of whole tensors that have arrived since the link was made."""
+        return self._done_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload bytes of all tensors that were queued since the link was made."""
+        return self._done_bytes + self._queued_bytes
 
     @property
     def unacknowledged(self) -> int:

@@ -1,4 +1,6 @@
-"""The link's meter: the rate that bytes were delivered at, whatever the pauses between them."""
+"""The link's meter: the rate that bytes were carried at, whatever the pauses and however long the way."""
+
+import random
 
 import pytest
 
@@ -8,60 +10,84 @@ RATE = 1000.0
 ROUND_TRIP = 0.3
 
 
-def deliver(meter: LinkMeter, done: int, size: int, at: float, pieces: int = 1) -> tuple[int, float]:
-    """Queue `size` bytes on an idle link of RATE at `at`; acknowledged in equal pieces. Gives total, end."""
-    meter.queued(done, at)
-    for piece in range(1, pieces + 1):
-        here = done + size * piece // pieces
-        now = at + (here - done) / RATE + ROUND_TRIP
-        meter.acknowledged(here, idle=piece == pieces, round_trip=ROUND_TRIP, now=now)
-    return done + size, at + size / RATE + ROUND_TRIP
+def carry(meter: LinkMeter, tensors: list[tuple[float, int]], rate: float = RATE) -> float:
+    """Queue (when, bytes) on a link of `rate`, acknowledge each in its time; gives the time of the last."""
+    free, total, news = 0.0, 0, []
+    events: list[tuple[float, int, int]] = []
+    for at, size in tensors:
+        total += size
+        free = max(free, at) + size / rate
+        events.append((at, 0, total))
+        news.append(free + ROUND_TRIP)
+        events.append((free + ROUND_TRIP, 1, total))
+    for now, kind, end in sorted(events):
+        if kind == 0:
+            meter.queued(end, now)
+        else:
+            meter.acknowledged(end, round_trip=ROUND_TRIP, now=now)
+    return news[-1]
 
 
 def test_nothing_is_known_before_anything_was_sent() -> None:
     meter = LinkMeter()
     assert (meter.capacity, meter.busy_seconds(9.0)) == (0.0, 0.0)
-    meter.acknowledged(0, idle=True, round_trip=0.1, now=1.0)
+    meter.acknowledged(0, round_trip=0.1, now=1.0)
     assert (meter.capacity, meter.busy_seconds(9.0)) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("pieces", [1, 3, 40])
-def test_pauses_and_round_trips_do_not_count(pieces: int) -> None:
-    meter, done, now = LinkMeter(), 0, 0.0
-    for _ in range(5):
-        done, now = deliver(meter, done, 2000, now, pieces)
-        now += 100.0
-    assert meter.capacity == pytest.approx(RATE)
-    assert meter.busy_seconds(now) == pytest.approx(5 * (2.0 + ROUND_TRIP))
-
-
-def test_a_link_that_changes_is_followed_within_its_busy_period() -> None:
-    meter, now = LinkMeter(), 0.0
-    meter.queued(0, now)
-    done = 0
-    for rate in (1000.0, 100.0):
-        for _ in range(20):
-            now += 1.0
-            done += int(rate)
-            meter.acknowledged(done, idle=False, round_trip=0.0, now=now)
-        assert meter.capacity == pytest.approx(rate, rel=0.1)
-    assert meter.busy_seconds(now + 1) == pytest.approx(41)
-
-
-def test_what_arrives_within_a_round_trip_is_noise() -> None:
+@pytest.mark.parametrize("gap", [0.0, 0.05, 0.1, 0.5, 100.0])
+def test_the_rate_is_the_links_however_far_apart_tensors_are(gap: float) -> None:
+    """100 bytes take 0.1 s: gaps below that queue up, and with those below 0.4 s several are on their way."""
     meter = LinkMeter()
-    meter.queued(0, 0.0)
-    meter.acknowledged(500, idle=True, round_trip=0.3, now=0.3)
+    carry(meter, [(gap * i, 100) for i in range(50)])
+    assert meter.capacity == pytest.approx(RATE)
+
+
+def test_bursts_of_many_sizes() -> None:
+    draw = random.Random(7)
+    meter = LinkMeter()
+    carry(meter, [(2.0 * (i // 4), draw.randrange(1, 900)) for i in range(200)])
+    assert meter.capacity == pytest.approx(RATE)
+
+
+def test_news_that_tell_of_several_tensors_count_them_all() -> None:
+    meter = LinkMeter()
+    for i in range(4):
+        meter.queued(500 * (i + 1), 0.0)
+    meter.acknowledged(1700, round_trip=ROUND_TRIP, now=1.5 + ROUND_TRIP)  # three whole tensors
+    meter.acknowledged(2000, round_trip=ROUND_TRIP, now=2.0 + ROUND_TRIP)
+    assert meter.capacity == pytest.approx(RATE)
+
+
+def test_busy_time_is_that_in_which_something_waits() -> None:
+    meter = LinkMeter()
+    end = carry(meter, [(10.0 * i, 2000) for i in range(3)])
+    assert meter.busy_seconds(end + 50) == pytest.approx(3 * (2.0 + ROUND_TRIP))
+    meter.queued(10**6, end + 60)
+    assert meter.busy_seconds(end + 65) == pytest.approx(3 * (2.0 + ROUND_TRIP) + 5)
+
+
+def test_a_link_that_changes_is_followed() -> None:
+    meter = LinkMeter()
+    end = carry(meter, [(0.0, 1000)] * 20)
+    meter.queued(30_000, end)
+    meter.acknowledged(30_000, round_trip=ROUND_TRIP, now=end + ROUND_TRIP + 100.0)
+    assert meter.capacity == pytest.approx(100.0)
+
+
+def test_what_arrives_within_a_round_trip_takes_no_time() -> None:
+    """The next tensor's time tells; a rate of nothing by nothing is not known."""
+    meter = LinkMeter()
+    meter.queued(500, 0.0)
+    meter.acknowledged(500, round_trip=0.3, now=0.2)
     assert meter.capacity == 0.0
-    assert meter.busy_seconds(5.0) == 0.3
 
 
 def test_an_outage_is_not_the_links_speed() -> None:
     meter = LinkMeter()
-    done, now = deliver(meter, 0, 2000, 0.0)
-    meter.queued(done, now)
-    meter.interrupted(now + 0.1)
-    meter.queued(done, now + 100)  # the connection is back, and the rest goes on
-    meter.acknowledged(done + 2000, idle=True, round_trip=ROUND_TRIP, now=now + 102.3)
+    end = carry(meter, [(0.0, 1000), (0.0, 1000)])
+    meter.queued(4000, end)
+    meter.interrupted(end + 0.1)
+    meter.interrupted(end + 100)  # it is back, and the tensor goes again
+    meter.acknowledged(4000, round_trip=ROUND_TRIP, now=end + 100 + 2.0 + ROUND_TRIP)
     assert meter.capacity == pytest.approx(RATE)
-    assert meter.busy_seconds(now + 200) == pytest.approx(2.3 + 0.1 + 2.3)
