@@ -19,6 +19,13 @@ def add_parser(commands: Any) -> None:
 
     run_ = actions.add_parser("run", help="measure every cell of a profile, or go on with it")
     run_.add_argument("profile", metavar="PROFILE.toml", type=Path, help="deploy/lab/ has some")
+    run_.add_argument(
+        "overrides",
+        metavar="section.key=value",
+        nargs="*",
+        default=[],
+        help="values that replace the profile's, and its run file's",
+    )
     run_.add_argument("--out", type=Path, help="results go here (default: lab/<name>)")
     run_.add_argument(
         "--time-limit", type=float, default=0.0, metavar="SECONDS", help="begin no cell after so long"
@@ -41,7 +48,7 @@ def _run(args: argparse.Namespace) -> int:
 
     if not 0 <= args.time_limit < 1e9:
         raise UsageError(f"--time-limit must be a number of seconds of at least 0, got {args.time_limit:g}")
-    profile = load_profile(args.profile)
+    profile = load_profile(args.profile, args.overrides)
     out = args.out or Path("lab") / profile.lab.name
     if args.inside:
         return _run_inside(args, out)
@@ -52,9 +59,8 @@ def _run(args: argparse.Namespace) -> int:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"cannot make {out} ({error.strerror}); give another --out") from error
-    code = run_inside(
-        ["lab", "run", str(args.profile), "--out", str(out), "--time-limit", str(args.time_limit), "--inside"]
-    )
+    options = ["--out", str(out), "--time-limit", str(args.time_limit), "--inside"]
+    code = run_inside(["lab", "run", str(args.profile), *args.overrides, *options])
     if code == 0 and not args.no_plots:
         _draw([out / RESULTS_FILE], out, must=False)
     return code
@@ -66,7 +72,7 @@ def _run_inside(args: argparse.Namespace, out: Path) -> int:
     from node.lab.profile_file import load_profile
 
     furnish()
-    profile = load_profile(args.profile)
+    profile = load_profile(args.profile, args.overrides)
 
     async def run() -> None:
         async with asyncio.TaskGroup() as group:

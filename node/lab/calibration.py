@@ -5,7 +5,8 @@ after the other; all links at once, so that a machine that cannot carry them tog
 stretch is left out: TCP finds the rate then, and the shaper's bucket is full. What is judged is the payload
 that arrived a second, against `PAYLOAD_SHARE` of the rate asked for: the headers' part is known exactly, as a
 bulk transfer fills its packets. The round trip is that of single bytes on the idle wire, against the delay
-asked for."""
+asked for.
+"""
 
 import socket
 import statistics
@@ -31,6 +32,10 @@ BURSTS = 10
 """The shaper's bucket is less than 1/10 of what is measured, whatever the rate."""
 RTT_SLACK_MS = 1.0
 """A shared machine wakes processes late by up to this much."""
+SLICES = 6
+"""Of what is measured; `UNEVEN` is how far apart they may be, as a share, before it goes on for longer."""
+UNEVEN = 0.1
+UNSTEADY_LENGTHS = 4.0
 ATTEMPTS = 3
 CONNECT_SECONDS = 10.0
 CHUNK = 1 << 18
@@ -233,7 +238,7 @@ def _round_trip(near: socket.socket, far: socket.socket) -> float:
 def _transfer(
     sender: socket.socket, receiver: socket.socket, settle: float, length: float
 ) -> tuple[int, float]:
-    """Bytes that arrived, and the seconds they took, after `settle` seconds and for about `length`."""
+    """Bytes that arrived, and the seconds they took, once they arrive evenly."""
     done = threading.Event()
 
     def push() -> None:
@@ -254,16 +259,34 @@ def _transfer(
         begin = time.perf_counter() + settle
         while time.perf_counter() < begin:
             receiver.recv_into(buffer)
-        first = last = time.perf_counter()
-        received = 0
-        while last - first < length:
-            received += receiver.recv_into(buffer)
-            last = time.perf_counter()
+        slices: list[tuple[int, float]] = []
+        most = int(UNSTEADY_LENGTHS * SLICES)
+        while not steady(slices) and len(slices) < most:
+            slices.append(_slice(receiver, buffer, length / SLICES))
     finally:
         done.set()
         pusher.join()
     _drain(receiver, buffer)
     sender.settimeout(CONNECT_SECONDS)
+    last = slices[-SLICES:]
+    return sum(received for received, _ in last), sum(seconds for _, seconds in last)
+
+
+def steady(slices: Sequence[tuple[int, float]]) -> bool:
+    """Whether the last `SLICES` of (bytes, seconds) came at about one rate.
+
+    After a loss, what TCP held back arrives in one go: such a slice has more than the link carried in it.
+    """
+    rates = [received / seconds for received, seconds in slices[-SLICES:]]
+    return len(rates) == SLICES and max(rates) - min(rates) <= UNEVEN * statistics.median(rates)
+
+
+def _slice(receiver: socket.socket, buffer: bytearray, length: float) -> tuple[int, float]:
+    first = last = time.perf_counter()
+    received = 0
+    while last - first < length:
+        received += receiver.recv_into(buffer)
+        last = time.perf_counter()
     return received, last - first
 
 

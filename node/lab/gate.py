@@ -1,7 +1,8 @@
 """A node that is ready to join: everything is imported, and a line on stdin says with which command line.
 
 `thinwire join`, but for the wait: imports take seconds, and the lab lets its nodes join one after the other,
-so that stage i is node i. The line is JSON: `thinwire`'s arguments."""
+so that stage i is node i. The line is JSON: `thinwire`'s arguments.
+"""
 
 import json
 import os

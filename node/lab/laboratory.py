@@ -7,10 +7,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TextIO
 
+from node.config.schema import RunConfig
 from node.lab import private
 from node.lab.calibration import Calibration, calibrate, congestion_control
 from node.lab.measure import (
@@ -30,6 +32,7 @@ from node.lab.results import RESULTS_FILE, Results, describe_machine
 from node.lab.shape import Shape
 from node.lab.support import delay_method
 from node.lab.topology import lay_out
+from node.training.text import read_text
 
 Tell = Callable[[str], None]
 
@@ -64,6 +67,16 @@ async def end_with_stdin() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+def _with_text(config: RunConfig, size: int, directory: Path) -> RunConfig:
+    """The config with a text of `size` bytes in the run's new directory; 0 leaves it as it is."""
+    directory.mkdir(parents=True)
+    if size == 0:
+        return config
+    text = directory / "text.txt"
+    text.write_bytes(read_text(config.data)[:size])
+    return replace(config, data=replace(config.data, path=str(text)))
+
+
 class _Laboratory:
     def __init__(self, profile: Profile, out: Path, time_limit: float, tell: Tell) -> None:
         self._profile = profile
@@ -77,12 +90,30 @@ class _Laboratory:
     async def run(self) -> bool:
         path = self._out / RESULTS_FILE
         profile = self._profile
-        method = delay_method(profile.network.delay) if profile.needs_delay else "none"
+        method = (
+            delay_method(profile.network.delay) if any(r.needs_delay for r in plan_runs(profile)) else "none"
+        )
         results = Results.go_on(path, profile) if path.exists() else self._new_results(path, method)
         runs = plan_runs(profile, results.done)
         if not runs:
             self._tell("every cell has been measured")
             return True
+        # Where nothing is delayed nothing stands between two nodes but the wire.
+        for delayed, group in groupby(runs, key=lambda run: run.needs_delay):
+            await self._measure(tuple(group), method if delayed else "none", results)
+        left = plan_runs(profile, results.done)
+        results.values["finished"] = not left
+        results.write()
+        if left:
+            cells = sum(len(run.cells) for run in left)
+            self._tell(
+                f"the time limit of {self._limit:g} s is over: {cells} cells left; the same command goes on"
+            )
+        return not left
+
+    async def _measure(self, runs: tuple[PlannedRun, ...], method: str, results: Results) -> None:
+        """Runs over one network."""
+        profile = self._profile
         topology = lay_out(
             profile.config.pipeline.stages,
             self._ends,
@@ -96,19 +127,10 @@ class _Laboratory:
             await self._calibrate(network, runs, results)
             for run in runs:
                 if self._over():
-                    break
+                    return
                 await _Run(self, network, run, results).measure()
         finally:
             await asyncio.to_thread(network.__exit__)
-        left = plan_runs(profile, results.done)
-        results.values["finished"] = not left
-        results.write()
-        if left:
-            cells = sum(len(run.cells) for run in left)
-            self._tell(
-                f"the time limit of {self._limit:g} s is over: {cells} cells left; the same command goes on"
-            )
-        return not left
 
     def _new_results(self, path: Path, method: str) -> Results:
         section = self._profile.network
@@ -122,7 +144,10 @@ class _Laboratory:
 
     async def _calibrate(self, network: Network, runs: tuple[PlannedRun, ...], results: Results) -> None:
         """All shapes before the first run, while the wires are idle."""
+        self._calibrations.clear()
         for shape in all_shapes(runs):
+            if self._over():
+                return
             await asyncio.to_thread(network.shape, shape)
             found = await asyncio.to_thread(
                 calibrate, network, shape, self._ends, tolerance=self._profile.network.tolerance
@@ -132,6 +157,7 @@ class _Laboratory:
                 {
                     **found.as_json(),
                     "shaper": describe_shapers(shape, network.kind),
+                    "delay_method": network.method,
                     "relay": network.relay_counts,
                 }
             )
@@ -166,9 +192,10 @@ class _Run:
         began = time.monotonic()
         await asyncio.to_thread(self._network.shape, None)
         scratch = private.SCRATCH / str(number)
+        config = await asyncio.to_thread(_with_text, run.config, section.text_bytes, scratch)
         with raw.open("w", encoding="utf-8") as log:
             processes = RunProcesses(
-                run.config, directory=scratch, logs=logs, device=section.device, threads=section.threads
+                config, directory=scratch, logs=logs, device=section.device, threads=section.threads
             )
             async with processes:
                 record: dict[str, Any] = {"name": run.name, "start_seconds": time.monotonic() - began}
@@ -213,6 +240,7 @@ class _Run:
                 losses=[step.done.loss for step in measured],
             ),
             "curve": [[step.done.step, step.done.seconds, step.done.loss] for step in steps],
+            "delay_method": self._network.method,
             "relay": self._network.relay_counts,
         }
         share = ""

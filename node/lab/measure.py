@@ -2,7 +2,8 @@
 
 A phase is a stretch of one run over one shape of the network. The floor of a cell comes from the links'
 measured payload rates, the bytes of its own tensors, and the compute times of the unthrottled phase of the
-same run."""
+same run.
+"""
 
 import statistics
 from collections.abc import Sequence

@@ -29,7 +29,7 @@ class WireBytes:
 
 
 class Network:
-    """A context manager in the private place; leaving it ends the relay, and the place ends the rest.
+    """A context manager in the private place; when the place goes, so does all of it.
 
     Args:
         method: `none`, `netem` or `relay`: how packets are delayed.
@@ -59,8 +59,13 @@ class Network:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Make room for another network; what the kernel takes its time over is out of sight at once."""
         if self._relay is not None:
             self._relay.end()
+        for name in self.topology.lab_devices:
+            tools.ip(LAB, "link", "del", name)
+        for name in self.topology.namespaces:
+            tools.ip(LAB, "netns", "del", name)
 
     def shape(self, shape: Shape | None) -> None:
         """Put every wire at its setting; None takes all shaping away. Reads back what the kernel has."""

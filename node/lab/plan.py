@@ -2,7 +2,8 @@
 
 Starting a run costs 10 to 60 seconds, so cells that differ in nothing but the links share a run: the links
 change between its phases. Runs come in the order in which the profile names them, so that a time limit cuts
-off what it puts last."""
+off what it puts last.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -40,6 +41,10 @@ class PlannedRun:
     """Of its log files."""
     config: RunConfig
     cells: tuple[Cell, ...]
+
+    @property
+    def needs_delay(self) -> bool:
+        return any(shape.rtt_ms > 0 for shape in self.shapes)
 
     @property
     def shapes(self) -> tuple[Shape, ...]:

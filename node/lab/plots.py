@@ -1,7 +1,8 @@
 """Figures of results: tokens a second by bandwidth, loss against time, link use. Needs matplotlib.
 
 SVG files, light and readable in print. One line a codec pair; the same pair has the same colour in all
-figures."""
+figures.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,8 @@
 """One run inside the laboratory: the coordinator and its nodes as processes in their namespaces.
 
 They are `thinwire` itself, joined by the run's own join line over mutual TLS. The coordinator's events arrive
-as JSON lines. The run's directories lie in the private place's memory and go with it."""
+as JSON lines. The run's directories lie in the private place's memory and go with it.
+"""
 
 import asyncio
 import contextlib
@@ -59,7 +60,7 @@ class RunProcesses:
     """An async context manager; every process is dead when it is left.
 
     Args:
-        directory: for the run's and the nodes' state; new.
+        directory: for the run's and the nodes' state; exists.
         logs: where each process's words go; exists.
         device: `cpu`, or `cuda`: stage i on GPU i.
         threads: CPU threads of each node; 0 is torch's own choice.
@@ -114,7 +115,6 @@ class RunProcesses:
     # ---- start and end
 
     async def _start(self) -> None:
-        self._directory.mkdir(parents=True)
         run_file = self._directory / "run.toml"
         run_file.write_text(to_toml(self._config), encoding="utf-8")
         for stage in range(self._stages):

@@ -27,6 +27,9 @@ class LabSection:
     out."""
     seeds: tuple[int, ...] = (0,)
     """Every run is repeated with each of these as `run.seed`."""
+    text_bytes: int = 0
+    """Train on the first so many bytes of the text alone, so that samples come again (`aqsgd-b` packs nothing
+    before they do); 0: all of it."""
     device: str = "cpu"
     """`cpu`, or `cuda`: stage i computes on GPU i."""
     threads: int = 1
@@ -99,7 +102,3 @@ class Profile:
     """What every run is a variation of."""
     sha256: str
     """Of the profile, its run file and its matrix: results of different files do not mix."""
-
-    @property
-    def needs_delay(self) -> bool:
-        return any(link.rtt_ms > 0 for sweep in self.sweeps for shape in sweep.shapes for link in shape.links)

@@ -1,10 +1,11 @@
 """Laboratory profiles: strict TOML in, a checked `Profile` out. No torch but for the codec names' check.
 
 A profile holds `[lab]`, `[network]`, one or more `[[sweep]]`, and any section of a run file, which changes
-the base run file of `lab.base`."""
+the base run file of `lab.base`.
+"""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -30,8 +31,8 @@ OWNED = ("run.steps", "run.seed", "run.snapshot_every", "pipeline.forward_codec"
 """Keys of a run file that the lab sets itself: a profile that gives them would be misled."""
 
 
-def load_profile(path: Path) -> Profile:
-    """Read a profile and the files that it names.
+def load_profile(path: Path, overrides: Sequence[str] = ()) -> Profile:
+    """Read a profile and the files that it names; overrides such as `lab.steps=10` replace its values.
 
     Raises ConfigError, in one line that names the file, the key and what was expected.
     """
@@ -50,6 +51,8 @@ def load_profile(path: Path) -> Profile:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
     where = str(path)
+    for override in overrides:
+        _override(raw, override)
     known = ("lab", "network", "sweep", *section_types())
     for name in raw:
         if name not in known:
@@ -71,7 +74,11 @@ def load_profile(path: Path) -> Profile:
         _sweep(section, network, matrix, config, f"{where}: sweep {i + 1}")
         for i, section in enumerate(sections)
     )
-    files = [text.encode(), *(file.read_bytes() for file in (base, matrix_path) if file)]
+    files = [
+        text.encode(),
+        "\n".join(overrides).encode(),
+        *(file.read_bytes() for file in (base, matrix_path) if file),
+    ]
     digest = sha256(b"\0".join(sha256(data).digest() for data in files)).hexdigest()
     return Profile(lab=lab, network=network, sweeps=sweeps, config=config, sha256=digest)
 
@@ -87,6 +94,23 @@ def link_ends(config: RunConfig) -> tuple[tuple[int, int], ...]:
     stages = config.pipeline.stages
     ends = [(stage, stage + 1) for stage in range(stages - 1)]
     return (*ends, (stages - 1, 0)) if closing_link(config) else tuple(ends)
+
+
+def _override(raw: dict[str, Any], override: str) -> None:
+    """Put `section.key=value` into what was read; the sections' own checks come after."""
+    name, equals, text = override.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not equals or not dot or section == "sweep":
+        raise ConfigError(
+            f"override {override!r}: expected section.key=value, as in lab.steps=10; sweeps stay"
+        )
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    table = raw.setdefault(section, {})
+    if isinstance(table, dict):
+        table[key] = value
 
 
 def _section(kind: type[Section], table: Any, name: str, where: str) -> Section:
@@ -134,7 +158,7 @@ def _defaults(overrides: list[str]) -> RunConfig:
 
 
 def _check_lab(lab: LabSection, where: str) -> None:
-    least = {"steps": 1, "warmup_steps": 1, "unthrottled_steps": 0, "threads": 0}
+    least = {"steps": 1, "warmup_steps": 1, "unthrottled_steps": 0, "threads": 0, "text_bytes": 0}
     for key, value in least.items():
         if getattr(lab, key) < value:
             raise ConfigError(f"{where}: lab.{key} must be at least {value}, got {getattr(lab, key)}")

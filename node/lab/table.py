@@ -3,7 +3,8 @@ file of the paper's numbers.
 
 Machines differ from the paper's, so what compares is the ratio between codecs on one machine, over one
 network; each is given beside the paper's own. The share of the floor says how much of what was possible was
-reached."""
+reached.
+"""
 
 import importlib.resources
 import statistics

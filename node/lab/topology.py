@@ -10,7 +10,8 @@ heartbeats neither take bandwidth from the links nor lend them any.
                             node 2
 
 With the relay, each wire between two nodes runs through the lab's own namespace, where the relay holds
-packets back; with netem the delay sits beneath the shaper."""
+packets back; with netem the delay sits beneath the shaper.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,6 +71,13 @@ class Topology:
     wires: tuple[Wire, ...]
     ways: tuple[Way, ...]
     """Of the relay; empty without one."""
+
+    @property
+    def lab_devices(self) -> tuple[str, ...]:
+        """Devices in the lab's own namespace: their other ends lie in nodes' namespaces."""
+        ends = (device for wire in self.wires for device in (wire.up, wire.down))
+        names = [device.name for device in ends if device.namespace == LAB]
+        return tuple(dict.fromkeys((*names, *(way.source for way in self.ways))))
 
 
 def node_name(stage: int) -> str:

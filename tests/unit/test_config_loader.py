@@ -26,7 +26,7 @@ from node.config.schema import PipelineSection, RunConfig, TrainingSection
 from wire.errors import ConfigError
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-RUN_FILES = sorted(DEPLOY.rglob("*.toml"))
+RUN_FILES = sorted(path for path in DEPLOY.rglob("*.toml") if path.parent.name != "lab")
 
 
 def write(tmp_path: Path, text: str) -> Path:

@@ -1,0 +1,94 @@
+"""The laboratory's links as the kernel makes them: rates, delays, refusal of what is off, nothing left
+behind."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.lab import private, tools
+from wire.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+IN_A_USER_NAMESPACE = ("--user", "--map-root-user")
+
+
+@pytest.fixture(scope="module")
+def flags() -> tuple[str, ...]:
+    """How private namespaces are made here."""
+    try:
+        return private.working_flags()
+    except UserError as error:
+        pytest.skip(f"no laboratory can be built here: {error}")
+
+
+def inside(flags: tuple[str, ...], case: str, *settings: str) -> dict[str, Any]:
+    command = [
+        tools.tool("unshare"),
+        *flags,
+        sys.executable,
+        "-m",
+        "tests.support.lab_inside",
+        case,
+        *settings,
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_a_link_has_the_rate_asked_for_in_each_direction(flags: tuple[str, ...]) -> None:
+    up, down = inside(flags, "measured", "rate=40/20")["links"]
+    assert (up["sender"], up["asked_mbit"], down["sender"], down["asked_mbit"]) == (0, 40.0, 1, 20.0)
+    assert up["payload_mbit"] == pytest.approx(40 * 1448 / 1514, rel=0.05)
+    assert down["payload_mbit"] == pytest.approx(20 * 1448 / 1514, rel=0.05)
+    assert up["fault"] is None and down["fault"] is None
+
+
+def test_an_ordinary_user_gets_one_in_a_user_namespace(flags: tuple[str, ...]) -> None:
+    own = (*IN_A_USER_NAMESPACE, *(flag for flag in flags if flag not in IN_A_USER_NAMESPACE))
+    try:
+        tools.call("unshare", *own, "true")
+    except UserError as error:
+        pytest.skip(f"this kernel allows no user namespaces: {error}")
+    up, down = inside(own, "measured", "rate=20", "kind=htb")["links"]
+    assert up["share"] == pytest.approx(1.0, abs=0.05)
+    assert down["share"] == pytest.approx(1.0, abs=0.05)
+
+
+def test_the_relay_delays_and_takes_nothing_of_the_rate(flags: tuple[str, ...]) -> None:
+    found = inside(flags, "measured", "rate=20", "rtt=20", "relay=1")
+    for link in found["links"]:
+        # The relay holds packets for 20 ms; what a busy machine adds is not its doing, but it can never be less.
+        assert 20.0 <= link["rtt_ms"] < 24.0
+        assert link["share"] == pytest.approx(1.0, abs=0.05)
+    assert found["relay"]["frames"] > 1000
+    assert found["relay"]["missed"] == 0
+
+
+def test_interfaces_are_limited_at_both_ends(flags: tuple[str, ...]) -> None:
+    up, down = inside(flags, "measured", "topology=interfaces", "rate=30/20", "rtt=20", "relay=1")["links"]
+    # Out of one node at 30, into the other at 20.
+    assert up["asked_mbit"] == down["asked_mbit"] == 20.0
+    assert up["share"] == pytest.approx(1.0, abs=0.05)
+    assert down["share"] == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_link_that_is_off_is_refused(flags: tuple[str, ...]) -> None:
+    found = inside(flags, "off", "wrong=22")
+    up, down = found["links"]
+    assert up["share"] == pytest.approx(1.1, abs=0.03)
+    assert up["fault"].startswith("the link from stage 0 to 1 is off by +")
+    assert "its shaper lets too much through" in up["fault"]
+    assert down["fault"] is None
+    assert "link 0 to 1 is at 22 Mbit/s" in found["check"]
+
+
+def test_networks_follow_each_other_without_a_trace(flags: tuple[str, ...]) -> None:
+    found = inside(flags, "again")
+    assert found["seen"] == [[1, 1], [1, 1], [1, 1]]
+    assert found["devices"] == ["lo"]
+    assert found["namespaces"] == ""

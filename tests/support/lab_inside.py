@@ -1,0 +1,91 @@
+"""A small laboratory, for tests: `python -m tests.support.lab_inside CASE [KEY=VALUE…]` in private
+namespaces.
+
+Says what happened as one line of JSON.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from node.lab import private, tools
+from node.lab.calibration import Measured, measure
+from node.lab.network import Network
+from node.lab.shape import shaper_commands, uniform
+from node.lab.topology import Topology, lay_out
+from wire.errors import RunError
+
+ENDS = ((0, 1),)
+
+
+def main() -> None:
+    case, *settings = sys.argv[1:]
+    values = dict(setting.split("=") for setting in settings)
+    private.furnish()
+    sys.stdout.write(json.dumps(CASES[case](values)) + "\n")
+
+
+def measured(values: dict[str, str]) -> Any:
+    """Two stages at one shape: every direction as found."""
+    topology, relay = values.get("topology", "links"), values.get("relay") == "1"
+    with network(lay_out(2, ENDS, topology=topology, relay=relay), values) as laboratory:
+        wires = len(laboratory.topology.wires)
+        shape = uniform(values["rate"], float(values.get("rtt", 0)), wires)
+        laboratory.shape(shape)
+        found = measure(laboratory, shape, ENDS)
+        laboratory.shape(shape)
+        counts = laboratory.relay_counts
+    return {"links": [described(one) for one in found], "relay": counts}
+
+
+def off(values: dict[str, str]) -> Any:
+    """The shaper of one end is set wrong behind the lab's back."""
+    with network(lay_out(2, ENDS, topology="links", relay=False), values) as laboratory:
+        shape = uniform("20", 0.0, 1)
+        laboratory.shape(shape)
+        device = laboratory.topology.wires[0].up
+        tools.tc(device.namespace, "qdisc", "del", "dev", device.name, "root")
+        for command in shaper_commands(device.name, "tbf", float(values["wrong"]), 0.0, netem=False):
+            tools.tc(device.namespace, *command)
+        try:
+            laboratory.check(shape)
+        except RunError as error:
+            complaint = str(error)
+        return {
+            "links": [described(one) for one in measure(laboratory, shape, ENDS)],
+            "check": complaint,
+        }
+
+
+def again(values: dict[str, str]) -> Any:
+    """One network after the other in the same place: the second finds nothing of the first."""
+    seen = []
+    for relay in (True, False, True):
+        with network(lay_out(2, ENDS, topology="interfaces", relay=relay), values) as laboratory:
+            laboratory.shape(uniform("50", 0.0, 2))
+            seen.append(
+                sorted(tools.ip("", "-o", "link").count(name) for name in laboratory.topology.lab_devices)
+            )
+    left = tools.ip("", "-o", "link").splitlines()
+    return {
+        "seen": seen,
+        "devices": [line.split(":")[1].strip() for line in left],
+        "namespaces": tools.ip("", "netns"),
+    }
+
+
+def network(topology: Topology, values: dict[str, str]) -> Network:
+    method = "relay" if topology.ways else "none"
+    return Network(topology, method=method, kind=values.get("kind", "tbf"), socket_buffer=8_000_000)
+
+
+def described(one: Measured) -> dict[str, Any]:
+    return {**asdict(one), "share": one.share, "fault": one.fault(0.05)}
+
+
+CASES = {"measured": measured, "off": off, "again": again}
+
+
+if __name__ == "__main__":
+    main()
