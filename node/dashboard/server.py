@@ -90,7 +90,11 @@ async def serve_page(
     app.router.add_get("/metrics", routes.metrics)
     app.router.add_get("/healthz", routes.health)
     runner = web.AppRunner(
-        app, access_log=None, keepalive_timeout=IDLE_SECONDS, shutdown_timeout=CLOSE_SECONDS
+        app,
+        access_log=None,
+        keepalive_timeout=IDLE_SECONDS,
+        shutdown_timeout=CLOSE_SECONDS,
+        handler_cancellation=True,  # a page that was closed frees its stream at once
     )
     await runner.setup()
     try:
@@ -157,8 +161,12 @@ class _Routes:
                 headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-store"}
             )
             await response.prepare(request)
-            with contextlib.suppress(TimeoutError, ConnectionError):
+            try:
                 await self._tell(response)
+            except (TimeoutError, ConnectionError):
+                # Nothing more can be said to it, not even goodbye.
+                if request.transport is not None:
+                    request.transport.abort()
             return response
         finally:
             self._streams -= 1

@@ -1,0 +1,379 @@
+"""The page's server over real sockets: what it serves, what it refuses, and that it stays bounded."""
+
+import asyncio
+import json
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from node.config.loader import to_json
+from node.config.schema import CoordinatorSection, DashboardSection, RunConfig
+from node.coordinator.store import Store
+from node.dashboard import server
+from node.dashboard.access import KEY_FILE, Gate, OperatorKey
+from node.dashboard.address import listen_address, page_url
+from node.dashboard.feed import Feed
+from node.dashboard.live import live_page
+from node.dashboard.operator import Operator
+from node.dashboard.patch import apply
+from node.dashboard.server import POLICY, Page, serve_page
+from node.telemetry import events
+from node.telemetry.view import RunViewBuilder
+from tests.support import run_events
+from wire.errors import UserError
+from wire.identity.authority import CertificateAuthority
+
+KEY = "abcdefghjkmnpqrstuvwxyz234"
+WITH_KEY = {"Authorization": f"Bearer {KEY}", "X-Thinwire": "1"}
+
+
+class Controls:
+    """Stands in for the coordinator."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def stop(self, reason: str) -> None:
+        self.asked.append(f"stop: {reason}")
+
+    def save(self) -> None:
+        self.asked.append("save")
+
+
+def feed_of_a_run(steps: int = 3) -> Feed:
+    feed = Feed(RunViewBuilder())
+    for at, event in run_events.history(run_events.opening(), *map(run_events.step, range(1, steps + 1))):
+        feed.apply(event, at)
+    return feed
+
+
+@asynccontextmanager
+async def serving(page: Page, host: str = "127.0.0.1") -> AsyncIterator[aiohttp.ClientSession]:
+    async with (
+        serve_page(page, host, 0) as port,
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
+    ):
+        yield session
+
+
+async def next_event(response: aiohttp.ClientResponse) -> tuple[str, dict[str, Any]]:
+    """The next server-sent event: its name and what it says of the view."""
+    name, data = "", ""
+    async with asyncio.timeout(20):
+        while line := (await response.content.readline()).decode().rstrip("\n"):
+            key, _, value = line.partition(": ")
+            name, data = (value, data) if key == "event" else (name, value)
+    return name, json.loads(data)["view"]
+
+
+async def test_the_page_and_its_files_come_with_a_strict_policy() -> None:
+    async with serving(Page(feed=feed_of_a_run())) as session:
+        async with session.get("/") as response:
+            html = await response.text()
+            assert response.status == 200 and response.content_type == "text/html"
+        for path in ("/", "/app.js", "/page.css", "/icon.svg", "/api/view", "/healthz", "/nothing"):
+            async with session.get(path) as response:
+                assert response.headers["Content-Security-Policy"] == POLICY
+                assert response.headers["X-Content-Type-Options"] == "nosniff"
+                assert response.status == (404 if path == "/nothing" else 200)
+        assert "<script>" not in html and "style=" not in html and "//" not in html.replace("<!doctype", "")
+        async with session.get("/app.js") as response:
+            etag = response.headers["ETag"]
+        async with session.get("/app.js", headers={"If-None-Match": etag}) as response:
+            assert (response.status, await response.read()) == (304, b"")
+    assert "'unsafe" not in POLICY and "default-src 'none'" in POLICY
+
+
+async def test_the_view_and_health() -> None:
+    feed = feed_of_a_run()
+    async with serving(Page(feed=feed, metrics=lambda: b"thinwire_step 3\n")) as session:
+        async with session.get("/api/view") as response:
+            said = await response.json()
+        assert said["view"] == feed.fields() and abs(said["now"] - time.time()) < 60
+        assert response.headers["Cache-Control"] == "no-store"
+        async with session.get("/healthz") as response:
+            assert await response.json() == {"state": "training"}
+        async with session.get("/metrics") as response:
+            assert await response.read() == b"thinwire_step 3\n"
+            assert response.content_type == "text/plain"
+    async with serving(Page(feed=feed)) as session, session.get("/metrics") as response:
+        assert response.status == 404
+
+
+async def test_a_stream_begins_with_the_whole_and_goes_on_with_what_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "STREAM_SECONDS", 0.01)
+    feed = feed_of_a_run(steps=3)
+    async with serving(Page(feed=feed)) as session, session.get("/api/stream") as response:
+        assert response.content_type == "text/event-stream"
+        name, view = await next_event(response)
+        assert (name, view) == ("view", feed.fields())
+        for event in run_events.step(4):
+            feed.apply(event, run_events.BEGAN + 100)
+        while view["step"] < 4:
+            name, patch = await next_event(response)
+            assert name == "patch" and "run_id" not in patch and "steps" not in patch
+            view = apply(view, patch)
+        assert view == feed.fields()
+        feed.apply(events.RunFinished(reason="all steps are done", failed=False), run_events.BEGAN + 101)
+        feed.close()
+        name, patch = await next_event(response)
+        assert name == "patch" and apply(view, patch) == feed.fields()
+        assert (await next_event(response))[0] == "end"
+        assert await response.content.read() == b""
+
+
+async def test_a_quiet_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "STREAM_SECONDS", 0.01)
+    monkeypatch.setattr(server, "KEEPALIVE_SECONDS", 0.05)
+    async with serving(Page(feed=feed_of_a_run())) as session, session.get("/api/stream") as response:
+        await next_event(response)
+        async with asyncio.timeout(20):
+            assert (await response.content.readline()).startswith(b": ")
+
+
+async def test_streams_are_bounded_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MOST_STREAMS", 2)
+    async with serving(Page(feed=feed_of_a_run())) as session:
+        first, second = await session.get("/api/stream"), await session.get("/api/stream")
+        await next_event(first)
+        await next_event(second)
+        async with session.get("/api/stream") as third:
+            assert third.status == 503 and third.headers["Retry-After"]
+        first.close()
+        async with asyncio.timeout(20):
+            while True:
+                async with session.get("/api/stream") as again:
+                    if again.status == 200:
+                        break
+        second.close()
+
+
+async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 3)
+    async with serve_page(Page(feed=feed_of_a_run()), "127.0.0.1", 0) as port:
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        async with asyncio.timeout(20):
+            assert await reader.read() == b""  # closed without a word
+        writer.close()
+        for _, one in idle:
+            one.close()
+            await one.wait_closed()
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    assert await status_of(port, "/healthz") == 200
+                    break
+                except aiohttp.ClientConnectionError:
+                    await asyncio.sleep(0)
+
+
+async def test_a_reader_that_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "STREAM_SECONDS", 0.0)
+    monkeypatch.setattr(server, "WRITE_SECONDS", 0.2)
+    monkeypatch.setattr(server, "MOST_STREAMS", 1)
+    feed = feed_of_a_run(steps=400)
+    page = Page(feed=feed)
+    async with serve_page(page, "127.0.0.1", 0) as port:
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(deaf, ("127.0.0.1", port))
+            await loop.sock_sendall(deaf, b"GET /api/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            restart = [run_events.started(), run_events.started(first_step=1)]
+            # Each event changes much of the view, until the socket is full and the write takes too long.
+            async with asyncio.timeout(30):
+                while await status_of(port, "/api/stream") != 503:
+                    pass
+                for number in range(100_000):
+                    feed.apply(events.Notice(text="x" * 2000 + str(number)), 1.0)
+                    feed.apply(restart[number % 2], 1.0)
+                    assert await status_of(port, "/healthz") == 200
+                    if number % 10 == 9 and await status_of(port, "/api/stream") == 200:
+                        break  # its place is free again
+                else:
+                    pytest.fail("it was never let go")
+
+
+async def status_of(port: int, path: str) -> int:
+    """Asked over a connection of its own."""
+    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}{path}") as response:
+        return response.status
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:7702", "10.0.0.1", "[2001:db8::1]:80"])
+async def test_loopback_is_asked_under_its_own_names(host: str) -> None:
+    async with serving(Page(feed=feed_of_a_run())) as session:
+        async with session.get("/api/view", headers={"Host": host}) as response:
+            assert response.status == 421
+        for own in ("localhost", "localhost:7702", "127.0.0.1", "[::1]:7702"):
+            async with session.get("/api/view", headers={"Host": own}) as response:
+                assert response.status == 200
+    async with (
+        serving(Page(feed=feed_of_a_run()), "0.0.0.0") as session,
+        session.get("/api/view", headers={"Host": host}) as response,
+    ):
+        assert response.status == 200
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    with Store.create(
+        tmp_path / "run", run_id="demo-x", config_json=to_json(RunConfig()), pin=b"p" * 32, now=1.0
+    ) as made:
+        made.set_addresses(["127.0.0.1:7700"])
+        yield made
+
+
+async def test_changes_need_the_key_and_are_carried_out(store: Store) -> None:
+    controls, told = Controls(), list[events.Event]()
+    feed = feed_of_a_run()
+    operator = Operator(controls, store, told.append)
+    record, _ = store.create_token(time.time(), timedelta(hours=1), 3)
+    page = Page(feed=feed, operator=operator, gate=Gate(OperatorKey(KEY)))
+
+    async def ask(body: object, headers: dict[str, str] = WITH_KEY) -> tuple[int, Any]:
+        async with session.post("/api/operator", data=json.dumps(body), headers=headers) as response:
+            assert response.headers["Cache-Control"] == "no-store"
+            return response.status, await response.json()
+
+    async with serving(page) as session:
+        async with session.get("/api/operator") as response:
+            assert await response.json() == {"available": True, "reason": ""}
+        assert (await ask({"action": "stop"}, {}))[0] == 403
+        assert (await ask({"action": "stop"}, {"X-Thinwire": "1"}))[0] == 401
+        assert (await ask({"action": "stop"}, {**WITH_KEY, "Origin": "https://evil.example"}))[0] == 403
+        assert (await ask({"action": "stop"}, {**WITH_KEY, "X-Forwarded-For": "192.0.2.1"}))[0] == 403
+        assert controls.asked == [] and told == []
+
+        assert (await ask({"action": "snapshot"}))[0] == 200
+        assert (await ask({"action": "stop"}))[0] == 200
+        assert controls.asked == ["save", "stop: stopped by the operator"]
+        assert len(told) == 2
+
+        status, said = await ask({"action": "tokens"})
+        assert [token["id"] for token in said["tokens"]] == [record.token_id] and said["tokens"][0]["usable"]
+        assert "secret" not in json.dumps(said)
+        assert (await ask({"action": "revoke", "id": record.token_id}))[0] == 200
+        assert store.list_tokens()[0].revoked
+        for body in (
+            {"action": "revoke", "id": "nope"},
+            {"action": "evict", "id": "node-x"},
+            {"action": "fly"},
+        ):
+            status, said = await ask(body)
+            assert status == 400 and said["error"].count("\n") == 0
+        for body in ([], {}, {"action": 3}, {"action": "evict", "id": 7}, "x"):
+            assert (await ask(body))[0] == 400
+        async with session.post("/api/operator", data=b"\xff\xfe{", headers=WITH_KEY) as response:
+            assert response.status == 400
+        async with session.post("/api/operator", data=b"x" * 100_000, headers=WITH_KEY) as response:
+            assert response.status == 413
+
+
+async def test_a_page_without_a_coordinator_only_shows() -> None:
+    async with serving(Page(feed=feed_of_a_run())) as session:
+        async with session.get("/api/operator") as response:
+            assert (await response.json())["available"] is False
+        async with session.post("/api/operator", data="{}", headers=WITH_KEY) as response:
+            assert response.status == 403
+
+
+async def test_over_tls_with_the_runs_ca(tmp_path: Path, store: Store) -> None:
+    authority = CertificateAuthority.create("demo-x", time.time())
+    told: list[events.Event] = []
+    config = RunConfig(
+        coordinator=CoordinatorSection(listen="0.0.0.0:0", advertise=("coordinator.example:7700",)),
+        dashboard=DashboardSection(tls=True),
+    )
+    directory = tmp_path / "run"
+    async with live_page(
+        config,
+        directory=directory,
+        feed=feed_of_a_run(),
+        controls=Controls(),
+        store=store,
+        authority=authority,
+        metrics=None,
+        emit=told.append,
+    ):
+        (served,) = told
+        assert isinstance(served, events.PageServed) and served.url.startswith("https://")
+        assert served.key_file == str(directory / KEY_FILE)
+        port = int(served.url.rpartition(":")[2].rstrip("/"))
+        trusted = ssl.create_default_context(cadata=authority.certificate_pem.decode())
+        key = (directory / KEY_FILE).read_text().strip()
+        headers = {"Authorization": f"Bearer {key}", "X-Thinwire": "1", "X-Forwarded-For": "192.0.2.9"}
+        resolver = Resolver()
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=trusted, resolver=resolver)
+        ) as session:
+            for host in ("127.0.0.1", "localhost", "coordinator.example"):
+                body = json.dumps({"action": "snapshot"})
+                url = f"https://{host}:{port}/api/operator"
+                async with session.post(url, data=body, headers=headers) as response:
+                    assert response.status == 200
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await session.get(f"https://127.0.0.1:{port}/")
+    assert not (directory / "page.pem").exists()
+
+
+class Resolver(aiohttp.abc.AbstractResolver):
+    """Every name is this machine's."""
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[aiohttp.abc.ResolveResult]:
+        return [
+            aiohttp.abc.ResolveResult(
+                hostname=host, host="127.0.0.1", port=port, family=socket.AF_INET, proto=0, flags=0
+            )
+        ]
+
+    async def close(self) -> None:
+        return None
+
+
+async def test_an_address_that_is_taken_is_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=r"set dashboard\.listen"):
+            async with serve_page(Page(feed=feed_of_a_run()), "127.0.0.1", port):
+                pass
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "dashboard", "expected"),
+    [
+        ("0.0.0.0:7700", "auto", ("0.0.0.0", 7702)),
+        ("127.0.0.1:0", "auto", ("127.0.0.1", 0)),
+        ("[::1]:9000", "auto", ("::1", 9002)),
+        ("0.0.0.0:7700", "127.0.0.1:80", ("127.0.0.1", 80)),
+        ("0.0.0.0:7700", "", None),
+    ],
+)
+def test_where_the_page_listens(coordinator: str, dashboard: str, expected: tuple[str, int] | None) -> None:
+    config = RunConfig(
+        coordinator=CoordinatorSection(listen=coordinator), dashboard=DashboardSection(listen=dashboard)
+    )
+    assert listen_address(config) == expected
+
+
+def test_the_pages_address_can_be_typed() -> None:
+    assert page_url("127.0.0.1", 7702, tls=False) == "http://127.0.0.1:7702/"
+    assert page_url("::1", 1, tls=True) == "https://[::1]:1/"
+    assert "0.0.0.0" not in page_url("0.0.0.0", 7702, tls=False)

@@ -1,0 +1,134 @@
+"""Who may change a run: the key, the connection, other sites' pages, rates."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from node.dashboard.access import (
+    KEY_ALPHABET,
+    KEY_FILE,
+    KEY_LENGTH,
+    Asking,
+    Denied,
+    Gate,
+    Limiter,
+    OperatorKey,
+)
+from wire.errors import UserError
+
+KEY = "abcdefghjkmnpqrstuvwxyz234"
+FIT = Asking(
+    remote="127.0.0.1",
+    secure=False,
+    host="127.0.0.1:7702",
+    headers={"Authorization": f"Bearer {KEY}", "X-Thinwire": "1"},
+)
+
+
+def gate() -> Gate:
+    return Gate(OperatorKey(KEY))
+
+
+def with_headers(asking: Asking, **headers: str) -> Asking:
+    return replace(asking, headers={**asking.headers, **{k.replace("_", "-"): v for k, v in headers.items()}})
+
+
+def denied(asking: Asking) -> Denied:
+    found = gate().check(asking, 0.0)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("remote", ["127.0.0.1", "127.3.2.1", "::1", "::ffff:127.0.0.1"])
+def test_the_key_over_loopback_passes(remote: str) -> None:
+    assert gate().check(replace(FIT, remote=remote), 0.0) is None
+
+
+def test_the_key_over_tls_passes_from_anywhere_and_through_a_proxy() -> None:
+    far = replace(FIT, remote="203.0.113.9", secure=True)
+    assert gate().check(far, 0.0) is None
+    assert gate().check(with_headers(far, X_Forwarded_For="198.51.100.4"), 0.0) is None
+
+
+@pytest.mark.parametrize(
+    "remote", ["192.168.1.7", "203.0.113.9", "2001:db8::7", "::ffff:192.0.2.1", "", "odd"]
+)
+def test_a_connection_that_can_be_listened_to_is_refused_before_the_key_is_looked_at(remote: str) -> None:
+    found = denied(replace(FIT, remote=remote))
+    assert found.status == 403 and "dashboard.tls" in found.reason
+
+
+@pytest.mark.parametrize("name", ["X-Forwarded-For", "forwarded", "VIA", "X-Real-Ip", "x-forwarded-host"])
+def test_a_proxy_on_this_machine_is_not_this_machine(name: str) -> None:
+    assert denied(replace(FIT, headers={**FIT.headers, name: "198.51.100.4"})).status == 403
+
+
+def test_another_sites_page_is_refused() -> None:
+    without = replace(FIT, headers={"Authorization": f"Bearer {KEY}"})
+    assert denied(without).reason == "the header X-Thinwire is missing"
+    assert denied(with_headers(FIT, Origin="https://evil.example")).status == 403
+    assert denied(with_headers(FIT, Origin="null")).status == 403
+    assert gate().check(with_headers(FIT, Origin="http://127.0.0.1:7702"), 0.0) is None
+
+
+@pytest.mark.parametrize("value", ["", "Bearer", "Bearer ", f"Basic {KEY}", KEY])
+def test_without_a_key(value: str) -> None:
+    found = denied(with_headers(FIT, Authorization=value))
+    assert found.status == 401 and KEY_FILE in found.reason
+
+
+@pytest.mark.parametrize("key", [KEY[:-1], KEY + "a", KEY[::-1], "é" * 26, "x" * 4000])
+def test_a_wrong_key(key: str) -> None:
+    assert denied(with_headers(FIT, Authorization=f"Bearer {key}")).status == 401
+
+
+def test_a_key_may_be_typed_with_blanks_and_capitals() -> None:
+    typed = f" {KEY[:13].upper()} {KEY[13:]} "
+    assert gate().check(with_headers(FIT, Authorization=f"bearer {typed}"), 0.0) is None
+
+
+def test_guessing_is_slow_and_hinders_nobody_else() -> None:
+    one = gate()
+    wrong = with_headers(FIT, Authorization="Bearer nonsense")
+    statuses = [one.check(wrong, 0.0) for _ in range(Gate.WRONG_KEYS + 2)]
+    assert [s.status for s in statuses if s] == [401] * Gate.WRONG_KEYS + [429, 429]
+    late = one.check(FIT, 1.0)
+    assert late is not None and late.status == 429  # the right key too, from that address
+    assert one.check(replace(FIT, remote="::1"), 1.0) is None
+    assert one.check(FIT, Gate.SECONDS + 1) is None
+
+
+def test_changes_come_at_a_bounded_rate() -> None:
+    one = gate()
+    assert [one.check(FIT, 0.0) for _ in range(Gate.CHANGES)] == [None] * Gate.CHANGES
+    found = one.check(FIT, 1.0)
+    assert found is not None and found.status == 429
+    assert one.check(FIT, Gate.SECONDS + 1) is None
+
+
+def test_a_limiter_remembers_no_more_names_than_it_should() -> None:
+    limiter = Limiter(most=1, seconds=10)
+    for number in range(3 * Limiter.MOST_NAMES):
+        limiter.count(str(number), 0.0)
+    assert not limiter.full("0", 1.0)
+    assert limiter.full(str(3 * Limiter.MOST_NAMES - 1), 1.0)
+    assert len(limiter._times) == Limiter.MOST_NAMES
+
+
+def test_the_key_is_made_once_and_private(tmp_path: Path) -> None:
+    OperatorKey.load_or_create(tmp_path)
+    path = tmp_path / KEY_FILE
+    text = path.read_text().strip()
+    assert len(text) == KEY_LENGTH and set(text) <= set(KEY_ALPHABET)
+    assert path.stat().st_mode & 0o777 == 0o600
+    again = OperatorKey.load_or_create(tmp_path)
+    assert again.matches(text) and not again.matches(text[1:])
+    assert path.read_text().strip() == text
+
+
+@pytest.mark.parametrize("content", [b"", b"short\n", b"\xff" * 40])
+def test_a_damaged_key_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / KEY_FILE).write_bytes(content)
+    with pytest.raises(UserError, match="delete it"):
+        OperatorKey.load_or_create(tmp_path)
