@@ -12,8 +12,8 @@ from kernels.adamw import AdamWStep
 from kernels.fp8 import Fp8Gradient, Moment, blocks
 from kernels.triton_common import MAGIC, MAGIC_BITS
 
-ROWS = 16
-WARPS = 4
+ROWS = 4
+WARPS = 2
 
 _SIZES = ("n", "count")
 
@@ -211,11 +211,13 @@ def _gradient(codes, exponents, row, place, inside, count):
 def _moment(codes, scales, powers, row, place, inside, real):
     code = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
     scale = tl.load(scales + row, mask=real, other=0.0).to(tl.float32)[:, None]
-    power = tl.load(powers + row, mask=real, other=16).to(tl.float32)[:, None] / 16
-    value = _decode(code)
-    magnitude = tl.exp2(tl.log2(tl.abs(value) / 448.0) / power + tl.log2(scale))
-    signed = tl.where(value < 0, -magnitude, magnitude)
-    return tl.where((code & 0x7F) == 0, 0.0, signed)
+    power = tl.load(powers + row, mask=real, other=16).to(tl.float32)[:, None]
+    value = _decode(code & 0x7F)
+    # 8.807... is log2(448).
+    logarithm = (tl.log2(value) - 8.807354922057604) * (16.0 / power) + tl.log2(scale)
+    # Not above zero for a code of 0, whose logarithm is minus infinity.
+    bits = tl.exp2(logarithm).to(tl.int32, bitcast=True) | ((code & 0x80) << 24)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -231,8 +233,9 @@ def _store_moment(codes, scales, powers, value, row, place, inside, real):
     octaves = top - tl.log2(tl.where(some, smallest, 1.0))
     power = tl.floor(16 * 16.614709844115207 / tl.maximum(octaves, 1.0))
     power = tl.where(some, tl.minimum(tl.maximum(power, 1.0), 255.0), 16.0)
-    expanded = 448.0 * tl.exp2((tl.log2(magnitude) - top[:, None]) * (power / 16)[:, None])
-    code = _encode(tl.where(value < 0, -1.0, 1.0) * tl.minimum(expanded, 448.0))
+    exponent = (tl.log2(magnitude) - top[:, None]) * (power * 0.0625)[:, None] + 8.807354922057604
+    # Of nothing the logarithm is minus infinity, and its code 0.
+    code = _encode(tl.exp2(exponent)) | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)
     tl.store(codes + place, tl.where(magnitude > 0, code, 0).to(tl.uint8), mask=inside)
     tl.store(scales + row, largest.to(scales.dtype.element_ty), mask=real)
     tl.store(powers + row, power.to(tl.uint8), mask=real)
@@ -241,8 +244,8 @@ def _store_moment(codes, scales, powers, value, row, place, inside, real):
 @triton.jit
 def _decode(code):
     """e4m3 codes, int32, as fp32. Not a number is 480 here: nothing that is stored has it."""
-    magnitude = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
-    return tl.where((code & 0x80) != 0, -magnitude, magnitude)
+    bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
+    return bits.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
 
 
 @triton.jit

@@ -120,5 +120,6 @@ def test_adamw_is_the_references_but_for_logarithms(count: int, weights: torch.d
             assert differing < 0.01
         for mine, reference in zip(pairs[0], pairs[1], strict=True):
             assert (mine.codes != reference.codes).float().mean() < 0.02 + 2 / count
-            assert torch.allclose(unpack_moment(mine), unpack_moment(reference), rtol=0.13, atol=1e-30)
+            theirs = unpack_moment(reference)
+            assert (unpack_moment(mine) - theirs).norm() <= 0.01 * theirs.norm()
     assert untouched(whole)
