@@ -12,6 +12,8 @@ Suites (65,536 tokens a step, AdamW, bf16 autocast):
     long      900 steps, two passes and a half
     epochs    300 steps over a part of the text that is seen four times: AQ-SGD sends changes of what it sent
     backward  300 steps with 4-bit gradients, activations in fp16
+    memory    300 steps with activations, gradients, moments or weights in few bits; boundaries uncompressed
+              but in one run; eight microbatches a step, over which gradients add up
 """
 
 import argparse
@@ -33,7 +35,14 @@ import torch
 from torch import Tensor
 
 from kernels.tiles import NON_FINITE
-from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
+from node.config.schema import (
+    ModelSection,
+    PipelineSection,
+    RunConfig,
+    RunSection,
+    StorageSection,
+    TrainingSection,
+)
 from node.model.split import split_units
 from node.training.reference import ReferenceTrainer
 from node.training.rng import generator
@@ -79,10 +88,32 @@ class Run:
     backward: str
     steps: int = 300
     seed: int = 0
+    memory: str = "plain"
+    """What the node keeps in few bits: one of `MEMORY`."""
 
     @property
     def name(self) -> str:
-        return f"{self.suite}-{self.forward}-{self.backward}-{self.seed}"
+        kept = "" if self.memory == "plain" else f"-{self.memory}"
+        return f"{self.suite}-{self.forward}-{self.backward}{kept}-{self.seed}"
+
+    @property
+    def microbatch(self) -> int:
+        return 8 if self.suite == "memory" else MICROBATCH
+
+
+_FEW: dict[str, Any] = {"gradients": "fp8", "moments": "fp8"}
+MEMORY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "activations": ({"preset": "agoq"}, {}),
+    "compact": ({"preset": "compact"}, {}),
+    "all-4": ({"preset": "agoq", "attention": "4", "attention_output": "4"}, {}),
+    "gradients": ({}, {"gradients": "fp8"}),
+    "moments": ({}, {"moments": "fp8"}),
+    "three": ({"preset": "agoq"}, _FEW),
+    "three-by-stage": ({"preset": "agoq", "bits_by_stage": True}, _FEW),
+    "three-bf16-weights": ({"preset": "agoq"}, {**_FEW, "weights": "bfloat16"}),
+}
+"""[storage] and [training] of each way."""
 
 
 BETTER = "trellis-4.41"
@@ -116,6 +147,9 @@ RUNS = (
         Run(suite="backward", forward="fp16", backward=backward)
         for backward in (NAIVE, "tah", "fixed-4", BETTER)
     ),
+    *(Run(suite="memory", forward="fp32", backward="fp32", memory=way) for way in MEMORY),
+    *(Run(suite="memory", forward="fp32", backward="fp32", seed=seed) for seed in (1, 2)),
+    Run(suite="memory", forward="tah", backward="fixed-8", memory="three"),
 )
 
 
@@ -184,8 +218,10 @@ class Boundaries:
 
     def _through_cache(self, tensor: Tensor, key: TensorKey) -> Tensor:
         """AQ-SGD: the first time fp16, then the quantized change of what the receiver holds."""
-        first = key.microbatch * MICROBATCH
-        samples = torch.from_numpy(self._text.samples(key.step)[first : first + MICROBATCH]).to(tensor.device)
+        first = key.microbatch * len(tensor)
+        samples = torch.from_numpy(self._text.samples(key.step)[first : first + len(tensor)]).to(
+            tensor.device
+        )
         if key.boundary not in self._kept:
             shape = (self._text.count, *tensor.shape[1:])
             self._kept[key.boundary] = torch.zeros(shape, dtype=torch.float16, device=tensor.device)
@@ -231,18 +267,21 @@ def _naive(tensor: Tensor) -> Tensor:
 def make_trainer(
     run: Run, text: Windows, boundary: Boundaries | None, device: torch.device
 ) -> ReferenceTrainer:
-    """The unsplit trainer of a run, its blocks compiled."""
+    """The unsplit trainer of a run; its blocks are compiled unless they keep packed activations."""
+    storage, training = MEMORY[run.memory]
     config = RunConfig(
         run=RunSection(seed=run.seed, steps=run.steps),
         model=MODEL,
         training=TrainingSection(
             global_batch=GLOBAL_BATCH,
-            microbatch=MICROBATCH,
+            microbatch=run.microbatch,
             lr=6e-4,
             min_lr_ratio=0.1,
             warmup_steps=30,
             precision="bfloat16",
+            **training,
         ),
+        storage=StorageSection(**storage),
         pipeline=PipelineSection(stages=STAGES),
     )
     trainer = ReferenceTrainer(
@@ -252,9 +291,10 @@ def make_trainer(
         boundary=boundary,
         device=device,
     )
-    for chunk in trainer.chunks:
-        for layer in chunk.layers:
-            layer.compile()
+    if not storage:
+        for chunk in trainer.chunks:
+            for layer in chunk.layers:
+                layer.compile()
     return trainer
 
 
@@ -270,6 +310,7 @@ def train(run: Run, tokens: Path, out: Path) -> None:
     valid = np.load(tokens / "books-valid.npy", mmap_mode="r")
     held_out = windows(valid, np.arange(VALIDATION_WINDOWS))
     losses: list[float] = []
+    torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     for step in range(run.steps):
         losses.append(trainer.train_step().loss)
@@ -291,6 +332,7 @@ def train(run: Run, tokens: Path, out: Path) -> None:
         "loss_valid_through_codecs": through,
         "loss_last": float(np.mean(losses[-20:])),
         "relative_error": boundary.error,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(),
         "seconds": seconds,
         "seconds_a_step": per_step,
         "losses": [round(loss, 5) for loss in losses],
