@@ -6,6 +6,7 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 
+from node.coordinator.metrics import RunMetrics
 from node.dashboard.address import page_url
 from node.dashboard.feed import Feed
 from node.dashboard.server import Page, serve_page
@@ -64,7 +65,9 @@ async def _serve(
     tail = HistoryTail(run_dir)
     feed = Feed(RunViewBuilder())
     await _catch_up(feed, tail)
-    async with serve_page(Page(feed=feed), host, port, tls) as bound:
+    # Its counters stay at nothing; what the view tells of is there, the state above all.
+    metrics = RunMetrics(feed.view)
+    async with serve_page(Page(feed=feed, metrics=metrics.render), host, port, tls) as bound:
         tell(page_url(host, bound, tls=tls is not None))
         while not stopped.is_set():
             try:

@@ -64,7 +64,7 @@ class Page:
 
     feed: Feed
     metrics: Callable[[], bytes] | None = None
-    """In Prometheus' text format; None where there are none (a run that is over)."""
+    """In Prometheus' text format; None where there are none."""
     operator: Operator | None = None
     gate: Gate | None = None
     """Both or none: without them the page only shows."""
@@ -148,7 +148,7 @@ class _Routes:
 
     async def metrics(self, request: web.Request) -> web.Response:
         if self._page.metrics is None:
-            raise web.HTTPNotFound(text="this run is over: there is nothing to measure\n")
+            raise web.HTTPNotFound(text="no metrics here\n")
         return web.Response(body=self._page.metrics(), headers={"Content-Type": METRICS_TYPE})
 
     async def stream(self, request: web.Request) -> web.StreamResponse:

@@ -1,0 +1,106 @@
+"""The files of deploy/, and every `thinwire` command that stands in them."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from dockerfile_parse import DockerfileParser
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+DOCKERFILE = DEPLOY / "container" / "Dockerfile"
+COMPOSE = DEPLOY / "compose.yaml"
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+KUBERNETES = DEPLOY / "kubernetes"
+GRAFANA = DEPLOY / "grafana"
+PROGRAM = "/opt/thinwire/bin/thinwire"
+ADVERTISE = "203.0.113.7:7700"
+NODE_OPTIONS = "--max-bandwidth 40 --max-memory 16"
+
+
+@dataclass(frozen=True)
+class Command:
+    """One `thinwire` command: where it stands, and its arguments."""
+
+    where: str
+    arguments: tuple[str, ...]
+
+
+def instructions() -> list[dict[str, Any]]:
+    """Of the Dockerfile, in order, comments left out."""
+    with DOCKERFILE.open("rb") as file:
+        parsed: list[dict[str, Any]] = DockerfileParser(fileobj=file).structure
+    return [one for one in parsed if one["instruction"] != "COMMENT"]
+
+
+def unit(path: Path) -> dict[str, list[str]]:
+    """A unit's settings by `Section.Key`; a key may stand several times."""
+    found: dict[str, list[str]] = {}
+    section = ""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            section = line.strip("[]")
+        elif line and not line.startswith("#"):
+            key, _, value = line.partition("=")
+            found.setdefault(f"{section}.{key}", []).append(value)
+    return found
+
+
+def manifests() -> list[tuple[str, dict[str, Any]]]:
+    """Kubernetes objects with the file that each stands in."""
+    return [
+        (path.name, whole)
+        for path in sorted(KUBERNETES.glob("*.yaml"))
+        for whole in yaml.safe_load_all(path.read_text(encoding="utf-8"))
+        if path.name != "kustomization.yaml"
+    ]
+
+
+def compose() -> dict[str, Any]:
+    """With the one variable that it asks for put in."""
+    text = re.sub(r"\$\{ADVERTISE:\?[^}]*\}", ADVERTISE, COMPOSE.read_text(encoding="utf-8"))
+    whole: dict[str, Any] = yaml.safe_load(text)
+    return whole
+
+
+def container_arguments(kind: str) -> list[str]:
+    """What the containers of a Kubernetes object of this kind are started with."""
+    (found,) = (whole for _, whole in manifests() if whole["kind"] == kind)
+    (container,) = found["spec"]["template"]["spec"]["containers"]
+    assert "command" not in container, "the image's entry point is meant"
+    arguments: list[str] = container["args"]
+    return arguments
+
+
+def exec_start(path: Path) -> list[str]:
+    """A unit's command without the program, specifiers put in."""
+    (line,) = unit(path)["Service.ExecStart"]
+    for name, value in (("%S", "/var/lib"), ("%d", "/run/credentials"), ("$NODE_OPTIONS", NODE_OPTIONS)):
+        line = line.replace(name, value)
+    assert "%" not in line and "$" not in line, line
+    program, *arguments = shlex.split(line)
+    assert program == PROGRAM
+    return arguments
+
+
+def commands() -> Iterator[Command]:
+    """All of them, from units, compose, manifests, the Dockerfile and the README."""
+    for path in UNITS:
+        yield Command(path.name, tuple(exec_start(path)))
+    yield Command("compose.yaml", tuple(compose()["services"]["coordinator"]["command"]))
+    for kind in ("StatefulSet", "Job"):
+        yield Command(kind, tuple(container_arguments(kind)))
+    for one in instructions():
+        if one["instruction"] == "CMD":
+            yield Command("Dockerfile", tuple(json.loads(one["value"])))
+    text = (DEPLOY / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in text.splitlines():
+        if found := re.search(r"thinwire:cuda (join .*)", line):
+            yield Command("README.md", tuple(shlex.split(found[1])))
+        elif line.startswith("    ") and (found := re.search(r"(?:^ +|-- |/)thinwire (.*)", line)):
+            yield Command("README.md", tuple(shlex.split(found[1], comments=True)))
