@@ -18,6 +18,7 @@ import torch
 import node.config.schema
 from node.cli.main import build_parser
 from node.config.loader import section_types, toml_value
+from wire.codecs.aqsgd import AqsgdCodec
 from wire.codecs.registry import codec, codec_names
 from wire.spec import TensorSpec
 
@@ -32,6 +33,8 @@ CODEC_LOSSES = (
 """One report a machine."""
 CODEC_SPEED = ROOT / "scripts" / "bench_codecs.json"
 GPU_CODEC_SPEED = ROOT / "scripts" / "results" / "gpu_codecs.json"
+TAH_ABLATION = ROOT / "scripts" / "results" / "tah_ablation.json"
+RIVALS = ROOT / "scripts" / "results" / "rivals.json"
 SIZED_SHAPE = (4, 1024, 1024)
 BASELINE = ("fp32", "fp32")
 LOSSES = ("loss_last", "loss_held_out")
@@ -127,6 +130,12 @@ def codec_sizes() -> str:
     """True bits an element of every codec, header included, for a tensor of about four million elements."""
     spec = TensorSpec(torch.float32, SIZED_SHAPE)
     rows = [[f"`{name}`", f"{codec(name).bits_per_element(spec):.3f}"] for name in codec_names()]
+    for bits in (2, 4, 8):
+        remembering = codec(f"aqsgd-{bits}")
+        assert isinstance(remembering, AqsgdCodec)
+        first = 8 * remembering.first_pass_bytes(spec) / spec.elements
+        size = f"{remembering.bits_per_element(spec):.3f}, in the first pass {first:.3f}"
+        rows.append([f"`aqsgd-{bits}`", size])
     return markdown([("codec", "left"), ("bits an element", "right")], rows)
 
 
@@ -219,6 +228,57 @@ def gpu_codec_speed() -> str:
     return markdown(columns, rows) + "\n\n" + caption
 
 
+def tah_ablation() -> str:
+    """What scripts/exp_tah_ablation.py recorded: settings of TAH-Quant, then every codec, a line each."""
+    report = json.loads(TAH_ABLATION.read_text(encoding="utf-8"))
+    kinds = ("activation", "gradient", "outlier")
+    names = dict.fromkeys((row["group"], row["name"]) for row in report["results"])
+    by_key = {(row["group"], row["name"], row["kind"]): row for row in report["results"]}
+    rows = []
+    for group, name in names:
+        found = [by_key.get((group, name, kind)) for kind in kinds]
+        first = next(row for row in found if row is not None)
+        rows.append([group, name, f"{first['bits_per_element']:.2f}"])
+        rows[-1] += ["-" if row is None else f"{row['relative_error']:.4f}" for row in found]
+    columns = [("varied", "left"), ("setting or codec", "left"), ("bits an element", "right")]
+    columns += [(f"error, {words}", "right") for words in ("activations", "gradients", "with outliers")]
+    tensors = max(row["tensors"] for row in report["results"])
+    caption = (
+        f"Relative error of {tensors} tensors of each kind of {', '.join(report['data'])}; torch "
+        f"{report['torch']}, Python {report['python']}, commit "
+        f"{report['commit'][:12]}{_changes(report['commit'])}."
+    )
+    return markdown(columns, rows) + "\n\n" + caption
+
+
+def rivals() -> str:
+    """What scripts/bench_rivals.py recorded on a CPU."""
+    report = json.loads(RIVALS.read_text(encoding="utf-8"))
+    speeds = {(row["package"], row["method"]): row for row in report["speeds"]}
+    by_key = {(row["package"], row["method"], row["kind"]): row for row in report["results"]}
+    rows = []
+    for package, method in dict.fromkeys((row["package"], row["method"]) for row in report["results"]):
+        speed = speeds[package, method]
+        errors = [by_key[package, method, kind]["relative_error"] for kind in ("activation", "gradient")]
+        row = [package, method, f"{by_key[package, method, 'activation']['bits_per_element']:.3f}"]
+        row += ["not finite" if error is None else f"{error:.4f}" for error in errors]
+        row += [f"{speed[f'{way}_nanoseconds_per_element']:.1f}" for way in ("encode", "decode")]
+        rows.append(row)
+    columns = [("package", "left"), ("method", "left"), ("bits an element", "right")]
+    columns += [("error, activations", "right"), ("error, gradients", "right")]
+    columns += [("encode, ns an element", "right"), ("decode, ns an element", "right")]
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    caption = (
+        f"{', '.join(report['data'])}, {report['device']}, {_spaced(report['hardware'])}, "
+        f"{report['threads']} thread, least of {report['runs']} runs, load average "
+        f"{report['load_before']:.1f} before; {versions}; commit "
+        f"{report['commit'][:12]}{_changes(report['commit'])}."
+    )
+    for skipped in report["skipped"]:
+        caption += f" Not measured: {skipped['package']}, {skipped['method']}: {skipped['reason']}."
+    return markdown(columns, rows) + "\n\n" + caption
+
+
 def _model(run: dict[str, Any]) -> tuple[int, str, str]:
     return run["width"], run["forward_codec"], run["backward_codec"]
 
@@ -252,6 +312,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "codec_loss": codec_loss,
     "codec_speed": codec_speed,
     "gpu_codec_speed": gpu_codec_speed,
+    "tah_ablation": tah_ablation,
+    "rivals": rivals,
 }
 
 
