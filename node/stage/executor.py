@@ -10,15 +10,17 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from node import faults
 from node.config.schema import RunConfig
-from node.model.chunk import Chunk, build_chunk, compute_precision
-from node.model.placement import chunk_units, chunks_of
+from node.model.chunk import Chunk, build_chunk, compute_precision, weight_dtype
+from node.model.placement import chunk_units, chunks_of, stage_storages
 from node.model.units import unit_names
 from node.stage.activation_memory import ActivationMemory
-from node.stage.schedule import Action, Kind, Orders, schedule
+from node.stage.device_transfer import device_transfer
+from node.stage.schedule import Action, Kind, Orders, dependencies, schedule
+from node.stage.tensor_transfer import Incoming, PackedIO, TensorTransfer
 from node.telemetry.clock import StageClock, TimeKind
 from node.training.optimizer import StageOptimizer, sum_tied_gradients
 from node.training.serialization import without_cache
@@ -29,21 +31,12 @@ from wire.spec import Direction, TensorKey, TensorSpec
 
 UnitState = Mapping[str, Tensor]
 
+LOOK_AHEAD = 2
+"""Actions ahead of the one that runs whose tensors are unpacked as soon as they are here."""
 
-class StageIO(Protocol):
+
+class StageIO(PackedIO, Protocol):
     """The compute thread's view of the network."""
-
-    def take(self, key: TensorKey) -> Tensor:
-        """Wait for the packed tensor (1-D uint8 on the CPU) under `key`."""
-        ...
-
-    def release(self, key: TensorKey) -> None:
-        """The packed tensor has been decoded; its memory may be used again."""
-        ...
-
-    def send(self, key: TensorKey, packed: Tensor, elements: int) -> None:
-        """Queue a packed tensor (1-D uint8 on the CPU); never waits for the network."""
-        ...
 
     def check(self) -> None:
         """Raise if the step was called off."""
@@ -99,6 +92,7 @@ class StageExecutor:
             Direction.TIED_SUM: raw,
         }
         self._raw = raw
+        self._transfer = TensorTransfer(device_transfer(device), self._named)
         self._memory = ActivationMemory(config, windows) if pipeline.remembers else None
         self.uncompressed = False
         """Send and expect fp32, whatever the run's codecs are."""
@@ -231,20 +225,29 @@ class StageExecutor:
         fed, wanted = self._microbatches(inputs), self._microbatches(labels)
         in_flight: dict[tuple[int, int], _InFlight] = {}
         losses: list[Tensor] = []
-        for action in self._orders[self.stage]:
-            io.check()
-            phase = faults.Phase.FORWARD if action.kind is Kind.FORWARD else faults.Phase.BACKWARD
-            faults.reach(phase, stage=self.stage, step=step)
-            if action.kind is Kind.FORWARD:
-                flight = self._forward(epoch, step, action, io, fed, wanted)
-                in_flight[action.chunk, action.microbatch] = flight
-                if self._global_chunk(action) == self._last_chunk:
-                    losses.append(flight.result.detach())
-            else:
-                flight = in_flight.pop((action.chunk, action.microbatch))
-                self._backward(epoch, step, action, io, flight)
-        faults.spoil(faults.Phase.BACKWARD, self._any_gradient(), stage=self.stage, step=step)
-        self._exchange_tied(epoch, step, io)
+        order = self._orders[self.stage]
+        needed = [self._needed(epoch, step, action) for action in order]
+        try:
+            for place, action in enumerate(order):
+                io.check()
+                upcoming = [tensor for tensor in needed[place : place + 1 + LOOK_AHEAD] if tensor is not None]
+                self._transfer.look_ahead(upcoming, self._codec, io)
+                phase = faults.Phase.FORWARD if action.kind is Kind.FORWARD else faults.Phase.BACKWARD
+                faults.reach(phase, stage=self.stage, step=step)
+                if action.kind is Kind.FORWARD:
+                    flight = self._forward(epoch, step, action, io, fed, wanted)
+                    in_flight[action.chunk, action.microbatch] = flight
+                    if self._global_chunk(action) == self._last_chunk:
+                        losses.append(flight.result.detach())
+                else:
+                    flight = in_flight.pop((action.chunk, action.microbatch))
+                    self._backward(epoch, step, action, io, flight)
+            faults.spoil(faults.Phase.BACKWARD, self._any_gradient(), stage=self.stage, step=step)
+            self._exchange_tied(epoch, step, io)
+            self.clock.switch(TimeKind.ENCODE)
+            self._transfer.drain()
+        finally:
+            self._transfer.settle()
         self.clock.switch(TimeKind.OPTIMIZER)
         loss = float(torch.stack(losses).double().sum()) if losses else None
         norms = self._the_optimizer.squared_norms()
@@ -279,84 +282,102 @@ class StageExecutor:
         else:
             key = TensorKey(epoch, step, action.microbatch, index - 1, Direction.ACTIVATION)
             source = fed = self._receive(key, self._boundary, io, TimeKind.WAIT_UPSTREAM).requires_grad_()
-        self.clock.switch(TimeKind.FORWARD)
+        out = TensorKey(epoch, step, action.microbatch, index, Direction.ACTIVATION)
+        self.clock.switch(TimeKind.FORWARD, out)
         with compute_precision(self.config.training.precision, self.device):
             if index == self._last_chunk:
                 loss = chunk.loss(fed, labels[action.microbatch]) / self.config.microbatches
+                self._computed()
                 return _InFlight(source, loss)
             result = chunk(fed)
-        key = TensorKey(epoch, step, action.microbatch, index, Direction.ACTIVATION)
         faults.spoil(faults.Phase.FORWARD, result.detach(), stage=self.stage, step=step)
-        self._send(key, result.detach(), io)
+        self._send(out, result.detach(), io)
         return _InFlight(source, result)
 
     def _backward(self, epoch: int, step: int, action: Action, io: StageIO, flight: _InFlight) -> None:
         index = self._global_chunk(action)
+        key = TensorKey(epoch, step, action.microbatch, index, Direction.GRADIENT)
         if index == self._last_chunk:
-            self.clock.switch(TimeKind.BACKWARD)
+            self.clock.switch(TimeKind.BACKWARD, key)
             flight.result.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         else:
-            key = TensorKey(epoch, step, action.microbatch, index, Direction.GRADIENT)
             gradient = self._receive(key, self._boundary, io, TimeKind.WAIT_DOWNSTREAM)
-            self.clock.switch(TimeKind.BACKWARD)
+            self.clock.switch(TimeKind.BACKWARD, key)
             torch.autograd.backward(flight.result, gradient.to(flight.result.dtype))
         if flight.source is not None and flight.source.grad is not None:
-            key = TensorKey(epoch, step, action.microbatch, index - 1, Direction.GRADIENT)
-            self._send(key, flight.source.grad, io)
+            out = TensorKey(epoch, step, action.microbatch, index - 1, Direction.GRADIENT)
+            self._send(out, flight.source.grad, io)
+        else:
+            self._computed()
 
     def _exchange_tied(self, epoch: int, step: int, io: StageIO) -> None:
         """Give both copies of a tied embedding the sum of both gradients, always added in the same order."""
         if not self.config.model.tied:
             return
+        gradients = self._the_optimizer.gradients
         up = TensorKey(epoch, step, 0, 0, Direction.TIED_SHARE)
         down = TensorKey(epoch, step, 0, 0, Direction.TIED_SUM)
         if self.is_first and self.is_last:
-            embed, head = self._tied_gradient("embed"), self._tied_gradient("head")
-            total = sum_tied_gradients(head, embed)
-            embed.copy_(total)
-            head.copy_(total)
+            embed, head = self._tied_weight("embed"), self._tied_weight("head")
+            total = sum_tied_gradients(gradients.get(head), gradients.get(embed))
+            gradients.put(embed, total)
+            gradients.put(head, total.clone())
         elif self.is_first:
-            embed = self._tied_gradient("embed")
+            embed = self._tied_weight("embed")
             share = self._receive(up, self._tied, io, TimeKind.WAIT_DOWNSTREAM)
-            embed.copy_(sum_tied_gradients(share, embed))
-            self._send(down, embed, io)
+            total = sum_tied_gradients(share, gradients.get(embed).float())
+            self._send(down, total, io)
+            gradients.put(embed, total)
         elif self.is_last:
-            head = self._tied_gradient("head")
-            self._send(up, head, io)
-            head.copy_(self._receive(down, self._tied, io, TimeKind.WAIT_UPSTREAM))
+            head = self._tied_weight("head")
+            self._send(up, gradients.get(head).float(), io)
+            gradients.put(head, self._receive(down, self._tied, io, TimeKind.WAIT_UPSTREAM))
 
-    def _tied_gradient(self, unit: str) -> Tensor:
+    def _tied_weight(self, unit: str) -> nn.Parameter:
         parameter = next(chunk for chunk in self._chunks if unit in chunk.units).tied_parameter(unit)
-        assert parameter is not None and parameter.grad is not None, "backward always reaches the tied weight"
-        return parameter.grad
+        assert parameter is not None, "called for a tied model alone"
+        return parameter
 
     def _any_gradient(self) -> Tensor | None:
-        return next(self._chunks[0].parameters()).grad
+        # A matrix's may be kept elsewhere, in e4m3.
+        return next((p.grad for p in self._chunks[0].parameters() if p.grad is not None), None)
+
+    def _needed(self, epoch: int, step: int, action: Action) -> Incoming | None:
+        """The tensor that an action waits for."""
+        tensor = dependencies(action, self.stage, self.stages, self._chunk_count).needs
+        if tensor is None:
+            return None
+        direction = Direction.ACTIVATION if tensor.kind is Kind.FORWARD else Direction.GRADIENT
+        key = TensorKey(epoch, step, tensor.microbatch, tensor.boundary, direction)
+        return Incoming(key, self._boundary)
 
     def _receive(self, key: TensorKey, spec: TensorSpec, io: StageIO, waiting: TimeKind) -> Tensor:
-        self.clock.switch(waiting)
-        packed = io.take(key)
-        self.clock.switch(TimeKind.DECODE)
-        try:
-            tensor = self._codec(key).decode(packed.to(self.device), spec)
-        except NonFiniteError as error:
-            raise self._named(error, key, "received") from error
-        io.release(key)
-        return tensor
+        if not self._transfer.begun(key):
+            self.clock.switch(waiting, key)
+            self._transfer.begin(Incoming(key, spec), self._codec(key), io)
+        self.clock.switch(TimeKind.DECODE, key)
+        return self._transfer.finish(key)
 
     def _send(self, key: TensorKey, tensor: Tensor, io: StageIO) -> None:
-        self.clock.switch(TimeKind.ENCODE)
-        try:
-            packed = self._codec(key).encode(tensor)
-        except NonFiniteError as error:
-            raise self._named(error, key, "to be sent") from error
-        io.send(key, packed.cpu(), tensor.numel())
+        mark = self._transfer.computed()
+        self._transfer.send(key, self._codec(key), tensor, mark, io)
+        if mark is not None:
+            mark.synchronize()
+
+    def _computed(self) -> None:
+        """Follow the device, so that the clock shows what it does and not how fast it is told."""
+        if (mark := self._transfer.computed()) is not None:
+            mark.synchronize()
 
     def _named(self, error: NonFiniteError, key: TensorKey, which: str) -> NonFiniteError:
         return NonFiniteError(
             f"the {key.direction.name.lower()} {which} over boundary {key.boundary}, "
             f"microbatch {key.microbatch} ({error})"
         )
+
+    def codec_name(self, direction: Direction) -> str:
+        """What packs tensors of this kind at present."""
+        return (self._raw if self.uncompressed else self._codecs[direction]).name
 
     def _codec(self, key: TensorKey) -> Codec:
         if self.uncompressed:
@@ -375,10 +396,13 @@ class StageExecutor:
 
     def _build(self) -> None:
         seed, model = self.config.run.seed, self.config.model
+        weights = weight_dtype(self.config.training.weights)
+        storage = stage_storages(self.config, self.stages)[self.stage]
         self._chunks = [
-            build_chunk(model, self._split[index], seed, self.device) for index in self._chunk_indices()
+            build_chunk(model, self._split[index], seed, self.device, weights, storage)
+            for index in self._chunk_indices()
         ]
-        self._optimizer = StageOptimizer(self._chunks, self.config.training)
+        self._optimizer = StageOptimizer(self._chunks, self.config.training, seed)
 
     def _remembering(self) -> dict[int, str]:
         """Boundaries of this stage by number, if its codec has a memory, and the unit before each."""
@@ -405,7 +429,3 @@ class StageExecutor:
     def _the_optimizer(self) -> StageOptimizer:
         assert self._optimizer is not None, "restore() comes before everything else"
         return self._optimizer
-    def codec_name(self, direction: Direction) -> str:
-        """What packs tensors of this kind at present."""
-        return (self._raw if self.uncompressed else self._codecs[direction]).name
-

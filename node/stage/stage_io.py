@@ -41,6 +41,9 @@ class LoopIO:
         self._inbox = inbox
         self._elements_sent = elements_sent
 
+    def holds(self, key: TensorKey) -> bool:
+        return self._inbox.holds(key)
+
     def take(self, key: TensorKey) -> Tensor:
         """Called on the compute thread. Raises what `Inbox.take` raises."""
         if not self._inbox.holds(key):

@@ -60,6 +60,9 @@ class MemoryIO:
         self._executors = executors
         self._inboxes = inboxes
 
+    def holds(self, key: TensorKey) -> bool:
+        return self._inboxes[self._stage].holds(key)
+
     def take(self, key: TensorKey) -> Tensor:
         assert source_stage(key, len(self._inboxes)) != self._stage
         self.held.add(key)

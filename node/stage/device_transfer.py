@@ -1,0 +1,142 @@
+"""How a tensor gets from a device into packed bytes on the host, and back, for each kind of device.
+
+`mark` and `wait` are called on the compute thread and never hold it up; `pack` and `unpack` are called on the
+transfer thread (`tensor_transfer.py`), which may wait for the device.
+
+On a GPU the codec's kernels and the copies run on streams of their own beside the stage's work, ordered by
+events alone. Copies go through page-locked memory, without which they would hold up the thread and the
+stream. That memory, like the GPU's, comes from torch's caching allocators, which keep freed blocks by size
+and hand them out again when the device is done with them: in the steady state nothing is allocated.
+"""
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from wire.codecs import header
+from wire.codecs.base import Codec
+from wire.spec import TensorSpec
+
+
+class Mark(Protocol):
+    """A place in a device's queue of work."""
+
+    def synchronize(self) -> None:
+        """Hold up the calling thread until the device has come to it."""
+        ...
+
+
+class DeviceTransfer(ABC):
+    """To and from one device."""
+
+    @abstractmethod
+    def mark(self) -> Mark | None:
+        """Behind all that the compute thread has given the device to do; None if it is all done."""
+
+    @abstractmethod
+    def wait(self, tensor: Tensor, mark: Mark | None) -> None:
+        """What the compute thread gives the device from now on sees `tensor` as it is at `mark`."""
+
+    @abstractmethod
+    def pack(self, codec: Codec, tensor: Tensor, mark: Mark | None) -> Tensor:
+        """`tensor`, as it is at `mark`, packed and sealed: uint8 `[packed_bytes]` on the CPU.
+
+        Raises NonFiniteError as `Codec.encode` does. `tensor` must stay as it is until this returns.
+        """
+
+    @abstractmethod
+    def unpack(self, codec: Codec, packed: Tensor, spec: TensorSpec) -> tuple[Tensor, Mark | None]:
+        """The tensor of `spec` in `packed`, uint8 `[packed_bytes]` on the CPU, and when it is there.
+
+        Raises what `Codec.decode` raises. `packed` is not needed any more when this returns.
+        """
+
+
+class CpuTransfer(DeviceTransfer):
+    """The tensor is on the host already."""
+
+    def mark(self) -> None:
+        return None
+
+    def wait(self, tensor: Tensor, mark: Mark | None) -> None:
+        pass
+
+    def pack(self, codec: Codec, tensor: Tensor, mark: Mark | None) -> Tensor:
+        return codec.encode(tensor)
+
+    def unpack(self, codec: Codec, packed: Tensor, spec: TensorSpec) -> tuple[Tensor, None]:
+        return codec.decode(packed, spec), None
+
+
+class Streams(Protocol):
+    """The part of `torch.cuda` that is used here; tests put another in its place."""
+
+    def Stream(self, device: torch.device) -> Any: ...
+
+    def Event(self, *, blocking: bool) -> Any: ...
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]: ...
+
+    def current_stream(self, device: torch.device) -> Any: ...
+
+
+class CudaTransfer(DeviceTransfer):
+    """Packs on one stream and unpacks on another, so that neither waits for the other's copies."""
+
+    def __init__(
+        self, device: torch.device, streams: Streams = torch.cuda, *, page_locked: bool = True
+    ) -> None:
+        """`page_locked` is False only where there is no GPU to lock pages for."""
+        self._device = device
+        self._streams = streams
+        self._page_locked = page_locked
+        self._packing = streams.Stream(device)
+        self._unpacking = streams.Stream(device)
+
+    def mark(self) -> Any:
+        event = self._streams.Event(blocking=True)
+        event.record(self._streams.current_stream(self._device))
+        return event
+
+    def wait(self, tensor: Tensor, mark: Any) -> None:
+        stream = self._streams.current_stream(self._device)
+        stream.wait_event(mark)
+        # It was allocated on the other stream: its memory must not be used again before this one is done.
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
+
+    def pack(self, codec: Codec, tensor: Tensor, mark: Any) -> Tensor:
+        with self._streams.stream(self._packing):
+            self._packing.wait_event(mark)
+            packed = codec.pack(tensor)
+            host = self._host(packed.numel())
+            host.copy_(packed, non_blocking=True)
+            done = self._streams.Event(blocking=True)
+            done.record(self._packing)
+        # A blocking event sleeps and lets other threads run; `tensor` and `packed` live until it is over.
+        done.synchronize()
+        header.seal(host.numpy())
+        return host
+
+    def unpack(self, codec: Codec, packed: Tensor, spec: TensorSpec) -> tuple[Tensor, Any]:
+        found = codec.open(packed.numpy(), spec)
+        host = self._host(packed.numel())
+        host.copy_(packed)
+        with self._streams.stream(self._unpacking):
+            on_device = torch.empty_like(host, device=self._device)
+            on_device.copy_(host, non_blocking=True)
+            tensor = codec.unpack(on_device, spec, found)
+            there = self._streams.Event(blocking=True)
+            there.record(self._unpacking)
+        return tensor, there
+
+    def _host(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._page_locked)
+
+
+def device_transfer(device: torch.device) -> DeviceTransfer:
+    """The transfer for `device`."""
+    return CudaTransfer(device) if device.type == "cuda" else CpuTransfer()
