@@ -191,6 +191,7 @@ class _Run:
         number = len(self._results.values["runs"])
         began = time.monotonic()
         await asyncio.to_thread(self._network.shape, None)
+        lab._tell(f"{run.name}: starting")
         scratch = private.SCRATCH / str(number)
         config = await asyncio.to_thread(_with_text, run.config, section.text_bytes, scratch)
         with raw.open("w", encoding="utf-8") as log:

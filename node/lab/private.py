@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from node.lab.tools import NAMESPACES, call, tool
+from node.lab.tools import NAMESPACES, SBIN, call, tool
 from wire.errors import RunError, UserError
 
 STOP_SECONDS = 20.0
@@ -38,7 +38,7 @@ def working_flags() -> tuple[str, ...]:
     complaints = []
     for flags in candidates:
         try:
-            path = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
+            path = os.pathsep.join((os.environ.get("PATH", ""), *SBIN))
             call("unshare", *flags, "env", f"PATH={path}", "sh", "-c", _PROBE)
         except RunError as error:
             complaints.append(str(error).partition("failed: ")[2] or str(error))
@@ -56,7 +56,8 @@ def run_inside(arguments: Sequence[str]) -> int:
 
     Ctrl-C and SIGTERM ask it to end in good order, by the end of its stdin; whoever is left is killed.
     """
-    command = [tool("unshare"), *working_flags(), sys.executable, "-m", "node.cli.main", *arguments]
+    flags = working_flags()
+    command = [tool("unshare"), *flags, sys.executable, "-m", "node.cli.main", *arguments]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, start_new_session=True, preexec_fn=_die_with_parent
     ) as child:

@@ -21,6 +21,8 @@ PACKAGES = {
     "unshare": "util-linux",
     "nsenter": "util-linux",
 }
+SBIN = ("/usr/sbin", "/sbin")
+"""Where Debian keeps them, and an ordinary user's path does not look."""
 SECONDS = 20.0
 """The longest that one of these programs may take."""
 NAMESPACES = Path("/run/netns")
@@ -29,8 +31,7 @@ _CLONE_NEWNET = 0x40000000
 
 def tool(name: str) -> str:
     """The program's path. Raises UserError that names the package."""
-    # Debian keeps them where an ordinary user's path does not look.
-    found = shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin")))
+    found = shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), *SBIN)))
     if found is None:
         package = PACKAGES[name]
         raise UserError(

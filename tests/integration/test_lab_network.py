@@ -62,7 +62,7 @@ def test_an_ordinary_user_gets_one_in_a_user_namespace(flags: tuple[str, ...]) -
 def test_the_relay_delays_and_takes_nothing_of_the_rate(flags: tuple[str, ...]) -> None:
     found = inside(flags, "measured", "rate=20", "rtt=20", "relay=1")
     for link in found["links"]:
-        # The relay holds packets for 20 ms; what a busy machine adds is not its doing, but it can never be less.
+        # What a busy machine adds is not the relay's doing, but it can never be less.
         assert 20.0 <= link["rtt_ms"] < 24.0
         assert link["share"] == pytest.approx(1.0, abs=0.05)
     assert found["relay"]["frames"] > 1000

@@ -1,0 +1,223 @@
+"""`thinwire lab run` itself: the smoke profile from command to table, and what is left of a killed one."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.lab import private
+from wire.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+SMOKE = ROOT / "deploy" / "lab" / "smoke.toml"
+SECONDS = 100.0
+MARK = "THINWIRE_LAB_TEST"
+
+
+@pytest.fixture(scope="module")
+def laboratory() -> None:
+    try:
+        private.working_flags()
+    except UserError as error:
+        pytest.skip(f"no laboratory can be built here: {error}")
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """In the environment of every process of a test; whoever is left is killed."""
+    name = uuid.uuid4().hex
+    yield name
+    for pid in marked(name):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "node.cli.main", "lab", *arguments]
+
+
+def environment(mark: str) -> dict[str, str]:
+    return {**os.environ, MARK: mark, "PYTHONPATH": str(ROOT)}
+
+
+def marked(mark: str) -> list[int]:
+    """Processes whose environment holds the mark."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+def host() -> tuple[list[str], list[str], list[str]]:
+    """Devices, named namespaces and mounts that everybody here sees."""
+    names = sorted(path.name for path in Path("/sys/class/net").iterdir())
+    netns = Path("/run/netns")
+    mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    return names, sorted(path.name for path in netns.iterdir()) if netns.exists() else [], mounts
+
+
+def wait_end(pids: list[int], seconds: float) -> None:
+    """Until all these processes are gone."""
+    deadline = time.monotonic() + seconds
+    for pid in pids:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            ended, _, _ = select.select([handle], [], [], max(0.0, deadline - time.monotonic()))
+            assert ended, f"process {pid} lives on"
+        finally:
+            os.close(handle)
+
+
+@pytest.mark.timeout(150)
+def test_the_smoke_profile_measures_what_a_slow_link_costs(
+    laboratory: None, mark: str, tmp_path: Path
+) -> None:
+    before = host()
+    out = tmp_path / "out"
+    run = [*command("run", str(SMOKE), "--out", str(out), "--no-plots")]
+    # The limit is over before the first run: the same command goes on.
+    done = subprocess.run(
+        [*run, "--time-limit", "0.5"],
+        env=environment(mark),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    first = json.loads((out / "results.json").read_text())
+    assert not first["finished"] and first["cells"] == [] and len(first["calibrations"]) == 1
+    assert "the same command goes on" in done.stdout
+
+    done = subprocess.run(
+        run, env=environment(mark), capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert host() == before
+    assert marked(mark) == []
+    results: dict[str, Any] = json.loads((out / "results.json").read_text())
+    assert results["finished"]
+    fp32, tah = results["cells"]
+    assert (fp32["key"]["forward_codec"], tah["key"]["forward_codec"]) == ("fp32", "tah")
+
+    assert tah["tokens_per_second"]["median"] > 3 * fp32["tokens_per_second"]["median"]
+    assert fp32["bits_forward"] == pytest.approx(32, abs=0.1)
+    assert 4.4 < tah["bits_forward"] < 4.8 and 6.2 < tah["bits_backward"] < 6.6
+    # The slow link binds what is not packed, and no step can beat its floor.
+    assert fp32["floor"]["binds"].startswith("link")
+    assert 0.5 < fp32["floor"]["share"] < 1.1
+    for cell in (fp32, tah):
+        assert [link["asked_mbit"] for link in cell["wires"]] == [20.0, 20.0]
+        for link in cell["wires"]:
+            # What the kernel counted is what the program wrote, and headers.
+            assert 0.0 < link["overhead"] < 0.25
+            assert 0.1 < link["use"] <= 1.02
+    for found in results["calibrations"]:
+        for link in found["links"]:
+            assert link["payload_mbit"] == pytest.approx(20 * 1448 / 1514, rel=0.05)
+    assert results["machine"]["kernel"] == os.uname().release
+    assert results["network"]["qdisc"] == "tbf"
+    assert results["network"]["congestion_control"]
+    raw = sorted((out / "raw").iterdir())
+    lines = [json.loads(line) for line in raw[-1].read_text().splitlines()]
+    assert {line["kind"] for line in lines} == {"warmup", "measured"}
+
+    table = subprocess.run(
+        command("table", str(out / "results.json")),
+        env=environment(mark),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=True,
+    ).stdout
+    assert "table 3 of the paper" in table
+    assert f"{tah['tokens_per_second']['median'] / fp32['tokens_per_second']['median']:.2f}" in table
+
+
+@pytest.mark.timeout(100)
+def test_a_lab_that_is_killed_takes_everything_along(laboratory: None, mark: str, tmp_path: Path) -> None:
+    before = host()
+    child = subprocess.Popen(
+        command("run", str(SMOKE), "--out", str(tmp_path / "out")),
+        env=environment(mark),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    with child.stdout:
+        starting = next((line for line in child.stdout if "starting" in line), None)
+        assert starting is not None
+        # The command, unshare, the lab, a coordinator and two nodes: namespaces and links are there by now.
+        deadline = time.monotonic() + 20.0
+        while len(processes := marked(mark)) < 6:
+            assert time.monotonic() < deadline, processes
+        child.kill()
+        wait_end(processes, 10.0)
+    child.wait()
+    assert marked(mark) == []
+    assert host() == before
+
+
+def test_a_lab_without_iproute2_names_the_package(tmp_path: Path, mark: str) -> None:
+    bare = tmp_path / "bin"
+    bare.mkdir()
+    # Debian's own place for them is looked at too, whatever the path says.
+    program = (
+        "import sys; import node.lab.tools; node.lab.tools.SBIN = (); from node.cli.main import main; "
+        f"sys.exit(main({['lab', 'run', str(SMOKE)]!r}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**environment(mark), "PATH": str(bare)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "install iproute2" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "none.toml"], "none.toml: no such profile"),
+        (["run", str(SMOKE), "lab.stepz=1"], "unknown key 'stepz' in [lab]; did you mean 'steps'?"),
+        (["run", str(SMOKE), "--time-limit", "-1"], "--time-limit must be"),
+        (["table", "none.json"], "none.json: no such results file"),
+        (["tabel"], "unknown command 'tabel'; did you mean table?"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str], words: str, tmp_path: Path, mark: str
+) -> None:
+    done = subprocess.run(
+        command(*arguments),
+        env=environment(mark),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
