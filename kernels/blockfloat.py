@@ -74,9 +74,10 @@ def unpack(packed: torch.Tensor, shape: Sequence[int], bits: int, dtype: torch.d
                 codes |= _unpack_shard(shards[1][block], SHARDS[bits][1]) << SHARDS[bits][0]
             values = table.index_select(0, codes.view(-1).int()).view(-1, BLOCK)
             rows[block] = values.mul_(scales[block, None].float())
-    whole = rows.view(-1, -(-width // BLOCK) * BLOCK)[:, :width].reshape(tuple(shape))
+    whole = rows.view(-1, -(-width // BLOCK) * BLOCK)[:, :width]
     # What is done to the result must not change what is stored.
-    return whole.clone() if bits == 16 else whole
+    made = whole.clone(memory_format=torch.contiguous_format) if bits == 16 else whole.contiguous()
+    return made.view(tuple(shape))
 
 
 def _block_rows(x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from node.config.schema import (
     StorageSection,
     TrainingSection,
 )
-from node.model.storage import FROM_PRESET, KINDS, PRESETS
+from node.model.storage import AS_COMPUTED, FROM_PRESET, KINDS, PRESETS, RECOMPUTE, configured
 from wire.errors import ConfigError
 
 FAMILIES = ("llama", "gpt2")
@@ -128,9 +128,26 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
 
 
 def _storage(storage: StorageSection, pipeline: PipelineSection) -> Iterator[str]:
-    yield from _name("storage.preset", storage.preset, tuple(PRESETS))
+    unknown = list(_name("storage.preset", storage.preset, tuple(PRESETS)))
+    yield from unknown
+    known = not unknown
     for kind, forms in KINDS.items():
-        yield from _name(f"storage.{kind}", getattr(storage, kind), (FROM_PRESET, *forms))
+        wrong = list(_name(f"storage.{kind}", getattr(storage, kind), (FROM_PRESET, *forms)))
+        yield from wrong
+        known = known and not wrong
+    if not known:
+        return
+    chosen = configured(storage)
+    if chosen.attention == RECOMPUTE != chosen.attention_output and chosen.norm_input != AS_COMPUTED:
+        yield (
+            f"storage.attention recompute with storage.attention_output {chosen.attention_output} mixes "
+            "queries computed from packed norm inputs with results of others: recompute both, or neither"
+        )
+    if storage.bits_by_stage and not {"4", "5", "6", "8"} & {chosen.norm_input, chosen.ffn_input}:
+        yield (
+            "storage.bits_by_stage chooses the bits of norm and FFN inputs, but neither is kept in 4 to 8 "
+            "bits: set storage.preset to agoq or compact"
+        )
     if storage.bits_by_stage and pipeline.window == "auto":
         yield (
             "storage.bits_by_stage needs pipeline.window to be a number: the bits belong to what a run's "

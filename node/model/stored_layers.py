@@ -5,6 +5,11 @@ Shape legend: B batch, S sequence, C hidden, H heads, K key/value heads, D = C /
 Each half is one `autograd.Function` around norm, projections and residual: forward packs what `Storage` says
 and drops the rest, backward computes that again from what was kept. Weights are cast in both directions, so
 that no cast copy of them is kept.
+
+Forward computes what the plain block does, with one exception: where queries, keys and values are kept packed
+and attention's result is kept too, attention runs on what was kept. Backward's weights, exp(q k - sums), add
+up to 1 only if the log-sum-exp is that of these queries and keys: else 4 bits put the gradients' error at 0.4
+to 0.8, and 8 bits at twice and more of what consistent sums give (scripts/exp_stored_activations.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -175,18 +180,21 @@ class _AttentionHalf(torch.autograd.Function):
             normed, kept_x = norm.store(x, storage.norm_input, dtype)
             heads = parts.layout.split([projection(normed) for projection in projections])
             del normed
-            attended, sums = attention(*heads)
-            flat = _flat(attended)
-            result = x + output(flat)
+            head_shapes = [part.shape for part in heads]
             kept_heads = [
                 _keep(part if storage.attention == AS_COMPUTED else _flat(part), storage.attention)
                 for part in heads
             ]
+            if RECOMPUTE not in (storage.attention, storage.attention_output):
+                heads = _all_heads(kept_heads, head_shapes, storage.attention, dtype)
+            attended, sums = attention(*heads)
+            flat = _flat(attended)
+            result = x + output(flat)
             kept_output = _keep(flat, storage.attention_output)
         if storage.attention_output == RECOMPUTE:
             sums = sums.new_empty(0)
         ctx.parts, ctx.eps, ctx.dtype, ctx.shape = parts, eps, dtype, x.shape
-        ctx.head_shapes = [part.shape for part in heads]
+        ctx.head_shapes = head_shapes
         ctx.save_for_backward(*tensors, kept_x, *kept_heads, kept_output, sums)
         return result
 
@@ -204,11 +212,7 @@ class _AttentionHalf(torch.autograd.Function):
             normed = norm.again(kept_x, storage.norm_input, ctx.shape, dtype)
             heads = parts.layout.split([projection(normed) for projection in projections])
         else:
-            query, key, value = (
-                _heads(part, shape, storage.attention, dtype)
-                for part, shape in zip((query, key, value), ctx.head_shapes, strict=True)
-            )
-            heads = query, key, value
+            heads = _all_heads((query, key, value), ctx.head_shapes, storage.attention, dtype)
         if storage.attention_output == RECOMPUTE:
             attended, sums = attention(*heads)
             flat = _flat(attended)
@@ -284,6 +288,11 @@ class _FfnHalf(torch.autograd.Function):
         del of_wide, normed
         of_x, of_weight, of_bias = norm.backward(of_normed, kept_x, storage.norm_input, grad)
         return of_x, None, None, of_weight, of_bias, *of_down, *of_inputs
+
+
+def _all_heads(kept: Sequence[Tensor], shapes: Sequence[torch.Size], form: str, dtype: torch.dtype) -> Heads:
+    query, key, value = (_heads(part, shape, form, dtype) for part, shape in zip(kept, shapes, strict=True))
+    return query, key, value
 
 
 def _heads(kept: Tensor, shape: torch.Size, form: str, dtype: torch.dtype) -> Tensor:
