@@ -1,0 +1,191 @@
+"""Packing and unpacking beside compute: the codec's own bits, in order, errors named, nothing left behind."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from node.stage.device_transfer import CpuTransfer, CudaTransfer, DeviceTransfer
+from node.stage.tensor_transfer import Incoming, TensorTransfer
+from wire.codecs.registry import codec
+from wire.errors import NonFiniteError, PackedMismatchError
+from wire.spec import Direction, TensorKey, TensorSpec
+
+SPEC = TensorSpec(torch.float32, (2, 5, 130))
+SECONDS = 10.0
+
+
+def key(microbatch: int) -> TensorKey:
+    return TensorKey(1, 2, microbatch, 0, Direction.ACTIVATION)
+
+
+def tensor(seed: int) -> Tensor:
+    return torch.randn(SPEC.shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Box:
+    """`PackedIO` in memory. `gate` holds packed tensors back from the neighbour."""
+
+    def __init__(self) -> None:
+        self.sent: dict[TensorKey, Tensor] = {}
+        self.arrived: dict[TensorKey, Tensor] = {}
+        self.released: list[TensorKey] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def holds(self, key: TensorKey) -> bool:
+        return key in self.arrived
+
+    def take(self, key: TensorKey) -> Tensor:
+        return self.arrived.pop(key)
+
+    def release(self, key: TensorKey) -> None:
+        self.released.append(key)
+
+    def send(self, key: TensorKey, packed: Tensor, elements: int) -> None:
+        assert self.gate.wait(SECONDS)
+        assert elements == SPEC.elements
+        self.sent[key] = packed
+
+
+class FakeStream:
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def wait_event(self, event: "FakeEvent") -> None:
+        self.log.append(f"{self.name} waits for {event.name}")
+
+
+class FakeEvent:
+    def __init__(self, log: list[str]) -> None:
+        self.log, self.name = log, "nothing"
+
+    def record(self, stream: FakeStream) -> None:
+        self.name = stream.name
+        self.log.append(f"mark on {stream.name}")
+
+    def synchronize(self) -> None:
+        self.log.append(f"thread waits for {self.name}")
+
+
+class FakeStreams:
+    """Stands in for `torch.cuda`; `log` is the order of what a GPU would be told."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self._made = iter(("packing", "unpacking"))
+
+    def Stream(self, device: torch.device) -> FakeStream:
+        return FakeStream(self.log, next(self._made))
+
+    def Event(self, *, blocking: bool) -> FakeEvent:
+        assert blocking, "an event that spins keeps Python's lock from the other threads"
+        return FakeEvent(self.log)
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        self.log.append(f"on {stream.name}")
+        yield
+
+    def current_stream(self, device: torch.device) -> Any:
+        return FakeStream(self.log, "compute")
+
+
+def devices() -> list[DeviceTransfer]:
+    return [CpuTransfer(), CudaTransfer(torch.device("cpu"), FakeStreams(), page_locked=False)]
+
+
+def transfer(device: DeviceTransfer | None = None) -> TensorTransfer:
+    def named(error: NonFiniteError, key: TensorKey, which: str) -> NonFiniteError:
+        return NonFiniteError(f"{which} {key.microbatch}: {error}")
+
+    return TensorTransfer(device or CpuTransfer(), named)
+
+
+@pytest.mark.parametrize("device", devices(), ids=lambda device: type(device).__name__)
+@pytest.mark.parametrize("name", ["fp32", "bf16", "tah", "fixed-8", "fixed-3"])
+def test_the_bits_are_the_codecs_own(device: DeviceTransfer, name: str) -> None:
+    there, box = transfer(device), Box()
+    for microbatch in range(3):
+        there.send(key(microbatch), codec(name), tensor(microbatch), there.computed(), box)
+    there.drain()
+    for microbatch in range(3):
+        packed = codec(name).encode(tensor(microbatch))
+        assert torch.equal(box.sent[key(microbatch)], packed)
+        box.arrived[key(microbatch)] = packed.clone()
+    there.look_ahead([Incoming(key(2), SPEC)], lambda _: codec(name), box)
+    assert there.begun(key(2)) and not there.begun(key(0))
+    for microbatch in (0, 2, 1):
+        there.begin(Incoming(key(microbatch), SPEC), codec(name), box)
+        expected = codec(name).decode(codec(name).encode(tensor(microbatch)), SPEC)
+        assert torch.equal(there.finish(key(microbatch)), expected)
+    assert box.released == [key(2), key(0), key(1)]
+
+
+def test_a_gpu_is_told_to_wait_and_the_compute_thread_is_not() -> None:
+    streams = FakeStreams()
+    there = transfer(CudaTransfer(torch.device("cpu"), streams, page_locked=False))
+    box = Box()
+    there.send(key(0), codec("fixed-8"), tensor(0), there.computed(), box)
+    there.drain()
+    assert streams.log == [
+        "mark on compute",
+        "on packing",
+        "packing waits for compute",
+        "mark on packing",
+        "thread waits for packing",
+    ]
+    streams.log.clear()
+    box.arrived[key(0)] = box.sent[key(0)]
+    there.begin(Incoming(key(0), SPEC), codec("fixed-8"), box)
+    there.finish(key(0))
+    assert streams.log == ["on unpacking", "mark on unpacking", "compute waits for unpacking"]
+
+
+def test_sending_does_not_wait_for_the_network_nor_looking_ahead_for_arrival() -> None:
+    there, box = transfer(), Box()
+    box.gate.clear()
+    there.send(key(0), codec("bf16"), tensor(0), None, box)
+    there.look_ahead([Incoming(key(1), SPEC)], lambda _: codec("bf16"), box)
+    assert not there.begun(key(1)) and box.sent == {}
+    box.gate.set()
+    there.drain()
+    assert list(box.sent) == [key(0)]
+
+
+def test_what_is_not_finite_is_named_before_the_step_ends() -> None:
+    there, box = transfer(), Box()
+    spoiled = tensor(0)
+    spoiled[1, 2, 3] = torch.inf
+    there.send(key(7), codec("tah"), spoiled, None, box)
+    with pytest.raises(NonFiniteError, match="to be sent 7: a tensor of shape"):
+        there.drain()
+    assert box.sent == {}
+    there.settle()
+    there.send(key(8), codec("tah"), tensor(1), None, box)
+    there.drain()
+    assert list(box.sent) == [key(8)]
+
+
+def test_damage_is_found_whoever_asked_and_releases_nothing() -> None:
+    there, box = transfer(), Box()
+    packed = codec("fixed-8").encode(tensor(0))
+    packed[-1] ^= 1
+    box.arrived[key(0)] = packed
+    there.look_ahead([Incoming(key(0), SPEC)], lambda _: codec("fixed-8"), box)
+    with pytest.raises(PackedMismatchError, match="checksum"):
+        there.finish(key(0))
+    assert box.released == []
+
+
+def test_settling_forgets_what_was_begun() -> None:
+    there, box = transfer(), Box()
+    box.arrived[key(0)] = torch.zeros(3, dtype=torch.uint8)
+    there.look_ahead([Incoming(key(0), SPEC)], lambda _: codec("bf16"), box)
+    there.settle()
+    assert not there.begun(key(0))
+    there.drain()
