@@ -10,6 +10,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from google.protobuf.message import DecodeError
@@ -22,6 +23,7 @@ from wire.pacing import Pacer
 from wire.spec import Direction, TensorKey
 from wire.stream_receiver import Acknowledge, Expect, StreamReceiver
 from wire.stream_sender import StreamSender
+from wire.transfers import TransferKind, TransferLog
 from wire.v1 import link_pb2
 
 MAX_OPEN_PINGS = 8
@@ -63,6 +65,8 @@ class LinkSettings:
     pacer: Pacer | None = None
     """Frames wait for it: the bandwidth that the machine's owner allows, shared with whatever else sends."""
     frame_filter: FrameFilter | None = None
+    on_transfer: Callable[[int, TransferKind, TensorKey, float, float], None] | None = None
+    """Told of each tensor's way, with the peer's stage; see `wire.transfers`."""
 
 
 @dataclass(kw_only=True)
@@ -107,6 +111,7 @@ class LinkState:
     session: int = 0
     stats: LinkStats = field(default_factory=LinkStats)
     meter: LinkMeter = field(default_factory=LinkMeter)
+    transfers: TransferLog | None = None
     round_trips: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED_PINGS))
     bulk_wake: asyncio.Event = field(default_factory=asyncio.Event)
     control_wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -146,6 +151,9 @@ class LinkState:
             sender=sender,
             receiver=receiver,
             on_tensor=on_tensor,
+            transfers=None
+            if settings.on_transfer is None
+            else TransferLog(partial(settings.on_transfer, peer_stage)),
         )
 
     def open_session(self, session: int) -> None:
@@ -226,6 +234,8 @@ class Connection:
             state.stats.bytes_received += len(data)
             state.stats.frames_received += 1
             completed = state.receiver.receive(data, now())
+            if state.transfers is not None:
+                state.transfers.received(data, completed.key if completed else None, now())
             if state.receiver.deadline <= now():
                 state.control_wake.set()
             if completed is not None:
@@ -242,11 +252,15 @@ class Connection:
                 continue
             if state.settings.pacer is not None:
                 await state.settings.pacer.pass_through(len(frame))
+            if state.transfers is not None:
+                state.transfers.sending(frame, now())
             if state.settings.frame_filter is None:
                 await stream.write(frame)
             else:
                 for piece in await state.settings.frame_filter(frame, state.stage, state.peer_stage):
                     await stream.write(piece)
+            if state.transfers is not None:
+                state.transfers.sent(frame, now())
             state.stats.bytes_sent += len(frame)
             state.stats.frames_sent += 1
             state.stats.direction_bytes_sent[frame_direction(frame)] += len(frame)
@@ -328,6 +342,8 @@ class Connection:
                 state.meter.acknowledged(
                     state.sender.acknowledged_bytes, round_trip=state.stats.least_rtt_seconds, now=now()
                 )
+                if state.transfers is not None:
+                    state.transfers.acknowledged(message.acknowledge.next_sequence, now())
                 state.bulk_wake.set()
             case "send_again":
                 state.sender.send_again(list(message.send_again.sequences))

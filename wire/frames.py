@@ -21,6 +21,7 @@ last may be shorter. So any one of them tells where the tensor starts and ends i
 import struct
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import NamedTuple
 
 import google_crc32c
 
@@ -132,6 +133,27 @@ def parse_frame(data: bytes, tag: int) -> Frame:
     epoch, step, microbatch, boundary = place
     key = TensorKey(epoch, step, microbatch, boundary, Direction(direction))
     return Frame(session, sequence, key, total, offset, payload)
+
+
+class FramePlace(NamedTuple):
+    """Where a frame belongs, as its header says. Of a received frame that is a claim until it is parsed."""
+
+    sequence: int
+    key: TensorKey | None
+    """None for a direction that there is not."""
+    offset: int
+    is_last: bool
+    """Whether the tensor ends with it."""
+
+
+def frame_place(data: bytes) -> FramePlace:
+    """The place of a frame of at least `HEADER_BYTES`, at little cost: nothing is checked."""
+    *_, direction, _, _, sequence, epoch, step, microbatch, boundary, total, offset, length = (
+        _FIELDS.unpack_from(data)
+    )
+    known = direction in Direction._value2member_map_
+    key = TensorKey(epoch, step, microbatch, boundary, Direction(direction)) if known else None
+    return FramePlace(sequence, key, offset, offset + length == total)
 
 
 def frame_direction(data: bytes) -> Direction:

@@ -13,12 +13,30 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from node.cli import config, coordinator, dashboard, demo, doctor, evict, join, lab, resume, status, token
+from node.cli import (
+    compare,
+    config,
+    coordinator,
+    dashboard,
+    demo,
+    doctor,
+    evict,
+    join,
+    lab,
+    resume,
+    status,
+    token,
+    top,
+    trace,
+)
 from node.cli.parser import Parser
 from wire.errors import ThinwireError
 from wire.version import VERSION
 
-COMMANDS = (demo, coordinator, join, resume, status, dashboard, token, evict, config, lab, doctor)
+COMMANDS = (
+    *(demo, coordinator, join, resume, status, top, dashboard),
+    *(trace, compare, token, evict, config, lab, doctor),
+)
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
 

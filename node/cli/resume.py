@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-CHANGEABLE = ("pipeline", "coordinator", "dashboard", "data.path", "run.snapshot_every", "run.keep_snapshots")
+CHANGEABLE = (
+    *("pipeline", "coordinator", "dashboard", "telemetry"),
+    *("data.path", "run.snapshot_every", "run.keep_snapshots"),
+)
 
 
 def add_parser(commands: Any) -> None:

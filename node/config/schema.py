@@ -186,6 +186,17 @@ class DashboardSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TelemetrySection:
+    """`[telemetry]`"""
+
+    trace: str = "all"
+    """Steps of which nodes tell what they did when (`thinwire trace`): `off`, `all`, or the first and last
+    one as in `3:5`."""
+    trace_mb: int = 64
+    """Megabytes of the trace, compressed, that the run directory may hold; the oldest steps go first."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A whole run file."""
 
@@ -197,6 +208,7 @@ class RunConfig:
     pipeline: PipelineSection = field(default_factory=PipelineSection)
     coordinator: CoordinatorSection = field(default_factory=CoordinatorSection)
     dashboard: DashboardSection = field(default_factory=DashboardSection)
+    telemetry: TelemetrySection = field(default_factory=TelemetrySection)
 
     @property
     def microbatches(self) -> int:

@@ -15,9 +15,11 @@ from node.config.schema import (
     RunConfig,
     RunSection,
     StorageSection,
+    TelemetrySection,
     TrainingSection,
 )
 from node.model.storage import AS_COMPUTED, FROM_PRESET, KINDS, PRESETS, RECOMPUTE, configured
+from node.telemetry.traced_steps import TracedSteps
 from wire.errors import ConfigError
 
 FAMILIES = ("llama", "gpt2")
@@ -48,6 +50,7 @@ def problems(config: RunConfig) -> list[str]:
         *_codecs(config.pipeline, config.data.shift),
         *_coordinator(config.coordinator),
         *_dashboard(config.dashboard, config.coordinator),
+        *_telemetry(config.telemetry),
     ]
 
 
@@ -251,6 +254,14 @@ def _positive(values: dict[str, float]) -> Iterator[str]:
     for name, value in values.items():
         if not 0 < value < math.inf:
             yield f"{name} must be a finite number above 0, got {value}"
+
+def _telemetry(telemetry: TelemetrySection) -> Iterator[str]:
+    try:
+        TracedSteps.parse(telemetry.trace)
+    except ConfigError as error:
+        yield f"telemetry.trace: {error}"
+    yield from _at_least(1, {"telemetry.trace_mb": telemetry.trace_mb})
+
 
 def _dashboard(dashboard: DashboardSection, coordinator: CoordinatorSection) -> Iterator[str]:
     if not dashboard.listen:

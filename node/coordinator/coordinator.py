@@ -44,6 +44,8 @@ from node.coordinator.window_plan import Windows, measured, plan_windows
 from node.model.placement import boundary_cache_bytes, chunks_of, most_held, stage_bytes, stage_units
 from node.model.units import most_state_bytes, unit_names
 from node.telemetry import events
+from node.telemetry.trace_files import TraceWriter
+from node.telemetry.traced_steps import TracedSteps
 from node.training.data import Corpus
 from node.training.manifest import Manifest
 from node.training.schedule import clip_coefficient, learning_rate
@@ -51,12 +53,15 @@ from node.training.snapshot import SnapshotWriter, prune, read_unit, snapshot_di
 from wire.errors import ProtocolViolationError, RefusalCode, RunError
 from wire.identity.enrolment import Refusal
 from wire.messages import Applied, Finish, Heartbeat, HeartbeatReply, Leave, NodeMessage, Ready, Vote, Welcome
+from wire.telemetry import StepSpans
 
 log = logging.getLogger(__name__)
 
 RECONNECT_SECONDS = 1.0
 TICK_SECONDS = 0.25
 GOODBYE_SECONDS = 5.0
+TRACE_SECONDS = 1.0
+"""Spans are gathered for so long before they are written."""
 
 Happening = Callable[[float], list[Action]]
 
@@ -111,6 +116,8 @@ class Coordinator:
             past,
         )
         self._narrator = Narrator(config, emit, untold)
+        self._spans = TraceWriter(directory, 1_000_000 * config.telemetry.trace_mb)
+        self._traced = bool(TracedSteps.parse(config.telemetry.trace))
         self._writer = SnapshotWriter(self._snapshots, config, run_id)
         self._events: asyncio.Queue[Happening] = asyncio.Queue()
         self._step_measured = asyncio.Event()
@@ -133,10 +140,13 @@ class Coordinator:
         async with asyncio.TaskGroup() as group:
             planner = group.create_task(self._follow_links())
             ticker = group.create_task(self._tick())
+            tracer = group.create_task(self._write_traces())
             outcome = await self._act()
             ticker.cancel()
+            tracer.cancel()
             planner.cancel()
         await self._say_goodbye(outcome)
+        await asyncio.to_thread(self._spans.write, self._spans.take())
         self._narrator.finished(outcome.reason, failed=outcome.failed)
         return outcome
 
@@ -356,6 +366,8 @@ class Coordinator:
         if isinstance(message, Ready | Applied | Heartbeat):
             self.accounting.report(node_id, message.telemetry)
         match message:
+            case StepSpans():
+                self._trace(node_id, message)
             case Heartbeat():
                 session.send(HeartbeatReply(sent_at=message.sent_at, at=time.time()))
                 self._machine.heard(node_id, time.monotonic())
@@ -368,6 +380,17 @@ class Coordinator:
                 elif isinstance(message, Applied):
                     faults.reach_coordinator(faults.Phase.APPLY, step=message.step)
                 self._post(lambda now: self._machine.message(node_id, message, now))
+
+    def _trace(self, node_id: str, spans: StepSpans) -> None:
+        """Keep what a stage did in a step, if it is that stage."""
+        if self._traced and self.accounting.seats[spans.stage : spans.stage + 1] == (node_id,):
+            self._spans.add(node_id, spans)
+
+    async def _write_traces(self) -> None:
+        while not self._spans.broken:
+            await asyncio.sleep(TRACE_SECONDS)
+            await asyncio.to_thread(self._spans.write, self._spans.take())
+        log.warning("%s, the run goes on", self._spans.broken)
 
     def closed(self, session: ControlSession) -> None:
         node_id = session.node_id

@@ -11,9 +11,12 @@ import torch
 
 from node.telemetry.clock import StageClock, Times, difference
 from node.telemetry.clock_sync import ClockSync
+from node.telemetry.spans import SpanRing
+from node.telemetry.traced_steps import TracedSteps
 from wire.connection import LinkStats
-from wire.spec import Direction
-from wire.telemetry import FlowReport, LinkReport, Telemetry
+from wire.spec import Direction, TensorKey
+from wire.telemetry import MOST_SPANS, FlowReport, LinkReport, StepSpans, Telemetry
+from wire.transfers import TransferKind
 
 
 class NodeMeter:
@@ -24,11 +27,42 @@ class NodeMeter:
 
     def __init__(self, device: torch.device, codec_of: Callable[[Direction], str]) -> None:
         self.sync = ClockSync()
+        self.ring = SpanRing()
+        self._traced = TracedSteps.parse("off")
         self._device = device
         self._codec_of = codec_of
         self._epoch = 0
         self._counted_from: tuple[Times, float] | None = None
         self._elements_before: Mapping[Direction, int] = {}
+
+    def trace(self, steps: TracedSteps) -> None:
+        """Whose spans to hand on; before it is said, nobody's."""
+        self._traced = steps
+
+    def transferred(
+        self, peer_stage: int, kind: TransferKind, key: TensorKey, start: float, end: float
+    ) -> None:
+        """Part of a tensor's way over a link; called by the links."""
+        if key.step in self._traced:
+            self.ring.record(kind, start, end, key, peer_stage)
+
+    def step_spans(self, epoch: int, step: int, stage: int) -> list[StepSpans]:
+        """What was done since this was asked last; nothing if the step is not to be traced."""
+        spans, dropped = self.ring.take()
+        if step not in self._traced:
+            return []
+        return [
+            StepSpans(
+                epoch=epoch,
+                step=step,
+                stage=stage,
+                clock_offset=self.sync.offset,
+                clock_error=self.sync.error,
+                dropped=dropped if first == 0 else 0,
+                spans=spans[first : first + MOST_SPANS],
+            )
+            for first in range(0, len(spans), MOST_SPANS)
+        ]
 
     def begin_epoch(self, epoch: int, elements_sent: Mapping[Direction, int]) -> None:
         """A new placement: its totals begin at nothing. `elements_sent` so far are others'."""
@@ -63,6 +97,7 @@ class NodeMeter:
         # The wall clock is read here alone: everything else is on the monotonic one.
         skew = time.time() - (time.monotonic() + self.sync.offset) if self.sync.known else 0.0
         on_gpu = self._device.type == "cuda"
+        resident = resident_bytes()
         return Telemetry(
             epoch=self._epoch,
             times=times,
@@ -71,8 +106,9 @@ class NodeMeter:
                 self._link(stage, stats, queued, elements_sent)
                 for stage, (stats, queued) in sorted(links.items())
             ),
-            memory_bytes=resident_bytes(),
-            peak_memory_bytes=peak_resident_bytes(),
+            memory_bytes=resident,
+            # The two come from different counters of the system.
+            peak_memory_bytes=max(resident, peak_resident_bytes()),
             gpu_memory_bytes=torch.cuda.memory_allocated(self._device) if on_gpu else 0,
             gpu_peak_memory_bytes=torch.cuda.max_memory_allocated(self._device) if on_gpu else 0,
             clock_skew_seconds=skew,

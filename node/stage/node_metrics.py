@@ -1,6 +1,7 @@
 """A node's own metrics for Prometheus, on a small HTTP server that `thinwire join --metrics` starts."""
 
 import contextlib
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 
 from aiohttp import web
@@ -97,9 +98,9 @@ async def serve_metrics(listen: str, render: Callable[[], bytes]) -> AsyncIterat
         try:
             await site.start()
         except OSError as error:
-            raise UserError(
-                f"cannot serve metrics at {listen} ({error.strerror}): give another address"
-            ) from None
+            # asyncio puts words of its own around the system's.
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise UserError(f"cannot serve metrics at {listen} ({reason}): give another address") from None
         bound = runner.addresses[0]
         yield join_address(bound[0], bound[1])
     finally:

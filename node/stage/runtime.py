@@ -29,6 +29,7 @@ from node.stage.node_metrics import NodeMetrics
 from node.stage.snapshot_cache import SnapshotCache
 from node.stage.stage_io import TensorLink
 from node.telemetry.clock import StageClock
+from node.telemetry.traced_steps import TracedSteps
 from node.training.serialization import serialize_unit
 from wire.errors import LinkError, LinkLostError, RunError, ThinwireError
 from wire.identity.credentials import NodeIdentity
@@ -37,6 +38,7 @@ from wire.link import Link, LinkSettings, dial_link
 from wire.link_server import LinkServer
 from wire.messages import (
     Abort,
+    Applied,
     CoordinatorMessage,
     FailureKind,
     Finish,
@@ -136,7 +138,12 @@ class NodeRuntime:
         self._client = CoordinatorClient(
             settings.control_address, lambda: identity.current, FIRST_OUTAGE_SECONDS, settings.pacer
         )
-        self._link_settings = LinkSettings(pacer=settings.pacer, frame_filter=faults.frame_filter())
+        self._meter = NodeMeter(settings.device, lambda direction: self.executor.codec_name(direction))
+        self._link_settings = LinkSettings(
+            pacer=settings.pacer,
+            frame_filter=faults.frame_filter(),
+            on_transfer=self._meter.transferred,
+        )
         self._server = LinkServer(
             identity=identity, run_id=identity.current.run_id, settings=self._link_settings
         )
@@ -145,7 +152,6 @@ class NodeRuntime:
         self._nonce = secrets.randbits(63)
         self._welcome: Welcome | None = None
         self._welcomed = asyncio.Event()
-        self._meter = NodeMeter(settings.device, lambda direction: self.executor.codec_name(direction))
         self._epoch: EpochTask | None = None
         self._epoch_task: asyncio.Task[None] | None = None
         self._links: dict[int, Link] = {}
@@ -199,6 +205,9 @@ class NodeRuntime:
 
     def post(self, message: NodeMessage) -> None:
         self._outbox.put_nowait(message)
+        if isinstance(message, Applied):
+            for spans in self._meter.step_spans(message.epoch, message.step, self.executor.stage):
+                self._outbox.put_nowait(spans)
 
     async def compute(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
@@ -339,7 +348,9 @@ class NodeRuntime:
     async def _greet(self, welcome: Welcome) -> None:
         if self._welcome is None:
             config = from_json(welcome.config_json)
-            clock = StageClock()
+            traced = TracedSteps.parse(config.telemetry.trace)
+            self._meter.trace(traced)
+            clock = StageClock(ring=self._meter.ring if traced else None)
             self.executor = await self.compute(
                 lambda: StageExecutor(config, self._settings.device, clock, windows=welcome.windows)
             )

@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from enum import StrEnum
 from threading import Lock
 
+from node.telemetry.spans import SpanRing
+from wire.spec import TensorKey
+
 
 class TimeKind(StrEnum):
     """What the compute thread is doing. The values are label values of metrics."""
@@ -35,27 +38,32 @@ class StageClock:
     """Attributes wall time to kinds. One thread switches; any thread may take snapshots.
 
     `clock` gives seconds and never goes back. Time before the first switch counts as `kind`: a stage begins
-    by waiting for its coordinator.
+    by waiting for its coordinator. What ended goes to `ring`, if there is one.
     """
 
     def __init__(
         self,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.monotonic,
         kind: TimeKind = TimeKind.WAIT_COORDINATOR,
+        ring: SpanRing | None = None,
     ) -> None:
+        self._ring = ring
+        self._key: TensorKey | None = None
         self._clock = clock
         self._kind = kind
         self._seconds = dict.fromkeys(TimeKind, 0.0)
         self._lock = Lock()
         self._since = clock()
 
-    def switch(self, kind: TimeKind) -> TimeKind:
-        """End the running kind now and begin `kind`; gives the kind that ran until now."""
+    def switch(self, kind: TimeKind, key: TensorKey | None = None) -> TimeKind:
+        """End the running kind now and begin `kind`, for the tensor `key`; gives the kind that ran before."""
         with self._lock:
             now = self._clock()
             previous = self._kind
             self._seconds[previous] += now - self._since
-            self._kind, self._since = kind, now
+            if self._ring is not None and now > self._since:
+                self._ring.record(previous, self._since, now, self._key)
+            self._kind, self._since, self._key = kind, now, key
             return previous
 
     @contextmanager

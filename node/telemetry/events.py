@@ -292,7 +292,7 @@ def from_fields(raw: Any) -> Event:
     name = str(raw.get("event")) if isinstance(raw, dict) else ""
     if name not in _KINDS:
         raise ProtocolViolationError(f"an event line has no known kind: {str(raw)[:80]!r}")
-    return cast(Event, _read({key: raw[key] for key in raw if key != "event"}, _KINDS[name], name))
+    return cast(Event, read_value({key: raw[key] for key in raw if key != "event"}, _KINDS[name], name))
 
 
 @cache
@@ -300,21 +300,23 @@ def _hints(kind: type) -> dict[str, Any]:
     return {name: hint for name, hint in get_type_hints(kind).items() if get_origin(hint) is not ClassVar}
 
 
-def _read(value: Any, hint: Any, name: str) -> Any:
-    """`value`, fresh from JSON, as the type `hint` of the field `name`."""
+def read_value(value: Any, hint: Any, name: str) -> Any:
+    """`value`, fresh from JSON, as the type `hint` of the field `name`. Raises ProtocolViolationError."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):  # only `X | None` occurs
-        return None if value is None else _read(value, get_args(hint)[0], name)
+        return None if value is None else read_value(value, get_args(hint)[0], name)
     if origin is tuple and isinstance(value, list):
-        return tuple(_read(item, get_args(hint)[0], name) for item in value)
+        return tuple(read_value(item, get_args(hint)[0], name) for item in value)
     if origin is Mapping and isinstance(value, dict):
-        return {key: _read(item, get_args(hint)[1], name) for key, item in value.items()}
+        return {key: read_value(item, get_args(hint)[1], name) for key, item in value.items()}
     if is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):
         known = {one.name: _optional(one) for one in fields(hint)}
         odd = {key for key in known.keys() ^ value.keys() if not known.get(key)}
         if odd:
             raise ProtocolViolationError(f"event {name}: missing or extra fields: {', '.join(sorted(odd))}")
-        return hint(**{key: _read(item, _hints(hint)[key], f"{name}.{key}") for key, item in value.items()})
+        return hint(
+            **{key: read_value(item, _hints(hint)[key], f"{name}.{key}") for key, item in value.items()}
+        )
     if hint is float:
         if value is None:
             return float("nan")

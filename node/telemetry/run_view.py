@@ -7,9 +7,11 @@ page may be public, and a volunteer's address is nobody's business.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Self, cast
 
 from node.telemetry import events
 from node.telemetry.series import Curve
+from wire.errors import ProtocolViolationError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +167,17 @@ class RunView:
     def to_json(self) -> str:
         """One JSON object; numbers that are not finite become null."""
         return json.dumps(self.to_fields(), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """What `to_json` wrote. Raises ProtocolViolationError for anything else."""
+        try:
+            raw = json.loads(text)
+        except ValueError as error:
+            raise ProtocolViolationError(f"a run's view is not JSON ({error})") from error
+        if not isinstance(raw, dict):
+            raise ProtocolViolationError("a run's view is one JSON object")
+        return cast(Self, events.read_value(raw, cls, "view"))
 
     def to_fields(self) -> dict[str, object]:
         """The same as plain values."""

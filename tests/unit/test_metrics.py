@@ -3,12 +3,13 @@
 import re
 from dataclasses import replace
 
+import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from node.coordinator.accounting import Accounting
 from node.coordinator.metrics import COUNTED, NOT_FINITE, STATES, RunMetrics
-from node.stage.node_metrics import NodeMetrics
+from node.stage.node_metrics import NodeMetrics, serve_metrics
 from node.telemetry import events
 from node.telemetry.metrics import (
     NODE_METRICS,
@@ -23,6 +24,7 @@ from node.telemetry.metrics import (
 from node.telemetry.view import RunViewBuilder
 from tests.support.run_events import BEGAN, NODES, aborted, done, joined, opening, step
 from tests.unit.test_accounting import EPOCH, totals
+from wire.errors import UserError
 
 FORBIDDEN_LABELS = {"step", "token", "address", "microbatch", "peer_address", "host", "ip"}
 
@@ -223,3 +225,21 @@ def test_a_node_shows_itself_across_epochs() -> None:
     flow = (("codec", "tah"), ("direction", "gradient"), ("peer", "0"))
     assert samples["thinwire_node_link_elements_total", flow] == 1600
     assert {name for name, _ in samples} <= {PREFIX + one.name for one in NODE_METRICS}
+
+
+async def test_a_node_serves_its_metrics_and_nothing_else() -> None:
+    async with (
+        serve_metrics("127.0.0.1:0", lambda: b"thinwire_node_stage 3\n") as address,
+        aiohttp.ClientSession(f"http://{address}") as session,
+    ):
+        async with session.get("/metrics") as answer:
+            assert answer.status == 200
+            assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+            assert parsed(await answer.read()) == {("thinwire_node_stage", ()): 3.0}
+        async with session.get("/") as answer:
+            assert answer.status == 404
+        async with session.post("/metrics") as answer:
+            assert answer.status == 405
+    with pytest.raises(UserError, match=r"cannot serve metrics at 192\.0\.2\.1:1 \([^(]+\): give another"):
+        async with serve_metrics("192.0.2.1:1", lambda: b""):
+            pass

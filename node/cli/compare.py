@@ -1,0 +1,38 @@
+"""`thinwire compare RUN_DIR RUN_DIR`: two runs side by side."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from node.telemetry.compare import RunRecord
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("compare", help="two runs side by side")
+    parser.add_argument("first", metavar="RUN_DIR", type=Path, help="the one run's directory")
+    parser.add_argument("second", metavar="RUN_DIR", type=Path, help="the other's")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from node.telemetry.compare import compare, comparison_lines
+
+    comparison = compare(_record(args.first), _record(args.second))
+    text = json.dumps(comparison.to_fields()) if args.json else "\n".join(comparison_lines(comparison))
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+def _record(directory: Path) -> "RunRecord":
+    from node.cli.run_directory import existing_run_directory
+    from node.coordinator.store import Store
+    from node.telemetry.compare import record
+    from node.telemetry.history import read_history
+
+    with Store.open(existing_run_directory(directory)) as store:
+        config = json.loads(store.run().config_json)
+    return record(directory.name or str(directory), config, read_history(directory))

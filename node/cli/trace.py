@@ -1,0 +1,52 @@
+"""`thinwire trace RUN_DIR --steps a:b`: what every stage did when, for Perfetto or chrome://tracing."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("trace", help="write a trace of some steps, for Perfetto")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory")
+    parser.add_argument(
+        "--steps", default="", metavar="A:B", help="first and last step (default: the newest one)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="where to write it (default: trace-A-B.json in RUN_DIR)"
+    )
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from node.cli.run_directory import existing_run_directory
+    from node.telemetry.history import highest_step
+    from node.telemetry.trace import align, chrome_trace
+    from node.telemetry.trace_files import read_batches
+    from node.telemetry.traced_steps import TracedSteps
+    from node.telemetry.units import duration_text
+    from wire.errors import UserError
+
+    directory = existing_run_directory(args.run_dir)
+    newest = highest_step(directory)
+    text = args.steps or f"{max(1, newest)}:{max(1, newest)}"
+    steps = TracedSteps.parse(text if ":" in text else f"{text}:{text}")
+    assert steps.last is not None, "only `all` has no last step, and has no colon either"
+    first, last = steps.first - 1, steps.last - 1
+    # A neighbour may send before a stage has heard that the step began: look at the steps around, too.
+    aligned = align(read_batches(directory, first - 1, last + 1), first, last)
+    if not aligned.spans:
+        raise UserError(
+            f"there is no trace of steps {text} in {directory}: the run has done {newest} steps; the run "
+            "file's telemetry.trace says which are traced, telemetry.trace_mb how much is kept"
+        )
+    out = args.out or directory / f"trace-{steps.first}-{steps.last}.json"
+    trace = chrome_trace(aligned, directory.name)
+    out.write_text(json.dumps(trace, separators=(",", ":")) + "\n", encoding="utf-8")
+    stages = len({one.stage for one in aligned.spans})
+    sys.stdout.write(
+        f"{out}: {len(aligned.spans)} spans of {stages} stages, clocks within "
+        f"{duration_text(aligned.clock_error)}; open it in https://ui.perfetto.dev or chrome://tracing\n"
+    )
+    return 0

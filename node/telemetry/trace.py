@@ -1,0 +1,227 @@
+"""Spans of a run as a trace that Perfetto and Chrome open (Trace Event Format, JSON object form). Pure.
+
+A stage is a process, and each thing that goes on in it is a thread: compute, encode, decode, wait, and for
+each neighbour send and receive. A tensor's arrow goes from its encoding over its link to its decoding. Times
+are microseconds on the coordinator's clock, from the first span on.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from node.telemetry.clock import WAITS, TimeKind
+from node.telemetry.trace_files import Batch
+from wire.spec import Direction, TensorKey
+from wire.telemetry import Span
+from wire.transfers import TransferKind
+
+_MICRO = 1e6
+_COMPUTE, _ENCODE, _DECODE, _WAIT = 1, 2, 3, 4
+_SEND, _RECEIVE = 100, 200  # and the neighbour's stage
+_LANES = {_COMPUTE: "compute", _ENCODE: "encode", _DECODE: "decode", _WAIT: "wait"}
+_WAIT_NAMES = {kind.value for kind in WAITS}
+
+
+@dataclass(frozen=True)
+class PlacedSpan:
+    """A span on the coordinator's clock."""
+
+    stage: int
+    node_id: str
+    start: float
+    """Unix seconds."""
+    span: Span
+
+    @property
+    def end(self) -> float:
+        return self.start + self.span.seconds
+
+    @property
+    def lane(self) -> int:
+        kind, peer = self.span.kind, self.span.peer_stage
+        match kind:
+            case TransferKind.SEND:
+                return _SEND + peer
+            case TransferKind.RECEIVE:
+                return _RECEIVE + peer
+            case TimeKind.ENCODE:
+                return _ENCODE
+            case TimeKind.DECODE:
+                return _DECODE
+            case _:
+                return _WAIT if kind in _WAIT_NAMES else _COMPUTE
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """The spans of some steps on one clock."""
+
+    spans: tuple[PlacedSpan, ...]
+    clock_error: float
+    """No node's clock is further off than this, seconds."""
+    dropped: int
+
+
+def align(batches: Iterable[Batch], first: int, last: int) -> Aligned:
+    """The spans of steps `first` to `last`, counted from 0, by time.
+
+    Of each node's clock offsets the one with the least error counts, so that its spans keep their distances.
+    A step that ran more than once is there with the last of its epochs.
+    """
+    batches = list(batches)
+    clocks: dict[str, tuple[float, float]] = {}
+    for batch in batches:
+        error, offset = clocks.get(batch.node_id, (float("inf"), 0.0))
+        if 0 < batch.spans.clock_error < error:
+            clocks[batch.node_id] = batch.spans.clock_error, batch.spans.clock_offset
+        else:
+            clocks.setdefault(batch.node_id, (error, batch.spans.clock_offset or offset))
+    epochs: dict[int, int] = {}
+    for batch in batches:
+        epochs[batch.spans.step] = max(epochs.get(batch.spans.step, 0), batch.spans.epoch)
+    placed = []
+    for batch in batches:
+        for span in batch.spans.spans:
+            step = span.key.step if span.key is not None else batch.spans.step
+            if first <= step <= last and batch.spans.epoch == epochs.get(step, batch.spans.epoch):
+                start = span.start + clocks[batch.node_id][1]
+                placed.append(PlacedSpan(batch.spans.stage, batch.node_id, start, span))
+    return Aligned(
+        spans=tuple(sorted(placed, key=lambda one: (one.start, one.stage))),
+        clock_error=max((error for error, _ in clocks.values() if error < float("inf")), default=0.0),
+        dropped=sum(batch.spans.dropped for batch in batches),
+    )
+
+
+def chrome_trace(aligned: Aligned, name: str) -> dict[str, Any]:
+    """The trace as one JSON object; `name` is the run's."""
+    spans = aligned.spans
+    origin = spans[0].start if spans else 0.0
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "run": name,
+            "began": origin,
+            "clock_error_microseconds": round(_MICRO * aligned.clock_error, 1),
+            "dropped_spans": aligned.dropped,
+        },
+        "traceEvents": [
+            *_names(spans),
+            *(_slice(one, origin) for one in spans if one.span.kind != TransferKind.IN_FLIGHT),
+            *(
+                event
+                for one in spans
+                if one.span.kind == TransferKind.IN_FLIGHT
+                for event in _flight(one, origin)
+            ),
+            *_arrows(spans, origin),
+        ],
+    }
+
+
+def _names(spans: Sequence[PlacedSpan]) -> list[dict[str, Any]]:
+    nodes: dict[int, dict[str, None]] = {}
+    lanes: dict[tuple[int, int], None] = {}
+    for one in spans:
+        nodes.setdefault(one.stage, {})[one.node_id] = None
+        if one.span.kind != TransferKind.IN_FLIGHT:
+            lanes[one.stage, one.lane] = None
+    events = []
+    for stage, ids in sorted(nodes.items()):
+        events.append(_meta("process_name", stage, 0, name=f"stage {stage}: {', '.join(ids)}"))
+        events.append(_meta("process_sort_index", stage, 0, sort_index=stage))
+    for stage, lane in sorted(lanes):
+        way = f"receive from {lane - _RECEIVE}" if lane >= _RECEIVE else f"send to {lane - _SEND}"
+        events.append(_meta("thread_name", stage, lane, name=_LANES.get(lane, way)))
+        events.append(_meta("thread_sort_index", stage, lane, sort_index=lane))
+    return events
+
+
+def _meta(what: str, stage: int, lane: int, **arguments: object) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": stage, "tid": lane, "args": arguments}
+
+
+def _slice(one: PlacedSpan, origin: float) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": _title(one.span),
+        "cat": one.span.kind,
+        "pid": one.stage,
+        "tid": one.lane,
+        "ts": _micro(one.start - origin),
+        "dur": _micro(one.span.seconds),
+        "args": _arguments(one.span),
+    }
+
+
+def _flight(one: PlacedSpan, origin: float) -> list[dict[str, Any]]:
+    """From the last frame to its acknowledgement; several tensors may be on their way at once."""
+    assert one.span.key is not None
+    shared = {
+        "cat": one.span.kind,
+        "name": f"in flight to {one.span.peer_stage}",
+        "id": _identity(one.span.key),
+        "pid": one.stage,
+        "tid": _SEND + one.span.peer_stage,
+    }
+    return [
+        {**shared, "ph": "b", "ts": _micro(one.start - origin), "args": _arguments(one.span)},
+        {**shared, "ph": "e", "ts": _micro(one.end - origin)},
+    ]
+
+
+def _arrows(spans: Sequence[PlacedSpan], origin: float) -> list[dict[str, Any]]:
+    """For every tensor that was packed and unpacked: from the one, over its link, to the other."""
+    parts: dict[TensorKey, dict[str, PlacedSpan]] = {}
+    for one in spans:
+        if one.span.key is not None:
+            parts.setdefault(one.span.key, {})[one.span.kind] = one
+    events = []
+    for key, way in parts.items():
+        ends = way.get(TimeKind.ENCODE), way.get(TimeKind.DECODE)
+        if ends[0] is None or ends[1] is None:
+            continue
+        between = [way[kind] for kind in (TransferKind.SEND, TransferKind.RECEIVE) if kind in way]
+        stops = [("s", ends[0]), *(("t", stop) for stop in between), ("f", ends[1])]
+        for phase, stop in stops:
+            events.append(
+                {
+                    "ph": phase,
+                    "name": _kind_of(key),
+                    "cat": "tensor",
+                    "id": _identity(key),
+                    "pid": stop.stage,
+                    "tid": stop.lane,
+                    "ts": _micro(stop.start - origin),
+                    **({"bp": "e"} if phase == "f" else {}),
+                }
+            )
+    return events
+
+
+def _title(span: Span) -> str:
+    return span.kind if span.key is None else f"{span.kind} {span.key.microbatch}"
+
+
+def _arguments(span: Span) -> dict[str, object]:
+    if span.key is None:
+        return {}
+    key = span.key
+    return {
+        "step": key.step + 1,
+        "microbatch": key.microbatch,
+        "boundary": key.boundary,
+        "tensor": _kind_of(key),
+    }
+
+
+def _kind_of(key: TensorKey) -> str:
+    return Direction(key.direction).name.lower()
+
+
+def _identity(key: TensorKey) -> str:
+    return f"{key.epoch}.{key.step}.{key.microbatch}.{key.boundary}.{int(key.direction)}"
+
+
+def _micro(seconds: float) -> float:
+    return round(_MICRO * seconds, 1)

@@ -1,0 +1,166 @@
+"""Spans on disk: `trace/` in the run's directory, compressed, never more than a stated size.
+
+A segment is a gzip file of JSON lines, each what one stage sent after a step. Lines are gathered for a moment
+and appended as a member of their own, so that what a crash cuts short costs that member alone; a coordinator
+that is started again begins a new segment. When all segments together exceed the limit, the oldest go.
+"""
+
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from wire.errors import RunError
+from wire.spec import Direction, TensorKey
+from wire.telemetry import Span, StepSpans
+
+TRACE_DIRECTORY = "trace"
+SEGMENT_BYTES = 4 * 1024 * 1024
+MOST_WAITING = 16 * 1024 * 1024
+"""Bytes of lines in memory; what comes while a disk is slower than that is dropped."""
+_TICKS = 1e6
+_GZIP = 31  # zlib's way to ask for a gzip header
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a node sent after a step, or part of it."""
+
+    node_id: str
+    spans: StepSpans
+
+
+class TraceWriter:
+    """Gathers batches with `add` and `take`, writes them with `write`, which may run on another thread.
+
+    The first write that fails ends the trace: `broken` says why, and the run goes on.
+    """
+
+    def __init__(self, directory: Path, limit_bytes: int) -> None:
+        """`directory` is the run's; `limit_bytes` bounds the files there."""
+        self._directory = directory / TRACE_DIRECTORY
+        self._limit = limit_bytes
+        self._waiting: list[bytes] = []
+        self._waiting_bytes = 0
+        self._segment: Path | None = None
+        self._writing = Lock()
+        self.broken = ""
+        """Why nothing is written any more."""
+
+    def add(self, node_id: str, spans: StepSpans) -> None:
+        line = _to_line(Batch(node_id, spans))
+        if not self.broken and self._waiting_bytes + len(line) <= MOST_WAITING:
+            self._waiting.append(line)
+            self._waiting_bytes += len(line)
+
+    def take(self) -> list[bytes]:
+        """What was gathered since this was called last, to be written."""
+        lines, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        return lines
+
+    def write(self, lines: list[bytes]) -> None:
+        """Append lines. Does not raise: see `broken`."""
+        if not lines or self.broken:
+            return
+        packer = zlib.compressobj(6, zlib.DEFLATED, _GZIP)
+        member = packer.compress(b"".join(lines)) + packer.flush()
+        with self._writing:
+            try:
+                with self._open_segment().open("ab") as file:
+                    file.write(member)
+                self._remove_oldest()
+            except OSError as error:
+                self.broken = f"{self._directory} cannot be written ({error.strerror}); the trace ends here"
+
+    def _open_segment(self) -> Path:
+        segment = self._segment
+        if segment is None:
+            self._directory.mkdir(mode=0o700, exist_ok=True)
+        if segment is None or segment.stat().st_size >= min(SEGMENT_BYTES, self._limit // 4):
+            numbers = [int(path.name.split(".")[0].split("-")[1]) for path in segments(self._directory)]
+            segment = self._directory / f"spans-{max(numbers, default=0) + 1:06}.jsonl.gz"
+        self._segment = segment
+        return segment
+
+    def _remove_oldest(self) -> None:
+        files = segments(self._directory)
+        size = sum(path.stat().st_size for path in files)
+        for path in files[:-1]:
+            if size <= self._limit:
+                break
+            size -= path.stat().st_size
+            path.unlink()
+
+
+def segments(directory: Path) -> list[Path]:
+    """The segments in a trace directory, oldest first."""
+    return sorted(directory.glob("spans-[0-9]*.jsonl.gz"))
+
+
+def read_batches(directory: Path, first: int, last: int) -> Iterator[Batch]:
+    """Batches of the run in `directory` that were sent after steps `first` to `last`, counted from 0.
+
+    What a crash cut short is left out. Raises RunError when files cannot be read.
+    """
+    for path in segments(directory / TRACE_DIRECTORY):
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise RunError(f"{path} cannot be read: {error.strerror}") from error
+        for line in _members(data).splitlines():
+            try:
+                batch = _from_line(line)
+            except (ValueError, KeyError, TypeError, IndexError):
+                continue
+            if first <= batch.spans.step <= last:
+                yield batch
+
+
+def _members(data: bytes) -> bytes:
+    """The content of concatenated gzip members, up to the first that is damaged."""
+    whole = b""
+    while data:
+        unpacker = zlib.decompressobj(_GZIP)
+        try:
+            content = unpacker.decompress(data)
+        except zlib.error:
+            break
+        if not unpacker.eof:
+            break
+        whole += content
+        data = unpacker.unused_data
+    return whole
+
+
+def _to_line(batch: Batch) -> bytes:
+    spans = batch.spans
+    names = list(dict.fromkeys(span.kind for span in spans.spans))
+    rows = [
+        [
+            names.index(span.kind),
+            round(_TICKS * span.start),
+            round(_TICKS * span.seconds),
+            span.peer_stage,
+            *(
+                [span.key.step, span.key.microbatch, span.key.boundary, int(span.key.direction)]
+                if span.key
+                else []
+            ),
+        ]
+        for span in spans.spans
+    ]
+    fields: dict[str, Any] = {**vars(spans), "node": batch.node_id, "names": names, "spans": rows}
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+
+
+def _from_line(line: bytes) -> Batch:
+    raw = json.loads(line)
+    node_id, names, rows, epoch = raw.pop("node"), raw.pop("names"), raw.pop("spans"), raw["epoch"]
+    spans = []
+    for kind, start, length, peer, *place in rows:
+        key = TensorKey(epoch, place[0], place[1], place[2], Direction(place[3])) if place else None
+        spans.append(Span(names[kind], start / _TICKS, length / _TICKS, key, peer))
+    return Batch(node_id, StepSpans(spans=tuple(spans), **raw))

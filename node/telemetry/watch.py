@@ -1,0 +1,101 @@
+"""Where views of a run come from: its history on disk, also while it grows, or its coordinator's page."""
+
+import http.client
+import ssl
+import urllib.parse
+from dataclasses import replace
+from pathlib import Path
+
+from node.telemetry.history import HISTORY_FILE, parse_line
+from node.telemetry.run_view import RunView
+from node.telemetry.status import coordinator_alive, read_status
+from node.telemetry.view import RunViewBuilder
+from wire.errors import LinkError, ProtocolViolationError, RunError, UserError
+
+MOST_ANSWER = 16 * 1024 * 1024
+TIMEOUT_SECONDS = 10.0
+
+
+class HistoryWatch:
+    """Views of the run in `directory`; each call takes in what was appended since the one before."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._builder = RunViewBuilder()
+        self._read = 0
+        self._rest = b""
+
+    def view(self) -> RunView:
+        """Raises RunError when the history cannot be read."""
+        path = self._directory / HISTORY_FILE
+        try:
+            with path.open("rb") as file:
+                file.seek(self._read)
+                data = file.read()
+        except FileNotFoundError:
+            data = b""
+        except OSError as error:
+            raise RunError(f"{path} cannot be read: {error.strerror}") from error
+        self._read += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if (entry := parse_line(line)) is not None:
+                self._builder.apply(entry.event, entry.at)
+        view = self._builder.view()
+        if not view.ended and self._dead():
+            return replace(view, state="stopped", ended="its coordinator is gone", eta_seconds=None)
+        return view
+
+    def _dead(self) -> bool:
+        """Whether the coordinator's process, on this machine, is known to have ended."""
+        status = read_status(self._directory)
+        return status is not None and coordinator_alive(status) is False
+
+
+class PageWatch:
+    """Views from a coordinator's page: `host:port`, or its http or https address."""
+
+    def __init__(self, address: str) -> None:
+        """Raises UserError for what is no address."""
+        url = address if "://" in address else f"http://{address}"
+        try:
+            parts = urllib.parse.urlsplit(url)
+            port = parts.port
+        except ValueError:
+            parts, port = urllib.parse.urlsplit(""), None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(
+                f"{address!r} is neither a run's directory nor its page's address, such as 127.0.0.1:7702"
+            )
+        self._secure = parts.scheme == "https"
+        self._host = parts.hostname
+        self._port = port or (443 if self._secure else 80)
+        self._address = f"{parts.scheme}://{parts.netloc}"
+
+    def view(self) -> RunView:
+        """Raises LinkError when the page does not answer, RunError when it is no run's."""
+        try:
+            if self._secure:
+                context = ssl.create_default_context()
+                link: http.client.HTTPConnection = http.client.HTTPSConnection(
+                    self._host, self._port, timeout=TIMEOUT_SECONDS, context=context
+                )
+            else:
+                link = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_SECONDS)
+            try:
+                link.request("GET", "/api/view")
+                answer = link.getresponse()
+                body = answer.read(MOST_ANSWER)
+            finally:
+                link.close()
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise LinkError(
+                f"{self._address} does not answer ({reason}): is the coordinator running?"
+            ) from None
+        if answer.status != 200:
+            raise RunError(f"{self._address}/api/view answers {answer.status}: this is no run's page")
+        try:
+            return RunView.from_json(body)
+        except ProtocolViolationError as error:
+            raise RunError(f"{self._address}/api/view is of another version of thinwire: {error}") from None
