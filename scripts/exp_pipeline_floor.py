@@ -53,9 +53,9 @@ NODE = "node"
 """This script's first argument when it is to be a node."""
 TIMES = "THINWIRE_STAND_IN_SECONDS"
 STAGES = 4
-FORWARD_SECONDS, BACKWARD_SECONDS = 0.010, 0.020
+FORWARD_SECONDS, BACKWARD_SECONDS = 0.020, 0.040
 RATES_MBIT = (1000, 500, 300, 100, 30)
-ROUND_TRIPS_MS = (0, 20, 100)
+ROUND_TRIPS_MS = (100, 20, 0)
 START_SECONDS = 120.0
 STEP_SECONDS = 60.0
 
@@ -64,11 +64,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the share of the physical floor reached.")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES_MBIT, help="Mbit/s, each way")
     parser.add_argument("--round-trips", type=float, nargs="+", default=ROUND_TRIPS_MS, help="milliseconds")
-    parser.add_argument("--windows", nargs="+", default=["0", "auto"], help="values of pipeline.window")
-    parser.add_argument("--microbatches", type=int, default=32)
+    parser.add_argument("--windows", nargs="+", default=["auto"], help="values of pipeline.window")
+    parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--codec", default="bf16")
-    parser.add_argument("--settle", type=int, default=4, help="steps after a change that do not count")
-    parser.add_argument("--steps", type=int, default=3, help="steps that count")
+    parser.add_argument("--settle", type=int, default=3, help="steps after a change that do not count")
+    parser.add_argument("--steps", type=int, default=2, help="steps that count")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--merge", type=Path, nargs="+", help="put reports together instead of measuring")
     arguments = parser.parse_args()
@@ -110,7 +110,7 @@ async def measure(
     run_file.write_text(to_toml(config), encoding="utf-8")
     environment = {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "XDG_STATE_HOME": str(directory / "state"),
         "OMP_NUM_THREADS": "1",
         TIMES: f"{FORWARD_SECONDS} {BACKWARD_SECONDS}",
