@@ -1,6 +1,8 @@
 """A chunk: the contiguous layer units that one pipeline stage runs in one go, as one module."""
 
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from math import sqrt
 
@@ -24,6 +26,9 @@ from node.model.units import (
 )
 from node.training.rng import generator
 from wire.errors import ConfigError
+
+MOST_THREADS = 16
+"""That draw initial weights; a stage of a large model has some hundred million."""
 
 
 class Chunk(nn.Module):
@@ -112,13 +117,14 @@ def build_chunk(
         # Its tables hold no weights, so all blocks of a chunk share one.
         rotary = Rotary(model.sequence, model.hidden // model.heads, model.rope_theta, device)
     modules: list[nn.Module] = []
+    drawn = _draw_weights(model, wanted, seed)
     for unit in wanted:
         # On the meta device torch allocates nothing and draws nothing from its own generator.
         with torch.device("meta"):
             module = _module(model, unit, rotary, storage or Storage())
         # Cloned into torch's own 64-byte aligned memory: a matrix product's bits may depend on alignment.
         weights = {
-            spec.name: torch.from_numpy(initial_weight(model, unit, spec, seed))
+            spec.name: torch.from_numpy(next(drawn))
             .clone()
             .to(device, weights_in if len(spec.shape) >= 2 else torch.float32)
             for spec in parameter_specs(model, unit)
@@ -126,6 +132,14 @@ def build_chunk(
         module.load_state_dict(weights, strict=True, assign=True)
         modules.append(module)
     return Chunk(model, wanted, modules)
+
+
+def _draw_weights(model: ModelSection, units: Sequence[str], seed: int) -> Iterator[np.ndarray]:
+    """Every initial weight of these units, in order; on all cores, as each has a generator of its own."""
+    places = [(unit, spec) for unit in units for spec in parameter_specs(model, unit)]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(min(cores, MOST_THREADS), thread_name_prefix="weights") as pool:
+        yield from pool.map(lambda place: initial_weight(model, place[0], place[1], seed), places)
 
 
 def initial_weight(model: ModelSection, unit: str, spec: ParameterSpec, seed: int) -> np.ndarray:
