@@ -121,8 +121,8 @@ async def _listen(runner: web.AppRunner, host: str, port: int, tls: ssl.SSLConte
         )
     except OSError as error:
         raise UserError(
-            f"cannot serve the page at {join_address(host, port)} ({error.strerror}): set dashboard.listen "
-            "to an address of this machine whose port is free, or to an empty string for no page"
+            f"cannot serve the page at {join_address(host, port)} ({error.strerror}): name an address of "
+            "this machine whose port is free ([dashboard] listen, or --listen)"
         ) from None
 
 

@@ -24,7 +24,7 @@ from tests.support.run_harness import SMALL, Run
 
 CONFIG = replace(
     SMALL,
-    run=replace(SMALL.run, steps=150, snapshot_every=50),
+    run=replace(SMALL.run, steps=80, snapshot_every=40),
     pipeline=replace(SMALL.pipeline, stages=1),
 )
 

@@ -334,3 +334,57 @@ def test_coordinator_hands_the_run_file_on(tmp_path: Path, monkeypatch: pytest.M
     Path("run.toml").write_text('[run]\nname = "mine"\n')
     assert main(["coordinator", "run.toml", "run.steps=40"]) == 0
     assert asked == ["mine", 40, Path("runs/mine-1"), False]
+
+
+def test_join_reads_its_token_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = JoinToken(("127.0.0.1:1",), "demo-x", b"p" * 32, "abcdefgh", b"s" * 16).encode()
+    asked: list[str] = []
+    monkeypatch.setattr("node.stage.main.run_node", lambda text, _options: asked.append(text) or 0)
+    for content in (token, f"{token}\n", f"thinwire join {token}\n"):
+        (tmp_path / "token").write_text(content)
+        assert main(["join", "--token-file", "token"]) == 0
+    assert asked == [token] * 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "content", "words"),
+    [
+        ([], None, "either as TOKEN or by --token-file"),
+        (["tw1_x", "--token-file", "token"], b"x", "either as TOKEN or by --token-file"),
+        (["--token-file", "token"], None, "cannot be read: No such file"),
+        (["--token-file", "."], None, "cannot be read: Is a directory"),
+        (["--token-file", "token"], b" \n", "is empty"),
+        (["--token-file", "token"], b"\xff\xfe", "it is not text"),
+        (["--token-file", "token"], b"nonsense", "this is not a join token"),
+    ],
+)
+def test_a_token_file_that_cannot_be_used(
+    arguments: list[str], content: bytes | None, words: str, tmp_path: Path, capsys: Capture
+) -> None:
+    if content is not None:
+        (tmp_path / "token").write_bytes(content)
+    assert main(["join", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_resume_or_start_needs_to_know_where(capsys: Capture) -> None:
+    assert main(["coordinator", "absent.toml", "--resume"]) == 2
+    assert "--resume needs --run-dir" in capsys.readouterr().err
+
+
+def test_resume_or_start_goes_on_with_the_run_that_is_there(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[Path, bool, str]] = []
+
+    def start(config: RunConfig, *, run_dir: Path, emit: object, resume: bool) -> int:
+        started.append((run_dir, resume, config.coordinator.listen))
+        return 5
+
+    monkeypatch.setattr("node.coordinator.main.run_coordinator", start)
+    changed = "coordinator.listen=127.0.0.1:0"
+    # The run file is not even looked at.
+    assert main(["coordinator", "absent.toml", "--resume", "--stay", "--run-dir", str(run_dir), changed]) == 5
+    Path("run.toml").write_text("")
+    assert main(["coordinator", "run.toml", "--resume", "--run-dir", "fresh", changed]) == 5
+    assert started == [(run_dir, True, "127.0.0.1:0"), (Path("fresh"), False, "127.0.0.1:0")]

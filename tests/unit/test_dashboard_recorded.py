@@ -1,0 +1,133 @@
+"""A run's page from its history: reading what is appended, and the command that serves it."""
+
+import json
+import re
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.cli.main import main
+from node.coordinator.claims import check_ports
+from node.dashboard import recorded
+from node.dashboard.recorded import HistoryTail
+from node.telemetry import events
+from node.telemetry.history import HISTORY_FILE
+from tests.support.process import Process
+from tests.support.recorded_run import append, step, write_run
+from wire.errors import UserError
+
+Capture = pytest.CaptureFixture[str]
+
+
+def notice(text: str) -> events.Notice:
+    return events.Notice(text=text)
+
+
+def texts(tail: HistoryTail) -> list[str]:
+    return [entry.event.text for entry in tail.read() if isinstance(entry.event, events.Notice)]
+
+
+def test_a_tail_reads_what_was_appended(tmp_path: Path) -> None:
+    tail = HistoryTail(tmp_path)
+    assert tail.read() == []  # no history yet
+    append(tmp_path, 1.0, notice("one"))
+    append(tmp_path, 2.0, notice("two"))
+    assert texts(tail) == ["one", "two"]
+    assert texts(tail) == []
+    append(tmp_path, 3.0, notice("three"))
+    assert texts(tail) == ["three"]
+
+
+def test_a_line_that_is_being_written_waits_for_its_end(tmp_path: Path) -> None:
+    append(tmp_path, 1.0, notice("whole"))
+    path = tmp_path / HISTORY_FILE
+    line = json.dumps({"at": 2.0, **json.loads(notice("ünfinished").to_json())}, ensure_ascii=False).encode()
+    tail = HistoryTail(tmp_path)
+    with path.open("ab") as file:
+        file.write(line[:-9])
+        file.flush()
+        assert texts(tail) == ["whole"]
+        file.write(line[-9:])
+        file.flush()
+        assert texts(tail) == []
+        file.write(b"\n")
+    assert texts(tail) == ["ünfinished"]
+
+
+def test_lines_that_cannot_be_read_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "MOST_BYTES", 256)
+    append(tmp_path, 1.0, notice("before"))
+    with (tmp_path / HISTORY_FILE).open("ab") as file:
+        file.write(b"\x00\xff not json\n" + b"x" * 2000 + b"\n")
+    append(tmp_path, 2.0, notice("after"))
+    tail = HistoryTail(tmp_path)
+    found = [text for _ in range(20) for text in texts(tail)]
+    assert found == ["before", "after"]
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return json.load(answer)
+
+
+@pytest.mark.timeout(120)
+def test_the_command_serves_and_follows_a_history(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    process = Process(
+        "page",
+        ["dashboard", str(tmp_path / "run"), "--listen", "127.0.0.1:0"],
+        directory=tmp_path,
+        environment={"XDG_STATE_HOME": str(tmp_path), "PATH": "/usr/bin"},
+    )
+    try:
+        line = process.wait_line(lambda line: line.startswith("page at "))
+        (url,) = re.findall(r"http://127\.0\.0\.1:\d+/", line)
+        assert get(f"{url}api/view")["view"]["step"] == 268
+        assert get(f"{url}api/operator")["available"] is False
+        with urllib.request.urlopen(f"{url}metrics", timeout=60) as answer:
+            assert b'thinwire_run_state{state="training"} 1.0' in answer.read()
+        for event in step(269):
+            append(tmp_path / "run", time.time(), event)
+        deadline = time.monotonic() + 60
+        while get(f"{url}api/view")["view"]["step"] != 269:
+            assert time.monotonic() < deadline
+        process.send(signal.SIGTERM)
+        assert process.wait_exit() == 0 and process.complaints == []
+    finally:
+        process.reap()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["absent"], "absent is not a directory"),
+        (["."], "holds no run"),
+        (["run", "--listen", "nowhere"], "is not host:port"),
+        (["run", "--listen", "192.0.2.1:7702"], "name an address of this machine"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    write_run(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    assert main(["dashboard", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_the_pages_port_is_looked_at_before_anything_is_written() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=r"that is the page's: set \[dashboard\] listen"):
+            check_ports("127.0.0.1:0", ("127.0.0.1", port))
+    check_ports("127.0.0.1:0", ("127.0.0.1", 0))
+    check_ports("127.0.0.1:0", None)
