@@ -59,8 +59,8 @@ class NodeMetrics(Collector):
         for name in ("memory_bytes", "peak_memory_bytes", "gpu_memory_bytes", "gpu_peak_memory_bytes"):
             families.set(f"node_{name}", getattr(newest, name))
         if newest.clock_error_seconds > 0:
-            families.set("node_clock_skew_seconds", newest.clock_skew_seconds)
-            families.set("node_clock_error_seconds", newest.clock_error_seconds)
+            families.set("local_clock_skew_seconds", newest.clock_skew_seconds)
+            families.set("local_clock_error_seconds", newest.clock_error_seconds)
         return iter(families)
 
     def _links(self, families: Families) -> None:

@@ -120,8 +120,8 @@ NODE_METRICS: tuple[Definition, ...] = (
     _gauge("node_peak_memory_bytes", "The largest so far."),
     _gauge("node_gpu_memory_bytes", "What torch holds on the GPU; 0 without one."),
     _gauge("node_gpu_peak_memory_bytes", "The largest so far."),
-    _gauge("node_clock_skew_seconds", "This machine's wall clock minus the coordinator's."),
-    _gauge("node_clock_error_seconds", "How wrong that may be."),
+    _gauge("local_clock_skew_seconds", "This machine's wall clock minus the coordinator's."),
+    _gauge("local_clock_error_seconds", "How wrong that may be."),
 )
 """At each node that was started with `--metrics`. Other names than the coordinator's, so that nobody adds
 the same seconds and bytes up twice. `peer` is the neighbour's stage."""

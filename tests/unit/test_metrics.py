@@ -187,6 +187,11 @@ def test_labels_from_nodes_cannot_break_the_format(watched: Watched) -> None:
     assert samples["thinwire_stage_info", (("device", hostile), ("node", NODES[0]), ("stage", "0"))] == 1
 
 
+def test_a_name_means_the_same_at_the_coordinator_and_at_a_node() -> None:
+    run = {one.name: one for one in RUN_METRICS}
+    assert [one.name for one in NODE_METRICS if run.get(one.name, one) != one] == []
+
+
 def test_every_counted_event_is_a_metric() -> None:
     assert set(COUNTED) <= {one.name for one in RUN_METRICS if one.kind is MetricKind.COUNTER}
 

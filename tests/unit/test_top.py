@@ -1,0 +1,162 @@
+"""`thinwire top`: what its lines say, where its views come from, and what it says when there are none."""
+
+import asyncio
+import json
+import math
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from node.cli.main import main
+from node.telemetry import events
+from node.telemetry.history import HISTORY_FILE, HistoryWriter
+from node.telemetry.run_view import RunView
+from node.telemetry.top import sparkline, step_line, view_lines
+from node.telemetry.view import view
+from node.telemetry.watch import HistoryWatch, PageWatch
+from tests.support.run_events import BEGAN, aborted, history, opening, started, step
+from wire.errors import LinkError, ProtocolViolationError, RunError, UserError
+
+STORED = events.SnapshotStored(step=2, bytes=1000, path="p")
+
+
+def write(directory: Path, *told: events.Event) -> None:
+    writer = HistoryWriter(print)
+    writer(events.RunStarted(**{**vars(started()), "directory": str(directory)}))
+    for event in told:
+        writer(event)
+    writer.close()
+
+
+def test_everything_is_on_the_screen() -> None:
+    seen = view(history(opening(), step(1), step(2), STORED, aborted(3)))
+    text = "\n".join(view_lines(seen, now=seen.updated + 90))
+    for words in (
+        "run demo (demo-abc): restoring, step 2/100",
+        "loss 5.9800",
+        "4.1k tokens/s",
+        "activations fixed-6, gradients fixed-8",
+        "bottleneck",
+        "node-aaaa",
+        "0 to 1",
+        "6.26",
+        "25%",
+        "3 nodes, 1 spare;  snapshot of step 2, 1m31s old;  1 aborted",
+        "step 3 aborted and runs again",
+    ):
+        assert words in text, words
+    assert "192.0.2" not in text
+
+
+def test_a_run_that_has_not_begun_is_shown_too() -> None:
+    assert "starting" in view_lines(view([]), BEGAN)[0]
+    assert "waiting for nodes" in step_line(view(history(started())))
+
+
+def test_nothing_from_a_node_reaches_the_terminal_as_it_is() -> None:
+    hostile = "\x1b[2Jowned\x07"
+    seen = view(
+        history(
+            started(),
+            events.NodeJoined(node_id=hostile, device=hostile, address=""),
+            events.Notice(text=hostile),
+        )
+    )
+    text = "\n".join(view_lines(seen, BEGAN))
+    assert "owned" in text and "\x1b" not in text and "\x07" not in text
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "drawn"),
+    [
+        ((0.0, 1.0), 4, "▁█"),
+        ((2.0, 2.0, 2.0), 4, "▁▁▁"),
+        ((0.0, 0.0, 7.0, 7.0), 2, "▁█"),
+        ((1.0, math.nan, 8.0), 4, "▁ █"),
+        ((), 4, ""),
+    ],
+)
+def test_sparklines(values: tuple[float, ...], width: int, drawn: str) -> None:
+    assert sparkline(values, width) == drawn
+
+
+def test_a_view_survives_its_json() -> None:
+    seen = view(history(opening(), step(1), STORED, aborted(2)))
+    assert RunView.from_json(seen.to_json()) == seen
+    for text in ("nonsense", "[]", "{}", '{"run_id": 3}'):
+        with pytest.raises(ProtocolViolationError):
+            RunView.from_json(text)
+
+
+def test_a_history_is_followed_while_it_grows(tmp_path: Path) -> None:
+    watch = HistoryWatch(tmp_path)
+    assert watch.view().state == "starting"
+    write(tmp_path, *opening()[1:], *step(1))
+    assert watch.view().step == 1
+    with (tmp_path / HISTORY_FILE).open("a") as file:
+        whole = json.dumps({"at": BEGAN, **json.loads(step(2)[1].to_json())})
+        file.write(whole[:20])
+        file.flush()
+        assert watch.view().step == 1, "half a line is not read"
+        file.write(whole[20:] + "\n")
+    assert watch.view().step == 2
+
+
+@pytest.mark.parametrize("address", ["nowhere", "ftp://127.0.0.1:1", "http://", "127.0.0.1:port", "[::1"])
+def test_what_is_neither_a_directory_nor_an_address(address: str) -> None:
+    if address == "nowhere":
+        return  # a host's name
+    with pytest.raises(UserError, match="neither a run's directory nor its page's address"):
+        PageWatch(address)
+
+
+def test_a_page_that_does_not_answer_is_one_line() -> None:
+    with pytest.raises(LinkError, match=r"http://127\.0\.0\.1:1 does not answer \(Connection refused\)"):
+        PageWatch("127.0.0.1:1").view()
+
+
+async def test_views_come_from_a_page() -> None:
+    seen = view(history(opening(), step(1)))
+    answers = [
+        web.Response(text=seen.to_json()),
+        web.Response(status=404),
+        web.Response(text='{"another": "version"}'),
+    ]
+
+    async def answer(_request: web.Request) -> web.Response:
+        return answers.pop(0)
+
+    application = web.Application()
+    application.router.add_get("/api/view", answer)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    watch = PageWatch(f"127.0.0.1:{runner.addresses[0][1]}")
+    try:
+        assert await asyncio.to_thread(watch.view) == seen
+        with pytest.raises(RunError, match="answers 404: this is no run's page"):
+            await asyncio.to_thread(watch.view)
+        with pytest.raises(RunError, match="another version"):
+            await asyncio.to_thread(watch.view)
+    finally:
+        await runner.cleanup()
+
+
+def test_the_command_shows_a_run_that_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.db").touch()
+    write(tmp_path, *opening()[1:], *step(1), events.RunFinished(reason="enough", failed=True))
+    assert main(["top", str(tmp_path), "--once"]) == 0
+    assert "failed (enough), step 1/100" in capsys.readouterr().out
+    assert main(["top", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "failed"
+    assert main(["top", str(tmp_path)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("run demo (demo-abc): failed (enough), step 1/100; loss 5.9900")
+
+
+@pytest.mark.parametrize("where", ["/no/such/run", "127.0.0.1:1"])
+def test_the_command_says_what_is_wrong_in_one_line(where: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", where, "--once"]) in (1, 2)
+    assert len(capsys.readouterr().err.splitlines()) == 1
