@@ -5,24 +5,22 @@ training. A matrix `[R, C]` is predicted by 2**(a_r + b_c + e) sum_k u_rk m_k v_
 few bits, m a multiplier for each k. The sums stay below 2**24, so they are exact in fp32 in any order, with
 any matrix multiplication, and so is the scaling by powers of two.
 
-The encoder finds the factors by two rounds of subspace iteration from a fixed start. That is exact, too:
-matrices are rounded to integers before they are multiplied, and what is no integer is computed element by
-element.
+The encoder finds a space (`Space`) by two rounds of subspace iteration from a fixed start, on a sample of
+the rows, and then every row's coefficients in it. That is exact, too: matrices are rounded to integers before
+they are multiplied in fp64, and what is no integer is computed element by element, or in numpy for the few
+numbers that belong to a dimension. So every device finds the same factors.
 """
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels.trellis_scales import OCTAVE, scales
+from kernels.trellis_scales import OCTAVE, row_scales, scales
 
-Float32Array = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 Int32Array = NDArray[np.int32]
-_Float = TypeVar("_Float", np.float32, np.float64)
 
 MAX_RANK = 64
 MIN_FACTOR_BITS = 3
@@ -35,139 +33,206 @@ MAX_EXPONENT_STEP = (1 << EXPONENT_BITS) - 1
 MIN_EXPONENT, MAX_EXPONENT = -64, 64
 
 # A whitened element of mean magnitude, and the largest.
-_MEAN = 32
+_MEAN_BITS = 5
 _LARGEST = 255
-# Within fp32's integers: 1024 products of a whitened element and a factor.
-_CHUNK = 1024
 _FACTOR = 63
 _PRECISE = 1 << 17
+# Of the numbers that make columns orthogonal. With 17 bits of a column and 6 of a rank, below fp64's 53.
+_TURN = 1 << 20
+_LARGEST_TURN = 1 << 29
+# Elements that are widened to fp64 at once.
+_AT_ONCE = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """A prediction. u: int32 `[R, K]`, v: int32 `[C, K]`, both of `bits` bits with sign, symmetric."""
+    """A prediction, on the device of what it predicts. u: int8 `[R, K]`, v: int8 `[C, K]`, both of `bits`
+    bits with sign, symmetric."""
 
     bits: int
-    u: Int32Array
-    v: Int32Array
-    multiplier: Int32Array  # [K], 0 to MAX_MULTIPLIER
-    row_exponent: Int32Array  # [R], 0 to MAX_EXPONENT_STEP
-    column_exponent: Int32Array  # [C]
+    u: torch.Tensor
+    v: torch.Tensor
+    multiplier: torch.Tensor  # [K], int32, 0 to MAX_MULTIPLIER
+    row_exponent: torch.Tensor  # [R], int32, 0 to MAX_EXPONENT_STEP
+    column_exponent: torch.Tensor  # [C]
     exponent: int
 
     @property
+    def tops(self) -> torch.Tensor:
+        """The largest row and column exponents and the sum of the multipliers, int32 `[3]`."""
+        return torch.stack(
+            (self.row_exponent.amax(), self.column_exponent.amax(), self.multiplier.sum(dtype=torch.int32))
+        )
+
+    @property
     def rank(self) -> int:
-        return self.multiplier.size
+        return self.multiplier.numel()
 
 
-def bounded(bits: int, multiplier: Int32Array) -> bool:
-    """Whether no sum can leave fp32's integers."""
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What a sample of a matrix's rows says of all of them."""
+
+    v: torch.Tensor  # [C, K], fp64 of integers
+    energy: torch.Tensor  # [K], of v's columns
+    bits: int
+    multiplier: Int32Array
+    fine: int
+    row_base: int
+    column_exponent: torch.Tensor
+    column_base: int
+
+
+def most_multipliers(bits: int) -> int:
+    """What multipliers may add up to, so that no sum can leave fp32's integers."""
     limit = (1 << (bits - 1)) - 1
-    return int(multiplier.sum()) * limit * limit < 1 << 24
+    return ((1 << 24) - 1) // (limit * limit)
 
 
-def predict(factors: Factors) -> Float32Array:
-    """The prediction, `[R, C]`."""
-    scaled = (factors.u * factors.multiplier).astype(np.float64)
-    # In fp64, because settings of torch may lower the precision of fp32 products.
-    product: Float32Array = _matmul(scaled, factors.v.T.astype(np.float64)).astype(np.float32)
-    product *= _powers(factors.row_exponent + np.int32(factors.exponent))[:, None]
-    product *= _powers(factors.column_exponent)
-    return product
+def predict(factors: Factors) -> torch.Tensor:
+    """The prediction, fp32 `[R, C]`."""
+    rows, columns = factors.u.shape[0], factors.v.shape[0]
+    product = torch.empty(rows, columns, dtype=torch.float32, device=factors.u.device)
+    v = factors.v.double().T
+    step = max(1, _AT_ONCE // columns)
+    for start in range(0, rows, step):
+        some = slice(start, start + step)
+        # In fp64, because settings of torch may lower the precision of fp32 products.
+        product[some] = (factors.u[some].int() * factors.multiplier).double() @ v
+    product.mul_(_powers(factors.row_exponent + factors.exponent).unsqueeze(1))
+    return product.mul_(_powers(factors.column_exponent))
 
 
-def fit(x: Float32Array, rank: int, bits: int) -> Factors:
-    """Factors of rank `rank` for a matrix `[R, C]` below 2**13 in magnitude, not all zero."""
-    row, column = scales(x)
+def spaces(sample: torch.Tensor, rank: int, kinds: list[tuple[int, int]]) -> list[Space]:
+    """A space of each of `kinds`, (rank at most `rank`, bits), for rows like those of fp32 `[S, C]`.
+
+    The sample's elements lie below 2**13 in magnitude.
+    """
+    row, column = scales(sample)
     row_exponent, row_base = _exponents(row)
     column_exponent, column_base = _exponents(column)
-    exponent = row_base + column_base - 5
-    white = x * _powers(-row_exponent - np.int32(exponent))[:, None]
-    white *= _powers(-column_exponent)
-    np.rint(white, out=white)
-    np.clip(white, -_LARGEST, _LARGEST, out=white)
-
-    basis = _signs(x.shape[1], rank)
+    white = _whitened(sample, row_exponent, column_exponent, row_base + column_base)
+    basis = _signs(sample.shape[1], rank, sample.device)
     for _ in range(2):
-        image = _to_integers(_product(white, basis), _FACTOR, _FACTOR / 4)
-        whole = _orthogonal(_product(white.T, image))
+        image = _to_integers(white @ basis, _FACTOR, _FACTOR / 4)
+        whole = _orthogonal(white.T @ image)
         basis = _to_integers(whole, _FACTOR, _FACTOR / 4)
-    limit = (1 << (bits - 1)) - 1
-    v = _to_integers(whole, limit, limit / 3.2)
-    energy = (v.astype(np.float64) ** 2).sum(0)
-    coefficients = _product(white, v) / np.maximum(energy, 1)
-    # A coefficient of mean magnitude takes a quarter of the range.
-    spread = np.rint(np.abs(coefficients) * 2.0**16).sum(0) * 2.0**-16 / x.shape[0]
-    unit = spread * 4 / limit
-    # The multipliers' own unit: the largest takes the top of what the bound allows.
-    top = min(MAX_MULTIPLIER, (1 << 24) // (limit * limit * rank) - 1)
-    fine = int(np.frexp(unit.max() / top)[1]) if unit.max() > 0 else 0
-    multiplier = np.minimum(np.rint(np.ldexp(unit, -fine)), top).astype(np.int32)
-    u = np.rint(coefficients / np.ldexp(np.maximum(multiplier, 1).astype(np.float64), fine))
-    u = np.where(multiplier > 0, np.clip(u, -limit, limit), 0).astype(np.int32)
-    return Factors(bits, u, v.astype(np.int32), multiplier, row_exponent, column_exponent, exponent + fine)
-
-
-def _powers(exponents: Int32Array) -> Float32Array:
-    """2**exponents."""
-    found: Float32Array = np.ldexp(np.ones(exponents.shape, dtype=np.float32), exponents)
+    vs, energies, spreads = [], [], []
+    for dimensions, bits in kinds:
+        limit = (1 << (bits - 1)) - 1
+        v = _to_integers(whole[:, :dimensions], limit, limit / 3.2)
+        energy = (v * v).sum(0).clamp_min(1)
+        vs.append(v)
+        energies.append(energy)
+        spreads.append(((white @ v) / energy).abs().mul_(2.0**16).round_().sum(0))
+    found = []
+    all_spreads = torch.cat(spreads).cpu().numpy()
+    for (dimensions, bits), v, energy in zip(kinds, vs, energies, strict=True):
+        spread, all_spreads = all_spreads[:dimensions], all_spreads[dimensions:]
+        multiplier, fine = _multipliers(spread * 2.0**-16 / sample.shape[0], bits)
+        found.append(Space(v, energy, bits, multiplier, fine, row_base, column_exponent, column_base))
     return found
 
 
-def _exponents(scale: Int32Array) -> tuple[Int32Array, int]:
+def fit(x: torch.Tensor, space: Space) -> Factors:
+    """Factors in a space for all rows of a matrix `[R, C]`."""
+    octaves = torch.div(row_scales(x) + OCTAVE // 2, OCTAVE, rounding_mode="floor")
+    row_exponent = (octaves - space.row_base).clamp(0, MAX_EXPONENT_STEP)
+    base = space.row_base + space.column_base
+    limit = (1 << (space.bits - 1)) - 1
+    multiplier = torch.from_numpy(space.multiplier).to(x.device)
+    unit = torch.from_numpy(np.ldexp(np.maximum(space.multiplier, 1).astype(np.float64), space.fine))
+    unit = unit.to(x.device)
+    u = torch.empty(x.shape[0], multiplier.numel(), dtype=torch.int8, device=x.device)
+    step = max(1, _AT_ONCE // x.shape[1])
+    for start in range(0, x.shape[0], step):
+        some = slice(start, start + step)
+        white = _whitened(x[some], row_exponent[some], space.column_exponent, base)
+        found = ((white @ space.v) / space.energy / unit).round_().clamp_(-limit, limit)
+        u[some] = torch.where(multiplier > 0, found, 0.0).to(torch.int8)
+    return Factors(
+        space.bits,
+        u,
+        space.v.to(torch.int8),
+        multiplier,
+        row_exponent,
+        space.column_exponent,
+        base - _MEAN_BITS + space.fine,
+    )
+
+
+def _whitened(
+    x: torch.Tensor, row_exponent: torch.Tensor, column_exponent: torch.Tensor, base: int
+) -> torch.Tensor:
+    """x with rows and columns of mean magnitude 2**_MEAN_BITS, integers in fp64."""
+    white = x * _powers(_MEAN_BITS - base - row_exponent).unsqueeze(1)
+    white.mul_(_powers(-column_exponent)).round_()
+    return white.clamp_(-_LARGEST, _LARGEST).double()
+
+
+def _multipliers(spread: Float64Array, bits: int) -> tuple[Int32Array, int]:
+    """Multipliers of dimensions whose coefficients have a mean magnitude of `spread`, and their exponent."""
+    limit = (1 << (bits - 1)) - 1
+    # A coefficient of mean magnitude takes a quarter of the range.
+    unit = spread * 4 / limit
+    # The multipliers' own unit: the largest takes the top of what the bound allows.
+    top = min(MAX_MULTIPLIER, (1 << 24) // (limit * limit * unit.size) - 1)
+    fine = int(np.frexp(unit.max() / top)[1]) if unit.max() > 0 else 0
+    return np.minimum(np.rint(np.ldexp(unit, -fine)), top).astype(np.int32), fine
+
+
+def _powers(exponents: torch.Tensor) -> torch.Tensor:
+    """2**exponents in fp32, for int32 from -126 to 127."""
+    return ((exponents + 127) << 23).view(torch.float32)
+
+
+def _exponents(scale: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Scales in whole octaves above the lowest, and the lowest, at most `MAX_EXPONENT_STEP` below the top."""
-    octaves = (scale + OCTAVE // 2) // OCTAVE
-    base = max(int(octaves.min()), int(octaves.max()) - MAX_EXPONENT_STEP)
-    return np.maximum(octaves - base, 0).astype(np.int32), base
+    octaves = torch.div(scale + OCTAVE // 2, OCTAVE, rounding_mode="floor")
+    low, high = (int(bound) for bound in torch.stack(torch.aminmax(octaves)).cpu())
+    base = max(low, high - MAX_EXPONENT_STEP)
+    return (octaves - base).clamp_min(0), base
 
 
-def _signs(rows: int, columns: int) -> Float32Array:
+def _signs(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     """A fixed matrix of ones and minus ones without a pattern (a multiplicative hash of the position)."""
     position = np.arange(rows * columns, dtype=np.uint64) + np.uint64(1)
     mixed = position * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(29)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    bits = (mixed >> np.uint64(63)).astype(np.float32)
-    return (2 * bits - 1).reshape(rows, columns)
+    bits = (mixed >> np.uint64(63)).astype(np.float64)
+    return torch.from_numpy((2 * bits - 1).reshape(rows, columns)).to(device)
 
 
-def _product(a: Float32Array, b: Float32Array) -> Float64Array:
-    """a @ b of integers of at most 8 bits, exact: no sum of a chunk leaves fp32's integers."""
-    total = np.zeros((a.shape[0], b.shape[1]))
-    for start in range(0, a.shape[1], _CHUNK):
-        total += _matmul(a[:, start : start + _CHUNK], b[start : start + _CHUNK])
-    return total
-
-
-def _matmul(a: NDArray[_Float], b: NDArray[_Float]) -> NDArray[_Float]:
-    """a @ b by torch: numpy's threads are not those that a node limits, and wait for each other busily."""
-    product: NDArray[_Float] = (torch.from_numpy(a) @ torch.from_numpy(b)).numpy()
-    return product
-
-
-def _to_integers(x: Float64Array, limit: int, of_mean: float) -> Float32Array:
+def _to_integers(x: torch.Tensor, limit: int, of_mean: float) -> torch.Tensor:
     """Columns scaled so that their mean magnitude becomes about `of_mean`, rounded and clipped to `limit`."""
-    largest = np.abs(x).max(0)
-    parts = np.rint(x * np.where(largest > 0, _PRECISE / np.maximum(largest, 1e-300), 0))
-    mean = np.abs(parts).sum(0) / x.shape[0]
-    scaled = parts * np.where(mean > 0, of_mean / np.maximum(mean, 1e-300), 0)
-    found: Float32Array = np.clip(np.rint(scaled), -limit, limit).astype(np.float32)
-    return found
+    parts = _to_parts(x)
+    mean = parts.abs().sum(0) / x.new_full((1,), x.shape[0])
+    factor = x.new_full((1,), of_mean) / mean.clamp_min(1e-300)
+    return parts.mul_(torch.where(mean > 0, factor, 0.0)).round_().clamp_(-limit, limit)
 
 
-def _orthogonal(x: Float64Array) -> Float64Array:
+def _to_parts(x: torch.Tensor) -> torch.Tensor:
+    """Columns scaled so that their largest element becomes `_PRECISE`, rounded."""
+    largest = x.abs().amax(0)
+    factor = x.new_full((1,), _PRECISE) / largest.clamp_min(1e-300)
+    return (x * torch.where(largest > 0, factor, 0.0)).round_()
+
+
+def _orthogonal(x: torch.Tensor) -> torch.Tensor:
     """Orthogonal columns that span the columns of x; zero where one depends on those before it."""
-    largest = np.abs(x).max(0)
-    q = np.rint(x * np.where(largest > 0, _PRECISE / np.maximum(largest, 1e-300), 0))
-    gram = _matmul(q.T, q)  # integers below 2**53: exact in any order
-    # Gram-Schmidt on the columns, with the inner products from the matrix of products.
+    q = _to_parts(x)
+    gram = (q.T @ q).cpu().numpy().copy()  # integers below 2**53: exact in any order
+    # Gram-Schmidt on the columns of products, and the columns of a unit matrix.
+    turn = np.eye(q.shape[1])
     for k in range(q.shape[1]):
         pivot = gram[k, k]
         if pivot <= 2.0**-20 * _PRECISE**2:
-            q[:, k] = 0
+            turn[:, k] = 0
             gram[k] = gram[:, k] = 0
             continue
         share = gram[k, k + 1 :] / pivot
-        q[:, k + 1 :] -= q[:, k : k + 1] * share
+        turn[:, k + 1 :] -= turn[:, k : k + 1] * share
         gram[k + 1 :, k + 1 :] -= share[:, None] * gram[k, k + 1 :]
-    return q
+    integers = np.clip(np.rint(turn * _TURN), -_LARGEST_TURN, _LARGEST_TURN)
+    return q @ torch.from_numpy(integers).to(x.device)

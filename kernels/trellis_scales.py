@@ -2,18 +2,13 @@
 
 A scale is the logarithm of a mean magnitude, an integer in 16ths of an octave; an element's is its row's plus
 its column's. Sums are of integers, exact in any order, and logarithms compare with constants, so that every
-implementation finds the same scales.
+device finds the same scales.
 """
 
 from decimal import Decimal
 from functools import cache
 
-import numpy as np
-from numpy.typing import NDArray
-
-Float32Array = NDArray[np.float32]
-Float64Array = NDArray[np.float64]
-Int32Array = NDArray[np.int32]
+import torch
 
 OCTAVE = 16
 # Elements count in these parts; normalised ones lie below 2**14, so that the integers are exact in fp32.
@@ -24,41 +19,64 @@ _WEIGHTED = 1 << 16
 _NOTHING = -20
 
 
-def logarithm(means: Float64Array) -> Int32Array:
-    """log2 of positive numbers in 16ths, rounded to the nearest; zero counts as 2**-20."""
-    fraction, exponent = np.frexp(np.maximum(means, 2.0**_NOTHING))
-    return ((exponent - 1) * OCTAVE + np.searchsorted(_thresholds(), 2 * fraction)).astype(np.int32)
+def logarithm(means: torch.Tensor) -> torch.Tensor:
+    """log2 of positive numbers (fp64 `[n]`) in 16ths, rounded, int32; zero counts as 2**-20."""
+    fraction, exponent = torch.frexp(means.clamp_min(2.0**_NOTHING))
+    part = torch.searchsorted(_thresholds(means.device), fraction * 2)
+    return ((exponent - 1) * OCTAVE + part).int()
 
 
-def scales(x: Float32Array, *, by_row: bool = True, by_column: bool = True) -> tuple[Int32Array, Int32Array]:
-    """Scales of the rows and the columns of a matrix `[R, C]`, below 2**14 in magnitude.
+def scales(
+    x: torch.Tensor, *, by_row: bool = True, by_column: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales, int32 `[R]` and `[C]`, of the rows and the columns of fp32 `[R, C]`, below 2**14 in magnitude.
 
     Rows or columns that are not told apart all get one scale.
     """
     rows, columns = x.shape
-    magnitude = np.abs(x)
-    magnitude *= np.float32(2.0**_PART_BITS)
-    np.rint(magnitude, out=magnitude)
-    sums = magnitude.sum(1, dtype=np.float64)
-    row = logarithm(sums / columns if by_row else np.full(rows, sums.sum() / x.size))
-    column = np.zeros(columns, dtype=np.int32)
+    magnitude = _parts(x)
+    sums = magnitude.sum(1, dtype=torch.float64)
+    if by_row:
+        row = logarithm(sums / sums.new_full((1,), columns))
+    else:
+        row = logarithm(sums.sum().view(1) / sums.new_full((1,), rows * columns)).expand(rows)
+    column = row.new_zeros(columns)
     if by_column:
-        weight = np.ldexp(_roots()[-row % OCTAVE], -(row // OCTAVE) - (row % OCTAVE > 0)) * _WEIGHTED
-        magnitude *= weight[:, None].astype(np.float32)
-        np.rint(magnitude, out=magnitude)
-        column = logarithm(magnitude.sum(0, dtype=np.float64) / (rows * _WEIGHTED))
+        octave = torch.div(row, OCTAVE, rounding_mode="floor")
+        part = row - octave * OCTAVE
+        # 2**(-row / 16): the power of two below, times a root of two.
+        down = octave + (part > 0)
+        weight = _roots(x.device)[torch.where(part > 0, OCTAVE - part, 0)] * _power_of_two(-down) * _WEIGHTED
+        magnitude.mul_(weight.float().unsqueeze(1)).round_()
+        column = logarithm(magnitude.sum(0, dtype=torch.float64) / sums.new_full((1,), rows * _WEIGHTED))
     return row - _PART_BITS * OCTAVE, column
 
 
+def row_scales(x: torch.Tensor) -> torch.Tensor:
+    """The first of `scales`."""
+    means = _parts(x).sum(1, dtype=torch.float64)
+    return logarithm(means / means.new_full((1,), x.shape[1])) - _PART_BITS * OCTAVE
+
+
+def _parts(x: torch.Tensor) -> torch.Tensor:
+    return x.abs().mul_(2.0**_PART_BITS).round_()
+
+
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """2**exponent in fp64, from int32."""
+    return ((exponent.long() + 1023) << 52).view(torch.float64)
+
+
 @cache
-def _roots() -> Float64Array:
+def _roots(device: torch.device) -> torch.Tensor:
     """2**(j / 16)."""
     root = Decimal(2).sqrt().sqrt().sqrt().sqrt()
-    return np.array([float(root**j) for j in range(OCTAVE)])
+    return torch.tensor([float(root**j) for j in range(OCTAVE)], dtype=torch.float64, device=device)
 
 
 @cache
-def _thresholds() -> Float64Array:
+def _thresholds(device: torch.device) -> torch.Tensor:
     """2**((j + 1/2) / 16)."""
     root = Decimal(2).sqrt().sqrt().sqrt().sqrt().sqrt()
-    return np.array([float(root ** (2 * j + 1)) for j in range(OCTAVE)])
+    halves = [float(root ** (2 * j + 1)) for j in range(OCTAVE)]
+    return torch.tensor(halves, dtype=torch.float64, device=device)

@@ -14,6 +14,7 @@ from decimal import Decimal, localcontext
 from functools import cache
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 PRECISION = 12
@@ -22,8 +23,9 @@ CLASSES = 24
 MIDDLE = 44
 ESCAPE = 2 * MIDDLE + 2
 SYMBOLS = ESCAPE + 1
-SYMBOL_MASK = 127
 MAX_SHIFT = 20
+# Symbols of a row of `Tables.codes`: a power of two.
+ROW = 128
 MAX_CLASS = CLASSES + 4 * MAX_SHIFT - 1
 
 # Shapes that a tensor's elements may have, one for all of it: normal, or with longer tails.
@@ -43,10 +45,12 @@ class Tables:
     """Frequencies of one family. Rows are 2 * class + quantizer (0: even multiples of a step, 1: odd)."""
 
     frequency: Int32Array  # [2 * CLASSES, SYMBOLS], rows add up to TOTAL
-    start: Int32Array  # same shape: the sum of all frequencies before
-    # [2 * CLASSES, TOTAL], for every slot: slot - start | symbol << PRECISION | frequency << PRECISION + 7.
-    slots: NDArray[np.int64]
-    cost: Int32Array  # [2 * CLASSES, SYMBOLS]: bits, in 2**-16; an escape's include its 32 bits
+    # What an encoder looks up, [2 * CLASSES * ROW]: start | frequency << 12, start being the sum of all
+    # frequencies before. Zero for symbols that a class does not have.
+    codes: Int32Array
+    # What a decoder looks up, [2 * CLASSES * TOTAL], for every slot: slot - start | frequency - 1 << 12 |
+    # symbol << 24.
+    slots: Int32Array
     mean_cost: NDArray[np.int64]  # [MAX_CLASS + 1]: what an element of a class costs on average, in 2**-16
 
 
@@ -62,12 +66,6 @@ def split(classes: Int32Array) -> tuple[Int32Array, Int32Array]:
 
 
 @cache
-def reaches() -> Int32Array:
-    """`reach` of every class with a table."""
-    return np.array([reach(number) for number in range(CLASSES)], dtype=np.int32)
-
-
-@cache
 def tables(family: int) -> Tables:
     """The tables of a family."""
     frequency = np.zeros((2 * CLASSES, SYMBOLS), dtype=np.int32)
@@ -77,18 +75,30 @@ def tables(family: int) -> Tables:
             for odd in (0, 1):
                 frequency[2 * number + odd] = _frequencies(family, number, odd)
     start = (np.cumsum(frequency, axis=1) - frequency).astype(np.int32)
+    codes = np.zeros((2 * CLASSES, ROW), dtype=np.int32)
+    codes[:, :SYMBOLS] = np.where(frequency > 0, start | frequency << PRECISION, 0)
     symbols = np.repeat(np.tile(np.arange(SYMBOLS), 2 * CLASSES), frequency.ravel()).reshape(-1, TOTAL)
     rows = np.arange(2 * CLASSES)[:, None]
     offset = np.arange(TOTAL) - start[rows, symbols]
-    slots = offset | symbols << PRECISION | frequency[rows, symbols].astype(np.int64) << (PRECISION + 7)
-    bits = bits_of_counts()
-    cost = bits[frequency]
-    cost[:, ESCAPE] += 32 << COST_BITS
+    slots = offset | (frequency[rows, symbols] - 1) << PRECISION | symbols << 2 * PRECISION
+    cost = bits_of_counts()[frequency]
     table, shift = split(np.arange(MAX_CLASS + 1, dtype=np.int32))
     # Escapes are far rarer than the one slot that they must have.
     mean = ((frequency.astype(np.int64) * cost)[:, :ESCAPE].sum(1) + TOTAL // 2) >> PRECISION
     mean_cost = ((mean[2 * table] + mean[2 * table + 1]) >> 1) + (shift.astype(np.int64) << COST_BITS)
-    return Tables(frequency, start, slots, cost, mean_cost)
+    return Tables(frequency, codes.ravel(), slots.astype(np.int32).ravel(), mean_cost)
+
+
+@cache
+def codes_on(device: torch.device, family: int) -> torch.Tensor:
+    """`Tables.codes` on a device."""
+    return torch.from_numpy(tables(family).codes).to(device)
+
+
+@cache
+def slots_on(device: torch.device, family: int) -> torch.Tensor:
+    """`Tables.slots` on a device."""
+    return torch.from_numpy(tables(family).slots).to(device)
 
 
 def _deviation(number: int) -> Decimal:

@@ -49,9 +49,9 @@ class Bits:
 def decode(packed: bytes, rows: int, columns: int) -> Iterator[float]:
     """The elements in order, before their dtype's rounding."""
     scale = 2.0 ** struct.unpack("<i", packed[48:52])[0]
-    prefix = struct.unpack("<BBHhhBBBBBBhII8x", packed[64:96])
+    prefix = struct.unpack("<BBHhhBBBBBBhI12x", packed[64:96])
     mode, family, step_code, row_base, column_base, row_bits, column_bits, rank, factor_bits = prefix[:9]
-    row_exponent_bits, column_exponent_bits, exponent, escapes, used = prefix[9:]
+    row_exponent_bits, column_exponent_bits, exponent, used = prefix[9:]
     assert mode == 1
     bits = Bits(packed[96 : 64 + used])
     row = [row_base + value for value in bits.section(rows, row_bits)]
@@ -64,53 +64,61 @@ def decode(packed: bytes, rows: int, columns: int) -> Iterator[float]:
         u = [value - half for value in bits.section(rows * rank, factor_bits)]
         v = [value - half for value in bits.section(columns * rank, factor_bits)]
 
+    while bits.bit % 32:
+        assert bits.take(1) == 0
+
     elements = rows * columns
-    blocks = -(-elements // 2**20)
-    each = -(-elements // blocks)
-    lanes = min(512, max(1, each // 1152))
-    steps = -(-each // lanes)
-    if steps >= 512:
-        steps = -(-steps // 4) * 4
-    chain = steps // 4 if steps >= 512 else steps
+    lanes = min(32, max(1, elements // 1152))
+    groups = -(-elements // (lanes * 2048))
+    steps = -(-elements // (groups * lanes))
+    groups = -(-elements // (lanes * steps))
     number = [min(max(row[e // columns] + column[e % columns], 0), 103) for e in range(elements)]
-    number += [0] * (blocks * steps * lanes - elements)
     shift = [max((c - 20) // 4, 0) for c in number]
-    low = [0] * len(number)
-    for block in range(blocks):
-        place = range(block * steps * lanes, (block + 1) * steps * lanes)
-        for bit in range(max(shift[e] for e in place)):
-            having = [e for e in place if shift[e] > bit]
-            for e, value in zip(having, bits.section(len(having), 1), strict=True):
-                low[e] |= value << bit
-    escaped = iter([value - (value >> 31 << 32) for value in bits.section(escapes, 32)])
-    counts = bits.section(blocks, 32)
-    states = [bits.section(lanes, 32) for _ in range(blocks)]
+    counts = bits.section(groups, 32)
+    states = [bits.section(lanes, 32) for _ in range(groups)]
     words = [iter(bits.section(count, 16)) for count in counts]
 
     known = tables(family)
-    frequency, start = known.frequency.tolist(), known.start.tolist()
+    frequency = known.frequency.tolist()
+    start = [[sum(line[:s]) for s in range(len(line))] for line in frequency]
     symbol_of = [[s for s, f in enumerate(line) for _ in range(f)] for line in frequency]
-    multiple = [0] * len(number)
-    for block in range(blocks):
-        current = [0] * lanes
-        before = [0] * lanes
-        state = states[block]
+    multiple = [0] * elements
+    for group in range(groups):
+        current, before = [0] * lanes, [0] * lanes
+        state = states[group]
+
+        def renew(lane: int, state: list[int] = state, group: int = group) -> None:
+            if state[lane] < 2**15:
+                state[lane] = state[lane] * 2**16 + next(words[group])
+
         for t in range(steps):
-            for lane in range(lanes):
-                e = (block * steps + t) * lanes + lane
-                if t % chain == 0:
-                    current[lane] = before[lane] = 0
+            first = (group * steps + t) * lanes
+            place = range(first, min(first + lanes, elements))
+            symbols = []
+            for lane, e in enumerate(place):
                 line = 2 * (number[e] - 4 * shift[e]) + current[lane]
                 slot = state[lane] % 4096
                 symbol = symbol_of[line][slot]
                 state[lane] = frequency[line][symbol] * (state[lane] // 4096) + slot - start[line][symbol]
-                if state[lane] < 2**15:
-                    state[lane] = state[lane] * 2**16 + next(words[block])
-                index = ((symbol - 44) << shift[e]) + low[e]
-                multiple[e] = 2 * index + current[lane] if symbol != 90 else next(escaped)
-                current[lane], before[lane] = (index & 1) ^ before[lane], current[lane]
-        assert state == [2**15] * lanes and not list(words[block])
-    assert not list(escaped)
+                renew(lane)
+                symbols.append(symbol)
+            low = [0] * len(place)
+            for second in (0, 1):
+                for lane, e in enumerate(place):
+                    width = min(max(shift[e] - 10 * second, 0), 20 if second else 10)
+                    if symbols[lane] == 90:
+                        width = 13
+                    if width:
+                        low[lane] += (state[lane] % 2**width) << (
+                            second * (13 if symbols[lane] == 90 else 10)
+                        )
+                        state[lane] //= 2**width
+                        renew(lane)
+            for lane, e in enumerate(place):
+                index = ((symbols[lane] - 44) << shift[e]) + low[lane]
+                multiple[e] = 2 * index + current[lane] if symbols[lane] != 90 else low[lane] - 2**25
+                current[lane], before[lane] = (multiple[e] >> 1 & 1) ^ before[lane], current[lane]
+        assert state == [2**15] * lanes and not list(words[group])
 
     step = (1024 + step_code % 1024) * 2.0 ** (step_code // 1024 - 19)
     for e in range(elements):

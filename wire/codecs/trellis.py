@@ -4,18 +4,21 @@ Low-rank prediction, trellis-coded quantization with one step, range coding: `ke
 nearly the smallest whose code fits the tensor's bytes, which follow from shape and rate alone; what is left
 over is zero.
 
-It is computed in numpy on the host; a tensor on a GPU is copied there and back.
+On a GPU the tensor stays there. The host sees sizes, scales and what a prediction would gain, and waits for
+the device about nine times to encode and twice to decode.
 """
 
 import math
 import re
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels import trellis
+from kernels import trellis, trellis_ops
 from kernels.tiles import (
     MAX_EXPONENT,
     MIN_EXPONENT,
@@ -25,15 +28,16 @@ from kernels.tiles import (
     powers_of_two,
     tensor_exponent,
 )
-from kernels.trellis_factors import Factors, fit, predict
-from kernels.trellis_lanes import StreamError
+from kernels.trellis import Scales
+from kernels.trellis_factors import Factors, Space, fit, most_multipliers, predict, spaces
+from kernels.trellis_grid import grid
 from kernels.trellis_scales import scales
-from kernels.trellis_tables import COST_BITS, FAMILIES, tables
+from kernels.trellis_tables import FAMILIES
 from wire.codecs import trellis_payload
 from wire.codecs.base import Codec
 from wire.codecs.header import HEADER_BYTES, Parameters
-from wire.codecs.trellis_payload import MAX_CLASS_STEP, Payload
-from wire.errors import ConfigError, PackedMismatchError
+from wire.codecs.trellis_payload import Payload, Widths, group_bytes, width
+from wire.errors import ConfigError
 from wire.spec import TensorSpec
 
 PREFIX = "trellis-"
@@ -45,28 +49,25 @@ _NAME = re.compile(r"trellis-(\d{1,2}(?:\.\d{1,3})?)", re.ASCII)
 _RATE_UNIT = 1000
 # A tensor of fewer elements gets its header, and as much again for the fixed parts, on top of its rate.
 _SMALL = 4096
-# Rank and bits of the predictions that are tried; more than 4 bits only where the one before gains much.
-_PREDICTIONS = ((8, 4), (8, 6), (32, 4), (32, 6))
-_MUCH = 1.2
+# Ranks and bits of the predictions that are tried, and rows that they are tried on.
+_PREDICTIONS = ((8, 4), (32, 4), (32, 6))
+_TRIED_ROWS = 512
 # Rows or columns of which no doubt the others' scales are worth their bits.
 _MANY = 128
-# Rows that a step's cost is measured on before a path is searched.
-_SAMPLED_ROWS = 8
-# A lane's state takes 31 bits and saves 8 of its words' on average.
+# Rows that are coded to see what elements cost; a tensor of few elements is coded whole.
+_MEASURED_ROWS = 128
+_FEW = 1 << 17
+# A lane's state takes 32 bits and saves 8 of its words' on average.
 _LANE_BITS = 24
 # Shares of the budget: left free at first, because a cost is an estimate; and too much to leave free in the
 # end.
 _FREE = 1 / 800
 _TOO_FREE = 1 / 200
-# From 2**-16 octaves to 16ths.
-_SIXTEENTH = COST_BITS - 4
-# Steps that are tried: of small tensors, of others; and if none has fitted yet.
-_CHEAP = 1 << 17
+# Steps that are tried: of tensors of few elements, of others; and if none has fitted yet.
 _ATTEMPTS = 6
 _FEW_ATTEMPTS = 2
 _MAX_ATTEMPTS = 14
 
-Float32Array = NDArray[np.float32]
 Int32Array = NDArray[np.int32]
 
 
@@ -80,7 +81,7 @@ class TrellisCodec(Codec):
         if not MIN_RATE * _RATE_UNIT <= thousandths <= MAX_RATE * _RATE_UNIT:
             raise ConfigError(f"{PREFIX}{rate:g} is no codec: {RANGE} are")
         self.name = f"{PREFIX}{thousandths / _RATE_UNIT:g}"
-        self.parameters = Parameters(codec=6, bits=0, share=thousandths)
+        self.parameters = Parameters(codec=7, bits=0, share=thousandths)
 
     def _payload_bytes(self, spec: TensorSpec) -> int:
         rate = self.parameters.share
@@ -90,19 +91,20 @@ class TrellisCodec(Codec):
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
         exponent = tensor_exponent(tensor).cpu()
-        data = np.zeros(payload.numel(), dtype=np.uint8)
-        if exponent.item() != NON_FINITE:
-            host = tensor.cpu()
-            y = normalised(host.reshape(-1, tensor.shape[-1]), powers_of_two(-exponent))
-            data = trellis_payload.write(_encode(y.numpy(), payload.numel()), payload.numel())
-        payload.copy_(torch.from_numpy(data))
+        if exponent.item() == NON_FINITE:
+            payload.zero_()
+            return exponent
+        y = normalised(tensor.reshape(-1, tensor.shape[-1]), powers_of_two(-exponent))
+        _encode(y, payload)
         return exponent
 
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
         columns = out.shape[-1]
-        data = payload.cpu().numpy()
-        values = _decode(data, out.numel() // columns, columns)
-        y = multiply_all(torch.from_numpy(values), powers_of_two(torch.tensor(exponent, dtype=torch.int32)))
+        values = trellis_payload.read(payload, out.numel() // columns, columns)
+        if values is None:
+            out.zero_()
+            return
+        y = multiply_all(values, powers_of_two(torch.tensor(exponent, dtype=torch.int32)))
         limit = torch.finfo(out.dtype).max
         out.copy_(y.clamp_(-limit, limit).view(out.shape))
 
@@ -114,168 +116,191 @@ def named(name: str) -> TrellisCodec | None:
 
 
 @dataclass(frozen=True, slots=True)
+class _Plan:
+    """How a tensor might be modelled: a prediction, and which scales are told apart."""
+
+    space: Space | None = None
+    by_row: bool = True
+    by_column: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class _Model:
-    """A prediction, what it leaves, and the scales of that."""
+    """What is left of a matrix by its plan, and the scales of that."""
 
     factors: Factors | None
-    residual: Float32Array  # [R, C]
-    row: Int32Array
-    column: Int32Array
-    costs: dict[tuple[int, int], float] = field(default_factory=dict)
+    residual: torch.Tensor  # [R, C]
+    scales: Scales
+    # Largest row and column exponents.
+    exponents: tuple[int, int]
 
-    @property
-    def octaves(self) -> float:
-        """Mean logarithm of the magnitude of what is left; it saves as many bits an element as it falls."""
-        return (int(self.row.sum()) / self.row.size + int(self.column.sum()) / self.column.size) / 16
+    def widths(self, code: int) -> Widths:
+        row, column = self.scales.classes(code)
+        if self.factors is None:
+            return Widths(width(row), width(column))
+        return Widths(
+            width(row),
+            width(column),
+            self.factors.rank,
+            self.factors.bits,
+            *(top.bit_length() for top in self.exponents),
+        )
 
-    def classes(self, step: int) -> tuple[Int32Array, Int32Array]:
-        """Row and column classes for a step, of which the logarithm is given in 16ths."""
-        row = trellis.quarters(self.row, trellis.class_offset(step), MAX_CLASS_STEP)
-        return row, trellis.quarters(self.column, 0, MAX_CLASS_STEP)
-
-    def fixed_bits(self, step: int) -> int:
-        """Bits beside the symbols'."""
-        where = trellis.grid(self.residual.size)
-        lanes = where.blocks * (32 + where.lanes * _LANE_BITS)
-        return 8 * trellis_payload.side_bytes(*self.classes(step), self.factors) + lanes
-
-    def cost(self, code: int, family: int) -> float:
-        """Bits of the symbols by their classes. Between 16ths of an octave they change with the step."""
-        exact = trellis.step_logarithm(code)
-        below = exact >> _SIXTEENTH
-        share = (exact - (below << _SIXTEENTH)) / (1 << _SIXTEENTH)
-        return self._cost(below, family) * (1 - share) + self._cost(below + 1, family) * share
-
-    def smallest_step(self, bits: float, family: int, share: float) -> int:
-        """The smallest step's code that does with `bits`, if symbols take `share` of what is expected.
-
-        The largest if none does.
-        """
-        low, high = 0, trellis.STEP_CODES - 1
-        while low < high:
-            middle = (low + high) // 2
-            if self.fixed_bits(sixteenths(middle)) + share * self.cost(middle, family) <= bits:
-                high = middle
-            else:
-                low = middle + 1
-        return low
-
-    def _cost(self, step: int, family: int) -> float:
-        known = self.costs.get((step, family))
-        if known is None:
-            counts = trellis.class_counts(*self.classes(step))
-            known = int((counts * tables(family).mean_cost).sum()) / (1 << COST_BITS)
-            self.costs[step, family] = known
-        return known
+    def fixed_bits(self, code: int) -> int:
+        """Bits beside the words."""
+        return _fixed_bits(self.widths(code), *self.residual.shape)
 
 
-def sixteenths(code: int) -> int:
-    """The logarithm of a code's step in 16ths of an octave, rounded."""
-    return (trellis.step_logarithm(code) + (1 << _SIXTEENTH >> 1)) >> _SIXTEENTH
+def _fixed_bits(widths: Widths, rows: int, columns: int) -> int:
+    where = grid(rows * columns)
+    return 8 * widths.side_bytes(rows, columns) + where.groups * (32 + where.lanes * _LANE_BITS)
 
 
-def _encode(y: Float32Array, size: int) -> Payload | None:
-    """The best payload of at most `size` bytes; None for zeros, sent or all that there is room for."""
-    if not y.any():
-        return None
+def _encode(y: torch.Tensor, payload: torch.Tensor) -> None:
+    """Fill `payload` with the best code of fp32 `[R, C]`, below 2**13 in magnitude; with zeros for zeros, and
+    if there is no room for anything else."""
+    budget = 8 * payload.numel()
+    plan = _best_plan(y, budget)
+    model = None if plan is None else _model(y, plan)
+    if model is None or not _fill(model, payload):
+        trellis_payload.write_zeros(payload)
+
+
+def _fill(model: _Model, payload: torch.Tensor) -> bool:
+    """Fill the payload with the code of the smallest step that is found to fit. False if none does."""
+    size = payload.numel()
     budget = 8 * size
-    model = _best_model(y, budget)
+    elements = model.residual.numel()
+    where = grid(elements)
     family, share = _measure(model, budget)
-    where = trellis.grid(y.size)
-    flat = model.residual.reshape(-1)
-    enough = _ATTEMPTS if y.size < _CHEAP else _FEW_ATTEMPTS
-    best: Payload | None = None
+    enough = _ATTEMPTS if elements < _FEW else _FEW_ATTEMPTS
+    found = False
     free = _FREE
     # Codes of steps that are known to be too small, and to do.
     low, high = -1, trellis.STEP_CODES
+    flat = model.residual.view(-1)
     for attempt in range(1, _MAX_ATTEMPTS + 1):
-        code = model.smallest_step(budget * (1 - free), family, share)
+        code = _smallest_step(model.scales, budget * (1 - free), family, share, model.fixed_bits)
         code = min(max(code, low + 1), high - 1)
-        row, column = model.classes(sixteenths(code))
-        indices = trellis.quantize(flat, trellis.classes(row, column), trellis.step_of(code), where, family)
-        cost = indices.cost / (1 << COST_BITS) + sum(plane.size for plane in indices.low_bits)
-        share = cost / max(model.cost(code, family), 1.0)
-        left = -1
-        if model.fixed_bits(sixteenths(code)) + cost <= budget:
-            blocks = trellis.code(indices, family)
-            payload = Payload(
-                family, code, row, column, model.factors, indices.low_bits, indices.escapes, blocks
-            )
-            left = size - trellis_payload.used_bytes(payload)
+        row, column = model.scales.classes(code)
+        number = _classes(row, column, flat.device)
+        coded = trellis_ops.encode(flat, number, trellis.gain(code), where, family)
+        words = int(coded.counts.sum())
+        share = (16 * words + 8 * where.groups * where.lanes) / max(model.scales.cost(code, family), 1.0)
+        whole = Payload(family, code, row, column, model.factors, model.widths(code))
+        left = size - whole.side_bytes - group_bytes(where, words)
         if left >= 0:
-            best, high, free = payload, code, _FREE * 1.5
+            trellis_payload.write(whole, coded, where, words, payload)
+            found, high, free = True, code, _FREE * 1.5
         else:
             low, free = code, free * 2
-        if best is not None and (left in range(int(size * _TOO_FREE) + 1) or attempt >= enough):
+        if (found and (left in range(int(size * _TOO_FREE) + 1) or attempt >= enough)) or high - low <= 1:
             break
-        if high - low <= 1:
-            break
-    return best
+    return found
 
 
-def _best_model(y: Float32Array, budget: int) -> _Model:
-    """The prediction with which the smallest step fits the budget."""
-    plain = _Model(None, y, *scales(y))
-    best, best_code = plain, plain.smallest_step(budget, 0, 1.0)
-    if min(y.shape) < _MANY:
+def _smallest_step(
+    of: Scales, bits: float, family: int, share: float, fixed_bits: Callable[[int], int]
+) -> int:
+    """The smallest step's code that does with `bits`, if words take `share` of what is expected.
+
+    The largest if none does.
+    """
+    low, high = 0, trellis.STEP_CODES - 1
+    while low < high:
+        middle = (low + high) // 2
+        if fixed_bits(middle) + share * of.cost(middle, family) <= bits:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _best_plan(y: torch.Tensor, budget: int) -> _Plan | None:
+    """The plan with which the smallest step fits the budget, as some rows have it; None if they are zeros."""
+    rows, columns = y.shape
+    sample = y[:: -(-rows // _TRIED_ROWS)]
+    plans = [_Plan()]
+    if min(rows, columns) < _MANY:
         # Then the other side's scales cost much and tell little.
-        for by_row, by_column in ((True, False), (False, True), (False, False)):
-            model = _Model(None, y, *scales(y, by_row=by_row, by_column=by_column))
-            code = model.smallest_step(budget, 0, 1.0)
-            if code < best_code:
-                best, best_code = model, code
-    before = plain.octaves
-    for rank, bits in _PREDICTIONS:
-        rows, columns = y.shape
-        if 4 * rank > min(rows, columns) or rank * bits * (rows + columns) * 2 > budget:
-            continue
-        if bits > 4 and plain.octaves - before < _MUCH:
-            continue
-        factors = fit(y, rank, bits)
-        if not trellis_payload.predictable(factors):
-            continue
-        residual = y - predict(factors)
-        if np.abs(residual).max() >= 1 << 14:
-            continue
-        model = _Model(factors, residual, *scales(residual))
-        before = model.octaves
-        code = model.smallest_step(budget, 0, 1.0)
-        if code < best_code:
-            best, best_code = model, code
-    return best
+        plans += [_Plan(None, *told) for told in ((True, False), (False, True), (False, False))]
+    kinds = [
+        (rank, bits)
+        for rank, bits in _PREDICTIONS
+        if 4 * rank <= min(sample.shape) and rank * bits * (rows + columns) * 2 <= budget
+    ]
+    if kinds:
+        plans += [_Plan(space) for space in spaces(sample, max(rank for rank, _ in kinds), kinds)]
+    # One wait for what all plans leave.
+    found = []
+    for plan in plans:
+        left = sample if plan.space is None else sample - predict(fit(sample, plan.space))
+        found.append(torch.cat(scales(left, by_row=plan.by_row, by_column=plan.by_column)))
+    several = torch.stack(found).cpu().numpy()
+    best: tuple[int, _Plan] | None = None
+    for plan, both in zip(plans, several, strict=True):
+        of = Scales.of(both[: len(sample)], both[len(sample) :])
+        fixed_bits = partial(_expected_bits, of, plan, rows, columns)
+        code = _smallest_step(of, budget, 0, rows / len(sample), fixed_bits)
+        if best is None or code < best[0]:
+            best = code, plan
+    return None if best is None else best[1]
+
+
+def _expected_bits(of: Scales, plan: _Plan, rows: int, columns: int, code: int) -> int:
+    """`_Model.fixed_bits` of the plan for a matrix, by the scales of a sample."""
+    row, column = of.classes(code)
+    widths = Widths(width(row), width(column))
+    if plan.space is not None:
+        # Exponents mostly span a few octaves.
+        widths = Widths(widths.row, widths.column, plan.space.multiplier.size, plan.space.bits, 2, 3)
+    return _fixed_bits(widths, rows, columns)
+
+
+def _model(y: torch.Tensor, plan: _Plan) -> _Model | None:
+    """The plan carried out for all rows; None for zeros."""
+    factors, residual, tops = None, y, torch.zeros(3, dtype=torch.int32, device=y.device)
+    if plan.space is not None:
+        factors = fit(y, plan.space)
+        residual, tops = y - predict(factors), factors.tops
+    row, column = scales(residual, by_row=plan.by_row, by_column=plan.by_column)
+    largest = residual.abs().amax().ceil_().int().view(1)
+    seen = torch.cat((tops, largest, row, column)).cpu().numpy()
+    exponents, multipliers, peak = (int(seen[0]), int(seen[1])), int(seen[2]), int(seen[3])
+    if factors is None and peak == 0:
+        return None
+    if factors is not None and not (
+        peak <= 1 << 14
+        and trellis_payload.predictable(*exponents, factors.exponent)
+        and multipliers <= most_multipliers(factors.bits)
+    ):
+        return _model(y, _Plan())
+    return _Model(factors, residual, Scales.of(seen[4 : 4 + len(y)], seen[4 + len(y) :]), exponents)
 
 
 def _measure(model: _Model, budget: int) -> tuple[int, float]:
     """The family of tables that codes some rows in the fewest bits, and the share of the expected cost."""
-    rows = slice(None, None, _SAMPLED_ROWS)
-    sample = _Model(None, model.residual[rows], model.row[rows], model.column)
-    family, share = 0, 1.0
-    # The share depends a little on the step, so it is measured again at the step that it leads to.
-    for _ in range(2):
-        code = model.smallest_step(budget * (1 - _FREE), family, share)
-        number = trellis.classes(*sample.classes(sixteenths(code)))
-        step = trellis.step_of(code)
-        costs = [trellis.sampled_cost(sample.residual, number, step, family) for family in range(FAMILIES)]
-        family = int(np.argmin(costs))
-        share = costs[family] / (1 << COST_BITS) / max(sample.cost(code, family), 1.0)
-    return family, share
+    rows = model.residual.shape[0]
+    every = 1 if model.residual.numel() < _FEW else -(-rows // _MEASURED_ROWS)
+    some = Scales(model.scales.row[::every], model.scales.column)
+    sample = model.residual[::every].reshape(-1)
+    where = grid(sample.numel())
+    code = _smallest_step(model.scales, budget * (1 - _FREE), 0, 1.0, model.fixed_bits)
+    number = _classes(*some.classes(code), sample.device)
+    counts = [
+        trellis_ops.encode(sample, number, trellis.gain(code), where, family).counts.sum()
+        for family in range(FAMILIES)
+    ]
+    best: tuple[int, int, float] | None = None
+    for family, words in enumerate(torch.stack(counts).tolist()):
+        share = (16 * words + 8 * where.groups * where.lanes) / max(some.cost(code, family), 1.0)
+        step = _smallest_step(model.scales, budget * (1 - _FREE), family, share, model.fixed_bits)
+        if best is None or step < best[0]:
+            best = step, family, share
+    assert best is not None
+    return best[1:]
 
 
-def _decode(data: NDArray[np.uint8], rows: int, columns: int) -> Float32Array:
-    """The normalised tensor, `[rows * columns]`."""
-    parsed = trellis_payload.read(data, rows, columns)
-    if parsed is None:
-        return np.zeros(rows * columns, dtype=np.float32)
-    payload, number = parsed
-    try:
-        n = trellis.decode(
-            payload.blocks,
-            number,
-            payload.low_bits,
-            payload.escapes,
-            trellis.grid(rows * columns),
-            payload.family,
-        )
-    except StreamError as error:
-        raise PackedMismatchError(f"a packed trellis tensor has a wrong code ({error}): refused") from None
-    return trellis.reconstruct(n, trellis.step_of(payload.step_code), payload.factors)
+def _classes(row: Int32Array, column: Int32Array, device: torch.device) -> torch.Tensor:
+    across = (torch.from_numpy(side.astype(np.int16)).to(device) for side in (row, column))
+    return trellis.classes(*across)

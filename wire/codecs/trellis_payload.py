@@ -4,20 +4,23 @@ Little endian; sections follow each other without gaps, each in whole bytes, zer
 
     prefix, 32 bytes (`_PREFIX`) | row classes | column classes |
     if there is a prediction: row exponents | column exponents | multipliers | u | v |
-    planes of low bits | escaped values, int32 |
-    words of each block, uint32 | states of each block's lanes, uint32 | words of each block, uint16
+    zeros up to a multiple of 4 bytes |
+    words of each group, uint32 | states of each group's lanes, uint32 | words of each group, uint16
 
-Classes and exponents take as many bits each as the largest needs. What a plane of low bits holds follows from
-the classes. Multipliers take 8 bits, u and v as many as the prefix says, less by the smallest.
+Classes and exponents take as many bits each as the largest needs. Multipliers take 8 bits, u and v as many as
+the prefix says, less by the smallest.
 """
 
 import struct
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from kernels import trellis
+from kernels import trellis, trellis_ops
+from kernels.trellis import CLASS_BITS
 from kernels.trellis_factors import (
     EXPONENT_BITS,
     MAX_EXPONENT,
@@ -26,21 +29,19 @@ from kernels.trellis_factors import (
     MIN_EXPONENT,
     MIN_FACTOR_BITS,
     Factors,
-    bounded,
+    most_multipliers,
 )
-from kernels.trellis_lanes import LOW
+from kernels.trellis_grid import Grid, grid
+from kernels.trellis_lanes import LOW, Coded
 from kernels.trellis_tables import FAMILIES
 from wire.errors import PackedMismatchError
 
 PREFIX_BYTES = 32
-# Row and column classes lie at most this far below the largest.
-CLASS_BITS = 6
-MAX_CLASS_STEP = (1 << CLASS_BITS) - 1
 
 _ZEROS, _CODED = range(2)
 # mode, family, step, row base, column base, bits of row and column classes, rank, bits of factors, bits of
-# row and column exponents, exponent of the prediction, escaped values, bytes used
-_PREFIX = struct.Struct("<BBHhhBBBBBBhII8x")
+# row and column exponents, exponent of the prediction, bytes used
+_PREFIX = struct.Struct("<BBHhhBBBBBBhI12x")
 _MULTIPLIER_BITS = 8
 # Classes that a base may start at, so that adding to them stays far from any integer's end.
 _BASES = range(-4096, 4097)
@@ -48,108 +49,126 @@ _BASES = range(-4096, 4097)
 MAX_PREDICTION_BITS = 100
 
 Int32Array = NDArray[np.int32]
-Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Bits that the integers of each section take; nothing of a prediction if its rank is 0."""
+
+    row: int
+    column: int
+    rank: int = 0
+    factor: int = 0
+    row_exponent: int = 0
+    column_exponent: int = 0
+
+    def side_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of everything that stands before the groups, for a matrix of so many rows and columns."""
+        sections = [
+            rows * self.row,
+            columns * self.column,
+            rows * self.row_exponent,
+            columns * self.column_exponent,
+            self.rank * _MULTIPLIER_BITS,
+            rows * self.rank * self.factor,
+            columns * self.rank * self.factor,
+        ]
+        return PREFIX_BYTES + -(-sum(-(-bits // 8) for bits in sections) // 4) * 4
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What is sent of a tensor that is not all zero."""
+    """What is sent of a tensor that is not all zero, but for the words."""
 
     family: int
     step_code: int
     row: Int32Array
     column: Int32Array
     factors: Factors | None
-    low_bits: list[trellis.Bits]
-    escapes: Int32Array
-    blocks: list[trellis.Block]
+    widths: Widths
+
+    @property
+    def side_bytes(self) -> int:
+        return self.widths.side_bytes(self.row.size, self.column.size)
 
 
-def side_bytes(row: Int32Array, column: Int32Array, factors: Factors | None) -> int:
-    """Bytes of everything that stands before the planes of low bits."""
-    sizes = [(row.size, _width(row - row.min())), (column.size, _width(column - column.min()))]
-    if factors is not None:
-        sizes += [
-            (row.size, _width(factors.row_exponent)),
-            (column.size, _width(factors.column_exponent)),
-            (factors.rank, _MULTIPLIER_BITS),
-            (factors.u.size, factors.bits),
-            (factors.v.size, factors.bits),
-        ]
-    return PREFIX_BYTES + sum(_packed_size(count, width) for count, width in sizes)
+def width(values: Int32Array) -> int:
+    """Bits that integers take, counted from the least."""
+    return (int(values.max()) - int(values.min())).bit_length()
 
 
-def predictable(factors: Factors) -> bool:
-    """Whether the sums of a prediction, scaled, stay far from fp32's largest number."""
-    top = int(factors.row_exponent.max()) + int(factors.column_exponent.max()) + factors.exponent
-    return top + 24 <= MAX_PREDICTION_BITS and bounded(factors.bits, factors.multiplier)
+def predictable(row: int, column: int, exponent: int) -> bool:
+    """Whether a prediction with these largest exponents stays far from fp32's largest number."""
+    return exponent in range(MIN_EXPONENT, MAX_EXPONENT + 1) and (
+        row + column + exponent + 24 <= MAX_PREDICTION_BITS
+    )
 
 
-def write(payload: Payload | None, size: int) -> Bytes:
-    """The bytes, `[size]`; None for a tensor of zeros. The payload must fit: `used_bytes`."""
-    out = np.zeros(size, dtype=np.uint8)
-    if payload is None:
-        out[:PREFIX_BYTES] = np.frombuffer(_PREFIX.pack(*(0,) * 14), dtype=np.uint8)
-        return out
-    factors = payload.factors
-    row_base, column_base = int(payload.row.min()), int(payload.column.min())
-    row, column = payload.row - row_base, payload.column - column_base
-    sections = [_pack(row, _width(row)), _pack(column, _width(column))]
-    if factors is not None:
-        limit = (1 << (factors.bits - 1)) - 1
-        sections += [
-            _pack(factors.row_exponent, _width(factors.row_exponent)),
-            _pack(factors.column_exponent, _width(factors.column_exponent)),
-            _pack(factors.multiplier, _MULTIPLIER_BITS),
-            _pack(factors.u + limit, factors.bits),
-            _pack(factors.v + limit, factors.bits),
-        ]
-    sections += [np.packbits(plane, bitorder="little") for plane in payload.low_bits]
-    sections.append(_bytes(payload.escapes, "<i4"))
-    sections.append(_bytes(np.array([block.words.size for block in payload.blocks]), "<u4"))
-    sections += [_bytes(block.states, "<u4") for block in payload.blocks]
-    sections += [_bytes(block.words, "<u2") for block in payload.blocks]
-    used = PREFIX_BYTES
-    for section in sections:
-        out[used : used + section.size] = section
-        used += section.size
+def group_bytes(where: Grid, words: int) -> int:
+    """Bytes of all groups, if they have so many words together."""
+    return where.groups * (4 + 4 * where.lanes) + 2 * words
+
+
+def write_zeros(out: torch.Tensor) -> None:
+    """Fill `out`, uint8 `[n]`, for a tensor of zeros."""
+    out.zero_()
+
+
+def write(payload: Payload, coded: Coded, where: Grid, words: int, out: torch.Tensor) -> None:
+    """Fill `out`, uint8 `[n]`, which has room for it. `words` is the sum of `coded.counts`."""
+    factors, widths = payload.factors, payload.widths
+    bases = int(payload.row.min()), int(payload.column.min())
+    start = payload.side_bytes
+    used = start + group_bytes(where, words)
     prefix = _PREFIX.pack(
         _CODED,
         payload.family,
         payload.step_code,
-        row_base,
-        column_base,
-        _width(row),
-        _width(column),
-        0 if factors is None else factors.rank,
-        0 if factors is None else factors.bits,
-        0 if factors is None else _width(factors.row_exponent),
-        0 if factors is None else _width(factors.column_exponent),
+        *bases,
+        widths.row,
+        widths.column,
+        widths.rank,
+        widths.factor,
+        widths.row_exponent,
+        widths.column_exponent,
         0 if factors is None else factors.exponent,
-        payload.escapes.size,
         used,
     )
-    out[:PREFIX_BYTES] = np.frombuffer(prefix, dtype=np.uint8)
-    return out
+    sides = [
+        (torch.from_numpy(side - np.int32(base)).to(out.device), bits)
+        for side, base, bits in zip(
+            (payload.row, payload.column), bases, (widths.row, widths.column), strict=True
+        )
+    ]
+    if factors is not None:
+        limit = (1 << (factors.bits - 1)) - 1
+        sides += [
+            (factors.row_exponent, widths.row_exponent),
+            (factors.column_exponent, widths.column_exponent),
+            (factors.multiplier, _MULTIPLIER_BITS),
+            (factors.u.view(-1) + limit, factors.bits),
+            (factors.v.reshape(-1) + limit, factors.bits),
+        ]
+    head = torch.frombuffer(bytearray(prefix), dtype=torch.uint8).to(out.device)
+    side = torch.cat([head, *(_packed(values, bits) for values, bits in sides)])
+    out[: side.numel()] = side
+    out[side.numel() : start].zero_()
+    states = start + 4 * where.groups
+    out[start:states].view(torch.int32).copy_(coded.counts)
+    first = states + 4 * where.groups * where.lanes
+    out[states:first].view(torch.int32).copy_(coded.states.view(-1))
+    trellis_ops.join(coded, out[first:used].view(torch.int16))
+    out[used:].zero_()
 
 
-def used_bytes(payload: Payload) -> int:
-    """Bytes that `write` fills."""
-    return (
-        side_bytes(payload.row, payload.column, payload.factors)
-        + sum(-(-plane.size // 8) for plane in payload.low_bits)
-        + 4 * payload.escapes.size
-        + sum(4 + 4 * block.states.size + 2 * block.words.size for block in payload.blocks)
-    )
+def read(data: torch.Tensor, rows: int, columns: int) -> torch.Tensor | None:
+    """Decode the payload of `rows` x `columns` elements: the normalised tensor, fp32 `[rows * columns]`.
 
-
-def read(data: Bytes, rows: int, columns: int) -> tuple[Payload, Int32Array] | None:
-    """Parse the payload of `rows` x `columns` elements; also their classes. None for a tensor of zeros.
-
-    `PackedMismatchError` for what `write` does not write. Nothing is allocated beyond what the shape and the
-    buffer account for.
+    None for a tensor of zeros. `PackedMismatchError` for what `write` does not write. Nothing is allocated
+    beyond what the shape and the buffer account for. On a GPU waits twice: for the prefix, and for what all
+    checks found.
     """
-    prefix = data[:PREFIX_BYTES].tobytes()
+    prefix = data[:PREFIX_BYTES].cpu().numpy().tobytes()
     (
         mode,
         family,
@@ -163,7 +182,6 @@ def read(data: Bytes, rows: int, columns: int) -> tuple[Payload, Int32Array] | N
         row_exponent_bits,
         column_exponent_bits,
         exponent,
-        escapes,
         used,
     ) = fields = _PREFIX.unpack(prefix)
     if mode == _ZEROS:
@@ -173,12 +191,6 @@ def read(data: Bytes, rows: int, columns: int) -> tuple[Payload, Int32Array] | N
     _check(step_code < trellis.STEP_CODES, "a step out of range")
     _check(row_base in _BASES and column_base in _BASES, "a class out of range")
     _check(max(row_bits, column_bits) <= CLASS_BITS, "classes too far apart")
-    _check(PREFIX_BYTES <= used <= data.size, "a wrong length")
-    _check(not data[used:].any(), "something behind its end")
-    reader = _Reader(data[:used])
-    row = reader.integers(rows, row_bits) + np.int32(row_base)
-    column = reader.integers(columns, column_bits) + np.int32(column_base)
-    factors = None
     if rank:
         _check(
             rank <= MAX_RANK
@@ -187,85 +199,99 @@ def read(data: Bytes, rows: int, columns: int) -> tuple[Payload, Int32Array] | N
             and MIN_EXPONENT <= exponent <= MAX_EXPONENT,
             "a prediction out of range",
         )
+    else:
+        _check(not any(fields[8:12]), "parts of a prediction that it does not have")
+    widths = Widths(row_bits, column_bits, rank, factor_bits, row_exponent_bits, column_exponent_bits)
+    where = grid(rows * columns)
+    start = widths.side_bytes(rows, columns)
+    first = start + group_bytes(where, 0)
+    _check(first <= used <= data.numel() and used % 2 == 0, "a wrong length")
+    reader = _Reader(data)
+    reader.require((data[used:] == 0).all(), "something behind its end")
+    row = reader.integers(rows, row_bits) + row_base
+    column = reader.integers(columns, column_bits) + column_base
+    factors = None
+    if rank:
         row_exponent = reader.integers(rows, row_exponent_bits)
         column_exponent = reader.integers(columns, column_exponent_bits)
         multiplier = reader.integers(rank, _MULTIPLIER_BITS)
-        limit = np.int32((1 << (factor_bits - 1)) - 1)
-        u = reader.integers(rows * rank, factor_bits).reshape(rows, rank) - limit
-        v = reader.integers(columns * rank, factor_bits).reshape(columns, rank) - limit
+        limit = (1 << (factor_bits - 1)) - 1
+        u = (reader.integers(rows * rank, factor_bits) - limit).to(torch.int8).view(rows, rank)
+        v = (reader.integers(columns * rank, factor_bits) - limit).to(torch.int8).view(columns, rank)
         factors = Factors(factor_bits, u, v, multiplier, row_exponent, column_exponent, exponent)
-        _check(max(u.max(), v.max()) <= limit and predictable(factors), "a prediction out of range")
-    else:
-        _check(not any(fields[8:12]), "parts of a prediction that it does not have")
+        tops = factors.tops
+        right = (tops[0] + tops[1] + exponent + 24 <= MAX_PREDICTION_BITS) & (
+            tops[2] <= most_multipliers(factor_bits)
+        )
+        reader.require(right & (u.amax() <= limit) & (v.amax() <= limit), "a prediction out of range")
+    reader.require((data[reader.position : start] == 0).all(), "something between its sections")
+    counts = data[start : start + 4 * where.groups].view(torch.int32).long() & 0xFFFFFFFF
+    states = data[start + 4 * where.groups : first].view(torch.int32).view(where.groups, where.lanes)
+    reader.require(states.amin() >= LOW, "a state out of range")
+    reader.require(counts.sum() * 2 == used - first, "a wrong length")
+    if data.device.type == "cpu":
+        reader.settle()
     number = trellis.classes(row, column)
-    where = trellis.grid(number.size)
-    low_bits = [reader.bits(count) for count in trellis.plane_sizes(number, where)]
-    escaped = reader.array("<i4", escapes).astype(np.int32)
-    words = reader.array("<u4", where.blocks).astype(np.int64).tolist()
-    states = [reader.array("<u4", where.lanes).astype(np.int64) for _ in range(where.blocks)]
-    _check(all(state.min() >= LOW and state.max() < 1 << 31 for state in states), "a state out of range")
-    blocks = [
-        trellis.Block(state.astype(np.int32), reader.array("<u2", count).astype(np.uint16))
-        for state, count in zip(states, words, strict=True)
-    ]
-    _check(reader.left == 0, "a wrong length")
-    return Payload(family, step_code, row, column, factors, low_bits, escaped, blocks), number
+    n, whole = trellis_ops.decode(states, counts, data[first:used].view(torch.int16), number, where, family)
+    reader.require(whole, "a wrong code")
+    reader.settle()
+    return trellis.reconstruct(n, step_code, factors)
 
 
 class _Reader:
-    """Takes sections off the front of a buffer; never beyond its end."""
+    """Takes sections off the front of a buffer that has room for them; keeps what is to be checked."""
 
-    def __init__(self, data: Bytes) -> None:
+    def __init__(self, data: torch.Tensor) -> None:
         self._data = data
-        self._position = PREFIX_BYTES
+        self.position = PREFIX_BYTES
+        self._checks: list[tuple[torch.Tensor, str]] = []
 
-    @property
-    def left(self) -> int:
-        return self._data.size - self._position
+    def require(self, right: torch.Tensor, what: str) -> None:
+        """Check it, bool `[]`, when settled."""
+        self._checks.append((right, what))
 
-    def integers(self, count: int, width: int) -> Int32Array:
-        """`count` integers of `width` bits, from 0 up."""
-        flags = self._flags(count * width).reshape(count, width)
-        weighted = flags.astype(np.int32) << np.arange(width, dtype=np.int32)
-        values: Int32Array = weighted.sum(1, dtype=np.int32)
-        return values
+    def settle(self) -> None:
+        """Refuse the first that is wrong."""
+        for right, (_, what) in zip(
+            torch.stack([check[0] for check in self._checks]).tolist(), self._checks, strict=True
+        ):
+            _check(right, what)
+        self._checks.clear()
 
-    def bits(self, count: int) -> trellis.Bits:
-        return self._flags(count).astype(np.bool_)
+    def integers(self, count: int, bits: int) -> torch.Tensor:
+        """`count` integers of `bits` bits, from 0 up, int32."""
+        size = -(-count * bits // 8)
+        packed = self._data[self.position : self.position + size]
+        self.position += size
+        if bits == 0:
+            return torch.zeros(count, dtype=torch.int32, device=packed.device)
+        if bits == _MULTIPLIER_BITS:
+            return packed.int()
+        # Eight integers lie in as many bytes as one has bits.
+        octets = F.pad(packed, (0, -size % bits)).view(-1, bits).long()
+        words = (octets << _places(bits, 8, packed.device)).sum(1)
+        values = words.unsqueeze(1) >> _places(8, bits, packed.device) & ((1 << bits) - 1)
+        values = values.view(-1)
+        self.require((values[count:] == 0).all(), "something behind the end of a section")
+        return values[:count].int()
 
-    def array(self, dtype: str, count: int) -> NDArray[np.generic]:
-        return np.frombuffer(self._take(count * np.dtype(dtype).itemsize).tobytes(), dtype=dtype)
 
-    def _flags(self, count: int) -> Bytes:
-        packed = self._take(-(-count // 8))
-        flags = np.unpackbits(packed, bitorder="little")
-        _check(not flags[count:].any(), "something behind the end of a section")
-        return flags[:count]
-
-    def _take(self, size: int) -> Bytes:
-        _check(size <= self.left, "a section beyond its end")
-        self._position += size
-        return self._data[self._position - size : self._position]
-
-
-def _check(right: bool, what: str) -> None:
+def _check(right: bool | torch.Tensor, what: str) -> None:
     if not right:
         raise PackedMismatchError(f"a packed trellis tensor has {what}: refused")
 
 
-def _width(values: Int32Array) -> int:
-    return int(values.max()).bit_length()
+def _packed(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Integers from 0 up as `bits` bits each, lowest first, uint8."""
+    if bits == 0:
+        return torch.zeros(0, dtype=torch.uint8, device=values.device)
+    if bits == _MULTIPLIER_BITS:
+        return values.to(torch.uint8)
+    octets = F.pad(values.long(), (0, -values.numel() % 8)).view(-1, 8)
+    words = (octets << _places(8, bits, values.device)).sum(1)
+    spread = words.unsqueeze(1) >> _places(bits, 8, values.device) & 255
+    return spread.to(torch.uint8).view(-1)[: -(-values.numel() * bits // 8)]
 
 
-def _packed_size(count: int, width: int) -> int:
-    return -(-count * width // 8)
-
-
-def _pack(values: Int32Array, width: int) -> Bytes:
-    """Integers from 0 up as `width` bits each, lowest first."""
-    bits = values.reshape(-1, 1) >> np.arange(width, dtype=np.int32) & 1
-    return np.packbits(bits.astype(np.uint8), bitorder="little")
-
-
-def _bytes(values: NDArray[np.generic], dtype: str) -> Bytes:
-    return np.frombuffer(values.astype(dtype).tobytes(), dtype=np.uint8)
+def _places(count: int, step: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(0, count * step, step, device=device)

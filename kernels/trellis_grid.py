@@ -1,0 +1,47 @@
+"""How a tensor's elements are spread over the lanes of the `trellis` codec.
+
+A group is a run of elements coded by itself, into a stream of its own; its lanes share the run step by step,
+so that neighbours in memory are in neighbouring lanes: element i of a group is step i // lanes of lane
+i % lanes. A GPU gives every group a warp and every lane a thread.
+"""
+
+from dataclasses import dataclass
+
+_LANES = 32
+# Elements of a lane: at most, and where there are fewer lanes, at least.
+_STEPS = 2048
+_FEWEST = 1152
+# Bits of one element that a lane cannot exceed: a symbol of one slot, and below it 26 bits of an escape.
+_BITS = 12 + 26
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """`groups` of `steps` x `lanes` elements; the last one may have fewer."""
+
+    elements: int
+    groups: int
+    steps: int
+    lanes: int
+
+    @property
+    def group_elements(self) -> int:
+        return self.steps * self.lanes
+
+    @property
+    def capacity(self) -> int:
+        """Words that no group exceeds."""
+        return self.lanes * (-(-self.steps * _BITS // 16) + 2)
+
+    def bounds(self, group: int) -> tuple[int, int]:
+        """The first element of a group and the first after it."""
+        size = self.group_elements
+        return group * size, min((group + 1) * size, self.elements)
+
+
+def grid(elements: int) -> Grid:
+    """The grid of a tensor of so many elements."""
+    lanes = min(_LANES, max(1, elements // _FEWEST))
+    groups = -(-elements // (lanes * _STEPS))
+    steps = -(-elements // (groups * lanes))
+    return Grid(elements, -(-elements // (steps * lanes)), steps, lanes)

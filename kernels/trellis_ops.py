@@ -1,0 +1,51 @@
+"""The inner loops of the `trellis` codec by device: numba's on a CPU, Triton's on a GPU, the same words.
+
+A GPU without Triton has its lanes coded by the CPU.
+"""
+
+import torch
+
+from kernels import ops, trellis_lanes
+from kernels.trellis_grid import Grid
+from kernels.trellis_lanes import Coded
+
+
+def encode(residual: torch.Tensor, classes: torch.Tensor, gain: float, where: Grid, family: int) -> Coded:
+    """`kernels.trellis_lanes.encode`, on the device of `residual`, without waiting for it."""
+    if ops.has_kernels(residual.device.type):
+        from kernels import triton_trellis
+
+        return triton_trellis.encode(residual, classes, gain, where, family)
+    coded = trellis_lanes.encode(residual.cpu(), classes.cpu(), gain, where, family)
+    return Coded(*(part.to(residual.device) for part in (coded.states, coded.counts, coded.words)))
+
+
+def decode(
+    states: torch.Tensor,
+    counts: torch.Tensor,
+    words: torch.Tensor,
+    classes: torch.Tensor,
+    where: Grid,
+    family: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`kernels.trellis_lanes.decode`; on a GPU with kernels for any states and counts, without waiting."""
+    if ops.has_kernels(classes.device.type):
+        from kernels import triton_trellis
+
+        return triton_trellis.decode(states, counts, words, classes, where, family)
+    n, whole = trellis_lanes.decode(states.cpu(), counts.cpu(), words.cpu(), classes.cpu(), where, family)
+    return n.to(classes.device), whole.to(classes.device)
+
+
+def join(coded: Coded, out: torch.Tensor) -> None:
+    """Put the words of all groups one after the other into int16 `out`, as long as they are together."""
+    if ops.has_kernels(out.device.type):
+        from kernels import triton_trellis
+
+        triton_trellis.join(coded, out)
+        return
+    capacity = coded.words.shape[1]
+    used = 0
+    for group, count in enumerate(coded.counts.tolist()):
+        out[used : used + count] = coded.words[group, capacity - count :]
+        used += count
