@@ -6,29 +6,30 @@ it has and what is newest. So readers cost a coordinator no memory, however slow
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from node.telemetry.events import Event
 from node.telemetry.run_view import RunView
 from node.telemetry.view import RunViewBuilder
 
+TIMES_AS_LONG = 19
+"""Between two views passes so many times what making one takes: a twentieth of a core goes into views."""
+
 
 class Feed:
     """Counts events into a view. All of it runs on one event loop."""
 
-    def __init__(self, builder: RunViewBuilder) -> None:
-        """`builder` may have seen a run's past already."""
+    def __init__(self, builder: RunViewBuilder, clock: Callable[[], float] = time.perf_counter) -> None:
+        """`builder` may have seen a run's past already; `clock` gives seconds and never goes back."""
         self._builder = builder
+        self._clock = clock
         self._version = 0
         self._made: tuple[int, RunView, dict[str, Any]] | None = None
+        self._make_again = 0.0
         self._changed = asyncio.Event()
         self._closing = asyncio.Event()
-
-    @property
-    def version(self) -> int:
-        """Grows with every event."""
-        return self._version
 
     def apply(self, event: Event, at: float) -> None:
         """Count an event of the Unix time `at`."""
@@ -46,14 +47,20 @@ class Feed:
         return self._closing.is_set()
 
     def view(self) -> RunView:
+        """As `newest`."""
         return self._newest()[1]
 
-    def fields(self) -> Mapping[str, Any]:
-        """The view as plain values; made once for all readers."""
-        return self._newest()[2]
+    def newest(self) -> tuple[int, Mapping[str, Any]]:
+        """The view as plain values, and its version, which grows with every event.
+
+        Made once for all readers, however many there are and however often they ask; so it may lack what
+        happened in the last moment, unless the feed is closed.
+        """
+        version, _, fields = self._newest()
+        return version, fields
 
     async def newer(self, version: int) -> None:
-        """Wait until there is something newer than `version`, or the feed is closed."""
+        """Wait until something happened after `version`, or the feed is closed."""
         while self._version <= version and not self.closed:
             await self._changed.wait()
 
@@ -64,9 +71,13 @@ class Feed:
                 await self._closing.wait()
 
     def _newest(self) -> tuple[int, RunView, dict[str, Any]]:
-        if self._made is None or self._made[0] != self._version:
+        began = self._clock()
+        due = self.closed or began >= self._make_again
+        if self._made is None or (due and self._made[0] != self._version):
             view = self._builder.view()
             self._made = self._version, view, _plain(view)
+            ended = self._clock()
+            self._make_again = ended + TIMES_AS_LONG * (ended - began)
         return self._made
 
     def _wake(self) -> None:

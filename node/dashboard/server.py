@@ -140,7 +140,7 @@ class _Routes:
         self._streams = 0
 
     async def view(self, request: web.Request) -> web.Response:
-        return _json({"now": time.time(), "view": self._feed.fields()})
+        return _json({"now": time.time(), "view": self._feed.newest()[1]})
 
     async def health(self, request: web.Request) -> web.Response:
         """Answered by the loop that drives the run: an answer says that it turns."""
@@ -172,7 +172,7 @@ class _Routes:
             self._streams -= 1
 
     async def _tell(self, response: web.StreamResponse) -> None:
-        version, sent = self._feed.version, self._feed.fields()
+        version, sent = self._feed.newest()
         await _send(response, "view", sent)
         while not self._feed.closed:
             await self._feed.pause(STREAM_SECONDS)
@@ -182,7 +182,7 @@ class _Routes:
             except TimeoutError:
                 await _write(response, b": still here\n\n")
                 continue
-            version, newest = self._feed.version, self._feed.fields()
+            version, newest = self._feed.newest()
             if patch := difference(sent, newest):
                 await _send(response, "patch", patch)
             sent = newest

@@ -60,31 +60,58 @@ def test_a_step_more_sends_one_point() -> None:
     assert patch == {"curve": {"keep": 399, "steps": [400], "times": [400.0], "values": [0.5]}}
 
 
+class Clock:
+    """Moves on by `step` each time that it is read."""
+
+    def __init__(self, step: float) -> None:
+        self.now, self.step = 0.0, step
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
+
+
 def test_a_feed_is_the_view_of_its_events() -> None:
-    builder = RunViewBuilder()
-    feed = Feed(builder)
+    feed = Feed(RunViewBuilder())
     for at, event in run_events.history(run_events.opening(), run_events.step(1)):
         feed.apply(event, at)
     assert feed.view().step == 1
-    assert json.loads(json.dumps(feed.fields())) == feed.fields()  # no tuples: patches compare equal
-    assert feed.fields() == json.loads(feed.view().to_json())
-    assert feed.fields() is feed.fields()  # made once for all readers
+    _, fields = feed.newest()
+    assert json.loads(json.dumps(fields)) == fields  # no tuples: patches compare equal
+    assert fields == json.loads(feed.view().to_json())
+    assert feed.newest()[1] is fields  # made once for all readers
+
+
+def test_views_take_a_twentieth_of_the_time() -> None:
+    clock = Clock(step=0.0)
+    feed = Feed(RunViewBuilder(), clock)
+    clock.step = 1.0  # a view takes one second
+    made = set()
+    for number, (at, event) in enumerate(
+        run_events.history(run_events.opening(), *map(run_events.step, range(1, 100)))
+    ):
+        feed.apply(event, at)
+        clock.now = float(number)
+        made.add(feed.newest()[0])
+    assert 9 <= len(made) <= 12  # of 203 seconds
+    feed.close()
+    assert feed.newest()[1]["step"] == 99  # the end is never missed
 
 
 async def test_a_reader_that_misses_versions_gets_the_newest() -> None:
-    feed = Feed(RunViewBuilder())
-    version, seen = feed.version, feed.fields()
+    feed = Feed(RunViewBuilder(), Clock(step=0.0))
+    version, seen = feed.newest()
     waiting = asyncio.create_task(feed.newer(version))
     for at, event in run_events.history(run_events.opening(), *map(run_events.step, range(1, 20))):
         feed.apply(event, at)
     await waiting
-    after = apply(seen, difference(seen, feed.fields()))
-    assert after == feed.fields() and after["step"] == 19
+    after = apply(seen, difference(seen, feed.newest()[1]))
+    assert after == feed.newest()[1] and after["step"] == 19
 
 
 async def test_a_closed_feed_lets_its_readers_go() -> None:
     feed = Feed(RunViewBuilder())
-    waiting = [asyncio.create_task(feed.newer(feed.version)), asyncio.create_task(feed.pause(3600))]
+    waiting = [asyncio.create_task(feed.newer(feed.newest()[0])), asyncio.create_task(feed.pause(3600))]
     await asyncio.sleep(0)
     feed.close()
     async with asyncio.timeout(5):
