@@ -112,6 +112,12 @@ class Epoch:
         self._votes.clear()
         return self._to_all(self._begin())
 
+    @property
+    def unplaced(self) -> tuple[str, ...]:
+        """Nodes that have not answered their placement yet."""
+        waiting = self.seats if self.phase is Phase.PLACING else ()
+        return tuple(node for node in waiting if node not in self._placed)
+
     def take_snapshot(self) -> list[Action]:
         """Ask for the state that every stage holds now. Call in `IDLE` only."""
         self._snapshot = TakeSnapshot(epoch=self.number, step=self.step)

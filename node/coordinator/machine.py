@@ -39,6 +39,9 @@ MAX_RETRIES = 3
 """Attempts at one step that may fail, with nobody dead, before the run stops."""
 MAX_STRIKES = 3
 """Complaints of its neighbours about a node before it is quarantined."""
+PLACING_SECONDS = 90.0
+"""A node that lives but does not say within this time what it holds is stuck. It exceeds what a node allows
+itself to end the epoch before."""
 MAX_ASKED_SNAPSHOTS = 2
 """Snapshots being uploaded at a time; where links are slower than that, some are left out. Each costs its
 nodes a copy of their state."""
@@ -77,6 +80,8 @@ class RunMachine:
         self._saving = False
         self._save_asked = False
         self._growing = False
+        self._placed_at = 0.0
+        """When the epoch's nodes were told their places."""
         self._windows: tuple[int, ...] = ()
         """The newest plan for the links; empty before there is one."""
         self._asked: list[int] = []
@@ -145,6 +150,11 @@ class RunMachine:
                 actions += self._gone(
                     node_id, f"it has been silent for more than {self.plan.silent_seconds:g} s", now
                 )
+        if self.epoch is not None and now - self._placed_at > PLACING_SECONDS:
+            stuck = f"it did not take its place within {PLACING_SECONDS:g} s: start it again"
+            for node_id in self.epoch.unplaced:
+                actions.append(Send(node_id=node_id, message=Finish(reason=stuck, failed=True)))
+                actions += self._gone(node_id, stuck, now)
         return actions + self._try_place(now)
 
     def lost(self, node_id: str, reason: str, now: float) -> list[Action]:
@@ -213,9 +223,8 @@ class RunMachine:
 
     def plan_windows(self, epoch: int, windows: tuple[int, ...]) -> list[Action]:
         """From this epoch's next step on, links have these windows; in later epochs of as many stages too."""
-        self._windows = windows
         if self.epoch is not None and self.epoch.number == epoch:
-            self.epoch.planned_windows = windows
+            self._windows = self.epoch.planned_windows = windows
         return []
 
     def save(self) -> list[Action]:
@@ -412,6 +421,7 @@ class RunMachine:
             return actions + self._explain_wait()
         self._told = None
         self._last_epoch += 1
+        self._placed_at = now
         self.epoch = Epoch(
             number=self._last_epoch,
             seats=nodes,
