@@ -44,7 +44,7 @@ _SCHEMA = """
 CREATE TABLE run (
     one INTEGER PRIMARY KEY CHECK (one = 1),
     run_id TEXT NOT NULL, config_json TEXT NOT NULL, pin BLOB NOT NULL, version TEXT NOT NULL,
-    protocol INTEGER NOT NULL, created REAL NOT NULL, addresses TEXT NOT NULL, epoch INTEGER NOT NULL);
+    protocol INTEGER NOT NULL, created REAL NOT NULL, addresses TEXT NOT NULL);
 CREATE TABLE tokens (
     token_id TEXT PRIMARY KEY, secret_hash BLOB NOT NULL, created REAL NOT NULL, expires REAL NOT NULL,
     uses_allowed INTEGER NOT NULL, revoked INTEGER NOT NULL);
@@ -91,7 +91,7 @@ class Store:
                 for statement in _SCHEMA.split(";"):
                     db.execute(statement)
                 db.execute(
-                    "INSERT INTO run VALUES (1, ?, ?, ?, ?, ?, ?, '[]', 0)",
+                    "INSERT INTO run VALUES (1, ?, ?, ?, ?, ?, ?, '[]')",
                     (run_id, config_json, pin, VERSION, PROTOCOL, now),
                 )
                 db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -146,13 +146,6 @@ class Store:
         """Replace the resolved run config: a resumed run may go on with other stages or addresses."""
         with self._writing() as db:
             db.execute("UPDATE run SET config_json = ?", (config_json,))
-
-    def next_epoch(self) -> int:
-        """A number that no epoch of this run had before: 1, 2, ..., across restarts."""
-        with self._writing() as db:
-            db.execute("UPDATE run SET epoch = epoch + 1")
-            epoch: int = db.execute("SELECT epoch FROM run").fetchone()[0]
-            return epoch
 
     # ---- tokens
 
@@ -233,11 +226,6 @@ class Store:
         """The nodes for which `evict` was called."""
         with self._reading() as db:
             return [row[0] for row in db.execute("SELECT node_id FROM members WHERE evicted IS NOT NULL")]
-
-    def is_evicted(self, node_id: str) -> bool:
-        """Whether `evict` was called for this node; False for one that is no member."""
-        member = self.member(node_id)
-        return member is not None and member.evicted is not None
 
     def record_placement(self, epoch: int, nodes: Sequence[PlacedNode]) -> None:
         """Who hosts what in an epoch; recording the same epoch again replaces it."""

@@ -86,15 +86,3 @@ class StageClock:
 def difference(later: Times, earlier: Times) -> dict[TimeKind, float]:
     """Seconds by kind between two snapshots of one clock."""
     return {kind: later[kind] - earlier[kind] for kind in TimeKind}
-
-
-def idle_share(times: Times) -> float:
-    """The share of time spent waiting, 0 to 1; 0 when no time has passed."""
-    total = sum(times.values())
-    return sum(times[kind] for kind in WAITS) / total if total > 0 else 0.0
-
-
-def busy_share(times: Times) -> float:
-    """The share of time spent working, 0 to 1; 0 when no time has passed."""
-    total = sum(times.values())
-    return sum(times[kind] for kind in TimeKind if kind not in WAITS) / total if total > 0 else 0.0

@@ -178,7 +178,7 @@ def test_revoking_stops_the_token_and_evicts_nobody(store: Store) -> None:
     member = make_member(1)
     store.admit_token(token.token_id, token.secret, member)
     assert store.revoke_token(token.token_id) and not store.revoke_token("zzzzzzzz")
-    assert not store.is_evicted(member.node_id)
+    assert store.evicted() == []
     assert store.list_tokens()[0].revoked
 
 
@@ -186,11 +186,11 @@ def test_an_evicted_node_stays_out(store: Store) -> None:
     member = make_member(1)
     store.add_member(member)
     assert store.evict(member.node_id, NOW + 5) and store.evict(member.node_id, NOW + 9)
-    assert store.is_evicted(member.node_id)
+    assert store.evicted() == [member.node_id]
     assert store.member(member.node_id) == replace(member, evicted=NOW + 5)
     with pytest.raises(Refused, match="evicted"):
         store.add_member(member)
-    assert not store.evict("node-aaaaaaaaaa", NOW) and not store.is_evicted("node-aaaaaaaaaa")
+    assert not store.evict("node-aaaaaaaaaa", NOW)
     assert store.member("node-aaaaaaaaaa") is None
 
 
@@ -233,13 +233,6 @@ def test_every_loss_comes_back_with_its_bits(store: Store, loss: float) -> None:
     assert found is not None
     assert repr(found) == repr(replace(STEP, loss=loss, grad_norm=loss))
     assert store.record_step(replace(STEP, loss=loss)) is StepOutcome.REPEATED
-
-
-def test_epochs_never_repeat(directory: Path) -> None:
-    with create(directory) as store:
-        assert [store.next_epoch(), store.next_epoch()] == [1, 2]
-    with Store.open(directory) as store:
-        assert store.next_epoch() == 3
 
 
 def test_a_placement_belongs_to_its_epoch(store: Store) -> None:
@@ -294,7 +287,8 @@ def test_two_processes_write_at_once(store: Store, directory: Path) -> None:
         "with Store.open(pathlib.Path(sys.argv[1])) as store:\n"
         "    print('ready', flush=True)\n"
         "    sys.stdin.readline()\n"
-        "    print(*(store.next_epoch() for _ in range(200)))\n"
+        "    for number in range(200):\n"
+        "        store.record_event(number, 'theirs', '')\n"
     )
     command = [sys.executable, "-c", script, str(directory)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -302,10 +296,11 @@ def test_two_processes_write_at_once(store: Store, directory: Path) -> None:
         assert process.stdout.readline() == "ready\n"
         process.stdin.write("go\n")
         process.stdin.flush()
-        mine = [store.next_epoch() for _ in range(200)]
-        theirs = [int(epoch) for epoch in process.stdout.read().split()]
+        for number in range(200):
+            store.record_event(number, "mine", "")
     assert process.returncode == 0
-    assert sorted(mine + theirs) == list(range(1, 401))
+    written = [(event.kind, event.at) for event in store.events(1000)]
+    assert sorted(written) == [(who, number) for who in ("mine", "theirs") for number in range(200)]
 
 
 def test_a_token_made_by_another_process_admits_at_once(store: Store, directory: Path) -> None:

@@ -1,0 +1,98 @@
+"""A real Prometheus scrapes a real run: every metric, counters over a node's death, queries of deploy/."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from node.config.schema import DashboardSection
+from node.telemetry.events import PageServed, PlacementMade, RunStarted
+from node.telemetry.metrics import NODE_METRICS, PREFIX, RUN_METRICS, Definition, MetricKind
+from tests.support.prometheus import BINARY, MISSING, Prometheus
+from tests.support.promql import queries
+from tests.support.run_harness import SMALL, Run
+
+CONFIG = replace(
+    SMALL,
+    run=replace(SMALL.run, steps=100_000, snapshot_every=5),
+    model=replace(SMALL.model, layers=2),
+    pipeline=replace(SMALL.pipeline, stages=2, forward_codec="tah", backward_codec="fixed-8"),
+    dashboard=DashboardSection(listen="127.0.0.1:0"),
+)
+MAY_BE_ABSENT = {"link_capacity_bytes_per_second", "node_link_capacity_bytes_per_second"}
+"""A quick machine's links may never be busy for long enough to be measured."""
+
+
+def suffixes(definition: Definition) -> tuple[str, ...]:
+    return ("_bucket", "_sum", "_count") if definition.kind is MetricKind.HISTOGRAM else ("",)
+
+
+@pytest.mark.skipif(BINARY is None, reason=MISSING)
+@pytest.mark.timeout(240)
+def test_a_real_prometheus_scrapes_a_real_run(tmp_path: Path) -> None:
+    with Run(tmp_path, CONFIG) as run:
+        coordinator = run.start()
+        token = coordinator.token
+        watched = run.command(
+            *("join", token, "--listen", "127.0.0.1:0", "--device", "cpu", "--threads", "1"),
+            *("--state-dir", str(tmp_path / "watched"), "--metrics", "127.0.0.1:0", "--json"),
+            name="watched",
+        )
+        doomed = run.add_node()
+        page = coordinator.wait_event(PageServed).url
+        line = watched.wait_line(lambda line: "/metrics" in line)
+        targets = {
+            "coordinator": page.removeprefix("http://").rstrip("/"),
+            "node": line.partition("http://")[2].partition("/metrics")[0],
+        }
+        with Prometheus(tmp_path / "prometheus", targets) as prometheus:
+            prometheus.wait_for("thinwire_snapshot_steps > 0")
+            sent = prometheus.wait_for("sum(thinwire_link_bytes_total) > 0")[0][1]
+            steps = prometheus.wait_for("thinwire_steps_total > 0")[0][1]
+            doomed.kill()
+            run.add_node(token, state_dir=run.state_dir(0))
+            coordinator.wait_event(PlacementMade, lambda placement: placement.epoch >= 2)
+            prometheus.wait_for("thinwire_recoveries_total == 1")
+            prometheus.wait_for(f"thinwire_steps_total > {steps + 5}")
+            prometheus.wait_for("thinwire_node_epoch == 2")
+
+            names = prometheus.names()
+            for definition in (*RUN_METRICS, *NODE_METRICS):
+                for suffix in suffixes(definition):
+                    full = PREFIX + definition.name + suffix
+                    if full not in names and definition.name in MAY_BE_ABSENT:
+                        continue
+                    assert full in names, f"{full} was not scraped"
+                    extra = {"le"} if suffix == "_bucket" else set()
+                    assert prometheus.labels(full) == set(definition.labels) | extra
+            known = {
+                PREFIX + one.name + suffix
+                for one in (*RUN_METRICS, *NODE_METRICS)
+                for suffix in suffixes(one)
+            }
+            assert {name for name in names if name.startswith(PREFIX)} <= known
+
+            # Counters survive the death of a node: Prometheus saw none of them fall.
+            for definition in (*RUN_METRICS, *NODE_METRICS):
+                if definition.kind is MetricKind.COUNTER:
+                    assert prometheus.query(f"resets({PREFIX}{definition.name}[5m]) > 0") == []
+            assert prometheus.query("sum(thinwire_link_bytes_total)")[0][1] > sent
+
+            # What the metrics say is what the run is: bits an element, kinds that sum to wall time.
+            bits = prometheus.query(
+                "8 * sum by (codec) (thinwire_link_tensor_bytes_total)"
+                " / sum by (codec) (thinwire_link_elements_total)"
+            )
+            per_codec = {labels["codec"]: value for labels, value in bits}
+            foretold = coordinator.all(RunStarted)[0].codec_bits
+            assert per_codec == pytest.approx({name: foretold[name] for name in per_codec}, rel=0.01)
+            mine = prometheus.query("sum(thinwire_node_seconds_total)")[0][1]
+            assert mine > 0
+
+            for query in queries():
+                prometheus.query(query.plain)  # raises for a mistake
+                for metric in query.metrics:
+                    assert metric in names | known, f"{query.where}: nothing is called {metric}"
+        coordinator.interrupt()
+        coordinator.interrupt()
+        assert watched.wait_exit() in (0, 1)

@@ -1,0 +1,62 @@
+"""The queries of deploy/: Grafana's dashboards and Prometheus' rules."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+_VARIABLE = re.compile(r"\$\{?(\w+)(?::\w+)?\}?")
+_INTERVALS = {"__rate_interval", "__interval", "__range"}
+
+
+@dataclass(frozen=True)
+class Query:
+    """One expression, and the file and title under which it stands."""
+
+    where: str
+    expression: str
+
+    @property
+    def plain(self) -> str:
+        """With Grafana's variables replaced: intervals by half a minute, all others by what matches all."""
+        return _VARIABLE.sub(lambda found: "30s" if found[1] in _INTERVALS else ".*", self.expression)
+
+    @property
+    def metrics(self) -> set[str]:
+        return set(re.findall(r"\bthinwire_\w+", self.expression))
+
+
+def queries() -> list[Query]:
+    """All of them."""
+    return [*_dashboards(), *_rules()]
+
+
+def _dashboards() -> Iterator[Query]:
+    for path in sorted(DEPLOY.rglob("*.json")):
+        whole = json.loads(path.read_text(encoding="utf-8"))
+        for node in _objects(whole):
+            if isinstance(node.get("expr"), str):
+                yield Query(f"{path.name}: {node.get('legendFormat', '')}", node["expr"])
+
+
+def _rules() -> Iterator[Query]:
+    for path in sorted([*DEPLOY.rglob("*.yml"), *DEPLOY.rglob("*.yaml")]):
+        for whole in yaml.safe_load_all(path.read_text(encoding="utf-8")):
+            for node in _objects(whole):
+                if isinstance(node.get("expr"), str):
+                    yield Query(f"{path.name}: {node.get('alert', node.get('record', ''))}", node["expr"])
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+        for inner in value.values():
+            yield from _objects(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _objects(inner)
