@@ -5,8 +5,8 @@
 
 hivemind 1.1.12 unpacks nothing with numpy 2.4: give it numpy 2.2. The product needs none of these
 packages; what is not installed, or fails, is recorded with its reason. Reads boundaries-step*.safetensors
-(`activation.*`, `gradient.*`) from `--data`, THINWIRE_DATA or ../shared/data. All get the tensor in fp32, as a
-stage hands it to a link.
+(`activation.*`, `gradient.*`) from `--data`, THINWIRE_DATA or ../shared/data. All get the tensor in fp32, as
+a stage hands it to a link.
 
 Bits count every byte without which the tensor could not be decoded and that depends on it: codes packed as
 their width allows, scales, zero-points, code books that are made for the tensor; of ours, the header and the

@@ -14,7 +14,14 @@ from node.stage.executor import StageExecutor, StepOutcome
 from node.stage.inbox import Inbox
 from node.stage.stage_io import TensorLink
 from node.telemetry.clock import StageClock
-from wire.errors import LinkLostError, NonFiniteError, ProtocolViolationError, RunError, ThinwireError
+from wire.errors import (
+    LinkLostError,
+    MemoryMismatchError,
+    NonFiniteError,
+    ProtocolViolationError,
+    RunError,
+    ThinwireError,
+)
 from wire.messages import (
     Applied,
     Begin,
@@ -61,6 +68,10 @@ class Stage:
     def restore(self, step: int, fetch: Callable[[str], object]) -> None:
         self.log.append(("restore", step))
         self.state_step, self.voted = step, False
+
+    def forget(self) -> None:
+        self.log.append("forget")
+        self.state_step = -1
 
     def use_windows(self, link_windows: tuple[int, ...]) -> None:
         self.windows = link_windows
@@ -264,6 +275,7 @@ TROUBLE = [
     (NonFiniteError("boundary 1"), FailureKind.NON_FINITE),
     (LinkLostError("gone"), FailureKind.LINK),
     (RunError("torn"), FailureKind.INTERNAL),
+    (MemoryMismatchError("since step 7"), FailureKind.INTERNAL),
 ]
 
 
@@ -280,6 +292,16 @@ async def test_a_failure_is_told_and_told_again_to_whoever_asks(
         for command in (Begin(epoch=4, step=3), PLACEMENT, TakeSnapshot(epoch=4, step=3)):
             assert await talk.ask(command) == expected
         assert talk.node.linked == [(0, 2), ()], "its neighbours learn of it too"
+
+
+async def test_who_remembers_otherwise_than_its_neighbour_holds_no_state() -> None:
+    """In the next epoch it must fetch a snapshot: what it remembers is part of what it holds."""
+    async with epoch() as talk:
+        await talk.begun(3)
+        talk.node.stage.trouble = MemoryMismatchError("since step 7")
+        await talk.ask(Begin(epoch=4, step=3))
+        assert talk.node.stage.log[-1] == "forget"
+        assert talk.node.stage.state_step == -1
 
 
 async def test_a_state_that_cannot_be_fetched_is_a_failure() -> None:
