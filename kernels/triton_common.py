@@ -1,11 +1,12 @@
-"""What the Triton kernels share: tiles in registers, exponents, fp16 rounding, bit-planes.
+"""What the Triton kernels share: tiles in registers, exponents, exact division, fp16 rounding.
 
-A block of T tiles is `[8 / LANES, T, LANES, 8]`: element 8 (khi * LANES + klo) + j of tile t lies at
-[khi, t, klo, j], so the 8 elements of one byte of every bit-plane belong to one thread and LANES neighbours
-share a tile. LANES changes speed alone: every reduction is over integers or a maximum, exact in any order.
+A block of T tiles is `[T, 8, 8]`: element 8 k + j of tile t lies at [t, k, j], so the 8 elements of one byte
+of every bit-plane belong to one thread and the 8 bytes of a tile to 8 neighbours, which read 16 bytes each.
+Every reduction is over integers or a maximum, exact in any order.
 
 All arithmetic is that of `kernels.tiles`, one rounding an operation; compile with `enable_fp_fusion=False`.
-A `tl.fma` stands only where its product is exact, so that the interpreter, which rounds it, gives the same.
+Outside of `quotient` and `reciprocal` a `tl.fma` stands only where its product is exact, so that the
+interpreter, which rounds it, gives the same.
 """
 
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 # Bound where kernels are defined: under the interpreter tensors lie on the CPU.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -24,13 +26,19 @@ MAGIC_BITS = tl.constexpr(0x4B400000)
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _NON_FINITE = tl.constexpr(0x7FFF)
 
-# Where element j's code goes in the word of 8 that is transposed, and 1 << that, summed over j.
-NIBBLES = 0x11111111
-BYTES = 0x01010101
-
-
 # Triton compiles anew for sizes that are 1 or multiples of 16, which gains nothing here.
-_SIZES = ("n", "tiles", "four_bit", "fourths", "chunks", "width", "row_stride", "per_row")
+_SIZES = (
+    "n",
+    "tiles",
+    "four_bit",
+    "fourths",
+    "chunks",
+    "programs",
+    "scratch_size",
+    "width",
+    "row_stride",
+    "per_row",
+)
 
 
 def sized_jit(function: Callable[..., None]) -> triton.runtime.jit.JITFunction:
@@ -49,79 +57,94 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def element(LANES: tl.constexpr):
-    """The index in its tile of every place of a block, int32 `[8 / LANES, 1, LANES, 8]`."""
-    khi = tl.arange(0, 8 // LANES)[:, None, None, None]
-    klo = tl.arange(0, LANES)[None, None, :, None]
-    return (khi * LANES + klo) * 8 + tl.arange(0, 8)[None, None, None, :]
+def let_next_start(EARLY: tl.constexpr):
+    """Let the next kernel's programs start as this one's last are placed; they wait in `await_previous`."""
+    if EARLY:
+        cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def plane_byte(LANES: tl.constexpr):
-    """The byte of a plane's word that every thread holds, int32 `[8 / LANES, 1, LANES]`."""
-    return tl.arange(0, 8 // LANES)[:, None, None] * LANES + tl.arange(0, LANES)[None, None, :]
+def await_previous(EARLY: tl.constexpr):
+    """Before the first access to what earlier kernels of the same call wrote. Every program must come here,
+    so that whoever waits for this kernel has waited for those before it too."""
+    if EARLY:
+        cuda.gdc_wait()
 
 
 @triton.jit
-def load_tiles(
-    x,
-    base,
-    tile,
-    inside,
-    width,
-    row_stride,
-    per_row,
-    LANES: tl.constexpr,
-    FLAT: tl.constexpr,
-    PAIRS: tl.constexpr,
+def load_block(
+    x, base, n, width, row_stride, per_row, T: tl.constexpr, FLAT: tl.constexpr, PAIRS: tl.constexpr
 ):
-    """Tiles base + tile (int64 scalar and int `[T]`) in fp32, 0 outside; and which elements are real."""
-    i = element(LANES)
+    """Tiles base (int64) to base + T - 1 in fp32, 0 beyond the n-th tile; and which elements are real."""
+    tile = tl.arange(0, T)[:, None, None]
     if PAIRS:
         # Two bf16 a word: one operation an element to widen them, where loading bf16 takes two.
-        pair = plane_byte(LANES)[:, :, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
+        i = tl.arange(0, T * 32)
         words = x.to(tl.pointer_type(tl.int32), bitcast=True) + base * 32
-        real = inside[None, :, None, None] & (pair >= 0)
-        word = tl.load(words + (tile[None, :, None, None] * 32 + pair), mask=real, other=0)
+        word = tl.load(words + i, mask=i < (n - base) * 32, other=0)
         first = (word << 16).to(tl.float32, bitcast=True)
         second = (word & -65536).to(tl.float32, bitcast=True)
-        real = inside[None, :, None, None] & (i >= 0)
-        return tl.reshape(tl.join(first, second), real.shape), real
+        return tl.reshape(tl.join(first, second), (T, 8, 8)), base + tile < n
+    i = tl.arange(0, T * 64)
     if FLAT:
-        real = inside[None, :, None, None] & (i >= 0)
-        values = tl.load(x + base * 64 + (tile[None, :, None, None] * 64 + i), mask=real, other=0.0)
+        values = tl.load(x + base * 64 + i, mask=i < (n - base) * 64, other=0.0)
+        real = base + tile < n
     else:
-        whole = base + tile
+        whole = base + i // 64
         row = whole // per_row
-        column = (whole - row * per_row)[None, :, None, None] * 64 + i
-        real = inside[None, :, None, None] & (column < width)
-        values = tl.load(x + row[None, :, None, None] * row_stride + column, mask=real, other=0.0)
-    if x.dtype.element_ty == tl.bfloat16:
-        # The interpreter's own conversion is wrong for subnormal numbers.
-        bits = values.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        return bits.to(tl.float32, bitcast=True), real
-    return values.to(tl.float32), real
+        column = (whole - row * per_row) * 64 + i % 64
+        mask = (whole < n) & (column < width)
+        values = tl.load(x + row * row_stride + column, mask=mask, other=0.0)
+        real = tl.reshape(mask, (T, 8, 8))
+    return tl.reshape(_widened(values), (T, 8, 8)), real
 
 
 @triton.jit
-def store_tiles(out, y, base, tile, inside, width, per_row, LANES: tl.constexpr, FLAT: tl.constexpr):
-    """Round y to the dtype of `out`, whose rows are contiguous."""
-    if out.dtype.element_ty == tl.int16:
+def _widened(values):
+    if values.dtype == tl.bfloat16:
+        # The interpreter's own conversion is wrong for subnormal numbers.
+        bits = values.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        return bits.to(tl.float32, bitcast=True)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def load_tile(x, tile, width, row_stride, per_row):
+    """One tile (int64) in fp32, `[64]`, 0 beyond its row."""
+    row = tile // per_row
+    column = (tile - row * per_row) * 64 + tl.arange(0, 64)
+    return _widened(tl.load(x + row * row_stride + column, mask=column < width, other=0.0))
+
+
+@triton.jit
+def store_tile(out, y, tile, width, per_row):
+    """Inverse of `load_tile`, into contiguous rows."""
+    row = tile // per_row
+    column = (tile - row * per_row) * 64 + tl.arange(0, 64)
+    tl.store(out + row * width + column, _rounded(y, out.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def _rounded(y, dtype: tl.constexpr):
+    if dtype == tl.int16:
         # bf16 under the interpreter: to nearest even by integers.
         bits = y.to(tl.int32, bitcast=True)
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
-    else:
-        rounded = y.to(out.dtype.element_ty)
-    i = element(LANES)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+    return y.to(dtype)
+
+
+@triton.jit
+def store_block(out, y, base, n, width, per_row, T: tl.constexpr, FLAT: tl.constexpr):
+    """Round y to the dtype of `out`, whose rows are contiguous; inverse of `load_block`."""
+    rounded = tl.reshape(_rounded(y, out.dtype.element_ty), (T * 64,))
+    i = tl.arange(0, T * 64)
     if FLAT:
-        real = inside[None, :, None, None] & (i >= 0)
-        tl.store(out + base * 64 + (tile[None, :, None, None] * 64 + i), rounded, mask=real)
+        tl.store(out + base * 64 + i, rounded, mask=i < (n - base) * 64)
     else:
-        whole = base + tile
+        whole = base + i // 64
         row = whole // per_row
-        column = (whole - row * per_row)[None, :, None, None] * 64 + i
-        real = inside[None, :, None, None] & (column < width)
-        tl.store(out + row[None, :, None, None] * width + column, rounded, mask=real)
+        column = (whole - row * per_row) * 64 + i % 64
+        tl.store(out + row * width + column, rounded, mask=(whole < n) & (column < width))
 
 
 @triton.jit
@@ -132,44 +155,66 @@ def _larger(a, b):
 @triton.jit
 def tile_max(v):
     """The largest of every tile, `[T]`; NaN may be lost."""
-    return tl.max(tl.max(tl.max(v, 3), 0), 1)
+    return tl.max(tl.max(v, 2), 1)
 
 
 @triton.jit
 def tile_min(v):
-    return tl.min(tl.min(tl.min(v, 3), 0), 1)
+    return tl.min(tl.min(v, 2), 1)
 
 
 @triton.jit
 def tile_sum(v):
     """Sums of integers, modulo 2**32."""
-    return tl.sum(tl.sum(tl.sum(v, 3), 0), 1)
+    return tl.sum(tl.sum(v, 2), 1)
 
 
 @triton.jit
 def tile_max_or_nan(v):
     """The largest of every tile, `[T]`, NaN if there is one; the interpreter needs `peak_bits` for that."""
-    if _INTERPRETED:
-        largest = tile_max(v)
-    else:
-        largest = tl.reduce(tl.reduce(tl.reduce(v, 3, _larger), 0, _larger), 1, _larger)
-    return largest
+    return tile_max(v) if _INTERPRETED else tl.reduce(tl.reduce(v, 2, _larger), 1, _larger)
 
 
 @triton.jit
 def peak_bits(y, largest):
     """The bits of the largest magnitude of a block: integers order infinities and NaNs above all numbers."""
     if _INTERPRETED:
-        peak = tl.max(tl.max(tl.max(tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 3), 2), 1), 0)
+        peak = tl.max(tl.max(tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2), 1), 0)
     else:
         peak = tl.max(largest.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
     return peak
 
 
 @triton.jit
+def largest_of(peaks, programs):
+    """The largest of what `programs` programs left in `peaks`."""
+    # As many at once as a tensor of 64 MiB has: each turn of the loop waits for memory.
+    i = tl.arange(0, 8192)
+    largest = tl.zeros((8192,), tl.int32)
+    start = 0
+    while start < programs:
+        largest = tl.maximum(largest, tl.load(peaks + start + i, mask=start + i < programs, other=0))
+        start += 8192
+    return tl.max(largest, 0)
+
+
+@triton.jit
+def halves(per_tile, T: tl.constexpr):
+    """`[T]` as every other tile and the rest, each with a tile in one thread, not in all 8 that share it: for
+    what takes many operations a tile. Back with `whole`."""
+    return tl.split(tl.reshape(per_tile, (T // 2, 2)))
+
+
+@triton.jit
+def whole(even, odd, T: tl.constexpr):
+    """Inverse of `halves`."""
+    return tl.reshape(tl.join(even, odd), (T,))
+
+
+@triton.jit
 def spread(v):
-    """`[T]` to `[1, T, 1, 1]`."""
-    return v[None, :, None, None]
+    """`[T]` to `[T, 1, 1]`."""
+    return v[:, None, None]
 
 
 @triton.jit
@@ -205,6 +250,35 @@ def denormalised(y, exponent, LARGEST: tl.constexpr, LARGEST_EXPONENT: tl.conste
 
 
 @triton.jit
+def quotient(a, divisor, inverse):
+    """a / divisor rounded once, for a whole divisor below 2**11 and its inverse rounded once.
+
+    The remainder of the first guess is exact, and no quotient of 24 digits by so short a divisor lies so near
+    to the middle of two numbers that the corrected guess could round the other way (Markstein). No branch,
+    which division has. Not for |a| below 2**-100, unless it is 0.
+    """
+    if _INTERPRETED:
+        q = tl.div_rn(a, tl.zeros_like(a) + divisor)
+    else:
+        guess = a * inverse
+        q = tl.fma(tl.fma(-guess, divisor, a), inverse, guess)
+    return q
+
+
+@triton.jit
+def reciprocal(short):
+    """1 / short rounded once, for numbers of 11 digits from 2**-126 to 2**126, after one step by Newton.
+
+    Its relative error is the square of the guess's, below 2**-40; the nearest middle is 2**-36 away."""
+    if _INTERPRETED:
+        inverse = tl.div_rn(tl.zeros_like(short) + 1.0, short)
+    else:
+        guess = 1.0 / short
+        inverse = tl.fma(guess, tl.fma(-short, guess, 1.0), guess)
+    return inverse
+
+
+@triton.jit
 def ceil_half(x):
     """The bits, int32, of the smallest fp16 >= x."""
     half = x.to(tl.float16)
@@ -229,73 +303,3 @@ def floor_half(x):
 def ceil_short(x):
     """x >= 0 rounded up to fp16's 11 digits, in fp32: what `ceil_half` gives, whatever the scale."""
     return ((x.to(tl.int32, bitcast=True) + 0x1FFF) & ~0x1FFF).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def floor_short(x):
-    """x rounded down to 11 digits."""
-    bits = x.to(tl.int32, bitcast=True)
-    return ((bits + tl.where(bits < 0, 0x1FFF, 0)) & ~0x1FFF).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def transpose_nibbles(w):
-    """Transpose each 4 x 4 block of the 8 nibbles' bits: of byte r = code r + 16 code (r + 4), byte p becomes
-    plane p of the 8 codes. Its own inverse."""
-    swap = (w ^ (w >> 7)) & 0x00AA00AA
-    w = w ^ swap ^ (swap << 7)
-    swap = (w ^ (w >> 14)) & 0x0000CCCC
-    return w ^ swap ^ (swap << 14)
-
-
-@triton.jit
-def gather_nibbles(codes):
-    """Codes `[.., 8]` to the words `[..]` for `transpose_nibbles`; bits above a nibble spill over."""
-    j = tl.arange(0, 8)[None, None, None, :]
-    return tl.sum(codes << ((j & 3) * 8 + (j >> 2) * 4), 3)
-
-
-@triton.jit
-def gather_bytes(codes, HIGH: tl.constexpr):
-    """Codes `[.., 8]`: bytes of elements 0 to 3, or 4 to 7 if HIGH, in one word `[..]`."""
-    j = tl.arange(0, 8)[None, None, None, :]
-    return tl.sum(tl.where((j >> 2) == HIGH, codes << ((j & 3) * 8), 0), 3)
-
-
-@triton.jit
-def spread_nibbles(words):
-    """Inverse of `gather_nibbles`: codes `[.., 8]`."""
-    j = tl.arange(0, 8)[None, None, None, :]
-    return (words[:, :, :, None] >> ((j & 3) * 8 + (j >> 2) * 4)) & 15
-
-
-@triton.jit
-def spread_bytes(low, high):
-    """Inverse of `gather_bytes`: codes `[.., 8]`."""
-    j = tl.arange(0, 8)[None, None, None, :]
-    return (tl.where((j >> 2) == 0, low[:, :, :, None], high[:, :, :, None]) >> ((j & 3) * 8)) & 255
-
-
-@triton.jit
-def store_planes(planes, words, place, inside, stride, COUNT: tl.constexpr):
-    """Byte p of `words` `[8 / LANES, T, LANES]` to byte `place` of plane p, planes `stride` bytes apart."""
-    for p in tl.static_range(COUNT):
-        tl.store(planes + p * stride + place, ((words >> (8 * p)) & 255).to(tl.uint8), mask=inside)
-
-
-@triton.jit
-def load_planes(planes, place, inside, stride, COUNT: tl.constexpr):
-    """Inverse of `store_planes`, COUNT from 1 to 4."""
-    words = tl.load(planes + place, mask=inside, other=0).to(tl.int32)
-    for p in tl.static_range(1, COUNT):
-        words |= tl.load(planes + p * stride + place, mask=inside, other=0).to(tl.int32) << (8 * p)
-    return words
-
-
-@triton.jit
-def all_ones(words, COUNT: tl.constexpr):
-    """What `load_planes` gave: a byte with the bits that are set in all COUNT planes."""
-    common = words
-    for p in tl.static_range(1, COUNT):
-        common &= words >> (8 * p)
-    return common & 255

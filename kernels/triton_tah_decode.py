@@ -1,9 +1,7 @@
-"""`kernels.tah`'s decoder in Triton: a small kernel that counts 4-bit tiles, one that decodes every tile as
-if it were not rotated, and one that decodes the rotated ones again, so that registers for the transform are
-taken only there.
-"""
+"""`kernels.tah`'s decoder in Triton: a small kernel that counts 4-bit tiles, and one that decodes."""
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -12,24 +10,22 @@ import triton.language as tl
 from kernels.tiles import TILE, tiles_per_row
 from kernels.triton_common import (
     as_bits,
+    await_previous,
     denormalised,
-    element,
     half_value,
-    load_planes,
-    plane_byte,
+    let_next_start,
     sized_jit,
     spread,
-    spread_nibbles,
-    store_tiles,
-    tile_sum,
-    transpose_nibbles,
+    store_block,
+    store_tile,
 )
-from kernels.triton_hadamard import hadamard
-from kernels.triton_launch import TAH_DECODE, TAH_TURN_BACK, Launch
-from kernels.triton_select import resident_programs
+from kernels.triton_hadamard import first_of, hadamard, swapped
+from kernels.triton_launch import TAH_DECODE, Launch, starts_early
+from kernels.triton_planes import load_plane, planes_to_words, spread_nibbles, transpose_nibbles
 
-# Words of the bit-map (32 tiles) of a program of `_positions`.
-_WORDS = 1024
+# Words of the bit-map (32 tiles) of a program of `_positions`, and how many it counts at once before its own.
+_WORDS = 256
+_BEFORE = 16384
 
 
 @triton.jit
@@ -41,24 +37,22 @@ def _set_bits(word):
 
 
 @sized_jit
-def _positions(bit_map, positions, length, n, WORDS: tl.constexpr):
+def _positions(bit_map, positions, n, EARLY: tl.constexpr, WORDS: tl.constexpr, BEFORE: tl.constexpr):
     """How many 4-bit tiles lie before every 32nd tile. A program counts all before its own again."""
-    if tl.program_id(0) == 0:
-        tl.store(length, 0)
+    let_next_start(EARLY)
     first = tl.program_id(0) * WORDS
     words = bit_map.to(tl.pointer_type(tl.int32), bitcast=True)
-    index = tl.arange(0, WORDS)
-    before = tl.zeros((WORDS,), tl.int32)
-    start = 0
-    while start < first:
-        before += _set_bits(tl.load(words + start + index))
-        start += WORDS
-    word = tl.load(words + first + index, mask=(first + index) * 32 < n, other=0)
-    left = tl.minimum(tl.maximum(n - (first + index) * 32, 0), 32)
+    index = tl.arange(0, BEFORE)
+    before = tl.zeros((BEFORE,), tl.int32)
+    for start in range(0, first, BEFORE):
+        before += _set_bits(tl.load(words + start + index, mask=start + index < first, other=0))
+    mine = first + tl.arange(0, WORDS)
+    word = tl.load(words + mine, mask=mine * 32 < n, other=0)
+    left = tl.minimum(tl.maximum(n - mine * 32, 0), 32)
     word = tl.where(left < 32, word & ((1 << left) - 1), word)
     count = _set_bits(word)
     inclusive = tl.sum(before, 0) + tl.cumsum(count, 0)
-    tl.store(positions + first + index, inclusive - count, mask=(first + index) * 32 < n)
+    tl.store(positions + mine, inclusive - count, mask=mine * 32 < n)
 
 
 @triton.jit
@@ -70,35 +64,39 @@ def _before(words, positions, tile, inside):
 
 
 @triton.jit
-def _values(
-    scale,
-    zero_point,
-    words,
-    positions,
+def _restore_rotated(
+    scales,
+    zero_points,
+    pivots,
     low_planes,
     fourth_planes,
-    base,
+    out,
     tile,
-    inside,
+    position,
+    exponent,
     n,
-    fourths,
-    LANES: tl.constexpr,
+    width,
+    per_row,
+    LARGEST: tl.constexpr,
+    LARGEST_EXPONENT: tl.constexpr,
 ):
-    """Tiles base + tile as stored, not rotated back: fp32 block."""
-    byte = plane_byte(LANES)
-    place = tile[None, :, None] * 8 + byte
-    codes = load_planes(low_planes + base * 8, place, inside[None, :, None], n.to(tl.int64) * 8, 3)
-    whole = (base + tile).to(tl.int32)
-    word, position = _before(words, positions, whole, inside)
-    # Within the section, whatever the bit-map says.
-    four = inside & (((word >> (whole & 31)) & 1) != 0) & (position < fourths)
-    fourth = tl.load(
-        fourth_planes + position.to(tl.int64)[None, :, None] * 8 + byte, mask=four[None, :, None], other=0
-    )
-    code = spread_nibbles(transpose_nibbles(codes | (fourth.to(tl.int32) << 24)))
-    # 2**23 + code, exactly; the product is exact too.
-    y = (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-    return tl.fma(y, spread(half_value(scale & 0x7FFF)), spread(half_value(zero_point)))
+    """Decode one tile (int64) and turn it back. `position` is that of its fourth plane, or -1."""
+    i = tl.arange(0, 64)
+    word = tile * 2 + (i >> 5)
+    code = (tl.load(low_planes + word) >> (i & 31)) & 1
+    code |= ((tl.load(low_planes + n.to(tl.int64) * 2 + word) >> (i & 31)) & 1) << 1
+    code |= ((tl.load(low_planes + n.to(tl.int64) * 4 + word) >> (i & 31)) & 1) << 2
+    if position >= 0:
+        code |= ((tl.load(fourth_planes + position * 2 + (i >> 5)) >> (i & 31)) & 1) << 3
+    scale = half_value(tl.load(scales + tile).to(tl.int32) & 0x7FFF)
+    y = tl.fma(code.to(tl.float32), scale, half_value(tl.load(zero_points + tile).to(tl.int32)))
+    sextet = tile * 6
+    shift = (sextet & 7).to(tl.int32)
+    pivot = tl.load(pivots + (sextet >> 3)).to(tl.int32) >> shift
+    if shift > 2:
+        pivot |= tl.load(pivots + (sextet >> 3) + 1).to(tl.int32) << (8 - shift)
+    y = swapped(hadamard(y), pivot & 63)
+    store_tile(out, denormalised(y, exponent, LARGEST, LARGEST_EXPONENT), tile, width, per_row)
 
 
 @sized_jit
@@ -106,13 +104,12 @@ def _restore(
     scales,
     zero_points,
     bit_map,
+    pivots,
     low_planes,
     fourth_planes,
     positions,
     exponent,
     out,
-    listed,
-    length,
     status,
     n,
     tiles,
@@ -123,21 +120,32 @@ def _restore(
     LARGEST: tl.constexpr,
     LARGEST_EXPONENT: tl.constexpr,
     FLAT: tl.constexpr,
+    EARLY: tl.constexpr,
     T: tl.constexpr,
-    LANES: tl.constexpr,
 ):
-    """Decode T tiles and list the rotated ones; what is wrong with them to `status[program]`."""
+    """Decode T tiles; what is wrong with them to `status[program]`."""
     program = tl.program_id(0)
     first = program * T
     base = first.to(tl.int64)
-    tile = tl.arange(0, T)
-    inside = tile < n - first
-    scale = tl.load(scales + base + tile, mask=inside, other=0x3C00).to(tl.int32)
-    zero_point = tl.load(zero_points + base + tile, mask=inside, other=0).to(tl.int32)
+    tile = first + tl.arange(0, T)
+    inside = tile < n
+    scale = tl.load(scales + tile, mask=inside, other=0x3C00).to(tl.int32)
+    zero_point = tl.load(zero_points + tile, mask=inside, other=0).to(tl.int32)
+    plane0 = load_plane(low_planes, 0, base, n, T)
+    plane1 = load_plane(low_planes, 1, base, n, T)
+    plane2 = load_plane(low_planes, 2, base, n, T)
     words = bit_map.to(tl.pointer_type(tl.int32), bitcast=True)
-    y = _values(
-        scale, zero_point, words, positions, low_planes, fourth_planes, base, tile, inside, n, fourths, LANES
-    )
+    await_previous(EARLY)
+    word, position = _before(words, positions, tile, inside)
+    # Within the section, whatever the bit-map says.
+    four = inside & (((word >> (tile & 31)) & 1) != 0) & (position < fourths)
+    at = tl.where(four, position * 2, -2)
+    at = tl.reshape(tl.join(at, at + 1), (T * 2,))
+    plane3 = tl.load(fourth_planes + at, mask=at >= 0, other=0)
+    code = spread_nibbles(transpose_nibbles(planes_to_words(plane0, plane1, plane2, plane3, T)))
+    # 2**23 + code, exactly; the product is exact too.
+    y = (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    y = tl.fma(y, spread(half_value(scale & 0x7FFF)), spread(half_value(zero_point)))
 
     wrong = 0
     sample = (first + tiles - 1) // tiles
@@ -152,75 +160,35 @@ def _restore(
     fault = tl.max(tl.where(infinite, 4, tl.where((scale & 0x7FFF) == 0, 2, 0)), 0)
     tl.store(status + program, tl.maximum(wrong, fault))
 
-    rotated = ((scale & 0x8000) != 0).to(tl.int32)
-    if tl.max(rotated, 0) > 0:
-        slot = tl.atomic_add(length, tl.sum(rotated, 0), sem="relaxed") + tl.cumsum(rotated, 0) - rotated
-        tl.store(listed + slot, first + tile, mask=rotated > 0)
-    y = denormalised(y, tl.load(exponent), LARGEST, LARGEST_EXPONENT)
-    store_tiles(out, y, base, tile, inside, width, per_row, LANES, FLAT)
-
-
-@sized_jit
-def _turn_back(
-    scales,
-    zero_points,
-    bit_map,
-    pivots,
-    low_planes,
-    fourth_planes,
-    positions,
-    exponent,
-    out,
-    listed,
-    length,
-    n,
-    fourths,
-    width,
-    per_row,
-    LARGEST: tl.constexpr,
-    LARGEST_EXPONENT: tl.constexpr,
-    FLAT: tl.constexpr,
-    T: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """Decode the listed tiles, which are rotated."""
-    count = tl.load(length)
-    words = bit_map.to(tl.pointer_type(tl.int32), bitcast=True)
-    base = tl.zeros((), tl.int64)
-    i = element(LANES)
-    start = tl.program_id(0) * T
-    while start < count:
-        entry = start + tl.arange(0, T)
-        inside = entry < count
-        tile = tl.load(listed + entry, mask=inside, other=0).to(tl.int64)
-        scale = tl.load(scales + tile, mask=inside, other=0x3C00).to(tl.int32)
-        zero_point = tl.load(zero_points + tile, mask=inside, other=0).to(tl.int32)
-        y = _values(
-            scale,
-            zero_point,
-            words,
-            positions,
-            low_planes,
-            fourth_planes,
-            base,
-            tile,
-            inside,
-            n,
-            fourths,
-            LANES,
-        )
-        sextet = tile * 6
-        shift = (sextet & 7).to(tl.int32)
-        pivot = tl.load(pivots + (sextet >> 3), mask=inside, other=0).to(tl.int32) >> shift
-        second = tl.load(pivots + (sextet >> 3) + 1, mask=inside & (shift > 2), other=0).to(tl.int32)
-        pivot = (pivot | (second << (8 - shift))) & 63
-        bits = hadamard(y, LANES).to(tl.int32, bitcast=True)
-        top = tile_sum(tl.where(i == spread(pivot), bits, 0))
-        zeroth = tile_sum(tl.where(i == 0, bits, 0))
-        bits = tl.where(i == 0, spread(top), tl.where(i == spread(pivot), spread(zeroth), bits))
-        y = denormalised(bits.to(tl.float32, bitcast=True), tl.load(exponent), LARGEST, LARGEST_EXPONENT)
-        store_tiles(out, y, base, tile, inside, width, per_row, LANES, FLAT)
-        start += tl.num_programs(0) * T
+    power = tl.load(exponent)
+    y = denormalised(y, power, LARGEST, LARGEST_EXPONENT)
+    store_block(out, y, base, n, width, per_row, T, FLAT)
+    rotated = (scale & 0x8000) != 0
+    index = tl.arange(0, T)
+    one = first_of(rotated, T)
+    if one < T:
+        # After the stores above, which were of tiles not turned back.
+        tl.debug_barrier()
+        while one < T:
+            its_position = tl.sum(tl.where((index == one) & four, position + 1, 0), 0) - 1
+            _restore_rotated(
+                scales,
+                zero_points,
+                pivots,
+                low_planes,
+                fourth_planes,
+                out,
+                base + one,
+                its_position,
+                power,
+                n,
+                width,
+                per_row,
+                LARGEST,
+                LARGEST_EXPONENT,
+            )
+            rotated = rotated & (index > one)
+            one = first_of(rotated, T)
 
 
 def decode(
@@ -236,7 +204,6 @@ def decode(
     samples: int,
     four_bit: int,
     launch: Launch = TAH_DECODE,
-    turn: Launch = TAH_TURN_BACK,
 ) -> torch.Tensor:
     """As `kernels.tah.decode`, with the exponent on the device. `bit_map` must start at a multiple of 4 bytes
     in a buffer whose size is one: it is read by words.
@@ -247,57 +214,38 @@ def decode(
     width = out.shape[-1]
     n = scales.numel()
     device = out.device
-    positions = torch.empty(triton.cdiv(n, 32), dtype=torch.int32, device=device)
-    listed = torch.empty(n, dtype=torch.int32, device=device)
-    length = torch.empty(1, dtype=torch.int32, device=device)
+    words = triton.cdiv(n, 32)
+    positions = torch.empty(words, dtype=torch.int32, device=device)
     status = torch.empty(triton.cdiv(n, launch.tiles), dtype=torch.int32, device=device)
-    _positions[(triton.cdiv(n, 32 * _WORDS),)](bit_map, positions, length, n, WORDS=_WORDS, num_warps=4)
-    halves = (scales.view(torch.int16), zero_points.view(torch.int16), bit_map)
-    planes = (
-        low_planes.view(torch.uint8),
-        fourth_planes.view(torch.uint8),
+    early = starts_early(device)
+    waiting: dict[str, Any] = {"launch_pdl": True} if early else {}
+    _positions[(triton.cdiv(words, _WORDS),)](
+        bit_map, positions, n, EARLY=early, WORDS=_WORDS, BEFORE=_BEFORE, num_warps=32
+    )
+    _restore[(status.numel(),)](
+        scales.view(torch.int16),
+        zero_points.view(torch.int16),
+        bit_map,
+        pivots,
+        low_planes.view(torch.int32),
+        fourth_planes.view(torch.int32),
         positions,
         exponent,
         as_bits(out),
-    )
-    common = {
-        "LARGEST": torch.finfo(out.dtype).max,
-        "LARGEST_EXPONENT": math.frexp(torch.finfo(out.dtype).max)[1],
-        "FLAT": width % TILE == 0,
-        "enable_fp_fusion": False,
-    }
-    fourths, per_row = samples * four_bit, tiles_per_row(width)
-    _restore[(status.numel(),)](
-        *halves,
-        *planes,
-        listed,
-        length,
         status,
         n,
         n // samples,
         four_bit,
-        fourths,
+        samples * four_bit,
         width,
-        per_row,
-        **common,
+        tiles_per_row(width),
+        LARGEST=torch.finfo(out.dtype).max,
+        LARGEST_EXPONENT=math.frexp(torch.finfo(out.dtype).max)[1],
+        FLAT=width % TILE == 0,
+        EARLY=early,
         T=launch.tiles,
-        LANES=launch.lanes,
         num_warps=launch.warps,
-    )
-    programs = min(triton.cdiv(n, turn.tiles), resident_programs(device, turn.warps))
-    _turn_back[(programs,)](
-        *halves,
-        pivots,
-        *planes,
-        listed,
-        length,
-        n,
-        fourths,
-        width,
-        per_row,
-        **common,
-        T=turn.tiles,
-        LANES=turn.lanes,
-        num_warps=turn.warps,
+        enable_fp_fusion=False,
+        **waiting,
     )
     return status

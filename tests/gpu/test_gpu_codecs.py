@@ -18,7 +18,7 @@ from wire.spec import TensorSpec
 
 GUARD = 256
 POISON = 0xA5
-LAUNCHES = (Launch(16, 4, 1), Launch(16, 8, 1), Launch(32, 8, 1), Launch(32, 4, 4))
+LAUNCHES = (Launch(16, 1), Launch(32, 1), Launch(32, 4), Launch(128, 4))
 
 
 def sections_of(name: str, payload: torch.Tensor, shape: tuple[int, ...]) -> list[torch.Tensor]:
@@ -116,8 +116,8 @@ def test_tah_is_the_same_for_any_launch(launch: Launch, look_up: bool) -> None:
         four_bit=four_bit,
         tau=2.0,
         measure=launch,
-        again=launch,
-        chunk=launch.tiles * 8,
+        quantize=launch,
+        select=Launch(launch.tiles * 8, 4),
         look_up=look_up,
     )
     assert torch.equal(payload.cpu(), expected)
@@ -129,7 +129,6 @@ def test_tah_is_the_same_for_any_launch(launch: Launch, look_up: bool) -> None:
         samples=samples,
         four_bit=four_bit,
         launch=launch,
-        turn=launch,
     )
     assert torch.equal(bits(out), bits(decoded))
 

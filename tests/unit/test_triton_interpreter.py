@@ -29,8 +29,10 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 DIGESTS = json.loads((GOLDEN / "codecs.json").read_text())
 TENSORS = load_file(GOLDEN / "codecs.safetensors")
 CODECS = ("tah", "fixed-2", "fixed-4", "fixed-8", "fixed-10")
+GUARD = 64
+POISON = 0xA5
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-LAUNCHES = (Launch(16, 8, 1), Launch(32, 2, 4))
+LAUNCHES = (Launch(16, 1), Launch(32, 4))
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton"),
@@ -44,8 +46,27 @@ inside = pytest.mark.skipif(not INTERPRETED, reason="in the interpreter's proces
 @pytest.mark.timeout(300)
 def test_in_a_process_of_their_own() -> None:
     made = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "pytest_asyncio.plugin",
+            "-p",
+            "pytest_timeout",
+            __file__,
+        ],
+        # No other plugin that happens to be installed: some warn, and a warning is an error here.
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "PYTEST_ADDOPTS": "",
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -57,6 +78,14 @@ def test_in_a_process_of_their_own() -> None:
 @pytest.fixture
 def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "has_kernels", lambda device_type: True)
+
+
+def poisoned(nbytes: int) -> torch.Tensor:
+    return torch.full((nbytes + 2 * GUARD,), POISON, dtype=torch.uint8)
+
+
+def only_written_inside(whole: torch.Tensor) -> bool:
+    return bool((whole[:GUARD] == POISON).all() and (whole[-GUARD:] == POISON).all())
 
 
 def digest(x: torch.Tensor) -> str:
@@ -109,7 +138,8 @@ def test_tah_is_the_reference_for_any_launch(which: str, tau: float, launch: Lau
     samples, tiles = tah_codec._samples_and_tiles(tuple(x.shape))
     split = {"samples": samples, "four_bit": tah_codec.four_bit_tiles(tiles)}
     layout = tah_codec._layout(tuple(x.shape))
-    expected, made = (torch.full((layout.nbytes,), fill, dtype=torch.uint8) for fill in (0, 0xA5))
+    expected, whole = torch.zeros(layout.nbytes, dtype=torch.uint8), poisoned(layout.nbytes)
+    made = whole[GUARD:-GUARD]
     layout.clear_gaps(made)
     sections = tah.TahSections(*layout.views(expected))
     exponent = tah.encode(x, sections, samples=samples, four_bit=split["four_bit"], tau=tau)
@@ -122,12 +152,13 @@ def test_tah_is_the_reference_for_any_launch(which: str, tau: float, launch: Lau
         four_bit=split["four_bit"],
         tau=tau,
         measure=launch,
-        again=launch,
-        chunk=launch.tiles,
-        look_up=launch.lanes == 8,
+        quantize=launch,
+        select=launch,
+        look_up=launch.tiles == 16,
     )
-    assert int(found) == int(exponent) and torch.equal(made, expected)
-    decoded, out = torch.empty(x.shape, dtype=x.dtype), torch.full(x.shape, torch.nan, dtype=x.dtype)
+    assert int(found) == int(exponent) and torch.equal(made, expected) and only_written_inside(whole)
+    decoded, room = torch.empty(x.shape, dtype=x.dtype), poisoned(x.nbytes)
+    out = room[GUARD:-GUARD].view(x.dtype).view(x.shape)
     tah.decode(sections, decoded, int(exponent))
     status = triton_tah_decode.decode(
         *sections,
@@ -136,9 +167,8 @@ def test_tah_is_the_reference_for_any_launch(which: str, tau: float, launch: Lau
         samples=samples,
         four_bit=split["four_bit"],
         launch=launch,
-        turn=launch,
     )
-    assert not status.any() and digest(out) == digest(decoded)
+    assert not status.any() and digest(out) == digest(decoded) and only_written_inside(room)
 
 
 @inside
@@ -152,17 +182,19 @@ def test_fixed_is_the_reference_for_any_launch(
 
     x = inputs()[which]
     layout = FixedCodec(width)._layout(tuple(x.shape))
-    expected, made = (torch.full((layout.nbytes,), fill, dtype=torch.uint8) for fill in (0, 0xA5))
+    expected, whole = torch.zeros(layout.nbytes, dtype=torch.uint8), poisoned(layout.nbytes)
+    made = whole[GUARD:-GUARD]
     layout.clear_gaps(made)
     sections = fixed.FixedSections(*layout.views(expected))
     exponent = fixed.encode(x, sections, constant=constant)
     found = torch.full((1,), 77, dtype=torch.int32)
     triton_fixed.encode(x, *layout.views(made), found, constant=constant, launch=launch, finish=launch)
-    assert int(found) == int(exponent) and torch.equal(made, expected)
-    decoded, out = torch.empty(x.shape, dtype=x.dtype), torch.full(x.shape, torch.nan, dtype=x.dtype)
+    assert int(found) == int(exponent) and torch.equal(made, expected) and only_written_inside(whole)
+    decoded, room = torch.empty(x.shape, dtype=x.dtype), poisoned(x.nbytes)
+    out = room[GUARD:-GUARD].view(x.dtype).view(x.shape)
     fixed.decode(sections, decoded, int(exponent), constant=constant)
     status = triton_fixed.decode(*sections, out, exponent.view(1), constant=constant, launch=launch)
-    assert not status.any() and digest(out) == digest(decoded)
+    assert not status.any() and digest(out) == digest(decoded) and only_written_inside(room)
 
 
 @inside

@@ -1,0 +1,167 @@
+"""What packing costs a pipeline stage, on this GPU: `python scripts/bench_packing_overhead.py --out PATH`.
+
+A middle stage of a Llama of 24 layers in 4 stages, microbatch 2, sequence 4096, hidden 2048, bf16 autocast:
+for every microbatch it computes 6 blocks forward and backward, decodes and encodes one activation (`tah`) and
+one gradient (`fixed-b`). The kernels are timed twice: in CUDA graphs over several tensors in turn, which is
+the time that the device needs, and through the wire's codecs, header and checks and the host's wait included.
+Boundaries are float32, as a stage's are under autocast, and bf16.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_codecs.calls import calls
+from gpu_codecs.tensors import sample
+from gpu_codecs.timing import graph_seconds
+
+from node.config.schema import ModelSection
+from node.model.chunk import build_chunk, compute_precision
+from node.model.units import block_name
+from wire.codecs.registry import codec
+from wire.spec import TensorSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGES = 4
+MODEL = ModelSection(
+    layers=24, hidden=2048, heads=16, kv_heads=16, ffn=5504, vocab=32000, sequence=4096, family="llama"
+)
+SHAPE = (2, MODEL.sequence, MODEL.hidden)
+FORWARD = "tah"
+BACKWARD = ("fixed-6", "fixed-8")
+TENSORS = 6
+
+
+def stage_seconds(runs: int) -> list[float]:
+    """Seconds of a middle stage's forward and backward of one microbatch, gradients accumulating."""
+    device = torch.device("cuda")
+    blocks = MODEL.layers // STAGES
+    units = [block_name(index) for index in range(blocks, 2 * blocks)]
+    chunk = build_chunk(MODEL, units, 1, device)
+    x = sample(SHAPE, 1).requires_grad_()
+    grad = sample(SHAPE, 2)
+
+    def work() -> None:
+        with compute_precision("bfloat16", device):
+            y = chunk(x)
+        y.backward(grad)
+
+    return event_seconds(work, runs)
+
+
+def event_seconds(work: Callable[[], Any], runs: int) -> list[float]:
+    """Seconds on the device of each of `runs` calls, after three more."""
+    for _ in range(3):
+        work()
+    taken = []
+    for _ in range(runs):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        taken.append(start.elapsed_time(end) / 1e3)
+    return taken
+
+
+def wall_seconds(work: Callable[[], Any], runs: int) -> float:
+    """Median seconds of a call, to the end of its work on the device."""
+    taken = []
+    for _ in range(runs + 3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[3:])
+
+
+def packing_seconds(name: str, dtype: torch.dtype, runs: int) -> dict[str, float]:
+    """Seconds of encoding and of decoding one boundary tensor, by graph and through the wire's codec."""
+    tensors = [sample(SHAPE, seed).to(dtype) for seed in range(TENSORS)]
+    made = [calls(name, x) for x in tensors]
+    which, spec = codec(name), TensorSpec(dtype, SHAPE)
+    packed = which.encode(tensors[0])
+    return {
+        "encode": statistics.median(graph_seconds([steps[0] for steps, _, _ in made], runs)),
+        "decode": statistics.median(graph_seconds([steps[1] for steps, _, _ in made], runs)),
+        "encode_wall": wall_seconds(lambda: which.encode(tensors[0]), runs),
+        "decode_wall": wall_seconds(lambda: which.decode(packed, spec), runs),
+    }
+
+
+def commit() -> str:
+    if named := os.environ.get("THINWIRE_COMMIT"):
+        return named
+    made = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return made.stdout.strip() or "unknown"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure what packing costs a pipeline stage on this GPU.")
+    parser.add_argument("--out", type=Path, required=True, help="where the report goes, as JSON")
+    parser.add_argument("--runs", type=int, default=20, help="timed runs of each")
+    arguments = parser.parse_args()
+    import triton
+
+    codecs = (FORWARD, *BACKWARD)
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    packing = {
+        label: {name: packing_seconds(name, dtype, arguments.runs) for name in codecs}
+        for label, dtype in dtypes.items()
+    }
+    stage = stage_seconds(arguments.runs)
+    seconds = statistics.median(stage)
+    rows = []
+    for label, of_codec in packing.items():
+        for backward in BACKWARD:
+            both = (of_codec[FORWARD], of_codec[backward])
+            device = sum(times["encode"] + times["decode"] for times in both)
+            wall = sum(times["encode_wall"] + times["decode_wall"] for times in both)
+            rows.append(
+                {
+                    "dtype": label,
+                    "forward": FORWARD,
+                    "backward": backward,
+                    "device_seconds": device,
+                    "wall_seconds": wall,
+                    "share": device / seconds,
+                    "wall_share": wall / seconds,
+                }
+            )
+    report = {
+        "commit": commit(),
+        "hardware": torch.cuda.get_device_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "runs": arguments.runs,
+        "shape": list(SHAPE),
+        "layers": MODEL.layers,
+        "stages": STAGES,
+        "stage_seconds": seconds,
+        "stage_spread_seconds": [min(stage), max(stage)],
+        "packing": packing,
+        "rows": rows,
+    }
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(f"stage {seconds * 1e3:.2f} ms")
+    for row in rows:
+        print(
+            f"{row['dtype']} {row['backward']}: {row['device_seconds'] * 1e6:.0f} us, {row['share']:.3%}; "
+            f"wall {row['wall_seconds'] * 1e6:.0f} us, {row['wall_share']:.3%}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Parts of scripts/bench_gpu_codecs.py."""
