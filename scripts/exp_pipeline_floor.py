@@ -6,7 +6,9 @@ Each run is the product itself: a coordinator and four nodes as processes, joine
 and all. What stands in is the machine around it: every link passes a relay with a rate and a delay
 (scripts/shaped_relay.py), which change while the run goes on, and the blocks compute nothing but take a set
 time, so that four stages fit on two cores and the floor is known. Steps just after a change are not counted.
-The floor is `node.telemetry.floor`'s, from the set times, the frames' bytes and the relay's rate.
+The floor is `node.telemetry.floor`'s, from the frames' bytes, the relay's rate and the compute times: once
+those that were set, and once those that the stages measured in the very same steps, which are longer where
+other work on the machine kept them from a core.
 """
 
 import argparse
@@ -23,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +63,14 @@ START_SECONDS = 120.0
 STEP_SECONDS = 60.0
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of the steps that count, and their floors with the compute times measured in them."""
+
+    steps: list[float]
+    floors: list[float]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the share of the physical floor reached.")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES_MBIT, help="Mbit/s, each way")
@@ -76,7 +87,7 @@ def main() -> int:
         merge(arguments.merge, arguments.out)
         return 0
     shapes = list(itertools.product(arguments.round_trips, arguments.rates))
-    measured: dict[str, list[list[float]]] = {}
+    measured: dict[str, list[Measured]] = {}
     for window in arguments.windows:
         config = run_config(window, arguments, len(shapes))
         with tempfile.TemporaryDirectory() as directory:
@@ -104,8 +115,8 @@ def run_config(window: str, arguments: argparse.Namespace, shapes: int) -> RunCo
 
 async def measure(
     config: RunConfig, directory: Path, shapes: Sequence[tuple[float, float]], arguments: argparse.Namespace
-) -> list[list[float]]:
-    """Seconds of the counted steps under each (round trip, rate)."""
+) -> "list[Measured]":
+    """The counted steps under each (round trip, rate)."""
     run_file = directory / "run.toml"
     run_file.write_text(to_toml(config), encoding="utf-8")
     environment = {
@@ -141,21 +152,25 @@ async def measure(
                         stdout=subprocess.DEVNULL,
                     )
                 )
-            results: list[list[float]] = []
+            results: list[Measured] = []
             for round_trip, rate in shapes:
                 for relay in relays:
                     relay.shape(rate=rate * 1e6 / 8, delay=round_trip / 2e3)
                 steps: list[float] = []
+                floors: list[float] = []
                 for _ in range(arguments.settle + arguments.steps):
                     async with asyncio.timeout(STEP_SECONDS):
+                        costs = await _until(coordinator, events.StepCosts)
                         done = await _until(coordinator, events.StepDone)
                     steps.append(done.seconds)
-                results.append(steps[arguments.settle :])
+                    floors.append(floor(arguments, round_trip, rate, costs))
+                results.append(Measured(steps[arguments.settle :], floors[arguments.settle :]))
                 print(
                     config.pipeline.window,
                     f"{rate:g} Mbit/s, {round_trip:g} ms:",
                     " ".join(f"{seconds:.3f}" for seconds in steps),
-                    f"floor {floor(arguments, round_trip, rate):.3f}",
+                    f"floor {floor(arguments, round_trip, rate):.3f}, as measured",
+                    " ".join(f"{seconds:.3f}" for seconds in floors),
                     flush=True,
                 )
             return results
@@ -178,16 +193,25 @@ async def _until(coordinator: asyncio.subprocess.Process, kind: type[Any]) -> An
     raise RuntimeError("the coordinator ended")
 
 
-def floor(arguments: argparse.Namespace, round_trip: float, rate: float) -> float:
-    """Seconds of a step, nothing faster being possible."""
+def floor(
+    arguments: argparse.Namespace,
+    round_trip: float,
+    rate: float,
+    costs: events.StepCosts | None = None,
+) -> float:
+    """Seconds of a step, nothing faster being possible; with the compute times of `costs` if given."""
+    forward, backward = [FORWARD_SECONDS] * STAGES, [BACKWARD_SECONDS] * STAGES
+    if costs is not None:
+        forward = [stage.seconds["forward"] / arguments.microbatches for stage in costs.stages]
+        backward = [stage.seconds["backward"] / arguments.microbatches for stage in costs.stages]
     spec = TensorSpec(torch.float32, (1, 1024, 512))
     size = codec(arguments.codec).packed_bytes(spec)
     frames = size + HEADER_BYTES * -(-size // PAYLOAD_BYTES)
     link = LinkRate(up=rate * 1e6 / 8, down=rate * 1e6 / 8, latency=round_trip / 2e3)
     return step_floor(
         microbatches=arguments.microbatches,
-        forward=[FORWARD_SECONDS] * STAGES,
-        backward=[BACKWARD_SECONDS] * STAGES,
+        forward=forward,
+        backward=backward,
         activation_bytes=frames,
         gradient_bytes=frames,
         links=[link] * (STAGES - 1),
@@ -197,7 +221,7 @@ def floor(arguments: argparse.Namespace, round_trip: float, rate: float) -> floa
 def report(
     arguments: argparse.Namespace,
     shapes: Sequence[tuple[float, float]],
-    measured: dict[str, list[list[float]]],
+    measured: "dict[str, list[Measured]]",
 ) -> None:
     results = [
         {
@@ -206,11 +230,15 @@ def report(
             "window": window,
             "floor_seconds": floor(arguments, round_trip, rate),
             "settle_steps": arguments.settle,
-            "step_seconds": steps[index],
-            "share": floor(arguments, round_trip, rate) / statistics.median(steps[index]),
+            "step_seconds": counted.steps,
+            "measured_floor_seconds": counted.floors,
+            "share": floor(arguments, round_trip, rate) / statistics.median(counted.steps),
+            "share_of_measured": statistics.median(
+                least / seconds for least, seconds in zip(counted.floors, counted.steps, strict=True)
+            ),
         }
-        for window, steps in measured.items()
-        for index, (round_trip, rate) in enumerate(shapes)
+        for window, results in measured.items()
+        for counted, (round_trip, rate) in zip(results, shapes, strict=True)
     ]
     commit = os.environ.get("THINWIRE_COMMIT", "")
     if not commit:
