@@ -13,7 +13,7 @@ kept in these ways:
 
 Held bytes are what the allocator has given out after the forward pass of several blocks and not before, a
 block; saved bytes are those of the tensors in the autograd graph, by hooks, where checkpointing does not hide
-them. The peak is the allocator's, above weights, their gradients and the input. Ways take turns, so that
+them. The peak is the allocator's, above weights, their gradients and one input. Ways take turns, so that
 their times are of one run; a time is the median. All but one run FlashAttention, in a fixed order of sums.
 """
 
@@ -357,13 +357,13 @@ def _memory(
     # The first call compiles, and leaves gradients beside the weights.
     torch.autograd.backward(run(source.clone().requires_grad_()), upstream)
     torch.cuda.synchronize()
+    leaf = source.detach().requires_grad_()
     before = torch.cuda.memory_allocated()
-    # Not a leaf of ours, so that the input is held only if the graph holds it.
-    result = run(source.detach().clone().requires_grad_() * 1)
-    graph = result.grad_fn
-    del result
-    held = torch.cuda.memory_allocated() - before
-    del graph
+    # Not the leaf itself, so that the input is held only if the graph holds it. The result must stay: with
+    # it a Python function's saved tensors go.
+    result = run(leaf * 1)
+    held = torch.cuda.memory_allocated() - before - result.nbytes
+    del result, leaf
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     torch.autograd.backward(run(source.clone().requires_grad_()), upstream)
