@@ -16,14 +16,18 @@ from typing import Any
 import torch
 
 import node.config.schema
+import node.lab.profile
 from node.cli.main import build_parser
 from node.config.loader import section_types, toml_value
+from node.lab.profile import LabSection, NetworkSection, SweepSection
+from node.lab.results import read_results
+from node.lab.table import all_tables, provenance
 from wire.codecs.aqsgd import AqsgdCodec
 from wire.codecs.registry import codec, codec_names
 from wire.spec import TensorSpec
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("", "kernels", "wire", "node", "deploy", "scripts", "tests")
+FOLDERS = ("", "kernels", "wire", "node", "deploy", "deploy/lab", "scripts", "tests")
 BLOCK = re.compile(r"(<!-- table:([a-z_]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 CODEC_LOSSES = (
@@ -33,8 +37,13 @@ CODEC_LOSSES = (
 """One report a machine."""
 CODEC_SPEED = ROOT / "scripts" / "bench_codecs.json"
 GPU_CODEC_SPEED = ROOT / "scripts" / "results" / "gpu_codecs.json"
+PACKING_OVERHEAD = ROOT / "scripts" / "results" / "packing_overhead.json"
 TAH_ABLATION = ROOT / "scripts" / "results" / "tah_ablation.json"
 RIVALS = ROOT / "scripts" / "results" / "rivals.json"
+LAB_RESULTS = ROOT / "scripts" / "results"
+"""Holds the laboratory's results as lab_*.json."""
+PAPER_SHAPE = (48, 1600)
+"""Layers and width of the model in the paper's tables of throughput."""
 SIZED_SHAPE = (4, 1024, 1024)
 BASELINE = ("fp32", "fp32")
 LOSSES = ("loss_last", "loss_held_out")
@@ -114,6 +123,18 @@ def field_words(source: str) -> dict[str, dict[str, str]]:
                     case ast.Expr(value=ast.Constant(value=str() as text)):
                         fields[before.target.id] = " ".join(text.split())
     return found
+
+
+def lab_profile() -> str:
+    """Every key of a laboratory's profile, its default, and the words beneath it."""
+    words = field_words(Path(node.lab.profile.__file__).read_text(encoding="utf-8"))
+    sections = {"lab": LabSection, "network": NetworkSection, "sweep": SweepSection}
+    rows = [
+        [f"`{section}.{key}`", f"`{toml_value(value)}`", words[kind.__name__].get(key, "")]
+        for section, kind in sections.items()
+        for key, value in vars(kind()).items()
+    ]
+    return markdown([("key", "left"), ("default", "left"), ("meaning", "left")], rows)
 
 
 def commands() -> str:
@@ -205,6 +226,34 @@ def codec_speed() -> str:
     return markdown(columns, rows) + "\n\n" + caption
 
 
+def packing_overhead() -> str:
+    """What scripts/bench_packing_overhead.py recorded: packing against a stage's compute, a microbatch."""
+    report = json.loads(PACKING_OVERHEAD.read_text(encoding="utf-8"))
+    rows = [
+        [
+            row["dtype"],
+            f"`{row['forward']}`",
+            f"`{row['backward']}`",
+            f"{1e6 * row['device_seconds']:.0f}",
+            f"{100 * row['share']:.2f} %",
+            f"{1e6 * row['wall_seconds']:.0f}",
+            f"{100 * row['wall_share']:.2f} %",
+        ]
+        for row in report["rows"]
+    ]
+    columns = [("boundary", "left"), ("activations", "left"), ("gradients", "left")]
+    columns += [("kernels, microseconds", "right"), ("of the stage", "right")]
+    columns += [("with the host, microseconds", "right"), ("of the stage", "right")]
+    caption = (
+        f"A microbatch of {' x '.join(map(str, report['shape']))} through {report['layers']} layers in "
+        f"{report['stages']} stages: forward and backward of a stage take "
+        f"{1e3 * report['stage_seconds']:.1f} ms. Encoding and decoding both; {report['hardware']}, median "
+        f"of {report['runs']} runs, torch {report['torch']}, Triton {report['triton']}, commit "
+        f"{report['commit'][:12]}."
+    )
+    return markdown(columns, rows) + "\n\n" + caption
+
+
 def gpu_codec_speed() -> str:
     """What scripts/bench_gpu_codecs.py recorded: kernels against a copy timed in the same run."""
     report = json.loads(GPU_CODEC_SPEED.read_text(encoding="utf-8"))
@@ -279,6 +328,21 @@ def rivals() -> str:
     return markdown(columns, rows) + "\n\n" + caption
 
 
+def lab() -> str:
+    """What the laboratory measured, a block a results file; the paper's tables beside its own model."""
+    blocks = []
+    for path in sorted(LAB_RESULTS.glob("lab_*.json")):
+        result = read_results(path)
+        model = result["model"]
+        paper = (model["layers"], model["hidden"]) == PAPER_SHAPE
+        for table in all_tables([result])[: None if paper else 1]:
+            sides = ["left" if i < table.left else "right" for i in range(len(table.headings))]
+            text = markdown(list(zip(table.headings, sides, strict=True)), table.rows)
+            blocks.append(f"{table.title[0].upper()}{table.title[1:]}:\n\n{text}")
+        blocks.append(f"{provenance(result)}.")
+    return "\n\n".join(blocks) or "Nothing has been recorded yet."
+
+
 def _model(run: dict[str, Any]) -> tuple[int, str, str]:
     return run["width"], run["forward_codec"], run["backward_codec"]
 
@@ -307,11 +371,14 @@ def _spaced(hardware: str) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "run_file": run_file,
+    "lab_profile": lab_profile,
+    "lab": lab,
     "commands": commands,
     "codec_sizes": codec_sizes,
     "codec_loss": codec_loss,
     "codec_speed": codec_speed,
     "gpu_codec_speed": gpu_codec_speed,
+    "packing_overhead": packing_overhead,
     "tah_ablation": tah_ablation,
     "rivals": rivals,
 }

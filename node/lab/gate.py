@@ -1,5 +1,7 @@
 """A node that is ready to join: everything is imported, and a line on stdin says with which command line.
 
+    python -m node.lab.gate DEVICE
+
 `thinwire join`, but for the wait: imports take seconds, and the lab lets its nodes join one after the other,
 so that stage i is node i. The line is JSON: `thinwire`'s arguments.
 """
@@ -12,8 +14,14 @@ from node.cli.main import main
 
 
 def wait_and_run() -> int:
+    import torch
+
     import node.stage.main
 
+    if (device := torch.device(sys.argv[1])).type == "cuda":
+        # A GPU's own start takes seconds too.
+        torch.zeros(1, device=device)
+        torch.cuda.synchronize(device)
     assert node.stage.main.run_node is not None, "what takes long is imported before the wait"
     line = sys.stdin.readline()
     if not line:

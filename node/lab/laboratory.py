@@ -36,6 +36,11 @@ from node.training.text import read_text
 
 Tell = Callable[[str], None]
 
+FIRST_PORT = 7700
+"""A run that is prepared while another goes on has ports of its own."""
+SPARE_CORES = 4
+"""With so many a stage, the next run's processes start while one trains: they import, then wait."""
+
 
 async def run_laboratory(profile: Profile, out: Path, *, time_limit: float, tell: Tell) -> bool:
     """Measure every cell of a profile that `out` does not hold yet. True when all are there.
@@ -125,12 +130,27 @@ class _Laboratory:
         await asyncio.to_thread(network.__enter__)
         try:
             await self._calibrate(network, runs, results)
-            for run in runs:
-                if self._over():
-                    return
-                await _Run(self, network, run, results).measure()
+            await self._measure_runs(network, runs, results)
         finally:
             await asyncio.to_thread(network.__exit__)
+
+    async def _measure_runs(self, network: Network, runs: tuple[PlannedRun, ...], results: Results) -> None:
+        """One after the other; with cores to spare the next one's processes import while this one trains."""
+        cores = len(os.sched_getaffinity(0))
+        early = cores >= SPARE_CORES * self._profile.config.pipeline.stages
+        ahead: _Run | None = None
+        try:
+            for number, run in enumerate(runs):
+                if self._over():
+                    return
+                running = ahead or _Run(self, network, run, results, len(results.values["runs"]))
+                ahead = None
+                if early and number + 1 < len(runs):
+                    ahead = _Run(self, network, runs[number + 1], results, running.number + 1)
+                await running.measure(ahead)
+        finally:
+            if ahead is not None:
+                await ahead.close()
 
     def _new_results(self, path: Path, method: str) -> Results:
         section = self._profile.network
@@ -175,33 +195,59 @@ class _Laboratory:
 class _Run:
     """One run through its phases."""
 
-    def __init__(self, lab: _Laboratory, network: Network, run: PlannedRun, results: Results) -> None:
+    def __init__(
+        self, lab: _Laboratory, network: Network, run: PlannedRun, results: Results, number: int
+    ) -> None:
         self._lab = lab
         self._network = network
         self._run = run
         self._results = results
+        self.number = number
+        """Runs of these results that came before."""
+        self.name = f"{number:02}-{run.name}"
+        self._processes: RunProcesses | None = None
         config = run.config
         self._tokens = config.training.global_batch * config.model.sequence
 
-    async def measure(self) -> None:
+    async def prepare(self) -> RunProcesses:
+        """Start the processes, which wait before they join."""
+        section = self._lab._profile.lab
+        logs, scratch = self._lab._out / "logs" / self.name, private.SCRATCH / str(self.number)
+        logs.mkdir(parents=True, exist_ok=True)
+        config = await asyncio.to_thread(_with_text, self._run.config, section.text_bytes, scratch)
+        self._processes = RunProcesses(
+            config,
+            directory=scratch,
+            logs=logs,
+            device=section.device,
+            threads=section.threads,
+            port=FIRST_PORT + 2 * (self.number % 1000),
+        )
+        await self._processes.prepare()
+        return self._processes
+
+    async def close(self) -> None:
+        if self._processes is not None:
+            await self._processes.close()
+
+    async def measure(self, ahead: "_Run | None") -> None:
+        """From the start, or from the joining if `prepare` came before, to the last cell.
+
+        `ahead` is prepared once this run trains.
+        """
         lab, run, section = self._lab, self._run, self._lab._profile.lab
-        logs, raw = lab._out / "logs" / run.name, lab._out / "raw" / f"{run.name}.jsonl"
-        for directory in (logs, raw.parent):
-            directory.mkdir(parents=True, exist_ok=True)
-        number = len(self._results.values["runs"])
+        raw = lab._out / "raw" / f"{self.name}.jsonl"
+        raw.parent.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
         await asyncio.to_thread(self._network.shape, None)
-        lab._tell(f"{run.name}: starting")
-        scratch = private.SCRATCH / str(number)
-        config = await asyncio.to_thread(_with_text, run.config, section.text_bytes, scratch)
+        lab._tell(f"{self.name}: starting")
         with raw.open("w", encoding="utf-8") as log:
-            processes = RunProcesses(
-                config, directory=scratch, logs=logs, device=section.device, threads=section.threads
-            )
-            async with processes:
-                record: dict[str, Any] = {"name": run.name, "start_seconds": time.monotonic() - began}
+            async with self._processes or await self.prepare() as processes:
+                record: dict[str, Any] = {"name": self.name, "start_seconds": time.monotonic() - began}
                 self._results.values["runs"].append(record)
-                lab._tell(f"{run.name}: joined and placed in {record['start_seconds']:.1f} s")
+                lab._tell(f"{self.name}: joined and placed in {record['start_seconds']:.1f} s")
+                if ahead is not None:
+                    await ahead.prepare()
                 compute = None
                 if section.unthrottled_steps:
                     phase, _ = await self._phase(processes, None, section.unthrottled_steps, log)

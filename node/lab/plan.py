@@ -38,7 +38,7 @@ class PlannedRun:
     """One run: its config, and the shapes it goes through."""
 
     name: str
-    """Of its log files."""
+    """What it is, in a word for files and lines."""
     config: RunConfig
     cells: tuple[Cell, ...]
 
@@ -75,7 +75,7 @@ def plan_runs(profile: Profile, done: Collection[CellKey] = ()) -> tuple[Planned
                                 cells.append(Cell(key=key, shape=shape))
                         if cells:
                             config = vary(profile.config, forward, backward, microbatch, window)
-                            runs.append(_run(len(runs), profile, config, tuple(cells)))
+                            runs.append(_run(profile, config, tuple(cells)))
     return tuple(runs)
 
 
@@ -91,13 +91,11 @@ def planned_steps(profile: Profile, cells: int) -> int:
     return unthrottled + cells * (lab.warmup_steps + lab.steps)
 
 
-def _run(number: int, profile: Profile, config: RunConfig, cells: tuple[Cell, ...]) -> PlannedRun:
+def _run(profile: Profile, config: RunConfig, cells: tuple[Cell, ...]) -> PlannedRun:
     key = cells[0].key
     # The lab ends the run after its last measured step: the step that would make a snapshot never comes.
     steps = planned_steps(profile, len(cells)) + 1
     section = replace(config.run, name=profile.lab.name, seed=key.seed, steps=steps, snapshot_every=steps)
     training = replace(config.training, warmup_steps=min(config.training.warmup_steps, steps))
-    name = (
-        f"{number:02}-{key.forward_codec}-{key.backward_codec}-mb{key.microbatch}-w{key.window}-s{key.seed}"
-    )
+    name = f"{key.forward_codec}-{key.backward_codec}-mb{key.microbatch}-w{key.window}-s{key.seed}"
     return PlannedRun(name=name, config=replace(config, run=section, training=training), cells=cells)

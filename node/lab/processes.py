@@ -43,7 +43,6 @@ RESTORE_SECONDS = 600.0
 """From the last node's joining to the placement: initial weights of a large model take a while."""
 GRACE_SECONDS = 5.0
 MAX_EVENT_BYTES = 1 << 22
-PORT = 7700
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +63,20 @@ class RunProcesses:
         logs: where each process's words go; exists.
         device: `cpu`, or `cuda`: stage i on GPU i.
         threads: CPU threads of each node; 0 is torch's own choice.
+        port: the coordinator's, and the next one.
     """
 
-    def __init__(self, config: RunConfig, *, directory: Path, logs: Path, device: str, threads: int) -> None:
-        listen = f"{COORDINATOR_ADDRESS}:{PORT}"
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        directory: Path,
+        logs: Path,
+        device: str,
+        threads: int,
+        port: int = 7700,
+    ) -> None:
+        listen = f"{COORDINATOR_ADDRESS}:{port}"
         self._config = replace(config, coordinator=replace(config.coordinator, listen=listen, advertise=()))
         self._directory = directory
         self._logs = logs
@@ -78,18 +87,40 @@ class RunProcesses:
         self._events: AsyncIterator[Event] | None = None
         self._costs: StepCosts | None = None
 
+    async def prepare(self) -> None:
+        """Start all processes; nodes wait before they join. May come while another run goes on."""
+        run_file = self._directory / "run.toml"
+        run_file.write_text(to_toml(self._config), encoding="utf-8")
+        for stage in range(self._stages):
+            await self._spawn(node_name(stage), ["-m", "node.lab.gate", self._device_of(stage)])
+        run_dir = self._directory / "run"
+        command = ["coordinator", str(run_file), "--run-dir", str(run_dir), "--json"]
+        await self._spawn(COORDINATOR, ["-m", "node.cli.main", *command])
+        self._events = self._read_events()
+
     async def __aenter__(self) -> Self:
         try:
-            await self._start()
+            if not self._children:
+                await self.prepare()
+            await self._join_all()
         except BaseException:
-            await self._kill()
+            await self.close()
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._kill()
+        await self.close()
+
+    async def close(self) -> None:
+        """Kill every process."""
+        for child in self._children.values():
+            if child.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    child.send_signal(signal.SIGKILL)
+        for child in self._children.values():
+            await child.wait()
 
     async def next_step(self, seconds: float) -> Step:
         """The next committed step. Raises RunError when it takes longer, or anything goes wrong."""
@@ -114,15 +145,7 @@ class RunProcesses:
 
     # ---- start and end
 
-    async def _start(self) -> None:
-        run_file = self._directory / "run.toml"
-        run_file.write_text(to_toml(self._config), encoding="utf-8")
-        for stage in range(self._stages):
-            await self._spawn(node_name(stage), ["-m", "node.lab.gate"])
-        run_dir = self._directory / "run"
-        command = ["coordinator", str(run_file), "--run-dir", str(run_dir), "--json"]
-        await self._spawn(COORDINATOR, ["-m", "node.cli.main", *command])
-        self._events = self._read_events()
+    async def _join_all(self) -> None:
         join_line = await self._next(JoinLine, START_SECONDS, "the join line")
         token = join_line.line.split()[-1]
         nodes = [await self._join(stage, token) for stage in range(self._stages)]
@@ -132,9 +155,15 @@ class RunProcesses:
 
     async def _join(self, stage: int, token: str) -> str:
         """Let node `stage` join; returns its id once the coordinator has it."""
-        device = f"cuda:{stage}" if self._device == "cuda" else "cpu"
         state = self._directory / node_name(stage)
-        arguments = ["join", token, "--listen", f"{node_address(stage)}:0", "--device", device]
+        arguments = [
+            "join",
+            token,
+            "--listen",
+            f"{node_address(stage)}:0",
+            "--device",
+            self._device_of(stage),
+        ]
         arguments += ["--threads", str(self._threads), "--state-dir", str(state)]
         child = self._children[node_name(stage)]
         assert child.stdin is not None
@@ -163,13 +192,8 @@ class RunProcesses:
                 start_new_session=True,
             )
 
-    async def _kill(self) -> None:
-        for child in self._children.values():
-            if child.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    child.send_signal(signal.SIGKILL)
-        for child in self._children.values():
-            await child.wait()
+    def _device_of(self, stage: int) -> str:
+        return f"cuda:{stage}" if self._device == "cuda" else "cpu"
 
     # ---- events
 
