@@ -60,13 +60,17 @@ async def assert_sound(tab: Tab, url: str) -> None:
     """Nothing complained, nothing left the page, nothing is wider than the screen."""
     assert tab.problems == []
     assert tab.requests and all(asked.startswith(url) for asked in tab.requests), tab.requests
+    await assert_wide_enough(tab)
+
+
+async def assert_wide_enough(tab: Tab) -> None:
     widths = await tab.evaluate(
         "[document.documentElement.scrollWidth, document.body.scrollWidth, innerWidth]"
     )
-    assert max(widths[:2]) <= widths[2]
+    assert max(widths) <= tab.width, widths
     cut_off = await tab.evaluate(
         "[...document.querySelectorAll('main *')].filter((n) => n.getClientRects().length "
-        "&& n.getBoundingClientRect().right > innerWidth + 0.5).map((n) => n.className || n.tagName)"
+        f"&& n.getBoundingClientRect().right > {tab.width} + 0.5).map((n) => n.className || n.tagName)"
     )
     assert cut_off == []
 
@@ -296,6 +300,10 @@ async def test_a_live_run_and_its_operator(prefork: Prefork, tmp_path: Path) -> 
             coordinator.wait_event(events.SnapshotStored)
             await tab.wait_for("document.querySelector('#figure-snapshot').innerText.includes('step')")
 
+            await press(tab, "tokens")
+            await tab.wait_for("document.querySelectorAll('#tokens li').length === 2")
+            await assert_wide_enough(tab)
+            await picture(tab, "page-operator-phone", tmp_path)
             spare = await tab.evaluate(
                 "document.querySelector('#nodes .spare').parentElement.firstChild.innerText"
             )

@@ -155,6 +155,8 @@ class Page:
         self._browser = browser
         self._session = session
         self._loaded = asyncio.Event()
+        self.width = 0
+        """Of the screen. A page that does not fit is laid out wider on a phone, and takes that for the width."""
         self.problems: list[str] = []
         """Errors and warnings in its console, exceptions, requests that its policy forbade."""
         self.requests: list[str] = []
@@ -170,6 +172,7 @@ class Page:
             await self._loaded.wait()
 
     async def resize(self, width: int, height: int, *, phone: bool = False) -> None:
+        self.width = width
         await self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,

@@ -1,6 +1,7 @@
 // Changing the run: the key is read from its field for each request and kept nowhere else.
 
 import { byId, element } from "./dom.js";
+import { clock } from "./format.js";
 
 const ARM_MILLISECONDS = 4000;
 const CONFIRM = { stop: "Really stop the run?", evict: "Really evict it?", revoke: "Really revoke it?" };
@@ -78,7 +79,7 @@ export class Operator {
 
   tokens(tokens) {
     const rows = tokens.map((token) => {
-      const state = token.usable ? `${token.uses} of ${token.uses_allowed} uses, until ${token.expires}` : "admits nobody any more";
+      const state = token.usable ? `${token.uses} of ${token.uses_allowed} uses, until ${clock(Date.parse(token.expires) / 1000, Date.now() / 1000)}` : "admits nobody any more";
       const revoke = token.usable ? element("button", { type: "button", class: "danger", "data-action": "revoke", "data-id": token.id }, "Revoke") : null;
       return element("li", {}, element("span", { class: "mono" }, token.id), element("span", { class: "muted" }, state), revoke);
     });
