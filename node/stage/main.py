@@ -5,6 +5,7 @@ import contextlib
 import importlib.metadata
 import json
 import logging
+import os
 import resource
 import shutil
 import signal
@@ -20,6 +21,7 @@ from node.local.state_directory import claim
 from node.stage.machine_info import choose_device, describe, measure_flops
 from node.stage.node_metrics import serve_metrics
 from node.stage.runtime import IdentityHolder, NodeRuntime, NodeSettings
+from node.stage.watchdog import StuckError
 from wire.errors import UserError
 from wire.identity.token import JoinToken
 from wire.messages import Finish
@@ -40,6 +42,12 @@ def run_node(token_text: str, options: JoinOptions) -> int:
     directory = claim(token.run_id, options.state_dir)
     try:
         return asyncio.run(_serve(token, options, device, directory.path))
+    except StuckError as error:
+        # The interpreter would wait for the thread that does not come back.
+        sys.stderr.write(f"thinwire: error: {error}\n")
+        sys.stderr.flush()
+        directory.release()
+        os._exit(1)
     finally:
         directory.release()
 

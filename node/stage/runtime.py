@@ -28,6 +28,7 @@ from node.stage.measure import NodeMeter
 from node.stage.node_metrics import NodeMetrics
 from node.stage.snapshot_cache import SnapshotCache
 from node.stage.stage_io import TensorLink
+from node.stage.watchdog import StuckError, watch
 from node.telemetry.clock import StageClock
 from node.telemetry.traced_steps import TracedSteps
 from node.training.serialization import serialize_unit
@@ -163,7 +164,11 @@ class NodeRuntime:
         self._leaving = False
 
     async def run(self) -> Finish:
-        """Serve until the end of the run. Raises Refused, LinkLostError or RunError."""
+        """Serve until the end of the run. Raises Refused, LinkLostError or RunError.
+
+        After a StuckError the compute thread still runs, and the process will not end by itself.
+        """
+        stuck = False
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
@@ -174,6 +179,7 @@ class NodeRuntime:
                     group.create_task(self._keep_session()),
                     group.create_task(self._heartbeats()),
                     group.create_task(self._renew_certificate()),
+                    group.create_task(self._watch_compute()),
                 ]
                 await self._finished.wait()
                 for task in [*tasks, *self._uploads.values(), self._prefetching]:
@@ -183,12 +189,13 @@ class NodeRuntime:
             assert self._finish is not None
             return self._finish
         except BaseExceptionGroup as errors:
+            stuck = errors.subgroup(StuckError) is not None
             raise _leaf(errors) from None
         finally:
             self.inbox.interrupt("the node is stopping")
             await self._server.stop()
             await self._client.close()
-            self._pool.shutdown(wait=True)
+            self._pool.shutdown(wait=not stuck)
 
     def leave(self, reason: str) -> None:
         """Ask the coordinator to let this node go; `run` returns once it has, or after a bounded wait."""
@@ -427,6 +434,10 @@ class NodeRuntime:
                 log.warning("layer %s of step %d was not fetched ahead: %s", unit, prefetch.step, error)
                 return
         self._tell(f"holding the snapshot of step {prefetch.step}, ready to take a stage")
+
+    async def _watch_compute(self) -> None:
+        await self._welcomed.wait()
+        await watch(self.executor.clock)
 
     async def _renew_certificate(self) -> None:
         """Renew at a point of the certificate's life that the node id decides; try again until it works."""

@@ -75,6 +75,11 @@ class StageClock:
         finally:
             self.switch(previous)
 
+    def running(self) -> tuple[TimeKind, float]:
+        """The kind that runs now, and for how many seconds it has."""
+        with self._lock:
+            return self._kind, self._clock() - self._since
+
     def snapshot(self) -> dict[TimeKind, float]:
         """Seconds by kind since the clock was made, with the running kind counted up to now."""
         with self._lock:
