@@ -156,7 +156,7 @@ class Page:
         self._session = session
         self._loaded = asyncio.Event()
         self.width = 0
-        """Of the screen. A page that does not fit is laid out wider on a phone, and takes that for the width."""
+        """Of the screen. A page that does not fit is laid out wider on a phone, its own width too."""
         self.problems: list[str] = []
         """Errors and warnings in its console, exceptions, requests that its policy forbade."""
         self.requests: list[str] = []
