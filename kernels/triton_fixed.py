@@ -175,7 +175,8 @@ def _finish(
     if tl.max(wrong.to(tl.int32), 0) > 0:
         # Whole blocks again, which writes the same where it was right; after the scales above.
         tl.debug_barrier()
-        for start in range(0, tl.minimum(T, n - program * T), AGAIN):
+        start = 0
+        while start < tl.minimum(T, n - program * T):
             base = first + start
             again = base + tl.arange(0, AGAIN)
             y, real = load_block(x, base, n, width, row_stride, per_row, AGAIN, FLAT, PAIRS)
@@ -190,6 +191,7 @@ def _finish(
             bits = (y * spread(inverse) + MAGIC).to(tl.int32, bitcast=True)
             bits = tl.where(real, bits, MAGIC_BITS - LIMIT)
             _pack(bits, planes, base, n, AGAIN, BITS, LIMIT, NIBBLE_BIAS, BYTE_BIAS)
+            start += AGAIN
 
 
 @sized_jit

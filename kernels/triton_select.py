@@ -164,7 +164,8 @@ def _rank(
     rare = (sums != 0) & ((exponent - tensor_exponent < 64) | (exponent < 27) | (exponent > 227))
     if tl.max(rare.to(tl.int32), 0) > 0:
         near, far = powers_of_two(-tensor_exponent)
-        for start in range(0, tl.minimum(CHUNK, tiles - chunk * CHUNK), RARE):
+        start = 0
+        while start < tl.minimum(CHUNK, tiles - chunk * CHUNK):
             some = start + tl.arange(0, RARE)
             y, _ = load_block(x, first + start, n, width, row_stride, per_row, RARE, FLAT, PAIRS)
             magnitude = tl.abs(y * near * far)
@@ -172,6 +173,7 @@ def _rank(
             some_sums, some_weights, _ = entropy_sums(magnitude, largest, table, False)
             here = chunk * CHUNK + some < tiles
             tl.store(total + first + some, entropy_rank(some_sums, some_weights), mask=here)
+            start += RARE
         tl.debug_barrier()
         rank = tl.load(total + first + tile, mask=inside, other=0)
         tl.debug_barrier()

@@ -44,8 +44,12 @@ def _positions(bit_map, positions, n, EARLY: tl.constexpr, WORDS: tl.constexpr, 
     words = bit_map.to(tl.pointer_type(tl.int32), bitcast=True)
     index = tl.arange(0, BEFORE)
     before = tl.zeros((BEFORE,), tl.int32)
-    for start in range(0, first, BEFORE):
-        before += _set_bits(tl.load(words + start + index, mask=start + index < first, other=0))
+    start = 0
+    while start < first:
+        # 16 bytes at once: the compiler does not see it through a loop.
+        place = tl.multiple_of(start, 128) + index
+        before += _set_bits(tl.load(words + place, mask=place < first, other=0))
+        start += BEFORE
     mine = first + tl.arange(0, WORDS)
     word = tl.load(words + mine, mask=mine * 32 < n, other=0)
     left = tl.minimum(tl.maximum(n - mine * 32, 0), 32)
