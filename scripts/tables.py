@@ -38,6 +38,7 @@ CODEC_LOSSES = (
 CODEC_SPEED = ROOT / "scripts" / "bench_codecs.json"
 GPU_CODEC_SPEED = ROOT / "scripts" / "results" / "gpu_codecs.json"
 PACKING_OVERHEAD = ROOT / "scripts" / "results" / "packing_overhead.json"
+PACKING_OVERHEAD = ROOT / "scripts" / "results" / "packing_overhead.json"
 TAH_ABLATION = ROOT / "scripts" / "results" / "tah_ablation.json"
 RIVALS = ROOT / "scripts" / "results" / "rivals.json"
 LAB_RESULTS = ROOT / "scripts" / "results"
@@ -254,6 +255,34 @@ def packing_overhead() -> str:
     return markdown(columns, rows) + "\n\n" + caption
 
 
+def packing_overhead() -> str:
+    """What scripts/bench_packing_overhead.py recorded: packing against a stage's compute, a microbatch."""
+    report = json.loads(PACKING_OVERHEAD.read_text(encoding="utf-8"))
+    rows = [
+        [
+            row["dtype"],
+            f"`{row['forward']}`",
+            f"`{row['backward']}`",
+            f"{1e6 * row['device_seconds']:.0f}",
+            f"{100 * row['share']:.2f} %",
+            f"{1e6 * row['wall_seconds']:.0f}",
+            f"{100 * row['wall_share']:.2f} %",
+        ]
+        for row in report["rows"]
+    ]
+    columns = [("boundary", "left"), ("activations", "left"), ("gradients", "left")]
+    columns += [("kernels, microseconds", "right"), ("of the stage", "right")]
+    columns += [("with the host, microseconds", "right"), ("of the stage", "right")]
+    caption = (
+        f"A microbatch of {' x '.join(map(str, report['shape']))} through {report['layers']} layers in "
+        f"{report['stages']} stages: forward and backward of a stage take "
+        f"{1e3 * report['stage_seconds']:.1f} ms. Encoding and decoding both; {report['hardware']}, median "
+        f"of {report['runs']} runs, torch {report['torch']}, Triton {report['triton']}, commit "
+        f"{report['commit'][:12]}."
+    )
+    return markdown(columns, rows) + "\n\n" + caption
+
+
 def gpu_codec_speed() -> str:
     """What scripts/bench_gpu_codecs.py recorded: kernels against a copy timed in the same run."""
     report = json.loads(GPU_CODEC_SPEED.read_text(encoding="utf-8"))
@@ -378,6 +407,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "codec_loss": codec_loss,
     "codec_speed": codec_speed,
     "gpu_codec_speed": gpu_codec_speed,
+    "packing_overhead": packing_overhead,
     "packing_overhead": packing_overhead,
     "tah_ablation": tah_ablation,
     "rivals": rivals,

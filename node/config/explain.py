@@ -274,7 +274,7 @@ def _storage_lines(explanation: Explanation) -> list[str]:
         kinds = [f"{getattr(plan.storage, kind)}: {plan.stored[kind] / unit:.3f} U" for kind in KINDS]
         total = sum(plan.stored.values())
         rows.append([str(plan.stage), *kinds, f"{total / unit:.3f} U", f"{total / 1e6:.3f} MB"])
-    header = ["stage", *(kind.replace("_", " ") for kind in KINDS), "a block", "a microbatch"]
+    header = ["stage", *(kind.replace("_", " ") for kind in KINDS), "a block", "bytes"]
     return [
         f"a block keeps for backward (1 U = hidden states of a microbatch at 2 bytes = {unit / 1e6:.3f} MB):",
         *table_lines(header, rows),

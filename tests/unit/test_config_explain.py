@@ -18,9 +18,11 @@ from node.config.explain import (
     framed_bytes,
     transfer_seconds,
 )
-from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
+from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
 from node.model.chunk import build_chunk
+from node.model.placement import stage_storages
 from node.model.split import split_units
+from node.model.storage import stored_bytes
 from node.model.units import unit_names
 from node.stage.schedule import dependencies, schedule
 from wire.codecs.registry import codec
@@ -133,6 +135,28 @@ def test_every_unit_is_on_one_stage_and_the_split_is_kept() -> None:
     held = [unit for plan in explanation.stages for unit in plan.units]
     assert sorted(held) == sorted(unit_names(SMALL.model))
     assert [len(plan.units) for plan in explanation.stages] == [1 + 1 + 2, 2 + 1 + 1]
+
+
+def test_stored_activations_are_told_by_kind_and_stage() -> None:
+    storage = StorageSection(preset="agoq", bits_by_stage=True)
+    config = replace(SMALL, storage=storage, pipeline=replace(SMALL.pipeline, window=0))
+    explanation = explain(config)
+    lines = explanation_text(explanation).splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("a block keeps for backward"))
+    assert "1 U = hidden states of a microbatch at 2 bytes = 0.014 MB" in lines[start]
+    for stage, (plan, line) in enumerate(zip(explanation.stages, lines[start + 2 :], strict=False)):
+        kept = stored_bytes(config.model, config.training, stage_storages(config, 3)[stage])
+        assert plan.stored == vars(kept)
+        unit = 2 * 3 * 24 * 96
+        form = ("4", "6", "8")[stage]
+        assert f"{form}: {kept.norm_input / unit:.3f} U" in line
+        assert f"{kept.total / unit:.3f} U" in line and line.endswith(f"{kept.total / 1e6:.3f} MB")
+    whole = json.loads(explanation_json(explanation))
+    assert [row["storage"]["ffn_input"] for row in whole["stages"]] == ["4", "6", "8"]
+    assert [sum(row["stored"].values()) for row in whole["stages"]] == [
+        sum(plan.stored.values()) for plan in explanation.stages if plan.stored is not None
+    ]
+    assert "activations: kept by autograd" in explanation_text(explain(SMALL))
 
 
 def test_held_activations_are_the_design_notes_figures() -> None:
