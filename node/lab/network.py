@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from node.lab import tools
 from node.lab.shape import LinkShape, Shape, burst_bytes, shaper_commands
-from node.lab.topology import LAB, Device, Topology
+from node.lab.topology import LAB, Device, Topology, Wire
 from wire.errors import RunError
 
 RELAY_SECONDS = 10.0
@@ -75,8 +75,7 @@ class Network:
                 if self._shaped:
                     tools.tc(device.namespace, "qdisc", "del", "dev", device.name, "root")
                 if link is not None:
-                    mbit = link.up_mbit if device is wire.up else link.down_mbit
-                    self._shape_device(device, mbit, link)
+                    self._shape_device(wire, device, link)
         self._shaped = shape is not None
         if self._relay is not None:
             self.relay_counts = dict(self._relay.delay(_delays(self.topology, shape)))
@@ -100,9 +99,12 @@ class Network:
             WireBytes(tools.sent_bytes(wire.up), tools.sent_bytes(wire.down)) for wire in self.topology.wires
         )
 
-    def _shape_device(self, device: Device, mbit: float, link: LinkShape) -> None:
-        rtt_ms = link.rtt_ms
-        for command in shaper_commands(device.name, self.kind, mbit, rtt_ms, netem=self.method == "netem"):
+    def _shape_device(self, wire: Wire, device: Device, link: LinkShape) -> None:
+        up = device is wire.up
+        # Between two interfaces a packet passes two shapers: it is held back once, as it leaves its node.
+        netem = self.method == "netem" and (up or wire.higher >= 0)
+        mbit = link.up_mbit if up else link.down_mbit
+        for command in shaper_commands(device.name, self.kind, mbit, link.rtt_ms, netem=netem):
             tools.tc(device.namespace, *command)
 
     def _rate(self, device: Device) -> float | None:

@@ -72,10 +72,11 @@ def run_inside(arguments: Sequence[str]) -> int:
         except KeyboardInterrupt:
             child.stdin.close()
             try:
-                child.wait(STOP_SECONDS)
+                # Its own words are about the same interruption.
+                return child.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 child.kill()
-            raise
+                raise KeyboardInterrupt from None
         finally:
             signal.signal(signal.SIGTERM, before)
             if child.poll() is None:

@@ -150,7 +150,10 @@ def test_the_smoke_profile_measures_what_a_slow_link_costs(
 
 
 @pytest.mark.timeout(100)
-def test_a_lab_that_is_killed_takes_everything_along(laboratory: None, mark: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
+def test_a_lab_that_ends_early_takes_everything_along(
+    number: signal.Signals, code: int, laboratory: None, mark: str, tmp_path: Path
+) -> None:
     before = host()
     child = subprocess.Popen(
         command("run", str(SMOKE), "--out", str(tmp_path / "out")),
@@ -166,9 +169,9 @@ def test_a_lab_that_is_killed_takes_everything_along(laboratory: None, mark: str
         deadline = time.monotonic() + 20.0
         while len(processes := marked(mark)) < 6:
             assert time.monotonic() < deadline, processes
-        child.kill()
-        wait_end(processes, 10.0)
-    child.wait()
+        child.send_signal(number)
+        wait_end(processes, 20.0)
+    assert child.wait(20.0) == code
     assert marked(mark) == []
     assert host() == before
 
