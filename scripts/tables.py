@@ -23,11 +23,12 @@ from node.lab.profile import LabSection, NetworkSection, SweepSection
 from node.lab.results import read_results
 from node.lab.table import all_tables, provenance
 from wire.codecs.aqsgd import AqsgdCodec
+from node.telemetry.metrics import NODE_METRICS, PREFIX, RUN_METRICS, Definition
 from wire.codecs.registry import codec, codec_names
 from wire.spec import TensorSpec
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("", "kernels", "wire", "node", "deploy", "deploy/lab", "scripts", "tests")
+FOLDERS = ("", "kernels", "wire", "node", "node/telemetry", "deploy", "deploy/lab", "scripts", "tests")
 BLOCK = re.compile(r"(<!-- table:([a-z_]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 CODEC_LOSSES = (
@@ -36,6 +37,7 @@ CODEC_LOSSES = (
 )
 """One report a machine."""
 CODEC_SPEED = ROOT / "scripts" / "bench_codecs.json"
+TRACE_COST = ROOT / "scripts" / "results" / "trace_cost.json"
 GPU_CODEC_SPEED = ROOT / "scripts" / "results" / "gpu_codecs.json"
 PACKING_OVERHEAD = ROOT / "scripts" / "results" / "packing_overhead.json"
 PACKING_OVERHEAD = ROOT / "scripts" / "results" / "packing_overhead.json"
@@ -148,6 +150,29 @@ def commands() -> str:
     return markdown([("command", "left"), ("does", "left")], rows)
 
 
+def run_metrics() -> str:
+    """Every metric that the coordinator shows."""
+    return _metrics(RUN_METRICS)
+
+
+def node_metrics() -> str:
+    """Every metric that a node shows with `join --metrics`."""
+    return _metrics(NODE_METRICS)
+
+
+def _metrics(definitions: Sequence[Definition]) -> str:
+    rows = [
+        [
+            f"`{PREFIX}{one.name}`",
+            one.kind.value,
+            ", ".join(f"`{label}`" for label in one.labels),
+            one.meaning,
+        ]
+        for one in definitions
+    ]
+    return markdown([("metric", "left"), ("kind", "left"), ("labels", "left"), ("meaning", "left")], rows)
+
+
 def codec_sizes() -> str:
     """True bits an element of every codec, header included, for a tensor of about four million elements."""
     spec = TensorSpec(torch.float32, SIZED_SHAPE)
@@ -162,6 +187,26 @@ def codec_sizes() -> str:
 
 
 # ---- from recorded results
+
+
+def trace_cost() -> str:
+    """What scripts/bench_trace.py recorded."""
+    report = json.loads(TRACE_COST.read_text(encoding="utf-8"))
+    rows = [
+        ["recording a span", f"{1e6 * report['record_seconds']:.2f} microseconds"],
+        ["sending it: packed, and its share of the frame", f"{report['wire_bytes']:.1f} bytes"],
+        ["packing it for the control connection", f"{1e6 * report['pack_seconds']:.2f} microseconds"],
+        ["keeping it: on the coordinator's disk", f"{report['disk_bytes']:.1f} bytes"],
+        ["reading, checking and writing it there", f"{1e6 * report['keep_seconds']:.2f} microseconds"],
+        ["a step of a stage", f"{report['spans_per_step']} spans"],
+        ["of the demo's step, recorded and packed", f"{100 * report['share_of_step']:.2f} %"],
+    ]
+    caption = (
+        f"Processor time, median of {report['runs']} runs; a step of the demo's stage takes "
+        f"{report['step_seconds']:.2f} s of it. {_spaced(report['hardware'])}, Python {report['python']}, "
+        f"commit {report['commit'][:12]}{_changes(report['commit'])}."
+    )
+    return markdown([("what", "left"), ("cost", "right")], rows) + "\n\n" + caption
 
 
 def codec_loss() -> str:
@@ -403,6 +448,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "lab_profile": lab_profile,
     "lab": lab,
     "commands": commands,
+    "run_metrics": run_metrics,
+    "node_metrics": node_metrics,
+    "trace_cost": trace_cost,
     "codec_sizes": codec_sizes,
     "codec_loss": codec_loss,
     "codec_speed": codec_speed,

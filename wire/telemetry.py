@@ -70,7 +70,7 @@ class Span:
     """What a node did from `start` for `seconds`, on its own monotonic clock."""
 
     kind: str
-    """A kind of time of the compute thread, or `send` or `receive`."""
+    """A kind of time of the compute thread, work beside it (`pack`, `unpack`), or part of a tensor's way."""
     start: float
     seconds: float
     key: TensorKey | None = None

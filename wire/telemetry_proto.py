@@ -101,7 +101,11 @@ def spans_to_proto(spans: StepSpans) -> control_pb2.StepSpans:
         names=names,
         kinds=[names.index(span.kind) for span in spans.spans],
         starts=[at - before for before, at in zip((0, *starts), starts, strict=False)],
-        lengths=[round(_TICKS * span.seconds) for span in spans.spans],
+        # Ends are rounded, not lengths, so that spans that touch still do.
+        lengths=[
+            round(_TICKS * (span.start + span.seconds)) - start
+            for span, start in zip(spans.spans, starts, strict=True)
+        ],
         directions=[_NO_TENSOR if s.key is None else int(s.key.direction) + 1 for s in spans.spans],
         microbatches=[s.key.microbatch if s.key else 0 for s in spans.spans],
         boundaries=[s.key.boundary if s.key else 0 for s in spans.spans],

@@ -8,12 +8,14 @@ none of them waits for the network. `settle` ends them all: nothing of a step ou
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from node.stage.device_transfer import DeviceTransfer, Mark
+from node.telemetry.spans import WorkKind
 from wire.codecs.base import Codec
 from wire.errors import NonFiniteError
 from wire.spec import TensorKey, TensorSpec
@@ -49,14 +51,17 @@ class Incoming:
 
 Named = Callable[[NonFiniteError, TensorKey, str], NonFiniteError]
 """Gives an error the name of its tensor: (error, key, "received" or "to be sent")."""
+Beside = Callable[[str, TensorKey], AbstractContextManager[None]]
+"""Notes what the thread does for a tensor (`node.telemetry.clock.StageClock.beside`)."""
 
 
 class TensorTransfer:
     """One stage's. All methods are called on the compute thread."""
 
-    def __init__(self, device: DeviceTransfer, named: Named) -> None:
+    def __init__(self, device: DeviceTransfer, named: Named, beside: Beside) -> None:
         self._device = device
         self._named = named
+        self._beside = beside
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transfer")
         self._unpacking: dict[TensorKey, Future[tuple[Tensor, Mark | None]]] = {}
         self._packing: list[Future[None]] = []
@@ -74,7 +79,8 @@ class TensorTransfer:
 
         def job() -> None:
             try:
-                packed = self._device.pack(codec, tensor, mark)
+                with self._beside(WorkKind.PACK, key):
+                    packed = self._device.pack(codec, tensor, mark)
             except NonFiniteError as error:
                 raise self._named(error, key, "to be sent") from error
             io.send(key, packed, tensor.numel())
@@ -124,7 +130,8 @@ class TensorTransfer:
 
         def job() -> tuple[Tensor, Mark | None]:
             try:
-                result = self._device.unpack(codec, packed, needed.spec)
+                with self._beside(WorkKind.UNPACK, key):
+                    result = self._device.unpack(codec, packed, needed.spec)
             except NonFiniteError as error:
                 raise self._named(error, key, "received") from error
             io.release(key)

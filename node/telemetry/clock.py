@@ -80,6 +80,16 @@ class StageClock:
         with self._lock:
             return self._kind, self._clock() - self._since
 
+    @contextmanager
+    def beside(self, kind: str, key: TensorKey) -> Iterator[None]:
+        """The block, on another thread, is work for a tensor: a span for traces, no time of this clock."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            if self._ring is not None:
+                self._ring.record(kind, began, self._clock(), key)
+
     def snapshot(self) -> dict[TimeKind, float]:
         """Seconds by kind since the clock was made, with the running kind counted up to now."""
         with self._lock:

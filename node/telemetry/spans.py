@@ -1,6 +1,7 @@
 """A bounded record of what a node did and when, for traces."""
 
 from collections import deque
+from enum import StrEnum
 from threading import Lock
 
 from wire.spec import TensorKey
@@ -8,6 +9,13 @@ from wire.telemetry import Span
 
 MOST_KEPT = 20_000
 """Spans; a step has a few hundred. What is older is dropped, and counted."""
+
+
+class WorkKind(StrEnum):
+    """What goes on beside the compute thread; that waits for it in `encode` and `decode`."""
+
+    PACK = "pack"
+    UNPACK = "unpack"
 
 
 class SpanRing:

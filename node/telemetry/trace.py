@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from node.telemetry.clock import WAITS, TimeKind
+from node.telemetry.spans import WorkKind
 from node.telemetry.trace_files import Batch
 from wire.spec import Direction, TensorKey
 from wire.telemetry import Span
@@ -19,7 +20,8 @@ _MICRO = 1e6
 _COMPUTE, _ENCODE, _DECODE, _WAIT = 1, 2, 3, 4
 _SEND, _RECEIVE = 100, 200  # and the neighbour's stage
 _LANES = {_COMPUTE: "compute", _ENCODE: "encode", _DECODE: "decode", _WAIT: "wait"}
-_WAIT_NAMES = {kind.value for kind in WAITS}
+_WAIT_NAMES = {kind.value for kind in (*WAITS, TimeKind.ENCODE, TimeKind.DECODE)}
+"""What the compute thread waits for; packing and unpacking go on beside it."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,9 @@ class PlacedSpan:
                 return _SEND + peer
             case TransferKind.RECEIVE:
                 return _RECEIVE + peer
-            case TimeKind.ENCODE:
+            case WorkKind.PACK:
                 return _ENCODE
-            case TimeKind.DECODE:
+            case WorkKind.UNPACK:
                 return _DECODE
             case _:
                 return _WAIT if kind in _WAIT_NAMES else _COMPUTE
@@ -178,7 +180,7 @@ def _arrows(spans: Sequence[PlacedSpan], origin: float) -> list[dict[str, Any]]:
             parts.setdefault(one.span.key, {})[one.span.kind] = one
     events = []
     for key, way in parts.items():
-        ends = way.get(TimeKind.ENCODE), way.get(TimeKind.DECODE)
+        ends = way.get(WorkKind.PACK), way.get(WorkKind.UNPACK)
         if ends[0] is None or ends[1] is None:
             continue
         between = [way[kind] for kind in (TransferKind.SEND, TransferKind.RECEIVE) if kind in way]

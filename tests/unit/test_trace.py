@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.telemetry.clock import StageClock, TimeKind
-from node.telemetry.spans import SpanRing
+from node.telemetry.spans import SpanRing, WorkKind
 from node.telemetry.trace import align, chrome_trace
 from node.telemetry.trace_files import Batch, TraceWriter, read_batches, segments
 from node.telemetry.traced_steps import TracedSteps
@@ -70,6 +70,17 @@ def test_a_clock_records_what_ended_with_its_tensor() -> None:
     )
     assert dropped == 0 and ring.take() == ((), 0)
     assert sum(span.seconds for span in spans) == pytest.approx(sum(clock.snapshot().values()))
+
+
+def test_work_beside_the_clock_is_a_span_and_no_time_of_its_own() -> None:
+    now = 10.0
+    ring = SpanRing()
+    clock = StageClock(lambda: now, TimeKind.FORWARD, ring)
+    with pytest.raises(ZeroDivisionError), clock.beside(WorkKind.PACK, key(1)):
+        now = 12.0
+        _ = 1 / 0
+    assert ring.take() == ((Span("pack", 10.0, 2.0, key(1)),), 0)
+    assert clock.snapshot()[TimeKind.FORWARD] == 2.0 and clock.snapshot()[TimeKind.ENCODE] == 0.0
 
 
 def test_the_ring_keeps_the_newest_and_counts_the_rest() -> None:
@@ -266,7 +277,7 @@ SECONDS = st.floats(0, 100)
     st.lists(
         st.tuples(
             st.integers(0, 2),
-            st.sampled_from([*TimeKind, *TransferKind]),
+            st.sampled_from([*TimeKind, *TransferKind, *WorkKind]),
             SECONDS,
             st.floats(0, 1),
             st.none() | st.integers(0, 3),
