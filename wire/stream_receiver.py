@@ -28,10 +28,13 @@ the epoch that is still to come, or it is lost.
 """
 
 MAX_DAMAGED_IN_A_ROW = 64
+MOST_SPARE = 4
+"""Buffers kept for the next tensors, so that a busy link allocates nothing."""
 
 
 class Completed(NamedTuple):
-    """A whole tensor. The buffer is the consumer's; its room in the window comes back with `release`."""
+    """A whole tensor. The buffer is the consumer's until `release`; then its room and its memory are used
+    again."""
 
     key: TensorKey
     buffer: bytearray
@@ -106,6 +109,9 @@ class StreamReceiver:
         self._limit = self._window
         self._incoming: dict[int, _Incoming] = {}  # by first sequence
         self._held: dict[TensorKey, _Incoming] = {}  # complete or not, until released
+        self._spare: list[
+            bytearray
+        ] = []  # buffers of released tensors; those of a link are mostly of one size
         self._wanted: TensorKey | None = None
         self._damaged_in_a_row = 0
 
@@ -174,6 +180,8 @@ class StreamReceiver:
             raise ValueError(f"{key} is not a complete tensor of this link that still waits for its release")
         del self._held[key]
         self.held_bytes -= tensor.total
+        if tensor.buffer is not None and len(self._spare) < MOST_SPARE:
+            self._spare.append(tensor.buffer)
         self._retired += tensor.end - tensor.first
         self._update(now)
 
@@ -240,7 +248,7 @@ class StreamReceiver:
                 )
             if frame.key in self._held:
                 raise ProtocolViolationError(f"{frame.key} is sent a second time")
-            buffer = bytearray(frame.total)
+            buffer = self._spare.pop() if self._spare_fits(frame.total) else bytearray(frame.total)
         tensor = _Incoming(frame.key, buffer, frame.total, first, end, frames)
         self._incoming[first] = tensor
         if buffer is not None:
@@ -248,6 +256,12 @@ class StreamReceiver:
             self.held_bytes += frame.total
             self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
         return tensor
+
+    def _spare_fits(self, size: int) -> bool:
+        """Whether the newest spare buffer has this size; of another size, all are dropped."""
+        if self._spare and len(self._spare[-1]) != size:
+            self._spare.clear()
+        return bool(self._spare)
 
     def _mark_arrived(self, sequence: int, now: float) -> None:
         self.frames += 1

@@ -39,7 +39,7 @@ class End:
 
     def on_tensor(self, key: TensorKey, buffer: bytearray) -> None:
         self.arrived.append(key)
-        self.buffers[key] = buffer
+        self.buffers[key] = bytearray(buffer)  # after its release the link uses it again
         if self.releases:
             assert self.link is not None
             self.link.release(key)

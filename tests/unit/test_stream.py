@@ -157,9 +157,7 @@ def test_acknowledging_the_future_is_a_violation() -> None:
 def test_out_of_order_frames_land_in_place_and_complete_once() -> None:
     data = content(0, 3 * PIECE + 5)
     receiver = make_receiver({key(0): len(data)})
-    frames = [
-        frame(i, 0, i * PIECE, data[i * PIECE : (i + 1) * PIECE], len(data)) for i in range(4)
-    ]
+    frames = [frame(i, 0, i * PIECE, data[i * PIECE : (i + 1) * PIECE], len(data)) for i in range(4)]
     results = [receiver.receive(frames[i], 0.0) for i in (2, 0, 3, 3, 1, 0)]
     assert [r for r in results if r] == [Completed(key(0), bytearray(data))]
     assert receiver.duplicates == 2
@@ -384,3 +382,29 @@ def test_forged_but_intact_frames_never_crash_nor_deliver_wrong_bytes() -> None:
         assert receiver.peak_held_bytes <= sum(map(len, data.values()))
     assert violations > 400
     assert delivered > 100
+
+
+def test_released_buffers_are_used_again_and_never_before() -> None:
+    sizes = {key(i): 3 * PIECE for i in range(4)} | {key(9): 2 * PIECE}
+    receiver = make_receiver(sizes, window=100)
+    sequence = 0
+
+    def arrive(microbatch: int) -> bytearray:
+        nonlocal sequence
+        data = content(microbatch, sizes[key(microbatch)])
+        completed = None
+        for offset in range(0, len(data), PIECE):
+            piece = frame(sequence, microbatch, offset, data[offset : offset + PIECE], len(data))
+            completed = receiver.receive(piece, 0.0)
+            sequence += 1
+        assert completed is not None and completed.buffer == data
+        return completed.buffer
+
+    first, second = arrive(0), arrive(1)
+    assert first is not second, "both are held"
+    receiver.release(key(0), 0.0)
+    assert arrive(2) is first
+    assert second == content(1, 3 * PIECE)
+    receiver.release(key(1), 0.0)
+    assert len(arrive(9)) == 2 * PIECE, "a tensor of another size gets a buffer of its own"
+    assert arrive(3) is not second
