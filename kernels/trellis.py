@@ -81,6 +81,13 @@ class Scales:
         offset = np.int32(_CLASS_OF_MEAN - sixteenths(code) + 2)
         return (self.row + offset) >> 2, (self.column + np.int32(2)) >> 2
 
+    def class_bits(self, code: int) -> tuple[int, int]:
+        """Bits that row and column classes take, counted from the least."""
+        offset = _CLASS_OF_MEAN - sixteenths(code) + 2
+        (low, high), (left, right) = self._bounds
+        spans = ((high + offset) >> 2) - ((low + offset) >> 2), ((right + 2) >> 2) - ((left + 2) >> 2)
+        return spans[0].bit_length(), spans[1].bit_length()
+
     def cost(self, code: int, family: int) -> float:
         """Bits of all elements by their classes. Between 16ths of an octave they change with the step."""
         exact = step_logarithm(code)
@@ -98,6 +105,10 @@ class Scales:
             known = int((counts * tables(family).mean_cost[number]).sum()) / (1 << COST_BITS)
             self._known[step, family] = known
         return known
+
+    @cached_property
+    def _bounds(self) -> list[tuple[int, int]]:
+        return [(int(side.min()), int(side.max())) for side in (self.row, self.column)]
 
     @cached_property
     def _known(self) -> dict[tuple[int, int], float]:

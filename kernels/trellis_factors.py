@@ -12,6 +12,7 @@ numbers that belong to a dimension. So every device finds the same factors.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -37,6 +38,8 @@ _MEAN_BITS = 5
 _LARGEST = 255
 _FACTOR = 63
 _PRECISE = 1 << 17
+# Within fp32's integers: 1024 products of a whitened element and a factor.
+_CHUNK = 1024
 # Of the numbers that make columns orthogonal. With 17 bits of a column and 6 of a rank, below fp64's 53.
 _TURN = 1 << 20
 _LARGEST_TURN = 1 << 29
@@ -114,8 +117,8 @@ def spaces(sample: torch.Tensor, rank: int, kinds: list[tuple[int, int]]) -> lis
     white = _whitened(sample, row_exponent, column_exponent, row_base + column_base)
     basis = _signs(sample.shape[1], rank, sample.device)
     for _ in range(2):
-        image = _to_integers(white @ basis, _FACTOR, _FACTOR / 4)
-        whole = _orthogonal(white.T @ image)
+        image = _to_integers(_product(white, basis), _FACTOR, _FACTOR / 4)
+        whole = _orthogonal(_product(white.T, image))
         basis = _to_integers(whole, _FACTOR, _FACTOR / 4)
     vs, energies, spreads = [], [], []
     for dimensions, bits in kinds:
@@ -124,7 +127,7 @@ def spaces(sample: torch.Tensor, rank: int, kinds: list[tuple[int, int]]) -> lis
         energy = (v * v).sum(0).clamp_min(1)
         vs.append(v)
         energies.append(energy)
-        spreads.append(((white @ v) / energy).abs().mul_(2.0**16).round_().sum(0))
+        spreads.append((_product(white, v) / energy).abs().mul_(2.0**16).round_().sum(0))
     found = []
     all_spreads = torch.cat(spreads).cpu().numpy()
     for (dimensions, bits), v, energy in zip(kinds, vs, energies, strict=True):
@@ -148,7 +151,7 @@ def fit(x: torch.Tensor, space: Space) -> Factors:
     for start in range(0, x.shape[0], step):
         some = slice(start, start + step)
         white = _whitened(x[some], row_exponent[some], space.column_exponent, base)
-        found = ((white @ space.v) / space.energy / unit).round_().clamp_(-limit, limit)
+        found = (_product(white, space.v) / space.energy / unit).round_().clamp_(-limit, limit)
         u[some] = torch.where(multiplier > 0, found, 0.0).to(torch.int8)
     return Factors(
         space.bits,
@@ -164,10 +167,22 @@ def fit(x: torch.Tensor, space: Space) -> Factors:
 def _whitened(
     x: torch.Tensor, row_exponent: torch.Tensor, column_exponent: torch.Tensor, base: int
 ) -> torch.Tensor:
-    """x with rows and columns of mean magnitude 2**_MEAN_BITS, integers in fp64."""
+    """x with rows and columns of mean magnitude 2**_MEAN_BITS, in integers."""
     white = x * _powers(_MEAN_BITS - base - row_exponent).unsqueeze(1)
     white.mul_(_powers(-column_exponent)).round_()
-    return white.clamp_(-_LARGEST, _LARGEST).double()
+    return white.clamp_(-_LARGEST, _LARGEST)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b, fp64, of a whitened matrix in fp32 and integers up to `_FACTOR` in fp64; exact."""
+    if a.device.type != "cpu":
+        return a.double() @ b
+    # Half the time, and still exact: no sum of a chunk leaves fp32's integers, and where settings of torch
+    # lower the precision of fp32 products, 8 bits are left.
+    total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64)
+    for start in range(0, a.shape[1], _CHUNK):
+        total += a[:, start : start + _CHUNK] @ b[start : start + _CHUNK].float()
+    return total
 
 
 def _multipliers(spread: Float64Array, bits: int) -> tuple[Int32Array, int]:
@@ -194,6 +209,7 @@ def _exponents(scale: torch.Tensor) -> tuple[torch.Tensor, int]:
     return (octaves - base).clamp_min(0), base
 
 
+@lru_cache(maxsize=16)
 def _signs(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     """A fixed matrix of ones and minus ones without a pattern (a multiplicative hash of the position)."""
     position = np.arange(rows * columns, dtype=np.uint64) + np.uint64(1)

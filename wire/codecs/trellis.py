@@ -36,7 +36,7 @@ from kernels.trellis_tables import FAMILIES
 from wire.codecs import trellis_payload
 from wire.codecs.base import Codec
 from wire.codecs.header import HEADER_BYTES, Parameters
-from wire.codecs.trellis_payload import Payload, Widths, group_bytes, width
+from wire.codecs.trellis_payload import Payload, Widths, group_bytes
 from wire.errors import ConfigError
 from wire.spec import TensorSpec
 
@@ -135,12 +135,10 @@ class _Model:
     exponents: tuple[int, int]
 
     def widths(self, code: int) -> Widths:
-        row, column = self.scales.classes(code)
         if self.factors is None:
-            return Widths(width(row), width(column))
+            return Widths(*self.scales.class_bits(code))
         return Widths(
-            width(row),
-            width(column),
+            *self.scales.class_bits(code),
             self.factors.rank,
             self.factors.bits,
             *(top.bit_length() for top in self.exponents),
@@ -249,8 +247,7 @@ def _best_plan(y: torch.Tensor, budget: int) -> _Plan | None:
 
 def _expected_bits(of: Scales, plan: _Plan, rows: int, columns: int, code: int) -> int:
     """`_Model.fixed_bits` of the plan for a matrix, by the scales of a sample."""
-    row, column = of.classes(code)
-    widths = Widths(width(row), width(column))
+    widths = Widths(*of.class_bits(code))
     if plan.space is not None:
         # Exponents mostly span a few octaves.
         widths = Widths(widths.row, widths.column, plan.space.multiplier.size, plan.space.bits, 2, 3)

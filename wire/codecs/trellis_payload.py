@@ -92,11 +92,6 @@ class Payload:
         return self.widths.side_bytes(self.row.size, self.column.size)
 
 
-def width(values: Int32Array) -> int:
-    """Bits that integers take, counted from the least."""
-    return (int(values.max()) - int(values.min())).bit_length()
-
-
 def predictable(row: int, column: int, exponent: int) -> bool:
     """Whether a prediction with these largest exponents stays far from fp32's largest number."""
     return exponent in range(MIN_EXPONENT, MAX_EXPONENT + 1) and (
