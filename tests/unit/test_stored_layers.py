@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import layers
+from kernels import blockfloat, layers
 from kernels.attention import attention, attention_backward
 from node.config.schema import ModelSection, TrainingSection
+from node.model.blocks import Gpt2Block, LlamaBlock
 from node.model.chunk import build_chunk, compute_precision
 from node.model.storage import PRESETS, Storage, stored_bytes
 
@@ -107,6 +108,31 @@ def test_more_bits_are_nearer(model: ModelSection) -> None:
 def test_running_again_gives_the_same_bits(model: ModelSection, storage: Storage) -> None:
     first, second = run(model, storage, "bfloat16"), run(model, storage, "bfloat16")
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_attention_runs_on_what_is_kept_so_that_its_sums_fit(
+    model: ModelSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = Storage(attention="4")
+    stored = run(model, storage)
+    block = Gpt2Block if model.family == "gpt2" else LlamaBlock
+    split = block._split
+
+    def rounded(self: Any, projected: Any) -> tuple[Tensor, ...]:
+        """Four bits straight through: what forward sees; gradients pass as if nothing were rounded."""
+        return tuple(part + (_rounded(part) - part).detach() for part in split(self, projected))
+
+    monkeypatch.setattr(block, "_split", rounded)
+    plain = run(model, Storage())
+    for name, wanted in plain.items():
+        assert distance(stored[name], wanted) < 3e-6, name
+
+
+def _rounded(heads: Tensor) -> Tensor:
+    """Heads as 4 bits keep them, in blocks along the channels of a token."""
+    flat = heads.detach().transpose(1, 2).flatten(2)
+    kept = blockfloat.unpack(blockfloat.pack(flat, 4), flat.shape, 4, torch.float32)
+    return torch.unflatten(kept, 2, (heads.shape[1], -1)).transpose(1, 2)
 
 
 def saved(model: ModelSection, storage: Storage, precision: str) -> int:
