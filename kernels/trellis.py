@@ -17,7 +17,7 @@ small enough to be looked at, by numpy on the host.
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -41,6 +41,8 @@ _MAX_SCALE_STEP = 4 * MAX_CLASS_STEP
 # The class, in 16ths of an octave, of a mean magnitude of one step: class 12 has a standard deviation of one
 # index, which is two steps, and a mean magnitude 0.7979 times that.
 _CLASS_OF_MEAN = 4 * 12 + 5 - 16
+# Classes below 0, and above the highest, that a sum of scales may give: whatever lies beyond costs the same.
+_BEYOND = 1 << 10
 # From 2**-16 octaves to 16ths.
 _SIXTEENTH = COST_BITS - 4
 
@@ -101,8 +103,8 @@ class Scales:
         if known is None:
             whole, phase = divmod(_CLASS_OF_MEAN - step, 4)
             counts, least = self._counts[phase]
-            number = np.arange(least + whole, least + whole + counts.size).clip(0, MAX_CLASS)
-            known = int((counts * tables(family).mean_cost[number]).sum()) / (1 << COST_BITS)
+            first = min(max(least + whole + _BEYOND, 0), 2 * _BEYOND)
+            known = int(counts @ _mean_costs(family)[first : first + counts.size]) / (1 << COST_BITS)
             self._known[step, family] = known
         return known
 
@@ -126,6 +128,12 @@ class Scales:
             counts = np.convolve(np.bincount(row - row.min()), columns)
             found.append((counts, int(row.min()) + int(column.min())))
         return found
+
+
+@cache
+def _mean_costs(family: int) -> Int64Array:
+    """What an element costs whose class is the place less `_BEYOND`, before it is clipped to the classes."""
+    return np.pad(tables(family).mean_cost, (_BEYOND, 2 * _BEYOND), mode="edge")
 
 
 def classes(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:

@@ -59,8 +59,8 @@ _MEASURED_ROWS = 128
 _FEW = 1 << 17
 # A lane's state takes 32 bits and saves 8 of its words' on average.
 _LANE_BITS = 24
-# Shares of the budget: left free at first, because a cost is an estimate; and too much to leave free in the
-# end.
+# Shares of the budget: left free (twice that at first), because a cost is an estimate; and too much to leave
+# free in the end.
 _FREE = 1 / 800
 _TOO_FREE = 1 / 200
 # Steps that are tried: of tensors of few elements, of others; and if none has fitted yet.
@@ -173,7 +173,7 @@ def _fill(model: _Model, payload: torch.Tensor) -> bool:
     family, share = _measure(model, budget)
     enough = _ATTEMPTS if elements < _FEW else _FEW_ATTEMPTS
     found = False
-    free = _FREE
+    free = 2 * _FREE
     # Codes of steps that are known to be too small, and to do.
     low, high = -1, trellis.STEP_CODES
     flat = model.residual.view(-1)
@@ -191,7 +191,8 @@ def _fill(model: _Model, payload: torch.Tensor) -> bool:
             trellis_payload.write(whole, coded, where, words, payload)
             found, high, free = True, code, _FREE * 1.5
         else:
-            low, free = code, free * 2
+            # What words take is known now, for a step nearby.
+            low, free = code, _FREE * 2 ** (attempt - 1)
         if (found and (left in range(int(size * _TOO_FREE) + 1) or attempt >= enough)) or high - low <= 1:
             break
     return found
