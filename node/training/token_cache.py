@@ -23,7 +23,7 @@ import numpy as np
 from node.training.tokenizer import Tokenizer, pieces_of
 from wire.errors import DataError
 
-BATCH_PIECES = 32
+BATCH_PIECES = 16
 """Pieces encoded at once, on all cores; progress is on disk after each batch."""
 
 Tell = Callable[[str], None]

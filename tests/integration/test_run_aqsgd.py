@@ -10,7 +10,7 @@ from tests.support.fault_prefork import Prefork
 from tests.support.memory_pipeline import TEXT, MemoryPipeline, corpus
 from tests.support.run_harness import SMALL, Expected, Run
 
-# 41 samples, so that a pass ends in step 5.
+# 40 samples, so that a pass ends in step 5.
 CONFIG = replace(
     SMALL,
     run=replace(SMALL.run, steps=16, snapshot_every=4),
@@ -75,6 +75,6 @@ def test_more_than_the_limit_is_refused_before_anything_starts(prefork: Prefork,
     with Run(tmp_path, CONFIG, text=SHORT, launch=prefork.popen) as run:
         coordinator = run.start("pipeline.cache_gb=1e-4")
         assert coordinator.wait_exit() == 2
-        assert "would keep 0.000126 GB of activations at one of 3 stages" in coordinator.stderr
+        assert "would keep 0.000124 GB of activations at one of 3 stages" in coordinator.stderr
         assert "pipeline.cache_gb allows 0.0001" in coordinator.stderr
         assert not (run.run_dir / "snapshots").exists()
