@@ -298,8 +298,8 @@ def make_trainer(
     return trainer
 
 
-def train(run: Run, tokens: Path, out: Path) -> None:
-    """Make one run and write it to `out`, a folder."""
+def train(run: Run, tokens: Path, out: Path) -> float:
+    """Make one run and write it to `out`, a folder; returns the seconds a step took."""
     text = Windows(
         np.load(tokens / "books-train.npy", mmap_mode="r"),
         limit=EPOCH_WINDOWS if run.suite == "epochs" else None,
@@ -342,12 +342,13 @@ def train(run: Run, tokens: Path, out: Path) -> None:
         f"{run.name}: held out {record['loss_valid']:.4f}, {seconds:.0f} s, {per_step:.3f} s a step",
         flush=True,
     )
+    return per_step
 
 
 def shares(runs: list[Run], count: int) -> list[list[Run]]:
-    """The runs dealt to `count` workers, longest first to whoever has least to do."""
+    """The runs dealt to `count` workers in order, each to whoever has least to do."""
     dealt: list[list[Run]] = [[] for _ in range(count)]
-    for run in sorted(runs, key=lambda run: -run.steps):
+    for run in runs:
         min(dealt, key=lambda share: sum(other.steps for other in share)).append(run)
     return dealt
 
@@ -358,8 +359,11 @@ def main() -> int:
         "--tokens", type=Path, required=True, help="folder of books-train.npy, books-valid.npy"
     )
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--only", nargs="+", help="runs whose names begin so")
+    parser.add_argument("--only", nargs="+", help="runs whose names begin so, in this order")
     parser.add_argument("--steps", type=int, help="instead of each run's own number, for a trial")
+    parser.add_argument(
+        "--time-limit", type=float, default=1e9, help="seconds; no run starts that may not fit"
+    )
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--parts", type=Path, help="folder for single runs' results")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
@@ -368,15 +372,23 @@ def main() -> int:
     parts.mkdir(parents=True, exist_ok=True)
     if arguments.worker:
         named = {run.name: run for run in RUNS}
+        until = time.monotonic() + arguments.time_limit
+        a_step = 0.0
         for name in arguments.worker:
-            run = named[name]
-            train(replace(run, steps=arguments.steps or run.steps), arguments.tokens, parts)
+            run = replace(named[name], steps=arguments.steps or named[name].steps)
+            if time.monotonic() + run.steps * a_step < until:
+                a_step = train(run, arguments.tokens, parts)
+            else:
+                print(f"{name}: left out, no time", flush=True)
         return 0
-    wanted = [run for run in RUNS if not arguments.only or run.name.startswith(tuple(arguments.only))]
+    wanted = list(RUNS)
+    if arguments.only:
+        wanted = [run for prefix in arguments.only for run in RUNS if run.name.startswith(prefix)]
     workers = []
     for gpu, share in enumerate(shares(wanted, arguments.gpus)):
         if share:
             command = [sys.executable, __file__, "--tokens", str(arguments.tokens), "--parts", str(parts)]
+            command += ["--time-limit", str(arguments.time_limit)]
             if arguments.steps:
                 command += ["--steps", str(arguments.steps)]
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}

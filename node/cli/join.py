@@ -27,6 +27,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--state-dir", type=Path, help="where this node's key and certificate live")
     parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda:N", help="where to compute")
+    parser.add_argument(
+        "--gpus", type=int, default=1, metavar="N", help="share the stage between N GPUs, --device the first"
+    )
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's own choice)")
     parser.add_argument(
         "--max-bandwidth", type=float, default=0.0, metavar="MBIT", help="send at most so many Mbit/s"
@@ -57,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
         parse_listen(args.metrics)
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", args.device):
         raise UsageError(f"--device must be auto, cpu or cuda:N, got {args.device!r}")
+    if args.gpus < 1:
+        raise UsageError(f"--gpus must be at least 1, got {args.gpus}")
     if args.threads < 0:
         raise UsageError(f"--threads must be at least 0 (torch's own choice), got {args.threads}")
     for name, value in (("--max-bandwidth", args.max_bandwidth), ("--max-memory", args.max_memory)):
@@ -67,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         advertise=args.advertise,
         state_dir=args.state_dir,
         device=args.device,
+        gpus=args.gpus,
         threads=args.threads,
         max_bandwidth_mbit=args.max_bandwidth,
         max_memory_gb=args.max_memory,

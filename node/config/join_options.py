@@ -16,6 +16,8 @@ class JoinOptions:
     """Where the node's key and certificate live; None means the default for this run and user."""
     device: str = "auto"
     """`auto` (the first GPU, else the CPU), `cpu` or `cuda:N`."""
+    gpus: int = 1
+    """Devices of this machine that share the stage, from `device` on; on a CPU, processes."""
     threads: int = 0
     """CPU threads for arithmetic; 0 leaves torch's default."""
     max_bandwidth_mbit: float = 0.0

@@ -63,8 +63,8 @@ class _Bucket:
 class Fp8AllReduce:
     """Sums the same list of gradients over the ranks of a group, in place. Buffers are made once.
 
-    `start` puts a bucket's all-to-all on its way, so that it may overlap with the rest of backward; `finish`
-    waits and completes all. Every rank must call both in the same order.
+    `complete` tells that a gradient is, and puts buckets on their way, always in the same order, so that they
+    overlap with the rest of backward; `finish` sends what is left and waits.
     """
 
     def __init__(
@@ -82,18 +82,7 @@ class Fp8AllReduce:
         self._ranks = dist.get_world_size(group)
         self._buckets = tuple(self._bucket(parts) for parts in _cut(gradients, bucket_blocks))
         self._running: list[tuple[_Bucket, dist.Work]] = []
-        self._bucket_of: dict[int, list[int]] = {}
-        for index, bucket in enumerate(self._buckets):
-            for piece in bucket.pieces:
-                self._bucket_of.setdefault(id(piece.gradient.codes), []).append(index)
-
-    @property
-    def buckets(self) -> int:
-        return len(self._buckets)
-
-    def buckets_of(self, gradient: Fp8Gradient) -> tuple[int, ...]:
-        """The buckets that hold parts of one of the gradients."""
-        return tuple(self._bucket_of[id(gradient.codes)])
+        self._complete: set[int] = set()
 
     @property
     def wire_bytes(self) -> int:
@@ -101,15 +90,16 @@ class Fp8AllReduce:
         each = sum(bucket.share * (BLOCK + 1) for bucket in self._buckets)
         return 2 * (self._ranks - 1) * each
 
-    def all_reduce(self) -> None:
-        """Start and finish every bucket."""
-        for index in range(self.buckets):
-            self.start(index)
-        self.finish()
+    def complete(self, gradient: Fp8Gradient) -> None:
+        """One of the gradients will not change until `finish`."""
+        self._complete.add(id(gradient))
+        while len(self._running) < len(self._buckets):
+            bucket = self._buckets[len(self._running)]
+            if not all(id(piece.gradient) in self._complete for piece in bucket.pieces):
+                break
+            self._start(bucket)
 
-    def start(self, index: int) -> None:
-        """Send bucket `index`; its gradients must be complete, and must not change until `finish`."""
-        bucket = self._buckets[index]
+    def _start(self, bucket: _Bucket) -> None:
         for piece in bucket.pieces:
             _codes(bucket, bucket.sent, piece).copy_(piece.gradient_codes())
             _exponents(bucket, bucket.sent, piece).copy_(piece.gradient_exponents())
@@ -117,7 +107,9 @@ class Fp8AllReduce:
         self._running.append((bucket, work))
 
     def finish(self) -> None:
-        """Complete what was started: all gradients hold the sums afterwards."""
+        """All gradients are complete: they hold the sums afterwards."""
+        for bucket in self._buckets[len(self._running) :]:
+            self._start(bucket)
         gathering = []
         for bucket, work in self._running:
             work.wait()
@@ -130,6 +122,7 @@ class Fp8AllReduce:
                 piece.gradient_codes().copy_(_codes(bucket, bucket.received, piece))
                 piece.gradient_exponents().copy_(_exponents(bucket, bucket.received, piece))
         self._running.clear()
+        self._complete.clear()
 
     def _sum(self, bucket: _Bucket) -> Tensor:
         """This rank's share, summed: uint8 [share * 129]."""

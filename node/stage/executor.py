@@ -10,19 +10,19 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from node import faults
 from node.config.schema import RunConfig
-from node.model.chunk import Chunk, build_chunk, compute_precision, weight_dtype
-from node.model.placement import chunk_units, chunks_of, stage_storages
-from node.model.units import unit_names
+from node.model.placement import chunk_units, chunks_of
+from node.model.units import EMBED, HEAD, unit_names
 from node.stage.activation_memory import ActivationMemory
 from node.stage.device_transfer import device_transfer
 from node.stage.schedule import Action, Kind, Orders, dependencies, schedule
+from node.stage.stage_model import StageModel
 from node.stage.tensor_transfer import Incoming, PackedIO, TensorTransfer
 from node.telemetry.clock import StageClock, TimeKind
-from node.training.optimizer import StageOptimizer, sum_tied_gradients
+from node.training.optimizer import sum_tied_gradients
 from node.training.serialization import without_cache
 from wire.codecs.base import Codec
 from wire.codecs.registry import codec
@@ -51,25 +51,22 @@ class StepOutcome:
     loss: float | None
 
 
-@dataclass
-class _InFlight:
-    """A microbatch between its forward and its backward on one chunk."""
-
-    source: Tensor | None
-    """The chunk's input, a leaf whose gradient goes upstream; None on the first chunk."""
-    result: Tensor
-    """The chunk's output, or the microbatch's share of the loss on the last chunk."""
-
-
 class StageExecutor:
     """One stage of a pipeline, on one device; `place` says which."""
 
     def __init__(
-        self, config: RunConfig, device: torch.device, clock: StageClock, *, windows: int = 0
+        self,
+        config: RunConfig,
+        device: torch.device,
+        clock: StageClock,
+        *,
+        windows: int = 0,
+        model: StageModel | None = None,
     ) -> None:
         """
         Args:
             windows: samples of one pass over the text; only a codec with a memory asks for it.
+            model: what computes, if more than `device` does.
         """
         self.config = config
         self.device = device
@@ -100,8 +97,7 @@ class StageExecutor:
             torch.float32, (config.training.microbatch, config.model.sequence, config.model.hidden)
         )
         self._tied = TensorSpec(torch.float32, (config.model.vocab, config.model.hidden))
-        self._chunks: list[Chunk] = []
-        self._optimizer: StageOptimizer | None = None
+        self._model = model or StageModel(config, device)
 
     # ---- placement and state
 
@@ -132,8 +128,7 @@ class StageExecutor:
             self._split = chunk_units(config, stages)
             self._orders = ()
             self.use_windows(())
-            self._chunks = []
-            self._optimizer = None
+            self._model.drop()
             self.state_step = -1
             self.voted = False
         return self.state_step
@@ -160,10 +155,10 @@ class StageExecutor:
             return
         self.state_step = -1
         self.voted = False
-        self._build()
+        self._model.build(self.stage, self.stages)
         if step > 0:
             for unit in self.units:
-                self._the_optimizer.load_unit_state(unit, without_cache(fetch(unit)))
+                self._model.load_unit_state(unit, without_cache(fetch(unit)))
         if self._memory is not None:
             self._memory.restore(
                 step,
@@ -178,7 +173,7 @@ class StageExecutor:
 
     def copy_state(self) -> dict[str, dict[str, Tensor]]:
         """A copy of every unit's weights and optimizer state, on the CPU."""
-        state = {unit: self._the_optimizer.unit_state(unit) for unit in self.units}
+        state = {unit: self._model.optimizer.unit_state(unit) for unit in self.units}
         if self._memory is not None:
             for boundary, unit in self._remembering().items():
                 if unit in state:
@@ -219,11 +214,10 @@ class StageExecutor:
         Raises NonFiniteError naming the stage and the tensor, StepInterrupted when called off.
         """
         self.voted = False
-        self._the_optimizer.zero_grad()
+        self._model.begin_step()
         if self._memory is not None:
             self._memory.rollback()
         fed, wanted = self._microbatches(inputs), self._microbatches(labels)
-        in_flight: dict[tuple[int, int], _InFlight] = {}
         losses: list[Tensor] = []
         order = self._orders[self.stage]
         needed = [self._needed(epoch, step, action) for action in order]
@@ -235,14 +229,13 @@ class StageExecutor:
                 phase = faults.Phase.FORWARD if action.kind is Kind.FORWARD else faults.Phase.BACKWARD
                 faults.reach(phase, stage=self.stage, step=step)
                 if action.kind is Kind.FORWARD:
-                    flight = self._forward(epoch, step, action, io, fed, wanted)
-                    in_flight[action.chunk, action.microbatch] = flight
+                    result = self._forward(epoch, step, action, io, fed, wanted)
                     if self._global_chunk(action) == self._last_chunk:
-                        losses.append(flight.result.detach())
+                        losses.append(result)
                 else:
-                    flight = in_flight.pop((action.chunk, action.microbatch))
-                    self._backward(epoch, step, action, io, flight)
-            faults.spoil(faults.Phase.BACKWARD, self._any_gradient(), stage=self.stage, step=step)
+                    self._backward(epoch, step, action, io)
+            self._model.finish_step()
+            faults.spoil(faults.Phase.BACKWARD, self._model.any_gradient(), stage=self.stage, step=step)
             self._exchange_tied(epoch, step, io)
             self.clock.switch(TimeKind.ENCODE)
             self._transfer.drain()
@@ -250,7 +243,7 @@ class StageExecutor:
             self._transfer.settle()
         self.clock.switch(TimeKind.OPTIMIZER)
         loss = float(torch.stack(losses).double().sum()) if losses else None
-        norms = self._the_optimizer.squared_norms()
+        norms = self._model.optimizer.squared_norms()
         self.voted = True
         return StepOutcome(norms={self._unit_index[unit]: norm for unit, norm in norms.items()}, loss=loss)
 
@@ -258,7 +251,7 @@ class StageExecutor:
         """Commit: clip, step the optimizer, drop the gradients."""
         self.clock.switch(TimeKind.OPTIMIZER)
         self.voted = False
-        self._the_optimizer.apply(lr, clip_coefficient)
+        self._model.apply(lr, clip_coefficient)
         if self._memory is not None:
             self._memory.commit()
         self.state_step += 1
@@ -273,40 +266,36 @@ class StageExecutor:
         io: StageIO,
         inputs: tuple[Tensor, ...],
         labels: tuple[Tensor, ...],
-    ) -> _InFlight:
+    ) -> Tensor:
+        """Returns what the chunk made, or the microbatch's share of the loss."""
         index = self._global_chunk(action)
-        chunk = self._chunks[action.chunk]
-        source: Tensor | None = None
         if index == 0:
             fed = inputs[action.microbatch]
         else:
             key = TensorKey(epoch, step, action.microbatch, index - 1, Direction.ACTIVATION)
-            source = fed = self._receive(key, self._boundary, io, TimeKind.WAIT_UPSTREAM).requires_grad_()
+            fed = self._receive(key, self._boundary, io, TimeKind.WAIT_UPSTREAM)
         out = TensorKey(epoch, step, action.microbatch, index, Direction.ACTIVATION)
         self.clock.switch(TimeKind.FORWARD, out)
-        with compute_precision(self.config.training.precision, self.device):
-            if index == self._last_chunk:
-                loss = chunk.loss(fed, labels[action.microbatch]) / self.config.microbatches
-                self._computed()
-                return _InFlight(source, loss)
-            result = chunk(fed)
-        faults.spoil(faults.Phase.FORWARD, result.detach(), stage=self.stage, step=step)
-        self._send(out, result.detach(), io)
-        return _InFlight(source, result)
+        wanted = labels[action.microbatch] if index == self._last_chunk else None
+        result = self._model.forward(action.chunk, action.microbatch, fed, wanted)
+        if wanted is not None:
+            self._computed()
+            return result
+        faults.spoil(faults.Phase.FORWARD, result, stage=self.stage, step=step)
+        self._send(out, result, io)
+        return result
 
-    def _backward(self, epoch: int, step: int, action: Action, io: StageIO, flight: _InFlight) -> None:
+    def _backward(self, epoch: int, step: int, action: Action, io: StageIO) -> None:
         index = self._global_chunk(action)
         key = TensorKey(epoch, step, action.microbatch, index, Direction.GRADIENT)
-        if index == self._last_chunk:
-            self.clock.switch(TimeKind.BACKWARD, key)
-            flight.result.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        else:
+        gradient: Tensor | None = None
+        if index != self._last_chunk:
             gradient = self._receive(key, self._boundary, io, TimeKind.WAIT_DOWNSTREAM)
-            self.clock.switch(TimeKind.BACKWARD, key)
-            torch.autograd.backward(flight.result, gradient.to(flight.result.dtype))
-        if flight.source is not None and flight.source.grad is not None:
+        self.clock.switch(TimeKind.BACKWARD, key)
+        upstream = self._model.backward(action.chunk, action.microbatch, gradient)
+        if upstream is not None:
             out = TensorKey(epoch, step, action.microbatch, index - 1, Direction.GRADIENT)
-            self._send(out, flight.source.grad, io)
+            self._send(out, upstream, io)
         else:
             self._computed()
 
@@ -314,33 +303,21 @@ class StageExecutor:
         """Give both copies of a tied embedding the sum of both gradients, always added in the same order."""
         if not self.config.model.tied:
             return
-        gradients = self._the_optimizer.gradients
+        model = self._model
         up = TensorKey(epoch, step, 0, 0, Direction.TIED_SHARE)
         down = TensorKey(epoch, step, 0, 0, Direction.TIED_SUM)
         if self.is_first and self.is_last:
-            embed, head = self._tied_weight("embed"), self._tied_weight("head")
-            total = sum_tied_gradients(gradients.get(head), gradients.get(embed))
-            gradients.put(embed, total)
-            gradients.put(head, total.clone())
+            total = sum_tied_gradients(model.tied_gradient(HEAD), model.tied_gradient(EMBED))
+            model.put_tied_gradient(EMBED, total)
+            model.put_tied_gradient(HEAD, total.clone())
         elif self.is_first:
-            embed = self._tied_weight("embed")
             share = self._receive(up, self._tied, io, TimeKind.WAIT_DOWNSTREAM)
-            total = sum_tied_gradients(share, gradients.get(embed).float())
+            total = sum_tied_gradients(share, model.tied_gradient(EMBED))
             self._send(down, total, io)
-            gradients.put(embed, total)
+            model.put_tied_gradient(EMBED, total)
         elif self.is_last:
-            head = self._tied_weight("head")
-            self._send(up, gradients.get(head).float(), io)
-            gradients.put(head, self._receive(down, self._tied, io, TimeKind.WAIT_UPSTREAM))
-
-    def _tied_weight(self, unit: str) -> nn.Parameter:
-        parameter = next(chunk for chunk in self._chunks if unit in chunk.units).tied_parameter(unit)
-        assert parameter is not None, "called for a tied model alone"
-        return parameter
-
-    def _any_gradient(self) -> Tensor | None:
-        # A matrix's may be kept elsewhere, in e4m3.
-        return next((p.grad for p in self._chunks[0].parameters() if p.grad is not None), None)
+            self._send(up, model.tied_gradient(HEAD), io)
+            model.put_tied_gradient(HEAD, self._receive(down, self._tied, io, TimeKind.WAIT_UPSTREAM))
 
     def _needed(self, epoch: int, step: int, action: Action) -> Incoming | None:
         """The tensor that an action waits for."""
@@ -394,16 +371,6 @@ class StageExecutor:
             return ()
         return torch.split(torch.from_numpy(batch).to(self.device), self.config.training.microbatch)
 
-    def _build(self) -> None:
-        seed, model = self.config.run.seed, self.config.model
-        weights = weight_dtype(self.config.training.weights)
-        storage = stage_storages(self.config, self.stages)[self.stage]
-        self._chunks = [
-            build_chunk(model, self._split[index], seed, self.device, weights, storage)
-            for index in self._chunk_indices()
-        ]
-        self._optimizer = StageOptimizer(self._chunks, self.config.training, seed)
-
     def _remembering(self) -> dict[int, str]:
         """Boundaries of this stage by number, if its codec has a memory, and the unit before each."""
         if self._memory is None:
@@ -424,8 +391,3 @@ class StageExecutor:
     @property
     def _shares_tie(self) -> bool:
         return self.config.model.tied and self.stages > 1
-
-    @property
-    def _the_optimizer(self) -> StageOptimizer:
-        assert self._optimizer is not None, "restore() comes before everything else"
-        return self._optimizer

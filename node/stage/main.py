@@ -18,6 +18,7 @@ from node.config.join_options import JoinOptions
 from node.local.doctor import Status, check_open_files, check_packages, check_python, check_torch
 from node.local.join import enrol
 from node.local.state_directory import claim
+from node.parallel.processes import DeviceGroup, devices
 from node.stage.machine_info import choose_device, describe, measure_flops
 from node.stage.node_metrics import serve_metrics
 from node.stage.runtime import IdentityHolder, NodeRuntime, NodeSettings
@@ -38,10 +39,10 @@ def run_node(token_text: str, options: JoinOptions) -> int:
     _check_machine()
     if options.threads:
         torch.set_num_threads(options.threads)
-    device = choose_device(options.device)
+    chosen = devices(choose_device(options.device), options.gpus)
     directory = claim(token.run_id, options.state_dir)
     try:
-        return asyncio.run(_serve(token, options, device, directory.path))
+        return asyncio.run(_serve(token, options, chosen, directory.path))
     except StuckError as error:
         # The interpreter would wait for the thread that does not come back.
         sys.stderr.write(f"thinwire: error: {error}\n")
@@ -67,7 +68,10 @@ def _check_machine() -> None:
             log.warning("%s: %s; %s", check.name, check.detail, check.fix)
 
 
-async def _serve(token: JoinToken, options: JoinOptions, device: torch.device, directory: Path) -> int:
+async def _serve(
+    token: JoinToken, options: JoinOptions, chosen: tuple[torch.device, ...], directory: Path
+) -> int:
+    device = chosen[0]
     hardware = describe(device, most_bytes=int(options.max_memory_gb * 1e9))
     identity, control_address = await enrol(token, directory, hardware)
     settings = NodeSettings(
@@ -76,10 +80,11 @@ async def _serve(token: JoinToken, options: JoinOptions, device: torch.device, d
         advertise=options.advertise,
         device=device,
         hardware=hardware,
-        flops=await asyncio.to_thread(measure_flops, device),
+        flops=len(chosen) * await asyncio.to_thread(measure_flops, device),
         cache_directory=directory / "snapshots",
         cache_bytes=shutil.disk_usage(directory).free // 2,
         pacer=Pacer(options.max_bandwidth_mbit * 1e6 / 8) if options.max_bandwidth_mbit else None,
+        devices=DeviceGroup(chosen, options.threads) if len(chosen) > 1 else None,
     )
     tell = Teller(json_lines=options.json)
     runtime = NodeRuntime(settings, IdentityHolder(identity, directory), tell)

@@ -17,8 +17,10 @@ import torch
 
 from node import faults
 from node.config.loader import from_json
+from node.config.schema import RunConfig
 from node.model.placement import boundary_cache_bytes
 from node.model.units import most_state_bytes
+from node.parallel.processes import DeviceGroup
 from node.stage.batches import Batches
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.epoch_task import EpochTask, State
@@ -118,6 +120,8 @@ class NodeSettings:
     """Snapshots of layers kept on disk may take this much."""
     pacer: Pacer | None = None
     """The bandwidth that the machine's owner allows."""
+    devices: DeviceGroup | None = None
+    """More devices that share the stage with `device`."""
 
 
 class NodeRuntime:
@@ -181,6 +185,8 @@ class NodeRuntime:
                     group.create_task(self._renew_certificate()),
                     group.create_task(self._watch_compute()),
                 ]
+                if self._settings.devices is not None:
+                    tasks.append(group.create_task(self._settings.devices.watch()))
                 await self._finished.wait()
                 for task in [*tasks, *self._uploads.values(), self._prefetching]:
                     if task is not None:
@@ -195,6 +201,8 @@ class NodeRuntime:
             self.inbox.interrupt("the node is stopping")
             await self._server.stop()
             await self._client.close()
+            if self._settings.devices is not None:
+                await (asyncio.to_thread if stuck else self.compute)(self._settings.devices.close)
             self._pool.shutdown(wait=not stuck)
 
     def leave(self, reason: str) -> None:
@@ -358,9 +366,7 @@ class NodeRuntime:
             traced = TracedSteps.parse(config.telemetry.trace)
             self._meter.trace(traced)
             clock = StageClock(ring=self._meter.ring if traced else None)
-            self.executor = await self.compute(
-                lambda: StageExecutor(config, self._settings.device, clock, windows=welcome.windows)
-            )
+            self.executor = await self.compute(lambda: self._make_executor(config, clock, welcome.windows))
             settings, tag = self._settings, hashlib.sha256(welcome.config_json.encode()).hexdigest()[:16]
             self._cache = SnapshotCache(settings.cache_directory, settings.cache_bytes, tag)
             self.batches = Batches(config, self._client, self._group)
@@ -370,6 +376,12 @@ class NodeRuntime:
             self._tell(f"joined run {config.run.name} as {welcome.node_id}; waiting for a stage")
         elif self._welcome.config_json != welcome.config_json:
             raise RunError("the coordinator came back with another run file: join again")
+
+    def _make_executor(self, config: RunConfig, clock: StageClock, windows: int) -> StageExecutor:
+        """On the compute thread."""
+        devices = self._settings.devices
+        model = None if devices is None else devices.start(config)
+        return StageExecutor(config, self._settings.device, clock, windows=windows, model=model)
 
     def _begin_epoch(self, placement: Placement) -> None:
         self._meter.begin_epoch(placement.epoch, self.elements_sent)

@@ -5,7 +5,7 @@ made it, and dropped: no more than one matrix's gradient exists in full at a tim
 fp32.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -70,6 +70,8 @@ class Fp8Gradients:
         self._vectors = PlainGradients(p for p in everything if p.ndim < 2)
         self._main = {p: Fp8Gradient.zeros(p.numel(), p.device) for p in everything if p.ndim >= 2}
         self._reached: set[nn.Parameter] = set()
+        self.when_added: Callable[[Fp8Gradient], None] | None = None
+        """Called with each matrix's gradient once backward has added to it."""
         for parameter in self._main:
             parameter.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]  # torch's
 
@@ -102,12 +104,19 @@ class Fp8Gradients:
     def nbytes(self) -> int:
         return sum(main.nbytes for main in self._main.values()) + self._vectors.nbytes
 
+    @property
+    def packed(self) -> tuple[Fp8Gradient, ...]:
+        """Those of matrices, in the parameters' order."""
+        return tuple(self._main.values())
+
     def _add(self, parameter: Tensor) -> None:
         """Called by autograd once it has added to a matrix's `.grad`."""
         assert isinstance(parameter, nn.Parameter)
         accumulate_gradient(self._main[parameter], gradient_of(parameter).flatten())
         self._reached.add(parameter)
         parameter.grad = None
+        if self.when_added is not None:
+            self.when_added(self._main[parameter])
 
 
 def gradient_of(tensor: Tensor) -> Tensor:

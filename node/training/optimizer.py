@@ -72,6 +72,11 @@ class StageOptimizer:
         return tuple(self._units)
 
     @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """All, in model order."""
+        return tuple(parameter for unit in self._units.values() for parameter in unit.values())
+
+    @property
     def state_bytes(self) -> int:
         """Memory that the moments take."""
         packed = [moment.nbytes for pair in self._packed.values() for moment in pair]

@@ -18,8 +18,8 @@ from node.model.chunk import build_chunk, compute_precision, weight_dtype
 from node.model.placement import stage_storages
 from node.model.units import EMBED, HEAD, unit_names
 from node.training.data import Corpus
-from node.training.manifest import unit_weights_sha256, weights_sha256
 from node.training.gradients import gradient_of
+from node.training.manifest import unit_weights_sha256, weights_sha256
 from node.training.optimizer import StageOptimizer, sum_tied_gradients
 from node.training.schedule import clip_coefficient, global_norm, learning_rate
 from node.training.serialization import load_unit

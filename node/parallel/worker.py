@@ -1,0 +1,45 @@
+"""`python -m node.parallel.worker`: a process of a node for one more of its devices. Started by `processes`.
+
+The run file comes as JSON on stdin, which then stays open for as long as the node lives: its end is the
+node's end, and ends this process too, whatever it is waiting for.
+"""
+
+import argparse
+import os
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from node.config.loader import from_json
+from node.parallel.group import Follower
+from node.parallel.ranks import Ranks
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--count", type=int, required=True)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--meet", type=Path, required=True)
+    arguments = parser.parse_args()
+    config = from_json(sys.stdin.readline())
+    threading.Thread(target=_end_with_the_node, daemon=True).start()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    ranks = Ranks(arguments.rank, arguments.count, torch.device(arguments.device), arguments.meet)
+    Follower(config, ranks).serve()
+    ranks.close()
+    return 0
+
+
+def _end_with_the_node() -> None:
+    sys.stdin.read()
+    # The main thread may sit in a collective for ever.
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

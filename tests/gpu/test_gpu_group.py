@@ -1,0 +1,64 @@
+"""A stage over two GPUs of a node, by NCCL, against the stage on one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
+from node.parallel.processes import DeviceGroup, devices
+from node.stage.stage_model import StageModel
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+FIRST = torch.device("cuda", 0)
+CONFIG = RunConfig(
+    run=RunSection(steps=10, seed=4),
+    model=ModelSection(layers=4, hidden=256, heads=4, kv_heads=4, ffn=512, vocab=256, sequence=128),
+    training=TrainingSection(global_batch=16, microbatch=8, lr=1e-3, warmup_steps=0, precision="bfloat16"),
+    pipeline=PipelineSection(stages=1),
+)
+PACKED = replace(
+    CONFIG, training=replace(CONFIG.training, gradients="fp8", moments="fp8", weights="bfloat16")
+)
+
+
+def losses(model: StageModel, steps: int) -> list[float]:
+    model.build(0, 1)
+    found = []
+    for step in range(steps):
+        model.begin_step()
+        total = 0.0
+        for microbatch in range(2):
+            rows = tokens(step, microbatch)
+            total += float(model.forward(0, microbatch, rows[:, :-1], rows[:, 1:]))
+            assert model.backward(0, microbatch, None) is None
+        model.finish_step()
+        model.apply(1e-3, 1.0)
+        found.append(total)
+    return found
+
+
+def tokens(step: int, microbatch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step * 10 + microbatch)
+    return torch.randint(0, 32, (8, 129), generator=generator).to(FIRST)
+
+
+@pytest.mark.parametrize("config", [CONFIG, PACKED], ids=["float32", "fp8"])
+def test_two_gpus_do_as_one(config: RunConfig) -> None:
+    expected = losses(StageModel(config, FIRST), 5)
+    results = []
+    for _ in range(2):
+        group = DeviceGroup(devices(FIRST, 2), threads=1)
+        leader = group.start(config)
+        try:
+            results.append(losses(leader, 5))
+        finally:
+            group.close()
+    assert results[0] == results[1], "the same run gives the same bits"
+    assert results[0] == pytest.approx(expected, rel=2e-3)

@@ -1,0 +1,172 @@
+"""A stage over several processes of a node, on CPUs by gloo, against the stage on one device."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
+from node.parallel.group import Leader
+from node.parallel.processes import DeviceGroup, devices
+from node.stage.stage_model import StageModel
+from wire.errors import RunError, UserError
+
+CPU = torch.device("cpu")
+CONFIG = RunConfig(
+    run=RunSection(steps=10, seed=4),
+    model=ModelSection(layers=3, hidden=32, heads=2, kv_heads=1, ffn=64, vocab=256, sequence=16, tied=True),
+    training=TrainingSection(global_batch=8, microbatch=4, lr=1e-2, warmup_steps=0),
+    pipeline=PipelineSection(stages=3),
+)
+PACKED = replace(CONFIG, training=replace(CONFIG.training, gradients="fp8", moments="fp8"))
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@contextmanager
+def leading(config: RunConfig, ranks: int) -> Iterator[Leader]:
+    group = DeviceGroup((CPU,) * ranks, threads=1)
+    leader = group.start(config)
+    try:
+        yield leader
+    finally:
+        group.close()
+
+
+def tokens(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + microbatch)
+    rows = torch.randint(0, 64, (4, 17), generator=generator)
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def run_step(stages: list[StageModel], step: int) -> tuple[float, dict[str, float]]:
+    """One step through the stages, in order and back."""
+    for stage in stages:
+        stage.begin_step()
+    total = 0.0
+    for microbatch in range(2):
+        x, labels = tokens(step, microbatch)
+        for stage in stages[:-1]:
+            x = stage.forward(0, microbatch, x)
+        total += float(stages[-1].forward(0, microbatch, x, labels))
+        gradient: Tensor | None = None
+        for stage in reversed(stages):
+            gradient = stage.backward(0, microbatch, gradient)
+        assert gradient is None
+    for stage in stages:
+        stage.finish_step()
+    shared = stages[0].tied_gradient("embed") + stages[-1].tied_gradient("head")
+    stages[0].put_tied_gradient("embed", shared)
+    stages[-1].put_tied_gradient("head", shared)
+    norms = {unit: norm for stage in stages for unit, norm in stage.optimizer.squared_norms().items()}
+    for stage in stages:
+        stage.apply(1e-2, 0.5)
+    return total, norms
+
+
+def pipeline(config: RunConfig, middle: StageModel | None = None) -> list[StageModel]:
+    """Three stages; one of them may be given."""
+    stages = [StageModel(config, CPU) for _ in range(3)]
+    if middle is not None:
+        stages[1] = middle
+    for index, stage in enumerate(stages):
+        stage.build(index, 3)
+    return stages
+
+
+@pytest.mark.parametrize("config", [CONFIG, PACKED], ids=["float32", "fp8"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_two_ranks_do_as_one_device(config: RunConfig, place: int) -> None:
+    alone = pipeline(config)
+    expected = [run_step(alone, step) for step in range(3)]
+    with leading(config, 2) as leader:
+        shared = pipeline(config)
+        shared[place] = leader
+        leader.build(place, 3)
+        found = [run_step(shared, step) for step in range(3)]
+        state = leader.optimizer.unit_state("block.0001") if place == 1 else {}
+    assert found[0][0] == pytest.approx(expected[0][0], rel=1e-6)
+    # In e4m3 both ranks' gradients are rounded before they are added, and AdamW's first steps make much of it.
+    assert found[0][1] == pytest.approx(expected[0][1], rel=1e-4 if config is CONFIG else 0.06)
+    for (loss, norms), (one_loss, one_norms) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(one_loss, rel=1e-5 if config is CONFIG else 0.02)
+        if config is CONFIG:
+            assert norms == pytest.approx(one_norms, rel=1e-3)
+    if config is CONFIG and state:
+        whole = alone[1].optimizer.unit_state("block.0001")
+        for name, tensor in whole.items():
+            assert torch.allclose(state[name], tensor, rtol=1e-3, atol=1e-6), name
+
+
+def test_four_ranks_take_a_row_each_and_stay_equal() -> None:
+    """A rank that went its own way would show in the next step's loss."""
+    alone = pipeline(CONFIG)
+    with leading(CONFIG, 4) as leader:
+        shared = pipeline(CONFIG, leader)
+        for step in range(4):
+            assert run_step(shared, step)[0] == pytest.approx(run_step(alone, step)[0], rel=1e-5)
+
+
+def test_the_same_run_gives_the_same_bits() -> None:
+    states = []
+    for _ in range(2):
+        with leading(PACKED, 2) as leader:
+            shared = pipeline(PACKED, leader)
+            for step in range(2):
+                run_step(shared, step)
+            states.append(leader.optimizer.unit_state("block.0001"))
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_restored_state_reaches_every_rank_and_an_unfinished_step_leaves_nothing() -> None:
+    alone = pipeline(CONFIG)
+    run_step(alone, 0)
+    saved = {unit: alone[1].optimizer.unit_state(unit) for unit in alone[1].optimizer.units}
+    with leading(CONFIG, 2) as leader:
+        shared = pipeline(CONFIG, leader)
+        for stage, twin in zip((shared[0], shared[2]), (alone[0], alone[2]), strict=True):
+            for unit in stage.optimizer.units:
+                stage.load_unit_state(unit, twin.optimizer.unit_state(unit))
+        x, _ = tokens(9, 0)
+        leader.begin_step()
+        leader.forward(0, 0, shared[0].forward(0, 0, x))
+        for unit, state in saved.items():
+            leader.load_unit_state(unit, state)
+        assert run_step(shared, 1)[0] == pytest.approx(run_step(alone, 1)[0], rel=1e-5)
+
+
+def test_a_dead_rank_is_told_of() -> None:
+    group = DeviceGroup((CPU, CPU), threads=1)
+    leader = group.start(CONFIG)
+    leader.build(1, 3)
+    (worker,) = group._workers
+    worker.kill()
+    worker.wait()
+    assert group.lost()
+    with pytest.raises(RuntimeError):
+        for _ in range(100):
+            leader.begin_step()
+    group.close()
+
+
+def test_microbatches_that_cannot_be_shared_are_refused_before_anything_starts() -> None:
+    with pytest.raises(RunError, match="3 devices cannot share microbatches of 4"):
+        DeviceGroup((CPU,) * 3, threads=1).start(CONFIG)
+
+
+def test_devices_that_are_not_there_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"model {device.index}")
+    with pytest.raises(UserError, match=r"--gpus 3 from cuda:0 needs 3 GPUs, but this machine shows 2"):
+        devices(torch.device("cuda"), 3)
+    with pytest.raises(UserError, match=r"--gpus 2 from cuda:1 needs 3 GPUs"):
+        devices(torch.device("cuda:1"), 2)
+    with pytest.raises(UserError, match="unlike GPUs"):
+        devices(torch.device("cuda"), 2)
+    with pytest.raises(UserError, match="at least 1"):
+        devices(torch.device("cuda"), 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "one model")
+    assert devices(torch.device("cuda"), 2) == (torch.device("cuda:0"), torch.device("cuda:1"))
