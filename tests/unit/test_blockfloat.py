@@ -33,9 +33,7 @@ def magnitudes(bits: int) -> list[float]:
     if bits == 3:
         return list(SMALL_MAGNITUDES)
     step = 2 ** (bits - 3)
-    return [float(m) for m in range(step)] + [
-        float((step + m) * 2**e) for e in range(3) for m in range(step)
-    ]
+    return [float(m) for m in range(step)] + [float((step + m) * 2**e) for e in range(3) for m in range(step)]
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
