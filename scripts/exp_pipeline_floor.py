@@ -9,6 +9,9 @@ time, so that four stages fit on two cores and the floor is known. Steps just af
 The floor is `node.telemetry.floor`'s, from the frames' bytes, the relay's rate and the compute times: once
 those that were set, and once those that the stages measured in the very same steps, which are longer where
 other work on the machine kept them from a core.
+
+`--simulate` measures nothing: it plans the windows from the same times and rates and simulates the schedule, so
+it gives what the plan is worth where nothing else disturbs. Both may be merged into one report.
 """
 
 import argparse
@@ -43,8 +46,11 @@ from node.config.schema import (
     RunSection,
     TrainingSection,
 )
+from node.coordinator.window_plan import StepMeasures, plan_windows
+from node.stage.schedule import Kind, schedule
+from node.stage.schedule_simulation import simulate
 from node.telemetry import events
-from node.telemetry.floor import LinkRate, step_floor
+from node.telemetry.floor import LinkRate, Network, step_floor
 from wire.codecs.registry import codec
 from wire.frames import HEADER_BYTES, PAYLOAD_BYTES
 from wire.spec import TensorSpec
@@ -81,18 +87,22 @@ def main() -> int:
     parser.add_argument("--settle", type=int, default=3, help="steps after a change that do not count")
     parser.add_argument("--steps", type=int, default=2, help="steps that count")
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--simulate", action="store_true", help="simulate instead of measuring")
     parser.add_argument("--merge", type=Path, nargs="+", help="put reports together instead of measuring")
     arguments = parser.parse_args()
     if arguments.merge:
         merge(arguments.merge, arguments.out)
         return 0
     shapes = list(itertools.product(arguments.round_trips, arguments.rates))
+    if arguments.simulate:
+        write(arguments, simulated(arguments, shapes))
+        return 0
     measured: dict[str, list[Measured]] = {}
     for window in arguments.windows:
         config = run_config(window, arguments, len(shapes))
         with tempfile.TemporaryDirectory() as directory:
             measured[window] = asyncio.run(measure(config, Path(directory), shapes, arguments))
-    report(arguments, shapes, measured)
+    write(arguments, rows(arguments, shapes, measured))
     return 0
 
 
@@ -193,6 +203,12 @@ async def _until(coordinator: asyncio.subprocess.Process, kind: type[Any]) -> An
     raise RuntimeError("the coordinator ended")
 
 
+def tensor_bytes(name: str) -> int:
+    """A packed boundary tensor of one microbatch in its frames."""
+    size = codec(name).packed_bytes(TensorSpec(torch.float32, (1, 1024, 512)))
+    return size + HEADER_BYTES * -(-size // PAYLOAD_BYTES)
+
+
 def floor(
     arguments: argparse.Namespace,
     round_trip: float,
@@ -204,9 +220,7 @@ def floor(
     if costs is not None:
         forward = [stage.seconds["forward"] / arguments.microbatches for stage in costs.stages]
         backward = [stage.seconds["backward"] / arguments.microbatches for stage in costs.stages]
-    spec = TensorSpec(torch.float32, (1, 1024, 512))
-    size = codec(arguments.codec).packed_bytes(spec)
-    frames = size + HEADER_BYTES * -(-size // PAYLOAD_BYTES)
+    frames = tensor_bytes(arguments.codec)
     link = LinkRate(up=rate * 1e6 / 8, down=rate * 1e6 / 8, latency=round_trip / 2e3)
     return step_floor(
         microbatches=arguments.microbatches,
@@ -218,13 +232,57 @@ def floor(
     ).seconds
 
 
-def report(
+def simulated(arguments: argparse.Namespace, shapes: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
+    """What window 0 and the planned windows give under each (round trip, rate), if nothing else happens."""
+    found = []
+    for round_trip, rate in shapes:
+        link = LinkRate(up=rate * 1e6 / 8, down=rate * 1e6 / 8, latency=round_trip / 2e3)
+        measures = StepMeasures(
+            forward=(FORWARD_SECONDS,) * STAGES,
+            backward=(BACKWARD_SECONDS,) * STAGES,
+            activation_bytes=tensor_bytes(arguments.codec),
+            gradient_bytes=tensor_bytes(arguments.codec),
+            links=(link,) * (STAGES - 1),
+        )
+        planned = plan_windows(
+            measures,
+            chunks=1,
+            microbatches=arguments.microbatches,
+            most_held=(arguments.microbatches,) * STAGES,
+            current=(),
+        )
+        for name, windows in (("0", (0,) * (STAGES - 1)), ("auto", planned)):
+            seconds = simulate(
+                schedule(STAGES, 1, arguments.microbatches, windows),
+                FORWARD_SECONDS,
+                BACKWARD_SECONDS,
+                network=Network(STAGES, measures.links),
+                sizes={Kind.FORWARD: measures.activation_bytes, Kind.BACKWARD: measures.gradient_bytes},
+            ).total
+            least = floor(arguments, round_trip, rate)
+            found.append(
+                {
+                    "simulated": True,
+                    "round_trip_ms": round_trip,
+                    "rate_mbit": rate,
+                    "window": name,
+                    "windows": list(windows),
+                    "floor_seconds": least,
+                    "step_seconds": [seconds],
+                    "share": least / seconds,
+                }
+            )
+    return found
+
+
+def rows(
     arguments: argparse.Namespace,
     shapes: Sequence[tuple[float, float]],
     measured: "dict[str, list[Measured]]",
-) -> None:
-    results = [
+) -> list[dict[str, Any]]:
+    return [
         {
+            "simulated": False,
             "round_trip_ms": round_trip,
             "rate_mbit": rate,
             "window": window,
@@ -240,6 +298,10 @@ def report(
         for window, results in measured.items()
         for counted, (round_trip, rate) in zip(results, shapes, strict=True)
     ]
+
+
+def write(arguments: argparse.Namespace, results: Sequence[dict[str, Any]]) -> None:
+    """The report of one machine."""
     commit = os.environ.get("THINWIRE_COMMIT", "")
     if not commit:
         commit = _git("rev-parse", "HEAD")
