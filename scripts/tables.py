@@ -22,8 +22,8 @@ from node.config.loader import section_types, toml_value
 from node.lab.profile import LabSection, NetworkSection, SweepSection
 from node.lab.results import read_results
 from node.lab.table import all_tables, provenance
-from wire.codecs.aqsgd import AqsgdCodec
 from node.telemetry.metrics import NODE_METRICS, PREFIX, RUN_METRICS, Definition
+from wire.codecs.aqsgd import AqsgdCodec
 from wire.codecs.registry import codec, codec_names
 from wire.spec import TensorSpec
 
@@ -41,7 +41,6 @@ TRACE_COST = ROOT / "scripts" / "results" / "trace_cost.json"
 GPU_CODEC_SPEED = ROOT / "scripts" / "results" / "gpu_codecs.json"
 STORED_ACTIVATIONS = ROOT / "scripts" / "results" / "stored_activations.json"
 STORED_LOSS = ROOT / "scripts" / "results" / "stored_activations_loss.json"
-PACKING_OVERHEAD = ROOT / "scripts" / "results" / "packing_overhead.json"
 PACKING_OVERHEAD = ROOT / "scripts" / "results" / "packing_overhead.json"
 TAH_ABLATION = ROOT / "scripts" / "results" / "tah_ablation.json"
 RIVALS = ROOT / "scripts" / "results" / "rivals.json"
@@ -302,34 +301,6 @@ def packing_overhead() -> str:
     return markdown(columns, rows) + "\n\n" + caption
 
 
-def packing_overhead() -> str:
-    """What scripts/bench_packing_overhead.py recorded: packing against a stage's compute, a microbatch."""
-    report = json.loads(PACKING_OVERHEAD.read_text(encoding="utf-8"))
-    rows = [
-        [
-            row["dtype"],
-            f"`{row['forward']}`",
-            f"`{row['backward']}`",
-            f"{1e6 * row['device_seconds']:.0f}",
-            f"{100 * row['share']:.2f} %",
-            f"{1e6 * row['wall_seconds']:.0f}",
-            f"{100 * row['wall_share']:.2f} %",
-        ]
-        for row in report["rows"]
-    ]
-    columns = [("boundary", "left"), ("activations", "left"), ("gradients", "left")]
-    columns += [("kernels, microseconds", "right"), ("of the stage", "right")]
-    columns += [("with the host, microseconds", "right"), ("of the stage", "right")]
-    caption = (
-        f"A microbatch of {' x '.join(map(str, report['shape']))} through {report['layers']} layers in "
-        f"{report['stages']} stages: forward and backward of a stage take "
-        f"{1e3 * report['stage_seconds']:.1f} ms. Encoding and decoding both; {report['hardware']}, median "
-        f"of {report['runs']} runs, torch {report['torch']}, Triton {report['triton']}, commit "
-        f"{report['commit'][:12]}."
-    )
-    return markdown(columns, rows) + "\n\n" + caption
-
-
 def gpu_codec_speed() -> str:
     """What scripts/bench_gpu_codecs.py recorded: kernels against a copy timed in the same run."""
     report = json.loads(GPU_CODEC_SPEED.read_text(encoding="utf-8"))
@@ -536,7 +507,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "stored_activations": stored_activations,
     "stored_gradients": stored_gradients,
     "stored_loss": stored_loss,
-    "packing_overhead": packing_overhead,
     "packing_overhead": packing_overhead,
     "tah_ablation": tah_ablation,
     "rivals": rivals,
