@@ -4,8 +4,9 @@ First every kernel's bits against the CPU's reference (`gpu_codecs.parts`); what
 counted, and the rest goes on. Then times against a copy on the device (`gpu_codecs.timing`), and other
 launches of the kernels (`gpu_codecs.sweep`).
 
-Under a sanitizer: `PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python scripts/bench_gpu_codecs.py --part
-sanitized`. Without torch's cache every tensor is an allocation of its own, so that a write beyond it is seen.
+Under a sanitizer: `PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python scripts/bench_gpu_codecs.py
+--part sanitized`. Without torch's cache every tensor is an allocation of its own, so that a write beyond it
+is seen.
 """
 
 import argparse
