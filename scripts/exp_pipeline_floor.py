@@ -10,8 +10,8 @@ The floor is `node.telemetry.floor`'s, from the frames' bytes, the relay's rate 
 those that were set, and once those that the stages measured in the very same steps, which are longer where
 other work on the machine kept them from a core.
 
-`--simulate` measures nothing: it plans the windows from the same times and rates and simulates the schedule, so
-it gives what the plan is worth where nothing else disturbs. Both may be merged into one report.
+`--simulate` measures nothing: it plans the windows from the same times and rates and simulates the schedule,
+so it gives what the plan is worth where nothing else disturbs. Both may be merged into one report.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def run_config(window: str, arguments: argparse.Namespace, shapes: int) -> RunCo
         training=TrainingSection(global_batch=arguments.microbatches, microbatch=1, warmup_steps=0),
         pipeline=PipelineSection(
             stages=STAGES,
-            window=window if window == "auto" else int(window),
+            window="auto" if window == "auto" else int(window),
             forward_codec=arguments.codec,
             backward_codec=arguments.codec,
         ),

@@ -48,6 +48,7 @@ LAB_RESULTS = ROOT / "scripts" / "results"
 """Holds the laboratory's results as lab_*.json."""
 PAPER_SHAPE = (48, 1600)
 """Layers and width of the model in the paper's tables of throughput."""
+PIPELINE_FLOOR = ROOT / "scripts" / "results" / "pipeline_floor.json"
 SIZED_SHAPE = (4, 1024, 1024)
 BASELINE = ("fp32", "fp32")
 LOSSES = ("loss_last", "loss_held_out")
@@ -466,6 +467,45 @@ def _stored_caption(report: dict[str, Any]) -> str:
     )
 
 
+def pipeline_floor() -> str:
+    """What scripts/exp_pipeline_floor.py found: the share of the floor by rate and round trip."""
+    report = json.loads(PIPELINE_FLOOR.read_text(encoding="utf-8"))
+    shapes = list(dict.fromkeys((row["round_trip_ms"], row["rate_mbit"]) for row in report["results"]))
+    kinds = list(dict.fromkeys((row["simulated"], row["window"]) for row in report["results"]))
+    found = {
+        (row["round_trip_ms"], row["rate_mbit"], row["simulated"], row["window"]): row
+        for row in report["results"]
+    }
+    columns = [("round trip, ms", "right"), ("Mbit/s", "right"), ("floor, s", "right")]
+    columns += [
+        (f"`window = {window}`" + (", simulated" if simulated else ", measured"), "right")
+        for simulated, window in kinds
+    ]
+    columns.append(("windows planned", "left"))
+    rows = []
+    for shape in shapes:
+        here = [found.get((*shape, *kind)) for kind in kinds]
+        some = next(row for row in here if row is not None)
+        planned = next((row for row in here if row is not None and any(row.get("windows", ()))), None)
+        rows.append(
+            [
+                *(f"{value:g}" for value in shape),
+                f"{some['floor_seconds']:.2f}",
+                *("-" if row is None else f"{row['share']:.2f}" for row in here),
+                "-" if planned is None else ", ".join(map(str, planned["windows"])),
+            ]
+        )
+    settings = report["settings"]
+    caption = (
+        f"Share of the floor of a step of {settings['microbatches']} microbatches through "
+        f"{settings['stages']} stages, forward {1e3 * settings['forward_seconds']:g} ms and backward "
+        f"{1e3 * settings['backward_seconds']:g} ms each, 1 MiB (`{settings['codec']}`) over each link "
+        f"each way at the rate given; {_spaced(report['hardware'])}, torch {report['versions']['torch']}, Python "
+        f"{report['versions']['python']}, commit {report['commit'][:12]}{_changes(report['commit'])}."
+    )
+    return markdown(columns, rows) + "\n\n" + caption
+
+
 def _model(run: dict[str, Any]) -> tuple[int, str, str]:
     return run["width"], run["forward_codec"], run["backward_codec"]
 
@@ -510,6 +550,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "packing_overhead": packing_overhead,
     "tah_ablation": tah_ablation,
     "rivals": rivals,
+    "pipeline_floor": pipeline_floor,
 }
 
 

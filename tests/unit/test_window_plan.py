@@ -11,7 +11,7 @@ from node.coordinator.window_plan import KEEP, TOLERANCE, StepMeasures, Windows,
 from node.stage.schedule import Kind, held_activations, schedule
 from node.stage.schedule_simulation import simulate
 from node.telemetry.events import FlowCost, LinkCost, StageCost, StepCosts
-from node.telemetry.floor import LinkRate, Network
+from node.telemetry.floor import LinkRate, Network, step_floor
 from wire.telemetry import LinkReport
 
 PLENTY = 10**6
@@ -146,6 +146,31 @@ def test_any_plan_fits_and_is_near_the_best_that_fits(
     assert seconds(cautious, windows, chunks, microbatches) <= best * (1 + TOLERANCE) * (1 + 1e-9)
     settled = plan(given, chunks=chunks, microbatches=microbatches, most=most, current=windows)
     assert settled == windows or held > most, "the same measures change nothing"
+
+
+@pytest.mark.parametrize("round_trip", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize("mbit", [1000, 500, 300, 100, 30])
+def test_planned_windows_reach_nine_tenths_of_the_floor(mbit: int, round_trip: float) -> None:
+    """Four stages, 10 and 20 ms, a mebibyte each way: bound by compute at most rates, by links at the least."""
+    link = LinkRate(up=mbit * 125e3, down=mbit * 125e3, latency=round_trip / 2)
+    given = StepMeasures(
+        forward=(0.01,) * 4,
+        backward=(0.02,) * 4,
+        activation_bytes=2.0**20,
+        gradient_bytes=2.0**20,
+        links=(link,) * 3,
+    )
+    floor = step_floor(
+        microbatches=16,
+        forward=given.forward,
+        backward=given.backward,
+        activation_bytes=given.activation_bytes,
+        gradient_bytes=given.gradient_bytes,
+        links=given.links,
+    )
+    windows = plan(given, microbatches=16)
+    assert floor.share(seconds(given, windows, microbatches=16)) >= 0.9
+    assert floor.share(seconds(given, (0, 0, 0), microbatches=16)) < 0.9, "what the plan is for"
 
 
 def costs(*, aborted: bool = False, idle_stage: bool = False) -> StepCosts:

@@ -1,0 +1,47 @@
+"""Whole runs on one GPU: a coordinator and four nodes as processes, whose stages share it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from node.config.schema import ModelSection, PipelineSection, RunSection, TrainingSection, Window
+from node.telemetry.events import StepAborted
+from tests.support.run_harness import SMALL, Run
+
+STAGES = 4
+CONFIG = replace(
+    SMALL,
+    run=RunSection(name="gpu", seed=3, steps=6, snapshot_every=6),
+    model=ModelSection(layers=STAGES, hidden=256, heads=4, kv_heads=2, ffn=512, vocab=256, sequence=128),
+    training=TrainingSection(global_batch=8, microbatch=1, warmup_steps=2, precision="bfloat16"),
+    coordinator=replace(SMALL.coordinator, silent_seconds=60.0),
+)
+
+
+def losses(directory: Path, codecs: tuple[str, str], window: Window) -> dict[int, float]:
+    """Of a run that ends by itself, with nothing said on any standard error stream but log lines."""
+    pipeline = PipelineSection(
+        stages=STAGES, window=window, forward_codec=codecs[0], backward_codec=codecs[1]
+    )
+    with Run(directory, replace(CONFIG, pipeline=pipeline)) as run:
+        coordinator = run.start()
+        for number in range(STAGES):
+            run.command(
+                *("join", coordinator.token, "--listen", "127.0.0.1:0", "--device", "cuda:0"),
+                *("--threads", "1", "--state-dir", str(run.state_dir(number)), "--json"),
+                name="node",
+            )
+        run.assert_quiet()
+        assert coordinator.all(StepAborted) == []
+        return run.losses
+
+
+@pytest.mark.parametrize("codecs", [("tah", "fixed-8"), ("bf16", "bf16")], ids=str)
+def test_the_window_and_the_run_change_no_bit(tmp_path: Path, codecs: tuple[str, str]) -> None:
+    """What runs beside compute, and when, is another order of work each time; the losses are the same."""
+    narrow = losses(tmp_path / "narrow", codecs, 0)
+    assert len(narrow) == CONFIG.run.steps
+    assert narrow[CONFIG.run.steps] < narrow[1]
+    assert losses(tmp_path / "wide", codecs, 3) == narrow
+    assert losses(tmp_path / "auto", codecs, "auto") == narrow
