@@ -92,3 +92,14 @@ def test_networks_follow_each_other_without_a_trace(flags: tuple[str, ...]) -> N
     assert found["seen"] == [[1, 1], [1, 1], [1, 1]]
     assert found["devices"] == ["lo"]
     assert found["namespaces"] == ""
+
+
+def test_check_tells_what_this_machine_can_do(flags: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "node.cli.main", "lab", "check", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+    found = {finding["name"]: finding for finding in json.loads(done.stdout)}
+    assert {"ip", "tc", "unshare", "nsenter", "namespaces", "tbf", "htb", "netem", "relay"} <= found.keys()
+    assert found["tbf"]["works"] and found["namespaces"]["works"]
+    # Whatever does not work says why.
+    assert all(finding["detail"] for finding in found.values())

