@@ -21,7 +21,8 @@ from node.local.state_directory import claim
 from node.parallel.processes import DeviceGroup, devices
 from node.stage.machine_info import choose_device, describe, measure_flops
 from node.stage.node_metrics import serve_metrics
-from node.stage.runtime import IdentityHolder, NodeRuntime, NodeSettings
+from node.stage.node_settings import IdentityHolder, NodeSettings
+from node.stage.runtime import NodeRuntime
 from node.stage.watchdog import StuckError
 from wire.errors import UserError
 from wire.identity.token import JoinToken

@@ -9,18 +9,13 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
-
-import torch
 
 from node import faults
 from node.config.loader import from_json
 from node.config.schema import RunConfig
 from node.model.placement import boundary_cache_bytes
 from node.model.units import most_state_bytes
-from node.parallel.processes import DeviceGroup
 from node.stage.batches import Batches
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.epoch_task import EpochTask, State
@@ -28,6 +23,7 @@ from node.stage.executor import StageExecutor
 from node.stage.inbox import Inbox
 from node.stage.measure import NodeMeter
 from node.stage.node_metrics import NodeMetrics
+from node.stage.node_settings import IdentityHolder, NodeSettings
 from node.stage.snapshot_cache import SnapshotCache
 from node.stage.stage_io import TensorLink
 from node.stage.watchdog import StuckError, watch
@@ -35,8 +31,7 @@ from node.telemetry.clock import StageClock
 from node.telemetry.traced_steps import TracedSteps
 from node.training.serialization import serialize_unit
 from wire.errors import LinkError, LinkLostError, RunError, ThinwireError
-from wire.identity.credentials import NodeIdentity
-from wire.identity.enrolment import Hardware, Refusal
+from wire.identity.enrolment import Refusal
 from wire.link import Link, LinkSettings, dial_link
 from wire.link_server import LinkServer
 from wire.messages import (
@@ -55,7 +50,6 @@ from wire.messages import (
     StepFailed,
     Welcome,
 )
-from wire.pacing import Pacer
 from wire.spec import Direction, TensorKey
 from wire.telemetry import Telemetry
 from wire.version import PROTOCOL, VERSION
@@ -72,56 +66,6 @@ END_EPOCH_SECONDS = 30
 """How long the tasks of an epoch that is over may take to end."""
 LEAVE_SECONDS = 120.0
 """How long a leaving node waits for the step, the snapshot and the coordinator's goodbye."""
-
-
-class IdentityHolder:
-    """The newest identity; whoever dials or accepts reads it anew, so a renewal needs no restart."""
-
-    def __init__(self, identity: NodeIdentity, directory: Path) -> None:
-        self.current = identity
-        self._directory = directory
-
-    def replace(self, identity: NodeIdentity) -> None:
-        identity.save(self._directory)
-        self.current = identity
-
-    @property
-    def node_id(self) -> str:
-        return self.current.node_id
-
-    @property
-    def ca_pem(self) -> bytes:
-        return self.current.ca_pem
-
-    @property
-    def certificate_pem(self) -> bytes:
-        return self.current.certificate_pem
-
-    @property
-    def key_pem(self) -> bytes:
-        return self.current.key_pem
-
-    def server_name(self, node_id: str) -> str:
-        return self.current.server_name(node_id)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeSettings:
-    """What one node process was asked for, resolved."""
-
-    control_address: str
-    listen: str
-    advertise: str
-    device: torch.device
-    hardware: Hardware
-    flops: float
-    cache_directory: Path
-    cache_bytes: int
-    """Snapshots of layers kept on disk may take this much."""
-    pacer: Pacer | None = None
-    """The bandwidth that the machine's owner allows."""
-    devices: DeviceGroup | None = None
-    """More devices that share the stage with `device`."""
 
 
 class NodeRuntime:
