@@ -500,8 +500,8 @@ def pipeline_floor() -> str:
         f"Share of the floor of a step of {settings['microbatches']} microbatches through "
         f"{settings['stages']} stages, forward {1e3 * settings['forward_seconds']:g} ms and backward "
         f"{1e3 * settings['backward_seconds']:g} ms each, 1 MiB (`{settings['codec']}`) over each link "
-        f"each way at the rate given; {_spaced(report['hardware'])}, torch {report['versions']['torch']}, Python "
-        f"{report['versions']['python']}, commit {report['commit'][:12]}{_changes(report['commit'])}."
+        f"each way at the rate given; {_spaced(report['hardware'])}, torch {report['versions']['torch']}, "
+        f"Python {report['versions']['python']}, commit {report['commit'][:12]}{_changes(report['commit'])}."
     )
     return markdown(columns, rows) + "\n\n" + caption
 

@@ -151,7 +151,7 @@ def test_any_plan_fits_and_is_near_the_best_that_fits(
 @pytest.mark.parametrize("round_trip", [0.0, 0.02, 0.1])
 @pytest.mark.parametrize("mbit", [1000, 500, 300, 100, 30])
 def test_planned_windows_reach_nine_tenths_of_the_floor(mbit: int, round_trip: float) -> None:
-    """Four stages, 10 and 20 ms, a mebibyte each way: bound by compute at most rates, by links at the least."""
+    """Four stages, 10 and 20 ms, a mebibyte each way: compute binds at most rates, links at the least."""
     link = LinkRate(up=mbit * 125e3, down=mbit * 125e3, latency=round_trip / 2)
     given = StepMeasures(
         forward=(0.01,) * 4,
