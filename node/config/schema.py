@@ -92,7 +92,13 @@ class TrainingSection:
     clip: float = 1.0
     """Global gradient norm across all stages; 0 turns clipping off."""
     precision: str = "float32"
-    """`float32`, or `bfloat16` (autocast; weights and optimizer state stay float32)."""
+    """`float32`, or `bfloat16` (autocast)."""
+    weights: str = "float32"
+    """`float32`, or `bfloat16` with stochastic rounding (needs precision bfloat16 and moments fp8)."""
+    gradients: str = "float32"
+    """Where gradients add up over a step: `float32`, or `fp8` (e4m3 in blocks of 128; matrices alone)."""
+    moments: str = "float32"
+    """AdamW's state: `float32`, or `fp8` (e4m3 in blocks of 128 with range expansion; matrices alone)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from wire.errors import ConfigError
 
 FAMILIES = ("llama", "gpt2")
 PRECISIONS = ("float32", "bfloat16")
+STORES = ("float32", "fp8")
 
 MAX_NAME = 64
 BYTE_VOCABULARY = 256
@@ -128,6 +129,14 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
         if not 0 <= getattr(training, key) < math.inf:
             yield f"training.{key} must be a finite number of at least 0, got {getattr(training, key)}"
     yield from _name("training.precision", training.precision, PRECISIONS)
+    yield from _name("training.weights", training.weights, PRECISIONS)
+    yield from _name("training.gradients", training.gradients, STORES)
+    yield from _name("training.moments", training.moments, STORES)
+    if training.weights == "bfloat16" and (training.precision, training.moments) != ("bfloat16", "fp8"):
+        yield (
+            'training.weights = "bfloat16" needs training.precision = "bfloat16" and training.moments = '
+            f'"fp8", got {training.precision!r} and {training.moments!r}'
+        )
 
 
 def _storage(storage: StorageSection, pipeline: PipelineSection) -> Iterator[str]:
@@ -244,17 +253,6 @@ def _coordinator(coordinator: CoordinatorSection) -> Iterator[str]:
         )
 
 
-def _at_least(least: int, values: dict[str, int]) -> Iterator[str]:
-    for name, value in values.items():
-        if value < least:
-            yield f"{name} must be at least {least}, got {value}"
-
-
-def _positive(values: dict[str, float]) -> Iterator[str]:
-    for name, value in values.items():
-        if not 0 < value < math.inf:
-            yield f"{name} must be a finite number above 0, got {value}"
-
 def _telemetry(telemetry: TelemetrySection) -> Iterator[str]:
     try:
         TracedSteps.parse(telemetry.trace)
@@ -284,6 +282,17 @@ def _dashboard(dashboard: DashboardSection, coordinator: CoordinatorSection) -> 
     if port and own in ((host, port), (host, port + 1)):
         yield f"dashboard.listen: port {own[1]} is one of the coordinator's two; choose another"
 
+
+def _at_least(least: int, values: dict[str, int]) -> Iterator[str]:
+    for name, value in values.items():
+        if value < least:
+            yield f"{name} must be at least {least}, got {value}"
+
+
+def _positive(values: dict[str, float]) -> Iterator[str]:
+    for name, value in values.items():
+        if not 0 < value < math.inf:
+            yield f"{name} must be a finite number above 0, got {value}"
 
 
 def _name(key: str, value: str, known: Sequence[str]) -> Iterator[str]:
