@@ -271,6 +271,8 @@ async def test_a_live_run_and_its_operator(prefork: Prefork, tmp_path: Path) -> 
         coordinator.wait_step(3)
         status = read_status(run.run_dir)
         assert status is not None and status.page == served
+        told = run.command("status", str(run.run_dir))
+        assert told.wait_exit() == 0 and f"page      {served.url}" in told.lines
         async with Browser(tmp_path) as browser:
             tab = await browser.open(served.url, **SCREENS["phone"])
             await shown(tab)

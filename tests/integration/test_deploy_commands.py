@@ -119,6 +119,9 @@ def test_a_coordinator_and_nodes_as_deployed(prefork: Prefork, tmp_path: Path) -
             with urllib.request.urlopen(f"{served.url}api/view", timeout=60) as answer:
                 view = json.load(answer)["view"]
             assert (view["state"], view["step"]) == ("finished", CONFIG.run.steps)
+            # From the first step on, which another coordinator told of.
+            assert view["loss_curve"]["steps"] == list(range(1, CONFIG.run.steps + 1))
+            assert view["coordinator_starts"] == 2
             assert healthy(f"{served.url}healthz")
             process.send(signal.SIGTERM)
             assert process.wait_exit() == 0, process.report()
@@ -196,10 +199,14 @@ def test_what_the_image_copies_installs_and_starts(tmp_path: Path) -> None:
     reason="needs Debian's package lists (apt-get update)",
 )
 def test_debian_has_the_packages_that_the_image_installs() -> None:
-    for one in instructions():
-        if one["instruction"] == "RUN" and "apt-get install" in one["value"]:
-            (packages,) = re.findall(r"apt-get install -y --no-install-recommends ([^&]*)", one["value"])
-            show = ["apt-cache", "show", "--no-all-versions", *packages.split()]
-            done = subprocess.run(show, capture_output=True, text=True, timeout=60)
-            assert done.returncode == 0, done.stderr
-            assert done.stdout.count("Package: ") == len(packages.split())
+    wanted = [
+        package
+        for one in instructions()
+        for listed in re.findall(r"apt-get install -y --no-install-recommends ([^&]*)", one["value"])
+        for package in listed.split()
+    ]
+    assert set(wanted) == {"tini", "gcc", "libc6-dev"}
+    show = ["apt-cache", "show", "--no-all-versions", *wanted]
+    done = subprocess.run(show, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Package: ") == len(wanted)
