@@ -7,6 +7,7 @@ itself (run file keys, commands, codec sizes) or from recorded results in script
 import argparse
 import ast
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ CODEC_LOSSES = (
 CODEC_SPEED = ROOT / "scripts" / "bench_codecs.json"
 TRACE_COST = ROOT / "scripts" / "results" / "trace_cost.json"
 GPU_CODEC_SPEED = ROOT / "scripts" / "results" / "gpu_codecs.json"
+GPU_TRELLIS = ROOT / "scripts" / "results" / "gpu_trellis.json"
 STORED_ACTIVATIONS = ROOT / "scripts" / "results" / "stored_activations.json"
 STORED_LOSS = ROOT / "scripts" / "results" / "stored_activations_loss.json"
 PACKING_OVERHEAD = ROOT / "scripts" / "results" / "packing_overhead.json"
@@ -325,6 +327,30 @@ def gpu_codec_speed() -> str:
     return markdown(columns, rows) + "\n\n" + caption
 
 
+def trellis_speed() -> str:
+    """What scripts/bench_gpu_trellis.py recorded, on a GPU and on a CPU of the same machine."""
+    report = json.loads(GPU_TRELLIS.read_text(encoding="utf-8"))
+    rows = []
+    for row in report["rows"]:
+        elements = math.prod(row["shape"])
+        line = ["GPU" if row["device"] == "cuda" else "CPU", " x ".join(map(str, row["shape"]))]
+        line += [f"`{row['codec']}`", f"{row['relative_error']:.4f}"]
+        for way in ("encode", "decode"):
+            alone = row.get(f"{way}_kernel_seconds")
+            line += [f"{1e3 * row[f'{way}_seconds']:.1f}", "" if alone is None else f"{1e3 * alone:.1f}"]
+            line += [f"{elements / row[f'{way}_seconds'] / 1e6:.0f}"]
+        rows.append(line)
+    columns = [("on", "left"), ("shape", "left"), ("codec", "left"), ("relative error", "right")]
+    for way in ("encode", "decode"):
+        columns += [(f"{way}, ms", "right"), ("kernels alone", "right"), ("M elements/s", "right")]
+    caption = (
+        f"bf16, {report['hardware']}; the CPU's rows: {report['cores']} cores, {report['threads']} threads. "
+        f"Wall time, waits for the device included, median of {report['runs']} runs, torch "
+        f"{report['torch']}, Python {report['python']}, commit {report['commit'][:12]}."
+    )
+    return markdown(columns, rows) + "\n\n" + caption
+
+
 def tah_ablation() -> str:
     """What scripts/exp_tah_ablation.py recorded: settings of TAH-Quant, then every codec, a line each."""
     report = json.loads(TAH_ABLATION.read_text(encoding="utf-8"))
@@ -544,6 +570,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "codec_loss": codec_loss,
     "codec_speed": codec_speed,
     "gpu_codec_speed": gpu_codec_speed,
+    "trellis_speed": trellis_speed,
     "stored_activations": stored_activations,
     "stored_gradients": stored_gradients,
     "stored_loss": stored_loss,

@@ -1,0 +1,73 @@
+"""`trellis-R`'s Triton kernels give the CPU's words under Triton's interpreter.
+
+In a process of their own, as in `test_triton_interpreter.py`.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kernels import trellis, trellis_lanes
+from kernels.trellis_grid import Grid
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
+inside = pytest.mark.skipif(not INTERPRETED, reason="in the interpreter's process")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process")
+@pytest.mark.timeout(200)
+def test_in_a_process_of_their_own() -> None:
+    plugins = ["-p", "no:cacheprovider", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout"]
+    made = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *plugins, __file__],
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "PYTEST_ADDOPTS": "",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=190,
+    )
+    assert made.returncode == 0 and " passed" in made.stdout, made.stdout[-5000:] + made.stderr[-2000:]
+
+
+@inside
+@pytest.mark.parametrize(
+    ("where", "highest"),
+    [(Grid(300, 2, 7, 32), 19), (Grid(61, 3, 5, 5), 59), (Grid(20, 1, 20, 1), 103), (Grid(1, 1, 1, 1), 12)],
+    ids=str,
+)
+def test_lanes_give_the_cpus_words(where: Grid, highest: int) -> None:
+    from kernels import triton_trellis
+
+    family = where.groups % 2
+    generator = torch.Generator().manual_seed(where.elements)
+    number = torch.randint(0, highest + 1, (where.elements,), generator=generator).to(torch.uint8)
+    x = torch.randn(where.elements, generator=generator) * torch.exp2((number.float() - 12) / 4)
+    x[::19] = 5000
+    gain = trellis.gain(9000)
+    expected = trellis_lanes.encode(x, number, gain, where, family)
+    made = triton_trellis.encode(x, number, gain, where, family)
+    assert torch.equal(made.states, expected.states) and torch.equal(made.counts, expected.counts)
+    counts, capacity = expected.counts.long(), where.capacity
+    each = zip(expected.words, counts.tolist(), strict=True)
+    words = torch.cat([group[capacity - count :] for group, count in each])
+    joined = torch.full_like(words, -23131)
+    triton_trellis.join(made, joined)
+    assert torch.equal(joined, words)
+    n, whole = triton_trellis.decode(made.states, counts, joined, number, where, family)
+    found, right = trellis_lanes.decode(expected.states, counts, words, number, where, family)
+    assert whole and right and torch.equal(n, found)
+    # Counts that no encoder sends: refused, nothing read outside.
+    for wrong in (counts - 1, *((counts + 1, counts + (1 << 31)) if where.groups > 1 else ())):
+        assert not triton_trellis.decode(made.states, wrong, joined, number, where, family)[1]
