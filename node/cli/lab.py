@@ -4,7 +4,6 @@
 """
 
 import argparse
-import asyncio
 import json
 import sys
 from pathlib import Path
@@ -67,6 +66,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _run_inside(args: argparse.Namespace, out: Path) -> int:
+    import asyncio
+
     from node.lab.laboratory import end_with_stdin, run_laboratory
     from node.lab.private import furnish
     from node.lab.profile_file import load_profile
