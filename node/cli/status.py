@@ -25,6 +25,7 @@ def run(args: argparse.Namespace) -> int:
     from node.coordinator.store import Store
     from node.telemetry.status import coordinator_alive, read_status
     from node.telemetry.units import duration_text
+    from node.telemetry.watch import HistoryWatch
 
     directory = existing_run_directory(args.run_dir)
     now = time.time()
@@ -35,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
         complete = [snapshot for snapshot in store.snapshots() if snapshot.complete]
         usable = sum(token_state(token, now) == "usable" for token in store.list_tokens())
     status = read_status(directory)
+    bottleneck = HistoryWatch(directory).view().bottleneck
     snapshots = [snapshot.step for snapshot in complete]
     age = max(0.0, now - complete[-1].created) if complete else None
     # The database counts steps from 0.
@@ -53,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
             "snapshots": snapshots,
             "snapshot_age_seconds": age,
             "usable_tokens": usable,
+            "bottleneck": bottleneck,
             "status": json.loads(status.to_json()) if status else None,
         }
         sys.stdout.write(json.dumps(whole) + "\n")
@@ -62,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         lines.append(f"loss      {last.loss:.4f} in step {done}")
     if status:
         lines += _live_lines(status, now)
+    lines += [f"slow      {sentence}" for sentence in bottleneck]
     lines.append(f"nodes     {len(members)} admitted since the run began")
     newest = f", the newest {duration_text(age)} old" if age is not None else ""
     lines.append(f"snapshots {', '.join(map(str, snapshots)) or 'none yet'}{newest}")

@@ -93,6 +93,8 @@ def test_the_defaults_break_no_rule() -> None:
         ({"dashboard.listen": "atuo"}, "`auto` chooses"),
         ({"dashboard.listen": "0.0.0.0:7701"}, "port 7701 is one of the coordinator's two"),
         ({"dashboard.listen": "", "dashboard.tls": True}, "there is no page to serve"),
+        ({"telemetry.trace": "5:3"}, "telemetry.trace: '5:3' names no steps"),
+        ({"telemetry.trace_mb": 0}, "telemetry.trace_mb must be at least 1, got 0"),
         ({"coordinator.advertise": ("ok:1", "bad")}, "coordinator.advertise: 'bad' is not host:port"),
         ({"coordinator.advertise": ("host:0",)}, "must carry the port that nodes dial"),
         ({"coordinator.heartbeat_seconds": 0.0}, "coordinator.heartbeat_seconds must be"),
