@@ -89,7 +89,9 @@ def test_a_real_prometheus_scrapes_a_real_run(tmp_path: Path) -> None:
             mine = prometheus.query("sum(thinwire_node_seconds_total)")[0][1]
             assert mine > 0
 
-            for query in queries():
+            every = queries()
+            assert len(every) > 20, "deploy/ has dashboards and alerts"
+            for query in every:
                 prometheus.query(query.plain)  # raises for a mistake
                 for metric in query.metrics:
                     assert metric in names | known, f"{query.where}: nothing is called {metric}"
