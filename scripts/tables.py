@@ -517,7 +517,7 @@ def pipeline_floor() -> str:
             [
                 *(f"{value:g}" for value in shape),
                 f"{some['floor_seconds']:.2f}",
-                *("-" if row is None else f"{row['share']:.2f}" for row in here),
+                *("-" if row is None else _share(row) for row in here),
                 "-" if planned is None else ", ".join(map(str, planned["windows"])),
             ]
         )
@@ -526,10 +526,17 @@ def pipeline_floor() -> str:
         f"Share of the floor of a step of {settings['microbatches']} microbatches through "
         f"{settings['stages']} stages, forward {1e3 * settings['forward_seconds']:g} ms and backward "
         f"{1e3 * settings['backward_seconds']:g} ms each, 1 MiB (`{settings['codec']}`) over each link "
-        f"each way at the rate given; {_spaced(report['hardware'])}, torch {report['versions']['torch']}, "
+        "each way at the rate given. In brackets: of the floor with the compute times that the stages "
+        f"measured in the same steps. {_spaced(report['hardware'])}, torch {report['versions']['torch']}, "
         f"Python {report['versions']['python']}, commit {report['commit'][:12]}{_changes(report['commit'])}."
     )
     return markdown(columns, rows) + "\n\n" + caption
+
+
+def _share(row: dict[str, Any]) -> str:
+    """Of the floor with the times set; in brackets with those that the stages measured."""
+    measured = row.get("share_of_measured")
+    return f"{row['share']:.2f}" + ("" if measured is None else f" ({measured:.2f})")
 
 
 def _model(run: dict[str, Any]) -> tuple[int, str, str]:
