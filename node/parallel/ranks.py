@@ -7,7 +7,8 @@ bytes.
 
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -21,12 +22,25 @@ from node.parallel.fp8_all_reduce import Fp8AllReduce
 from node.training.gradients import Fp8Gradients
 from node.training.optimizer import StageOptimizer
 from node.training.serialization import deserialize_unit, serialize_unit
+from wire.errors import RunError
 
 WAIT = timedelta(days=30)
 """Followers wait for the next command this long: a run may stand still for days."""
 COLLECTIVE = timedelta(minutes=10)
 """The others are never further behind than this: they run the same commands."""
 _FIELDS = 8
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """What torch raises when another process is gone, as one line. RunError."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0][:200]
+        raise RunError(
+            f"the process of another of this node's devices is gone, and the node ends with it ({reason})"
+        ) from error
 
 
 class Op(IntEnum):
@@ -83,7 +97,8 @@ class Ranks:
     def lead(self, op: Op, *numbers: int) -> None:
         """Tell the others."""
         fields = [op, *numbers, *([0] * (_FIELDS - 1 - len(numbers)))]
-        dist.broadcast(torch.tensor(fields, dtype=torch.int64), src=0, group=self._commands)
+        with _together():
+            dist.broadcast(torch.tensor(fields, dtype=torch.int64), src=0, group=self._commands)
 
     def follow(self) -> Command:
         """Wait for the leader's next command."""
@@ -97,7 +112,8 @@ class Ranks:
         data = torch.empty(size, dtype=torch.uint8)
         if state is not None:
             data.copy_(torch.frombuffer(bytearray(serialize_unit(state)), dtype=torch.uint8))
-        dist.broadcast(data, src=0, group=self._commands)
+        with _together():
+            dist.broadcast(data, src=0, group=self._commands)
         return deserialize_unit(data.numpy().tobytes())
 
     # ---- tensors
@@ -106,19 +122,22 @@ class Ranks:
         """This rank's rows, of `shape`; the leader gives all of them."""
         mine = torch.empty(shape, dtype=dtype, device=self.device)
         rows = None if whole is None else list(whole.to(dtype).contiguous().chunk(self.count))
-        dist.scatter(mine, rows, src=0)
+        with _together():
+            dist.scatter(mine, rows, src=0)
         return mine
 
     def gather(self, mine: Tensor) -> Tensor | None:
         """Everybody's rows in the order of ranks, for the leader."""
         mine = mine.contiguous()
         parts = [torch.empty_like(mine) for _ in range(self.count)] if self.rank == 0 else None
-        dist.gather(mine, parts, dst=0)
+        with _together():
+            dist.gather(mine, parts, dst=0)
         return None if parts is None else torch.cat(parts)
 
     def share(self, tensor: Tensor) -> Tensor:
         """The leader's tensor; the others give one of the same shape to be filled."""
-        dist.broadcast(tensor, src=0)
+        with _together():
+            dist.broadcast(tensor, src=0)
         return tensor
 
     # ---- gradients
@@ -143,14 +162,15 @@ class Ranks:
         """Every gradient becomes the sum over all ranks, the same bits everywhere."""
         assert self._reduce is not None
         optimizer, reduce = self._reduce
-        works = []
-        for parameter in optimizer.parameters:
-            if parameter.grad is not None:
-                works.append(dist.all_reduce(parameter.grad, async_op=True))
-        if reduce is not None:
-            reduce.finish()
-        for work in works:
-            work.wait()
+        with _together():
+            works = []
+            for parameter in optimizer.parameters:
+                if parameter.grad is not None:
+                    works.append(dist.all_reduce(parameter.grad, async_op=True))
+            if reduce is not None:
+                reduce.finish()
+            for work in works:
+                work.wait()
 
     def close(self) -> None:
         dist.destroy_process_group()
