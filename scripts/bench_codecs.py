@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from node.lab.results import commit
 from wire.codecs.registry import codec, codec_names
 from wire.spec import TensorSpec
 
@@ -80,15 +80,6 @@ def hardware(device: torch.device) -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
-
-
-def commit() -> str:
-    def git(*arguments: str) -> str:
-        made = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
-        return made.stdout
-
-    changed = git("status", "--porcelain", "--", "kernels", "wire/codecs", "scripts/bench_codecs.py")
-    return git("rev-parse", "HEAD").strip() + (" with changes" if changed.strip() else "")
 
 
 def main() -> None:

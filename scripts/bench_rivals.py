@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from exp_boundary_error import commit
 from safetensors.torch import load_file
 
+from node.lab.results import commit
 from wire.codecs.registry import codec
 from wire.spec import TensorSpec
 
@@ -345,7 +345,7 @@ def main() -> int:
     print("skipped:", skipped)
     report = {
         "experiment": "rivals",
-        "commit": os.environ.get("THINWIRE_COMMIT") or commit(),
+        "commit": commit(),
         "data": [file.name for file in files],
         "device": arguments.device,
         "hardware": _hardware(arguments.device),

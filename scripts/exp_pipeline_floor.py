@@ -47,6 +47,7 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.coordinator.window_plan import StepMeasures, plan_windows
+from node.lab.results import commit
 from node.stage.schedule import Kind, schedule
 from node.stage.schedule_simulation import simulate
 from node.telemetry import events
@@ -302,13 +303,8 @@ def rows(
 
 def write(arguments: argparse.Namespace, results: Sequence[dict[str, Any]]) -> None:
     """The report of one machine."""
-    commit = os.environ.get("THINWIRE_COMMIT", "")
-    if not commit:
-        commit = _git("rev-parse", "HEAD")
-        if _git("status", "--porcelain", "--untracked-files=no"):
-            commit += " with changes"
     document = {
-        "commit": commit,
+        "commit": commit(),
         "hardware": _hardware(),
         "versions": {
             "thinwire": VERSION,
@@ -344,11 +340,6 @@ def _hardware() -> str:
         if line.startswith("model name"):
             return f"{' '.join(line.partition(':')[2].split())}, {os.cpu_count()} cores"
     return platform.machine()
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
 
 
 def _free_port() -> int:

@@ -17,6 +17,7 @@ from wire.version import VERSION
 RESULTS_FILE = "results.json"
 FORMAT = "thinwire-lab-1"
 _ROOT = Path(__file__).resolve().parents[2]
+_PROGRAM = ("kernels", "wire", "node", "scripts/*.py")
 
 
 class Results:
@@ -122,7 +123,7 @@ def commit() -> str:
     head = _words("git", "-C", str(_ROOT), "rev-parse", "HEAD")
     if not head:
         return "unknown"
-    changed = _words("git", "-C", str(_ROOT), "status", "--porcelain", "--", "kernels", "wire", "node")
+    changed = _words("git", "-C", str(_ROOT), "status", "--porcelain", "--", *_PROGRAM)
     return head + (" with changes" if changed else "")
 
 
