@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from node.lab.results import commit
+from node.lab.results import commit, hardware
 from wire.codecs.registry import codec, codec_names
 from wire.spec import TensorSpec
 
@@ -73,13 +73,10 @@ def measure(name: str, x: torch.Tensor, runs: int) -> dict[str, Any]:
     }
 
 
-def hardware(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
+    return hardware()
 
 
 def main() -> None:
@@ -98,7 +95,7 @@ def main() -> None:
 
     load = os.getloadavg()[0]
     results = [measure(name, x, arguments.runs) for name in codec_names()]
-    where = f"{hardware(device)}, {arguments.threads} threads"
+    where = f"{device_name(device)}, {arguments.threads} threads"
     print(f"{list(x.shape)} fp32 on {where}, median of {arguments.runs} runs")
     print("codec        encode    decode   encode   decode   encode   decode  bits an  relative")
     print("             M el/s    M el/s   copies   copies   CPU ns   CPU ns  element     error")
@@ -112,7 +109,7 @@ def main() -> None:
         )
     report = {
         "commit": commit(),
-        "hardware": hardware(device),
+        "hardware": device_name(device),
         "load_before": load,
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from node.config.loader import load_config
-from node.lab.results import commit
+from node.lab.results import commit, processor
 from node.local.demo import demo_file
 from node.telemetry.spans import SpanRing
 from node.telemetry.trace_files import TraceWriter, segments
@@ -92,11 +92,6 @@ def way_of_spans(count: int, directory: Path) -> dict[str, float]:
         "wire_bytes": len(packed) / count,
         "disk_bytes": on_disk / count,
     }
-
-
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "?")
 
 
 def main() -> None:

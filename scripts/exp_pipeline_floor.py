@@ -47,7 +47,7 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.coordinator.window_plan import StepMeasures, plan_windows
-from node.lab.results import commit
+from node.lab.results import commit, hardware
 from node.stage.schedule import Kind, schedule
 from node.stage.schedule_simulation import simulate
 from node.telemetry import events
@@ -305,7 +305,7 @@ def write(arguments: argparse.Namespace, results: Sequence[dict[str, Any]]) -> N
     """The report of one machine."""
     document = {
         "commit": commit(),
-        "hardware": _hardware(),
+        "hardware": hardware(),
         "versions": {
             "thinwire": VERSION,
             "python": platform.python_version(),
@@ -333,13 +333,6 @@ def merge(paths: Sequence[Path], out: Path) -> None:
         raise SystemExit("these reports are of different machines, versions or settings")
     results = [result for document in documents for result in document["results"]]
     out.write_text(json.dumps({**heads[0], "results": results}, indent=1) + "\n", encoding="utf-8")
-
-
-def _hardware() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return f"{' '.join(line.partition(':')[2].split())}, {os.cpu_count()} cores"
-    return platform.machine()
 
 
 def _free_port() -> int:

@@ -110,10 +110,16 @@ def describe_machine() -> dict[str, Any]:
 
 def processor() -> str:
     """The model's name, without the spaces that pad it."""
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else ():
         if line.startswith("model name"):
             return " ".join(line.partition(":")[2].split())
     return platform.machine()
+
+
+def hardware() -> str:
+    """Processor and cores of this machine."""
+    return f"{processor()}, {os.cpu_count()} cores"
 
 
 def commit() -> str:
