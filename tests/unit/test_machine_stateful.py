@@ -25,9 +25,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.support.machine_nodes import SimNode, chain
 
 from node.coordinator.epoch import Phase
+from tests.support.machine_nodes import SimNode, chain
 from tests.support.machine_world import World
 from wire.messages import FailureKind
 
