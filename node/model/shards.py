@@ -79,7 +79,8 @@ def merge(unit: str, spec: ParameterSpec, shards: Sequence[Tensor]) -> Tensor:
         return shards[0]
     parts = [part.reshape(number, -1) for part in shards]
     whole = torch.stack(parts, dim=1)
-    return whole.reshape(spec.shape if shards[0].dim() == len(spec.shape) else (-1,))
+    in_shape = shards[0].dim() == len(spec.shape) and whole.numel() == spec.elements
+    return whole.reshape(spec.shape if in_shape else (-1,))
 
 
 def shard_state(
