@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from kernels.fp8 import Fp8Gradient, pack_gradient, unpack_gradient
+from node.lab.results import commit
 from node.parallel.fp8_all_reduce import Fp8AllReduce
 
 OUT = Path(__file__).resolve().parent / "results" / "all_reduce.json"
@@ -56,7 +57,7 @@ def main() -> int:
             rows += [{"link": f"{mbit} Mbit/s", **row} for row in ranks(arguments.ranks, "gloo", prefixes)]
     report = {
         "experiment": "all_reduce",
-        "commit": os.environ.get("THINWIRE_COMMIT", ""),
+        "commit": commit(),
         "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "kernel": platform.release(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},

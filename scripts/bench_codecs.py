@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from node.lab.results import commit, hardware
 from wire.codecs.registry import codec, codec_names
 from wire.spec import TensorSpec
 
@@ -73,22 +73,10 @@ def measure(name: str, x: torch.Tensor, runs: int) -> dict[str, Any]:
     }
 
 
-def hardware(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
-
-
-def commit() -> str:
-    def git(*arguments: str) -> str:
-        made = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
-        return made.stdout
-
-    changed = git("status", "--porcelain", "--", "kernels", "wire/codecs", "scripts/bench_codecs.py")
-    return git("rev-parse", "HEAD").strip() + (" with changes" if changed.strip() else "")
+    return hardware()
 
 
 def main() -> None:
@@ -107,7 +95,7 @@ def main() -> None:
 
     load = os.getloadavg()[0]
     results = [measure(name, x, arguments.runs) for name in codec_names()]
-    where = f"{hardware(device)}, {arguments.threads} threads"
+    where = f"{device_name(device)}, {arguments.threads} threads"
     print(f"{list(x.shape)} fp32 on {where}, median of {arguments.runs} runs")
     print("codec        encode    decode   encode   decode   encode   decode  bits an  relative")
     print("             M el/s    M el/s   copies   copies   CPU ns   CPU ns  element     error")
@@ -121,7 +109,7 @@ def main() -> None:
         )
     report = {
         "commit": commit(),
-        "hardware": hardware(device),
+        "hardware": device_name(device),
         "load_before": load,
         "python": platform.python_version(),
         "torch": torch.__version__,

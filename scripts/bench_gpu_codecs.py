@@ -11,9 +11,7 @@ is seen.
 
 import argparse
 import json
-import os
 import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,14 +22,9 @@ from gpu_codecs.parts import PARTS, SANITIZED, check_all, run_part
 from gpu_codecs.sweep import sweep
 from gpu_codecs.timing import SHAPES, time_size
 
+from node.lab.results import commit
+
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def commit() -> str:
-    if named := os.environ.get("THINWIRE_COMMIT"):
-        return named
-    made = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return made.stdout.strip() or "unknown"
 
 
 def main() -> int:

@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from node.lab.results import commit
 from wire.codecs.header import EXPONENT
 from wire.codecs.registry import codec
 from wire.spec import TensorSpec
@@ -88,13 +88,6 @@ def time_one(name: str, x: torch.Tensor, runs: int) -> dict[str, Any]:
             decoded.cpu(), which.decode(expected, spec)
         )
     return row
-
-
-def commit() -> str:
-    if named := os.environ.get("THINWIRE_COMMIT"):
-        return named
-    made = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return made.stdout.strip() or "unknown"
 
 
 def main() -> int:

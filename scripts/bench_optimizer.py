@@ -11,7 +11,6 @@ moments each way: the figure is the error of the update m / (sqrt(v) + eps), rel
 import argparse
 import importlib.metadata
 import json
-import os
 import platform
 import statistics
 import sys
@@ -32,6 +31,7 @@ from kernels.fp8 import (
     pack_moment,
     unpack_moment,
 )
+from node.lab.results import commit
 
 OUT = Path(__file__).resolve().parent / "results" / "optimizer.json"
 CUDA = torch.device("cuda")
@@ -48,7 +48,7 @@ def main() -> int:
     arguments = parser.parse_args()
     report: dict[str, Any] = {
         "experiment": "optimizer",
-        "commit": os.environ.get("THINWIRE_COMMIT", ""),
+        "commit": commit(),
         "hardware": torch.cuda.get_device_name(),
         "versions": {name: version(name) for name in ("torch", "triton", "torchao", "bitsandbytes")},
         "python": platform.python_version(),

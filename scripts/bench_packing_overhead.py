@@ -9,12 +9,9 @@ Boundaries are float32, as a stage's are under autocast, and bf16.
 
 import argparse
 import json
-import os
 import platform
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,9 +19,10 @@ from typing import Any
 import torch
 from gpu_codecs.calls import calls
 from gpu_codecs.tensors import sample
-from gpu_codecs.timing import graph_seconds
+from gpu_codecs.timing import eager_seconds, graph_seconds
 
 from node.config.schema import ModelSection
+from node.lab.results import commit
 from node.model.chunk import build_chunk, compute_precision
 from node.model.units import block_name
 from wire.codecs.registry import codec
@@ -73,18 +71,6 @@ def event_seconds(work: Callable[[], Any], runs: int) -> list[float]:
     return taken
 
 
-def wall_seconds(work: Callable[[], Any], runs: int) -> float:
-    """Median seconds of a call, to the end of its work on the device."""
-    taken = []
-    for _ in range(runs + 3):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[3:])
-
-
 def packing_seconds(name: str, dtype: torch.dtype, runs: int) -> dict[str, float]:
     """Seconds of encoding and of decoding one boundary tensor, by graph and through the wire's codec."""
     tensors = [sample(SHAPE, seed).to(dtype) for seed in range(TENSORS)]
@@ -94,16 +80,9 @@ def packing_seconds(name: str, dtype: torch.dtype, runs: int) -> dict[str, float
     return {
         "encode": statistics.median(graph_seconds([steps[0] for steps, _, _ in made], runs)),
         "decode": statistics.median(graph_seconds([steps[1] for steps, _, _ in made], runs)),
-        "encode_wall": wall_seconds(lambda: which.encode(tensors[0]), runs),
-        "decode_wall": wall_seconds(lambda: which.decode(packed, spec), runs),
+        "encode_wall": eager_seconds(lambda: which.encode(tensors[0]), runs),
+        "decode_wall": eager_seconds(lambda: which.decode(packed, spec), runs),
     }
-
-
-def commit() -> str:
-    if named := os.environ.get("THINWIRE_COMMIT"):
-        return named
-    made = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return made.stdout.strip() or "unknown"
 
 
 def main() -> int:

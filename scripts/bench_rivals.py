@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from exp_boundary_error import commit
 from safetensors.torch import load_file
 
+from node.lab.results import commit, hardware
 from wire.codecs.registry import codec
 from wire.spec import TensorSpec
 
@@ -295,10 +295,7 @@ def _versions() -> dict[str, str]:
 def _hardware(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
+    return hardware()
 
 
 def main() -> int:
@@ -345,7 +342,7 @@ def main() -> int:
     print("skipped:", skipped)
     report = {
         "experiment": "rivals",
-        "commit": os.environ.get("THINWIRE_COMMIT") or commit(),
+        "commit": commit(),
         "data": [file.name for file in files],
         "device": arguments.device,
         "hardware": _hardware(arguments.device),

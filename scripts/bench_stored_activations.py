@@ -21,10 +21,8 @@ import argparse
 import functools
 import gc
 import json
-import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +38,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from kernels import blockfloat, blockfloat_layers, blockfloat_ops
 from kernels.blockfloat_layout import WIDTHS
 from node.config.schema import ModelSection, TrainingSection
+from node.lab.results import commit
 from node.model.blocks import Gpt2Block, LlamaBlock, Rotary
 from node.model.storage import PRESETS, Storage, stored_bytes
 from node.model.tensor_rank import TensorRank
@@ -95,7 +94,7 @@ def main() -> int:
     report = {
         "rows": rows,
         "failed_checks": failed,
-        "commit": os.environ.get("THINWIRE_COMMIT") or _commit(),
+        "commit": commit(),
         "hardware": torch.cuda.get_device_name(),
         "versions": {
             "torch": torch.__version__,
@@ -434,12 +433,6 @@ def _triton() -> str:
     import triton
 
     return str(triton.__version__)
-
-
-def _commit() -> str:
-    return subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
 
 
 if __name__ == "__main__":

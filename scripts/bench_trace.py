@@ -9,7 +9,6 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from node.config.loader import load_config
+from node.lab.results import commit, processor
 from node.local.demo import demo_file
 from node.telemetry.spans import SpanRing
 from node.telemetry.trace_files import TraceWriter, segments
@@ -92,16 +92,6 @@ def way_of_spans(count: int, directory: Path) -> dict[str, float]:
         "wire_bytes": len(packed) / count,
         "disk_bytes": on_disk / count,
     }
-
-
-def commit() -> str:
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return head.stdout.strip()
-
-
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "?")
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from node.lab.results import commit
 from wire.codecs.registry import codec, codec_names
 from wire.spec import TensorSpec
 
@@ -53,15 +53,6 @@ def measure(name: str, x: torch.Tensor) -> dict[str, Any]:
 
 def summary(row: dict[str, Any]) -> str:
     return f"{row['codec']} {row['bits_per_element']:.3f} bits {row['relative_error']:.4f};"
-
-
-def commit() -> str:
-    def git(*arguments: str) -> str:
-        made = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
-        return made.stdout
-
-    changed = git("status", "--porcelain", "--", "kernels/*.py", "wire/codecs", str(Path(__file__)))
-    return git("rev-parse", "HEAD").strip() + (" with changes" if changed.strip() else "")
 
 
 def main() -> None:

@@ -10,10 +10,8 @@ are written to `--out` as they end; runs there that were made with the same sett
 import argparse
 import itertools
 import json
-import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 from functools import cache
@@ -28,6 +26,7 @@ import torch
 
 from node.config.loader import load_config
 from node.config.schema import DataSection
+from node.lab.results import commit, hardware
 from node.local.demo import demo_file, run_demo
 from node.telemetry.events import Event, RunFinished, RunSummary, StepDone
 from node.training.data import Corpus
@@ -208,24 +207,6 @@ def _write(path: Path, report: dict[str, Any]) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(text + "\n", encoding="utf-8")
     partial.replace(path)
-
-
-def hardware() -> str:
-    """Processor and cores of this machine."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
-
-
-def commit() -> str:
-    """The commit that runs, marked when the program differs from it."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-    changed = git("status", "--porcelain", "--", "kernels", "wire", "node")
-    return git("rev-parse", "HEAD").strip() + (" with changes" if changed.strip() else "")
 
 
 if __name__ == "__main__":

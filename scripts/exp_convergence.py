@@ -43,6 +43,7 @@ from node.config.schema import (
     StorageSection,
     TrainingSection,
 )
+from node.lab.results import commit
 from node.model.split import split_units
 from node.training.reference import ReferenceTrainer
 from node.training.rng import generator
@@ -419,7 +420,7 @@ def gather(parts: Path, out: Path) -> None:
     records.sort(key=lambda record: order[Run(**{k: v for k, v in record.items() if k in fields}).name])
     report: dict[str, Any] = {
         "experiment": "convergence",
-        "commit": os.environ.get("THINWIRE_COMMIT", ""),
+        "commit": commit(),
         "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "versions": {
             "thinwire": VERSION,

@@ -47,6 +47,7 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.coordinator.window_plan import StepMeasures, plan_windows
+from node.lab.results import commit, hardware
 from node.stage.schedule import Kind, schedule
 from node.stage.schedule_simulation import simulate
 from node.telemetry import events
@@ -302,14 +303,9 @@ def rows(
 
 def write(arguments: argparse.Namespace, results: Sequence[dict[str, Any]]) -> None:
     """The report of one machine."""
-    commit = os.environ.get("THINWIRE_COMMIT", "")
-    if not commit:
-        commit = _git("rev-parse", "HEAD")
-        if _git("status", "--porcelain", "--untracked-files=no"):
-            commit += " with changes"
     document = {
-        "commit": commit,
-        "hardware": _hardware(),
+        "commit": commit(),
+        "hardware": hardware(),
         "versions": {
             "thinwire": VERSION,
             "python": platform.python_version(),
@@ -337,18 +333,6 @@ def merge(paths: Sequence[Path], out: Path) -> None:
         raise SystemExit("these reports are of different machines, versions or settings")
     results = [result for document in documents for result in document["results"]]
     out.write_text(json.dumps({**heads[0], "results": results}, indent=1) + "\n", encoding="utf-8")
-
-
-def _hardware() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return f"{' '.join(line.partition(':')[2].split())}, {os.cpu_count()} cores"
-    return platform.machine()
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
 
 
 def _free_port() -> int:

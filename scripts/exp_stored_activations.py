@@ -16,7 +16,6 @@ import json
 import math
 import os
 import platform
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -38,6 +37,7 @@ from node.config.schema import (
     StorageSection,
     TrainingSection,
 )
+from node.lab.results import commit
 from node.model.blocks import LlamaBlock
 from node.training.data import Corpus
 from node.training.reference import ReferenceTrainer
@@ -122,9 +122,7 @@ def _report(path: Path, data: Path, steps: int) -> dict[str, Any]:
         "held_out_windows": HELD_OUT_WINDOWS,
         "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "commit": subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.strip(),
+        "commit": commit(),
         "gradients": None,
         "runs": [],
     }

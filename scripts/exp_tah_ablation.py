@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from exp_boundary_error import commit
 from safetensors.torch import load_file
 
 from kernels.tah import EPSILON, entropy_bits
 from kernels.tiles import floor_to_half, normalised, powers_of_two, step_for, tensor_exponent
+from node.lab.results import commit
 from wire.codecs.aqsgd import AqsgdCodec, SampleBatch
 from wire.codecs.header import HEADER_BYTES
 from wire.codecs.registry import codec, codec_names

@@ -45,6 +45,8 @@ STORED_ACTIVATIONS = ROOT / "scripts" / "results" / "stored_activations.json"
 STORED_LOSS = ROOT / "scripts" / "results" / "stored_activations_loss.json"
 PACKING_OVERHEAD = ROOT / "scripts" / "results" / "packing_overhead.json"
 TAH_ABLATION = ROOT / "scripts" / "results" / "tah_ablation.json"
+CONVERGENCE = ROOT / "scripts" / "results" / "convergence.json"
+ALL_REDUCE = ROOT / "scripts" / "results" / "all_reduce.json"
 RIVALS = ROOT / "scripts" / "results" / "rivals.json"
 LAB_RESULTS = ROOT / "scripts" / "results"
 """Holds the laboratory's results as lab_*.json."""
@@ -533,6 +535,60 @@ def pipeline_floor() -> str:
     return markdown(columns, rows) + "\n\n" + caption
 
 
+def convergence() -> str:
+    report = json.loads(CONVERGENCE.read_text(encoding="utf-8"))
+    rows = []
+    for run in report["runs"]:
+        losses = run.get("losses")
+        at_300 = losses[299] if losses else run["losses_at"]["300"]
+        valid = run["loss_valid"]
+        million = run["steps"] * report["tokens_a_step"] / 1e6
+        codecs = f"`{run['forward']}`", f"`{run['backward']}`"
+        # An fp16 without an exponent, since mended.
+        mark = " *" if run["forward"] == "fp16" else ""
+        rows.append(
+            (f"{million:.1f}", *codecs, f"{at_300:.4f}", f"{valid:.4f}{mark}" if valid else "not measured")
+        )
+    columns = (
+        ("million tokens", "right"),
+        ("activations", "left"),
+        ("gradients", "left"),
+        ("training loss, step 300", "right"),
+        ("held-out loss", "right"),
+    )
+    return f"""{markdown(columns, rows)}
+
+A Llama of 124 million parameters, 4 stages, GPT-2's tokens of books, {report["tokens_a_step"]:,} tokens a
+step, one seed, {report["hardware"]}, torch {report["versions"]["torch"]}, commit {report["commit"][:12]}.
+(*) With an fp16 that had no exponent yet: gradients vanished."""
+
+
+def all_reduce() -> str:
+    report = json.loads(ALL_REDUCE.read_text(encoding="utf-8"))
+    rows = []
+    for row in report["rows"]:
+        times = row["milliseconds"]
+        rows.append(
+            (
+                f"{row['elements']:,}",
+                *(f"{times[way]:.3f}" for way in ("fp8", "bf16", "fp32")),
+                f"{row['bytes_sent']['fp32'] / row['bytes_sent']['fp8']:.2f}",
+            )
+        )
+    columns = (
+        ("elements", "right"),
+        ("e4m3, ms", "right"),
+        ("bf16, ms", "right"),
+        ("fp32, ms", "right"),
+        ("bytes of fp32 over e4m3", "right"),
+    )
+    caption = f"{report['rows'][0]['ranks']} x {report['hardware']}, NVLink, NCCL, median of "
+    caption += (
+        f"{report['rows'][0]['runs']}, torch {report['versions']['torch']}, commit {report['commit'][:12]}."
+    )
+    return f"{markdown(columns, rows)}\n\n{caption}"
+
+
 def _share(row: dict[str, Any]) -> str:
     """Of the floor with the times set; in brackets with those that the stages measured."""
     measured = row.get("share_of_measured")
@@ -566,6 +622,8 @@ def _spaced(hardware: str) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "convergence": convergence,
+    "all_reduce": all_reduce,
     "run_file": run_file,
     "lab_profile": lab_profile,
     "lab": lab,

@@ -40,7 +40,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises ConfigError, in one line that names the file or the override, the key and what was expected.
     """
     path = Path(path)
-    values = _read_sections(_parse_toml(path), where=str(path))
+    values = _read_sections(read_toml(path, "run file", "deploy/recipes/"), where=str(path))
     for override in overrides:
         section, key, value = parse_override(override)
         values.setdefault(section, {})[key] = value
@@ -159,17 +159,23 @@ def _build(values: Values) -> RunConfig:
     return RunConfig(**{name: cls(**values.get(name, {})) for name, cls in section_types().items()})
 
 
-def _parse_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, kind: str, samples: str) -> dict[str, Any]:
+    """What a TOML file says. Raises ConfigError, in one line.
+
+    Args:
+        kind: what the file is to its reader, such as "run file".
+        samples: the folder that has some to start from.
+    """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such run file; deploy/recipes/ has some to start from") from None
+        raise ConfigError(f"{path}: no such {kind}; {samples} has some to start from") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path} is a directory; a run file (TOML) is expected here") from None
+        raise ConfigError(f"{path} is a directory; a {kind} (TOML) is expected here") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); a run file is TOML") from error
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); a {kind} is TOML") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
@@ -225,16 +231,17 @@ def convert(value: Any, kind: Any, *, where: str, name: str) -> Any:
 
 def _parse_override_value(raw: str, kind: Any) -> Any:
     """The text after `=` as TOML, or, for strings and lists, as people type it in a shell."""
-    as_toml = _toml_scalar(raw)
+    as_toml = toml_scalar(raw)
     if kind is str or (kind == Window and as_toml is None):
         return as_toml if isinstance(as_toml, str) else raw
     if kind in (tuple[int, ...], tuple[str, ...]) and not isinstance(as_toml, list):
         items = [item.strip() for item in raw.split(",")] if raw else []
-        return items if kind == tuple[str, ...] else [_toml_scalar(item, default=item) for item in items]
+        return items if kind == tuple[str, ...] else [toml_scalar(item, default=item) for item in items]
     return raw if as_toml is None else as_toml
 
 
-def _toml_scalar(raw: str, default: Any = None) -> Any:
+def toml_scalar(raw: str, default: Any = None) -> Any:
+    """One value as TOML writes it, such as an override's; `default` for text that is none."""
     try:
         parsed = tomllib.loads(f"value = {raw}")
     except tomllib.TOMLDecodeError:

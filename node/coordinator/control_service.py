@@ -28,6 +28,8 @@ CHUNK_BYTES = 256 * 1024
 MOST_PROBE_BYTES = 16 * 1024 * 1024
 HELLO_SECONDS = 10.0
 REACH_SECONDS = 5.0
+MOST_WAITING = 64
+"""Messages that wait to be sent to a node before answers to its heartbeats are left out."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Request = TypeVar("Request")
@@ -45,6 +47,11 @@ class ControlSession:
 
     def send(self, message: CoordinatorMessage) -> None:
         self._outbox.put_nowait(message)
+
+    def answer(self, message: CoordinatorMessage) -> None:
+        """Send what may be left out: it is, to a node that asks on and reads nothing."""
+        if self._outbox.qsize() < MOST_WAITING:
+            self.send(message)
 
     def close(self) -> None:
         """End the connection once everything queued has been sent."""

@@ -369,7 +369,7 @@ class Coordinator:
             case StepSpans():
                 self._trace(node_id, message)
             case Heartbeat():
-                session.send(HeartbeatReply(sent_at=message.sent_at, at=time.time()))
+                session.answer(HeartbeatReply(sent_at=message.sent_at, at=time.time()))
                 self._machine.heard(node_id, time.monotonic())
             case Leave():
                 faults.reach_coordinator(faults.Phase.DRAIN)

@@ -21,6 +21,7 @@ from node.dashboard.assets import Asset, assets
 from node.dashboard.feed import Feed
 from node.dashboard.operator import Operator
 from node.dashboard.patch import difference
+from node.telemetry.metrics import CONTENT_TYPE
 from wire.errors import UserError
 from wire.identity.names import join_address
 
@@ -53,7 +54,6 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -149,7 +149,7 @@ class _Routes:
     async def metrics(self, request: web.Request) -> web.Response:
         if self._page.metrics is None:
             raise web.HTTPNotFound(text="no metrics here\n")
-        return web.Response(body=self._page.metrics(), headers={"Content-Type": METRICS_TYPE})
+        return web.Response(body=self._page.metrics(), headers={"Content-Type": CONTENT_TYPE})
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events: `view`, the whole; then `patch`, what changed; `end` when the server ends."""

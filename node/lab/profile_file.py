@@ -4,14 +4,21 @@ A profile holds `[lab]`, `[network]`, one or more `[[sweep]]`, and any section o
 the base run file of `lab.base`.
 """
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from node.config.loader import convert, load_config, nearest, section_types, toml_value
+from node.config.loader import (
+    convert,
+    load_config,
+    nearest,
+    read_toml,
+    section_types,
+    toml_scalar,
+    toml_value,
+)
 from node.config.schema import RunConfig, Window
 from node.config.validate import validate
 from node.lab.matrix import Matrix, read_matrix
@@ -36,20 +43,7 @@ def load_profile(path: Path, overrides: Sequence[str] = ()) -> Profile:
 
     Raises ConfigError, in one line that names the file, the key and what was expected.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        raw = tomllib.loads(text)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such profile; deploy/lab/ has some to start from") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path} is a directory; a lab profile (TOML) is expected here") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); a profile is TOML") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
-
+    raw = read_toml(path, "profile", "deploy/lab/")
     where = str(path)
     for override in overrides:
         _override(raw, override)
@@ -75,7 +69,7 @@ def load_profile(path: Path, overrides: Sequence[str] = ()) -> Profile:
         for i, section in enumerate(sections)
     )
     files = [
-        text.encode(),
+        path.read_bytes(),
         "\n".join(overrides).encode(),
         *(file.read_bytes() for file in (base, matrix_path) if file),
     ]
@@ -104,13 +98,9 @@ def _override(raw: dict[str, Any], override: str) -> None:
         raise ConfigError(
             f"override {override!r}: expected section.key=value, as in lab.steps=10; sweeps stay"
         )
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()
     table = raw.setdefault(section, {})
     if isinstance(table, dict):
-        table[key] = value
+        table[key] = toml_scalar(text, text.strip())
 
 
 def _section(kind: type[Section], table: Any, name: str, where: str) -> Section:

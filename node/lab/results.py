@@ -17,6 +17,7 @@ from wire.version import VERSION
 RESULTS_FILE = "results.json"
 FORMAT = "thinwire-lab-1"
 _ROOT = Path(__file__).resolve().parents[2]
+_PROGRAM = ("kernels", "wire", "node", "scripts/*.py")
 
 
 class Results:
@@ -109,10 +110,16 @@ def describe_machine() -> dict[str, Any]:
 
 def processor() -> str:
     """The model's name, without the spaces that pad it."""
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else ():
         if line.startswith("model name"):
             return " ".join(line.partition(":")[2].split())
     return platform.machine()
+
+
+def hardware() -> str:
+    """Processor and cores of this machine."""
+    return f"{processor()}, {os.cpu_count()} cores"
 
 
 def commit() -> str:
@@ -122,7 +129,7 @@ def commit() -> str:
     head = _words("git", "-C", str(_ROOT), "rev-parse", "HEAD")
     if not head:
         return "unknown"
-    changed = _words("git", "-C", str(_ROOT), "status", "--porcelain", "--", "kernels", "wire", "node")
+    changed = _words("git", "-C", str(_ROOT), "status", "--porcelain", "--", *_PROGRAM)
     return head + (" with changes" if changed else "")
 
 

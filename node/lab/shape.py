@@ -18,8 +18,6 @@ LEAST_BURST = 32 * 1024
 """Less under-delivers: 1600 bytes cost 9 % at 100 Mbit/s. Far more lets short measurements cheat."""
 QUEUE_SECONDS = 0.1
 """How much the shaper's queue holds beyond the round trip, before it drops."""
-MOST_TCP_PACKET = 65536
-"""Linux hands the shaper segments of up to this size; delay queues count such packets."""
 
 
 @dataclass(frozen=True, kw_only=True)

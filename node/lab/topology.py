@@ -22,7 +22,6 @@ COORDINATOR = "coordinator"
 COORDINATOR_ADDRESS = "10.77.255.1"
 GATEWAY_ADDRESS = "10.77.254.1"
 NETWORK = "10.77.0.0/24"
-MOST_STAGES = 64
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from kernels.fp8 import Fp8Gradient
 from node.model.tensor_rank import TensorRank
 from node.parallel.fp8_all_reduce import Fp8AllReduce
 from node.parallel.tensor_ranks import TensorRanks
+from node.parallel.together import together
 from node.training.gradients import Fp8Gradients
 from node.training.optimizer import StageOptimizer
 from node.training.serialization import deserialize_unit, serialize_unit
@@ -111,7 +112,8 @@ class Ranks:
     def lead(self, op: Op, *numbers: int) -> None:
         """Tell the others."""
         fields = [op, *numbers, *([0] * (_FIELDS - 1 - len(numbers)))]
-        dist.broadcast(torch.tensor(fields, dtype=torch.int64), src=0, group=self._commands)
+        with together():
+            dist.broadcast(torch.tensor(fields, dtype=torch.int64), src=0, group=self._commands)
 
     def follow(self) -> Command:
         """Wait for the leader's next command."""
@@ -125,7 +127,8 @@ class Ranks:
         data = torch.empty(size, dtype=torch.uint8)
         if state is not None:
             data.copy_(torch.frombuffer(bytearray(serialize_unit(state)), dtype=torch.uint8))
-        dist.broadcast(data, src=0, group=self._commands)
+        with together():
+            dist.broadcast(data, src=0, group=self._commands)
         return deserialize_unit(data.numpy().tobytes())
 
     # ---- tensors
@@ -137,14 +140,16 @@ class Ranks:
         if whole is not None:
             rows = whole.to(dtype).contiguous().chunk(self.data_parallel)
             parts = [part.contiguous() for row in rows for part in row.chunk(self.tensor_rank.count, dim=1)]
-        dist.scatter(mine, parts, src=0)
+        with together():
+            dist.scatter(mine, parts, src=0)
         return mine
 
     def gather(self, mine: Tensor) -> Tensor | None:
         """Everybody's samples and positions as one, or everybody's [1] as [ranks], for the leader."""
         mine = mine.contiguous()
         parts = [torch.empty_like(mine) for _ in range(self.count)] if self.rank == 0 else None
-        dist.gather(mine, parts, dst=0)
+        with together():
+            dist.gather(mine, parts, dst=0)
         if parts is None:
             return None
         positions = self.tensor_rank.count
@@ -155,7 +160,8 @@ class Ranks:
 
     def share(self, tensor: Tensor) -> Tensor:
         """The leader's tensor; the others give one of the same shape to be filled."""
-        dist.broadcast(tensor, src=0)
+        with together():
+            dist.broadcast(tensor, src=0)
         return tensor
 
     # ---- shards, between the ranks of the leader's row
@@ -164,7 +170,8 @@ class Ranks:
         """Those of every rank in the leader's row, for the leader; empty for others."""
         sent = torch.tensor(mine, dtype=torch.float64)
         parts = [torch.empty_like(sent) for _ in range(self.count)] if self.rank == 0 else None
-        dist.gather(sent, parts, dst=0, group=self._commands)
+        with together():
+            dist.gather(sent, parts, dst=0, group=self._commands)
         return [part.tolist() for part in (parts or [])[: self.tensor_rank.count]]
 
     def gather_shards(self, state: Mapping[str, Tensor], names: Sequence[str]) -> list[dict[str, Tensor]]:
@@ -172,15 +179,17 @@ class Ranks:
         if self.rank >= self.tensor_rank.count:
             return []
         if self.rank > 0:
-            for name in names:
-                dist.send(state[name].contiguous(), dst=0, group=self._commands)
+            with together():
+                for name in names:
+                    dist.send(state[name].contiguous(), dst=0, group=self._commands)
             return []
         # Shards are alike in shape and dtype.
         states = [dict(state)]
         for rank in range(1, self.tensor_rank.count):
             received = {name: torch.empty_like(state[name]) for name in names}
-            for name in names:
-                dist.recv(received[name], src=rank, group=self._commands)
+            with together():
+                for name in names:
+                    dist.recv(received[name], src=rank, group=self._commands)
             states.append(received)
         return states
 
@@ -215,16 +224,17 @@ class Ranks:
         """
         assert self._reduce is not None
         optimizer, reduces = self._reduce
-        works = []
-        for parameter in optimizer.parameters:
-            sharded = optimizer.is_sharded(parameter)
-            if parameter.grad is not None and not (sharded and self.data_parallel == 1):
-                group = self._columns if sharded else None
-                works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
-        for reduce in reduces:
-            reduce.finish()
-        for work in works:
-            work.wait()
+        with together():
+            works = []
+            for parameter in optimizer.parameters:
+                sharded = optimizer.is_sharded(parameter)
+                if parameter.grad is not None and not (sharded and self.data_parallel == 1):
+                    group = self._columns if sharded else None
+                    works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+            for reduce in reduces:
+                reduce.finish()
+            for work in works:
+                work.wait()
 
     def _complete(self, gradient: Fp8Gradient) -> None:
         assert self._reduce is not None

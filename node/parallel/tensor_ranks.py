@@ -10,6 +10,7 @@ from torch import Tensor
 
 from node.model.tensor_rank import TensorRank
 from node.parallel.fp8_all_reduce import all_gather
+from node.parallel.together import together
 
 
 class TensorRanks(TensorRank):
@@ -24,7 +25,8 @@ class TensorRanks(TensorRank):
         mine = x_bsc.contiguous()
         batch, length, *rest = mine.shape
         everybody = mine.new_empty((self.count, *mine.shape))
-        all_gather(_bytes(everybody), _bytes(mine), group=self._group)
+        with together():
+            all_gather(_bytes(everybody), _bytes(mine), group=self._group)
         return everybody.transpose(0, 1).reshape(batch, self.count * length, *rest)
 
     def reduce_scatter(self, partial_bsc: Tensor) -> Tensor:
@@ -32,7 +34,8 @@ class TensorRanks(TensorRank):
         shares = partial_bsc.reshape(batch, self.count, length // self.count, *rest)
         sent = shares.transpose(0, 1).contiguous()
         received = torch.empty_like(sent)
-        dist.all_to_all_single(_bytes(received), _bytes(sent), group=self._group)
+        with together():
+            dist.all_to_all_single(_bytes(received), _bytes(sent), group=self._group)
         # In place where they are float32 already.
         total = received[0].float()
         for part in received[1:]:

@@ -18,6 +18,7 @@ from node.model.placement import chunk_units, chunks_of
 from node.model.units import EMBED, HEAD, unit_names
 from node.stage.activation_memory import ActivationMemory
 from node.stage.device_transfer import device_transfer
+from node.stage.inbox import StepInterrupted
 from node.stage.schedule import Action, Kind, Orders, dependencies, schedule
 from node.stage.stage_model import StageModel
 from node.stage.tensor_transfer import Incoming, PackedIO, TensorTransfer
@@ -239,6 +240,10 @@ class StageExecutor:
             self._exchange_tied(epoch, step, io)
             self.clock.switch(TimeKind.ENCODE)
             self._transfer.drain()
+        except StepInterrupted:
+            # If a tensor that could not be packed is why, that is the error.
+            self._transfer.drain()
+            raise
         finally:
             self._transfer.settle()
         self.clock.switch(TimeKind.OPTIMIZER)

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from node.config.validate import parse_listen
 from node.telemetry.ledger import Ledger
-from node.telemetry.metrics import NODE_METRICS, Families
+from node.telemetry.metrics import CONTENT_TYPE, NODE_METRICS, Families
 from wire.errors import UserError
 from wire.identity.names import join_address
 from wire.telemetry import Telemetry
@@ -19,7 +19,6 @@ from wire.version import PROTOCOL, VERSION
 
 _SELF = -1
 """In place of the stage, which may change: what counts here is the node."""
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class NodeMetrics(Collector):

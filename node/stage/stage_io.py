@@ -57,6 +57,9 @@ class LoopIO:
         payload = memoryview(packed.numpy().data)
         self._loop.call_soon_threadsafe(self._send, key, payload, elements)
 
+    def interrupt(self, error: Exception) -> None:
+        self._inbox.interrupt(str(error), error)
+
     def check(self) -> None:
         self._inbox.check()
 

@@ -40,6 +40,10 @@ class PackedIO(Protocol):
         """Queue a packed tensor; never waits for the network."""
         ...
 
+    def interrupt(self, error: Exception) -> None:
+        """End the wait of `take`, now or later: it may be for what depends on a tensor that was not sent."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
@@ -81,8 +85,10 @@ class TensorTransfer:
             try:
                 with self._beside(WorkKind.PACK, key):
                     packed = self._device.pack(codec, tensor, mark)
-            except NonFiniteError as error:
-                raise self._named(error, key, "to be sent") from error
+            except Exception as error:
+                named = self._named(error, key, "to be sent") if isinstance(error, NonFiniteError) else error
+                io.interrupt(named)
+                raise named from error
             io.send(key, packed, tensor.numel())
 
         self._packing.append(self._thread.submit(job))

@@ -12,6 +12,7 @@ follow each other faster than `COSTS_SECONDS` are added up and written together,
 Join lines hold a secret and are never written.
 """
 
+import contextlib
 import json
 import os
 import time
@@ -77,9 +78,7 @@ class HistoryWriter:
     def close(self) -> None:
         """Write what is held back and close the file; a later event opens it again."""
         self._let_go(self._clock())
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._drop_file()
 
     def _begin(self, directory: Path) -> None:
         """Find out which steps earlier coordinators have told of, so that replays are known as such."""
@@ -118,10 +117,18 @@ class HistoryWriter:
             self._file.flush()
         except OSError as error:
             self._broken = True
+            self._drop_file()
             self._warn(
                 f"{self._path} cannot be written ({error.strerror}); the run's history ends here, the run "
                 "goes on"
             )
+
+    def _drop_file(self) -> None:
+        file, self._file = self._file, None
+        # Every line was flushed. What could not be written is tried again here, and fails again.
+        with contextlib.suppress(OSError):
+            if file is not None:
+                file.close()
 
 
 def read_history(directory: Path) -> Iterator[Entry]:

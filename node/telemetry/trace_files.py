@@ -110,7 +110,7 @@ def read_batches(directory: Path, first: int, last: int) -> Iterator[Batch]:
             data = path.read_bytes()
         except OSError as error:
             raise RunError(f"{path} cannot be read: {error.strerror}") from error
-        for line in _members(data).splitlines():
+        for line in (line for member in _members(data) for line in member.splitlines()):
             try:
                 batch = _from_line(line)
             except (ValueError, KeyError, TypeError, IndexError):
@@ -119,9 +119,8 @@ def read_batches(directory: Path, first: int, last: int) -> Iterator[Batch]:
                 yield batch
 
 
-def _members(data: bytes) -> bytes:
-    """The content of concatenated gzip members, up to the first that is damaged."""
-    whole = b""
+def _members(data: bytes) -> Iterator[bytes]:
+    """What each of the concatenated gzip members holds, up to the first that is damaged."""
     while data:
         unpacker = zlib.decompressobj(_GZIP)
         try:
@@ -130,9 +129,8 @@ def _members(data: bytes) -> bytes:
             break
         if not unpacker.eof:
             break
-        whole += content
+        yield content
         data = unpacker.unused_data
-    return whole
 
 
 def _to_line(batch: Batch) -> bytes:

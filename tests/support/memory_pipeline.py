@@ -77,6 +77,9 @@ class MemoryIO:
         self.sent.append((key, packed.numel()))
         self._inboxes[target].put(key, bytearray(packed.numpy()))
 
+    def interrupt(self, error: Exception) -> None:
+        self._inboxes[self._stage].interrupt(str(error), error)
+
     def check(self) -> None:
         self._inboxes[self._stage].check()
 

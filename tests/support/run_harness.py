@@ -179,7 +179,9 @@ class Run:
         """`thinwire resume`: on a new port, so that nodes need the token of the new join line."""
         return self._coordinator(("resume", str(self.run_dir), "--json", *overrides), prepare, ())
 
-    def add_node(self, token: str | None = None, *, state_dir: Path | None = None) -> Process:
+    def add_node(
+        self, token: str | None = None, *, state_dir: Path | None = None, options: Sequence[str] = ()
+    ) -> Process:
         """`thinwire join`, with the newest coordinator's token unless another is given.
 
         A node with the `state_dir` of one that has ended is that node, started again.
@@ -189,7 +191,7 @@ class Run:
         state_dir = state_dir or self.state_dir(number)
         node = self.command(
             *("join", token, "--listen", "127.0.0.1:0", "--device", "cpu", "--threads", "1"),
-            *("--state-dir", str(state_dir), "--json"),
+            *("--state-dir", str(state_dir), "--json", *options),
             name="node",
         )
         self.nodes.append(node)

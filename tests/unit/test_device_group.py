@@ -89,7 +89,7 @@ def test_two_ranks_do_as_one_device(config: RunConfig, place: int) -> None:
         found = [run_step(shared, step) for step in range(3)]
         state = leader.optimizer.unit_state("block.0001") if place == 1 else {}
     assert found[0][0] == pytest.approx(expected[0][0], rel=1e-6)
-    # In e4m3 both ranks' gradients are rounded before they are added, and AdamW's first steps make much of it.
+    # In e4m3 both ranks' gradients are rounded before they are added; AdamW's first steps make much of it.
     assert found[0][1] == pytest.approx(expected[0][1], rel=1e-4 if config is CONFIG else 0.06)
     for (loss, norms), (one_loss, one_norms) in zip(found, expected, strict=True):
         assert loss == pytest.approx(one_loss, rel=1e-5 if config is CONFIG else 0.02)
@@ -146,7 +146,7 @@ def test_a_dead_rank_is_told_of() -> None:
     worker.kill()
     worker.wait()
     assert group.lost()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RunError, match="another of this node's devices is gone"):
         for _ in range(100):
             leader.begin_step()
     group.close()

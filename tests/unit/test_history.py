@@ -179,3 +179,13 @@ def test_a_history_that_cannot_be_read_says_so(tmp_path: Path) -> None:
     (tmp_path / HISTORY_FILE).mkdir()
     with pytest.raises(RunError, match="cannot be read"):
         list(read_history(tmp_path))
+
+
+def test_a_full_disk_ends_the_history_once_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / HISTORY_FILE).symlink_to("/dev/full")
+    writing = Writing(tmp_path)
+    writing.open()
+    writing.say(*step(1))
+    writing.writer.close()
+    (warning,) = writing.warnings
+    assert "No space left on device" in warning and "the run goes on" in warning

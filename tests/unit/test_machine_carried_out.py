@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
-from node.coordinator.control_service import ControlSession
+from node.coordinator.control_service import MOST_WAITING, ControlSession
 from node.coordinator.coordinator import Coordinator, Outcome
 from node.coordinator.enrolment import EnrolmentDesk
 from node.coordinator.plan import Past
@@ -28,6 +28,8 @@ from wire.messages import (
     Commit,
     CoordinatorMessage,
     Finish,
+    Heartbeat,
+    HeartbeatReply,
     Hello,
     Leave,
     NodeMessage,
@@ -165,6 +167,21 @@ async def test_a_commit_is_on_record_before_it_is_heard_of(tmp_path: Path) -> No
         assert await node.hear() == Begin(epoch=1, step=1)
         (done,) = [event for event in run.events if isinstance(event, events.StepDone)]
         assert (done.step, done.loss) == (1, 2.0)
+
+
+async def test_a_node_that_asks_on_and_reads_nothing_fills_no_memory(tmp_path: Path) -> None:
+    async with scene(tmp_path) as run:
+        node = run.peer("a")
+        for at in range(10 * MOST_WAITING):
+            node.say(Heartbeat(telemetry=Telemetry(), sent_at=float(at)))
+        assert isinstance(await node.hear(), Welcome)
+        for at in range(MOST_WAITING - 1):
+            answer = await node.hear()
+            assert isinstance(answer, HeartbeatReply) and answer.sent_at == at
+        assert isinstance(await node.hear(), Placement)
+        node.say(Heartbeat(telemetry=Telemetry(), sent_at=0.5))
+        answer = await node.hear()
+        assert isinstance(answer, HeartbeatReply) and answer.sent_at == 0.5
 
 
 async def test_a_commit_that_cannot_be_recorded_is_not_heard_of(tmp_path: Path) -> None:

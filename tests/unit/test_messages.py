@@ -92,7 +92,8 @@ TELEMETRY = st.builds(
     clock_skew_seconds=FINITE,
     clock_error_seconds=AMOUNT,
 )
-MICROSECONDS = st.integers(0, 2**32 - 1).map(lambda ticks: ticks / 1e6)
+MICROSECONDS = st.integers(0, 2**40).map(lambda ticks: ticks / 1e6)
+"""Up to 12 days: a stage waits that long for a coordinator or for a lost neighbour."""
 SPANS = st.integers(0, 2**32 - 1).flatmap(
     lambda epoch: st.builds(
         StepSpans,

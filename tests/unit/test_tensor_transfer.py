@@ -37,6 +37,10 @@ class Box:
         self.released: list[TensorKey] = []
         self.gate = threading.Event()
         self.gate.set()
+        self.interrupted: list[Exception] = []
+
+    def interrupt(self, error: Exception) -> None:
+        self.interrupted.append(error)
 
     def holds(self, key: TensorKey) -> bool:
         return key in self.arrived
@@ -163,9 +167,11 @@ def test_what_is_not_finite_is_named_before_the_step_ends() -> None:
     spoiled = tensor(0)
     spoiled[1, 2, 3] = torch.inf
     there.send(key(7), codec("tah"), spoiled, None, box)
-    with pytest.raises(NonFiniteError, match="to be sent 7: a tensor of shape"):
+    with pytest.raises(NonFiniteError, match="to be sent 7: a tensor of shape") as raised:
         there.drain()
     assert box.sent == {}
+    # Whoever waits for what depends on it must not wait for ever.
+    assert box.interrupted == [raised.value]
     there.settle()
     there.send(key(8), codec("tah"), tensor(1), None, box)
     there.drain()

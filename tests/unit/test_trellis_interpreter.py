@@ -1,44 +1,22 @@
 """`trellis-R`'s Triton kernels give the CPU's words under Triton's interpreter.
 
-In a process of their own, as in `test_triton_interpreter.py`.
+In a process of their own, which `test_in_a_process_of_their_own` starts (`tests.support.interpreter`).
 """
-
-import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from kernels import trellis, trellis_lanes
 from kernels.trellis_grid import Grid
+from tests.support.interpreter import inside, needs_triton, outside, run_interpreted
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
-inside = pytest.mark.skipif(not INTERPRETED, reason="in the interpreter's process")
+pytestmark = needs_triton
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the process")
+@outside
 @pytest.mark.timeout(200)
 def test_in_a_process_of_their_own() -> None:
-    plugins = ["-p", "no:cacheprovider", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout"]
-    made = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *plugins, __file__],
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "OMP_NUM_THREADS": "1",
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-            "PYTEST_ADDOPTS": "",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=190,
-    )
-    assert made.returncode == 0 and " passed" in made.stdout, made.stdout[-5000:] + made.stderr[-2000:]
+    run_interpreted(__file__, 190)
 
 
 @inside

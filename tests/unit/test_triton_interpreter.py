@@ -1,15 +1,10 @@
 """The Triton kernels give the golden bits under Triton's interpreter, on a CPU.
 
-The interpreter is chosen when kernels are defined, so these tests run in a process of their own, which
-`test_in_a_process_of_their_own` starts. Without Triton (torch for CPUs does not bring it) nothing runs.
+In a process of their own, which `test_in_a_process_of_their_own` starts (`tests.support.interpreter`).
 """
 
 import hashlib
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +13,7 @@ from safetensors.torch import load_file
 
 from kernels import fixed, ops, tah
 from kernels.triton_launch import Launch
+from tests.support.interpreter import inside, needs_triton, outside, run_interpreted
 from wire.codecs import tah as tah_codec
 from wire.codecs.fixed import FixedCodec
 from wire.codecs.header import seal
@@ -31,48 +27,19 @@ TENSORS = load_file(GOLDEN / "codecs.safetensors")
 CODECS = ("tah", "fixed-2", "fixed-4", "fixed-8", "fixed-10")
 GUARD = 64
 POISON = 0xA5
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LAUNCHES = (Launch(16, 1), Launch(32, 4))
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton"),
+    needs_triton,
     # Tiles beyond a tensor's end and refused input divide by zero and overflow in numpy, as on a GPU.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-inside = pytest.mark.skipif(not INTERPRETED, reason="in the interpreter's process")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the process")
+@outside
 @pytest.mark.timeout(300)
 def test_in_a_process_of_their_own() -> None:
-    made = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "pytest_asyncio.plugin",
-            "-p",
-            "pytest_timeout",
-            __file__,
-        ],
-        # No other plugin that happens to be installed: some warn, and a warning is an error here.
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "OMP_NUM_THREADS": "1",
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-            "PYTEST_ADDOPTS": "",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert made.returncode == 0 and " passed" in made.stdout, made.stdout[-5000:] + made.stderr[-2000:]
+    run_interpreted(__file__, 280)
 
 
 @pytest.fixture

@@ -1,12 +1,7 @@
 """The kernels that store tensors give the reference's bits under Triton's interpreter, on a CPU.
 
-In a process of their own, as in `test_triton_interpreter`. Without Triton nothing runs.
+In a process of their own, which `test_in_a_process_of_their_own` starts (`tests.support.interpreter`).
 """
-
-import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,29 +9,19 @@ from torch import Tensor
 
 from kernels import blockfloat, blockfloat_layers
 from kernels.blockfloat_layout import WIDTHS
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from tests.support.interpreter import inside, needs_triton, outside, run_interpreted
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton"),
+    needs_triton,
     # Blocks of NaNs and beyond a tensor's end divide by zero and overflow in numpy, as on a GPU.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-inside = pytest.mark.skipif(not INTERPRETED, reason="in the interpreter's process")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the process")
+@outside
 @pytest.mark.timeout(300)
 def test_in_a_process_of_their_own() -> None:
-    made = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert made.returncode == 0 and " passed" in made.stdout, made.stdout[-5000:] + made.stderr[-2000:]
+    run_interpreted(__file__, 280)
 
 
 def inputs() -> dict[str, Tensor]:

@@ -1,12 +1,18 @@
 """`fp32`, `bf16` and `fp16`: the elements as they are, or rounded to nearest even. Baselines."""
 
+from typing import NoReturn
+
 import torch
 
-from kernels.tiles import NON_FINITE
+from kernels.tiles import NON_FINITE, multiply_all, normalised, powers_of_two
 from wire.codecs.base import Codec
 from wire.codecs.header import Parameters
 from wire.errors import NonFiniteError
 from wire.spec import TensorSpec
+
+# Those of fp32's smallest number and of its largest.
+_SMALLEST_EXPONENT = -148 - 16
+_LARGEST_EXPONENT = 128 - 16 + 1
 
 
 class RawCodec(Codec):
@@ -30,10 +36,52 @@ class RawCodec(Codec):
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
         out.copy_(payload.view(self._dtype).view(out.shape))
         if not _finite(out):
-            raise NonFiniteError(
-                f"a packed {self.name} tensor of shape {list(out.shape)} holds infinities or NaNs: "
-                "refused; the sender's codec should have done so"
-            )
+            self._refuse(out)
+
+    def _refuse(self, out: torch.Tensor) -> NoReturn:
+        raise NonFiniteError(
+            f"a packed {self.name} tensor of shape {list(out.shape)} holds infinities or NaNs: "
+            "refused; the sender's codec should have done so"
+        )
+
+
+class HalfCodec(RawCodec):
+    """`fp16` under one power of two for the tensor, which the header carries.
+
+    Plain fp16 ends at 6e-8, below which the gradient of a mean over many tokens lies: sent so, nearly all of
+    it came out zero and training stood still (scripts/results/convergence.json). The largest element comes to
+    lie from 2**15 to 65504; a tensor that is fp16 already is packed exactly.
+    """
+
+    exponents = range(_SMALLEST_EXPONENT, _LARGEST_EXPONENT + 1)
+
+    def __init__(self) -> None:
+        super().__init__("fp16", 8, torch.float16)
+
+    def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
+        exponent, finite = _half_exponent(tensor)
+        scaled = normalised(tensor, powers_of_two(-exponent))
+        payload.view(torch.float16).view(tensor.shape).copy_(scaled)
+        return torch.where(finite, exponent, NON_FINITE).int()
+
+    def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
+        halves = payload.view(torch.float16)
+        if not _finite(halves):
+            self._refuse(out)
+        values = multiply_all(halves.float(), powers_of_two(torch.tensor(exponent, dtype=torch.int32)))
+        # Rounded up, the largest may lie beyond the dtype of a tensor whose largest does not.
+        limit = torch.finfo(out.dtype).max
+        out.copy_(values.clamp_(-limit, limit).view(out.shape))
+
+
+def _half_exponent(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest e with largest |x| <= 65504 * 2**e, int32 0-d (0 for zeros), and whether x is finite."""
+    low, high = torch.aminmax(x)
+    largest = torch.maximum(-low, high).float()
+    finite = torch.isfinite(largest)
+    mantissa, exponent = torch.frexp(torch.where(finite, largest, 0.0))
+    exponent = exponent - 16 + (mantissa > 65504 / 65536).int()
+    return torch.where(largest > 0, exponent, 0).int(), finite
 
 
 def _finite(x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from wire.codecs import aqsgd
 from wire.codecs.base import Codec
 from wire.codecs.fixed import MAX_BITS, MIN_BITS, FixedCodec
-from wire.codecs.raw import RawCodec
+from wire.codecs.raw import HalfCodec, RawCodec
 from wire.codecs.tah import TahCodec
 from wire.codecs.trellis import PREFIX, RANGE, TrellisCodec, named
 from wire.errors import ConfigError
@@ -21,7 +21,7 @@ _CODECS: dict[str, Codec] = {
     for codec in (
         RawCodec("fp32", 1, torch.float32),
         RawCodec("bf16", 2, torch.bfloat16),
-        RawCodec("fp16", 3, torch.float16),
+        HalfCodec(),
         *(FixedCodec(bits) for bits in range(MIN_BITS, MAX_BITS + 1)),
         TahCodec(),
         # One of many rates, for those who go through all codecs.

@@ -1,0 +1,72 @@
+"""A node with several devices (on a CPU: processes) in a real run."""
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.run_harness import SMALL, Run, undisturbed
+
+CONFIG = replace(
+    SMALL,
+    run=replace(SMALL.run, steps=12, snapshot_every=4),
+    pipeline=replace(SMALL.pipeline, stages=2),
+)
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def workers(run: Run) -> list[int]:
+    """Processes of more devices, by number."""
+    found = []
+    for pid in run.survivors():
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"node.parallel.worker" in words:
+            found.append(pid)
+    return found
+
+
+def test_two_devices_share_a_stage(tmp_path: Path) -> None:
+    with Run(tmp_path, CONFIG) as run:
+        coordinator = run.start()
+        run.add_node(options=("--gpus", "2"))
+        run.add_node()
+        assert coordinator.wait_exit() == 0
+        run.assert_quiet()
+        expected = undisturbed(run.config).losses
+        assert run.losses.keys() == expected.keys()
+        # Sums over two devices are added in another order.
+        assert run.losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_dead_device_is_the_nodes_death_and_the_run_goes_on(tmp_path: Path) -> None:
+    with Run(tmp_path, CONFIG) as run:
+        coordinator = run.start()
+        shared = run.add_node(options=("--gpus", "2"))
+        run.add_node()
+        coordinator.wait_step(5)
+        (worker,) = workers(run)
+        os.kill(worker, signal.SIGKILL)
+        assert shared.wait_exit() == 1
+        # Whoever notices first: a collective on the compute thread, or the watch on the process.
+        assert "of this node's" in shared.stderr and "the node ends with it" in shared.stderr
+        assert "Traceback" not in shared.stderr
+        run.add_node(state_dir=run.state_dir(0))
+        assert coordinator.wait_exit() == 0
+        assert run.losses == pytest.approx(undisturbed(run.config).losses, rel=1e-4)
+        assert workers(run) == []
+
+
+def test_microbatches_that_cannot_be_shared_end_the_node_in_one_line(tmp_path: Path) -> None:
+    with Run(tmp_path, CONFIG) as run:
+        run.start()
+        node = run.add_node(options=("--gpus", "3"))
+        assert node.wait_exit() == 1
+        assert "3 devices cannot share microbatches of 2 samples" in node.stderr
+        assert "Traceback" not in node.stderr
+        run.coordinators[-1].interrupt()
