@@ -41,6 +41,7 @@ from node.config.schema import ModelSection, TrainingSection
 from node.lab.results import commit
 from node.model.blocks import Gpt2Block, LlamaBlock, Rotary
 from node.model.storage import PRESETS, Storage, stored_bytes
+from node.model.tensor_rank import TensorRank
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {
@@ -309,11 +310,11 @@ def _block(model: ModelSection, storage: Storage) -> nn.Module:
     block: nn.Module
     if model.family == "gpt2":
         with torch.device("cuda"):
-            block = Gpt2Block(model, storage)
+            block = Gpt2Block(model, storage, TensorRank())
     else:
         rotary = Rotary(model.sequence, model.hidden // model.heads, model.rope_theta, device)
         with torch.device("cuda"):
-            block = LlamaBlock(model, rotary, storage)
+            block = LlamaBlock(model, rotary, storage, TensorRank())
     generator = torch.Generator(device="cuda").manual_seed(0)
     with torch.no_grad():
         for parameter in block.parameters():

@@ -30,6 +30,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--gpus", type=int, default=1, metavar="N", help="share the stage between N GPUs, --device the first"
     )
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="T",
+        help="cut each block between T of the GPUs, which T must divide (default: none)",
+    )
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's own choice)")
     parser.add_argument(
         "--max-bandwidth", type=float, default=0.0, metavar="MBIT", help="send at most so many Mbit/s"
@@ -62,6 +69,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--device must be auto, cpu or cuda:N, got {args.device!r}")
     if args.gpus < 1:
         raise UsageError(f"--gpus must be at least 1, got {args.gpus}")
+    if args.tensor_parallel < 1 or args.gpus % args.tensor_parallel:
+        raise UsageError(
+            f"--tensor-parallel must be at least 1 and divide --gpus {args.gpus}, got {args.tensor_parallel}"
+        )
     if args.threads < 0:
         raise UsageError(f"--threads must be at least 0 (torch's own choice), got {args.threads}")
     for name, value in (("--max-bandwidth", args.max_bandwidth), ("--max-memory", args.max_memory)):
@@ -73,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
         state_dir=args.state_dir,
         device=args.device,
         gpus=args.gpus,
+        tensor_parallel=args.tensor_parallel,
         threads=args.threads,
         max_bandwidth_mbit=args.max_bandwidth,
         max_memory_gb=args.max_memory,

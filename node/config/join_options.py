@@ -18,6 +18,8 @@ class JoinOptions:
     """`auto` (the first GPU, else the CPU), `cpu` or `cuda:N`."""
     gpus: int = 1
     """Devices of this machine that share the stage, from `device` on; on a CPU, processes."""
+    tensor_parallel: int = 1
+    """How many of these devices share each block; divides `gpus`. The rest is data parallel."""
     threads: int = 0
     """CPU threads for arithmetic; 0 leaves torch's default."""
     max_bandwidth_mbit: float = 0.0

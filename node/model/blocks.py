@@ -4,7 +4,8 @@ Shape legend: B batch, S sequence, C hidden, H heads, K key/value heads, D = C /
 
 A block is a list of separate steps (norm, QKV, attention, output projection, norm, feed-forward), because
 AGoQ stores or recomputes each step's input on its own terms (design section 4). The residual stream, and so
-what crosses a boundary, stays float32 under autocast too.
+what crosses a boundary, stays float32 under autocast too. Between T tensor-parallel ranks, S below is S / T
+outside of attention and the feed-forward, and H, K and F inside are the rank's own.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,17 @@ from torch import Tensor, nn
 
 from node.config.schema import ModelSection
 from node.model.storage import Storage
-from node.model.stored_layers import AttentionParts, HeadLayout, Heads, Linear, Norm, attention_half, ffn_half
+from node.model.stored_layers import (
+    AttentionParts,
+    FfnParts,
+    HeadLayout,
+    Heads,
+    Linear,
+    Norm,
+    attention_half,
+    ffn_half,
+)
+from node.model.tensor_rank import TensorRank, gather, row_parallel
 
 
 class RMSNorm(nn.Module):
@@ -88,21 +99,24 @@ def attention(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor) -> Tenso
 class LlamaBlock(nn.Module):
     """RMSNorm, rotary grouped-query attention, RMSNorm, SwiGLU; no biases. [B, S, C] in and out."""
 
-    def __init__(self, model: ModelSection, rotary: Rotary, storage: Storage) -> None:
+    def __init__(self, model: ModelSection, rotary: Rotary, storage: Storage, rank: TensorRank) -> None:
         super().__init__()
         self.storage = storage
+        self.rank = rank
         self.width = model.hidden // model.heads
-        kv_width = self.width * model.kv_heads
+        q_width = model.hidden // rank.count
+        kv_width = self.width * model.kv_heads // rank.count
+        ffn = model.ffn // rank.count
         self.rotary = rotary
         self.attention_norm = norm(model)
-        self.query = nn.Linear(model.hidden, model.hidden, bias=False)
+        self.query = nn.Linear(model.hidden, q_width, bias=False)
         self.key = nn.Linear(model.hidden, kv_width, bias=False)
         self.value = nn.Linear(model.hidden, kv_width, bias=False)
-        self.attention_output = nn.Linear(model.hidden, model.hidden, bias=False)
+        self.attention_output = nn.Linear(q_width, model.hidden, bias=False)
         self.ffn_norm = norm(model)
-        self.gate = nn.Linear(model.hidden, model.ffn, bias=False)
-        self.up = nn.Linear(model.hidden, model.ffn, bias=False)
-        self.down = nn.Linear(model.ffn, model.hidden, bias=False)
+        self.gate = nn.Linear(model.hidden, ffn, bias=False)
+        self.up = nn.Linear(model.hidden, ffn, bias=False)
+        self.down = nn.Linear(ffn, model.hidden, bias=False)
 
     def qkv(self, normed_bsc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [B, H, S, D] and keys [B, K, S, D], and values [B, K, S, D]."""
@@ -110,23 +124,27 @@ class LlamaBlock(nn.Module):
 
     def ffn(self, normed_bsc: Tensor) -> Tensor:
         inner_bsf = F.silu(self.gate(normed_bsc)) * self.up(normed_bsc)
-        out_bsc: Tensor = self.down(inner_bsf)
-        return out_bsc
+        return row_parallel(self.down, inner_bsf, self.rank)
 
     def forward(self, x_bsc: Tensor) -> Tensor:
         if self.storage.is_off or not torch.is_grad_enabled():
-            attended_bsc = attention(*self.qkv(self.attention_norm(x_bsc)))
-            x_bsc = x_bsc + self.attention_output(attended_bsc)
-            return x_bsc + self.ffn(self.ffn_norm(x_bsc))
+            attended_bsc = attention(*self.qkv(gather(self.attention_norm(x_bsc), self.rank)))
+            x_bsc = x_bsc + row_parallel(self.attention_output, attended_bsc, self.rank)
+            return x_bsc + self.ffn(gather(self.ffn_norm(x_bsc), self.rank))
         x_bsc = attention_half(
             x_bsc,
-            AttentionParts(storage=self.storage, layout=HeadLayout(split=self._split, join=self._join)),
+            AttentionParts(
+                storage=self.storage,
+                layout=HeadLayout(split=self._split, join=self._join),
+                rank=self.rank,
+            ),
             _norm_of(self.attention_norm),
             [Linear.of(self.query), Linear.of(self.key), Linear.of(self.value)],
             Linear.of(self.attention_output),
         )
         inputs = [Linear.of(self.gate), Linear.of(self.up)]
-        return ffn_half(x_bsc, self.storage, _norm_of(self.ffn_norm), inputs, Linear.of(self.down))
+        parts = FfnParts(storage=self.storage, rank=self.rank)
+        return ffn_half(x_bsc, parts, _norm_of(self.ffn_norm), inputs, Linear.of(self.down))
 
     def _split(self, projected: Sequence[Tensor]) -> Heads:
         query_bhsd, key_bksd, value_bksd = (
@@ -143,16 +161,18 @@ class LlamaBlock(nn.Module):
 class Gpt2Block(nn.Module):
     """LayerNorm, multi-head attention, LayerNorm, tanh GELU; biases throughout. [B, S, C] in and out."""
 
-    def __init__(self, model: ModelSection, storage: Storage) -> None:
+    def __init__(self, model: ModelSection, storage: Storage, rank: TensorRank) -> None:
         super().__init__()
         self.storage = storage
+        self.rank = rank
         self.width = model.hidden // model.heads
         self.attention_norm = norm(model)
-        self.qkv_projection = nn.Linear(model.hidden, 3 * model.hidden)
-        self.attention_output = nn.Linear(model.hidden, model.hidden)
+        q_width, ffn = model.hidden // rank.count, model.ffn // rank.count
+        self.qkv_projection = nn.Linear(model.hidden, 3 * q_width)
+        self.attention_output = nn.Linear(q_width, model.hidden)
         self.ffn_norm = norm(model)
-        self.up = nn.Linear(model.hidden, model.ffn)
-        self.down = nn.Linear(model.ffn, model.hidden)
+        self.up = nn.Linear(model.hidden, ffn)
+        self.down = nn.Linear(ffn, model.hidden)
 
     def qkv(self, normed_bsc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each [B, H, S, D]."""
@@ -160,24 +180,26 @@ class Gpt2Block(nn.Module):
 
     def ffn(self, normed_bsc: Tensor) -> Tensor:
         inner_bsf = F.gelu(self.up(normed_bsc), approximate="tanh")
-        out_bsc: Tensor = self.down(inner_bsf)
-        return out_bsc
+        return row_parallel(self.down, inner_bsf, self.rank)
 
     def forward(self, x_bsc: Tensor) -> Tensor:
         if self.storage.is_off or not torch.is_grad_enabled():
-            attended_bsc = attention(*self.qkv(self.attention_norm(x_bsc)))
-            x_bsc = x_bsc + self.attention_output(attended_bsc)
-            return x_bsc + self.ffn(self.ffn_norm(x_bsc))
+            attended_bsc = attention(*self.qkv(gather(self.attention_norm(x_bsc), self.rank)))
+            x_bsc = x_bsc + row_parallel(self.attention_output, attended_bsc, self.rank)
+            return x_bsc + self.ffn(gather(self.ffn_norm(x_bsc), self.rank))
         x_bsc = attention_half(
             x_bsc,
-            AttentionParts(storage=self.storage, layout=HeadLayout(split=self._split, join=self._join)),
+            AttentionParts(
+                storage=self.storage,
+                layout=HeadLayout(split=self._split, join=self._join),
+                rank=self.rank,
+            ),
             _norm_of(self.attention_norm),
             [Linear.of(self.qkv_projection)],
             Linear.of(self.attention_output),
         )
-        return ffn_half(
-            x_bsc, self.storage, _norm_of(self.ffn_norm), [Linear.of(self.up)], Linear.of(self.down)
-        )
+        parts = FfnParts(storage=self.storage, rank=self.rank)
+        return ffn_half(x_bsc, parts, _norm_of(self.ffn_norm), [Linear.of(self.up)], Linear.of(self.down))
 
     def _split(self, projected: Sequence[Tensor]) -> Heads:
         (joined,) = projected
@@ -198,8 +220,9 @@ def _norm_of(module: nn.Module) -> Norm:
 class Embedding(nn.Module):
     """Token ids [B, S] int64 to hidden [B, S, C]; GPT-2 adds learned positions."""
 
-    def __init__(self, model: ModelSection) -> None:
+    def __init__(self, model: ModelSection, rank: TensorRank) -> None:
         super().__init__()
+        self.rank = rank
         self.tokens = nn.Embedding(model.vocab, model.hidden)
         self.positions = nn.Embedding(model.sequence, model.hidden) if model.family == "gpt2" else None
 
@@ -207,7 +230,9 @@ class Embedding(nn.Module):
         x_bsc: Tensor = self.tokens(tokens_bs).float()
         if self.positions is None:
             return x_bsc
-        return x_bsc + self.positions.weight[: tokens_bs.shape[1]].float()
+        length = tokens_bs.shape[1]
+        first = self.rank.index * length
+        return x_bsc + self.positions.weight[first : first + length].float()
 
 
 class Head(nn.Module):

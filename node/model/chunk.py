@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from node.config.schema import ModelSection
 from node.model.blocks import Embedding, Gpt2Block, Head, LlamaBlock, Rotary
+from node.model.shards import shard
 from node.model.storage import Storage
+from node.model.tensor_rank import TensorRank
 from node.model.units import (
     EMBED,
     HEAD,
@@ -94,11 +96,13 @@ def build_chunk(
     device: torch.device,
     weights_in: torch.dtype = torch.float32,
     storage: Storage | None = None,
+    rank: TensorRank | None = None,
 ) -> Chunk:
     """The chunk of these units with its initial weights: matrices in `weights_in`, vectors in float32.
 
     Each weight is a function of (seed, unit, parameter name), so every split builds the same bits. `storage`
-    is what blocks keep for backward; off by default.
+    is what blocks keep for backward; off by default. `rank` is the chunk's among those that share its blocks;
+    it then holds that rank's shards of the same bits.
 
     Raises:
         ConfigError: units that the model does not have, or that are not contiguous and in order.
@@ -116,15 +120,16 @@ def build_chunk(
     if model.family == "llama":
         # Its tables hold no weights, so all blocks of a chunk share one.
         rotary = Rotary(model.sequence, model.hidden // model.heads, model.rope_theta, device)
+    rank = rank or TensorRank()
     modules: list[nn.Module] = []
     drawn = _draw_weights(model, wanted, seed)
     for unit in wanted:
         # On the meta device torch allocates nothing and draws nothing from its own generator.
         with torch.device("meta"):
-            module = _module(model, unit, rotary, storage or Storage())
+            module = _module(model, unit, rotary, storage or Storage(), rank)
         # Cloned into torch's own 64-byte aligned memory: a matrix product's bits may depend on alignment.
         weights = {
-            spec.name: torch.from_numpy(next(drawn))
+            spec.name: shard(unit, spec, torch.from_numpy(next(drawn)), rank.index, rank.count)
             .clone()
             .to(device, weights_in if len(spec.shape) >= 2 else torch.float32)
             for spec in parameter_specs(model, unit)
@@ -173,9 +178,13 @@ def weight_dtype(name: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def _module(model: ModelSection, unit: str, rotary: Rotary | None, storage: Storage) -> nn.Module:
+def _module(
+    model: ModelSection, unit: str, rotary: Rotary | None, storage: Storage, rank: TensorRank
+) -> nn.Module:
     if unit == EMBED:
-        return Embedding(model)
+        return Embedding(model, rank)
     if unit == HEAD:
         return Head(model)
-    return Gpt2Block(model, storage) if rotary is None else LlamaBlock(model, rotary, storage)
+    if rotary is None:
+        return Gpt2Block(model, storage, rank)
+    return LlamaBlock(model, rotary, storage, rank)

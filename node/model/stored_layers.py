@@ -10,6 +10,10 @@ Forward computes what the plain block does, with one exception: where queries, k
 and attention's result is kept too, attention runs on what was kept. Backward's weights, exp(q k - sums), add
 up to 1 only if the log-sum-exp is that of these queries and keys: else 4 bits put the gradients' error at 0.4
 to 0.8, and 8 bits at twice and more of what consistent sums give (scripts/exp_stored_activations.py).
+
+Between T tensor-parallel ranks, x is a rank's S / T positions, and so is what is kept of it: the norm's
+result is gathered again in backward. Attention and the feed-forward see all positions, in H / T heads and
+F / T wide.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +28,7 @@ from kernels import blockfloat_ops as ops
 from kernels import layers
 from kernels.attention import attention, attention_backward
 from node.model.storage import AS_COMPUTED, PACKED, RECOMPUTE, Storage
+from node.model.tensor_rank import TensorRank, compute_dtype
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries [B, H, S, D], keys and values [B, K, S, D]."""
@@ -48,11 +53,26 @@ class Linear:
         """The gradient of the input."""
         return grad @ self.weight.to(grad.dtype)
 
-    def gradients(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Those of weight and bias, in their own dtypes."""
+    def gradients(self, grad: Tensor, x: Tensor, own: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Those of weight and bias, in their own dtypes.
+
+        Args:
+            own: the rank's own positions of `grad`, for the bias of a row-parallel projection.
+        """
         grads, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        of_bias = None if self.bias is None else grads.sum(0).to(self.bias.dtype)
-        return (grads.t() @ rows).to(self.weight.dtype), of_bias
+        of_weight = (grads.t() @ rows).to(self.weight.dtype)
+        if self.bias is None:
+            return of_weight, None
+        if own is not None:
+            grads = own.reshape(-1, own.shape[-1])
+        return of_weight, grads.sum(0).to(self.bias.dtype)
+
+    def row_parallel(self, x: Tensor, rank: TensorRank) -> Tensor:
+        """As `node.model.tensor_rank.row_parallel`."""
+        if rank.count == 1:
+            return self(x)
+        made = rank.reduce_scatter(F.linear(x, self.weight.to(x.dtype)))
+        return made if self.bias is None else made.add_(self.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +133,15 @@ class AttentionParts:
 
     storage: Storage
     layout: HeadLayout
+    rank: TensorRank
+
+
+@dataclass(frozen=True, kw_only=True)
+class FfnParts:
+    """Everything but tensors that `ffn_half` needs."""
+
+    storage: Storage
+    rank: TensorRank
 
 
 def attention_half(
@@ -126,12 +155,12 @@ def attention_half(
     return cast(Tensor, made)
 
 
-def ffn_half(x_bsc: Tensor, storage: Storage, norm: Norm, inputs: Sequence[Linear], down: Linear) -> Tensor:
+def ffn_half(x_bsc: Tensor, parts: FfnParts, norm: Norm, inputs: Sequence[Linear], down: Linear) -> Tensor:
     """x + down(silu(gate(norm(x))) * up(norm(x))) for two inputs, x + down(gelu(up(norm(x)))) for one."""
     tensors = [norm.weight, norm.bias, down.weight, down.bias]
     for projection in inputs:
         tensors += [projection.weight, projection.bias]
-    made = _FfnHalf.apply(x_bsc, storage, norm.eps, *tensors)  # type: ignore[no-untyped-call]
+    made = _FfnHalf.apply(x_bsc, parts, norm.eps, *tensors)  # type: ignore[no-untyped-call]
     return cast(Tensor, made)
 
 
@@ -164,20 +193,15 @@ def _kept(kept: Tensor, form: str, shape: Sequence[int], dtype: torch.dtype) -> 
     return cast(Tensor, ops.restore(kept, list(shape), PACKED[form], dtype))
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    """What matrix products run in: autocast's dtype, or that of x."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
 class _AttentionHalf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, parts: AttentionParts, eps: float, *tensors: Tensor | None) -> Tensor:
-        dtype, storage = _compute_dtype(x), parts.storage
+        dtype, storage = compute_dtype(x), parts.storage
         with torch.autocast(x.device.type, enabled=False):
             norm = Norm(weight=cast(Tensor, tensors[0]), bias=tensors[1], eps=eps)
             output, *projections = _linears(tensors[2:])
             normed, kept_x = norm.store(x, storage.norm_input, dtype)
+            normed = parts.rank.gather(normed)
             heads = parts.layout.split([projection(normed) for projection in projections])
             del normed
             head_shapes = [part.shape for part in heads]
@@ -189,12 +213,12 @@ class _AttentionHalf(torch.autograd.Function):
                 heads = _all_heads(kept_heads, head_shapes, storage.attention, dtype)
             attended, sums = attention(*heads)
             flat = _flat(attended)
-            result = x + output(flat)
+            result = x + output.row_parallel(flat, parts.rank)
             kept_output = _keep(flat, storage.attention_output)
         if storage.attention_output == RECOMPUTE:
             sums = sums.new_empty(0)
         ctx.parts, ctx.eps, ctx.dtype, ctx.shape = parts, eps, dtype, x.shape
-        ctx.head_shapes = head_shapes
+        ctx.head_shapes, ctx.flat_shape = head_shapes, flat.shape
         ctx.save_for_backward(*tensors, kept_x, *kept_heads, kept_output, sums)
         return result
 
@@ -209,7 +233,7 @@ class _AttentionHalf(torch.autograd.Function):
         normed: Tensor | None = None
         heads: Heads
         if storage.attention == RECOMPUTE:
-            normed = norm.again(kept_x, storage.norm_input, ctx.shape, dtype)
+            normed = parts.rank.gather(norm.again(kept_x, storage.norm_input, ctx.shape, dtype))
             heads = parts.layout.split([projection(normed) for projection in projections])
         else:
             heads = _all_heads((query, key, value), ctx.head_shapes, storage.attention, dtype)
@@ -217,32 +241,35 @@ class _AttentionHalf(torch.autograd.Function):
             attended, sums = attention(*heads)
             flat = _flat(attended)
         else:
-            flat = _kept(kept_output, storage.attention_output, ctx.shape, dtype)
+            flat = _kept(kept_output, storage.attention_output, ctx.flat_shape, dtype)
             attended = torch.unflatten(flat, 2, (ctx.head_shapes[0][1], -1)).transpose(1, 2)
-        down = grad.to(dtype)
-        of_output = output.gradients(down, flat)
+        own = grad.to(dtype)
+        down = parts.rank.gather(own)
+        of_output = output.gradients(down, flat, own)
         of_attended = torch.unflatten(output.backward(down), 2, (ctx.head_shapes[0][1], -1)).transpose(1, 2)
-        del down, flat
+        del own, down, flat
         of_heads = attention_backward(of_attended, *heads, attended, sums)
         del of_attended, heads, attended
         of_projected = parts.layout.join(of_heads)
         del of_heads
         if normed is None:
-            normed = norm.again(kept_x, storage.norm_input, ctx.shape, dtype)
+            normed = parts.rank.gather(norm.again(kept_x, storage.norm_input, ctx.shape, dtype))
         of_normed, of_projections = _through(projections, of_projected, normed)
         del of_projected, normed
+        of_normed = parts.rank.reduce_scatter(of_normed).to(dtype)
         of_x, of_weight, of_bias = norm.backward(of_normed, kept_x, storage.norm_input, grad)
         return of_x, None, None, of_weight, of_bias, *of_output, *of_projections
 
 
 class _FfnHalf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, storage: Storage, eps: float, *tensors: Tensor | None) -> Tensor:
-        dtype = _compute_dtype(x)
+    def forward(ctx: Any, x: Tensor, parts: FfnParts, eps: float, *tensors: Tensor | None) -> Tensor:
+        dtype, storage = compute_dtype(x), parts.storage
         with torch.autocast(x.device.type, enabled=False):
             norm = Norm(weight=cast(Tensor, tensors[0]), bias=tensors[1], eps=eps)
             down, *inputs = _linears(tensors[2:])
             normed, kept_x = norm.store(x, storage.norm_input, dtype)
+            normed = parts.rank.gather(normed)
             wide = [projection(normed) for projection in inputs]
             del normed
             gate, up = wide[0], wide[1] if len(wide) > 1 else None
@@ -252,21 +279,23 @@ class _FfnHalf(torch.autograd.Function):
             else:
                 inner, *kept = ops.ffn_store(gate, up, PACKED[storage.ffn_input])
             del wide, gate, up
-            result = x + down(inner)
-        ctx.storage, ctx.eps, ctx.dtype, ctx.inputs = storage, eps, dtype, len(inputs)
+            result = x + down.row_parallel(inner, parts.rank)
+        ctx.parts, ctx.eps, ctx.dtype, ctx.inputs = parts, eps, dtype, len(inputs)
         ctx.save_for_backward(*tensors, kept_x, *kept[: len(inputs)])
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        storage: Storage = ctx.storage
+        parts: FfnParts = ctx.parts
+        storage = parts.storage
         count = 4 + 2 * ctx.inputs
         tensors, (kept_x, *kept) = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         norm = Norm(weight=tensors[0], bias=tensors[1], eps=ctx.eps)
         down, *inputs = _linears(tensors[2:])
-        normed = norm.again(kept_x, storage.norm_input, grad.shape, ctx.dtype)
-        narrow = grad.to(ctx.dtype)
+        normed = parts.rank.gather(norm.again(kept_x, storage.norm_input, grad.shape, ctx.dtype))
+        own = grad.to(ctx.dtype)
+        narrow = parts.rank.gather(own)
         inner = down.backward(narrow)
         of_wide: list[Tensor]
         if storage.ffn_input in (AS_COMPUTED, RECOMPUTE):
@@ -282,10 +311,11 @@ class _FfnHalf(torch.autograd.Function):
             up = kept[1] if len(kept) > 1 else None
             # Overwrites `inner`, until here its own gradient.
             of_wide = list(ops.ffn_backward(inner, kept[0], up, PACKED[storage.ffn_input]))[: ctx.inputs]
-        of_down = down.gradients(narrow, inner)
-        del inner, narrow
+        of_down = down.gradients(narrow, inner, own)
+        del inner, own, narrow
         of_normed, of_inputs = _through(inputs, of_wide, normed)
         del of_wide, normed
+        of_normed = parts.rank.reduce_scatter(of_normed).to(ctx.dtype)
         of_x, of_weight, of_bias = norm.backward(of_normed, kept_x, storage.norm_input, grad)
         return of_x, None, None, of_weight, of_bias, *of_down, *of_inputs
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.fp8 import BLOCK, Fp8Gradient, blocks, sum_gradients
 
 # torch 2.13 has another name for it, and warns of the old one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 BUCKET_BLOCKS = 1 << 18
 """Blocks of 128 elements that travel together: 32 MiB of codes."""
@@ -115,7 +115,7 @@ class Fp8AllReduce:
             work.wait()
             mine = self._sum(bucket)
             everybody = bucket.received.view(-1)
-            gathering.append(_all_gather(everybody, mine, group=self._group, async_op=True))
+            gathering.append(all_gather(everybody, mine, group=self._group, async_op=True))
         for (bucket, _), work in zip(self._running, gathering, strict=True):
             work.wait()
             for piece in bucket.pieces:

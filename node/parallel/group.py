@@ -1,7 +1,10 @@
 """A stage's model over several devices of one node: rank 0's `StageModel`, which leads, and the others'.
 
-Data parallel: every rank holds the whole stage; each computes an equal share of a microbatch's rows. Their
-gradients are summed once a step, so that all take the same optimizer step. Only rank 0 speaks to the network.
+Data parallel: each row of T ranks holds the whole stage and computes an equal share of a microbatch's
+samples. Tensor parallel: the ranks of a row share the projections of every block and the positions of the
+samples, and hold embedding, norms and head whole. Gradients are summed once a step over the ranks that hold a
+parameter, so that all take the same optimizer step. States that leave or come are whole, whatever T is. Only
+rank 0 speaks to the network.
 """
 
 from collections.abc import Mapping
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor
 
 from node.config.schema import RunConfig
+from node.model.shards import check_shards, merge_states, shard_state, sharded_keys
 from node.model.units import unit_names
 from node.parallel.ranks import Command, Op, Ranks, number, state_bytes, value
 from node.stage.stage_model import StageModel
@@ -19,13 +23,22 @@ _EMBEDDED, _LABELLED = 1, 2
 """Flags of a forward: it is fed token ids; it makes a loss."""
 
 
-def check_rows(config: RunConfig, ranks: int) -> None:
-    """Raise RunError if microbatches cannot be shared."""
-    if config.training.microbatch % ranks:
+def check_sizes(config: RunConfig, ranks: int, tensor_parallel: int = 1) -> None:
+    """Raise RunError if the run's microbatches or blocks cannot be shared so."""
+    check_shards(config, tensor_parallel)
+    rows, samples = ranks // tensor_parallel, config.training.microbatch
+    if samples % rows == 0:
+        return
+    if tensor_parallel == 1:
         raise RunError(
-            f"{ranks} devices cannot share microbatches of {config.training.microbatch} samples: join with a "
+            f"{ranks} devices cannot share microbatches of {samples} samples: join with a "
             "--gpus that divides training.microbatch"
         )
+    raise RunError(
+        f"{ranks} devices with --tensor-parallel {tensor_parallel} are {rows} rows, which cannot share "
+        f"microbatches of {samples} samples: join with --gpus / --tensor-parallel that divides "
+        "training.microbatch"
+    )
 
 
 class RankModel(StageModel):
@@ -36,18 +49,36 @@ class RankModel(StageModel):
         self.ranks = ranks.count
         self._ranks = ranks
         training, model = config.training, config.model
-        rows = training.microbatch // ranks.count
-        self._tokens = (rows, model.sequence)
-        self._hidden = (rows, model.sequence, model.hidden)
+        self.tensor_rank = ranks.tensor_rank
+        samples = training.microbatch // ranks.data_parallel
+        positions = model.sequence // ranks.tensor_rank.count
+        self._tokens = (samples, positions)
+        self._hidden = (samples, positions, model.hidden)
 
     def build(self, stage: int, stages: int) -> None:
         super().build(stage, stages)
         self._ranks.watch_gradients(self.optimizer)
 
+    def load_unit_state(self, unit: str, state: Mapping[str, Tensor]) -> None:
+        """Take this rank's shard of a whole state."""
+        place = self.tensor_rank
+        super().load_unit_state(unit, shard_state(self.config.model, unit, state, place.index, place.count))
+
+    def run_unit_state(self, unit: str) -> dict[str, Tensor]:
+        """The whole state, for the leader; the others give what they hold of it."""
+        state = self.optimizer.unit_state(unit)
+        states = self._ranks.gather_shards(state, sharded_keys(self.config.model, unit, state))
+        return merge_states(self.config.model, unit, states) if states else {}
+
+    def run_squared_norms(self) -> dict[str, float]:
+        """Those of the whole stage, for the leader; the others give their shards'."""
+        ranks = self._ranks.gather_norms(self.optimizer.parameter_squared_norms())
+        return self.optimizer.sum_squared_norms(ranks) if ranks else {}
+
     def run_forward(
         self, chunk: int, microbatch: int, flags: int, fed: Tensor | None, labels: Tensor | None
     ) -> Tensor | None:
-        """Forward of this rank's rows; the leader gives all rows, and gets all results."""
+        """Forward of this rank's tokens; the leader gives all, and gets all results."""
         if flags & _EMBEDDED:
             mine = self._ranks.scatter(fed, self._tokens, torch.int64)
         else:
@@ -57,7 +88,7 @@ class RankModel(StageModel):
         return self._ranks.gather(result.view(1) if flags & _LABELLED else result)
 
     def run_backward(self, chunk: int, microbatch: int, flags: int, gradient: Tensor | None) -> Tensor | None:
-        """Backward of this rank's rows; the leader gives all rows' gradients, and gets those of the input."""
+        """Backward of this rank's tokens; the leader gives all gradients, and gets those of the input."""
         mine = None
         if not flags & _LABELLED:
             mine = self._ranks.scatter(gradient, self._hidden, torch.float32)
@@ -103,6 +134,10 @@ class Follower(RankModel):
                 self.run_put_tied(unit_names(self.config.model)[a], None)
             case Op.APPLY:
                 self.apply(value(a), value(b))
+            case Op.NORMS:
+                self.run_squared_norms()
+            case Op.STATE:
+                self.run_unit_state(unit_names(self.config.model)[a])
             case Op.DROP:
                 self.drop()
 
@@ -111,7 +146,7 @@ class Leader(RankModel):
     """Rank 0's: a `StageModel` that has the others do their share of each call."""
 
     def __init__(self, config: RunConfig, ranks: Ranks) -> None:
-        check_rows(config, ranks.count)
+        check_sizes(config, ranks.count, ranks.tensor_rank.count)
         super().__init__(config, ranks)
         self._flags: dict[int, int] = {}
 
@@ -153,6 +188,18 @@ class Leader(RankModel):
     def put_tied_gradient(self, unit: str, value: Tensor) -> None:
         self._ranks.lead(Op.PUT_TIED, unit_names(self.config.model).index(unit))
         self.run_put_tied(unit, value.to(self.device, torch.float32))
+
+    def unit_state(self, unit: str) -> dict[str, Tensor]:
+        if self.tensor_rank.count == 1:
+            return super().unit_state(unit)
+        self._ranks.lead(Op.STATE, unit_names(self.config.model).index(unit))
+        return self.run_unit_state(unit)
+
+    def squared_norms(self) -> dict[str, float]:
+        if self.tensor_rank.count == 1:
+            return super().squared_norms()
+        self._ranks.lead(Op.NORMS)
+        return self.run_squared_norms()
 
     def apply(self, lr: float, clip_coefficient: float) -> None:
         self._ranks.lead(Op.APPLY, number(lr), number(clip_coefficient))

@@ -10,7 +10,7 @@ import torch
 
 from node.config.loader import to_json
 from node.config.schema import RunConfig
-from node.parallel.group import Leader, check_rows
+from node.parallel.group import Leader, check_sizes
 from node.parallel.ranks import Ranks
 from node.stage.watchdog import StuckError
 from wire.errors import UserError
@@ -49,8 +49,21 @@ def devices(first: torch.device, count: int) -> tuple[torch.device, ...]:
 class DeviceGroup:
     """The processes of one node's devices. `start` on the compute thread, `watch` on the event loop."""
 
-    def __init__(self, chosen: tuple[torch.device, ...], threads: int) -> None:
+    def __init__(self, chosen: tuple[torch.device, ...], threads: int, tensor_parallel: int = 1) -> None:
+        """
+        Args:
+            tensor_parallel: how many devices share each block.
+
+        Raises:
+            UserError: that does not divide the number of devices.
+        """
+        if tensor_parallel < 1 or len(chosen) % tensor_parallel:
+            raise UserError(
+                f"--tensor-parallel {tensor_parallel} does not divide --gpus {len(chosen)}: give one "
+                "that does"
+            )
         self._devices = chosen
+        self._tensor_parallel = tensor_parallel
         self._threads = threads
         self._workers: list[subprocess.Popen[str]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -58,14 +71,15 @@ class DeviceGroup:
         self._ending = False
 
     def start(self, config: RunConfig) -> Leader:
-        """Start all, and meet them. Raises RunError if the run's microbatches cannot be shared."""
+        """Start all, and meet them. Raises RunError if the run's microbatches or blocks cannot be shared."""
         count = len(self._devices)
-        check_rows(config, count)
+        check_sizes(config, count, self._tensor_parallel)
         self._folder = tempfile.TemporaryDirectory(prefix="thinwire-ranks-")  # readable to its owner alone
         meet = Path(self._folder.name) / "meet"
         for rank, device in enumerate(self._devices[1:], start=1):
             words = ["--rank", str(rank), "--count", str(count), "--device", str(device)]
             words += ["--threads", str(self._threads), "--meet", str(meet)]
+            words += ["--tensor-parallel", str(self._tensor_parallel)]
             worker = subprocess.Popen(
                 [sys.executable, "-m", "node.parallel.worker", *words],
                 stdin=subprocess.PIPE,
@@ -77,7 +91,7 @@ class DeviceGroup:
             worker.stdin.write(to_json(config) + "\n")
             worker.stdin.flush()
             self._workers.append(worker)
-        self._leader = Leader(config, Ranks(0, count, self._devices[0], meet))
+        self._leader = Leader(config, Ranks(0, count, self._devices[0], meet, self._tensor_parallel))
         return self._leader
 
     async def watch(self) -> None:

@@ -1,5 +1,9 @@
 """The processes of one node that share a stage, joined by `torch.distributed`. Rank 0 leads, others follow.
 
+N ranks are N / T rows of T: the T of a row share each block (tensor parallel) and the positions of the same
+samples, the N / T of a column hold the same shards and take samples of their own (data parallel). Rank r is
+in row r // T and column r % T.
+
 Commands travel over gloo, which sleeps while it waits and says so when a process is gone; tensors over NCCL
 between GPUs, over gloo between CPUs. Nothing is pickled: a command is eight integers, a state is a file's
 bytes.
@@ -7,8 +11,7 @@ bytes.
 
 import os
 import struct
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -18,29 +21,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kernels.fp8 import Fp8Gradient
+from node.model.tensor_rank import TensorRank
 from node.parallel.fp8_all_reduce import Fp8AllReduce
+from node.parallel.tensor_ranks import TensorRanks
+from node.parallel.together import together
 from node.training.gradients import Fp8Gradients
 from node.training.optimizer import StageOptimizer
 from node.training.serialization import deserialize_unit, serialize_unit
-from wire.errors import RunError
 
 WAIT = timedelta(days=30)
 """Followers wait for the next command this long: a run may stand still for days."""
 COLLECTIVE = timedelta(minutes=10)
 """The others are never further behind than this: they run the same commands."""
 _FIELDS = 8
-
-
-@contextmanager
-def _together() -> Iterator[None]:
-    """What torch raises when another process is gone, as one line. RunError."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0][:200]
-        raise RunError(
-            f"the process of another of this node's devices is gone, and the node ends with it ({reason})"
-        ) from error
 
 
 class Op(IntEnum):
@@ -55,7 +49,9 @@ class Op(IntEnum):
     PUT_TIED = 6
     APPLY = 7
     DROP = 8
-    STOP = 9
+    NORMS = 9
+    STATE = 10
+    STOP = 11
 
 
 @dataclass(frozen=True)
@@ -69,9 +65,12 @@ class Command:
 class Ranks:
     """This process among those of its node. All calls on the compute thread, in the same order everywhere."""
 
-    def __init__(self, rank: int, count: int, device: torch.device, meeting_place: Path) -> None:
+    def __init__(
+        self, rank: int, count: int, device: torch.device, meeting_place: Path, tensor_parallel: int = 1
+    ) -> None:
         """
         Args:
+            tensor_parallel: how many ranks share each block; divides `count`.
             meeting_place: a path that does not exist yet, the same for all, which no other user can write to.
         """
         self.rank = rank
@@ -90,14 +89,30 @@ class Ranks:
             timeout=COLLECTIVE,
         )
         self._commands = dist.new_group(backend="gloo", timeout=WAIT)
-        self._reduce: tuple[StageOptimizer, Fp8AllReduce | None] | None = None
+        self.data_parallel = count // tensor_parallel
+        self.tensor_rank, self._columns = self._make_groups(tensor_parallel)
+        self._reduce: tuple[StageOptimizer, tuple[Fp8AllReduce, ...]] | None = None
+
+    def _make_groups(self, tensor_parallel: int) -> tuple[TensorRank, dist.ProcessGroup | None]:
+        """This rank's row, and its column; None for that of all ranks."""
+        if tensor_parallel == 1:
+            return TensorRank(), None
+        # Every process makes every group, in one order.
+        everybody = range(self.count)
+        starts = range(0, self.count, tensor_parallel)
+        rows = [dist.new_group(list(everybody[start : start + tensor_parallel])) for start in starts]
+        columns = [
+            dist.new_group(list(everybody[index::tensor_parallel])) for index in range(tensor_parallel)
+        ]
+        row, index = divmod(self.rank, tensor_parallel)
+        return TensorRanks(rows[row], index, tensor_parallel), columns[index]
 
     # ---- commands
 
     def lead(self, op: Op, *numbers: int) -> None:
         """Tell the others."""
         fields = [op, *numbers, *([0] * (_FIELDS - 1 - len(numbers)))]
-        with _together():
+        with together():
             dist.broadcast(torch.tensor(fields, dtype=torch.int64), src=0, group=self._commands)
 
     def follow(self) -> Command:
@@ -112,65 +127,119 @@ class Ranks:
         data = torch.empty(size, dtype=torch.uint8)
         if state is not None:
             data.copy_(torch.frombuffer(bytearray(serialize_unit(state)), dtype=torch.uint8))
-        with _together():
+        with together():
             dist.broadcast(data, src=0, group=self._commands)
         return deserialize_unit(data.numpy().tobytes())
 
     # ---- tensors
 
     def scatter(self, whole: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """This rank's rows, of `shape`; the leader gives all of them."""
+        """This rank's samples and positions, of `shape`; the leader gives all of them."""
         mine = torch.empty(shape, dtype=dtype, device=self.device)
-        rows = None if whole is None else list(whole.to(dtype).contiguous().chunk(self.count))
-        with _together():
-            dist.scatter(mine, rows, src=0)
+        parts = None
+        if whole is not None:
+            rows = whole.to(dtype).contiguous().chunk(self.data_parallel)
+            parts = [part.contiguous() for row in rows for part in row.chunk(self.tensor_rank.count, dim=1)]
+        with together():
+            dist.scatter(mine, parts, src=0)
         return mine
 
     def gather(self, mine: Tensor) -> Tensor | None:
-        """Everybody's rows in the order of ranks, for the leader."""
+        """Everybody's samples and positions as one, or everybody's [1] as [ranks], for the leader."""
         mine = mine.contiguous()
         parts = [torch.empty_like(mine) for _ in range(self.count)] if self.rank == 0 else None
-        with _together():
+        with together():
             dist.gather(mine, parts, dst=0)
-        return None if parts is None else torch.cat(parts)
+        if parts is None:
+            return None
+        positions = self.tensor_rank.count
+        if positions > 1 and mine.dim() > 1:
+            starts = range(0, self.count, positions)
+            parts = [torch.cat(parts[start : start + positions], dim=1) for start in starts]
+        return torch.cat(parts)
 
     def share(self, tensor: Tensor) -> Tensor:
         """The leader's tensor; the others give one of the same shape to be filled."""
-        with _together():
+        with together():
             dist.broadcast(tensor, src=0)
         return tensor
+
+    # ---- shards, between the ranks of the leader's row
+
+    def gather_norms(self, mine: list[float]) -> list[list[float]]:
+        """Those of every rank in the leader's row, for the leader; empty for others."""
+        sent = torch.tensor(mine, dtype=torch.float64)
+        parts = [torch.empty_like(sent) for _ in range(self.count)] if self.rank == 0 else None
+        with together():
+            dist.gather(sent, parts, dst=0, group=self._commands)
+        return [part.tolist() for part in (parts or [])[: self.tensor_rank.count]]
+
+    def gather_shards(self, state: Mapping[str, Tensor], names: Sequence[str]) -> list[dict[str, Tensor]]:
+        """These tensors of the state, on the CPU, of every rank in the leader's row; empty for others."""
+        if self.rank >= self.tensor_rank.count:
+            return []
+        if self.rank > 0:
+            with together():
+                for name in names:
+                    dist.send(state[name].contiguous(), dst=0, group=self._commands)
+            return []
+        # Shards are alike in shape and dtype.
+        states = [dict(state)]
+        for rank in range(1, self.tensor_rank.count):
+            received = {name: torch.empty_like(state[name]) for name in names}
+            with together():
+                for name in names:
+                    dist.recv(received[name], src=rank, group=self._commands)
+            states.append(received)
+        return states
 
     # ---- gradients
 
     def watch_gradients(self, optimizer: StageOptimizer) -> None:
         """From here on the gradients of a new optimizer are to be summed."""
         gradients = optimizer.gradients
-        reduce = None
+        reduces = []
         if isinstance(gradients, Fp8Gradients):
             # Backward makes the last layers' first.
-            reduce = Fp8AllReduce(list(reversed(gradients.packed)))
-        self._reduce = optimizer, reduce
+            packed = list(gradients.packed.items())[::-1]
+            whole = [main for parameter, main in packed if not optimizer.is_sharded(parameter)]
+            shards = [main for parameter, main in packed if optimizer.is_sharded(parameter)]
+            if whole:
+                reduces.append(Fp8AllReduce(whole))
+            if shards and self.data_parallel > 1:
+                reduces.append(Fp8AllReduce(shards, self._columns))
+        self._reduce = optimizer, tuple(reduces)
 
     def last_backward(self, optimizer: StageOptimizer, last: bool) -> None:
         """Whether gradients of the next backward are complete once made: their sums may then begin."""
         gradients = optimizer.gradients
         if isinstance(gradients, Fp8Gradients):
-            assert self._reduce is not None and self._reduce[1] is not None
-            gradients.when_added = self._reduce[1].complete if last else None
+            gradients.when_added = self._complete if last else None
 
     def sum_gradients(self) -> None:
-        """Every gradient becomes the sum over all ranks, the same bits everywhere."""
+        """Every gradient becomes the sum over all ranks that hold its parameter, the same bits on each.
+
+        A replicated parameter's is partial on every rank, as each has positions of its own; a shard's is
+        partial in the samples alone.
+        """
         assert self._reduce is not None
-        optimizer, reduce = self._reduce
-        with _together():
+        optimizer, reduces = self._reduce
+        with together():
             works = []
             for parameter in optimizer.parameters:
-                if parameter.grad is not None:
-                    works.append(dist.all_reduce(parameter.grad, async_op=True))
-            if reduce is not None:
+                sharded = optimizer.is_sharded(parameter)
+                if parameter.grad is not None and not (sharded and self.data_parallel == 1):
+                    group = self._columns if sharded else None
+                    works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+            for reduce in reduces:
                 reduce.finish()
             for work in works:
                 work.wait()
+
+    def _complete(self, gradient: Fp8Gradient) -> None:
+        assert self._reduce is not None
+        for reduce in self._reduce[1]:
+            reduce.complete(gradient)
 
     def close(self) -> None:
         dist.destroy_process_group()

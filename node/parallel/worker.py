@@ -21,6 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--count", type=int, required=True)
+    parser.add_argument("--tensor-parallel", type=int, required=True)
     parser.add_argument("--device", required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--meet", type=Path, required=True)
@@ -29,7 +30,13 @@ def main() -> int:
     threading.Thread(target=_end_with_the_node, daemon=True).start()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    ranks = Ranks(arguments.rank, arguments.count, torch.device(arguments.device), arguments.meet)
+    ranks = Ranks(
+        arguments.rank,
+        arguments.count,
+        torch.device(arguments.device),
+        arguments.meet,
+        arguments.tensor_parallel,
+    )
     Follower(config, ranks).serve()
     ranks.close()
     return 0

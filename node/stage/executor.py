@@ -174,7 +174,7 @@ class StageExecutor:
 
     def copy_state(self) -> dict[str, dict[str, Tensor]]:
         """A copy of every unit's weights and optimizer state, on the CPU."""
-        state = {unit: self._model.optimizer.unit_state(unit) for unit in self.units}
+        state = {unit: self._model.unit_state(unit) for unit in self.units}
         if self._memory is not None:
             for boundary, unit in self._remembering().items():
                 if unit in state:
@@ -248,7 +248,7 @@ class StageExecutor:
             self._transfer.settle()
         self.clock.switch(TimeKind.OPTIMIZER)
         loss = float(torch.stack(losses).double().sum()) if losses else None
-        norms = self._model.optimizer.squared_norms()
+        norms = self._model.squared_norms()
         self.voted = True
         return StepOutcome(norms={self._unit_index[unit]: norm for unit, norm in norms.items()}, loss=loss)
 

@@ -85,7 +85,7 @@ async def _serve(
         cache_directory=directory / "snapshots",
         cache_bytes=shutil.disk_usage(directory).free // 2,
         pacer=Pacer(options.max_bandwidth_mbit * 1e6 / 8) if options.max_bandwidth_mbit else None,
-        devices=DeviceGroup(chosen, options.threads) if len(chosen) > 1 else None,
+        devices=DeviceGroup(chosen, options.threads, options.tensor_parallel) if len(chosen) > 1 else None,
     )
     tell = Teller(json_lines=options.json)
     runtime = NodeRuntime(settings, IdentityHolder(identity, directory), tell)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from node.config.schema import RunConfig
 from node.model.chunk import Chunk, build_chunk, compute_precision, weight_dtype
 from node.model.placement import chunk_units, stage_storages
+from node.model.tensor_rank import TensorRank
 from node.training.optimizer import StageOptimizer
 
 
@@ -30,7 +31,9 @@ class StageModel:
     """On one device. Chunks are local: 0 for the first that this stage holds."""
 
     ranks = 1
-    """How many of these share a microbatch's rows."""
+    """How many of these share a microbatch's tokens."""
+    tensor_rank = TensorRank()
+    """This one's place among those that share its blocks."""
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         self.config = config
@@ -51,10 +54,11 @@ class StageModel:
                 self.device,
                 weight_dtype(config.training.weights),
                 stage_storages(config, stages)[stage],
+                self.tensor_rank,
             )
             for units in chunk_units(config, stages)[stage::stages]
         ]
-        self._optimizer = StageOptimizer(self._chunks, config.training, config.run.seed)
+        self._optimizer = StageOptimizer(self._chunks, config.training, config.run.seed, self.tensor_rank)
 
     def drop(self) -> None:
         """Hold nothing."""
@@ -65,6 +69,10 @@ class StageModel:
     def load_unit_state(self, unit: str, state: Mapping[str, Tensor]) -> None:
         """As `StageOptimizer.load_unit_state`."""
         self.optimizer.load_unit_state(unit, state)
+
+    def unit_state(self, unit: str) -> dict[str, Tensor]:
+        """As `StageOptimizer.unit_state`, always whole."""
+        return self.optimizer.unit_state(unit)
 
     # ---- a step
 
@@ -108,6 +116,10 @@ class StageModel:
 
     def finish_step(self) -> None:
         """All backwards of the step have run: make the gradients whole."""
+
+    def squared_norms(self) -> dict[str, float]:
+        """As `StageOptimizer.squared_norms`, of the whole stage."""
+        return self.optimizer.squared_norms()
 
     def apply(self, lr: float, clip_coefficient: float) -> None:
         """As `StageOptimizer.apply`."""

@@ -5,7 +5,7 @@ made it, and dropped: no more than one matrix's gradient exists in full at a tim
 fp32.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -105,9 +105,9 @@ class Fp8Gradients:
         return sum(main.nbytes for main in self._main.values()) + self._vectors.nbytes
 
     @property
-    def packed(self) -> tuple[Fp8Gradient, ...]:
+    def packed(self) -> Mapping[nn.Parameter, Fp8Gradient]:
         """Those of matrices, in the parameters' order."""
-        return tuple(self._main.values())
+        return self._main
 
     def _add(self, parameter: Tensor) -> None:
         """Called by autograd once it has added to a matrix's `.grad`."""

@@ -6,7 +6,7 @@ split. Moments are float32, or e4m3 for matrices (`[training] moments`, design s
 in it exactly.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch._dynamo  # AdamW's constructor imports it: over a second that a run waiting for a node would lose
@@ -16,7 +16,9 @@ from kernels.adamw import AdamWStep, adamw_step
 from kernels.fp8 import Moment, blocks
 from node.config.schema import TrainingSection
 from node.model.chunk import Chunk
-from node.model.units import HEAD, tied_parameter
+from node.model.shards import pieces
+from node.model.tensor_rank import TensorRank
+from node.model.units import HEAD, parameter_specs, tied_parameter
 from node.training.gradients import Fp8Gradients, Gradients, PlainGradients
 from node.training.rng import salt
 from wire.errors import RunError
@@ -32,20 +34,34 @@ STEP = "step"
 class StageOptimizer:
     """Holds the main gradients and AdamW's state for the units of some chunks."""
 
-    def __init__(self, chunks: Iterable[Chunk], training: TrainingSection, seed: int = 0) -> None:
+    def __init__(
+        self,
+        chunks: Iterable[Chunk],
+        training: TrainingSection,
+        seed: int = 0,
+        rank: TensorRank | None = None,
+    ) -> None:
         """
         Args:
             seed: the run's, for stochastic rounding of bfloat16 weights.
+            rank: that of the chunks' shards.
         """
         self._units: dict[str, dict[str, nn.Parameter]] = {}
         # Both copies of a tied weight have the same gradient; the global norm counts the embedding's.
         self._counted: dict[str, list[nn.Parameter]] = {}
         self._tied: set[nn.Parameter] = set()
+        self._rank = rank or TensorRank()
+        self._sharded: set[nn.Parameter] = set()
         for chunk in chunks:
             for unit, parameters in chunk.named_units():
                 copy = tied_parameter(chunk.model, unit)
                 self._units[unit] = parameters
                 self._tied.update(value for name, value in parameters.items() if name == copy)
+                self._sharded.update(
+                    parameters[spec.name]
+                    for spec in parameter_specs(chunk.model, unit)
+                    if self._rank.count > 1 and pieces(unit, spec) is not None
+                )
                 counted = copy if unit == HEAD else None
                 self._counted[unit] = [value for name, value in parameters.items() if name != counted]
         everything = [parameter for unit in self._units.values() for parameter in unit.values()]
@@ -76,6 +92,10 @@ class StageOptimizer:
         """All, in model order."""
         return tuple(parameter for unit in self._units.values() for parameter in unit.values())
 
+    def is_sharded(self, parameter: nn.Parameter) -> bool:
+        """Whether other tensor-parallel ranks hold other parts of it."""
+        return parameter in self._sharded
+
     @property
     def state_bytes(self) -> int:
         """Memory that the moments take."""
@@ -96,12 +116,30 @@ class StageOptimizer:
         Raises:
             RunError: a parameter has no gradient.
         """
+        return self.sum_squared_norms([self.parameter_squared_norms()])
+
+    def parameter_squared_norms(self) -> list[float]:
+        """Squared gradient norm of each counted parameter, or of this rank's shard of it, in model order."""
+        norms: list[float] = []
+        for parameters in self._counted.values():
+            for parameter in parameters:
+                norm = torch.linalg.vector_norm(self.gradients.get(parameter), dtype=torch.float64).item()
+                norms.append(norm * norm)
+        return norms
+
+    def sum_squared_norms(self, ranks: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Units' squared norms from `parameter_squared_norms` of all tensor-parallel ranks, in their order.
+
+        A replicated parameter's gradient is the same on all and is counted once.
+        """
         norms: dict[str, float] = {}
+        each = zip(*ranks, strict=True)
         for unit, parameters in self._counted.items():
             total = 0.0
             for parameter in parameters:
-                norm = torch.linalg.vector_norm(self.gradients.get(parameter), dtype=torch.float64).item()
-                total += norm * norm
+                shards = next(each)
+                for norm in shards if parameter in self._sharded else shards[:1]:
+                    total += norm
             norms[unit] = total
         return norms
 
@@ -188,6 +226,8 @@ class StageOptimizer:
         training, step = self._training, self._steps[unit]
         # Both copies of a tied weight must round alike.
         place = ("", "tied") if parameter in self._tied else (unit, name)
+        # So must the replicas of a whole parameter, but each shard of one draws for itself.
+        of_shard = f" of rank {self._rank.index}" if parameter in self._sharded else ""
         adamw_step(
             parameter,
             self.gradients.stored(parameter),
@@ -200,7 +240,7 @@ class StageOptimizer:
                 weight_decay=training.weight_decay,
                 step=step,
                 clip_coefficient=clip_coefficient,
-                salt=salt(self._seed, step=step, layer=place[0], purpose=f"rounding {place[1]}"),
+                salt=salt(self._seed, step=step, layer=place[0], purpose=f"rounding {place[1]}{of_shard}"),
             ),
         )
 

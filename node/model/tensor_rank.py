@@ -1,0 +1,84 @@
+"""A block's place among the T ranks that share it, and the two collectives between their shards.
+
+Tensor parallelism cuts a block's projections: those into attention and the feed-forward by outputs (column
+parallel), those out of them by inputs (row parallel; Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+Sequence parallelism cuts everything between them: each rank holds S / T positions of the residual stream, and
+so of the norms' work (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
+
+Shape legend: B batch, S sequence, C hidden, T ranks.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class TensorRank:
+    """The only one of one: whole blocks, and collectives that return what they are given."""
+
+    index = 0
+    count = 1
+
+    def gather(self, x_bsc: Tensor) -> Tensor:
+        """All ranks' positions [B, S, C] of this rank's [B, S / T, C], in the order of ranks."""
+        return x_bsc
+
+    def reduce_scatter(self, partial_bsc: Tensor) -> Tensor:
+        """This rank's positions [B, S / T, C] of the sum over all ranks of [B, S, C].
+
+        Between several ranks the sum is made in float32, in the order of ranks, and stays so.
+        """
+        return partial_bsc
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What matrix products of x run in: autocast's dtype, or its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def gather(x_bsc: Tensor, rank: TensorRank) -> Tensor:
+    """`TensorRank.gather` for autograd, in the dtype of the projections that come next."""
+    if rank.count == 1:
+        return x_bsc
+    gathered = _Gather.apply(x_bsc.to(compute_dtype(x_bsc)), rank)  # type: ignore[no-untyped-call]
+    return cast(Tensor, gathered)
+
+
+def row_parallel(linear: nn.Linear, x: Tensor, rank: TensorRank) -> Tensor:
+    """The projection of all ranks' inputs [B, S, inputs / T] to this rank's [B, S / T, C], for autograd.
+
+    The bias is the same on every rank and is added once, to the sum.
+    """
+    if rank.count == 1:
+        whole: Tensor = linear(x)
+        return whole
+    partial = F.linear(x, linear.weight)
+    made = cast(Tensor, _ReduceScatter.apply(partial, rank))  # type: ignore[no-untyped-call]
+    return made if linear.bias is None else made + linear.bias
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rank: TensorRank) -> Tensor:
+        ctx.rank = rank
+        return rank.gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        return ctx.rank.reduce_scatter(grad).to(grad.dtype), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, rank: TensorRank) -> Tensor:
+        ctx.rank, ctx.dtype = rank, partial.dtype
+        return rank.reduce_scatter(partial)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        return ctx.rank.gather(grad.to(ctx.dtype)), None

@@ -1,0 +1,47 @@
+"""A stage whose blocks are shared by GPUs of a node, by NCCL, against the stage on one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from node.config.schema import RunConfig, StorageSection
+from node.parallel.processes import DeviceGroup, devices
+from node.stage.stage_model import StageModel
+from tests.gpu.test_gpu_group import CONFIG, FIRST, PACKED, losses
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+GPT2 = replace(CONFIG, model=replace(CONFIG.model, family="gpt2"))
+STORED = replace(PACKED, storage=StorageSection(preset="agoq"))
+
+
+@pytest.mark.parametrize("config", [CONFIG, GPT2, PACKED, STORED], ids=["llama", "gpt2", "fp8", "stored"])
+@pytest.mark.parametrize(("ranks", "tensor_parallel"), [(2, 2), (4, 2)], ids=["2", "2 x 2"])
+def test_gpus_that_share_blocks_do_as_one(config: RunConfig, ranks: int, tensor_parallel: int) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    expected = losses(StageModel(config, FIRST), 5)
+    results = []
+    for _ in range(2):
+        group = DeviceGroup(devices(FIRST, ranks), threads=1, tensor_parallel=tensor_parallel)
+        leader = group.start(config)
+        try:
+            found = losses(leader, 5)
+            state = leader.unit_state("block.0001")
+            results.append((found, state))
+        finally:
+            group.close()
+    (first, state), (second, again) = results
+    assert first == second, "the same run gives the same bits"
+    assert all(torch.equal(state[name], again[name]) for name in state)
+    assert first == pytest.approx(expected, rel=2e-3)
+    alone = StageModel(config, FIRST)
+    alone.build(0, 1)
+    alone.load_unit_state("block.0001", state)
+    restored = alone.unit_state("block.0001")
+    assert all(torch.equal(restored[name], state[name]) for name in state)
