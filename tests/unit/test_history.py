@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from node.telemetry import events
+from node.telemetry import events, history
 from node.telemetry.history import COSTS_SECONDS, HISTORY_FILE, HistoryWriter, highest_step, read_history
 from node.telemetry.view import RunViewBuilder, view
 from tests.support.run_events import BEGAN, NODES, aborted, costs, done, joined, placed, started, step
@@ -181,8 +181,11 @@ def test_a_history_that_cannot_be_read_says_so(tmp_path: Path) -> None:
         list(read_history(tmp_path))
 
 
-def test_a_full_disk_ends_the_history_once_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / HISTORY_FILE).symlink_to("/dev/full")
+def test_a_full_disk_ends_the_history_once_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Only for writing: whoever reads /dev/full never comes to its end.
+    monkeypatch.setattr(history, "_open", lambda path: Path("/dev/full").open("a", encoding="utf-8"))
     writing = Writing(tmp_path)
     writing.open()
     writing.say(*step(1))
