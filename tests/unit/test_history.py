@@ -185,7 +185,8 @@ def test_a_full_disk_ends_the_history_once_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Only for writing: whoever reads /dev/full never comes to its end.
-    monkeypatch.setattr(history, "_open", lambda path: Path("/dev/full").open("a", encoding="utf-8"))
+    full = Path("/dev/full").open("a", encoding="utf-8")  # noqa: SIM115  # the writer closes it
+    monkeypatch.setattr(history, "_open", lambda path: full)
     writing = Writing(tmp_path)
     writing.open()
     writing.say(*step(1))
