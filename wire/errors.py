@@ -14,6 +14,7 @@
     │   ├── ProtocolViolationError   the peer sent what it must never send
     │   └── LinkLostError            gone, and not back within the time allowed
     └── RunError                     the run cannot go on; its newest snapshot is intact
+        └── DeviceLostError          one of this node's devices is gone, and the node with it
 
 Messages name what was wrong, what was expected and what to do, in one line.
 """
@@ -99,3 +100,7 @@ class LinkLostError(LinkError):
 
 class RunError(ThinwireError):
     """The run cannot go on. Its newest snapshot is intact."""
+
+
+class DeviceLostError(RunError):
+    """One of this node's devices is gone. The node ends with it; the run goes on with another."""

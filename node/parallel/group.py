@@ -210,6 +210,10 @@ class Leader(RankModel):
         self._ranks.lead(Op.STOP)
         self._ranks.close()
 
+    def abandon(self) -> None:
+        """Let go of them, gone as they are."""
+        self._ranks.abandon()
+
 
 def _given(tensor: Tensor | None) -> Tensor:
     assert tensor is not None, "the leader gets what it gathers, and hidden states have a gradient"

@@ -1,6 +1,7 @@
 """Starts and watches the processes of a node's other devices. Any one's death is the node's death."""
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from node.config.schema import RunConfig
 from node.parallel.group import Leader, check_sizes
 from node.parallel.ranks import Ranks
 from node.stage.watchdog import StuckError
-from wire.errors import UserError
+from wire.errors import DeviceLostError, UserError
 
 POLL_SECONDS = 0.2
 END_SECONDS = 20.0
@@ -112,9 +113,14 @@ class DeviceGroup:
     def close(self) -> None:
         """End all, in good order if all are there. On the compute thread, or once that is done for."""
         self._ending = True
-        in_order = self._leader is not None and not self.lost()
-        if self._leader is not None and in_order:
-            self._leader.close()
+        in_order = False
+        if self._leader is not None and not self.lost():
+            # One that is just dying is not yet seen to be lost.
+            with contextlib.suppress(DeviceLostError):
+                self._leader.close()
+                in_order = True
+        if self._leader is not None and not in_order:
+            self._leader.abandon()
         for worker in self._workers:
             assert worker.stdin is not None
             if not in_order:

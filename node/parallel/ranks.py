@@ -242,7 +242,14 @@ class Ranks:
             reduce.complete(gradient)
 
     def close(self) -> None:
+        """Part from the others, who do the same."""
         dist.destroy_process_group()
+
+    def abandon(self) -> None:
+        """Part from others that do not answer."""
+        # NCCL would wait for what the others never send; there the end of the process does it.
+        if self.device.type == "cpu":
+            dist.destroy_process_group()
 
 
 def state_bytes(state: Mapping[str, Tensor]) -> int:

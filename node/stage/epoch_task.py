@@ -20,7 +20,14 @@ from node.stage.routing import neighbours, source_stage
 from node.stage.stage_io import LoopIO, TensorLink
 from node.telemetry.clock import TimeKind
 from node.training.serialization import deserialize_unit
-from wire.errors import LinkError, MemoryMismatchError, NonFiniteError, ProtocolViolationError, ThinwireError
+from wire.errors import (
+    DeviceLostError,
+    LinkError,
+    MemoryMismatchError,
+    NonFiniteError,
+    ProtocolViolationError,
+    ThinwireError,
+)
 from wire.messages import (
     Applied,
     Begin,
@@ -130,7 +137,10 @@ class EpochTask:
     # ---- the life of an epoch
 
     async def run(self) -> None:
-        """Obey commands until cancelled. A failure is reported; the coordinator then ends the epoch."""
+        """Obey commands until cancelled. A failure is reported; the coordinator then ends the epoch.
+
+        Raises DeviceLostError: no other epoch would go better on this node.
+        """
         try:
             async with self._open:
                 try:
@@ -148,6 +158,8 @@ class EpochTask:
             self._fail(FailureKind.NON_FINITE, str(error))
         except LinkError as error:
             self._fail(FailureKind.LINK, str(error))
+        except DeviceLostError:
+            raise
         except MemoryMismatchError as error:
             self._services.executor.forget()
             self._fail(FailureKind.INTERNAL, str(error))

@@ -24,7 +24,7 @@ from node.stage.node_metrics import serve_metrics
 from node.stage.node_settings import IdentityHolder, NodeSettings
 from node.stage.runtime import NodeRuntime
 from node.stage.watchdog import StuckError
-from wire.errors import UserError
+from wire.errors import DeviceLostError, UserError
 from wire.identity.token import JoinToken
 from wire.messages import Finish
 from wire.pacing import Pacer
@@ -44,8 +44,8 @@ def run_node(token_text: str, options: JoinOptions) -> int:
     directory = claim(token.run_id, options.state_dir)
     try:
         return asyncio.run(_serve(token, options, chosen, directory.path))
-    except StuckError as error:
-        # The interpreter would wait for the thread that does not come back.
+    except (StuckError, DeviceLostError) as error:
+        # The interpreter would wait for the thread that does not come back, or for a device's last kernels.
         sys.stderr.write(f"thinwire: error: {error}\n")
         sys.stderr.flush()
         directory.release()

@@ -81,8 +81,11 @@ def test_a_step_that_is_not_finite_ends_the_run_in_one_line(
     phase: Phase, tensor: str, count: int, verdict: str, tmp_path: Path, prefork: Prefork
 ) -> None:
     """Tried again without compression, then stopped; resumed from the snapshot, it ends undisturbed."""
-    nan = Fault(kind=Kind.NAN, phase=phase, stage=1, step=3, count=count)
-    with FaultRun(tmp_path, small(codecs=CODECS["packed"]), [nan], launch=prefork.popen) as run:
+    config = small(codecs=CODECS["packed"])
+    # Packing finds out behind the compute thread's back: only a step's last forward spoils nothing after it.
+    skip = config.microbatches - 1 if phase is Phase.FORWARD else 0
+    nan = Fault(kind=Kind.NAN, phase=phase, stage=1, step=3, skip=skip, count=count)
+    with FaultRun(tmp_path, config, [nan], launch=prefork.popen) as run:
         run.start()
         first = run.add_nodes(3)
         assert run.tend() == FAILED
