@@ -30,7 +30,7 @@ from node.telemetry.events import (
     StepDone,
 )
 from node.telemetry.render import event_lines
-from scripts.tables import markdown
+from scripts.doc_tables.markdown import markdown
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, small
 from wire.version import VERSION

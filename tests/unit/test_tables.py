@@ -1,18 +1,18 @@
 """Tables in the documents are what the program and the recorded results say now."""
 
-import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-_spec = importlib.util.spec_from_file_location("tables", ROOT / "scripts" / "tables.py")
-assert _spec is not None and _spec.loader is not None
-tables = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tables)
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import tables  # noqa: E402 - a script, in no package
+from doc_tables import losses, markdown, program  # noqa: E402
 
 
 def run(forward: str, backward: str, seed: int, loss: float, held_out: float) -> dict[str, Any]:
@@ -83,19 +83,24 @@ def test_a_table_that_nothing_makes_is_refused() -> None:
         tables.with_tables("<!-- table:speed -->\n<!-- /table -->", {"a": lambda: ""})
 
 
+def test_every_table_stands_in_a_document() -> None:
+    marks = [name for path in tables.documents() for _, name, _ in tables.BLOCK.findall(path.read_text())]
+    assert sorted(marks) == sorted(tables.TABLES)
+
+
 def test_cells_cannot_break_a_row() -> None:
-    made = tables.markdown([("a", "left"), ("b", "right")], [["x|y", "1"]])
+    made = markdown.markdown([("a", "left"), ("b", "right")], [["x|y", "1"]])
     assert made == "| a | b |\n|---|--:|\n| x\\|y | 1 |"
 
 
 def test_words_beneath_a_field_are_its_meaning() -> None:
     fields = ("x: int = 1", '"""Two', 'lines."""', "y: int = 2", "z: int = 3")
     source = "\n    ".join(("class A:", '"""Of A."""', *fields))
-    assert tables.field_words(source) == {"A": {"x": "Two lines."}}
+    assert program.field_words(source) == {"A": {"x": "Two lines."}}
 
 
 def test_every_key_of_a_run_file_has_a_row() -> None:
-    rows = tables.run_file().splitlines()
+    rows = program.run_file().splitlines()
     assert any(row.startswith("| `run.seed` | `0` |") for row in rows)
     assert any(row.startswith('| `pipeline.forward_codec` | `"tah"` |') for row in rows)
 
@@ -105,8 +110,8 @@ def test_losses_stand_beside_the_uncompressed_run_of_their_seed(
 ) -> None:
     path = tmp_path / "codec_loss.json"
     path.write_text(json.dumps(REPORT), encoding="utf-8")
-    monkeypatch.setattr(tables, "CODEC_LOSSES", (path,))
-    lines = tables.codec_loss().splitlines()
+    monkeypatch.setattr(losses, "CODEC_LOSSES", (path,))
+    lines = losses.codec_loss().splitlines()
     assert lines[2:4] == [
         "| 128 | `fp32` | `fp32` | 32.00 | 32.00 | 2.0000 | 2.5000 | - | - |",
         "| 128 | `tah` | `fixed-8` | 4.44 | 8.28 | 2.0200 (+1.00 %) | 2.4000 (-4.00 %) | 2.1000 | 2.6000 |",

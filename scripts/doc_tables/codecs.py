@@ -1,0 +1,174 @@
+"""Tables of what codecs take and lose, from recorded benchmarks."""
+
+import math
+
+from .markdown import RESULTS, ROOT, Tables, commit, markdown, read_report, spaced
+
+CODEC_SPEED = ROOT / "scripts" / "bench_codecs.json"
+GPU_CODEC_SPEED = RESULTS / "gpu_codecs.json"
+GPU_TRELLIS = RESULTS / "gpu_trellis.json"
+PACKING_OVERHEAD = RESULTS / "packing_overhead.json"
+TAH_ABLATION = RESULTS / "tah_ablation.json"
+RIVALS = RESULTS / "rivals.json"
+
+
+def codec_speed() -> str:
+    """What `make bench` recorded. Processor time, not wall time: it holds on a busy machine too."""
+    report = read_report(CODEC_SPEED)
+    rows = [
+        [
+            f"`{row['codec']}`",
+            f"{row['encode_cpu_nanoseconds_per_element']:.2f}",
+            f"{row['decode_cpu_nanoseconds_per_element']:.2f}",
+            f"{row['bits_per_element']:.3f}",
+            f"{row['relative_error']:.4f}",
+        ]
+        for row in report["results"]
+    ]
+    headings = ("encode, CPU ns an element", "decode, CPU ns an element", "bits an element", "relative error")
+    shape = " x ".join(map(str, report["shape"]))
+    threads = f"{report['threads']} thread" + ("s" if report["threads"] > 1 else "")
+    caption = (
+        f"{shape} {report['dtype']}, {spaced(report['hardware'])}, {threads}, "
+        f"load average {report['load_before']:.1f} before, median of {report['runs']} runs, "
+        f"torch {report['torch']}, Python {report['python']}, "
+        f"commit {commit(report)}."
+    )
+    columns = [("codec", "left"), *((heading, "right") for heading in headings)]
+    return markdown(columns, rows) + "\n\n" + caption
+
+
+def gpu_codec_speed() -> str:
+    """What scripts/bench_gpu_codecs.py recorded: kernels against a copy timed in the same run."""
+    report = read_report(GPU_CODEC_SPEED)
+    rows = [
+        [
+            " x ".join(map(str, row["shape"])),
+            f"`{row['codec']}`",
+            row["way"],
+            f"{1e6 * row['seconds']:.1f}",
+            f"{100 * row['of_copy']:.0f} %",
+        ]
+        for row in report["times"]
+    ]
+    columns = [("shape", "left"), ("codec", "left"), ("way", "left")]
+    columns += [("microseconds", "right"), ("of a copy's bandwidth", "right")]
+    caption = (
+        f"{report['dtype']}, CUDA graphs, {report['hardware']}, median of {report['runs']} runs, "
+        f"torch {report['torch']}, Triton {report['triton']}, commit {commit(report)}. Bandwidth "
+        "counts the bytes that must move; the copy is device to device, timed in the same run."
+    )
+    return markdown(columns, rows) + "\n\n" + caption
+
+
+def trellis_speed() -> str:
+    """What scripts/bench_gpu_trellis.py recorded, on a GPU and on a CPU of the same machine."""
+    report = read_report(GPU_TRELLIS)
+    rows = []
+    for row in report["rows"]:
+        elements = math.prod(row["shape"])
+        line = ["GPU" if row["device"] == "cuda" else "CPU", " x ".join(map(str, row["shape"]))]
+        line += [f"`{row['codec']}`", f"{row['relative_error']:.4f}"]
+        for way in ("encode", "decode"):
+            alone = row.get(f"{way}_kernel_seconds")
+            line += [f"{1e3 * row[f'{way}_seconds']:.1f}", "" if alone is None else f"{1e3 * alone:.1f}"]
+            line += [f"{elements / row[f'{way}_seconds'] / 1e6:.0f}"]
+        rows.append(line)
+    columns = [("on", "left"), ("shape", "left"), ("codec", "left"), ("relative error", "right")]
+    for way in ("encode", "decode"):
+        columns += [(f"{way}, ms", "right"), ("kernels alone", "right"), ("M elements/s", "right")]
+    caption = (
+        f"bf16, {report['hardware']}; the CPU's rows: {report['cores']} cores, {report['threads']} threads. "
+        f"Wall time, waits for the device included, median of {report['runs']} runs, torch "
+        f"{report['torch']}, Python {report['python']}, commit {commit(report)}."
+    )
+    return markdown(columns, rows) + "\n\n" + caption
+
+
+def packing_overhead() -> str:
+    """What scripts/bench_packing_overhead.py recorded: packing against a stage's compute, a microbatch."""
+    report = read_report(PACKING_OVERHEAD)
+    rows = [
+        [
+            row["dtype"],
+            f"`{row['forward']}`",
+            f"`{row['backward']}`",
+            f"{1e6 * row['device_seconds']:.0f}",
+            f"{100 * row['share']:.2f} %",
+            f"{1e6 * row['wall_seconds']:.0f}",
+            f"{100 * row['wall_share']:.2f} %",
+        ]
+        for row in report["rows"]
+    ]
+    columns = [("boundary", "left"), ("activations", "left"), ("gradients", "left")]
+    columns += [("kernels, microseconds", "right"), ("of the stage", "right")]
+    columns += [("with the host, microseconds", "right"), ("of the stage", "right")]
+    caption = (
+        f"A microbatch of {' x '.join(map(str, report['shape']))} through {report['layers']} layers in "
+        f"{report['stages']} stages: forward and backward of a stage take "
+        f"{1e3 * report['stage_seconds']:.1f} ms. Encoding and decoding both; {report['hardware']}, median "
+        f"of {report['runs']} runs, torch {report['torch']}, Triton {report['triton']}, "
+        f"commit {commit(report)}."
+    )
+    return markdown(columns, rows) + "\n\n" + caption
+
+
+def tah_ablation() -> str:
+    """What scripts/exp_tah_ablation.py recorded: settings of TAH-Quant, then every codec, a line each."""
+    report = read_report(TAH_ABLATION)
+    kinds = ("activation", "gradient", "outlier")
+    names = dict.fromkeys((row["group"], row["name"]) for row in report["results"])
+    by_key = {(row["group"], row["name"], row["kind"]): row for row in report["results"]}
+    rows = []
+    for group, name in names:
+        found = [by_key.get((group, name, kind)) for kind in kinds]
+        first = next(row for row in found if row is not None)
+        rows.append([group, name, f"{first['bits_per_element']:.2f}"])
+        rows[-1] += ["-" if row is None else f"{row['relative_error']:.4f}" for row in found]
+    columns = [("varied", "left"), ("setting or codec", "left"), ("bits an element", "right")]
+    columns += [(f"error, {words}", "right") for words in ("activations", "gradients", "with outliers")]
+    tensors = max(row["tensors"] for row in report["results"])
+    caption = (
+        f"Relative error of {tensors} tensors of each kind of {', '.join(report['data'])}; torch "
+        f"{report['torch']}, Python {report['python']}, "
+        f"commit {commit(report)}."
+    )
+    return markdown(columns, rows) + "\n\n" + caption
+
+
+def rivals() -> str:
+    """What scripts/bench_rivals.py recorded on a CPU."""
+    report = read_report(RIVALS)
+    speeds = {(row["package"], row["method"]): row for row in report["speeds"]}
+    by_key = {(row["package"], row["method"], row["kind"]): row for row in report["results"]}
+    rows = []
+    for package, method in dict.fromkeys((row["package"], row["method"]) for row in report["results"]):
+        speed = speeds[package, method]
+        errors = [by_key[package, method, kind]["relative_error"] for kind in ("activation", "gradient")]
+        row = [package, method, f"{by_key[package, method, 'activation']['bits_per_element']:.3f}"]
+        row += ["not finite" if error is None else f"{error:.4f}" for error in errors]
+        row += [f"{speed[f'{way}_nanoseconds_per_element']:.1f}" for way in ("encode", "decode")]
+        rows.append(row)
+    columns = [("package", "left"), ("method", "left"), ("bits an element", "right")]
+    columns += [("error, activations", "right"), ("error, gradients", "right")]
+    columns += [("encode, ns an element", "right"), ("decode, ns an element", "right")]
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    caption = (
+        f"{', '.join(report['data'])}, {report['device']}, {spaced(report['hardware'])}, "
+        f"{report['threads']} thread, least of {report['runs']} runs, load average "
+        f"{report['load_before']:.1f} before; {versions}; "
+        f"commit {commit(report)}."
+    )
+    for skipped in report["skipped"]:
+        caption += f" Not measured: {skipped['package']}, {skipped['method']}: {skipped['reason']}."
+    return markdown(columns, rows) + "\n\n" + caption
+
+
+TABLES: Tables = {
+    "codec_speed": codec_speed,
+    "gpu_codec_speed": gpu_codec_speed,
+    "trellis_speed": trellis_speed,
+    "packing_overhead": packing_overhead,
+    "tah_ablation": tah_ablation,
+    "rivals": rivals,
+}

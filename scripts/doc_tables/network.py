@@ -1,0 +1,128 @@
+"""Tables of links: the laboratory, the floor of a step, all-reduce, and what a trace costs."""
+
+from typing import Any
+
+from node.lab.results import read_results
+from node.lab.table import all_tables, provenance
+
+from .markdown import RESULTS, Tables, commit, markdown, read_report, spaced
+
+PIPELINE_FLOOR = RESULTS / "pipeline_floor.json"
+ALL_REDUCE = RESULTS / "all_reduce.json"
+TRACE_COST = RESULTS / "trace_cost.json"
+PAPER_SHAPE = (48, 1600)
+"""Layers and width of the model in the paper's tables of throughput."""
+
+
+def lab() -> str:
+    """What the laboratory measured, a block a results file; the paper's tables beside its own model."""
+    blocks = []
+    for path in sorted(RESULTS.glob("lab_*.json")):
+        result = read_results(path)
+        model = result["model"]
+        paper = (model["layers"], model["hidden"]) == PAPER_SHAPE
+        for table in all_tables([result])[: None if paper else 1]:
+            sides = ["left" if i < table.left else "right" for i in range(len(table.headings))]
+            text = markdown(list(zip(table.headings, sides, strict=True)), table.rows)
+            blocks.append(f"{table.title[0].upper()}{table.title[1:]}:\n\n{text}")
+        blocks.append(f"{provenance(result)}.")
+    return "\n\n".join(blocks) or "Nothing has been recorded yet."
+
+
+def pipeline_floor() -> str:
+    """What scripts/exp_pipeline_floor.py found: the share of the floor by rate and round trip."""
+    report = read_report(PIPELINE_FLOOR)
+    shapes = list(dict.fromkeys((row["round_trip_ms"], row["rate_mbit"]) for row in report["results"]))
+    kinds = list(dict.fromkeys((row["simulated"], row["window"]) for row in report["results"]))
+    found = {
+        (row["round_trip_ms"], row["rate_mbit"], row["simulated"], row["window"]): row
+        for row in report["results"]
+    }
+    columns = [("round trip, ms", "right"), ("Mbit/s", "right"), ("floor, s", "right")]
+    columns += [
+        (f"`window = {window}`" + (", simulated" if simulated else ", measured"), "right")
+        for simulated, window in kinds
+    ]
+    columns.append(("windows planned", "left"))
+    rows = []
+    for shape in shapes:
+        here = [found.get((*shape, *kind)) for kind in kinds]
+        some = next(row for row in here if row is not None)
+        planned = next((row for row in here if row is not None and any(row.get("windows", ()))), None)
+        rows.append(
+            [
+                *(f"{value:g}" for value in shape),
+                f"{some['floor_seconds']:.2f}",
+                *("-" if row is None else _share(row) for row in here),
+                "-" if planned is None else ", ".join(map(str, planned["windows"])),
+            ]
+        )
+    settings = report["settings"]
+    caption = (
+        f"Share of the floor of a step of {settings['microbatches']} microbatches through "
+        f"{settings['stages']} stages, forward {1e3 * settings['forward_seconds']:g} ms and backward "
+        f"{1e3 * settings['backward_seconds']:g} ms each, 1 MiB (`{settings['codec']}`) over each link "
+        "each way at the rate given. In brackets: of the floor with the compute times that the stages "
+        f"measured in the same steps. {spaced(report['hardware'])}, torch {report['versions']['torch']}, "
+        f"Python {report['versions']['python']}, commit {commit(report)}."
+    )
+    return markdown(columns, rows) + "\n\n" + caption
+
+
+def _share(row: dict[str, Any]) -> str:
+    """Of the floor with the times set; in brackets with those that the stages measured."""
+    measured = row.get("share_of_measured")
+    return f"{row['share']:.2f}" + ("" if measured is None else f" ({measured:.2f})")
+
+
+def all_reduce() -> str:
+    """What scripts/bench_all_reduce.py recorded: FP8 beside NCCL's own sums, by size."""
+    report = read_report(ALL_REDUCE)
+    rows = []
+    for row in report["rows"]:
+        times = row["milliseconds"]
+        rows.append(
+            (
+                f"{row['elements']:,}",
+                *(f"{times[way]:.3f}" for way in ("fp8", "bf16", "fp32")),
+                f"{row['bytes_sent']['fp32'] / row['bytes_sent']['fp8']:.2f}",
+            )
+        )
+    columns = (
+        ("elements", "right"),
+        ("e4m3, ms", "right"),
+        ("bf16, ms", "right"),
+        ("fp32, ms", "right"),
+        ("bytes of fp32 over e4m3", "right"),
+    )
+    caption = f"{report['rows'][0]['ranks']} x {report['hardware']}, NVLink, NCCL, median of "
+    caption += f"{report['rows'][0]['runs']}, torch {report['versions']['torch']}, commit {commit(report)}."
+    return f"{markdown(columns, rows)}\n\n{caption}"
+
+
+def trace_cost() -> str:
+    """What scripts/bench_trace.py recorded."""
+    report = read_report(TRACE_COST)
+    rows = [
+        ["recording a span", f"{1e6 * report['record_seconds']:.2f} microseconds"],
+        ["sending it: packed, and its share of the frame", f"{report['wire_bytes']:.1f} bytes"],
+        ["packing it for the control connection", f"{1e6 * report['pack_seconds']:.2f} microseconds"],
+        ["keeping it: on the coordinator's disk", f"{report['disk_bytes']:.1f} bytes"],
+        ["reading, checking and writing it there", f"{1e6 * report['keep_seconds']:.2f} microseconds"],
+        ["a step of a stage", f"{report['spans_per_step']} spans"],
+        ["of the demo's step, recorded and packed", f"{100 * report['share_of_step']:.2f} %"],
+    ]
+    caption = (
+        f"Processor time, median of {report['runs']} runs; a step of the demo's stage takes "
+        f"{report['step_seconds']:.2f} s of it. {spaced(report['hardware'])}, Python {report['python']}, "
+        f"commit {commit(report)}."
+    )
+    return markdown([("what", "left"), ("cost", "right")], rows) + "\n\n" + caption
+
+
+TABLES: Tables = {
+    "lab": lab,
+    "pipeline_floor": pipeline_floor,
+    "all_reduce": all_reduce,
+    "trace_cost": trace_cost,
+}
