@@ -15,6 +15,7 @@ from node.stage.inbox import Inbox
 from node.stage.stage_io import TensorLink
 from node.telemetry.clock import StageClock
 from wire.errors import (
+    DeviceLostError,
     LinkLostError,
     MemoryMismatchError,
     NonFiniteError,
@@ -302,6 +303,21 @@ async def test_who_remembers_otherwise_than_its_neighbour_holds_no_state() -> No
         await talk.ask(Begin(epoch=4, step=3))
         assert talk.node.stage.log[-1] == "forget"
         assert talk.node.stage.state_step == -1
+
+
+async def test_a_lost_device_is_not_reported_but_ends_the_node() -> None:
+    """Another epoch would fail on it in the same way, until the run has no tries left."""
+    node = Node(Stage())
+    task = EpochTask(PLACEMENT, node)
+    talk = Talk(node, task)
+    running = asyncio.create_task(task.run())
+    await talk.begun(3)
+    node.stage.trouble = DeviceLostError("rank 1 is gone")
+    task.submit(Begin(epoch=4, step=3))
+    async with asyncio.timeout(SECONDS):
+        with pytest.raises(DeviceLostError, match="rank 1 is gone"):
+            await running
+    assert node.said.empty()
 
 
 async def test_a_state_that_cannot_be_fetched_is_a_failure() -> None:
