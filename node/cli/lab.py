@@ -1,4 +1,4 @@
-"""`thinwire lab run|table|plot|check`: shaped networks on one machine, real runs over them, figures.
+"""`thinwire lab run|merge|table|plot|check`: shaped networks on one machine, real runs over them, figures.
 
 `run` starts itself again in private namespaces (`node.lab.private`) and measures there.
 """
@@ -27,10 +27,27 @@ def add_parser(commands: Any) -> None:
     )
     run_.add_argument("--out", type=Path, help="results go here (default: lab/<name>)")
     run_.add_argument(
-        "--time-limit", type=float, default=0.0, metavar="SECONDS", help="begin no cell after so long"
+        "--time-limit",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="measure only what ends within so long; the same command goes on",
+    )
+    run_.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="CODECS@SHAPE",
+        help="only these cells, as in tah/fixed-6@100; also CODECS or @SHAPE; may be given more than once",
     )
     run_.add_argument("--no-plots", action="store_true", help="draw no figures")
+    run_.add_argument(
+        "--pack", action="store_true", help="put raw/ and logs/ into one logs.tar.xz at the end"
+    )
     run_.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    merge_ = actions.add_parser("merge", help="results of several parts of one profile as one file")
+    merge_.add_argument("parts", metavar="RESULTS.json", nargs="+", type=Path, help="of `lab run`")
+    merge_.add_argument("--out", type=Path, required=True, help="the file to write")
     table = actions.add_parser("table", help="the paper's tables beside what was measured")
     plot = actions.add_parser("plot", help="figures from results")
     for action in (table, plot):
@@ -38,19 +55,23 @@ def add_parser(commands: Any) -> None:
     plot.add_argument("--out", type=Path, help="figures go here (default: beside the results)")
     check = actions.add_parser("check", help="what this machine can do for the lab")
     check.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    for action, function in ((run_, _run), (table, _table), (plot, _plot), (check, _check)):
+    actions_ = ((run_, _run), (merge_, _merge), (table, _table), (plot, _plot), (check, _check))
+    for action, function in actions_:
         action.set_defaults(run=function, parser=action)
 
 
 def _run(args: argparse.Namespace) -> int:
+    from node.lab.plan import check_only
     from node.lab.profile_file import load_profile
 
     if not 0 <= args.time_limit < 1e9:
         raise UsageError(f"--time-limit must be a number of seconds of at least 0, got {args.time_limit:g}")
     profile = load_profile(args.profile, args.overrides)
+    check_only(profile, args.only)
     out = args.out or Path("lab") / profile.lab.name
     if args.inside:
         return _run_inside(args, out)
+    from node.lab.archive import pack_logs
     from node.lab.private import run_inside
     from node.lab.results import RESULTS_FILE
 
@@ -59,7 +80,12 @@ def _run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise UsageError(f"cannot make {out} ({error.strerror}); give another --out") from error
     options = ["--out", str(out), "--time-limit", str(args.time_limit), "--inside"]
-    code = run_inside(["lab", "run", str(args.profile), *args.overrides, *options])
+    options += [f"--only={words}" for words in args.only]
+    try:
+        code = run_inside(["lab", "run", str(args.profile), *args.overrides, *options])
+    finally:
+        if args.pack and (packed := pack_logs(out)) is not None:
+            _tell(f"packed {packed}")
     if code == 0 and not args.no_plots:
         _draw([out / RESULTS_FILE], out, must=False)
     return code
@@ -78,10 +104,23 @@ def _run_inside(args: argparse.Namespace, out: Path) -> int:
     async def run() -> None:
         async with asyncio.TaskGroup() as group:
             lifeline = group.create_task(end_with_stdin())
-            await run_laboratory(profile, out, time_limit=args.time_limit, tell=_tell)
+            await run_laboratory(profile, out, time_limit=args.time_limit, tell=_tell, only=args.only)
             lifeline.cancel()
 
     asyncio.run(run())
+    return 0
+
+
+def _merge(args: argparse.Namespace) -> int:
+    from node.lab.merge import merge
+    from node.lab.results import Results, read_results
+
+    merged = merge([read_results(path) for path in args.parts])
+    try:
+        Results(args.out, merged).write()
+    except OSError as error:
+        raise UsageError(f"cannot write {args.out} ({error.strerror}); give another --out") from error
+    _tell(f"{args.out}: {len(merged['cells'])} cells of {len(merged['runs'])} runs")
     return 0
 
 

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +22,7 @@ from node.lab.measure import (
     cell_floor,
     compute_times,
     floor_figures,
+    transfer_seconds,
 )
 from node.lab.network import Network, WireBytes, describe_shapers
 from node.lab.plan import Cell, PlannedRun, all_shapes, plan_runs
@@ -42,14 +43,20 @@ SPARE_CORES = 4
 """With so many a stage, the next run's processes start while one trains: they import, then wait."""
 
 
-async def run_laboratory(profile: Profile, out: Path, *, time_limit: float, tell: Tell) -> bool:
+async def run_laboratory(
+    profile: Profile, out: Path, *, time_limit: float, tell: Tell, only: Sequence[str] = ()
+) -> bool:
     """Measure every cell of a profile that `out` does not hold yet. True when all are there.
 
     Called in the private place that `node.lab.private` makes. Results are in `out` after every cell.
 
+    Args:
+        time_limit: seconds; a cell that would not end by then is left out. 0 is the profile's.
+        only: as `node.lab.plan.plan_runs` takes it.
+
     Raises RunError for a link that is off and for a run that breaks; what was measured before stays.
     """
-    lab = _Laboratory(profile, out, time_limit or profile.lab.time_limit_seconds, tell)
+    lab = _Laboratory(profile, out, time_limit or profile.lab.time_limit_seconds, tell, only)
     return await lab.run()
 
 
@@ -83,14 +90,19 @@ def _with_text(config: RunConfig, size: int, directory: Path) -> RunConfig:
 
 
 class _Laboratory:
-    def __init__(self, profile: Profile, out: Path, time_limit: float, tell: Tell) -> None:
+    def __init__(
+        self, profile: Profile, out: Path, time_limit: float, tell: Tell, only: Sequence[str]
+    ) -> None:
         self._profile = profile
+        self._only = only
         self._out = out
         self._tell = tell
         self._began = time.monotonic()
         self._limit = time_limit
         self._ends = link_ends(profile.config)
         self._calibrations: dict[str, Calibration] = {}
+        self._start_seconds = 0.0
+        """From a run's start to its first cell, as the last one took; 0 before there was one."""
 
     async def run(self) -> bool:
         path = self._out / RESULTS_FILE
@@ -98,21 +110,25 @@ class _Laboratory:
         method = (
             delay_method(profile.network.delay) if any(r.needs_delay for r in plan_runs(profile)) else "none"
         )
-        results = Results.go_on(path, profile) if path.exists() else self._new_results(path, method)
-        runs = plan_runs(profile, results.done)
+        machine = describe_machine()
+        if path.exists():
+            results = Results.go_on(path, profile, machine)
+        else:
+            results = self._new_results(path, machine, method)
+        runs = plan_runs(profile, results.done, self._only)
         if not runs:
-            self._tell("every cell has been measured")
+            self._tell("every cell asked for has been measured")
             return True
         # Where nothing is delayed nothing stands between two nodes but the wire.
         for delayed, group in groupby(runs, key=lambda run: run.needs_delay):
             await self._measure(tuple(group), method if delayed else "none", results)
-        left = plan_runs(profile, results.done)
-        results.values["finished"] = not left
+        results.values["finished"] = not plan_runs(profile, results.done)
         results.write()
-        if left:
+        if left := plan_runs(profile, results.done, self._only):
             cells = sum(len(run.cells) for run in left)
             self._tell(
-                f"the time limit of {self._limit:g} s is over: {cells} cells left; the same command goes on"
+                f"no other cell would end within {self._limit:g} s: {cells} cells left; the same command "
+                "goes on"
             )
         return not left
 
@@ -141,7 +157,7 @@ class _Laboratory:
         ahead: _Run | None = None
         try:
             for number, run in enumerate(runs):
-                if self._over():
+                if self.over(self._start_seconds):
                     return
                 running = ahead or _Run(self, network, run, results, len(results.values["runs"]))
                 ahead = None
@@ -152,7 +168,7 @@ class _Laboratory:
             if ahead is not None:
                 await ahead.close()
 
-    def _new_results(self, path: Path, method: str) -> Results:
+    def _new_results(self, path: Path, machine: Mapping[str, Any], method: str) -> Results:
         section = self._profile.network
         network: dict[str, Any] = {
             **asdict(section),
@@ -160,13 +176,13 @@ class _Laboratory:
             "congestion_control": congestion_control(),
             "control": "the coordinator's wires are not shaped",
         }
-        return Results.new(path, self._profile, describe_machine(), network)
+        return Results.new(path, self._profile, machine, network)
 
     async def _calibrate(self, network: Network, runs: tuple[PlannedRun, ...], results: Results) -> None:
         """All shapes before the first run, while the wires are idle."""
         self._calibrations.clear()
         for shape in all_shapes(runs):
-            if self._over():
+            if self.over():
                 return
             await asyncio.to_thread(network.shape, shape)
             found = await asyncio.to_thread(
@@ -188,8 +204,13 @@ class _Laboratory:
             )
         results.write()
 
-    def _over(self) -> bool:
-        return self._limit > 0 and time.monotonic() - self._began > self._limit
+    def over(self, seconds: float = 0.0) -> bool:
+        """Whether something that takes so long would not end within the time limit."""
+        return self._limit > 0 and time.monotonic() - self._began + seconds > self._limit
+
+    def started(self, seconds: float) -> None:
+        """A run came to its first cell in so long."""
+        self._start_seconds = seconds
 
 
 class _Run:
@@ -248,7 +269,7 @@ class _Run:
                 lab._tell(f"{self.name}: joined and placed in {record['start_seconds']:.1f} s")
                 if ahead is not None:
                     await ahead.prepare()
-                compute = None
+                compute = phase = None
                 if section.unthrottled_steps:
                     phase, _ = await self._phase(processes, None, section.unthrottled_steps, log)
                     compute = compute_times(phase, run.config.microbatches)
@@ -257,10 +278,20 @@ class _Run:
                         "tokens_per_second": self._tokens / phase.step_seconds,
                         "compute": asdict(compute),
                     }
+                lab.started(time.monotonic() - began)
                 for cell in run.cells:
-                    if lab._over():
-                        return
-                    await self._cell(processes, cell, compute, record, log)
+                    if not lab.over(self._expected_seconds(cell, phase)):
+                        await self._cell(processes, cell, compute, record, log)
+
+    def _expected_seconds(self, cell: Cell, unthrottled: PhaseSteps | None) -> float:
+        """About how long the cell takes; 0 where nothing was measured yet."""
+        if unthrottled is None:
+            return 0.0
+        step = max(
+            unthrottled.step_seconds,
+            transfer_seconds(unthrottled, cell.shape, self._network.topology.wires),
+        )
+        return step * (self._lab._profile.lab.warmup_steps + cell.steps)
 
     async def _cell(
         self,
@@ -271,7 +302,7 @@ class _Run:
         log: TextIO,
     ) -> None:
         lab = self._lab
-        phase, steps = await self._phase(processes, cell.shape, lab._profile.lab.steps, log)
+        phase, steps = await self._phase(processes, cell.shape, cell.steps, log)
         wires = self._network.topology.wires
         measured = steps[-len(phase.costs) :]
         values: dict[str, Any] = {

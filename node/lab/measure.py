@@ -172,6 +172,17 @@ def wire_figures(phase: PhaseSteps, shape: Shape, wires: Sequence[Wire]) -> list
     return figures
 
 
+def transfer_seconds(phase: PhaseSteps, shape: Shape, wires: Sequence[Wire]) -> float:
+    """Seconds that a step's bytes take over the busiest direction of `shape`, were nothing else to be done.
+
+    Args:
+        phase: steps with the same codecs, over any shape.
+    """
+    figures = wire_figures(phase, shape, wires)
+    busiest = max(8e-6 * each["own_bytes"] / each["asked_mbit"] for each in figures)
+    return float(busiest) / len(phase.costs)
+
+
 def floor_figures(floor: Floor, phase: PhaseSteps, compute: Compute) -> dict[str, Any]:
     """The floor, what binds it, and the share of it that was reached."""
     return {

@@ -5,13 +5,14 @@ change between its phases. Runs come in the order in which the profile names the
 off what it puts last.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from node.config.schema import RunConfig, Window
 from node.lab.profile import Profile
 from node.lab.profile_file import vary
 from node.lab.shape import Shape
+from wire.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +27,18 @@ class CellKey:
     shape: str
     """`Shape.label`."""
 
+    @property
+    def pair(self) -> str:
+        """The codecs as profiles name them."""
+        return f"{self.forward_codec}/{self.backward_codec}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     key: CellKey
     shape: Shape
+    steps: int
+    """To be measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +59,17 @@ class PlannedRun:
         return tuple(cell.shape for cell in self.cells)
 
 
-def plan_runs(profile: Profile, done: Collection[CellKey] = ()) -> tuple[PlannedRun, ...]:
-    """Every run that has cells left to measure. A cell that two sweeps name is measured once."""
+def plan_runs(
+    profile: Profile, done: Collection[CellKey] = (), only: Sequence[str] = ()
+) -> tuple[PlannedRun, ...]:
+    """Every run that has cells left to measure. A cell that two sweeps name is measured once.
+
+    Args:
+        only: the cells wanted, each as `CODECS`, `@SHAPE` or `CODECS@SHAPE`; empty: all.
+
+    Raises ConfigError when one of `only` names no cell of the profile.
+    """
+    check_only(profile, only)
     runs: list[PlannedRun] = []
     seen = set(done)
     for seed in profile.lab.seeds:
@@ -70,9 +87,9 @@ def plan_runs(profile: Profile, done: Collection[CellKey] = ()) -> tuple[Planned
                                 seed=seed,
                                 shape=shape.label,
                             )
-                            if key not in seen:
+                            if key not in seen and _wanted(key, only):
                                 seen.add(key)
-                                cells.append(Cell(key=key, shape=shape))
+                                cells.append(Cell(key=key, shape=shape, steps=sweep.steps))
                         if cells:
                             config = vary(profile.config, forward, backward, microbatch, window)
                             runs.append(_run(profile, config, tuple(cells)))
@@ -84,17 +101,38 @@ def all_shapes(runs: Collection[PlannedRun]) -> tuple[Shape, ...]:
     return tuple({shape.label: shape for run in runs for shape in run.shapes}.values())
 
 
-def planned_steps(profile: Profile, cells: int) -> int:
-    """Steps that a run of so many cells takes."""
+def planned_steps(profile: Profile, cells: Collection[Cell]) -> int:
+    """Steps that a run of these cells takes."""
     lab = profile.lab
     unthrottled = lab.warmup_steps + lab.unthrottled_steps if lab.unthrottled_steps else 0
-    return unthrottled + cells * (lab.warmup_steps + lab.steps)
+    return unthrottled + sum(lab.warmup_steps + cell.steps for cell in cells)
+
+
+def check_only(profile: Profile, only: Sequence[str]) -> None:
+    """Raises ConfigError for the first of `only` that no cell of the profile answers to."""
+    pairs = {"/".join(pair): None for sweep in profile.sweeps for pair in sweep.codecs}
+    shapes = {shape.label: None for sweep in profile.sweeps for shape in sweep.shapes}
+    for words in only:
+        pair, at, shape = words.partition("@")
+        if (pair and pair not in pairs) or (at and shape not in shapes) or not words.strip("@"):
+            raise ConfigError(
+                f"--only {words!r} names no cell of this profile: expected CODECS, @SHAPE or CODECS@SHAPE, "
+                f"with codecs of {', '.join(pairs)} and shapes of {', '.join(shapes)}"
+            )
+
+
+def _wanted(key: CellKey, only: Sequence[str]) -> bool:
+    def fits(words: str) -> bool:
+        pair, at, shape = words.partition("@")
+        return pair in ("", key.pair) and (not at or shape == key.shape)
+
+    return not only or any(map(fits, only))
 
 
 def _run(profile: Profile, config: RunConfig, cells: tuple[Cell, ...]) -> PlannedRun:
     key = cells[0].key
     # The lab ends the run after its last measured step: the step that would make a snapshot never comes.
-    steps = planned_steps(profile, len(cells)) + 1
+    steps = planned_steps(profile, cells) + 1
     section = replace(config.run, name=profile.lab.name, seed=key.seed, steps=steps, snapshot_every=steps)
     training = replace(config.training, warmup_steps=min(config.training.warmup_steps, steps))
     name = f"{key.forward_codec}-{key.backward_codec}-mb{key.microbatch}-w{key.window}-s{key.seed}"

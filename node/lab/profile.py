@@ -79,6 +79,8 @@ class SweepSection:
     """Values of `training.microbatch`; empty: the run file's."""
     windows: tuple[str, ...] = ()
     """Values of `pipeline.window`, `"auto"` or a number as in `"4"`; empty: the run file's."""
+    steps: int = 0
+    """Steps measured in each of this sweep's cells; 0: `lab.steps`. Where a link binds, two say enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,8 @@ class Sweep:
     codecs: tuple[tuple[str, str], ...]
     microbatches: tuple[int, ...]
     windows: tuple[Window, ...]
+    steps: int
+    """Measured in each cell."""
 
 
 @dataclass(frozen=True, kw_only=True)

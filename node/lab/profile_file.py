@@ -65,7 +65,7 @@ def load_profile(path: Path, overrides: Sequence[str] = ()) -> Profile:
     matrix_path = path.parent / network.matrix if network.matrix else None
     matrix = read_matrix(matrix_path) if matrix_path else None
     sweeps = tuple(
-        _sweep(section, network, matrix, config, f"{where}: sweep {i + 1}")
+        _sweep(section, lab, network, matrix, config, f"{where}: sweep {i + 1}")
         for i, section in enumerate(sections)
     )
     files = [
@@ -179,7 +179,12 @@ def _check_network(network: NetworkSection, stages: int, where: str) -> None:
 
 
 def _sweep(
-    section: SweepSection, network: NetworkSection, matrix: Matrix | None, config: RunConfig, where: str
+    section: SweepSection,
+    lab: LabSection,
+    network: NetworkSection,
+    matrix: Matrix | None,
+    config: RunConfig,
+    where: str,
 ) -> Sweep:
     shapes = _matrix_shapes(section, network, matrix, config, where) if matrix else ()
     if not matrix:
@@ -200,11 +205,19 @@ def _sweep(
         codecs.append((forward, backward))
     if not codecs:
         raise ConfigError(f"{where} names no codecs")
+    if section.steps < 0:
+        raise ConfigError(f"{where}: steps cannot be negative, got {section.steps}")
     for forward, backward in codecs:
         for microbatch in microbatches:
             for window in windows:
                 validate(vary(config, forward, backward, microbatch, window), where=where)
-    return Sweep(shapes=shapes, codecs=tuple(codecs), microbatches=microbatches, windows=windows)
+    return Sweep(
+        shapes=shapes,
+        codecs=tuple(codecs),
+        microbatches=microbatches,
+        windows=windows,
+        steps=section.steps or lab.steps,
+    )
 
 
 def _window(text: str, where: str) -> Window:

@@ -40,6 +40,7 @@ class Results:
             "network": dict(network),
             "model": asdict(model),
             "training": asdict(training),
+            "text": _text_name(profile),
             "stages": profile.config.pipeline.stages,
             "device": profile.lab.device,
             "seeds": list(profile.lab.seeds),
@@ -52,12 +53,17 @@ class Results:
         return cls(path, values)
 
     @classmethod
-    def go_on(cls, path: Path, profile: Profile) -> "Results":
-        """Raises UserError if what is there comes from another profile."""
+    def go_on(cls, path: Path, profile: Profile, machine: Mapping[str, Any]) -> "Results":
+        """Raises UserError if what is there comes from another profile, or from another machine or commit."""
         values = read_results(path)
         if values["profile_sha256"] != profile.sha256:
             raise UserError(
                 f"{path} was measured with another version of this profile: results of both do not mix; "
+                "give another --out"
+            )
+        if other := differing(values["machine"], machine):
+            raise UserError(
+                f"{path} was measured elsewhere (its {', '.join(other)} differ): results of both do not mix; "
                 "give another --out"
             )
         return cls(path, values)
@@ -86,6 +92,11 @@ def read_results(path: Path) -> dict[str, Any]:
     return values
 
 
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys whose values differ."""
+    return tuple(sorted(key for key in {**one, **other} if one.get(key) != other.get(key)))
+
+
 def describe_machine() -> dict[str, Any]:
     """Kernel, hardware, versions and commit: what figures depend on."""
     import grpc
@@ -106,6 +117,12 @@ def describe_machine() -> dict[str, Any]:
             "iproute2": _words("ip", "-V"),
         },
     }
+
+
+def _text_name(profile: Profile) -> str:
+    """The text's own name, without the folders that only this machine has, and how much of it is read."""
+    size = profile.lab.text_bytes
+    return Path(profile.config.data.path).name + (f", the first {size} bytes" if size else "")
 
 
 def processor() -> str:

@@ -3,12 +3,14 @@
 import builtins
 import json
 import math
+import tarfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from node.lab.archive import pack_logs
 from node.lab.calibration import Calibration, Measured
 from node.lab.measure import (
     Compute,
@@ -17,9 +19,12 @@ from node.lab.measure import (
     cell_floor,
     compute_times,
     floor_figures,
+    transfer_seconds,
 )
+from node.lab.merge import merge
 from node.lab.network import WireBytes
 from node.lab.plots import draw
+from node.lab.profile_file import load_profile
 from node.lab.results import FORMAT, Results, read_results
 from node.lab.shape import PAYLOAD_SHARE, Shape, uniform
 from node.lab.table import all_tables, paper_tables, provenance, tables_text
@@ -29,6 +34,7 @@ from node.telemetry.events import FlowCost, LinkCost, StageCost, StepCosts
 from wire.errors import UserError
 
 PAPER = Path(__file__).parents[2] / "node" / "lab" / "paper_tables.toml"
+SMOKE = Path(__file__).parents[2] / "deploy" / "lab" / "smoke.toml"
 MEGABYTE = 1_000_000
 
 
@@ -143,6 +149,15 @@ def test_the_floor_of_a_cell_is_its_bytes_at_the_measured_rate() -> None:
         "forward": [0.001] * 2,
         "backward": [0.001] * 2,
     }
+
+
+def test_a_steps_bytes_over_another_shape_take_as_long_as_the_busiest_direction() -> None:
+    found = phase(0.5, 0.7)
+    # 1,001,000 bytes out and 501,000 back in each step.
+    assert transfer_seconds(found, uniform("8", 0.0, 1), wires()) == pytest.approx(1.001)
+    assert transfer_seconds(found, uniform("8/2", 0.0, 1), wires()) == pytest.approx(4 * 0.501)
+    shared = phase(0.5, wires=(WireBytes(0, 0),) * 2)
+    assert transfer_seconds(shared, uniform("8", 0.0, 2), wires("interfaces")) == pytest.approx(1.001)
 
 
 def test_the_floor_counts_the_way_of_a_shared_interface_once() -> None:
@@ -278,6 +293,79 @@ def test_results_are_written_whole_and_read_strictly(tmp_path: Path) -> None:
         read_results(path)
     with pytest.raises(UserError, match="no such results file"):
         read_results(tmp_path / "none.json")
+
+
+def test_parts_of_a_profile_merge_into_one() -> None:
+    def part(*cells: dict[str, Any], method: str = "none") -> dict[str, Any]:
+        found = results(*({**each, "run": "00-a-run"} for each in cells))
+        found["runs"] = [{"name": "00-a-run"}]
+        found["network"] |= {"delay_method": method}
+        return {**found, "finished": False}
+
+    slow, fast = cell("tah/fixed-6", 100, 900.0), cell("tah/fixed-6", 500, 5000.0)
+    parts = [part(slow, fast), part(cell("fp32/fp32", 100, 200.0), method="relay"), part({**slow, "mbit": 1})]
+    whole = merge(parts)
+    assert [(c["key"]["forward_codec"], c["key"]["shape"], c["run"]) for c in whole["cells"]] == [
+        ("tah", "100", "02-a-run"),
+        ("tah", "500", "00-a-run"),
+        ("fp32", "100", "01-a-run"),
+    ]
+    assert whole["cells"][0]["mbit"] == 1
+    assert [run["name"] for run in whole["runs"]] == ["00-a-run", "01-a-run", "02-a-run"]
+    assert whole["network"]["delay_method"] == "relay"
+    assert len(whole["calibrations"]) == 3
+    assert parts[0]["network"]["delay_method"] == "none"
+    assert "3 runs" in provenance(whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"profile_sha256": "1"}, "results whose profile_sha256 differ"),
+        ({"machine": {"commit": "another"}}, "machine's commit, machine's cores"),
+        ({"network": {"delay_method": "netem"}}, "delayed by netem and by relay do not mix"),
+    ],
+)
+def test_parts_of_different_measurements_do_not_merge(change: dict[str, Any], words: str) -> None:
+    first = results()
+    first["network"] |= {"delay_method": "relay"}
+    with pytest.raises(UserError, match=words):
+        merge([first, {**first, **change}])
+
+
+def test_results_of_another_machine_or_commit_are_not_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    values = results(cell("tah/fixed-6", 100, 1.0))
+    Results(path, values).write()
+    profile = load_profile(SMOKE)
+    values["profile_sha256"] = profile.sha256
+    Results(path, values).write()
+    assert len(Results.go_on(path, profile, values["machine"]).done) == 1
+    with pytest.raises(UserError, match=r"measured elsewhere \(its commit, gpus differ\)"):
+        Results.go_on(path, profile, {**values["machine"], "commit": "new", "gpus": ["one"]})
+    with pytest.raises(UserError, match="another version of this profile"):
+        Results.go_on(path, load_profile(SMOKE, ["lab.steps=9"]), values["machine"])
+
+
+def test_results_name_the_text_without_this_machines_folders(tmp_path: Path) -> None:
+    profile = load_profile(SMOKE, ["data.path=/some/where/books.txt.xz", "lab.text_bytes=2300"])
+    found = Results.new(tmp_path / "results.json", profile, {}, {})
+    assert found.values["text"] == "books.txt.xz, the first 2300 bytes"
+
+
+def test_raw_steps_and_logs_become_one_archive(tmp_path: Path) -> None:
+    assert pack_logs(tmp_path) is None
+    for number in (1, 2):
+        (tmp_path / "raw").mkdir()
+        (tmp_path / "raw" / "00-run.jsonl").write_text(f"steps {number}")
+        (tmp_path / "logs" / "00-run").mkdir(parents=True)
+        (tmp_path / "logs" / "00-run" / "node0.log").write_text("words")
+        pack_logs(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs-2.tar.xz", "logs.tar.xz"]
+    with tarfile.open(tmp_path / "logs-2.tar.xz") as archive:
+        steps = archive.extractfile("raw/00-run.jsonl")
+        assert steps is not None and steps.read() == b"steps 2"
+        assert "logs/00-run/node0.log" in archive.getnames()
 
 
 def test_figures_are_drawn(tmp_path: Path) -> None:

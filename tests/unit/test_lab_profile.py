@@ -31,9 +31,10 @@ def test_every_profile_we_ship_is_whole(path: Path) -> None:
     profile = load_profile(path)
     assert profile.lab.name == path.stem
     for run in plan_runs(profile):
-        ends = link_ends(run.config)
+        shared = profile.network.topology == "interfaces"
+        wires = run.config.pipeline.stages if shared else len(link_ends(run.config))
         for shape in run.shapes:
-            assert len(shape.links) == len(ends)
+            assert len(shape.links) == wires
 
 
 def test_the_matrix_we_ship_has_every_pair_of_ten_regions() -> None:
@@ -76,6 +77,7 @@ def test_rates_may_differ_by_direction(tmp_path: Path) -> None:
         ("[[sweep]]\nrates = ['10']\ncodecs = ['tahh/fp32']", "pipeline.forward_codec"),
         ("[[sweep]]\nrates = ['10']\nwindows = ['wide']", "window 'wide' must be"),
         ("[[sweep]]\nrates = ['10']\nmicrobatches = [5]", "must be a multiple of training.microbatch"),
+        ("[[sweep]]\nrates = ['10']\nsteps = -1", "steps cannot be negative, got -1"),
         ("[[sweep]]\nrates = ['10']\nmatrix_shares = [1.0]", "matrix_shares go with network.matrix"),
         ("[network]\nregions = ['Oregon']" + SMALL, "network.matrix and network.regions come together"),
         ("[model", "is not valid TOML"),
@@ -129,7 +131,7 @@ def test_cells_that_differ_in_their_links_alone_share_a_run(tmp_path: Path) -> N
     assert {run.config.run.seed for run in runs} == {3}
     for run in runs:
         # The run would make its snapshot in a step that the lab never lets happen.
-        assert run.config.run.steps == planned_steps(profile, len(run.cells)) + 1
+        assert run.config.run.steps == planned_steps(profile, run.cells) + 1
         assert run.config.run.snapshot_every == run.config.run.steps
 
 
@@ -141,3 +143,36 @@ def test_cells_that_are_done_are_not_planned_again(tmp_path: Path) -> None:
     assert [cell.key for cell in rest[0].cells] == [cell.key for cell in everything[0].cells[1:]]
     done: set[CellKey] = {cell.key for run in everything for cell in run.cells}
     assert plan_runs(profile, done) == ()
+
+
+def test_a_sweep_may_measure_fewer_steps_than_the_others(tmp_path: Path) -> None:
+    text = "[lab]\nsteps = 7\nwarmup_steps = 2\nunthrottled_steps = 3\n[pipeline]\nstages = 2\n"
+    text += "[[sweep]]\nrates = ['10', '20']\ncodecs = ['fp32/fp32']\nsteps = 4\n"
+    text += "[[sweep]]\nrates = ['30']\ncodecs = ['fp32/fp32']\n"
+    first, last = plan_runs(load_profile(write(tmp_path, text)))
+    assert [cell.steps for cell in (*first.cells, *last.cells)] == [4, 4, 7]
+    assert first.config.run.steps == (2 + 3) + 2 * (2 + 4) + 1
+    assert last.config.run.steps == (2 + 3) + (2 + 7) + 1
+
+
+@pytest.mark.parametrize(
+    ("only", "cells"),
+    [
+        (["tah/fixed-6"], [("tah", "100"), ("tah", "50/10")]),
+        (["@100"], [("fp32", "100"), ("tah", "100")]),
+        (["tah/fixed-6@50/10"], [("tah", "50/10")]),
+        (["tah/fixed-6@50/10", "fp32/fp32@100"], [("fp32", "100"), ("tah", "50/10")]),
+    ],
+)
+def test_an_invocation_may_measure_some_of_the_cells(
+    tmp_path: Path, only: list[str], cells: list[tuple[str, str]]
+) -> None:
+    runs = plan_runs(load_profile(write(tmp_path, SMALL)), only=only)
+    assert [(cell.key.forward_codec, cell.key.shape) for run in runs for cell in run.cells] == cells
+
+
+@pytest.mark.parametrize("words", ["tah", "tah/fixed-8", "@10", "tah/fixed-6@10", "fp32/fp32@", "@", ""])
+def test_cells_that_the_profile_lacks_are_named(tmp_path: Path, words: str) -> None:
+    profile = load_profile(write(tmp_path, SMALL))
+    with pytest.raises(ConfigError, match=r"names no cell of this profile: .* fp32/fp32, tah/fixed-6 .* 100"):
+        plan_runs(profile, only=["tah/fixed-6", words])
