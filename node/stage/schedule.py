@@ -196,25 +196,27 @@ def check_complete(orders: Orders) -> tuple[int, int]:
     microbatches = 1 + max(action.microbatch for action in actions)
     expected = {Action(k, c, m) for k in Kind for c in range(chunks) for m in range(microbatches)}
     for stage, order in enumerate(orders):
-        times = Counter(order)
-        wrong = {action for action in expected if times[action] != 1} | (times.keys() - expected)
-        if wrong:
+        if len(order) != len(expected) or expected != set(order):
+            times = Counter(order)
+            wrong = {action for action in expected if times[action] != 1} | (times.keys() - expected)
             names = "; ".join(sorted(map(str, wrong))[:3])
             raise ConfigError(
                 f"stage {stage} must run {chunks} chunks × {microbatches} microbatches once each way; "
                 f"missing, repeated or unknown: {names}"
             )
-        place = {action: position for position, action in enumerate(order)}
-        for c in range(chunks):
-            previous = -1
-            for m in range(microbatches):
-                backward = place[Action(Kind.BACKWARD, c, m)]
-                if backward < max(previous, place[Action(Kind.FORWARD, c, m)]):
-                    raise ConfigError(
-                        f"stage {stage} runs the backward of chunk {c}, microbatch {m} too early: "
-                        "it must follow its own forward and the backward of the microbatch before"
-                    )
-                previous = backward
+        run = set[tuple[int, int]]()
+        due = [0] * chunks
+        for action in order:
+            c, m = action.chunk, action.microbatch
+            if action.kind is Kind.FORWARD:
+                run.add((c, m))
+            elif m == due[c] and (c, m) in run:
+                due[c] += 1
+            else:
+                raise ConfigError(
+                    f"stage {stage} runs the backward of chunk {c}, microbatch {m} too early: "
+                    "it must follow its own forward and the backward of the microbatch before"
+                )
     return chunks, microbatches
 
 

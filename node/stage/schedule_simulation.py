@@ -105,7 +105,10 @@ class _Simulation:
         passage: Callable[[BoundaryTensor, int, int], tuple[Mapping[Hashable, float], float]],
     ) -> None:
         self._orders = orders
-        self._chunks = chunks
+        self._edges = [
+            [dependencies(action, stage, len(orders), chunks) for action in order]
+            for stage, order in enumerate(orders)
+        ]
         self._compute_time = {Kind.FORWARD: forward_time, Kind.BACKWARD: backward_time}
         self._passage = passage
         # Events are (time, number, stage, what ends there): a stage's own action, or a tensor on its way to
@@ -125,7 +128,7 @@ class _Simulation:
             now, _, stage, ended = heappop(self._events)
             if isinstance(ended, Action):
                 self._computing[stage] = False
-                self._send(ended, stage, now)
+                self._send(ended.kind, stage, now)
             else:
                 self._arrived.add(ended)
             self._start_next(stage, now)
@@ -138,7 +141,7 @@ class _Simulation:
         if self._computing[stage] or done == len(self._orders[stage]):
             return
         action = self._orders[stage][done]
-        needs = dependencies(action, stage, len(self._orders), self._chunks).needs
+        needs = self._edges[stage][done].needs
         if needs is not None and needs not in self._arrived:
             return
         time = self._compute_time[action.kind]
@@ -148,12 +151,12 @@ class _Simulation:
         self._spans[stage].append(Span(action, now, now + time))
         self._push(now + time, stage, action)
 
-    def _send(self, action: Action, stage: int, now: float) -> None:
-        stages = len(self._orders)
-        tensor = dependencies(action, stage, stages, self._chunks).makes
+    def _send(self, kind: Kind, stage: int, now: float) -> None:
+        """Send on what the action that a stage has just ended, its latest, makes."""
+        tensor = self._edges[stage][len(self._spans[stage]) - 1].makes
         if tensor is None:
             return
-        neighbour = (stage + (1 if action.kind is Kind.FORWARD else -1)) % stages
+        neighbour = (stage + (1 if kind is Kind.FORWARD else -1)) % len(self._orders)
         if neighbour == stage:
             self._arrived.add(tensor)
             return

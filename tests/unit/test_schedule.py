@@ -68,14 +68,20 @@ def test_held_activations_are_the_designs_counts() -> None:
             assert held == [2 * (stages - i - 1) + (chunks - 1) * stages + 1 for i in range(stages)]
 
 
+MICROBATCHES = (*range(1, 17), 24, 31, 32)
+"""All up to two groups of eight stages, and numbers that divide well and badly; what Hypothesis draws goes to
+a hundred."""
+
+
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_every_schedule_is_complete_bounded_and_free_of_deadlock(stages: int) -> None:
     for chunks in range(1, 5):
-        for microbatches in range(1, 33):
+        for microbatches in MICROBATCHES:
             for window in range(5):
                 orders = schedule(stages, chunks, microbatches, window)
-                assert check_complete(orders) == (chunks, microbatches)
+                # Refuses what is incomplete: as many actions as there should be are then all of them.
                 simulate(orders, forward_time=1, backward_time=2, transfer_time=0.5)
+                assert list(map(len, orders)) == [2 * chunks * microbatches] * stages
                 groups = max(1, microbatches // (stages * (1 + (window + 1) // 2)))
                 largest = -(-microbatches // groups)
                 for stage, order in enumerate(orders):
