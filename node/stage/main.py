@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -15,7 +14,14 @@ from pathlib import Path
 import torch
 
 from node.config.join_options import JoinOptions
-from node.local.doctor import Status, check_open_files, check_packages, check_python, check_torch
+from node.local.doctor import (
+    Status,
+    check_open_files,
+    check_packages,
+    check_python,
+    check_torch,
+    package_owners,
+)
 from node.local.join import enrol
 from node.local.state_directory import claim
 from node.parallel.processes import DeviceGroup, devices
@@ -59,7 +65,7 @@ def _check_machine() -> None:
     checks = [
         check_python(),
         check_torch(),
-        check_packages(importlib.metadata.packages_distributions()),
+        check_packages(package_owners()),
         check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)),
     ]
     for check in checks:

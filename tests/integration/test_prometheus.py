@@ -8,6 +8,7 @@ import pytest
 from node.config.schema import DashboardSection
 from node.telemetry.events import PageServed, PlacementMade, RunStarted
 from node.telemetry.metrics import NODE_METRICS, PREFIX, RUN_METRICS, Definition, MetricKind
+from tests.support.fault_prefork import Prefork
 from tests.support.prometheus import BINARY, MISSING, Prometheus
 from tests.support.promql import queries
 from tests.support.run_harness import SMALL, Run
@@ -29,8 +30,8 @@ def suffixes(definition: Definition) -> tuple[str, ...]:
 
 @pytest.mark.skipif(BINARY is None, reason=MISSING)
 @pytest.mark.timeout(240)
-def test_a_real_prometheus_scrapes_a_real_run(tmp_path: Path) -> None:
-    with Run(tmp_path, CONFIG) as run:
+def test_a_real_prometheus_scrapes_a_real_run(prefork: Prefork, tmp_path: Path) -> None:
+    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
         coordinator = run.start()
         token = coordinator.token
         watched = run.command(

@@ -8,6 +8,7 @@ import pytest
 
 from node.telemetry.clock import TimeKind
 from node.telemetry.events import StepDone
+from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, Run
 
 STAGES = 3
@@ -24,8 +25,8 @@ is longer by one message each way, which a busy machine may delay by this much."
 
 
 @pytest.mark.timeout(180)
-def test_time_and_bytes_are_accounted_for(tmp_path: Path) -> None:
-    with Run(tmp_path, CONFIG) as run:
+def test_time_and_bytes_are_accounted_for(prefork: Prefork, tmp_path: Path) -> None:
+    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
         coordinator = run.start()
         run.add_nodes(STAGES)
         explain = run.command("config", "explain", str(run.run_file), "--json")

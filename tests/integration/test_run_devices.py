@@ -1,4 +1,4 @@
-"""A node with several devices (on a CPU: processes) in a real run."""
+"""A node with several devices (on a CPU: processes) in a real run; it starts their processes for real."""
 
 import os
 import signal
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, Run, undisturbed
 
 CONFIG = replace(
@@ -31,8 +32,8 @@ def workers(run: Run) -> list[int]:
     return found
 
 
-def test_two_devices_share_a_stage(tmp_path: Path) -> None:
-    with Run(tmp_path, CONFIG) as run:
+def test_two_devices_share_a_stage(prefork: Prefork, tmp_path: Path) -> None:
+    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
         coordinator = run.start()
         run.add_node(options=("--gpus", "2"))
         run.add_node()
@@ -44,8 +45,8 @@ def test_two_devices_share_a_stage(tmp_path: Path) -> None:
         assert run.losses == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_dead_device_is_the_nodes_death_and_the_run_goes_on(tmp_path: Path) -> None:
-    with Run(tmp_path, CONFIG) as run:
+def test_a_dead_device_is_the_nodes_death_and_the_run_goes_on(prefork: Prefork, tmp_path: Path) -> None:
+    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
         coordinator = run.start()
         shared = run.add_node(options=("--gpus", "2"))
         run.add_node()
@@ -62,8 +63,10 @@ def test_a_dead_device_is_the_nodes_death_and_the_run_goes_on(tmp_path: Path) ->
         assert workers(run) == []
 
 
-def test_microbatches_that_cannot_be_shared_end_the_node_in_one_line(tmp_path: Path) -> None:
-    with Run(tmp_path, CONFIG) as run:
+def test_microbatches_that_cannot_be_shared_end_the_node_in_one_line(
+    prefork: Prefork, tmp_path: Path
+) -> None:
+    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
         run.start()
         node = run.add_node(options=("--gpus", "3"))
         assert node.wait_exit() == 1

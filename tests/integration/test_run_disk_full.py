@@ -12,6 +12,7 @@ import pytest
 from node.coordinator.store import Store
 from node.telemetry.events import RunFinished, StepDone
 from node.training.snapshot import list_snapshots
+from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, Run, undisturbed
 
 CONFIG = replace(
@@ -64,9 +65,9 @@ def check_resumable(run: Run, *, snapshots: list[int]) -> None:
 
 
 @pytest.mark.skipif(not has_small_disks(), reason="mounting needs user namespaces")
-def test_no_room_for_a_snapshot(tmp_path: Path) -> None:
+def test_no_room_for_a_snapshot(prefork: Prefork, tmp_path: Path) -> None:
     """The second snapshot does not fit beside the first."""
-    with Run(tmp_path, CONFIG) as run:
+    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
         coordinator = run.start(wrapper=on_small_disk(run.run_dir / "snapshots", "1000k"))
         nodes = run.add_nodes(2)
         assert coordinator.wait_exit() == 1
@@ -78,14 +79,14 @@ def test_no_room_for_a_snapshot(tmp_path: Path) -> None:
         check_resumable(run, snapshots=[5])
 
 
-def test_a_snapshot_file_that_cannot_grow(tmp_path: Path) -> None:
+def test_a_snapshot_file_that_cannot_grow(prefork: Prefork, tmp_path: Path) -> None:
     """A limit on the size of files, as a quota sets it; the database stays below it."""
     big = replace(CONFIG, model=replace(CONFIG.model, vocab=4096))
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
 
-    with Run(tmp_path, big) as run:
+    with Run(tmp_path, big, launch=prefork.popen) as run:
         coordinator = run.start(prepare=limit)
         nodes = run.add_nodes(2)
         assert coordinator.wait_exit() == 1
@@ -100,10 +101,10 @@ def test_a_snapshot_file_that_cannot_grow(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not has_small_disks(), reason="mounting needs user namespaces")
-def test_no_room_for_the_database(tmp_path: Path) -> None:
+def test_no_room_for_the_database(prefork: Prefork, tmp_path: Path) -> None:
     """A commit that cannot be recorded ends the run; every step that was reported is on record."""
     config = replace(CONFIG, run=replace(CONFIG.run, snapshot_every=100))
-    with Run(tmp_path, config) as run:
+    with Run(tmp_path, config, launch=prefork.popen) as run:
         coordinator = run.start(wrapper=on_small_disk(run.run_dir, "200k"))
         nodes = run.add_nodes(2)
         assert coordinator.wait_exit() == 1

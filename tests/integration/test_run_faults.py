@@ -18,9 +18,9 @@ CONFIG = replace(
 pytestmark = pytest.mark.timeout(240)
 
 
-def test_a_killed_node_started_again_goes_on(prefork: Prefork, tmp_path: Path) -> None:
-    """kill -9 of the middle stage; the same machine joins again with the same token."""
-    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
+def test_a_killed_node_started_again_goes_on(tmp_path: Path) -> None:
+    """kill -9 of the middle stage; the same machine joins again with the same token. Nothing is forked."""
+    with Run(tmp_path, CONFIG) as run:
         coordinator = run.start()
         nodes = run.add_nodes(3)
         coordinator.wait_step(6)

@@ -15,6 +15,7 @@ from node.telemetry.history import read_history
 from node.telemetry.trace import align
 from node.telemetry.trace_files import read_batches
 from node.telemetry.view import view
+from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, Run
 
 STEPS = 12
@@ -29,8 +30,8 @@ MICROSECOND = 1.01
 
 
 @pytest.mark.timeout(240)
-def test_a_run_can_be_looked_at_when_it_is_over(tmp_path: Path) -> None:
-    with Run(tmp_path, CONFIG) as run:
+def test_a_run_can_be_looked_at_when_it_is_over(prefork: Prefork, tmp_path: Path) -> None:
+    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
         coordinator = run.start()
         run.add_nodes(3)
         coordinator.wait_step(6)

@@ -1,17 +1,21 @@
-"""Starts `thinwire` processes by forking one that has imported everything: a tenth of the usual time.
+"""Starts Python processes by forking one that has imported everything: a tenth of the usual time.
 
     with Prefork() as prefork:
         run = Run(tmp_path, config, launch=prefork.popen)
 
-What runs is the same command line in a process of its own, which can be killed and frozen like any other. The
-one difference: /proc/PID/environ shows the template's environment, so `Run.survivors` does not see it.
+What runs is the same command line in a process of its own, which can be killed and frozen like any other: a
+program of `PROGRAMS`, or a script. The one difference: /proc/PID/environ shows the template's environment, so
+`Run.survivors` does not see it.
 """
 
 import contextlib
 import ctypes
 import faulthandler
+import gc
+import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -23,38 +27,42 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import ROOT, python_path
+
+PROGRAMS = ("node.cli.main", "node.parallel.worker")
+"""Modules with a `main` that reads `sys.argv` and returns an exit code: what can be started with `-m`."""
 _PR_SET_CHILD_SUBREAPER = 36
 _REQUEST_BYTES = 256 * 1024
 _FORK_SECONDS = 30.0
 
 
 class Forked:
-    """One process, with the part of `subprocess.Popen`'s interface that the harness uses."""
+    """One process, with the part of `subprocess.Popen`'s interface that the harness and the product use."""
 
-    def __init__(self, pid: int, stdout: IO[str]) -> None:
+    def __init__(self, pid: int, stdin: IO[str] | None, stdout: IO[str] | None) -> None:
         self.pid = pid
-        self.stdout: IO[str] | None = stdout
-        self._returncode: int | None = None
+        self.stdin = stdin
+        self.stdout = stdout
+        self.returncode: int | None = None
         self._pidfd = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
-        if self._returncode is None:
+        if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self._ended(status)
-        return self._returncode
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Raises subprocess.TimeoutExpired."""
-        if self._returncode is None:
+        if self.returncode is None:
             ends = select.poll()
             ends.register(self._pidfd, select.POLLIN)
             if not ends.poll(None if timeout is None else 1000 * timeout):
                 raise subprocess.TimeoutExpired("thinwire", timeout or 0.0)
             self._ended(os.waitpid(self.pid, 0)[1])
-        assert self._returncode is not None
-        return self._returncode
+        assert self.returncode is not None
+        return self.returncode
 
     def send_signal(self, sig: int) -> None:
         if self.poll() is None:
@@ -64,7 +72,7 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
     def _ended(self, status: int) -> None:
-        self._returncode = os.waitstatus_to_exitcode(status)
+        self.returncode = os.waitstatus_to_exitcode(status)
         os.close(self._pidfd)
 
 
@@ -84,7 +92,7 @@ class Prefork:
                 # A library's thread pool would not survive the fork; gRPC reads its verbosity when imported.
                 env={
                     **os.environ,
-                    "PYTHONPATH": str(ROOT),
+                    "PYTHONPATH": python_path(),
                     "OPENBLAS_NUM_THREADS": "1",
                     "GRPC_VERBOSITY": "ERROR",
                 },
@@ -102,27 +110,58 @@ class Prefork:
         self,
         command: Sequence[str],
         *,
-        stdin: int,
-        stdout: int,
-        stderr: IO[bytes],
-        cwd: Path,
-        env: Mapping[str, str],
+        stdin: int | None = None,
+        stdout: IO[bytes] | int | None = None,
+        stderr: IO[bytes] | int | None = None,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
         text: bool,
-        start_new_session: bool,
-        preexec_fn: Callable[[], None] | None,
+        start_new_session: bool = True,
+        preexec_fn: Callable[[], None] | None = None,
     ) -> Forked:
-        """Called by the harness in place of `subprocess.Popen`."""
-        assert (stdin, stdout, text, start_new_session) == (subprocess.DEVNULL, subprocess.PIPE, True, True)
+        """Called in place of `subprocess.Popen`, for `python -m PROGRAM ...` and `python FILE ...`."""
+        assert text and start_new_session, "a forked process speaks text, in a session of its own"
         assert preexec_fn is None, "a forked template cannot run a function of this process"
-        assert list(command[:3]) == [sys.executable, "-m", "node.cli.main"]
-        request = {"arguments": list(command[3:]), "cwd": str(cwd), "environment": dict(env)}
-        read_end, write_end = os.pipe()
-        try:
-            socket.send_fds(self._requests, [json.dumps(request).encode()], [write_end, stderr.fileno()])
-        finally:
-            os.close(write_end)
-        pid = int.from_bytes(self._requests.recv(8), "little")
-        return Forked(pid, os.fdopen(read_end, encoding="utf-8"))
+        python, *words = command
+        assert python == sys.executable and (words[0] != "-m" or words[1] in PROGRAMS), command
+        request = {
+            "command": words,
+            "cwd": str(cwd or Path.cwd()),
+            "environment": dict(os.environ if env is None else env),
+        }
+        with contextlib.ExitStack() as theirs:
+            sources: list[int] = []
+            ours: list[IO[str] | None] = []
+            for number, wanted in enumerate((stdin, stdout, stderr)):
+                source, end = _descriptor(number, wanted, sources, theirs)
+                sources.append(source)
+                ours.append(end)
+            socket.send_fds(self._requests, [json.dumps(request).encode()], sources)
+            pid = int.from_bytes(self._requests.recv(8), "little")
+        return Forked(pid, ours[0], ours[1])
+
+
+def _descriptor(
+    number: int, wanted: IO[bytes] | int | None, sources: list[int], theirs: contextlib.ExitStack
+) -> tuple[int, IO[str] | None]:
+    """What a child is to have at `number`, as `subprocess.Popen` reads it, and our end if that is a pipe.
+
+    What is opened for the child alone is closed by `theirs`.
+    """
+    if wanted is None:
+        return number, None
+    if wanted == subprocess.STDOUT:
+        return sources[1], None
+    if wanted == subprocess.DEVNULL:
+        source = os.open(os.devnull, os.O_RDWR)
+        theirs.callback(os.close, source)
+        return source, None
+    if wanted == subprocess.PIPE:
+        ends = os.pipe()
+        source, own = ends if number == 0 else ends[::-1]
+        theirs.callback(os.close, source)
+        return source, os.fdopen(own, "w" if number == 0 else "r", encoding="utf-8")
+    return wanted if isinstance(wanted, int) else wanted.fileno(), None
 
 
 def _become_subreaper() -> None:
@@ -136,10 +175,13 @@ def _become_subreaper() -> None:
 def _serve(requests: socket.socket) -> None:
     """Fork for every request until the other end closes; then take along whatever still runs."""
     _import_everything()
+    # A collection would look at every object of every module, and so copy its page, in each forked process.
+    gc.collect()
+    gc.freeze()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would be lost in the fork"
     forked: list[int] = []
     while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 2)
+        message, descriptors, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 3)
         if not message:
             break
         pid = _fork(requests, json.loads(message), list(descriptors))
@@ -172,26 +214,39 @@ def _fork(requests: socket.socket, request: dict[str, object], descriptors: list
 
 
 def _run(request: dict[str, object], descriptors: list[int]) -> int:
-    """Become the `thinwire` command that was asked for; returns its exit code."""
-    from node.cli.main import main
-
+    """Become the process that was asked for; returns its exit code."""
     try:
         os.setsid()
         os.chdir(str(request["cwd"]))
-        environment, arguments = request["environment"], request["arguments"]
-        assert isinstance(environment, dict) and isinstance(arguments, list)
+        environment, words = request["environment"], request["command"]
+        assert isinstance(environment, dict) and isinstance(words, list)
         os.environ.clear()
         os.environ.update(environment)
-        for target, source in enumerate(descriptors, start=1):
+        for target, source in enumerate(descriptors):
             os.dup2(source, target)
+        for source in set(descriptors) - {0, 1, 2}:
             os.close(source)
         faulthandler.enable()
-        code = main(arguments)
+        try:
+            code = _execute(words)
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
         sys.stdout.flush()
         return code
     except BaseException:
         traceback.print_exc()
         return 99
+
+
+def _execute(words: list[str]) -> int:
+    """What Python would do with these words."""
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        code: int = importlib.import_module(words[1]).main()
+        return code
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+    return 0
 
 
 def _import_everything() -> None:
@@ -200,6 +255,7 @@ def _import_everything() -> None:
     import node.cli.coordinator
     import node.cli.join
     import node.coordinator.main
+    import node.parallel.worker
     import node.stage.main
     import node.telemetry.render  # noqa: F401  # the same
 

@@ -5,46 +5,51 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import python_path
+from tests.support.process import Launch
+
 SECONDS = 120
 
 
-def run_ranks(script: str, ranks: int, folder: Path) -> None:
+def run_ranks(script: str, ranks: int, folder: Path, launch: Launch) -> None:
     """Run `script` once a rank, with FOLDER, RANK and RANKS in its environment and a group named by FOLDER.
 
     Raises AssertionError with what a rank printed if one fails.
     """
-    (folder / "script.py").write_text(PROLOGUE + script, encoding="utf-8")
+    file = folder / "script.py"
+    file.write_text(PROLOGUE + script, encoding="utf-8")
+    said = [folder / f"rank-{rank}.txt" for rank in range(ranks)]
     workers = []
-    for rank in range(ranks):
-        environment = {
-            **os.environ,
-            "FOLDER": str(folder),
-            "RANK": str(rank),
-            "RANKS": str(ranks),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "PYTHONWARNINGS": "ignore",
-        }
-        workers.append(
-            subprocess.Popen(
-                [sys.executable, str(folder / "script.py")],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    said = []
     try:
-        said = [worker.communicate(timeout=SECONDS)[0] for worker in workers]
+        for rank in range(ranks):
+            environment = {
+                **os.environ,
+                "FOLDER": str(folder),
+                "RANK": str(rank),
+                "RANKS": str(ranks),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": python_path(),
+                "PYTHONWARNINGS": "ignore",
+            }
+            with said[rank].open("wb") as output:
+                workers.append(
+                    launch(
+                        [sys.executable, str(file)],
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        text=True,
+                    )
+                )
+        codes = [worker.wait(SECONDS) for worker in workers]
     finally:
         for worker in workers:
             if worker.poll() is None:
                 worker.kill()
                 worker.wait()
-    for rank, worker in enumerate(workers):
-        assert worker.returncode == 0, f"rank {rank} ended with {worker.returncode}:\n{said[rank]}"
+    for rank, code in enumerate(codes):
+        assert code == 0, f"rank {rank} ended with {code}:\n{said[rank].read_text()}"
 
 
 PROLOGUE = """

@@ -37,6 +37,7 @@ from node.config.schema import (
 )
 from node.telemetry.events import PlacementMade, SnapshotStored, StepDone
 from tests.support.memory_pipeline import TEXT, reference_run
+from tests.support.paths import python_path
 from tests.support.process import SECONDS, Coordinator, Launch, Listener, Process, StuckError
 from wire.identity.credentials import NodeIdentity
 
@@ -52,7 +53,6 @@ __all__ = [
     "undisturbed",
 ]
 
-ROOT = Path(__file__).resolve().parents[2]
 MARK = "THINWIRE_TEST_MARK"
 
 SMALL = RunConfig(
@@ -142,7 +142,7 @@ class Run:
             **os.environ,
             MARK: self._mark,
             "PYTHONFAULTHANDLER": "1",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": python_path(),
             "XDG_STATE_HOME": str(self.directory / "state"),
             "XDG_DATA_HOME": str(self.directory / "data"),
         }
@@ -154,7 +154,10 @@ class Run:
         prepare: Callable[[], None] | None = None,
         wrapper: Sequence[str] = (),
     ) -> Process:
-        """Start any other `thinwire` command."""
+        """Start any other `thinwire` command.
+
+        One that is prepared or wrapped is started for real, whatever starts the others.
+        """
         process = Process(
             f"{name}-{len(self.processes)}",
             arguments,
@@ -162,7 +165,7 @@ class Run:
             environment=self.environment,
             prepare=prepare,
             wrapper=wrapper,
-            launch=self._launch,
+            launch=subprocess.Popen if prepare or wrapper else self._launch,
             listener=self._listener,
         )
         self.processes.append(process)
@@ -280,7 +283,7 @@ class Run:
             environment=self.environment,
             prepare=prepare,
             wrapper=wrapper,
-            launch=self._launch,
+            launch=subprocess.Popen if prepare or wrapper else self._launch,
             listener=self._listener,
         )
         self.processes.append(coordinator)

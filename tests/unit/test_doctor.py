@@ -1,6 +1,7 @@
 """The doctor's findings, each with what to do about it."""
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import resource
@@ -19,6 +20,7 @@ from node.local.doctor import (
     MIN_FREE_BYTES,
     MIN_OPEN_FILES,
     MIN_WRITE_RATE,
+    OUR_PACKAGES,
     Check,
     Status,
     check_disk,
@@ -32,6 +34,7 @@ from node.local.doctor import (
     healthy,
     judge_disk,
     judge_torch,
+    package_owners,
 )
 from wire.errors import LinkError, TokenError
 from wire.identity.authority import CertificateAuthority
@@ -91,6 +94,32 @@ def test_a_package_of_our_name_from_elsewhere_is_named() -> None:
     assert found.status is Status.WARN
     assert "kernels also ships 'kernels'" in found.detail
     assert "virtual environment of its own" in found.fix
+
+
+def test_owners_of_packages_are_those_that_python_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By declared names or by recorded files; a file or folder inside another package is none of ours."""
+    files = {
+        "declares-1.0.dist-info": {"top_level.txt": "wire\nother\n", "RECORD": "other.py,,\n"},
+        "records-1.0.dist-info": {"RECORD": "bin/x,,\nkernels/__init__.py,,\nnode.py,,\n"},
+        "neither-1.0.dist-info": {"RECORD": "nodes/wire/__init__.py,,\nx/node.py,,\nwired.py,,\n"},
+        "bare-1.0.dist-info": {},
+    }
+    for directory, held in files.items():
+        (tmp_path / directory).mkdir()
+        name = directory.partition("-")[0]
+        for file, text in {"METADATA": f"Name: {name}\nVersion: 1.0\n", **held}.items():
+            (tmp_path / directory / file).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    owners = package_owners()
+    everything = importlib.metadata.packages_distributions()
+    assert {name: set(found) for name, found in owners.items()} == {
+        name: set(everything[name]) for name in OUR_PACKAGES if name in everything
+    }
+    assert {"declares", "records"} <= {name for found in owners.values() for name in found}
+    assert "also ships" in check_packages(owners).detail
+    assert owners["kernels"][0] == owners["node"][0] == "records"
 
 
 @pytest.mark.parametrize(

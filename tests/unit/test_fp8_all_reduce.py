@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from kernels.fp8 import Fp8Gradient, blocks, pack_gradient, sum_gradients, unpack_gradient
 from node.parallel.fp8_all_reduce import _cut
+from tests.support.fault_prefork import Prefork
 from tests.support.ranks import run_ranks
 
 SIZES = (1, 127, 128, 129, 5000, 64 * 128)
@@ -58,8 +59,10 @@ def gradients(rank: int) -> list[Fp8Gradient]:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("ranks", "bucket"), [(1, 7), (2, 7), (3, 1), (4, 1 << 18)])
-def test_every_rank_ends_with_the_sum_in_the_order_of_ranks(ranks: int, bucket: int, tmp_path: Path) -> None:
-    run_ranks(SCRIPT.format(sizes=SIZES, bucket=bucket), ranks, tmp_path)
+def test_every_rank_ends_with_the_sum_in_the_order_of_ranks(
+    ranks: int, bucket: int, tmp_path: Path, prefork: Prefork
+) -> None:
+    run_ranks(SCRIPT.format(sizes=SIZES, bucket=bucket), ranks, tmp_path, prefork.popen)
     everybody = [gradients(rank) for rank in range(ranks)]
     found = [load_file(tmp_path / f"{rank}.safetensors") for rank in range(ranks)]
     for index, size in enumerate(SIZES):
@@ -75,8 +78,8 @@ def test_every_rank_ends_with_the_sum_in_the_order_of_ranks(ranks: int, bucket: 
 
 
 @pytest.mark.timeout(120)
-def test_bytes_on_the_wire_are_a_quarter_of_float32s(tmp_path: Path) -> None:
-    run_ranks(SCRIPT.format(sizes=(1 << 18,), bucket=1 << 18), 2, tmp_path)
+def test_bytes_on_the_wire_are_a_quarter_of_float32s(tmp_path: Path, prefork: Prefork) -> None:
+    run_ranks(SCRIPT.format(sizes=(1 << 18,), bucket=1 << 18), 2, tmp_path, prefork.popen)
     sent = int(load_file(tmp_path / "0.safetensors")["wire"])
     ring = 2 * (2 - 1) / 2 * 4 * (1 << 18)
     assert 3.9 < ring / sent < 4

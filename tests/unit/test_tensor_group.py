@@ -46,7 +46,7 @@ PACKED = replace(
 
 State = dict[str, dict[str, Tensor]]
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("forked_workers")]
 
 
 @contextmanager
