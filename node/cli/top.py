@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from node.telemetry.watch import HistoryWatch, PageWatch
 
 INTERVAL_SECONDS = 1.0
+OUTAGE_SECONDS = 60.0
+"""A page that answered once is asked again for so long: its coordinator may be restarting."""
 
 
 def add_parser(commands: Any) -> None:
@@ -21,13 +23,16 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--once", action="store_true", help="show it as it is now, and end")
     parser.add_argument("--json", action="store_true", help="the view as JSON, a line at each change")
+    parser.add_argument(
+        "--ca", type=Path, metavar="FILE", help="the run's authority/ca.pem, for a page with dashboard.tls"
+    )
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from node.telemetry.top import view_lines
 
-    watch = _open(args.where)
+    watch = _open(args.where, args.ca)
     view = watch.view()
     if args.json:
         _follow(watch, view, lambda seen: sys.stdout.write(seen.to_json() + "\n"), once=args.once)
@@ -42,25 +47,58 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _open(where: str) -> "HistoryWatch | PageWatch":
+def _open(where: str, authority: Path | None) -> "HistoryWatch | PageWatch":
     from node.cli.run_directory import existing_run_directory
     from node.telemetry.watch import HistoryWatch, PageWatch
 
     path = Path(where)
     if path.exists() or "/" in where.partition("://")[0]:
         return HistoryWatch(existing_run_directory(path))
-    return PageWatch(where)
+    return PageWatch(where, authority)
 
 
 def _over(view: "RunView") -> bool:
     return view.state in ("stopped", "finished", "failed")
 
 
+class _Patient:
+    """Views of what is watched; while it does not answer, the last one and since when."""
+
+    def __init__(self, watch: "HistoryWatch | PageWatch", view: "RunView") -> None:
+        self._watch = watch
+        self.view = view
+        self.silent_since: float | None = None
+
+    def look(self) -> None:
+        """Raises LinkError when it has not answered for `OUTAGE_SECONDS`."""
+        from wire.errors import LinkError
+
+        try:
+            self.view = self._watch.view()
+        except LinkError:
+            now = time.monotonic()
+            self.silent_since = self.silent_since or now
+            if now - self.silent_since > OUTAGE_SECONDS:
+                raise
+        else:
+            self.silent_since = None
+
+    def lines(self) -> list[str]:
+        from node.telemetry.top import view_lines
+
+        lines = view_lines(self.view, time.time())
+        if self.silent_since is not None:
+            lines.insert(0, f"no answer for {time.monotonic() - self.silent_since:.0f} s; as last seen:")
+        return lines
+
+
 def _follow(watch: "HistoryWatch | PageWatch", view: "RunView", show: Any, *, once: bool) -> None:
     """Show each view that tells something new, until the run is over."""
     pause = threading.Event()
+    patient = _Patient(watch, view)
     shown = None
     while True:
+        view = patient.view
         news = view.updated, view.step, view.state
         if news != shown:
             shown = news
@@ -69,7 +107,7 @@ def _follow(watch: "HistoryWatch | PageWatch", view: "RunView", show: Any, *, on
         if once or _over(view):
             return
         pause.wait(INTERVAL_SECONDS)
-        view = watch.view()
+        patient.look()
 
 
 def _live(watch: "HistoryWatch | PageWatch", view: "RunView") -> None:
@@ -78,15 +116,15 @@ def _live(watch: "HistoryWatch | PageWatch", view: "RunView") -> None:
     from rich.live import Live
     from rich.text import Text
 
-    from node.telemetry.top import view_lines
+    patient = _Patient(watch, view)
 
     def frame() -> Text:
-        return Text("\n".join(view_lines(view, time.time())), no_wrap=True, overflow="ellipsis")
+        return Text("\n".join(patient.lines()), no_wrap=True, overflow="ellipsis")
 
     console = Console(markup=False, emoji=False, highlight=False)
     pause = threading.Event()
     with Live(frame(), console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        while not _over(view):
+        while not _over(patient.view):
             pause.wait(INTERVAL_SECONDS)
-            view = watch.view()
+            patient.look()
             live.update(frame(), refresh=True)

@@ -177,6 +177,11 @@ class RunView:
             raise ProtocolViolationError(f"a run's view is not JSON ({error})") from error
         if not isinstance(raw, dict):
             raise ProtocolViolationError("a run's view is one JSON object")
+        return cls.from_fields(raw)
+
+    @classmethod
+    def from_fields(cls, raw: Mapping[str, object]) -> Self:
+        """What `to_fields` gave, read from JSON. Raises ProtocolViolationError for anything else."""
         return cast(Self, events.read_value(raw, cls, "view"))
 
     def to_fields(self) -> dict[str, object]:

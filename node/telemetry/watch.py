@@ -1,6 +1,7 @@
 """Where views of a run come from: its history on disk, also while it grows, or its coordinator's page."""
 
 import http.client
+import json
 import ssl
 import urllib.parse
 from dataclasses import replace
@@ -55,8 +56,11 @@ class HistoryWatch:
 class PageWatch:
     """Views from a coordinator's page: `host:port`, or its http or https address."""
 
-    def __init__(self, address: str) -> None:
-        """Raises UserError for what is no address."""
+    def __init__(self, address: str, authority: Path | None = None) -> None:
+        """`authority`: the run's CA certificate, for a page that the run's own CA vouches for.
+
+        Raises UserError for what is no address and no certificate.
+        """
         url = address if "://" in address else f"http://{address}"
         try:
             parts = urllib.parse.urlsplit(url)
@@ -71,14 +75,14 @@ class PageWatch:
         self._host = parts.hostname
         self._port = port or (443 if self._secure else 80)
         self._address = f"{parts.scheme}://{parts.netloc}"
+        self._context = _trusting(authority) if self._secure else None
 
     def view(self) -> RunView:
         """Raises LinkError when the page does not answer, RunError when it is no run's."""
         try:
-            if self._secure:
-                context = ssl.create_default_context()
+            if self._context is not None:
                 link: http.client.HTTPConnection = http.client.HTTPSConnection(
-                    self._host, self._port, timeout=TIMEOUT_SECONDS, context=context
+                    self._host, self._port, timeout=TIMEOUT_SECONDS, context=self._context
                 )
             else:
                 link = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_SECONDS)
@@ -88,6 +92,11 @@ class PageWatch:
                 body = answer.read(MOST_ANSWER)
             finally:
                 link.close()
+        except ssl.SSLCertVerificationError as error:
+            raise RunError(
+                f"{self._address} cannot be trusted ({error.verify_message}): give --ca the run's "
+                "authority/ca.pem, and an address that its certificate names"
+            ) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise LinkError(
@@ -96,6 +105,27 @@ class PageWatch:
         if answer.status != 200:
             raise RunError(f"{self._address}/api/view answers {answer.status}: this is no run's page")
         try:
-            return RunView.from_json(body)
+            return read_answer(body)
         except ProtocolViolationError as error:
             raise RunError(f"{self._address}/api/view is of another version of thinwire: {error}") from None
+
+
+def _trusting(authority: Path | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=authority)
+    except (OSError, ssl.SSLError) as error:
+        reason = error.strerror if isinstance(error, FileNotFoundError) else "it holds no certificate"
+        raise UserError(
+            f"--ca {authority} cannot be used ({reason}): give authority/ca.pem of the run's directory"
+        ) from None
+
+
+def read_answer(body: bytes) -> RunView:
+    """The view in what a page answers to `/api/view`. Raises ProtocolViolationError for anything else."""
+    try:
+        answer = json.loads(body)
+    except ValueError as error:
+        raise ProtocolViolationError(f"the answer is not JSON ({error})") from error
+    if not isinstance(answer, dict) or not isinstance(answer.get("view"), dict):
+        raise ProtocolViolationError("the answer has no view")
+    return RunView.from_fields(answer["view"])

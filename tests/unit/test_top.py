@@ -3,20 +3,28 @@
 import asyncio
 import json
 import math
+import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 
+from node.cli import top
 from node.cli.main import main
+from node.config.schema import RunConfig
+from node.dashboard.feed import Feed
+from node.dashboard.server import Page, serve_page
+from node.dashboard.tls import page_tls
 from node.telemetry import events
 from node.telemetry.history import HISTORY_FILE, HistoryWriter
 from node.telemetry.run_view import RunView
 from node.telemetry.top import sparkline, step_line, view_lines
-from node.telemetry.view import view
+from node.telemetry.view import RunViewBuilder, view
 from node.telemetry.watch import HistoryWatch, PageWatch
 from tests.support.run_events import BEGAN, aborted, history, opening, started, step
 from wire.errors import LinkError, ProtocolViolationError, RunError, UserError
+from wire.identity.authority import CertificateAuthority
 
 STORED = events.SnapshotStored(step=2, bytes=1000, path="p")
 
@@ -116,30 +124,40 @@ def test_a_page_that_does_not_answer_is_one_line() -> None:
         PageWatch("127.0.0.1:1").view()
 
 
-async def test_views_come_from_a_page() -> None:
-    seen = view(history(opening(), step(1)))
-    answers = [
-        web.Response(text=seen.to_json()),
-        web.Response(status=404),
-        web.Response(text='{"another": "version"}'),
-    ]
+async def test_views_come_from_a_coordinators_page() -> None:
+    feed = Feed(RunViewBuilder())
+    async with serve_page(Page(feed=feed), "127.0.0.1", 0) as port:
+        watch = PageWatch(f"127.0.0.1:{port}")
+        for event in (*opening(), *step(1)):
+            feed.apply(event, BEGAN)
+        feed.close()
+        assert await asyncio.to_thread(watch.view) == feed.view()
+        assert feed.view().step == 1
 
-    async def answer(_request: web.Request) -> web.Response:
-        return answers.pop(0)
+
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [
+        (web.Response(status=404), "answers 404: this is no run's page"),
+        (web.Response(text='{"another": "version"}'), "another version"),
+        (web.Response(text='{"now": 1, "view": {"another": "version"}}'), "another version"),
+        (web.Response(text="[]"), "another version"),
+        (web.Response(text="<html>"), "another version"),
+    ],
+)
+async def test_what_answers_and_is_no_runs_page(answer: web.Response, complaint: str) -> None:
+    async def handler(_request: web.Request) -> web.Response:
+        return answer
 
     application = web.Application()
-    application.router.add_get("/api/view", answer)
+    application.router.add_get("/api/view", handler)
     runner = web.AppRunner(application)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    watch = PageWatch(f"127.0.0.1:{runner.addresses[0][1]}")
     try:
-        assert await asyncio.to_thread(watch.view) == seen
-        with pytest.raises(RunError, match="answers 404: this is no run's page"):
-            await asyncio.to_thread(watch.view)
-        with pytest.raises(RunError, match="another version"):
-            await asyncio.to_thread(watch.view)
+        with pytest.raises(RunError, match=complaint):
+            await asyncio.to_thread(PageWatch(f"127.0.0.1:{runner.addresses[0][1]}").view)
     finally:
         await runner.cleanup()
 
@@ -160,3 +178,61 @@ def test_the_command_shows_a_run_that_is_over(tmp_path: Path, capsys: pytest.Cap
 def test_the_command_says_what_is_wrong_in_one_line(where: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", where, "--once"]) in (1, 2)
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.fixture
+async def page_under_tls(tmp_path: Path) -> AsyncIterator[str]:
+    """The address of a page as `dashboard.tls` serves it; its CA is `tmp_path`/ca.pem."""
+    authority = CertificateAuthority.create("demo-abc", time.time())
+    (tmp_path / "ca.pem").write_bytes(authority.certificate_pem)
+    tls = page_tls(RunConfig(), "127.0.0.1", authority, tmp_path)
+    feed = Feed(RunViewBuilder())
+    for event in (*opening(), *step(1)):
+        feed.apply(event, BEGAN)
+    async with serve_page(Page(feed=feed), "127.0.0.1", 0, tls) as port:
+        yield f"https://127.0.0.1:{port}"
+
+
+async def test_a_page_under_the_runs_own_ca(page_under_tls: str, tmp_path: Path) -> None:
+    trusting = PageWatch(page_under_tls, tmp_path / "ca.pem")
+    assert (await asyncio.to_thread(trusting.view)).step == 1
+    with pytest.raises(RunError, match=r"cannot be trusted .*--ca the run.s authority/ca\.pem"):
+        await asyncio.to_thread(PageWatch(page_under_tls).view)
+
+
+def test_what_is_no_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = tmp_path / "ca.pem"
+    for reason in ("No such file or directory", "it holds no certificate"):
+        assert main(["top", "https://127.0.0.1:1", "--once", "--ca", str(wrong)]) == 2
+        complaint = capsys.readouterr().err
+        assert reason in complaint and len(complaint.splitlines()) == 1
+        wrong.write_text("no certificate")
+
+
+def test_an_outage_of_the_page_is_waited_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers: list[RunView | LinkError] = [
+        view(history(opening(), step(1))),
+        LinkError("it does not answer"),
+        LinkError("it does not answer"),
+        view(history(opening(), step(1), [events.RunFinished(reason="enough", failed=False)])),
+    ]
+
+    class Restarting:
+        def view(self) -> RunView:
+            answer = answers.pop(0)
+            if isinstance(answer, LinkError):
+                raise answer
+            return answer
+
+    monkeypatch.setattr(top, "_open", lambda *_: Restarting())
+    monkeypatch.setattr(top, "INTERVAL_SECONDS", 0.0)
+    assert main(["top", "127.0.0.1:7702"]) == 0
+    first, last = capsys.readouterr().out.splitlines()
+    assert ": training, step 1/" in first and ": stopped (enough)" in last
+    # One that lasts is an error, in one line.
+    answers[:] = [view(history(opening(), step(1))), *[LinkError("it does not answer")] * 2]
+    monkeypatch.setattr(top, "OUTAGE_SECONDS", -1.0)
+    assert main(["top", "127.0.0.1:7702"]) == 1
+    assert capsys.readouterr().err == "thinwire: error: it does not answer\n"
