@@ -1,8 +1,7 @@
 """What a user can get wrong ends in one clear line, exit code 2, and nothing left behind."""
 
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from node.telemetry.events import JoinLine
 from tests.support.fault_prefork import Prefork
+from tests.support.ports import free_port
 from tests.support.run_harness import SMALL, Process, Run
 
 pytestmark = pytest.mark.timeout(120)
@@ -87,29 +87,14 @@ def test_a_run_that_cannot_start(
         run.assert_quiet()
 
 
-@contextmanager
-def taken_port(offset: int) -> Iterator[int]:
-    """A port P such that P + `offset` is taken and the other one of P and P + 1 is free."""
-    for _ in range(100):
-        with socket.socket() as taken, socket.socket() as other:
-            taken.bind(("127.0.0.1", 0))
-            taken.listen()
-            port = int(taken.getsockname()[1]) - offset
-            try:
-                other.bind(("127.0.0.1", port + 1 - offset))
-            except OSError:
-                continue
-            other.close()
-            yield port
-            return
-    raise AssertionError("no two neighbouring ports are free")
-
-
 @pytest.mark.parametrize("offset", [0, 1], ids=["join-port", "control-port"])
 def test_a_port_that_is_taken(offset: int, prefork: Prefork, tmp_path: Path) -> None:
     """The same command works once the port is free: the failed start left no run behind."""
     with Run(tmp_path, launch=prefork.popen) as run:
-        with taken_port(offset) as port:
+        port = free_port(neighbours=2)
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", port + offset))
+            taken.listen()
             line = one_line(run.start(f"coordinator.listen=127.0.0.1:{port}"))
             assert f"cannot listen at 127.0.0.1:{port + offset}" in line
         assert not run.run_dir.exists()

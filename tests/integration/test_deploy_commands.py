@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -19,6 +18,7 @@ import pytest
 from node.telemetry.events import PageServed, RunFinished, RunStarted, StepDone, from_json
 from tests.support.deploy import DEPLOY, ROOT, compose, container_arguments, exec_start, instructions
 from tests.support.fault_prefork import Prefork
+from tests.support.ports import free_port
 from tests.support.process import Process
 from tests.support.run_harness import SMALL, Run
 
@@ -27,13 +27,6 @@ CONFIG = replace(
     run=replace(SMALL.run, steps=80, snapshot_every=40),
     pipeline=replace(SMALL.pipeline, stages=1),
 )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def here(arguments: Sequence[str], directory: Path, **changes: str) -> list[str]:

@@ -23,6 +23,7 @@ from node.coordinator.enrolment_service import open_join_port
 from node.coordinator.store import Store
 from node.local import join
 from node.local.join import enrol
+from tests.support.ports import free_port
 from wire.errors import LinkError, RefusalCode, Refused, RunError, TokenError, UserError
 from wire.identity.authority import CertificateAuthority, key_to_pem
 from wire.identity.bootstrap import fetch_authority
@@ -110,13 +111,6 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 @pytest_asyncio.fixture
 async def coordinator(start: Start) -> Coordinator:
     return await start("run-a")
-
-
-def closed_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 # ---- joining
@@ -211,7 +205,7 @@ async def test_a_node_that_dies_while_joining_asks_again(
 
 
 async def test_the_first_address_that_answers_is_used(coordinator: Coordinator, tmp_path: Path) -> None:
-    addresses = (f"127.0.0.1:{closed_port()}", f"127.0.0.1:{coordinator.port}")
+    addresses = (f"127.0.0.1:{free_port()}", f"127.0.0.1:{coordinator.port}")
     token = replace(coordinator.token(), addresses=addresses)
     _, control_address = await enrol(token, tmp_path / "node", HARDWARE)
     assert control_address == f"127.0.0.1:{CONTROL_PORT}"
@@ -442,7 +436,7 @@ async def test_a_wrong_clock_says_so(tls_server: Any, shift: float, line: str) -
 
 async def test_nobody_there_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LinkError, match=r"nothing answers at .* is the coordinator running\?"):
-        await fetch_authority(f"127.0.0.1:{closed_port()}", bytes(32))
+        await fetch_authority(f"127.0.0.1:{free_port()}", bytes(32))
     with pytest.raises(LinkError, match=r"nothing answers at a\.\.b:1 "):
         await fetch_authority("a..b:1", bytes(32))
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -27,6 +27,9 @@ IN_A_STEP = (
     Phase.COMMIT_APPLY,
     Phase.APPLY,
 )
+AT_THE_ENDS = (Phase.FORWARD, Phase.COMMIT_APPLY, Phase.SNAPSHOT)
+"""First and last stage have one neighbour, and are given what others are not: tokens, labels. Between these
+phases they do as the stage between them."""
 LEFT = 130
 
 
@@ -44,8 +47,13 @@ def exit_codes(nodes: list[Process]) -> list[int]:
     return sorted(node.wait_exit() for node in nodes)
 
 
-@pytest.mark.parametrize("phase", [*IN_A_STEP, Phase.SNAPSHOT])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("stage", "phase"),
+    [
+        *((1, phase) for phase in (*IN_A_STEP, Phase.SNAPSHOT)),
+        *((stage, phase) for stage in (0, 2) for phase in AT_THE_ENDS),
+    ],
+)
 def test_a_spare_takes_the_stage_of_a_killed_node(
     stage: int, phase: Phase, tmp_path: Path, prefork: Prefork
 ) -> None:
@@ -144,7 +152,8 @@ def test_a_frozen_node_is_replaced_and_comes_back_late(
 
 def test_a_node_that_froze_while_it_enrolled_waits_in_the_lobby(tmp_path: Path, prefork: Prefork) -> None:
     stop = Fault(kind=Kind.STOP, phase=Phase.ENROLMENT)
-    with FaultRun(tmp_path, small(steps=40), [stop], launch=prefork.popen) as run:
+    config = small(steps=25, snapshot_every=10)
+    with FaultRun(tmp_path, config, [stop], launch=prefork.popen) as run:
         run.start()
         nodes = [*run.add_nodes(3), run.add_spare()]
         assert run.tend(until=lambda event: isinstance(event, PlacementMade)) is None
@@ -194,8 +203,9 @@ def test_connections_cut_while_state_is_fetched(tmp_path: Path, prefork: Prefork
 
 def test_the_model_moves_to_fewer_nodes_and_back(tmp_path: Path, prefork: Prefork) -> None:
     """No spare and `min_stages`: two nodes go on with three stages' layers, until a third is there again."""
-    kill = at(Kind.KILL, Phase.BACKWARD)
-    with FaultRun(tmp_path, small(steps=60, min_stages=2), [kill], launch=prefork.popen) as run:
+    kill = Fault(kind=Kind.KILL, phase=Phase.BACKWARD, stage=1, step=11)
+    config = small(steps=60, snapshot_every=10, min_stages=2)
+    with FaultRun(tmp_path, config, [kill], launch=prefork.popen) as run:
         run.start()
         run.add_nodes(3)
         assert run.tend(until=_on_two_nodes, restart=False) is None

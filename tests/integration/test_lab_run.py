@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from node.lab import private
+from tests.support.paths import ROOT, python_path
 from wire.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
 SMOKE = ROOT / "deploy" / "lab" / "smoke.toml"
 SECONDS = 240.0
 MARK = "THINWIRE_LAB_TEST"
@@ -47,7 +47,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def environment(mark: str) -> dict[str, str]:
-    return {**os.environ, MARK: mark, "PYTHONPATH": str(ROOT)}
+    return {**os.environ, MARK: mark, "PYTHONPATH": python_path()}
 
 
 def marked(mark: str) -> list[int]:

@@ -11,7 +11,6 @@
 import contextlib
 import queue
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from node.faults import VARIABLE, Fault, Plan, fired_at
 from node.model.placement import stage_units
 from node.telemetry.events import Event, NodeLeft, Notice, RunFinished, from_json
 from tests.support.memory_pipeline import TEXT, reference_run
+from tests.support.ports import free_port
 from tests.support.run_harness import (
     SECONDS,
     SMALL,
@@ -45,19 +45,6 @@ SPARE_USES = 50
 KILLED = -signal.SIGKILL
 
 E = TypeVar("E", bound=Event)
-
-
-def free_port() -> int:
-    """A port of loopback that is free, as is the next: the coordinator takes both, again after a restart."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
 
 
 def small(
@@ -84,7 +71,8 @@ def small(
         ),
         coordinator=replace(
             SMALL.coordinator,
-            listen=f"127.0.0.1:{free_port()}",
+            # The coordinator takes this port and the two next ones, again after a restart.
+            listen=f"127.0.0.1:{free_port(neighbours=2)}",
             heartbeat_seconds=heartbeat_seconds,
             silent_seconds=silent_seconds,
             regroup_seconds=1.0,

@@ -7,7 +7,6 @@ with Prometheus(tmp_path, {"coordinator": "127.0.0.1:7702"}) as prometheus:
 
 import json
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -18,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from tests.support.ports import free_port
 
 BINARY = shutil.which("prometheus")
 MISSING = "Prometheus is not installed (Debian and Ubuntu: apt install prometheus)"
@@ -46,9 +47,7 @@ class Prometheus:
         ]
         config = self._directory / "prometheus.yml"
         config.write_text(json.dumps({"scrape_configs": jobs}))  # JSON is YAML
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self._url = f"http://127.0.0.1:{port}"
         with (self._directory / "prometheus.log").open("wb") as log:
             self._process = subprocess.Popen(

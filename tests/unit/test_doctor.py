@@ -36,6 +36,7 @@ from node.local.doctor import (
     judge_torch,
     package_owners,
 )
+from tests.support.ports import free_port
 from wire.errors import LinkError, TokenError
 from wire.identity.authority import CertificateAuthority
 from wire.identity.token import JoinToken
@@ -214,9 +215,7 @@ def test_a_coordinator_that_is_not_the_tokens(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_port_where_nothing_listens() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     token = JoinToken((address,), "demo-x", b"p" * 32, "A" * 8, b"s" * 16)
     (_, contact) = check_token(token.encode())
     assert contact.status is Status.FAIL

@@ -199,7 +199,7 @@ class RunWorld(RuleBasedStateMachine):
 
 
 RunWorld.TestCase.settings = settings(
-    max_examples=20_000 if LONG else 600,
+    max_examples=20_000 if LONG else 300,
     stateful_step_count=80,
     deadline=None,
     suppress_health_check=list(HealthCheck),

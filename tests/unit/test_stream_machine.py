@@ -192,4 +192,4 @@ class StreamMachine(RuleBasedStateMachine):
 
 
 TestStreamMachine = StreamMachine.TestCase
-TestStreamMachine.settings = settings(max_examples=250, stateful_step_count=60, deadline=None)
+TestStreamMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
