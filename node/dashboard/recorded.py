@@ -10,12 +10,16 @@ from node.coordinator.metrics import RunMetrics
 from node.dashboard.address import page_url
 from node.dashboard.feed import Feed
 from node.dashboard.server import Page, serve_page
+from node.telemetry import events
 from node.telemetry.history import HISTORY_FILE, Entry, parse_line
+from node.telemetry.status import coordinator_alive, read_status
 from node.telemetry.view import RunViewBuilder
 from wire.errors import RunError
 
 FOLLOW_SECONDS = 1.0
 """Between two looks at the file."""
+GONE = "its coordinator is gone"
+"""Why a run is over whose coordinator died before it could say so."""
 MOST_BYTES = 4 << 20
 """Read at a time, so that a history of any length takes little memory."""
 
@@ -63,8 +67,9 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
     tail = HistoryTail(run_dir)
-    feed = Feed(RunViewBuilder())
-    await _catch_up(feed, tail)
+    builder = RunViewBuilder()
+    feed = Feed(builder)
+    await follow(run_dir, builder, feed, tail)
     # Its counters stay at nothing; what the view tells of is there, the state above all.
     metrics = RunMetrics(feed.view)
     async with serve_page(Page(feed=feed, metrics=metrics.render), host, port, tls) as bound:
@@ -74,7 +79,30 @@ async def _serve(
                 async with asyncio.timeout(FOLLOW_SECONDS):
                     await stopped.wait()
             except TimeoutError:
-                await _catch_up(feed, tail)
+                await follow(run_dir, builder, feed, tail)
+
+
+async def follow(run_dir: Path, builder: RunViewBuilder, feed: Feed, tail: HistoryTail) -> None:
+    """Take in what was appended since the last time; a coordinator that died without a word has ended, too.
+
+    `feed` is of `builder`, and `tail` of `run_dir`. RunError when the history cannot be read.
+    """
+    await _catch_up(feed, tail)
+    if builder.over or not await asyncio.to_thread(_coordinator_is_gone, run_dir):
+        return
+    # What it said last may have come in between.
+    await _catch_up(feed, tail)
+    if not builder.over:
+        feed.apply(events.RunFinished(reason=GONE, failed=False), builder.updated)
+
+
+def _coordinator_is_gone(run_dir: Path) -> bool:
+    """Whether its process, on this machine, is known to have ended."""
+    try:
+        status = read_status(run_dir)
+    except RunError:
+        return False
+    return status is not None and coordinator_alive(status) is False
 
 
 async def _catch_up(feed: Feed, tail: HistoryTail) -> None:

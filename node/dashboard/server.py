@@ -140,7 +140,7 @@ class _Routes:
         self._streams = 0
 
     async def view(self, request: web.Request) -> web.Response:
-        return _json({"now": time.time(), "view": self._feed.newest()[1]})
+        return _json(self._message(self._feed.newest()[1]))
 
     async def health(self, request: web.Request) -> web.Response:
         """Answered by the loop that drives the run: an answer says that it turns."""
@@ -173,7 +173,7 @@ class _Routes:
 
     async def _tell(self, response: web.StreamResponse) -> None:
         version, sent = self._feed.newest()
-        await _send(response, "view", sent)
+        await _send(response, "view", self._message(sent))
         while not self._feed.closed:
             await self._feed.pause(STREAM_SECONDS)
             try:
@@ -184,9 +184,13 @@ class _Routes:
                 continue
             version, newest = self._feed.newest()
             if patch := difference(sent, newest):
-                await _send(response, "patch", patch)
+                await _send(response, "patch", self._message(patch))
             sent = newest
-        await _send(response, "end", {})
+        await _send(response, "end", self._message({}))
+
+    def _message(self, view: Mapping[str, Any]) -> dict[str, Any]:
+        """`coordinated`: the run's coordinator itself says so, rather than a reader of its history."""
+        return {"now": time.time(), "coordinated": self._page.operator is not None, "view": view}
 
     async def operator(self, request: web.Request) -> web.Response:
         """Whether this connection could change the run, and if not, why."""
@@ -264,8 +268,8 @@ def _json(value: Mapping[str, Any], status: int = 200) -> web.Response:
     return web.json_response(value, status=status, headers={"Cache-Control": "no-store"})
 
 
-async def _send(response: web.StreamResponse, event: str, fields: Mapping[str, Any]) -> None:
-    data = json.dumps({"now": time.time(), "view": fields}, ensure_ascii=False, separators=(",", ":"))
+async def _send(response: web.StreamResponse, event: str, message: Mapping[str, Any]) -> None:
+    data = json.dumps(message, ensure_ascii=False, separators=(",", ":"))
     await _write(response, f"event: {event}\ndata: {data}\n\n".encode())
 
 

@@ -104,6 +104,16 @@ class RunViewBuilder:
             self._events.append(EventView(at=at, kind=kind, level=level, text=line))
 
     @property
+    def updated(self) -> float:
+        """When the newest event happened, Unix seconds."""
+        return self._updated
+
+    @property
+    def over(self) -> bool:
+        """Whether the newest coordinator has said that it ends."""
+        return self._finished is not None
+
+    @property
     def highest_step(self) -> int:
         """The most steps that were ever done; one that comes again is a replay."""
         return self._highest_step
@@ -117,6 +127,7 @@ class RunViewBuilder:
         steps = started.steps if started else 0
         done = self._steps_done
         tokens = started.tokens_per_step if started else 0
+        state = self._state(done, steps)
         placed = self._placement.nodes if self._placement else ()
         members = tuple(
             MemberView(
@@ -130,7 +141,7 @@ class RunViewBuilder:
         so_far = RunView(
             run_id=started.run_id if started else "",
             name=started.name if started else "",
-            state=self._state(done, steps),
+            state=state,
             ended=finished_text,
             started=self._began,
             updated=self._updated,
@@ -148,7 +159,7 @@ class RunViewBuilder:
             grad_norm=step.grad_norm if step else None,
             tokens_per_second=tokens / pace if pace else None,
             step_seconds=pace,
-            eta_seconds=(steps - done) * pace if pace and self._finished is None else None,
+            eta_seconds=(steps - done) * pace if pace and state in ("training", "restoring") else None,
             loss_curve=self._loss.curve(),
             speed_curve=self._speed.curve(),
             epoch=self._placement.epoch if self._placement else 0,

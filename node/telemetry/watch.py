@@ -43,7 +43,7 @@ class HistoryWatch:
             if (entry := parse_line(line)) is not None:
                 self._builder.apply(entry.event, entry.at)
         view = self._builder.view()
-        if not view.ended and self._dead():
+        if not self._builder.over and self._dead():
             return replace(view, state="stopped", ended="its coordinator is gone", eta_seconds=None)
         return view
 

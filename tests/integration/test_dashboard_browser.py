@@ -19,12 +19,16 @@ from typing import Any
 import aiohttp
 import pytest
 
-from node.dashboard.access import KEY_FILE
+from node.coordinator.store import Store
+from node.dashboard.access import KEY_FILE, Gate, OperatorKey
 from node.dashboard.feed import Feed
 from node.dashboard.live import past
+from node.dashboard.operator import Operator
 from node.dashboard.server import Page, serve_page
 from node.telemetry import events
+from node.telemetry.history import read_history
 from node.telemetry.status import read_status
+from node.telemetry.view import RunViewBuilder
 from tests.support.browser import Browser, chromium
 from tests.support.browser import Page as Tab
 from tests.support.fault_prefork import Prefork
@@ -235,6 +239,9 @@ async def test_many_stages_and_a_run_that_is_over(tmp_path: Path) -> None:
         assert await tab.text("#figure-eta h3") == "Ended"
         assert await tab.text("#figure-eta .value") != "–"
         assert len(await tab.texts(".stage")) == 8
+        # Its nodes went home; that is no trouble any more, and what they did stays readable.
+        assert await tab.texts(".stage.away") == []
+        assert "GPU memory" in await tab.text(".stage[data-stage='7']")
 
 
 async def test_a_page_comes_back_when_its_server_does(tmp_path: Path) -> None:
@@ -245,6 +252,9 @@ async def test_a_page_comes_back_when_its_server_does(tmp_path: Path) -> None:
             await shown(tab)
         await tab.wait_for("document.querySelector('#connection').className.includes('lost')")
         assert "step 268" in await tab.text("#progress-text")  # what was known stays
+        await pass_time(tab, 30)
+        await tab.wait_for("document.querySelector('#state').innerText === 'training, when last seen'")
+        assert "Nobody has answered this page for" in await tab.text("#silence")
         append(tmp_path / "run", time.time(), recorded_step(269)[1])
         feed = Feed(past(tmp_path / "run"))
         async with serve_page(Page(feed=feed), "127.0.0.1", port):
@@ -252,6 +262,53 @@ async def test_a_page_comes_back_when_its_server_does(tmp_path: Path) -> None:
             await tab.wait_for("document.querySelector('#progress-text').innerText.includes('step 269 of')")
         failed = re.compile(r"Failed to load resource|net::ERR_")
         assert all(failed.search(problem) for problem in tab.problems), tab.problems
+
+
+class NoControls:
+    """Of a coordinator that nobody asks for anything."""
+
+    def stop(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+    def save(self) -> None:
+        raise AssertionError
+
+
+async def pass_time(tab: Tab, seconds: float) -> None:
+    """The page's clock goes ahead; its timers do not."""
+    await tab.evaluate(f"(() => {{ const now = Date.now; Date.now = () => now() + {1000 * seconds}; }})()")
+
+
+async def test_doubt_is_cast_only_where_there_is_some(tmp_path: Path) -> None:
+    """A coordinator that waits for nodes all night has nothing to tell and is there; one that trains has."""
+    write_run(tmp_path / "run", steps_done=20)
+    told = list(read_history(tmp_path / "run"))
+    training = max(entry.at for entry in told)
+    gate = Gate(OperatorKey("x" * 26))
+    with Store.open(tmp_path / "run") as store:
+        operator = Operator(NoControls(), store, lambda event: None)
+    async with Browser(tmp_path) as browser:
+        for coordinated in (True, False):
+            for entries, state, doubt in (
+                (told[:2], "waiting for nodes", None if coordinated else "then silent"),
+                (told, "training", "no progress" if coordinated else "then silent"),
+            ):
+                builder = RunViewBuilder()
+                for entry in entries:
+                    builder.apply(entry.event, entry.at - training + time.time())
+                page = Page(feed=Feed(builder))
+                if coordinated:
+                    page = replace(page, operator=operator, gate=gate)
+                async with serve_page(page, "127.0.0.1", 0) as port:
+                    tab = await browser.open(f"http://127.0.0.1:{port}/")
+                    await tab.wait_for("!document.querySelector('#main').hidden")
+                    if state == "training":
+                        assert await tab.text("#state") == state
+                        await pass_time(tab, 3600)
+                    said = state if doubt is None else f"{state}, {doubt}"
+                    await tab.wait_for(f"document.querySelector('#state').innerText === {said!r}")
+                    hidden = await tab.evaluate("document.querySelector('#silence').hidden")
+                    assert hidden is (doubt is None)
 
 
 async def test_a_live_run_and_its_operator(prefork: Prefork, tmp_path: Path) -> None:

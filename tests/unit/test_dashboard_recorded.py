@@ -1,6 +1,8 @@
 """A run's page from its history: reading what is appended, and the command that serves it."""
 
+import asyncio
 import json
+import os
 import re
 import signal
 import socket
@@ -15,9 +17,12 @@ import pytest
 from node.cli.main import main
 from node.coordinator.claims import check_ports
 from node.dashboard import recorded
-from node.dashboard.recorded import HistoryTail
+from node.dashboard.feed import Feed
+from node.dashboard.recorded import HistoryTail, follow
 from node.telemetry import events
 from node.telemetry.history import HISTORY_FILE
+from node.telemetry.status import STATUS_FILE, RunStatus
+from node.telemetry.view import RunViewBuilder
 from tests.support.process import Process
 from tests.support.recorded_run import append, step, write_run
 from wire.errors import UserError
@@ -101,6 +106,47 @@ def test_the_command_serves_and_follows_a_history(tmp_path: Path) -> None:
         assert process.wait_exit() == 0 and process.complaints == []
     finally:
         process.reap()
+
+
+def write_status(directory: Path, process_id: int) -> None:
+    """As a coordinator of that process would have left it."""
+    (entry, *_) = HistoryTail(directory).read()
+    assert isinstance(entry.event, events.RunStarted)
+    status = RunStatus(
+        updated=entry.at, host=socket.gethostname(), process_id=process_id, started=entry.event
+    )
+    (directory / STATUS_FILE).write_text(status.to_json())
+
+
+async def test_a_coordinator_that_was_killed_is_not_shown_as_training(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    builder = RunViewBuilder()
+    feed, tail = Feed(builder), HistoryTail(tmp_path)
+    write_status(tmp_path, os.getpid())
+    await follow(tmp_path, builder, feed, tail)
+    assert builder.view().state == "training"
+    dead = await asyncio.create_subprocess_exec("true")
+    await dead.wait()
+    write_status(tmp_path, dead.pid)
+    seen = builder.view()
+    await follow(tmp_path, builder, feed, tail)
+    assert (builder.view().state, builder.view().ended) == ("stopped", recorded.GONE)
+    assert builder.view().updated == seen.updated
+    # It is told once, and is past when another coordinator goes on with the run.
+    await follow(tmp_path, builder, feed, tail)
+    assert [event.kind for event in builder.view().events].count("finished") == 1
+    write_status(tmp_path, os.getpid())
+    append(tmp_path, seen.updated + 1, HistoryTail(tmp_path).read()[0].event)
+    await follow(tmp_path, builder, feed, tail)
+    assert builder.view().state == "waiting for nodes"
+
+
+async def test_a_status_that_cannot_be_read_says_nothing_of_the_coordinator(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / STATUS_FILE).write_text("{")
+    builder = RunViewBuilder()
+    await follow(tmp_path, builder, Feed(builder), HistoryTail(tmp_path))
+    assert builder.view().state == "training"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import { Stream } from "./stream.js";
 
 const FEW_EVENTS = 12;
 const SILENT_SECONDS = 60;
+const LOST_SECONDS = 5;
 const AT_WORK = ["starting", "waiting for nodes", "restoring", "training"];
 
 let connection = "connecting";
@@ -89,11 +90,11 @@ function quiet(view) {
 function drawTimes(view) {
   const over = !AT_WORK.includes(view.state);
   const age = now() - view.updated;
-  const silent = !over && age > Math.max(SILENT_SECONDS, 5 * (view.step_seconds ?? 0));
-  set(byId("state"), silent ? `${view.state}, then silent` : view.state);
-  byId("state").className = `pill ${silent ? "silent" : view.state.replaceAll(" ", "-")}`;
-  byId("silence").hidden = !silent;
-  if (silent) byId("silence").replaceChildren(...marked(`Nothing was heard of this run for ${format.age(age)}: its coordinator may have ended. \`thinwire status\` tells, and \`thinwire resume\` goes on with it.`));
+  const [doubt, notice] = (!over && doubts(view, age)) || [];
+  set(byId("state"), doubt ? `${view.state}, ${doubt}` : view.state);
+  byId("state").className = `pill ${doubt ? "doubtful" : view.state.replaceAll(" ", "-")}`;
+  byId("silence").hidden = !doubt;
+  if (doubt) byId("silence").replaceChildren(...marked(notice));
   const parts = [`step ${format.integer(view.step)} of ${format.integer(view.steps)}`];
   if (!over && view.eta_seconds != null) parts.push(`${format.duration(view.eta_seconds)} to go`);
   if (view.started) parts.push(`${over ? "took" : "began"} ${format.age((over ? view.updated : now()) - view.started)}${over ? "" : " ago"}`);
@@ -118,6 +119,17 @@ function drawTimes(view) {
     set(second, note);
   });
   set(byId("footer"), `${view.run_id ? `run ${view.run_id} · ` : ""}last news ${format.age(age)} ago${connection === "live" ? "" : " · not live"}`);
+}
+
+// Why the state may not be what it says: a word for it, and a sentence. Nothing while there is no doubt.
+function doubts(view, age) {
+  const after = "`thinwire status` tells whether its coordinator lives, and `thinwire resume` goes on with it.";
+  if (stream.lostAt !== null && now() - stream.lostAt > LOST_SECONDS) return ["when last seen", `Nobody has answered this page for ${format.age(now() - stream.lostAt)}. Everything here is as it was then. ${after}`];
+  if (age <= Math.max(SILENT_SECONDS, 5 * (view.step_seconds ?? 0))) return null;
+  if (!stream.coordinated) return ["then silent", `Nothing was heard of this run for ${format.age(age)}: its coordinator may have ended. ${after}`];
+  // A coordinator has nothing to tell while it waits for nodes, and a first step may take long.
+  if (view.state === "waiting for nodes" || view.step_seconds == null) return null;
+  return ["no progress", `Nothing happened for ${format.age(age)}, and a step takes ${format.duration(view.step_seconds)}. The coordinator is there: look at the nodes and at its events.`];
 }
 
 // Unchanged text is left alone, so that a selection in it survives.

@@ -11,7 +11,7 @@ export class Chart {
     Object.assign(this, { place, label, format, fromZero, now });
     this.curve = { stride: 1, steps: [], times: [], values: [] };
     this.chosen = null;
-    this.tip = element("div", { class: "tip", hidden: true });
+    this.tip = element("div", { class: "tip", role: "status", hidden: true });
     this.svg = shape("svg", { role: "img", tabindex: "0" });
     place.append(this.svg, this.tip);
     new ResizeObserver(() => this.draw()).observe(place);

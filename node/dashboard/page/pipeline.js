@@ -13,7 +13,8 @@ export const KINDS = {
   "wait-downstream": "waits for the stage after",
   "wait-coordinator": "waits for the coordinator",
 };
-const FULL = 0.9, BUSY = 0.7;
+// As node/telemetry/bottleneck.py says it in words.
+const FULL = 0.85, BUSY = 0.7;
 const MOST_ABREAST = 3;
 
 export function pipeline(view) {
@@ -25,7 +26,7 @@ export function pipeline(view) {
     return link;
   };
   view.stages.forEach((stage, i) => {
-    parts.push(stageCard(stage));
+    parts.push(stageCard(stage, !stage.present && !view.ended));
     if (i + 1 < view.stages.length) parts.push(linkCard(i, i + 1, take(i, i + 1), take(i + 1, i)));
   });
   // What joins stages that are no neighbours: chunks of an interleaved schedule, tied embeddings.
@@ -45,7 +46,8 @@ export function legend() {
   return Object.entries(KINDS).map(([kind, words]) => element("li", {}, element("i", { class: `kind ${kind}` }), words));
 }
 
-function stageCard(stage) {
+// `away`: its node is missed. When a run is over all nodes are gone, and nobody misses them.
+function stageCard(stage, away) {
   const known = Object.keys(stage.shares).length > 0;
   const bar = element("div", { class: "shares", role: "img", "aria-label": known ? sharesText(stage) : "no step yet" });
   for (const kind of Object.keys(KINDS)) {
@@ -57,14 +59,14 @@ function stageCard(stage) {
   const facts = [stage.blocks ? `${stage.blocks}\u00a0block${stage.blocks > 1 ? "s" : ""}` : "", memory(stage)];
   return element(
     "li",
-    { class: `stage${stage.present ? "" : " away"}`, "data-stage": stage.stage },
+    { class: `stage${away ? " away" : ""}`, "data-stage": stage.stage },
     element(
       "div",
       { class: "stage-head" },
       element("strong", {}, `stage ${stage.stage}`),
       element("span", { class: "mono node" }, stage.node_id),
       element("span", { class: "muted device", title: stage.device }, stage.device),
-      element("span", { class: "muted facts" }, stage.present ? facts.filter(Boolean).join(" · ") : "its node is away"),
+      element("span", { class: away ? "trouble facts" : "muted facts" }, away ? "its node is away" : facts.filter(Boolean).join(" · ")),
     ),
     bar,
     element(

@@ -11,6 +11,8 @@ export class Stream {
     this.connection = connection;
     this.view = null;
     this.clockAhead = 0; // how far the server's clock is ahead of this machine's, in seconds
+    this.coordinated = false; // whether the coordinator itself serves this page
+    this.lostAt = null; // when the connection was lost, by the server's clock; null while it is there
     this.open();
   }
 
@@ -18,6 +20,7 @@ export class Stream {
     const source = new EventSource("/api/stream");
     source.addEventListener("view", (event) => {
       this.view = this.read(event);
+      this.lostAt = null;
       this.connection("live");
       this.changed(this.view, new Set(Object.keys(this.view)));
     });
@@ -33,12 +36,14 @@ export class Stream {
   // The browser's own retries stop for good at the first answer that is no stream, such as "too many pages".
   again(source, state) {
     source.close();
+    this.lostAt ??= this.now();
     this.connection(state);
     setTimeout(() => this.open(), RETRY_MILLISECONDS);
   }
 
   read(event) {
-    const { now, view } = JSON.parse(event.data);
+    const { now, coordinated, view } = JSON.parse(event.data);
+    this.coordinated = coordinated;
     this.clockAhead = now - Date.now() / 1000;
     return view;
   }
