@@ -8,6 +8,7 @@ what crosses a boundary, stays float32 under autocast too. Between T tensor-para
 outside of attention and the feed-forward, and H, K and F inside are the rank's own.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -96,14 +97,81 @@ def attention(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor) -> Tenso
     return out_bhsd.transpose(1, 2).flatten(2)
 
 
-class LlamaBlock(nn.Module):
-    """RMSNorm, rotary grouped-query attention, RMSNorm, SwiGLU; no biases. [B, S, C] in and out."""
+class Block(nn.Module, ABC):
+    """Norm, attention, norm, feed-forward, each half added to the residual stream. [B, S, C] in and out.
 
-    def __init__(self, model: ModelSection, rotary: Rotary, storage: Storage, rank: TensorRank) -> None:
+    A family says which projections it has, and what lies between them.
+    """
+
+    attention_norm: nn.Module
+    attention_output: nn.Linear
+    ffn_norm: nn.Module
+    down: nn.Linear
+
+    def __init__(self, model: ModelSection, storage: Storage, rank: TensorRank) -> None:
         super().__init__()
         self.storage = storage
         self.rank = rank
         self.width = model.hidden // model.heads
+
+    @abstractmethod
+    def attention_inputs(self) -> tuple[nn.Linear, ...]:
+        """The projections into attention."""
+
+    @abstractmethod
+    def split(self, projected: Sequence[Tensor]) -> Heads:
+        """Heads of what `attention_inputs` give."""
+
+    @abstractmethod
+    def join(self, heads: Heads) -> tuple[Tensor, ...]:
+        """Gradients of what `attention_inputs` give, from those of heads."""
+
+    @abstractmethod
+    def ffn_inputs(self) -> tuple[nn.Linear, ...]:
+        """The projections into the feed-forward."""
+
+    @abstractmethod
+    def activation(self, *wide_bsf: Tensor) -> Tensor:
+        """What `down` is given, of what `ffn_inputs` give: all [B, S, F]."""
+
+    def qkv(self, normed_bsc: Tensor) -> Heads:
+        """Queries [B, H, S, D], keys and values [B, K, S, D]."""
+        return self.split([projection(normed_bsc) for projection in self.attention_inputs()])
+
+    def forward(self, x_bsc: Tensor) -> Tensor:
+        if self.storage.is_off or not torch.is_grad_enabled():
+            return self._plain(x_bsc)
+        x_bsc = attention_half(
+            x_bsc,
+            AttentionParts(
+                storage=self.storage, layout=HeadLayout(split=self.split, join=self.join), rank=self.rank
+            ),
+            Norm.of(self.attention_norm),
+            [Linear.of(projection) for projection in self.attention_inputs()],
+            Linear.of(self.attention_output),
+        )
+        return ffn_half(
+            x_bsc,
+            FfnParts(storage=self.storage, rank=self.rank),
+            Norm.of(self.ffn_norm),
+            [Linear.of(projection) for projection in self.ffn_inputs()],
+            Linear.of(self.down),
+        )
+
+    def _plain(self, x_bsc: Tensor) -> Tensor:
+        """With autograd keeping what it likes."""
+        attended_bsc = attention(*self.qkv(gather(self.attention_norm(x_bsc), self.rank)))
+        x_bsc = x_bsc + row_parallel(self.attention_output, attended_bsc, self.rank)
+        normed_bsc = gather(self.ffn_norm(x_bsc), self.rank)
+        inner_bsf = self.activation(*(projection(normed_bsc) for projection in self.ffn_inputs()))
+        return x_bsc + row_parallel(self.down, inner_bsf, self.rank)
+
+
+class LlamaBlock(Block):
+    """RMSNorm, rotary grouped-query attention, RMSNorm, SwiGLU; no biases."""
+
+    def __init__(self, model: ModelSection, rotary: Rotary, storage: Storage, rank: TensorRank) -> None:
+        super().__init__(model, storage, rank)
         q_width = model.hidden // rank.count
         kv_width = self.width * model.kv_heads // rank.count
         ffn = model.ffn // rank.count
@@ -118,103 +186,59 @@ class LlamaBlock(nn.Module):
         self.up = nn.Linear(model.hidden, ffn, bias=False)
         self.down = nn.Linear(ffn, model.hidden, bias=False)
 
-    def qkv(self, normed_bsc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [B, H, S, D] and keys [B, K, S, D], and values [B, K, S, D]."""
-        return self._split((self.query(normed_bsc), self.key(normed_bsc), self.value(normed_bsc)))
+    def attention_inputs(self) -> tuple[nn.Linear, ...]:
+        return self.query, self.key, self.value
 
-    def ffn(self, normed_bsc: Tensor) -> Tensor:
-        inner_bsf = F.silu(self.gate(normed_bsc)) * self.up(normed_bsc)
-        return row_parallel(self.down, inner_bsf, self.rank)
-
-    def forward(self, x_bsc: Tensor) -> Tensor:
-        if self.storage.is_off or not torch.is_grad_enabled():
-            attended_bsc = attention(*self.qkv(gather(self.attention_norm(x_bsc), self.rank)))
-            x_bsc = x_bsc + row_parallel(self.attention_output, attended_bsc, self.rank)
-            return x_bsc + self.ffn(gather(self.ffn_norm(x_bsc), self.rank))
-        x_bsc = attention_half(
-            x_bsc,
-            AttentionParts(
-                storage=self.storage,
-                layout=HeadLayout(split=self._split, join=self._join),
-                rank=self.rank,
-            ),
-            _norm_of(self.attention_norm),
-            [Linear.of(self.query), Linear.of(self.key), Linear.of(self.value)],
-            Linear.of(self.attention_output),
-        )
-        inputs = [Linear.of(self.gate), Linear.of(self.up)]
-        parts = FfnParts(storage=self.storage, rank=self.rank)
-        return ffn_half(x_bsc, parts, _norm_of(self.ffn_norm), inputs, Linear.of(self.down))
-
-    def _split(self, projected: Sequence[Tensor]) -> Heads:
+    def split(self, projected: Sequence[Tensor]) -> Heads:
         query_bhsd, key_bksd, value_bksd = (
             torch.unflatten(part, -1, (-1, self.width)).transpose(1, 2) for part in projected
         )
         return self.rotary(query_bhsd), self.rotary(key_bksd), value_bksd
 
-    def _join(self, heads: Heads) -> tuple[Tensor, ...]:
+    def join(self, heads: Heads) -> tuple[Tensor, ...]:
         query_bhsd, key_bksd, value_bksd = heads
         turned = (self.rotary.back(query_bhsd), self.rotary.back(key_bksd), value_bksd)
         return tuple(part.transpose(1, 2).flatten(2) for part in turned)
 
+    def ffn_inputs(self) -> tuple[nn.Linear, ...]:
+        return self.gate, self.up
 
-class Gpt2Block(nn.Module):
-    """LayerNorm, multi-head attention, LayerNorm, tanh GELU; biases throughout. [B, S, C] in and out."""
+    def activation(self, *wide_bsf: Tensor) -> Tensor:
+        gate_bsf, up_bsf = wide_bsf
+        return F.silu(gate_bsf) * up_bsf
+
+
+class Gpt2Block(Block):
+    """LayerNorm, multi-head attention (K = H), LayerNorm, tanh GELU; biases throughout."""
 
     def __init__(self, model: ModelSection, storage: Storage, rank: TensorRank) -> None:
-        super().__init__()
-        self.storage = storage
-        self.rank = rank
-        self.width = model.hidden // model.heads
-        self.attention_norm = norm(model)
+        super().__init__(model, storage, rank)
         q_width, ffn = model.hidden // rank.count, model.ffn // rank.count
+        self.attention_norm = norm(model)
         self.qkv_projection = nn.Linear(model.hidden, 3 * q_width)
         self.attention_output = nn.Linear(q_width, model.hidden)
         self.ffn_norm = norm(model)
         self.up = nn.Linear(model.hidden, ffn)
         self.down = nn.Linear(ffn, model.hidden)
 
-    def qkv(self, normed_bsc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, each [B, H, S, D]."""
-        return self._split((self.qkv_projection(normed_bsc),))
+    def attention_inputs(self) -> tuple[nn.Linear, ...]:
+        return (self.qkv_projection,)
 
-    def ffn(self, normed_bsc: Tensor) -> Tensor:
-        inner_bsf = F.gelu(self.up(normed_bsc), approximate="tanh")
-        return row_parallel(self.down, inner_bsf, self.rank)
-
-    def forward(self, x_bsc: Tensor) -> Tensor:
-        if self.storage.is_off or not torch.is_grad_enabled():
-            attended_bsc = attention(*self.qkv(gather(self.attention_norm(x_bsc), self.rank)))
-            x_bsc = x_bsc + row_parallel(self.attention_output, attended_bsc, self.rank)
-            return x_bsc + self.ffn(gather(self.ffn_norm(x_bsc), self.rank))
-        x_bsc = attention_half(
-            x_bsc,
-            AttentionParts(
-                storage=self.storage,
-                layout=HeadLayout(split=self._split, join=self._join),
-                rank=self.rank,
-            ),
-            _norm_of(self.attention_norm),
-            [Linear.of(self.qkv_projection)],
-            Linear.of(self.attention_output),
-        )
-        parts = FfnParts(storage=self.storage, rank=self.rank)
-        return ffn_half(x_bsc, parts, _norm_of(self.ffn_norm), [Linear.of(self.up)], Linear.of(self.down))
-
-    def _split(self, projected: Sequence[Tensor]) -> Heads:
+    def split(self, projected: Sequence[Tensor]) -> Heads:
         (joined,) = projected
         heads_bsnhd = torch.unflatten(joined, -1, (3, -1, self.width))
         query_bhsd, key_bhsd, value_bhsd = heads_bsnhd.permute(2, 0, 3, 1, 4).unbind(0)
         return query_bhsd, key_bhsd, value_bhsd
 
-    def _join(self, heads: Heads) -> tuple[Tensor, ...]:
+    def join(self, heads: Heads) -> tuple[Tensor, ...]:
         return (torch.stack([part.transpose(1, 2) for part in heads], dim=2).flatten(2),)
 
+    def ffn_inputs(self) -> tuple[nn.Linear, ...]:
+        return (self.up,)
 
-def _norm_of(module: nn.Module) -> Norm:
-    weight, bias = module.weight, getattr(module, "bias", None)
-    assert isinstance(weight, Tensor) and isinstance(module.eps, float)
-    return Norm(weight=weight, bias=bias, eps=module.eps)
+    def activation(self, *wide_bsf: Tensor) -> Tensor:
+        (up_bsf,) = wide_bsf
+        return F.gelu(up_bsf, approximate="tanh")
 
 
 class Embedding(nn.Module):

@@ -83,6 +83,12 @@ class Norm:
     bias: Tensor | None
     eps: float
 
+    @classmethod
+    def of(cls, module: nn.Module) -> "Norm":
+        weight, bias, eps = module.weight, getattr(module, "bias", None), module.eps
+        assert isinstance(weight, Tensor) and isinstance(eps, float)
+        return cls(weight=weight, bias=bias, eps=eps)
+
     def store(self, x: Tensor, form: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The norm of x, and x kept in `form`."""
         if form == AS_COMPUTED:

@@ -116,13 +116,13 @@ def test_attention_runs_on_what_is_kept_so_that_its_sums_fit(
     storage = Storage(attention="4")
     stored = run(model, storage)
     block = Gpt2Block if model.family == "gpt2" else LlamaBlock
-    split = block._split
+    split = block.split
 
     def rounded(self: Any, projected: Any) -> tuple[Tensor, ...]:
         """Four bits straight through: what forward sees; gradients pass as if nothing were rounded."""
         return tuple(part + (_rounded(part) - part).detach() for part in split(self, projected))
 
-    monkeypatch.setattr(block, "_split", rounded)
+    monkeypatch.setattr(block, "split", rounded)
     plain = run(model, Storage())
     for name, wanted in plain.items():
         assert distance(stored[name], wanted) < 3e-6, name
