@@ -15,8 +15,9 @@ from torch import Tensor
 from node.config.schema import RunConfig
 from node.model.shards import check_shards, merge_states, shard_state, sharded_keys
 from node.model.units import unit_names
-from node.parallel.ranks import Command, Op, Ranks, number, state_bytes, value
+from node.parallel.ranks import Command, Op, Ranks, number, value
 from node.stage.stage_model import StageModel
+from node.training.serialization import deserialize_unit, serialize_unit
 from wire.errors import RunError
 
 _EMBEDDED, _LABELLED = 1, 2
@@ -111,7 +112,7 @@ class Follower(RankModel):
     """What ranks above 0 run: the leader's commands, until it says stop or is gone."""
 
     def serve(self) -> None:
-        """Returns at `Op.STOP`; raises what torch raises when the leader is gone."""
+        """Returns at `Op.STOP`. Raises DeviceLostError when another rank is gone."""
         while (command := self._ranks.follow()).op is not Op.STOP:
             self._carry_out(command)
 
@@ -121,7 +122,8 @@ class Follower(RankModel):
             case Op.BUILD:
                 self.build(a, b)
             case Op.LOAD:
-                self.load_unit_state(unit_names(self.config.model)[a], self._ranks.share_state(None, b))
+                state = deserialize_unit(self._ranks.share_bytes(b))
+                self.load_unit_state(unit_names(self.config.model)[a], state)
             case Op.BEGIN:
                 self.begin_step()
             case Op.FORWARD:
@@ -160,9 +162,10 @@ class Leader(RankModel):
         super().drop()
 
     def load_unit_state(self, unit: str, state: Mapping[str, Tensor]) -> None:
-        size = state_bytes(state)
-        self._ranks.lead(Op.LOAD, unit_names(self.config.model).index(unit), size)
-        super().load_unit_state(unit, self._ranks.share_state(state, size))
+        data = serialize_unit(state)
+        self._ranks.lead(Op.LOAD, unit_names(self.config.model).index(unit), len(data))
+        self._ranks.share_bytes(len(data), data)
+        super().load_unit_state(unit, state)
 
     def begin_step(self) -> None:
         self._ranks.lead(Op.BEGIN)

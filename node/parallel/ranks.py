@@ -17,6 +17,7 @@ from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,7 +29,6 @@ from node.parallel.tensor_ranks import TensorRanks
 from node.parallel.together import together
 from node.training.gradients import Fp8Gradients
 from node.training.optimizer import StageOptimizer
-from node.training.serialization import deserialize_unit, serialize_unit
 
 WAIT = timedelta(days=30)
 """Followers wait for the next command this long: a run may stand still for days."""
@@ -118,18 +118,19 @@ class Ranks:
     def follow(self) -> Command:
         """Wait for the leader's next command."""
         fields = torch.empty(_FIELDS, dtype=torch.int64)
-        dist.broadcast(fields, src=0, group=self._commands)
+        with together():
+            dist.broadcast(fields, src=0, group=self._commands)
         op, *numbers = fields.tolist()
         return Command(Op(op), tuple(numbers))
 
-    def share_state(self, state: Mapping[str, Tensor] | None, size: int) -> dict[str, Tensor]:
-        """A unit's state from the leader (who gives it) to all; `size` is that of `state_bytes`."""
+    def share_bytes(self, size: int, given: bytes | None = None) -> bytes:
+        """`size` bytes from the leader, who gives them, to all."""
         data = torch.empty(size, dtype=torch.uint8)
-        if state is not None:
-            data.copy_(torch.frombuffer(bytearray(serialize_unit(state)), dtype=torch.uint8))
+        if given is not None:
+            data.numpy()[:] = np.frombuffer(given, dtype=np.uint8)
         with together():
             dist.broadcast(data, src=0, group=self._commands)
-        return deserialize_unit(data.numpy().tobytes())
+        return data.numpy().tobytes() if given is None else given
 
     # ---- tensors
 
@@ -250,11 +251,6 @@ class Ranks:
         # NCCL would wait for what the others never send; there the end of the process does it.
         if self.device.type == "cpu":
             dist.destroy_process_group()
-
-
-def state_bytes(state: Mapping[str, Tensor]) -> int:
-    """What `Ranks.share_state` needs to know beforehand."""
-    return len(serialize_unit(state))
 
 
 def number(value: float) -> int:

@@ -2,6 +2,9 @@
 
 The run file comes as JSON on stdin, which then stays open for as long as the node lives: its end is the
 node's end, and ends this process too, whatever it is waiting for.
+
+The node says in one line why it ends. So this process says nothing, unless the node lives on after a
+collective failed here: then the reason is known here alone.
 """
 
 import argparse
@@ -15,6 +18,10 @@ import torch
 from node.config.loader import from_json
 from node.parallel.group import Follower
 from node.parallel.ranks import Ranks
+from wire.errors import DeviceLostError
+
+GRACE_SECONDS = 1.0
+"""A node that sees what this process saw has ended within this time, and this process with it."""
 
 
 def main() -> int:
@@ -27,7 +34,8 @@ def main() -> int:
     parser.add_argument("--meet", type=Path, required=True)
     arguments = parser.parse_args()
     config = from_json(sys.stdin.readline())
-    threading.Thread(target=_end_with_the_node, daemon=True).start()
+    end = threading.Thread(target=_end_with_the_node, daemon=True)
+    end.start()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     ranks = Ranks(
@@ -37,7 +45,14 @@ def main() -> int:
         arguments.meet,
         arguments.tensor_parallel,
     )
-    Follower(config, ranks).serve()
+    try:
+        Follower(config, ranks).serve()
+    except DeviceLostError as error:
+        end.join(GRACE_SECONDS)
+        sys.stderr.write(f"thinwire: error: rank {arguments.rank} ({arguments.device}): {error}\n")
+        sys.stderr.flush()
+        # NCCL would wait for what the others never send.
+        os._exit(1)
     ranks.close()
     return 0
 

@@ -1,17 +1,22 @@
 """A stage over several processes of a node, on CPUs by gloo, against the stage on one device."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from node.config.loader import to_json
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
 from node.parallel.group import Leader
 from node.parallel.processes import DeviceGroup, devices
 from node.stage.stage_model import StageModel
+from tests.support.fault_prefork import Forked, Prefork
 from wire.errors import DeviceLostError, RunError, UserError
 
 CPU = torch.device("cpu")
@@ -23,7 +28,7 @@ CONFIG = RunConfig(
 )
 PACKED = replace(CONFIG, training=replace(CONFIG.training, gradients="fp8", moments="fp8"))
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("forked_workers")]
 
 
 @contextmanager
@@ -153,6 +158,81 @@ def test_a_dead_rank_is_told_of() -> None:
     # Nothing is left in this process that a next group would run into.
     with leading(CONFIG, 2) as leader:
         leader.build(1, 3)
+
+
+LEADER = """
+import sys
+from pathlib import Path
+
+import torch
+
+from node.config.loader import from_json
+from node.parallel.group import Leader
+from node.parallel.ranks import Ranks
+
+leader = Leader(from_json(sys.stdin.readline()), Ranks(0, 2, torch.device("cpu"), Path(sys.argv[1])))
+leader.build(1, 3)
+print("built", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def following(prefork: Prefork, folder: Path) -> Iterator[tuple[Forked, Forked]]:
+    """A leader and its follower, which waits for a command; it prints to `folder`/said."""
+    (folder / "leader.py").write_text(LEADER)
+    options = {"rank": 1, "count": 2, "tensor-parallel": 1, "device": "cpu", "threads": 1}
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    pipe = subprocess.PIPE
+    with (folder / "said").open("wb") as said:
+        leader = prefork.popen(
+            [sys.executable, str(folder / "leader.py"), str(folder / "meet")],
+            stdin=pipe,
+            stdout=pipe,
+            text=True,
+        )
+        follower = prefork.popen(
+            [sys.executable, "-m", "node.parallel.worker", *words, "--meet", str(folder / "meet")],
+            stdin=pipe,
+            stdout=said,
+            stderr=said,
+            text=True,
+        )
+    try:
+        for child in (leader, follower):
+            assert child.stdin is not None
+            child.stdin.write(to_json(CONFIG) + "\n")
+            child.stdin.flush()
+        assert leader.stdout is not None and leader.stdout.readline() == "built\n"
+        yield leader, follower
+    finally:
+        for child in (leader, follower):
+            child.kill()
+            child.wait()
+            for end in (child.stdin, child.stdout):
+                if end is not None:
+                    end.close()
+
+
+def test_a_follower_of_a_node_that_is_gone_says_nothing(prefork: Prefork, tmp_path: Path) -> None:
+    with following(prefork, tmp_path) as (leader, follower):
+        # In this order the follower is told by its collective first.
+        leader.kill()
+        leader.wait()
+        assert follower.stdin is not None
+        follower.stdin.close()
+        assert follower.wait(30) == 1
+        assert (tmp_path / "said").read_text() == ""
+
+
+def test_a_follower_that_alone_knows_why_says_so_in_one_line(prefork: Prefork, tmp_path: Path) -> None:
+    with following(prefork, tmp_path) as (leader, follower):
+        leader.kill()
+        assert follower.wait(30) == 1
+        (line,) = (tmp_path / "said").read_text().splitlines()
+        assert line.startswith(
+            "thinwire: error: rank 1 (cpu): the process of another of this node's devices is gone"
+        )
 
 
 def test_microbatches_that_cannot_be_shared_are_refused_before_anything_starts() -> None:
