@@ -3,6 +3,7 @@ next action starts, so a commit is on disk before any stage hears of it.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from wire.messages import CoordinatorMessage
 
@@ -61,12 +62,26 @@ class OpenSnapshot:
     step: int
 
 
+class AbortKind(StrEnum):
+    """Why an epoch ended before its step did."""
+
+    LOST = "lost"
+    """A node that hosted a stage is gone."""
+    FAILED = "failed"
+    """A stage could not do its part."""
+    NOT_FINITE = "not-finite"
+    """A value was not finite: the step was at fault, not a node."""
+    PLACEMENT = "placement"
+    """Other nodes, or more of them, share the model from here on."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Aborted:
     """The epoch is over before its step was; the step runs again in the next one."""
 
     epoch: int
     step: int
+    kind: AbortKind
     reason: str
 
 

@@ -10,6 +10,7 @@ a node that is gone, leaving or quarantined never gets a seat.
 
 from node.coordinator.actions import (
     Aborted,
+    AbortKind,
     Action,
     Announce,
     OpenSnapshot,
@@ -289,7 +290,7 @@ class RunMachine:
             return self._stop(self._stopping, failed=False)
         if self._growing:
             self._seating.regroup(now)
-        return self._end_epoch("the placement changes") + self._try_place(now)
+        return self._end_epoch(AbortKind.PLACEMENT, "the placement changes") + self._try_place(now)
 
     def _may_go_on(self, epoch: Epoch) -> bool:
         leaving = any(self.members[node].leaving for node in epoch.seats)
@@ -329,7 +330,7 @@ class RunMachine:
                 f"{self._what_is_kept()}: mend that, then resume",
                 failed=True,
             )
-        return actions + self._end_epoch(reason) + self._try_place(now)
+        return actions + self._end_epoch(AbortKind.FAILED, reason) + self._try_place(now)
 
     def _not_finite(self, epoch: Epoch, node_id: str, what: str, now: float) -> list[Action]:
         """First time: the same step again without compression. Second time: the run diverges."""
@@ -337,7 +338,8 @@ class RunMachine:
         if not epoch.uncompressed:
             self._suspect = (epoch.step, what)
             note = f"step {epoch.step + 1} is not committed: {what}; running it again with uncompressed links"
-            return [Announce(text=note), *self._end_epoch(what), *self._try_place(now)]
+            ended = self._end_epoch(AbortKind.NOT_FINITE, what)
+            return [Announce(text=note), *ended, *self._try_place(now)]
         return self._stop(
             f"step {epoch.step + 1} was not committed: {what}, with uncompressed links too, so the run "
             f"diverges; {self._what_is_kept()}: lower training.lr, then resume",
@@ -390,9 +392,9 @@ class RunMachine:
             self._retries = 0
         if self.epoch is None or node_id not in self.epoch.seats:
             return []
-        return self._end_epoch(reason)
+        return self._end_epoch(AbortKind.LOST, reason)
 
-    def _end_epoch(self, reason: str) -> list[Action]:
+    def _end_epoch(self, kind: AbortKind, reason: str) -> list[Action]:
         epoch = self.epoch
         if epoch is None:
             return []
@@ -405,7 +407,7 @@ class RunMachine:
             for node in epoch.seats
             if node in self.members
         ]
-        return [*aborts, Aborted(epoch=epoch.number, step=epoch.step, reason=reason)]
+        return [*aborts, Aborted(epoch=epoch.number, step=epoch.step, kind=kind, reason=reason)]
 
     def _try_place(self, now: float) -> list[Action]:
         """Between epochs: end the run if it is to stop, let go who wants to, start an epoch if it can be."""

@@ -11,13 +11,11 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from node.coordinator.accounting import Accounting
+from node.coordinator.actions import AbortKind
 from node.telemetry import events
 from node.telemetry.metrics import RUN_METRICS, Families, Histogram
 from node.telemetry.run_view import RunView
 from wire.version import PROTOCOL, VERSION
-
-NOT_FINITE = "is not finite"
-"""In the reason of an aborted step (`machine.py`): its values, not its nodes, were at fault."""
 
 COUNTED = (
     "steps_total",
@@ -59,7 +57,7 @@ class RunMetrics(Collector):
                 self._last_step = at
             case events.StepAborted():
                 counts["steps_aborted_total"] += 1
-                counts["non_finite_total"] += NOT_FINITE in event.reason
+                counts["non_finite_total"] += event.kind == AbortKind.NOT_FINITE
             case events.Recovered():
                 counts["recoveries_total"] += 1
                 counts["recovery_seconds_total"] += event.seconds

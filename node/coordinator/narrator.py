@@ -4,7 +4,7 @@ It keeps what this process has seen and no more; the run's state is in the state
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from node.config.schema import RunConfig
@@ -13,7 +13,7 @@ from node.coordinator.actions import Aborted, RecordCommit, RecordRestored
 from node.coordinator.records import StepRecord
 from node.coordinator.recovery import Recovery
 from node.model.placement import stage_units
-from node.model.units import is_block, unit_parameters
+from node.model.units import is_block, state_bytes
 from node.telemetry import events
 from node.telemetry.costs import bits_per_element, idle_by_stage, mbit_by_stage
 from wire.spec import Direction
@@ -82,7 +82,11 @@ class Narrator:
         if self._commit is None and self.accounting.seats:
             # Bytes were sent and time was spent, though nothing came of it.
             self._emit(self.accounting.step(aborted.step + 1, self.step_seconds, aborted=True))
-        self._emit(events.StepAborted(epoch=aborted.epoch, step=aborted.step + 1, reason=aborted.reason))
+        self._emit(
+            events.StepAborted(
+                epoch=aborted.epoch, step=aborted.step + 1, kind=aborted.kind.value, reason=aborted.reason
+            )
+        )
 
     def restored(self, restored: RecordRestored, download_rates: Mapping[str, float]) -> None:
         """Every stage holds the state of a step. `download_rates`: bytes a second, by node."""
@@ -101,12 +105,10 @@ class Narrator:
             )
         )
         rates = [download_rates[node] for node in restored.nodes if node in download_rates]
-        parameters = (sum(unit_parameters(self._config.model, unit) for unit in units) for units in stages)
         recovered = self._recovery.over(
             step=restored.step,
             now=time.monotonic(),
-            # Weights and two moments in float32.
-            state_bytes=3 * 4 * max(parameters),
+            state_bytes=max(map(self._state_bytes, stages)),
             rate=min(rates, default=0.0),
         )
         if recovered is not None:
@@ -151,6 +153,10 @@ class Narrator:
 
     def finished(self, reason: str, *, failed: bool) -> None:
         self._emit(events.RunFinished(reason=reason, failed=failed, summary=self._summary()))
+
+    def _state_bytes(self, units: Sequence[str]) -> int:
+        model, moments = self._config.model, self._config.training.moments
+        return sum(state_bytes(model, unit, moments) for unit in units)
 
     def _count(self, loss: float, tokens: int, seconds: float) -> None:
         tally = self._tally

@@ -17,6 +17,8 @@ from wire.errors import ConfigError
 EMBED = "embed"
 HEAD = "head"
 FAMILIES = ("llama", "gpt2")
+_MOMENT_BLOCK = 128
+"""As `kernels.fp8.BLOCK`, which needs torch."""
 
 
 class Initial(StrEnum):
@@ -97,6 +99,21 @@ def parameter_specs(model: ModelSection, unit: str) -> tuple[ParameterSpec, ...]
 def unit_parameters(model: ModelSection, unit: str) -> int:
     """Number of parameters a unit holds; a tied head counts its copy."""
     return sum(spec.elements for spec in parameter_specs(model, unit))
+
+
+def state_bytes(model: ModelSection, unit: str, moments: str) -> int:
+    """Bytes of a unit's weights and optimizer state as they travel, without the file's header.
+
+    Args:
+        moments: as `training.moments`. Those of matrices in `fp8` are a code an element, and a float32 scale
+            and a power a block; all else travels in float32, whatever `training.weights` is.
+    """
+    total = 8  # the step
+    for spec in parameter_specs(model, unit):
+        packed = moments == "fp8" and len(spec.shape) >= 2
+        moment = spec.elements + 5 * -(-spec.elements // _MOMENT_BLOCK) if packed else 4 * spec.elements
+        total += 4 * spec.elements + 2 * moment
+    return total
 
 
 def most_state_bytes(model: ModelSection, unit: str) -> int:

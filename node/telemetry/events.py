@@ -200,6 +200,8 @@ class StepAborted(Event):
     step: int
     """Counted like `StepDone.step`."""
     reason: str
+    kind: str = ""
+    """`lost` (a node), `failed` (a stage), `not-finite` (a value) or `placement` (it changes)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from node.coordinator.actions import Aborted, Action, Announce, RecordCommit
+from node.coordinator.actions import Aborted, AbortKind, Action, Announce, RecordCommit
 from tests.support.machine_driver import (
     Driver,
     of_kind,
@@ -24,7 +24,9 @@ def test_a_gradient_that_is_not_finite_is_tried_again_uncompressed(norm: float) 
     assert of_kind(actions, Announce) == [
         Announce(text=f"step 4 is not committed: {what}; running it again with uncompressed links")
     ]
-    assert [aborted.reason for aborted in of_kind(actions, Aborted)] == [what]
+    assert [(aborted.kind, aborted.reason) for aborted in of_kind(actions, Aborted)] == [
+        (AbortKind.NOT_FINITE, what)
+    ]
     restore = restore_of(run.all_placed(3))
     assert (restore.step, restore.uncompressed) == (3, True)
 

@@ -2,12 +2,17 @@
 
 from dataclasses import replace
 
-from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection
-from node.coordinator.actions import Aborted, RecordCommit, RecordRestored
+import pytest
+
+from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
+from node.coordinator.actions import Aborted, AbortKind, RecordCommit, RecordRestored
 from node.coordinator.main import _untold
 from node.coordinator.narrator import Narrator
 from node.coordinator.records import StepRecord
+from node.model.placement import stage_units
+from node.model.units import state_bytes
 from node.telemetry import events
+from node.telemetry.units import bytes_text
 from tests.unit.test_accounting import EPOCH, totals
 
 CONFIG = RunConfig(run=RunSection(steps=9), model=ModelSection(layers=5), pipeline=PipelineSection(stages=2))
@@ -26,9 +31,9 @@ OWED = StepRecord(
 
 
 class Told:
-    def __init__(self, untold: StepRecord | None = None) -> None:
+    def __init__(self, untold: StepRecord | None = None, config: RunConfig = CONFIG) -> None:
         self.events: list[events.Event] = []
-        self.narrator = Narrator(CONFIG, self.events.append, untold)
+        self.narrator = Narrator(config, self.events.append, untold)
 
     def restored(self, step: int, epoch: int = EPOCH) -> None:
         for stage, node in enumerate(NODES):
@@ -70,11 +75,27 @@ def test_an_aborted_step_is_told_with_what_it_cost() -> None:
     told = Told()
     told.restored(0)
     told.report(0.5)
-    told.narrator.interrupted(Aborted(epoch=EPOCH, step=0, reason="node b is gone"))
+    told.narrator.interrupted(Aborted(epoch=EPOCH, step=0, kind=AbortKind.LOST, reason="node b is gone"))
     told.restored(0, EPOCH + 1)
     assert told.kinds == ["placement", "step-costs", "step-aborted", "placement", "recovered"]
     costs = told.events[1]
     assert isinstance(costs, events.StepCosts) and costs.aborted and costs.links[0].bytes == 500
+    assert told.events[2] == events.StepAborted(epoch=EPOCH, step=1, kind="lost", reason="node b is gone")
+
+
+@pytest.mark.parametrize("moments", ["float32", "fp8"])
+def test_a_recovery_is_measured_by_the_state_that_travels(moments: str) -> None:
+    config = replace(CONFIG, training=TrainingSection(moments=moments))
+    told = Told(config=config)
+    told.restored(0)
+    told.narrator.interrupted(Aborted(epoch=EPOCH, step=0, kind=AbortKind.LOST, reason="node b is gone"))
+    told.restored(0, EPOCH + 1)
+    stages = [
+        sum(state_bytes(config.model, unit, moments) for unit in units) for units in stage_units(config, 2)
+    ]
+    recovered = told.events[-1]
+    assert isinstance(recovered, events.Recovered)
+    assert f" + {bytes_text(max(stages))} of state / 1 MB/s" in recovered.text
 
 
 def test_a_step_that_was_committed_before_the_abort_is_told_when_it_turns_out_to_be_done() -> None:
@@ -82,7 +103,7 @@ def test_a_step_that_was_committed_before_the_abort_is_told_when_it_turns_out_to
     told.restored(0)
     told.committed(0)
     told.report(1)
-    told.narrator.interrupted(Aborted(epoch=EPOCH, step=0, reason="node b is gone"))
+    told.narrator.interrupted(Aborted(epoch=EPOCH, step=0, kind=AbortKind.LOST, reason="node b is gone"))
     told.restored(1, EPOCH + 1)
     assert told.kinds == ["placement", "step-aborted", "step-costs", "step", "placement", "recovered"]
     assert told.steps()[0].up_mbit[0] > 0, "what it cost is not lost"

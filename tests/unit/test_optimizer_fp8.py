@@ -11,7 +11,7 @@ from kernels.fp8 import Fp8Gradient, unpack_gradient
 from node.config.schema import ModelSection, RunConfig, RunSection, TrainingSection
 from node.model.chunk import Chunk, build_chunk, weight_dtype
 from node.model.split import split_units
-from node.model.units import unit_names
+from node.model.units import state_bytes, unit_names
 from node.training.data import Corpus
 from node.training.optimizer import StageOptimizer
 from node.training.reference import ReferenceTrainer
@@ -131,6 +131,14 @@ def test_moments_take_little_and_say_how_much() -> None:
     vectors = sum(parameter.numel() for parameter in chunk.parameters() if parameter.ndim < 2)
     assert optimizer.state_bytes <= 2.1 * elements + 8 * vectors
     assert packed(moments="float32")[1].state_bytes == 8 * (elements + vectors)
+
+
+@pytest.mark.parametrize("moments", ["float32", "fp8"])
+def test_a_state_is_as_large_as_the_coordinator_reckons(moments: str) -> None:
+    _, optimizer = packed(moments=moments)
+    for unit in unit_names(MODEL):
+        tensors = optimizer.unit_state(unit).values()
+        assert sum(tensor.nbytes for tensor in tensors) == state_bytes(MODEL, unit, moments), unit
 
 
 def test_an_unreached_gradient_is_named_and_clearing_forgets() -> None:
