@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 from node.telemetry.floor import Floor, ResourceKind
 from node.telemetry.remedies import Remedy, better_codec, better_split
 from node.telemetry.run_view import LinkView, RunView, StageView
-from node.telemetry.step_model import StepModel
+from node.telemetry.step_model import FULL, SharedUpload, StepModel, shared_uploads
 from node.telemetry.units import duration_text
 
-FULL = 0.85
-"""A link that carries this share of its measured capacity is full, a stage this busy has no time left."""
 PACE = 0.7
 """Where a step takes its floor over this or less, the resource that makes the floor sets the pace."""
 WAITING = 0.15
@@ -54,21 +52,42 @@ def bottleneck(view: RunView, codec_bits: Mapping[str, float]) -> tuple[str, ...
 
 def _links(view: RunView, model: StepModel, floor: Floor, codec_bits: Mapping[str, float]) -> list[str]:
     """Links that are full, the fullest first; else the one that makes the floor, if the step is near it."""
-    full = sorted((x for x in view.links if (x.use or 0.0) >= FULL), key=lambda x: -(x.use or 0.0))
+    uploads = shared_uploads(view)
+    shared = [link for upload in uploads for link in upload.links]
+    full = [link for link in view.links if (link.use or 0.0) >= FULL and link not in shared]
+    full.sort(key=lambda link: -(link.use or 0.0))
     what = "is full"
-    if not full and floor.binds.kind is ResourceKind.LINK and floor.seconds >= PACE * model.seconds:
+    if (
+        not full
+        and not uploads
+        and floor.binds.kind is ResourceKind.LINK
+        and floor.seconds >= PACE * model.seconds
+    ):
         pair = floor.binds.stage, floor.binds.peer_stage
         full = [link for link in view.links if (link.source, link.target) == pair and link.use is not None]
         what = "sets the pace"
-    sentences = []
+    sentences = [_upload(upload) for upload in uploads]
     for link in full:
-        parts = [f"link {link.source} to {link.target} {what}: {_percent(link.use or 0.0)} of {_rate(link)}"]
-        if waiting := _who_waits(view.stages):
-            parts.append(waiting)
-        if remedy := better_codec(link, view, model, codec_bits):
-            parts.append(remedy.text)
-        sentences.append("; ".join(parts))
-    return sentences
+        sentences.append(
+            f"link {link.source} to {link.target} {what}: {_percent(link.use or 0.0)} of {_rate(link)}"
+        )
+    if not sentences:
+        return []
+    # Who waits, and what would help, is the same for all of them: it is said once.
+    parts = [sentences[0]]
+    if waiting := _who_waits(view.stages):
+        parts.append(waiting)
+    if remedy := better_codec([*shared, *full], model, codec_bits):
+        parts.append(remedy.text)
+    return ["; ".join(parts), *sentences[1:]]
+
+
+def _upload(upload: SharedUpload) -> str:
+    targets = _stages_text([link.target for link in upload.links])
+    return (
+        f"stage {upload.stage} sends {_mbit(upload.mbit)} to {targets} together, and its links to them are "
+        "all full: they seem to share its upload"
+    )
 
 
 def _stages(view: RunView, model: StepModel, floor: Floor) -> list[str]:
@@ -101,11 +120,17 @@ def _packing(view: RunView, model: StepModel) -> list[str]:
 def _coordinator(view: RunView) -> list[str]:
     """What even the stage that waits least for the coordinator waits for it is nobody else's time."""
     shares = [stage.shares.get("wait-coordinator", 0.0) for stage in view.stages]
-    if min(shares) < WAITING:
+    if min(shares) >= WAITING:
+        return [
+            f"every stage waits for the coordinator at least {_percent(min(shares))} of the time: look at "
+            "its disk, its processor and the round trip to it"
+        ]
+    # Others may wait for the coordinator because it waits for stage 0, which is the last to end a step.
+    if shares[0] < WAITING:
         return []
     return [
-        f"every stage waits for the coordinator at least {_percent(min(shares))} of the time: look at its "
-        "disk, its processor and the round trip to it"
+        f"stage 0 waits for the coordinator {_percent(shares[0])} of the time, and the others for stage 0: "
+        "look at the way of each step's tokens, from the coordinator's disk over the network to that node"
     ]
 
 
@@ -134,7 +159,8 @@ def _bubble(view: RunView, floor: Floor) -> list[str]:
         return []
     return [
         f"the pipeline fills and drains for {_percent(edges / floor.seconds)} of the shortest step that can "
-        f"be: more than {view.microbatches} microbatches a step would help"
+        f"be: more than {view.microbatches} microbatches a step would help (a larger "
+        "`training.global_batch`, or a smaller `training.microbatch`)"
     ]
 
 
@@ -155,10 +181,18 @@ def _who_waits(stages: Sequence[StageView]) -> str:
     if not waiting:
         return ""
     mean = sum(stage.waiting for stage in waiting) / len(waiting)
-    numbers = [str(stage.stage) for stage in waiting]
+    verb = "waits" if len(waiting) == 1 else "wait"
+    return f"{_stages_text([stage.stage for stage in waiting])} {verb} {_percent(mean)} of the time"
+
+
+def _stages_text(numbers: Sequence[int]) -> str:
+    """`stage 3`, `stages 0 and 2`, `stages 0, 2 and 3`; a row of more than three as `stages 0 to 7`."""
+    first, last = numbers[0], numbers[-1]
     if len(numbers) == 1:
-        return f"stage {numbers[0]} waits {_percent(mean)} of the time"
-    return f"stages {', '.join(numbers[:-1])} and {numbers[-1]} wait {_percent(mean)} of the time"
+        return f"stage {first}"
+    if len(numbers) > 3 and list(numbers) == list(range(first, last + 1)):
+        return f"stages {first} to {last}"
+    return f"stages {', '.join(map(str, numbers[:-1]))} and {last}"
 
 
 def _packing_share(stage: StageView) -> float:
@@ -166,11 +200,11 @@ def _packing_share(stage: StageView) -> float:
 
 
 def _rate(link: LinkView) -> str:
-    return (
-        f"{link.capacity_mbit:.3g} Mbit/s"
-        if link.capacity_mbit < 999.5
-        else f"{link.capacity_mbit:.0f} Mbit/s"
-    )
+    return _mbit(link.capacity_mbit)
+
+
+def _mbit(rate: float) -> str:
+    return f"{rate:.3g} Mbit/s" if rate < 999.5 else f"{rate:.0f} Mbit/s"
 
 
 def _percent(share: float) -> str:

@@ -1,6 +1,6 @@
 """What would make a run faster, and by how much: other codecs, another split. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -36,27 +36,46 @@ class Remedy:
 
 
 def better_codec(
-    link: LinkView, view: RunView, model: StepModel, codec_bits: Mapping[str, float]
+    links: Sequence[LinkView], model: StepModel, codec_bits: Mapping[str, float]
 ) -> Remedy | None:
-    """The most precise codec for a kind of the link's tensors that gives plenty, else what gives most."""
-    found: list[Remedy] = []
-    for flow in sorted(link.flows, key=lambda flow: -flow.mbit):
-        if flow.direction not in WAYS or flow.bits_per_element <= 0:
-            continue
-        for name in LADDER:
-            if (remedy := _with(flow, name, codec_bits.get(name, 0.0), model)) is None:
-                continue
-            if remedy.gain >= PLENTY:
-                return remedy
-            found.append(remedy)
-    return max(found, key=lambda remedy: remedy.gain, default=None)
+    """The most precise codec that gives plenty, for one kind of the links' tensors, else what gives most.
+
+    For both kinds where that gives plenty more: of links that are full both ways, neither helps alone. A run
+    has one codec for each kind, so what is said of some links is said of all.
+    """
+    flows: dict[str, FlowView] = {}
+    for flow in sorted((flow for link in links for flow in link.flows), key=lambda flow: -flow.mbit):
+        if flow.direction in WAYS and flow.bits_per_element > 0:
+            flows.setdefault(flow.direction, flow)
+    alone = _best([_with([flow], name, model, codec_bits) for flow in flows.values() for name in LADDER])
+    if len(flows) < 2:
+        return alone
+    both = _best([_with(list(flows.values()), name, model, codec_bits) for name in LADDER])
+    if both is not None and (alone is None or both.gain >= PLENTY * alone.gain):
+        return both
+    return alone
 
 
-def _with(flow: FlowView, name: str, bits: float, model: StepModel) -> Remedy | None:
-    if not 0 < bits < flow.bits_per_element:
+def _best(remedies: Iterable[Remedy | None]) -> Remedy | None:
+    found = [remedy for remedy in remedies if remedy is not None]
+    plenty = (remedy for remedy in found if remedy.gain >= PLENTY)
+    return next(plenty, max(found, key=lambda remedy: remedy.gain, default=None))
+
+
+def _with(
+    flows: Sequence[FlowView], name: str, model: StepModel, codec_bits: Mapping[str, float]
+) -> Remedy | None:
+    """`name` for the tensors of those flows that it makes smaller."""
+    bits = codec_bits.get(name, 0.0)
+    smaller = [flow for flow in flows if 0 < bits < flow.bits_per_element]
+    if not smaller:
         return None
-    changed = model.with_codec(flow.direction, bits / flow.bits_per_element)
-    return Remedy.of(f"`{flow.codec}` to `{name}` {WAYS[flow.direction]}", model, changed)
+    changed = model.with_codecs(**{flow.direction: bits / flow.bits_per_element for flow in smaller})
+    ways: dict[str, list[str]] = {}
+    for flow in smaller:
+        ways.setdefault(flow.codec, []).append(WAYS[flow.direction])
+    change = " and ".join(f"`{codec}` to `{name}` {' and '.join(way)}" for codec, way in ways.items())
+    return Remedy.of(change, model, changed)
 
 
 def better_split(view: RunView, model: StepModel) -> Remedy | None:

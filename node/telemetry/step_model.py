@@ -9,6 +9,13 @@ from node.telemetry.clock import TimeKind
 from node.telemetry.floor import Floor, LinkRate, step_floor
 from node.telemetry.run_view import LinkView, RunView
 
+FULL = 0.85
+"""A link that carries this share of its measured capacity is full, a stage this busy has no time left."""
+FULL_TOGETHER = 0.75
+"""Links that take turns are full at less: each is measured while the other is silent, too."""
+UNLIKE = 1.15
+"""Capacities that differ by this factor are not those of two equal links."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepModel:
@@ -28,6 +35,8 @@ class StepModel:
     gradient_bytes: float
     links: tuple[LinkRate, ...]
     """As `step_floor` takes them; a direction whose capacity is not known costs nothing."""
+    interfaces: tuple[LinkRate, ...]
+    """As `step_floor` takes them: what a stage's links seem to share. Their own capacities count no more."""
     after_seconds: float
     """The optimizer's."""
 
@@ -52,6 +61,7 @@ class StepModel:
             return sum(flow.mbit for flow in flows) / 8e-6 * seconds / crossings if crossings else 0.0
 
         optimizer = spent(TimeKind.OPTIMIZER)
+        uploads = {upload.stage: upload for upload in shared_uploads(view)}
         return cls(
             seconds=seconds,
             microbatches=view.microbatches,
@@ -61,7 +71,11 @@ class StepModel:
             packing=spent(TimeKind.ENCODE, TimeKind.DECODE),
             activation_bytes=tensor_bytes("activation"),
             gradient_bytes=tensor_bytes("gradient"),
-            links=_rates(view.links, stages, chunks),
+            links=_rates([link for link in view.links if link.source not in uploads], stages, chunks),
+            interfaces=tuple(
+                LinkRate(up=uploads[stage].capacity_mbit / 8e-6 if stage in uploads else math.inf)
+                for stage in range(stages)
+            ),
             after_seconds=max(optimizer) * view.microbatches,
         )
 
@@ -80,6 +94,7 @@ class StepModel:
             activation_bytes=self.activation_bytes,
             gradient_bytes=self.gradient_bytes,
             links=self.links,
+            interfaces=self.interfaces,
             chunks=self.chunks,
             after_seconds=self.after_seconds,
         )
@@ -95,11 +110,13 @@ class StepModel:
         then = changed.floor().seconds + now - floor
         return now / then if then > 0 else 1.0
 
-    def with_codec(self, direction: str, factor: float) -> "StepModel":
-        """Tensors of one kind take `factor` of their bytes."""
-        if direction == "activation":
-            return replace(self, activation_bytes=factor * self.activation_bytes)
-        return replace(self, gradient_bytes=factor * self.gradient_bytes)
+    def with_codecs(self, *, activation: float = 1.0, gradient: float = 1.0) -> "StepModel":
+        """Tensors of each kind take so many times their bytes."""
+        return replace(
+            self,
+            activation_bytes=activation * self.activation_bytes,
+            gradient_bytes=gradient * self.gradient_bytes,
+        )
 
     def with_blocks(self, before: Sequence[int], after: Sequence[int]) -> "StepModel":
         """Stages hold other numbers of blocks; a block takes its stage as long as before."""
@@ -113,6 +130,39 @@ class StepModel:
     def without_packing(self) -> "StepModel":
         """Encoding and decoding take no time."""
         return replace(self, packing=(0.0,) * len(self.packing))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedUpload:
+    """Several links of one stage that seem to share what the stage can send."""
+
+    stage: int
+    links: tuple[LinkView, ...]
+    mbit: float
+    """What they carry together, Mbit/s."""
+    capacity_mbit: float
+    """What the upload carries at most."""
+
+
+def shared_uploads(view: RunView) -> tuple[SharedUpload, ...]:
+    """The stages whose links away are all full at once, at rates that differ.
+
+    Links that share an upload share it while both have something to send, so each is measured at a part of
+    it, as large as its part of the bytes. Links of their own that are full at once are so by chance, unless
+    they are alike; those are left alone.
+    """
+    found = []
+    for stage in range(len(view.stages)):
+        links = tuple(x for x in view.links if x.source == stage and x.use is not None and x.mbit > 0)
+        uses = [link.use or 0.0 for link in links]
+        if len(links) < 2 or min(uses) < FULL_TOGETHER:
+            continue
+        capacities = [link.capacity_mbit for link in links]
+        if max(capacities) < UNLIKE * min(capacities):
+            continue
+        sent = sum(link.mbit for link in links)
+        found.append(SharedUpload(stage=stage, links=links, mbit=sent, capacity_mbit=sent / max(uses)))
+    return tuple(found)
 
 
 def _rates(links: Sequence[LinkView], stages: int, chunks: int) -> tuple[LinkRate, ...]:
