@@ -30,9 +30,9 @@ def measured(payload: float, rtt: float = 20.0) -> Measured:
 
 
 @pytest.mark.parametrize(
-    ("mbit", "burst"), [(1, 32768), (20, 32768), (65, 32768), (100, 50_000), (1000, 500_000)]
+    ("mbit", "burst"), [(1, 3072), (6, 3072), (10, 5000), (100, 50_000), (1000, 500_000)]
 )
-def test_a_bucket_holds_4_ms_and_never_less_than_32_kib(mbit: float, burst: int) -> None:
+def test_a_bucket_holds_4_ms_and_never_less_than_two_packets(mbit: float, burst: int) -> None:
     assert burst_bytes(mbit) == burst
 
 
@@ -46,12 +46,12 @@ def test_queues_grow_with_the_round_trip() -> None:
 def test_what_the_kernel_is_asked_for() -> None:
     (tbf,) = shaper_commands("link0", "tbf", 20.0, 0.0, netem=False)
     assert " ".join(tbf) == (
-        "qdisc add dev link0 root handle 1: tbf rate 20000000bit burst 32768 limit 282768"
+        "qdisc add dev link0 root handle 1: tbf rate 20000000bit burst 10000 limit 260000"
     )
     _, netem = shaper_commands("link0", "tbf", 20.0, 30.0, netem=True)
     assert "parent 1:1 handle 10: netem delay 15ms limit" in " ".join(netem)
     root, leaf, queue = shaper_commands("link0", "htb", 0.5, 0.0, netem=False)
-    assert "rate 500000bit ceil 500000bit burst 32768 cburst 32768" in " ".join(leaf)
+    assert "rate 500000bit ceil 500000bit burst 3072 cburst 3072" in " ".join(leaf)
     assert root[-1] == "1" and "bfifo" in queue
 
 
