@@ -9,6 +9,10 @@ from wire.spec import Direction, TensorKey
 from wire.telemetry import MOST_SPANS, FlowReport, LinkReport, Span, StepSpans, Telemetry
 from wire.v1 import control_pb2
 
+LONGEST_SECONDS = 1e9
+"""No run lasts 30 years."""
+MOST = 1e18
+"""Of anything else that is measured: bytes a second, operations a second."""
 LONGEST_LINE = 1000
 """Characters of a text for people; what is longer is cut."""
 _TICKS = 1e6
@@ -38,15 +42,15 @@ def telemetry_from_proto(message: control_pb2.Telemetry) -> Telemetry:
     """Raises `ProtocolViolationError` for an unknown direction or a wrong number."""
     return Telemetry(
         epoch=message.epoch,
-        times={line(entry.kind): amount(entry.seconds, entry.kind) for entry in message.times},
-        wall_seconds=amount(message.wall_seconds, "wall time"),
+        times={line(entry.kind): seconds(entry.seconds, entry.kind) for entry in message.times},
+        wall_seconds=seconds(message.wall_seconds, "wall time"),
         links=tuple(_link_from_proto(link) for link in message.links),
         memory_bytes=message.memory_bytes,
         peak_memory_bytes=message.peak_memory_bytes,
         gpu_memory_bytes=message.gpu_memory_bytes,
         gpu_peak_memory_bytes=message.gpu_peak_memory_bytes,
         clock_skew_seconds=finite(message.clock_skew_seconds, "a clock's skew"),
-        clock_error_seconds=amount(message.clock_error_seconds, "a clock's error"),
+        clock_error_seconds=seconds(message.clock_error_seconds, "a clock's error"),
     )
 
 
@@ -70,10 +74,10 @@ def _link_from_proto(link: control_pb2.LinkReport) -> LinkReport:
         bytes_received=link.bytes_received,
         retransmits=link.retransmits,
         rejects=link.rejects,
-        rtt_seconds=amount(link.rtt_seconds, "round trip"),
-        least_rtt_seconds=amount(link.least_rtt_seconds, "least round trip"),
+        rtt_seconds=seconds(link.rtt_seconds, "round trip"),
+        least_rtt_seconds=seconds(link.least_rtt_seconds, "least round trip"),
         capacity=amount(link.capacity, "capacity"),
-        busy_seconds=amount(link.busy_seconds, "busy time"),
+        busy_seconds=seconds(link.busy_seconds, "busy time"),
         queued_bytes=link.queued_bytes,
         flows=tuple(
             FlowReport(
@@ -145,7 +149,7 @@ def spans_from_proto(message: control_pb2.StepSpans) -> StepSpans:
         step=message.step,
         stage=message.stage,
         clock_offset=finite(message.clock_offset, "a clock's offset"),
-        clock_error=amount(message.clock_error, "a clock's error"),
+        clock_error=seconds(message.clock_error, "a clock's error"),
         dropped=message.dropped,
         spans=tuple(spans),
     )
@@ -162,11 +166,16 @@ def member(kind: type[EnumT], value: int) -> EnumT:
         raise ProtocolViolationError(f"{kind.__name__} has no value {value}") from None
 
 
-def amount(value: float, what: str) -> float:
+def amount(value: float, what: str, most: float = MOST) -> float:
     """A measured amount; the peer that sends another number is broken or means harm."""
-    if not 0.0 <= value < math.inf:
+    if not 0.0 <= value <= most:
         raise ProtocolViolationError(f"{line(what)} cannot be {value}")
     return value
+
+
+def seconds(value: float, what: str) -> float:
+    """A measured time."""
+    return amount(value, what, LONGEST_SECONDS)
 
 
 def finite(value: float, what: str) -> float:

@@ -1,10 +1,15 @@
 """From the totals that nodes report to what a step and a run cost. Pure."""
 
+import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from node.telemetry.events import FlowCost, LinkCost, StageCost, StageTimes, StepCosts
 from node.telemetry.ledger import Ledger, LinkSums, StageSums
 from wire.telemetry import LinkReport, Telemetry
+
+CLOCK_RATIO = 1.01
+"""How much faster than ours a node's clock may run."""
 
 
 class Accounting:
@@ -24,14 +29,21 @@ class Accounting:
         self._epoch = 0
         self._step = Ledger(self._codecs)
         self._counted: dict[str, Telemetry] = {}
+        self._ready_wall: dict[str, float] = {}
         self._hosts: dict[int, str] = {}
 
-    def report(self, node_id: str, telemetry: Telemetry) -> None:
-        """A node's newest totals."""
+    def report(self, node_id: str, telemetry: Telemetry, elapsed: float = math.inf) -> None:
+        """A node's newest totals.
+
+        Args:
+            elapsed: seconds since `begin_epoch`. A node that says that it spent more is not believed.
+        """
         self.newest[node_id] = telemetry
         if node_id not in self.seats or telemetry.epoch != self._epoch:
             return
         before = self._counted.get(node_id, Telemetry())
+        most = self._ready_wall.get(node_id, 0.0) + CLOCK_RATIO * elapsed
+        telemetry = replace(telemetry, wall_seconds=min(telemetry.wall_seconds, most))
         self._counted[node_id] = telemetry
         for ledger in (self.run, self._step):
             ledger.add(self.seats.index(node_id), len(self.seats), before, telemetry)
@@ -45,6 +57,7 @@ class Accounting:
         self._epoch, self.seats = epoch, tuple(seats)
         ready = {node: self.newest[node] for node in seats if node in self.newest}
         self._counted = {node: report for node, report in ready.items() if report.epoch == epoch}
+        self._ready_wall = {node: report.wall_seconds for node, report in self._counted.items()}
         self._hosts.update(enumerate(seats))
         self._step = Ledger(self._codecs)
 

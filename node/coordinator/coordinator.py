@@ -364,7 +364,7 @@ class Coordinator:
         if self._sessions.get(node_id) is not session:
             return  # a newer session of this node is open, perhaps another process's; it is asked again there
         if isinstance(message, Ready | Applied | Heartbeat):
-            self.accounting.report(node_id, message.telemetry)
+            self._narrator.report(node_id, message.telemetry)
         match message:
             case StepSpans():
                 self._trace(node_id, message)

@@ -17,6 +17,7 @@ from node.model.units import is_block, state_bytes
 from node.telemetry import events
 from node.telemetry.costs import bits_per_element, idle_by_stage, mbit_by_stage
 from wire.spec import Direction
+from wire.telemetry import Telemetry
 
 Emit = Callable[[events.Event], None]
 
@@ -59,7 +60,7 @@ class Narrator:
         self._emit = emit
         self._recovery = Recovery()
         self._tally = _Tally()
-        self._step_began = time.monotonic()
+        self._step_began = self._epoch_began = time.monotonic()
         self._commit: _Commit | None = None
         if untold is not None:
             self._commit = _Commit(untold.step, untold.loss, untold.lr, untold.grad_norm, untold.seconds)
@@ -68,6 +69,10 @@ class Narrator:
     def step_seconds(self) -> float:
         """Since the step that runs began."""
         return time.monotonic() - self._step_began
+
+    def report(self, node_id: str, telemetry: Telemetry) -> None:
+        """A node's newest totals."""
+        self.accounting.report(node_id, telemetry, time.monotonic() - self._epoch_began)
 
     def placed(self) -> None:
         """There are nodes for every stage again."""
@@ -95,6 +100,7 @@ class Narrator:
             self.finish_step()
         self._commit = None
         self.accounting.begin_epoch(restored.epoch, restored.nodes)
+        self._epoch_began = time.monotonic()
         stages = stage_units(self._config, len(restored.nodes))
         self._emit(
             events.PlacementMade(

@@ -77,22 +77,28 @@ class Ledger:
         return self.links.setdefault((source, target), LinkSums())
 
     def add(self, stage: int, stages: int, before: Telemetry, now: Telemetry) -> None:
-        """What the node of `stage`, of so many `stages`, did between two reports of one epoch."""
+        """What the node of `stage`, of so many `stages`, did between two reports of one epoch.
+
+        No part of it takes longer than the whole, whatever the node says.
+        """
         sums = self.stages.setdefault(stage, StageSums())
-        if now.wall_seconds >= before.wall_seconds:
-            sums.wall += now.wall_seconds - before.wall_seconds
-            for kind in TimeKind:  # only the kinds that there are: a node could name any
-                spent = now.times.get(kind.value, 0.0) - before.times.get(kind.value, 0.0)
-                sums.seconds[kind.value] += max(0.0, spent)
+        passed = max(0.0, now.wall_seconds - before.wall_seconds)
+        sums.wall += passed
+        left = passed
+        for kind in TimeKind:  # only the kinds that there are: a node could name any
+            spent = now.times.get(kind.value, 0.0) - before.times.get(kind.value, 0.0)
+            spent = min(max(0.0, spent), left)
+            left -= spent
+            sums.seconds[kind.value] += spent
         earlier = {link.peer_stage: link for link in before.links}
         for link in now.links:
             if link.peer_stage < stages and link.peer_stage != stage:
-                self._add_link(stage, _baseline(link, earlier.get(link.peer_stage)), link)
+                self._add_link(stage, _baseline(link, earlier.get(link.peer_stage)), link, passed)
 
-    def _add_link(self, stage: int, before: LinkReport, now: LinkReport) -> None:
+    def _add_link(self, stage: int, before: LinkReport, now: LinkReport, passed: float) -> None:
         sums = self.link(stage, now.peer_stage)
         sums.bytes += now.bytes_sent - before.bytes_sent
-        sums.busy += max(0.0, now.busy_seconds - before.busy_seconds)
+        sums.busy += min(max(0.0, now.busy_seconds - before.busy_seconds), passed)
         sums.retransmits += max(0, now.retransmits - before.retransmits)
         # It is the receiver that counts damaged frames.
         self.link(now.peer_stage, stage).rejects += max(0, now.rejects - before.rejects)

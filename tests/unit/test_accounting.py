@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.coordinator.accounting import Accounting
+from node.coordinator.accounting import CLOCK_RATIO, Accounting
 from node.telemetry.clock import TimeKind
 from node.telemetry.costs import add_costs, bits_per_element, idle_by_stage, mbit_by_stage
 from node.telemetry.ledger import OTHER_CODEC
@@ -64,6 +64,28 @@ def report(books: Accounting, steps: float, epoch: int = EPOCH) -> None:
 def began(books: Accounting, steps: float = 0) -> None:
     report(books, steps)
     books.begin_epoch(EPOCH, SEATS)
+
+
+def test_a_node_that_says_that_it_spent_more_than_passed_is_not_believed() -> None:
+    books = accounting()
+    began(books, steps=10)
+    lie = replace(
+        totals(11), wall_seconds=1e8, times={"forward": 3e8, "backward": 1e8, "wait-upstream": -1.0}
+    )
+    lie = replace(lie, links=tuple(replace(link, busy_seconds=9e8) for link in lie.links))
+    books.report("a", lie, 4.0)
+    books.report("b", totals(11, stage=1), 4.0)
+    costs = books.step(7, seconds=4.0)
+    liar, honest = costs.stages
+    assert liar.wall_seconds == pytest.approx(4.0 * CLOCK_RATIO)
+    assert (liar.seconds["forward"], liar.seconds["backward"]) == (liar.wall_seconds, 0.0)
+    assert all(0 <= seconds <= liar.wall_seconds for seconds in liar.seconds.values())
+    assert costs.links[0].busy_seconds == liar.wall_seconds
+    assert (honest.wall_seconds, honest.seconds["forward"]) == (2.0, 1.0)
+    # It is counted from there, not from its lie.
+    books.report("a", replace(lie, wall_seconds=1e9), 6.0)
+    (again, _) = books.step(8, seconds=2.0).stages
+    assert again.wall_seconds == pytest.approx(2.0 * CLOCK_RATIO)
 
 
 def test_a_step_costs_the_difference_of_totals() -> None:

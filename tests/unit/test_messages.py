@@ -41,12 +41,12 @@ from wire.messages_proto import (
 )
 from wire.spec import Direction, TensorKey
 from wire.telemetry import MOST_SPANS, FlowReport, LinkReport, Span, StepSpans, Telemetry
-from wire.telemetry_proto import LONGEST_LINE
+from wire.telemetry_proto import LONGEST_LINE, LONGEST_SECONDS
 from wire.v1 import control_pb2, enrolment_pb2
 
 NUMBER = st.integers(0, 2**32 - 1)
 COUNT = st.integers(0, 2**64 - 1)
-AMOUNT = st.floats(0, allow_infinity=False)
+AMOUNT = st.floats(0, LONGEST_SECONDS)
 ANY_FLOAT = st.floats()
 TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
 LINE = st.text(st.characters(codec="utf-8"), max_size=40).filter(str.isprintable)
@@ -246,7 +246,7 @@ def test_no_loss_differs_from_any_loss(loss: float | None) -> None:
         ),
         *(
             control_pb2.NodeMessage(ready=control_pb2.Ready(telemetry=telemetry))
-            for value in (-1.0, math.nan, math.inf)
+            for value in (-1.0, math.nan, math.inf, 1e300)
             for telemetry in (
                 control_pb2.Telemetry(wall_seconds=value),
                 control_pb2.Telemetry(times=[control_pb2.KindSeconds(kind="forward", seconds=value)]),

@@ -71,6 +71,18 @@ def test_a_step_is_told_with_what_it_cost() -> None:
     assert isinstance(step, events.StepDone) and step.idle == (0.25, 0.25) and step.bits_forward == 4.5
 
 
+def test_no_node_spent_more_time_than_passed_here() -> None:
+    told = Told()
+    told.restored(0)
+    told.committed(0)
+    for stage, node in enumerate(NODES):
+        told.narrator.report(node, totals(1e6, stage=stage))
+    told.narrator.finish_step()
+    costs = told.events[1]
+    assert isinstance(costs, events.StepCosts)
+    assert all(stage.wall_seconds < 60 for stage in costs.stages)
+
+
 def test_an_aborted_step_is_told_with_what_it_cost() -> None:
     told = Told()
     told.restored(0)
