@@ -77,12 +77,3 @@ class SnapshotRecord:
     bytes: int
     complete: bool
     created: float
-
-
-@dataclass(frozen=True, slots=True)
-class EventRecord:
-    """Something that happened to the run, for people to read. Never holds a secret."""
-
-    at: float
-    kind: str
-    detail: str

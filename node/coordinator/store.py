@@ -22,7 +22,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from node.coordinator.records import (
-    EventRecord,
     Member,
     PlacedNode,
     RunRecord,
@@ -62,7 +61,6 @@ CREATE TABLE steps (
 CREATE TABLE snapshots (
     step INTEGER PRIMARY KEY, manifest_sha256 TEXT NOT NULL, bytes INTEGER NOT NULL,
     complete INTEGER NOT NULL, created REAL NOT NULL);
-CREATE TABLE events (id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, detail TEXT NOT NULL);
 """
 
 
@@ -246,7 +244,7 @@ class Store:
             epoch: int = db.execute("SELECT coalesce(max(epoch), 0) FROM placements").fetchone()[0]
             return epoch
 
-    # ---- steps, snapshots, events
+    # ---- steps, snapshots
 
     def record_step(self, step: StepRecord) -> StepOutcome:
         """Write a committed step. One that is there already (replayed after a rollback) is kept as it is."""
@@ -284,16 +282,6 @@ class Store:
         """Forget a snapshot (its files are the caller's). False when there was none."""
         with self._writing() as db:
             return db.execute("DELETE FROM snapshots WHERE step = ?", (step,)).rowcount == 1
-
-    def record_event(self, at: float, kind: str, detail: str) -> None:
-        with self._writing() as db:
-            db.execute("INSERT INTO events (at, kind, detail) VALUES (?, ?, ?)", (at, kind, detail))
-
-    def events(self, limit: int = 100) -> list[EventRecord]:
-        """The newest `limit` events, oldest of them first."""
-        with self._reading() as db:
-            query = "SELECT at, kind, detail FROM events ORDER BY id DESC LIMIT ?"
-            return [EventRecord(*row) for row in reversed(db.execute(query, (limit,)).fetchall())]
 
     # ---- transactions
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from node.coordinator.records import (
-    EventRecord,
     Member,
     PlacedNode,
     SnapshotRecord,
@@ -253,15 +252,6 @@ def test_snapshots_are_completed_and_deleted(store: Store) -> None:
     assert [snapshot.step for snapshot in store.snapshots()] == [200]
 
 
-def test_the_newest_events_are_listed(store: Store) -> None:
-    for number in range(5):
-        store.record_event(NOW + number, "epoch", f"epoch {number}")
-    assert store.events(limit=2) == [
-        EventRecord(NOW + 3, "epoch", "epoch 3"),
-        EventRecord(NOW + 4, "epoch", "epoch 4"),
-    ]
-
-
 # ---- several users at once
 
 
@@ -283,12 +273,13 @@ def test_threads_share_one_single_use_token(directory: Path) -> None:
 def test_two_processes_write_at_once(store: Store, directory: Path) -> None:
     script = (
         "import sys, pathlib\n"
+        "from node.coordinator.records import SnapshotRecord\n"
         "from node.coordinator.store import Store\n"
         "with Store.open(pathlib.Path(sys.argv[1])) as store:\n"
         "    print('ready', flush=True)\n"
         "    sys.stdin.readline()\n"
         "    for number in range(200):\n"
-        "        store.record_event(number, 'theirs', '')\n"
+        "        store.record_snapshot(SnapshotRecord(1000 + number, 'theirs', 1, False, 0.0))\n"
     )
     command = [sys.executable, "-c", script, str(directory)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -297,10 +288,11 @@ def test_two_processes_write_at_once(store: Store, directory: Path) -> None:
         process.stdin.write("go\n")
         process.stdin.flush()
         for number in range(200):
-            store.record_event(number, "mine", "")
+            store.record_snapshot(SnapshotRecord(number, "mine", 1, False, 0.0))
     assert process.returncode == 0
-    written = [(event.kind, event.at) for event in store.events(1000)]
-    assert sorted(written) == [(who, number) for who in ("mine", "theirs") for number in range(200)]
+    written = [(snapshot.manifest_sha256, snapshot.step) for snapshot in store.snapshots()]
+    starts = (("mine", 0), ("theirs", 1000))
+    assert written == [(who, start + number) for who, start in starts for number in range(200)]
 
 
 def test_a_token_made_by_another_process_admits_at_once(store: Store, directory: Path) -> None:
@@ -325,10 +317,10 @@ def test_a_full_disk_is_one_clear_line_and_loses_nothing(directory: Path) -> Non
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
         try:
             with pytest.raises(RunError, match=r"cannot be used .* all that was acknowledged is intact"):
-                store.record_event(NOW, "big", "x" * 100_000)
+                store.record_snapshot(SnapshotRecord(1, "x" * 100_000, 1, False, NOW))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert store.steps() == [STEP] and store.events() == []
+        assert store.steps() == [STEP] and store.snapshots() == []
         assert store.record_step(replace(STEP, step=1)) is StepOutcome.NEW
 
 
