@@ -48,12 +48,25 @@ from wire.v1 import control_pb2, enrolment_pb2
 
 def _hardware_to_proto(hardware: Hardware) -> enrolment_pb2.Hardware:
     return enrolment_pb2.Hardware(
-        device=hardware.device, cores=hardware.cores, memory_bytes=hardware.memory_bytes
+        device=hardware.device,
+        cores=hardware.cores,
+        memory_bytes=hardware.memory_bytes,
+        devices=hardware.devices,
+        tensor_parallel=hardware.tensor_parallel,
     )
 
 
 def _hardware_from_proto(message: enrolment_pb2.Hardware) -> Hardware:
-    return Hardware(device=line(message.device), cores=message.cores, memory_bytes=message.memory_bytes)
+    devices, tensor_parallel = message.devices or 1, message.tensor_parallel or 1
+    if devices % tensor_parallel:
+        raise ProtocolViolationError(f"{devices} devices cannot be rows of {tensor_parallel}")
+    return Hardware(
+        device=line(message.device),
+        cores=message.cores,
+        memory_bytes=message.memory_bytes,
+        devices=devices,
+        tensor_parallel=tensor_parallel,
+    )
 
 
 def _squared(value: float) -> float:

@@ -41,7 +41,8 @@ from node.coordinator.plan import Past, RunPlan
 from node.coordinator.records import PlacedNode, SnapshotRecord, StepOutcome, StepRecord
 from node.coordinator.store import Store
 from node.coordinator.window_plan import Windows, measured, plan_windows
-from node.model.placement import boundary_cache_bytes, chunks_of, most_held, stage_bytes, stage_units
+from node.model.memory import Devices, devices_of, most_held, stage_bytes
+from node.model.placement import boundary_cache_bytes, chunks_of, stage_units
 from node.model.units import most_state_bytes, unit_names
 from node.telemetry import events
 from node.telemetry.trace_files import TraceWriter
@@ -110,7 +111,7 @@ class Coordinator:
                 regroup_seconds=config.coordinator.regroup_seconds,
                 min_stages=pipeline.min_stages or pipeline.stages,
                 units=functools.partial(stage_units, config),
-                stage_bytes=functools.partial(stage_bytes, config, windows=corpus.windows),
+                stage_bytes=functools.cache(functools.partial(stage_bytes, config, windows=corpus.windows)),
             ),
             self._plan,
             past,
@@ -188,8 +189,9 @@ class Coordinator:
         )
         if measures is None or machine.epoch is None or machine.epoch.number != epoch:
             return
-        members = (machine.members.get(stage.node_id) for stage in costs.stages)
-        memory = [member.memory_bytes if member is not None else 0 for member in members]
+        members = [machine.members.get(stage.node_id) for stage in costs.stages]
+        memory = [member.offer.memory_bytes if member is not None else 0 for member in members]
+        devices = [member.offer.devices if member is not None else Devices() for member in members]
         current = machine.epoch.planned_windows
 
         def work() -> Windows:
@@ -197,7 +199,7 @@ class Coordinator:
                 measures,
                 chunks=chunks_of(self.config, stages),
                 microbatches=self.config.microbatches,
-                most_held=most_held(self.config, stages, memory, self._corpus.windows),
+                most_held=most_held(self.config, stages, memory, self._corpus.windows, devices),
                 current=current or (0,) * (stages - 1),
             )
 
@@ -352,6 +354,7 @@ class Coordinator:
                 node_id,
                 address=session.address,
                 memory_bytes=hello.hardware.memory_bytes,
+                devices=devices_of(hello.hardware),
                 process_nonce=hello.process_nonce,
                 epoch=hello.epoch,
                 now=now,

@@ -22,7 +22,8 @@ from node.coordinator.actions import (
 )
 from node.coordinator.epoch import Epoch, FiniteUncompressed, NonFinite, Phase, StepPlan
 from node.coordinator.plan import Member, Past, RunPlan
-from node.coordinator.seating import Candidate, Seating, prefetch_order
+from node.coordinator.seating import ONE, Candidate, Seating, prefetch_order
+from node.model.memory import Devices
 from wire.messages import (
     Abort,
     Applied,
@@ -91,20 +92,25 @@ class RunMachine:
     # ---- who is here
 
     def hello(
-        self, node_id: str, *, address: str, memory_bytes: int, process_nonce: int, epoch: int, now: float
+        self,
+        node_id: str,
+        *,
+        address: str,
+        memory_bytes: int,
+        process_nonce: int,
+        epoch: int,
+        now: float,
+        devices: Devices = ONE,
     ) -> list[Action]:
         """A node opened its control connection: for the first time, again, or as a new process.
 
-        `epoch` is the one it believes to be in, 0 for none.
+        `epoch` is the one it believes to be in, 0 for none. `memory_bytes` is that of the smallest device.
+        One that no stage fits is sent away.
         """
         if self.stopped:
             return [Send(node_id=node_id, message=Finish(reason="the run is over", failed=False))]
         if node_id in self.quarantined:
-            reason = f"quarantined: {self.quarantined[node_id]}"
-            return [
-                Send(node_id=node_id, message=Finish(reason=reason, failed=True)),
-                Released(node_id=node_id, reason=reason),
-            ]
+            return _send_away(node_id, f"quarantined: {self.quarantined[node_id]}")
         actions: list[Action] = []
         member = self.members.get(node_id)
         if member is not None and member.process_nonce != process_nonce:
@@ -113,9 +119,12 @@ class RunMachine:
             again = f"node {node_id} was started again"
             actions += [Announce(text=again), *self._unseat(node_id, again, now)]
             member = None
+        offer = Candidate(node_id=node_id, memory_bytes=memory_bytes, devices=devices)
+        if member is None and (line := self._seating.too_small(offer)) is not None:
+            return [*actions, *_send_away(node_id, line), *self._try_place(now)]
         if member is None:
             member = self.members[node_id] = Member(
-                address=address, memory_bytes=memory_bytes, process_nonce=process_nonce, last_heard=now
+                address=address, offer=offer, process_nonce=process_nonce, last_heard=now
             )
         member.disconnected_at = None
         member.last_heard = now
@@ -441,8 +450,8 @@ class RunMachine:
 
     def _candidates(self) -> list[Candidate]:
         return [
-            Candidate(node_id=node, memory_bytes=member.memory_bytes)
-            for node, member in self.members.items()
+            member.offer
+            for member in self.members.values()
             if member.disconnected_at is None and not member.leaving
         ]
 
@@ -482,3 +491,8 @@ class RunMachine:
             Send(node_id=node, message=Finish(reason=reason, failed=failed)) for node in self.members
         ]
         return [*finishes, Stop(reason=reason, failed=failed)]
+
+
+def _send_away(node_id: str, reason: str) -> list[Action]:
+    finish = Finish(reason=reason, failed=True)
+    return [Send(node_id=node_id, message=finish), Released(node_id=node_id, reason=reason)]

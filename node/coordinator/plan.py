@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from node.coordinator.epoch import Committed
-from node.coordinator.seating import StageBytes
+from node.coordinator.seating import Candidate, StageBytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Member:
     """A node that is connected, or was a moment ago."""
 
     address: str
-    memory_bytes: int
+    offer: Candidate
     process_nonce: int
     last_heard: float
     disconnected_at: float | None = None

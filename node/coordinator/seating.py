@@ -3,33 +3,38 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-StageBytes = Callable[[int], Sequence[int]]
-"""Number of stages -> bytes of memory that each stage needs, first stage first."""
+from node.model.memory import Devices
+
+StageBytes = Callable[[int, Devices], Sequence[int]]
+"""Number of stages, a node's devices -> bytes that each stage needs on every device, first stage first."""
+ONE = Devices()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A node that could host a stage. `memory_bytes` is 0 when it is not known."""
+    """A node that could host a stage. `memory_bytes`, of its smallest device, is 0 when it is not known."""
 
     node_id: str
     memory_bytes: int
+    devices: Devices = ONE
 
 
 def seat(
-    previous: Sequence[str | None], candidates: Sequence[Candidate], needs: Sequence[int]
+    previous: Sequence[str | None], candidates: Sequence[Candidate], stages: int, stage_bytes: StageBytes
 ) -> tuple[str, ...] | None:
-    """One node for each of `len(needs)` stages, or None if that cannot be.
+    """One node for each of the stages, or None if that cannot be.
 
     Nodes keep the seat they had when the number of stages stays, and their order along the pipeline when it
     changes; newcomers fill the gaps in the order in which they came. Nobody gets a stage that does not fit:
     where only that helps, nodes change seats.
     """
-    memory = {candidate.node_id: candidate.memory_bytes for candidate in candidates}
-    stages = len(needs)
+    here = {candidate.node_id for candidate in candidates}
+    needs = {devices: stage_bytes(stages, devices) for devices in {c.devices for c in candidates}}
     fitting: list[list[str]] = [
-        [node for node, room in memory.items() if room == 0 or room >= need] for need in needs
+        [c.node_id for c in candidates if c.memory_bytes == 0 or c.memory_bytes >= needs[c.devices][stage]]
+        for stage in range(stages)
     ]
-    wished = previous if len(previous) == stages else [node for node in previous if node in memory]
+    wished = previous if len(previous) == stages else [node for node in previous if node in here]
     seats: list[str | None] = [None] * stages
     for stage, node in enumerate(wished[:stages]):
         if node in fitting[stage]:
@@ -107,7 +112,7 @@ class Seating:
         if any(node is not None for node in missing) and not due:
             return None
         for stages in self._counts(len(candidates), due=due, whole=not missing):
-            if (nodes := seat(self._holders, candidates, self._stage_bytes(stages))) is not None:
+            if (nodes := seat(self._holders, candidates, stages, self._stage_bytes)) is not None:
                 self._holders = list(nodes)
                 self._regroup_at = None
                 return nodes
@@ -119,21 +124,41 @@ class Seating:
         """Whether these nodes could share the model on more than `stages` stages."""
         most = min(self._stages, len(candidates))
         return any(
-            seat((), candidates, self._stage_bytes(more)) is not None for more in range(stages + 1, most + 1)
+            seat((), candidates, more, self._stage_bytes) is not None for more in range(stages + 1, most + 1)
         )
 
     def shortage(self, candidates: Sequence[Candidate]) -> str | None:
         """A line for the operator when there are nodes enough, but not memory enough."""
         if len(candidates) < self._stages:
             return None
-        needs = self._stage_bytes(self._stages)
-        if seat((), candidates, needs) is not None:
+        if seat((), candidates, self._stages, self._stage_bytes) is not None:
             return None
-        rooms = ", ".join(f"{c.node_id} {_mebibytes(c.memory_bytes)}" for c in candidates)
-        wanted = ", ".join(_mebibytes(need) for need in needs)
+        parts: list[str] = []
+        for devices in dict.fromkeys(candidate.devices for candidate in candidates):
+            wanted = ", ".join(map(_mebibytes, self._stage_bytes(self._stages, devices)))
+            rooms = [f"{c.node_id} {_mebibytes(c.memory_bytes)}" for c in candidates if c.devices == devices]
+            parts.append(
+                f"the stages need {wanted}{_where(devices)} and the nodes that are here have "
+                f"{', '.join(rooms)}"
+            )
+        return f"waiting for a node with more memory: {'; '.join(parts)}"
+
+    def too_small(self, candidate: Candidate) -> str | None:
+        """A line for a node that cannot hold the smallest stage of any split that the run may come to."""
+        if candidate.memory_bytes == 0:
+            return None
+        least, stages = min(
+            (need, stages)
+            for stages in range(max(1, self._min_stages), self._stages + 1)
+            for need in self._stage_bytes(stages, candidate.devices)
+        )
+        if candidate.memory_bytes >= least:
+            return None
+        where = _where(candidate.devices)
         return (
-            f"waiting for a node with more memory: the stages need {wanted} and the nodes that are here have "
-            f"{rooms}"
+            f"the smallest of {stages} stages needs an estimated {_mebibytes(least)}{where}, and this node "
+            f"offers {_mebibytes(candidate.memory_bytes)}: join with more memory (--max-memory, another "
+            "--device, or --gpus N with --tensor-parallel T, which shares the blocks)"
         )
 
     def _counts(self, nodes: int, *, due: bool, whole: bool) -> Sequence[int]:
@@ -153,6 +178,13 @@ def prefetch_order(spare: int, units_by_stage: Sequence[Sequence[str]]) -> tuple
     """
     stages = len(units_by_stage)
     return tuple(unit for offset in range(stages) for unit in units_by_stage[(spare + offset) % stages])
+
+
+def _where(devices: Devices) -> str:
+    """What a need is of; nothing for a single device."""
+    if devices.count == 1:
+        return ""
+    return f" on each of {devices.count} devices (tensor parallel {devices.tensor_parallel})"
 
 
 def _mebibytes(count: int) -> str:

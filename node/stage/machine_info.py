@@ -2,11 +2,12 @@
 
 import os
 import time
+from collections.abc import Sequence
 
 import torch
 
 from wire.errors import UserError
-from wire.identity.enrolment import Hardware
+from wire.identity.enrolment import CPU, Hardware
 
 MATRIX = 1024
 MEASURE_SECONDS = 0.2
@@ -26,21 +27,42 @@ def choose_device(wanted: str) -> torch.device:
     return device
 
 
-def describe(device: torch.device, *, most_bytes: int = 0) -> Hardware:
-    """The device's name and memory, and the machine's cores.
+def describe(chosen: Sequence[torch.device], *, tensor_parallel: int = 1, most_bytes: int = 0) -> Hardware:
+    """The devices' name and memory, and the machine's cores.
 
-    `most_bytes` above 0 is all the memory that the owner offers: no stage that needs more comes here, and on
-    a GPU torch refuses to take more.
+    Of several devices it is the smallest's memory, as each of their processes holds as much as the others;
+    processes on a CPU have an equal share of its memory each.
+
+    Args:
+        most_bytes: above 0 all the memory that the owner offers, of each GPU, or of the machine: no stage
+            that needs more comes here, and on a GPU torch refuses to take more.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        if 0 < most_bytes < properties.total_memory:
-            torch.cuda.set_per_process_memory_fraction(most_bytes / properties.total_memory, device)
-        memory = min(properties.total_memory, most_bytes or properties.total_memory)
-        return Hardware(device=properties.name, cores=cores, memory_bytes=memory)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Hardware(device="cpu", cores=cores, memory_bytes=min(memory, most_bytes or memory))
+    first = chosen[0]
+    if first.type == "cuda":
+        name = torch.cuda.get_device_properties(first).name
+        memory = min(torch.cuda.get_device_properties(device).total_memory for device in chosen)
+        limit_memory(first, most_bytes)
+        memory = min(memory, most_bytes or memory)
+    else:
+        name, memory = CPU, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = min(memory, most_bytes or memory) // len(chosen)
+    return Hardware(
+        device=name,
+        cores=cores,
+        memory_bytes=memory,
+        devices=len(chosen),
+        tensor_parallel=tensor_parallel,
+    )
+
+
+def limit_memory(device: torch.device, most_bytes: int) -> None:
+    """Have torch take no more than so much of a GPU in this process; 0 is no limit."""
+    if device.type != "cuda" or most_bytes == 0:
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    if most_bytes < total:
+        torch.cuda.set_per_process_memory_fraction(most_bytes / total, device)
 
 
 def measure_flops(device: torch.device) -> float:

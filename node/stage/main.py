@@ -79,7 +79,11 @@ async def _serve(
     token: JoinToken, options: JoinOptions, chosen: tuple[torch.device, ...], directory: Path
 ) -> int:
     device = chosen[0]
-    hardware = describe(device, most_bytes=int(options.max_memory_gb * 1e9))
+    hardware = describe(
+        chosen,
+        tensor_parallel=options.tensor_parallel,
+        most_bytes=int(options.max_memory_gb * 1e9),
+    )
     identity, control_address = await enrol(token, directory, hardware)
     settings = NodeSettings(
         control_address=control_address,

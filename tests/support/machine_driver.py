@@ -73,7 +73,7 @@ class Driver:
             reconnect_seconds=RECONNECT,
             regroup_seconds=REGROUP,
             units=units_of,
-            stage_bytes=lambda count: [len(units) for units in units_of(count)],
+            stage_bytes=lambda count, _devices: [len(units) for units in units_of(count)],
         )
         self.machine = RunMachine(self.plan, step_plan, past if past is not None else Past())
         self.time = 100.0

@@ -71,7 +71,7 @@ class World:
             reconnect_seconds=RECONNECT,
             regroup_seconds=REGROUP,
             units=units_of,
-            stage_bytes=lambda count: [len(units) for units in units_of(count)],
+            stage_bytes=lambda count, _devices: [len(units) for units in units_of(count)],
         )
         self.poisoned_step, self.poisoned_always = poisoned_step, poisoned_always
         self.now = 0.0

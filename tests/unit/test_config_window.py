@@ -7,7 +7,7 @@ import pytest
 
 from node.config.loader import default_config, from_json, load_config, to_json, to_toml
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
-from node.model.placement import most_held, stage_bytes
+from node.model.memory import most_held, stage_bytes
 from node.stage.schedule import held_activations, schedule
 from wire.errors import ConfigError
 

@@ -10,6 +10,7 @@ from node.coordinator.actions import (
     RecordCommit,
     RecordPlacement,
     RecordRestored,
+    Released,
     Send,
     StepDone,
 )
@@ -28,6 +29,7 @@ from wire.messages import (
     Applied,
     Begin,
     Commit,
+    Finish,
     Placed,
     PlacedStage,
     Placement,
@@ -377,14 +379,37 @@ def test_a_stage_goes_to_a_node_that_it_fits() -> None:
 
 
 def test_missing_memory_is_told_once_and_regrouped_around() -> None:
-    run = Driver(stages=3, min_stages=2, memory={"a": 3, "b": 3, "c": 1})
-    run.hello("a")
-    run.hello("b")
-    (told,) = run.hello("c")
+    # Four stages need 1, 2, 1 and 2.
+    run = Driver(stages=4, min_stages=1, memory={"a": 6, "b": 1, "c": 1, "d": 1})
+    run.join("abc")
+    (told,) = run.hello("d")
     assert isinstance(told, Announce)
     assert told.text.startswith("waiting for a node with more memory: the stages need ")
     assert run.tick(0.5) == []
-    assert placement_of(run.tick(10.0)) == ("a", "b")
+    assert placement_of(run.tick(10.0)) == ("a",)
+
+
+def test_a_node_that_no_stage_fits_is_sent_away_with_the_estimate() -> None:
+    run = Driver(stages=3, min_stages=2, memory={"a": 3, "b": 3, "c": 1, "d": 2})
+    run.join("ab")
+    sent, released = run.hello("c")
+    assert isinstance(sent, Send) and isinstance(released, Released)
+    assert isinstance(sent.message, Finish) and sent.message.failed
+    assert sent.message.reason == released.reason
+    assert released.reason.startswith(
+        "the smallest of 3 stages needs an estimated 0 MiB, and this node offers"
+    )
+    assert "c" not in run.machine.members
+    assert placement_of(run.hello("d")) == ("a", "b", "d")
+
+
+def test_a_node_that_comes_back_too_small_gives_up_its_seat() -> None:
+    memory = {"a": 3, "b": 3, "c": 3}
+    run = Driver(stages=3, memory=memory).started("abc")
+    memory["c"] = 1
+    actions = run.hello("c", again=True)
+    assert of_kind(actions, Released)[0].node_id == "c"
+    assert "c" not in run.machine.members and run.machine.epoch is None
 
 
 @pytest.mark.parametrize("nodes", ["a", "ab", "abc", "abcd"])

@@ -5,15 +5,9 @@ from dataclasses import replace
 import pytest
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
-from node.model.placement import (
-    BYTES_A_PARAMETER,
-    FIXED_BYTES,
-    chunk_units,
-    chunks_of,
-    stage_bytes,
-    stage_units,
-)
-from node.model.units import is_block, unit_names, unit_parameters
+from node.model.memory import stage_bytes
+from node.model.placement import chunk_units, chunks_of, stage_units
+from node.model.units import is_block, unit_names
 
 CONFIG = RunConfig(
     model=ModelSection(layers=12, hidden=64, heads=4, kv_heads=2, ffn=96, vocab=256, sequence=32),
@@ -53,16 +47,6 @@ def test_a_split_by_hand_holds_for_its_own_number_of_stages() -> None:
 
     assert blocks(4) == [1, 2, 3, 6]
     assert blocks(3) == [sum(map(is_block, units)) for units in stage_units(CONFIG, 3)]
-
-
-def test_a_stage_needs_its_weights_and_what_its_schedule_keeps() -> None:
-    needs = stage_bytes(CONFIG, 4)
-    for stage, (units, need) in enumerate(zip(stage_units(CONFIG, 4), needs, strict=True)):
-        weights = BYTES_A_PARAMETER * sum(unit_parameters(CONFIG.model, unit) for unit in units)
-        kept = 4 - stage  # microbatches between forward and backward in plain 1F1B
-        activations = kept * sum(map(is_block, units)) * 2 * 32 * 64 * 17 * 4
-        logits = 3 * 2 * 32 * 256 * 4 if "head" in units else 0
-        assert need == FIXED_BYTES + weights + activations + logits
 
 
 @pytest.mark.parametrize("config", [CONFIG, INTERLEAVED])

@@ -1,11 +1,14 @@
 """Who sits where, for how long the run waits for whom, and on how many stages it goes on."""
 
 import itertools
+from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.coordinator.seating import Candidate, Seating, prefetch_order, seat
+from node.coordinator import seating as seating_module
+from node.coordinator.seating import Candidate, Seating, prefetch_order
+from node.model.memory import Devices
 
 
 def nodes(names: str, memory: int = 0) -> list[Candidate]:
@@ -14,6 +17,13 @@ def nodes(names: str, memory: int = 0) -> list[Candidate]:
 
 def sized(**memory: int) -> list[Candidate]:
     return [Candidate(node_id=name, memory_bytes=size) for name, size in memory.items()]
+
+
+def seat(
+    previous: Sequence[str | None], candidates: Sequence[Candidate], needs: Sequence[int]
+) -> tuple[str, ...] | None:
+    """Where every node needs as much."""
+    return seating_module.seat(previous, candidates, len(needs), lambda _stages, _devices: needs)
 
 
 # ---- one placement
@@ -96,7 +106,7 @@ def seating(stages: int = 3, least: int = 3, previous: tuple[str, ...] = (), tot
         stages=stages,
         min_stages=least,
         regroup_seconds=10.0,
-        stage_bytes=lambda count: [total // count] * count,
+        stage_bytes=lambda count, _devices: [total // count] * count,
         previous=previous,
     )
 
@@ -224,3 +234,47 @@ def test_spares_begin_at_different_stages_and_cover_all() -> None:
     assert orders[1] == ("block.1", "block.2", "head", "embed", "block.0")
     assert orders[2] == ("block.2", "head", "embed", "block.0", "block.1")
     assert orders[3] == orders[0]
+
+
+# ---- several devices a node
+
+
+def test_what_a_node_must_have_follows_from_its_devices() -> None:
+    pair = Devices(count=2, tensor_parallel=2)
+
+    def need(stages: int, devices: Devices) -> list[int]:
+        return [8 // devices.tensor_parallel] * stages
+
+    small = Candidate(node_id="small", memory_bytes=4)
+    shared = Candidate(node_id="shared", memory_bytes=4, devices=pair)
+    large = Candidate(node_id="large", memory_bytes=8)
+    assert seating_module.seat((), [small, shared, large], 2, need) == ("shared", "large")
+    assert seating_module.seat((), [small, large], 2, need) is None
+
+
+def test_a_shortage_names_what_each_kind_of_node_would_need() -> None:
+    seats = Seating(
+        stages=2,
+        min_stages=2,
+        regroup_seconds=1.0,
+        stage_bytes=lambda stages, devices: [(16 << 20) // devices.tensor_parallel] * stages,
+    )
+    pair = Devices(count=2, tensor_parallel=2)
+    here = [
+        Candidate(node_id="a", memory_bytes=16 << 20),
+        Candidate(node_id="b", memory_bytes=4 << 20, devices=pair),
+    ]
+    assert seats.shortage(here) == (
+        "waiting for a node with more memory: the stages need 16 MiB, 16 MiB and the nodes that are here "
+        "have a 16 MiB; the stages need 8 MiB, 8 MiB on each of 2 devices (tensor parallel 2) and the nodes "
+        "that are here have b 4 MiB"
+    )
+
+
+def test_the_smallest_stage_of_any_split_decides_who_is_too_small() -> None:
+    seats = seating(stages=3, least=1, total=12 << 20)
+    assert seats.too_small(Candidate(node_id="a", memory_bytes=4 << 20)) is None
+    assert seats.too_small(Candidate(node_id="a", memory_bytes=0)) is None
+    line = seats.too_small(Candidate(node_id="a", memory_bytes=3 << 20))
+    assert line is not None and "\n" not in line
+    assert line.startswith("the smallest of 3 stages needs an estimated 4 MiB, and this node offers 3 MiB: ")

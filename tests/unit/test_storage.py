@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
 from node.config.validate import problems
-from node.model.placement import chunk_units, stage_bytes, stage_storages, stage_units
+from node.model.memory import stage_bytes
+from node.model.placement import chunk_units, stage_storages, stage_units
 from node.model.storage import (
     KINDS,
     PACKED,

@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 
 from wire.errors import RefusalCode, Refused
 
+CPU = "cpu"
+"""The device's name where it is no accelerator."""
+
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
@@ -13,7 +16,11 @@ class Hardware:
     """`cpu` or the accelerator's name."""
     cores: int
     memory_bytes: int
-    """Of the device that a stage would live on."""
+    """Of the device that a stage would live on; of several, what the smallest has for itself."""
+    devices: int = 1
+    """How many share the stage, each a process of its own."""
+    tensor_parallel: int = 1
+    """How many of them share each block; divides `devices`."""
 
 
 @dataclass(frozen=True, slots=True)
