@@ -2,7 +2,6 @@
 process from which others are forked."""
 
 import subprocess
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -19,11 +18,26 @@ settings.register_profile("thinwire", deadline=None)
 settings.load_profile("thinwire")
 
 
+TEMPLATE = pytest.StashKey[Prefork]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the process that others are forked from, if any test asks for it; it imports beside the tests."""
+    if session.config.option.collectonly:
+        return
+    if any("prefork" in item.fixturenames for item in session.items if isinstance(item, pytest.Function)):
+        session.config.stash[TEMPLATE] = Prefork().__enter__()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if (template := config.stash.get(TEMPLATE, None)) is not None:
+        template.__exit__(None, None, None)
+
+
 @pytest.fixture(scope="session")
-def prefork() -> Iterator[Prefork]:
+def prefork(request: pytest.FixtureRequest) -> Prefork:
     """A process that has imported everything, from which others are forked."""
-    with Prefork() as template:
-        yield template
+    return request.config.stash[TEMPLATE]
 
 
 @pytest.fixture

@@ -33,7 +33,9 @@ PROGRAMS = ("node.cli.main", "node.parallel.worker")
 """Modules with a `main` that reads `sys.argv` and returns an exit code: what can be started with `-m`."""
 _PR_SET_CHILD_SUBREAPER = 36
 _REQUEST_BYTES = 256 * 1024
-_FORK_SECONDS = 30.0
+_IMPORT_SECONDS = 180.0
+_FORK_SECONDS = 60.0
+_READY = b"ready"
 
 
 class Forked:
@@ -77,7 +79,10 @@ class Forked:
 
 
 class Prefork:
-    """The template process, from entry to exit."""
+    """The template process, from entry to exit. It imports meanwhile: the first fork waits for that."""
+
+    def __init__(self) -> None:
+        self._ready = False
 
     def __enter__(self) -> Self:
         # Forked processes are handed over to this one, which can then wait for them.
@@ -97,14 +102,17 @@ class Prefork:
                     "GRPC_VERBOSITY": "ERROR",
                 },
             )
-        self._requests.settimeout(_FORK_SECONDS)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._requests.close()
-        self._template.wait(_FORK_SECONDS)
+        try:
+            self._template.wait(_FORK_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._template.kill()
+            self._template.wait()
 
     def popen(
         self,
@@ -136,9 +144,17 @@ class Prefork:
                 source, end = _descriptor(number, wanted, sources, theirs)
                 sources.append(source)
                 ours.append(end)
+            self._wait_ready()
             socket.send_fds(self._requests, [json.dumps(request).encode()], sources)
             pid = int.from_bytes(self._requests.recv(8), "little")
         return Forked(pid, ours[0], ours[1])
+
+    def _wait_ready(self) -> None:
+        if not self._ready:
+            self._requests.settimeout(_IMPORT_SECONDS)
+            assert self._requests.recv(len(_READY)) == _READY, "the template did not start"
+            self._requests.settimeout(_FORK_SECONDS)
+            self._ready = True
 
 
 def _descriptor(
@@ -180,6 +196,8 @@ def _serve(requests: socket.socket) -> None:
     gc.freeze()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would be lost in the fork"
     forked: list[int] = []
+    with contextlib.suppress(BrokenPipeError):  # the tests were over before any needed this process
+        requests.send(_READY)
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 3)
         if not message:
