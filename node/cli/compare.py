@@ -21,13 +21,25 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from node.telemetry.compare import compare, comparison_lines
 
-    comparison = compare(_record(args.first), _record(args.second))
+    first, second = args.first, args.second
+    names = _names(first.resolve(), second.resolve())
+    comparison = compare(_record(first, names[0]), _record(second, names[1]))
     text = json.dumps(comparison.to_fields()) if args.json else "\n".join(comparison_lines(comparison))
     sys.stdout.write(text + "\n")
     return 0
 
 
-def _record(directory: Path) -> "RunRecord":
+def _names(first: Path, second: Path) -> tuple[str, str]:
+    """What tells them apart: the ends of their paths, as long as it takes."""
+    shortest = min(len(first.parts), len(second.parts))
+    for length in range(1, shortest):
+        names = tuple(str(Path(*path.parts[-length:])) for path in (first, second))
+        if names[0] != names[1]:
+            return names[0], names[1]
+    return str(first), str(second)
+
+
+def _record(directory: Path, name: str) -> "RunRecord":
     from node.cli.run_directory import existing_run_directory
     from node.coordinator.store import Store
     from node.telemetry.compare import record
@@ -35,4 +47,4 @@ def _record(directory: Path) -> "RunRecord":
 
     with Store.open(existing_run_directory(directory)) as store:
         config = json.loads(store.run().config_json)
-    return record(directory.name or str(directory), config, read_history(directory))
+    return record(name, config, read_history(directory))

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if last:
         lines.append(f"loss      {last.loss:.4f} in step {done}")
     if status:
-        lines += _live_lines(status, now)
+        lines += _live_lines(status, now, alive)
     lines += [f"slow      {sentence}" for sentence in bottleneck]
     lines.append(f"nodes     {len(members)} admitted since the run began")
     newest = f", the newest {duration_text(age)} old" if age is not None else ""
@@ -95,8 +95,8 @@ def run_state(status: "RunStatus | None", alive: bool | None, *, complete: bool)
     return "training" if placed else "waiting for nodes"
 
 
-def _live_lines(status: "RunStatus", now: float) -> list[str]:
-    """What the coordinator last said."""
+def _live_lines(status: "RunStatus", now: float, alive: bool | None) -> list[str]:
+    """What the coordinator last said; `alive` as for `run_state`."""
     from node.telemetry.render import stage_rows, table_lines
     from node.telemetry.units import count_text, duration_text, printable
 
@@ -107,13 +107,14 @@ def _live_lines(status: "RunStatus", now: float) -> list[str]:
         )
     ]
     nodes = status.placement.nodes if status.placement else ()
-    lines.append(f"connected {len(status.nodes)} nodes for {len(nodes) or status.started.stages} stages")
+    if alive is not False:
+        lines.append(f"connected {len(status.nodes)} nodes for {len(nodes) or status.started.stages} stages")
     if status.step:
         lines.append(f"speed     {count_text(status.step.tokens_per_second)} tokens/s")
         lines += table_lines(*stage_rows(status.step, nodes))
     if status.aborted:
         lines.append(f"aborted   {status.aborted} steps, which ran again")
-    if status.page and not status.finished:
+    if status.page and not status.finished and alive is not False:
         lines.append(printable(f"page      {status.page.url}"))
     if status.finished:
         lines.append(printable(f"ended     {status.finished.reason}"))

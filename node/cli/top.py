@@ -1,6 +1,7 @@
 """`thinwire top RUN_DIR|ADDRESS`: a run in the terminal, live, or as it was when it ended."""
 
 import argparse
+import shutil
 import sys
 import threading
 import time
@@ -37,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         _follow(watch, view, lambda seen: sys.stdout.write(seen.to_json() + "\n"), once=args.once)
     elif args.once:
-        sys.stdout.write("\n".join(view_lines(view, time.time())) + "\n")
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+        sys.stdout.write("\n".join(view_lines(view, time.time(), width)) + "\n")
     elif sys.stdout.isatty():
         _live(watch, view)
     else:
@@ -83,10 +85,10 @@ class _Patient:
         else:
             self.silent_since = None
 
-    def lines(self) -> list[str]:
+    def lines(self, width: int) -> list[str]:
         from node.telemetry.top import view_lines
 
-        lines = view_lines(self.view, time.time())
+        lines = view_lines(self.view, time.time(), width)
         if self.silent_since is not None:
             lines.insert(0, f"no answer for {time.monotonic() - self.silent_since:.0f} s; as last seen:")
         return lines
@@ -117,11 +119,11 @@ def _live(watch: "HistoryWatch | PageWatch", view: "RunView") -> None:
     from rich.text import Text
 
     patient = _Patient(watch, view)
+    console = Console(markup=False, emoji=False, highlight=False)
 
     def frame() -> Text:
-        return Text("\n".join(patient.lines()), no_wrap=True, overflow="ellipsis")
+        return Text("\n".join(patient.lines(console.width)), no_wrap=True, overflow="ellipsis")
 
-    console = Console(markup=False, emoji=False, highlight=False)
     pause = threading.Event()
     with Live(frame(), console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while not _over(patient.view):

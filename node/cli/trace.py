@@ -16,6 +16,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="where to write it (default: trace-A-B.json in RUN_DIR)"
     )
+    parser.add_argument("--json", action="store_true", help="say what was written as JSON")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -26,12 +27,17 @@ def run(args: argparse.Namespace) -> int:
     from node.telemetry.trace_files import read_batches
     from node.telemetry.traced_steps import TracedSteps
     from node.telemetry.units import duration_text
-    from wire.errors import UserError
+    from wire.errors import ConfigError, UserError
 
     directory = existing_run_directory(args.run_dir)
     newest = highest_step(directory)
     text = args.steps or f"{max(1, newest)}:{max(1, newest)}"
-    steps = TracedSteps.parse(text if ":" in text else f"{text}:{text}")
+    try:
+        steps = TracedSteps.parse(text if ":" in text else f"{text}:{text}")
+    except ConfigError:
+        raise UserError(
+            f"--steps {args.steps} names no steps: write one, or the first and the last as in 3:5"
+        ) from None
     assert steps.last is not None, "only `all` has no last step, and has no colon either"
     first, last = steps.first - 1, steps.last - 1
     # A neighbour may send before a stage has heard that the step began: look at the steps around, too.
@@ -43,10 +49,25 @@ def run(args: argparse.Namespace) -> int:
         )
     out = args.out or directory / f"trace-{steps.first}-{steps.last}.json"
     trace = chrome_trace(aligned, directory.name)
-    out.write_text(json.dumps(trace, separators=(",", ":")) + "\n", encoding="utf-8")
+    try:
+        out.write_text(json.dumps(trace, separators=(",", ":")) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror}): name another file with --out") from None
     stages = len({one.stage for one in aligned.spans})
+    if args.json:
+        said = {
+            "file": str(out),
+            "steps": [steps.first, steps.last],
+            "stages": stages,
+            "spans": len(aligned.spans),
+            "dropped_spans": aligned.dropped,
+            "clock_error_seconds": aligned.clock_error,
+        }
+        sys.stdout.write(json.dumps(said) + "\n")
+        return 0
+    missing = f" ({aligned.dropped} more were dropped)" if aligned.dropped else ""
     sys.stdout.write(
-        f"{out}: {len(aligned.spans)} spans of {stages} stages, clocks within "
+        f"{out}: {len(aligned.spans)} spans{missing} of {stages} stages, clocks within "
         f"{duration_text(aligned.clock_error)}; open it in https://ui.perfetto.dev or chrome://tracing\n"
     )
     return 0

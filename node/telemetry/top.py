@@ -1,5 +1,7 @@
 """A run's view as lines for a terminal: all of it, or one line a step."""
 
+import textwrap
+
 from node.telemetry.render import table_lines
 from node.telemetry.run_view import LinkView, RunView, StageView
 from node.telemetry.units import bytes_text, count_text, duration_text, printable
@@ -9,13 +11,14 @@ _CURVE_WIDTH = 48
 _EVENTS = 6
 
 
-def view_lines(view: RunView, now: float) -> list[str]:
+def view_lines(view: RunView, now: float, width: int = 0) -> list[str]:
     """Everything, top to bottom: where the run stands, its curves, stages, links and newest events.
 
-    `now` is Unix time.
+    `now` is Unix time. Sentences are wrapped to `width` columns, if that is not 0.
     """
-    lines = [_head(view), _figures(view)]
-    lines += [f"bottleneck  {sentence}" for sentence in view.bottleneck]
+    lines = [*_wrapped("", _head(view), width), *_wrapped("", _figures(view), width)]
+    for sentence in view.bottleneck:
+        lines += _wrapped("bottleneck  ", sentence, width)
     for name, curve, digits in (("loss", view.loss_curve, 4), ("tokens/s", view.speed_curve, 0)):
         if len(curve.values) > 1:
             low, high = min(curve.values), max(curve.values)
@@ -30,6 +33,13 @@ def view_lines(view: RunView, now: float) -> list[str]:
         for event in view.events[-_EVENTS:]
     ]
     return lines
+
+
+def _wrapped(title: str, text: str, width: int) -> list[str]:
+    if width <= len(title) + 20:
+        return [title + text]
+    indent = " " * (len(title) or 2)
+    return textwrap.wrap(text, width, initial_indent=title, subsequent_indent=indent)
 
 
 def step_line(view: RunView) -> str:

@@ -119,3 +119,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "pipeline.window" in capsys.readouterr().out
     assert main(["compare", str(tmp_path / "one"), str(tmp_path / "none")]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+    # Runs of a service all live in a directory called `run`.
+    for name in ("one", "two"):
+        (tmp_path / f"at-{name}").mkdir()
+        (tmp_path / name).rename(tmp_path / f"at-{name}" / "run")
+    assert (
+        main(["compare", str(tmp_path / "at-one" / "run"), str(tmp_path / "at-two" / "run"), "--json"]) == 0
+    )
+    assert json.loads(capsys.readouterr().out)["names"] == ["at-one/run", "at-two/run"]

@@ -21,6 +21,7 @@ from node.telemetry.events import (
     NodeJoined,
     NodeLeft,
     Notice,
+    PageServed,
     PlacementMade,
     RunFinished,
     RunStarted,
@@ -219,3 +220,24 @@ def test_a_stopped_run_names_the_command_that_goes_on(
     out = capsys.readouterr().out
     assert "stopped, 2 of 300 steps" in out
     assert out.endswith(f"go on with: thinwire resume {run_dir}\n")
+
+
+def test_a_coordinator_that_was_killed_has_no_page_and_no_nodes(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    emit = StatusWriter(pytest.fail)
+    page = PageServed(url="http://127.0.0.1:7702/", key_file="operator.key")
+    for event in (started(run_dir), *NODES, PLACED, page):
+        emit(event)
+    assert main(["status", str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert "page      http://127.0.0.1:7702/" in out and "connected 2 nodes" in out
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    status = read_status(run_dir)
+    assert status is not None
+    (run_dir / STATUS_FILE).write_text(replace(status, process_id=dead.pid).to_json())
+    assert main(["status", str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert ": stopped, 2 of 300 steps" in out
+    assert "page " not in out and "connected" not in out

@@ -1,10 +1,12 @@
 """`thinwire top`: what its lines say, where its views come from, and what it says when there are none."""
 
 import asyncio
+import itertools
 import json
 import math
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -160,6 +162,18 @@ async def test_what_answers_and_is_no_runs_page(answer: web.Response, complaint:
             await asyncio.to_thread(PageWatch(f"127.0.0.1:{runner.addresses[0][1]}").view)
     finally:
         await runner.cleanup()
+
+
+def test_sentences_are_wrapped_to_the_terminal() -> None:
+    seen = view(history(opening(), step(1)))
+    sentence = "stage 1 is the slowest: " + ", ".join(f"for the reason {n}" for n in range(12))
+    whole = view_lines(replace(seen, bottleneck=(sentence,)), now=seen.updated)
+    assert f"bottleneck  {sentence}" in whole
+    lines = view_lines(replace(seen, bottleneck=(sentence,)), now=seen.updated, width=60)
+    first = next(i for i, line in enumerate(lines) if line.startswith("bottleneck  "))
+    wrapped = [lines[first], *itertools.takewhile(lambda x: x.startswith(" " * 12), lines[first + 1 :])]
+    assert len(wrapped) > 3 and max(map(len, wrapped)) <= 60
+    assert " ".join(line[12:] for line in wrapped) == sentence
 
 
 def test_the_command_shows_a_run_that_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from node.cli.main import main
 from node.telemetry.clock import StageClock, TimeKind
 from node.telemetry.spans import SpanRing, WorkKind
 from node.telemetry.trace import align, chrome_trace
@@ -239,6 +240,48 @@ def test_a_disk_that_is_full_ends_the_trace_and_nothing_else(tmp_path: Path) -> 
     write(writer, batch(1))
     assert "the trace ends here" in writer.broken
     write(writer, batch(2))
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.db").touch()
+    write(TraceWriter(run, 10**6), batch(1), batch(2))
+    assert main(["trace", str(run), "--steps", "2:3", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["file"] == str(run / "trace-2-3.json") and said["steps"] == [2, 3]
+    slices = [
+        event
+        for event in json.loads((run / "trace-2-3.json").read_text())["traceEvents"]
+        if event["ph"] in "Xb"
+    ]
+    assert len(slices) == said["spans"] > 0
+    assert main(["trace", str(run), "--steps", "2", "--out", str(tmp_path / "trace.json")]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'trace.json'}: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--steps", "3:2"], "--steps 3:2 names no steps: write one, or the first and the last as in 3:5"),
+        (["--steps", "all"], "--steps all names no steps"),
+        (["--steps", "2", "--out", "absent/trace.json"], "name another file with --out"),
+        (["--steps", "90"], "there is no trace of steps 90"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "run.db").touch()
+    write(TraceWriter(tmp_path, 10**6), batch(1))
+    monkeypatch.chdir(tmp_path)
+    assert main(["trace", ".", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
 
 
 # ---- one clock, one file
