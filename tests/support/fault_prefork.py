@@ -196,20 +196,32 @@ def _serve(requests: socket.socket) -> None:
     gc.freeze()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would be lost in the fork"
     forked: list[int] = []
-    with contextlib.suppress(BrokenPipeError):  # the tests were over before any needed this process
+    # Whoever asks may be gone at any time.
+    with contextlib.suppress(BrokenPipeError):
         requests.send(_READY)
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 3)
-        if not message:
-            break
-        pid = _fork(requests, json.loads(message), list(descriptors))
-        for descriptor in descriptors:
-            os.close(descriptor)
-        forked.append(os.pidfd_open(pid))
-        requests.send(pid.to_bytes(8, "little"))
+        while True:
+            message, descriptors, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 3)
+            if not message:
+                break
+            pid = _fork(requests, json.loads(message), list(descriptors))
+            for descriptor in descriptors:
+                os.close(descriptor)
+            forked = [*_running(forked), os.pidfd_open(pid)]
+            requests.send(pid.to_bytes(8, "little"))
     for pidfd in forked:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+def _running(pidfds: list[int]) -> list[int]:
+    """Those whose process has not ended; the others are closed."""
+    ends = select.poll()
+    for pidfd in pidfds:
+        ends.register(pidfd, select.POLLIN)
+    ended = {pidfd for pidfd, _ in ends.poll(0)}
+    for pidfd in ended:
+        os.close(pidfd)
+    return [pidfd for pidfd in pidfds if pidfd not in ended]
 
 
 def _fork(requests: socket.socket, request: dict[str, object], descriptors: list[int]) -> int:
