@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import tables  # noqa: E402 - a script, in no package
-from doc_tables import losses, markdown, program  # noqa: E402
+from doc_tables import losses, markdown, memory, program  # noqa: E402
 
 
 def run(forward: str, backward: str, seed: int, loss: float, held_out: float) -> dict[str, Any]:
@@ -117,6 +117,22 @@ def test_losses_stand_beside_the_uncompressed_run_of_their_seed(
         "| 128 | `tah` | `fixed-8` | 4.44 | 8.28 | 2.0200 (+1.00 %) | 2.4000 (-4.00 %) | 2.1000 | 2.6000 |",
     ]
     assert "A Processor, 2 cores" in lines[-1] and "commit 0123456789ab with changes." in lines[-1]
+
+
+def test_the_summary_of_storage_gives_the_range_over_shapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def row(way: str, shape: str, peak: float, seconds: float) -> dict[str, Any]:
+        return {"way": way, "shape": shape, "tokens": 8192, "peak_bytes": peak, "seconds": seconds}
+
+    rows = [row("bf16", "a", 100, 1.0), row("agoq", "a", 40, 0.99), row("bf16, cuDNN", "a", 100, 0.9)]
+    rows += [row("bf16", "b", 200, 2.0), row("agoq", "b", 100, 2.03), row("bf16, cuDNN", "b", 200, 1.6)]
+    path = tmp_path / "stored_activations.json"
+    path.write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    monkeypatch.setattr(memory, "STORED_ACTIVATIONS", path)
+    text = memory.inside_a_node()
+    assert "50 to 60 % less peak memory" in text
+    assert "-1.0 to +1.5 % time" in text and "10 to 20 % less)" in text
 
 
 def test_links_in_the_documents_lead_somewhere() -> None:
