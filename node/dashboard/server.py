@@ -46,6 +46,7 @@ POLICY = (
 )
 """Only the page's own files, no inline code, and no text that becomes HTML."""
 HEADERS = {
+    "Server": "thinwire",  # and not of which version of what
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",

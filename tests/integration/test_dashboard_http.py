@@ -83,6 +83,7 @@ async def test_the_page_and_its_files_come_with_a_strict_policy() -> None:
             async with session.get(path) as response:
                 assert response.headers["Content-Security-Policy"] == POLICY
                 assert response.headers["X-Content-Type-Options"] == "nosniff"
+                assert response.headers["Server"] == "thinwire"
                 assert response.status == (404 if path == "/nothing" else 200)
         assert "<script>" not in html and "style=" not in html and "//" not in html.replace("<!doctype", "")
         async with session.get("/app.js") as response:
