@@ -1,0 +1,89 @@
+"""What the documents name is there: files, folders and modules, also in the lists of what a folder holds."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("kernels", "wire", "node")
+DOCUMENTS = sorted(
+    path.relative_to(ROOT)
+    for folder in ("", *PACKAGES, "deploy", "scripts", "tests")
+    for path in (ROOT / folder).glob("**/*.md" if folder else "*.md")
+)
+ENDINGS = r"\.(?:py|md|proto|toml|service|sql)"
+FILE = re.compile(rf"[\w*./-]*[\w*-]{ENDINGS}|(?:[\w-]+/){{2,}}")
+"""A path with an ending of ours, or a folder in a folder."""
+FOLDER = re.compile(r"[\w-]+/")
+MODULE = re.compile(rf"(?:{'|'.join(PACKAGES)})(?:\.\w+)+")
+LISTED = re.compile(r"^ {4}(\S+(?:, \S+)*) {2,}\S", re.MULTILINE)
+"""A line of a list of files: names, then what they are for."""
+INSTALLED = ("/etc/", "/var/", "/opt/", "/usr/", "runs/", "RUN_DIR/")
+"""Where a user's files lie, not ours."""
+
+
+def prose(text: str) -> str:
+    """Without generated tables: their names are checked where they are made."""
+    return re.sub(r"<!-- table:.*?<!-- /table -->", "", text, flags=re.DOTALL)
+
+
+def quoted(text: str) -> list[str]:
+    """What stands in backticks."""
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+def listed(text: str) -> list[str]:
+    """What stands at the head of the lines of a list of files."""
+    return [name for names in LISTED.findall(text) for name in names.split(", ")]
+
+
+def is_there(name: str, folder: Path) -> bool:
+    """Whether a file is at this path from the document or the root, or, without a folder, anywhere below."""
+    starts = [folder, ROOT, *([] if "/" in name else [one for one in folder.glob("*/**") if one.is_dir()])]
+    return any(any(start.glob(name)) for start in starts)
+
+
+def resolves(name: str) -> bool:
+    """Whether `package.module` or `package.module.name` is there."""
+    parts = name.split(".")
+    for length in range(len(parts), 1, -1):
+        path = ROOT.joinpath(*parts[:length])
+        if path.with_suffix(".py").exists():
+            rest = parts[length : length + 1]
+            source = path.with_suffix(".py").read_text(encoding="utf-8")
+            return (
+                not rest or re.search(rf"^(?:class |def |async def )?{rest[0]}\b", source, re.M) is not None
+            )
+    return len(parts) > 1 and ROOT.joinpath(*parts).is_dir()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_every_file_and_module_that_a_document_names_is_there(document: Path) -> None:
+    text = prose((ROOT / document).read_text(encoding="utf-8"))
+    names = {*quoted(text), *listed(text)}
+    files = {name for name in names if FILE.fullmatch(name) and not name.startswith(INSTALLED)}
+    files |= set(filter(FOLDER.fullmatch, listed(text)))
+    modules = {name for name in names if MODULE.fullmatch(name)}
+    missing = {name for name in files if not is_there(name, (ROOT / document).parent)}
+    missing |= {name for name in modules if not resolves(name)}
+    assert sorted(missing) == []
+
+
+@pytest.mark.parametrize("package", ["kernels", "wire"])
+def test_every_module_of_a_package_stands_in_its_document(package: str) -> None:
+    text = (ROOT / package / "README.md").read_text(encoding="utf-8")
+    patterns = [name for name in (*quoted(text), *listed(text)) if name.endswith(".py") and "/" not in name]
+    modules = [path.name for path in (ROOT / package).glob("*.py") if path.name != "__init__.py"]
+    found = {path.name for pattern in patterns for path in (ROOT / package).glob(pattern)}
+    assert sorted(set(modules) - found) == []
+
+
+def test_a_name_that_is_not_there_is_found() -> None:
+    text = "In `gone.py` and `tiles.py`; `node.cli.gone`.\n\n    also_gone.py, tiles.py   what is gone\n"
+    assert quoted(text) == ["gone.py", "tiles.py", "node.cli.gone"]
+    assert listed(text) == ["also_gone.py", "tiles.py"]
+    kernels = ROOT / "kernels"
+    assert is_there("tiles.py", kernels) and not is_there("gone.py", kernels)
+    assert not resolves("node.cli.gone") and not resolves("kernels.tiles.gone")
+    assert resolves("kernels.tiles") and resolves("kernels.tiles.TILE") and resolves("node.cli")
