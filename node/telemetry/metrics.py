@@ -75,7 +75,7 @@ RUN_METRICS: tuple[Definition, ...] = (
     _gauge("stages_placed", "Stages of the newest placement."),
     _gauge("stages_present", "Stages of the newest placement whose node is connected."),
     _gauge("members", "Connected nodes."),
-    _gauge("spares", "Connected nodes without a stage."),
+    _gauge("spares", "Connected nodes without a stage while every stage has its node."),
     _gauge("snapshot_timestamp_seconds", "Unix time of the newest snapshot; 0 before the first."),
     _gauge("snapshot_steps", "Steps done in the newest snapshot."),
     _gauge("snapshot_bytes", "Size of the newest snapshot."),

@@ -152,6 +152,7 @@ class RunView:
     links: tuple[LinkView, ...]
     members: tuple[MemberView, ...]
     spares: int
+    """Members without a stage while every stage has its node; 0 while one has none."""
     snapshot: SnapshotView | None
     """Its age is the reader's clock minus `at`."""
     aborted: int

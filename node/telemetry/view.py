@@ -166,7 +166,8 @@ class RunViewBuilder:
             stages=stages,
             links=self._link_views(),
             members=members,
-            spares=sum(member.stage is None for member in members),
+            # Whoever is here before every stage has a node will be needed, and is no spare.
+            spares=0 if state == "waiting for nodes" else sum(member.stage is None for member in members),
             snapshot=self._snapshot,
             aborted=self._aborted,
             recoveries=self._recoveries,

@@ -173,3 +173,14 @@ def test_a_curve_survives_rollbacks(steps: list[int]) -> None:
 )
 def test_addresses_are_taken_out(text: str, expected: str) -> None:
     assert without_addresses(text) == expected
+
+
+def test_who_waits_in_the_lobby_is_no_spare() -> None:
+    """Else every run would seem to lose its spares when it begins."""
+    lobby = [started(), *(joined(node) for node in NODES)]
+    assert view(history(lobby)).spares == 0
+    assert view(history(lobby, placed())).spares == 1
+    gone = events.NodeLeft(node_id=NODES[0], reason="gone")
+    seen = view(history(lobby, placed(), step(1), gone))
+    assert (seen.state, seen.spares) == ("waiting for nodes", 0)
+    assert seen.eta_seconds is None and view(history(lobby, placed(), step(1))).eta_seconds == 99.0

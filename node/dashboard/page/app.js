@@ -37,7 +37,7 @@ function changed(view, names) {
   if (any("loss_curve")) lossChart.set(view.loss_curve);
   if (any("speed_curve")) speedChart.set(view.speed_curve);
   if (any("stages", "links", "state")) drawPipeline(view);
-  if (any("members")) drawNodes(view);
+  if (any("members", "spares")) drawNodes(view);
   if (any("events")) drawEvents(view);
 }
 
@@ -124,7 +124,8 @@ function drawTimes(view) {
 // Why the state may not be what it says: a word for it, and a sentence. Nothing while there is no doubt.
 function doubts(view, age) {
   const after = "`thinwire status` tells whether its coordinator lives, and `thinwire resume` goes on with it.";
-  if (stream.lostAt !== null && now() - stream.lostAt > LOST_SECONDS) return ["when last seen", `Nobody has answered this page for ${format.age(now() - stream.lostAt)}. Everything here is as it was then. ${after}`];
+  // A server that said that it ends has; a connection that broke may be back in a moment.
+  if (stream.lostAt !== null && (connection === "over" || now() - stream.lostAt > LOST_SECONDS)) return ["when last seen", `Nobody has answered this page for ${format.age(now() - stream.lostAt)}. Everything here is as it was then. ${after}`];
   if (age <= Math.max(SILENT_SECONDS, 5 * (view.step_seconds ?? 0))) return null;
   if (!stream.coordinated) return ["then silent", `Nothing was heard of this run for ${format.age(age)}: its coordinator may have ended. ${after}`];
   // A coordinator has nothing to tell while it waits for nodes, and a first step may take long.
@@ -149,7 +150,7 @@ function drawNodes(view) {
   byId("nodes-note").textContent = view.members.length ? "" : "none is connected";
   const members = [...view.members].sort((one, other) => (one.stage ?? 1e9) - (other.stage ?? 1e9) || one.joined - other.joined);
   byId("nodes").replaceChildren(
-    ...members.map((member) => element("li", {}, element("span", { class: "mono" }, member.node_id), element("span", { class: "muted device" }, member.device), element("span", { class: member.stage == null ? "seat spare" : "seat" }, member.stage == null ? "spare" : `stage ${member.stage}`))),
+    ...members.map((member) => element("li", {}, element("span", { class: "mono" }, member.node_id), element("span", { class: "muted device" }, member.device), element("span", { class: member.stage == null ? "seat spare" : "seat" }, member.stage == null ? (view.spares ? "spare" : "waits") : `stage ${member.stage}`))),
   );
   operator.nodes(members);
 }
