@@ -1,5 +1,6 @@
 """Where a run lives on disk, and whether one lives there."""
 
+import os
 from pathlib import Path
 
 from wire.errors import UserError
@@ -39,11 +40,19 @@ def new_run_directory(wanted: Path | None, name: str) -> Path:
 
 
 def existing_run_directory(path: Path) -> Path:
-    """`path`, once it is known to hold a run. Raises UserError."""
-    if not path.is_dir():
-        raise UserError(f"{path} is not a directory; give a run's directory, as the coordinator named it")
-    if not holds_run(path):
-        raise UserError(f"{path} holds no run (no database in it); give the directory that holds one")
+    """`path`, once it is known to hold a run that this user may read. Raises UserError."""
+    from node.coordinator.store import DATABASE_FILE
+
+    try:
+        if not path.is_dir():
+            raise UserError(f"{path} is not a directory; give a run's directory, as the coordinator named it")
+        if not holds_run(path):
+            raise UserError(f"{path} holds no run (no database in it); give the directory that holds one")
+        allowed = os.access(path / DATABASE_FILE, os.R_OK)
+    except PermissionError:
+        allowed = False
+    if not allowed:
+        raise UserError(f"{path} cannot be read: only the user that runs its coordinator may (or root)")
     return path
 
 

@@ -390,3 +390,34 @@ def test_resume_or_start_goes_on_with_the_run_that_is_there(
     Path("run.toml").write_text("")
     assert main(["coordinator", "run.toml", "--resume", "--run-dir", "fresh", changed]) == 5
     assert started == [(run_dir, True, "127.0.0.1:0"), (Path("fresh"), False, "127.0.0.1:0")]
+
+
+@pytest.mark.parametrize("command", ["status", "top", "trace", "dashboard", "resume"])
+@pytest.mark.parametrize("what", ["run/run.db", "run"])
+def test_a_run_of_another_user_is_one_line(
+    command: str,
+    what: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.db").touch()
+    # Root may read everything, so what the kernel says to others is said for it.
+    refused = tmp_path / what
+    real = os.access
+
+    def access(path: Path, mode: int) -> bool:
+        return refused not in (path, *path.parents) and real(path, mode)
+
+    def exists(path: Path) -> bool:
+        if what == "run" and path.parent == run:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, os.F_OK)
+
+    monkeypatch.setattr(os, "access", access)
+    monkeypatch.setattr(Path, "exists", exists)
+    assert main([command, str(run)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot be read: only the user that runs its coordinator may" in line
