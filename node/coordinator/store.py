@@ -195,13 +195,6 @@ class Store:
 
     # ---- members and their places
 
-    def add_member(self, member: Member) -> None:
-        """Record a node that needs no token. Refused when it was evicted or its id is another key's."""
-        with self._writing() as db:
-            if (refusal := _refuse_member(db, member)) is not None:
-                raise refusal.error()
-            _put_member(db, member)
-
     def members(self) -> list[Member]:
         """All nodes that were ever admitted, evicted ones too, in the order of joining."""
         with self._reading() as db:

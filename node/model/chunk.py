@@ -42,14 +42,6 @@ class Chunk(nn.Module):
         self.units = tuple(units)
         self.layers = nn.ModuleList(modules)
 
-    @property
-    def has_embed(self) -> bool:
-        return EMBED in self.units
-
-    @property
-    def has_head(self) -> bool:
-        return HEAD in self.units
-
     def forward(self, x: Tensor) -> Tensor:
         """Run the units in order.
 

@@ -162,12 +162,6 @@ class SnapshotWriter:
         with self._lock:
             return tuple(unit for unit in self._units if unit not in self._entries.get(step, {}))
 
-    def discard(self) -> None:
-        """Forget and remove every incomplete snapshot."""
-        with self._lock:
-            self._entries.clear()
-            discard_incomplete(self._root)
-
     def _manifest(self, step: int, entries: dict[str, UnitEntry]) -> Manifest:
         units = tuple(entries[unit] for unit in self._units)
         return Manifest(

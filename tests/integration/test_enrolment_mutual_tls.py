@@ -3,7 +3,7 @@
 import asyncio
 import ssl
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,10 +21,8 @@ from node.coordinator.store import Store
 from wire.identity.authority import CertificateAuthority, csr_public_key, key_to_pem, public_key_hash
 from wire.identity.credentials import (
     NodeIdentity,
-    channel_credentials,
     mutual_tls,
     peer_node_id,
-    server_credentials,
     server_name_options,
 )
 from wire.identity.enrolment import Hardware, Refusal
@@ -43,6 +41,14 @@ def make_identity(authority: CertificateAuthority, lifetime: timedelta = DAY) ->
 @pytest.fixture(scope="module")
 def authority() -> CertificateAuthority:
     return CertificateAuthority.create("run-a", time.time())
+
+
+def channel_credentials(identity: NodeIdentity) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.certificate_pem)
+
+
+def server_credentials(current: Callable[[], NodeIdentity]) -> grpc.ServerCredentials:
+    return mutual_tls(lambda: (current().key_pem, current().certificate_pem), current().ca_pem)
 
 
 @asynccontextmanager
@@ -143,7 +149,10 @@ def test_renewal_is_for_members_and_their_own_key(authority: CertificateAuthorit
     key_hash = public_key_hash(csr_public_key(identity.csr_der()))
     with Store.create(tmp_path, run_id="run-a", config_json="{}", pin=authority.pin, now=0.0) as store:
         desk = EnrolmentDesk(store, authority, DAY, time.time)
-        store.add_member(Member(identity.node_id, key_hash, Hardware("cpu", 2, 1), time.time()))
+        store.set_addresses(["127.0.0.1:7700"])
+        member = Member(identity.node_id, key_hash, Hardware("cpu", 2, 1), time.time())
+        _, token = store.create_token(time.time(), DAY, 1)
+        assert store.admit_token(token.token_id, token.secret, member).refusal is None
         certificate = desk.renew(identity.node_id, identity.csr_der())
         assert isinstance(certificate, bytes)
         assert identity.renewed(certificate).expires_at > identity.expires_at + 80000

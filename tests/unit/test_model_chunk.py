@@ -147,9 +147,3 @@ def test_unknown_precision() -> None:
 def test_units_must_be_a_contiguous_run(units: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="not a contiguous run"):
         build_chunk(LLAMA, units, 0, CPU)
-
-
-def test_ends_are_known() -> None:
-    first, last = (build_chunk(LLAMA, units, 7, CPU) for units in split_units(LLAMA, 2))
-    assert (first.has_embed, first.has_head) == (True, False)
-    assert (last.has_embed, last.has_head) == (False, True)

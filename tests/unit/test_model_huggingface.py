@@ -9,8 +9,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from node.config.schema import ModelSection
 from node.model.chunk import Chunk, build_chunk
-from node.model.huggingface import hf_name, hf_transposed
 from node.model.units import unit_names
+from tests.support.huggingface import hf_name, hf_transposed
 
 CPU = torch.device("cpu")
 

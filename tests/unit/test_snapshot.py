@@ -236,16 +236,6 @@ def test_half_written_snapshots_are_ignored_and_removed(tmp_path: Path) -> None:
     assert discard_incomplete(tmp_path / "missing") == ()
 
 
-def test_discard_forgets_what_an_aborted_attempt_uploaded(tmp_path: Path) -> None:
-    writer = SnapshotWriter(tmp_path, CONFIG, "run-1")
-    put(writer, 20, "head", unit_states(seed=1)["head"])
-    writer.discard()
-    assert writer.missing(20) == UNITS
-    for unit, tensors in unit_states().items():
-        manifest = put(writer, 20, unit, tensors)
-    assert manifest == read_manifest(snapshot_directory(tmp_path, 20))
-
-
 def test_prune_keeps_the_newest(tmp_path: Path) -> None:
     for step in (100, 5, 30, 40):
         write_snapshot(tmp_path, step)

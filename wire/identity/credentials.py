@@ -190,26 +190,17 @@ def make_csr(key_pem: bytes) -> bytes:
     return request.sign(load_key(key_pem), hashes.SHA256()).public_bytes(serialization.Encoding.DER)
 
 
-def channel_credentials(identity: NodeIdentity) -> grpc.ChannelCredentials:
-    """For dialling the coordinator or a neighbour. A channel keeps its certificate: renewed, dial anew."""
-    return grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.certificate_pem)
-
-
 def server_name_options(server_name: str) -> list[ChannelOption]:
     """Channel options that check the certificate for a name in the run, whatever address is dialled."""
     return [("grpc.ssl_target_name_override", server_name)]
 
 
-def server_credentials(current: Callable[[], NodeIdentity]) -> grpc.ServerCredentials:
-    """For a mutual-TLS port. `current` is asked at each handshake, so a renewal needs no restart.
-
-    It is called from gRPC's own threads and must return at once. Established connections stay as they are.
-    """
-    return mutual_tls(lambda: (current().key_pem, current().certificate_pem), current().ca_pem)
-
-
 def mutual_tls(current: Callable[[], tuple[bytes, bytes]], ca_pem: bytes) -> grpc.ServerCredentials:
-    """A port that demands a certificate of the run's CA. `current` gives (key PEM, certificate PEM)."""
+    """A port that demands a certificate of the run's CA. `current` gives (key PEM, certificate PEM).
+
+    It is asked at each handshake, so a renewal needs no restart, from gRPC's own threads, and must return at
+    once. Established connections stay as they are.
+    """
     in_use = current()
 
     def configuration() -> grpc.ServerCertificateConfiguration:
