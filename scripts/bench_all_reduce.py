@@ -1,14 +1,17 @@
 """All-reduce of e4m3 gradients beside torch's of bf16 and fp32: NCCL over NVLink, gloo over slow links.
 
-    python scripts/bench_all_reduce.py [--gpus 2 4] [--links 10000 1000] [--ranks 2]
+    python scripts/bench_all_reduce.py --gpus 2 4
+    python scripts/bench_all_reduce.py --links 1000 10000 --ranks 2 4 [--on-gpus]
 
-`--gpus` times each size on so many GPUs. `--links` puts every rank in a network namespace of its own behind a
-`tbf` of so many Mbit/s both ways (needs root and iproute2) and times gloo on the CPU. All ways are timed in
-turns in the same processes; a figure is the median of the slowest rank's times.
+`--gpus` times each size on so many GPUs. `--links` puts every rank into a network namespace of the laboratory
+(`node.lab`), behind a shaper of so many Mbit/s both ways; ranks compute on CPUs, or with `--on-gpus` on a GPU
+each, over NCCL's sockets. Each part writes its own results.
+
+All ways are timed in turns in the same processes, with their results checked; a figure is the median of the
+slowest rank's times. The processor's time is that of all threads of a rank. Bytes are the shaper's own count.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import platform
@@ -17,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +28,34 @@ import torch
 import torch.distributed as dist
 
 from kernels.fp8 import Fp8Gradient, pack_gradient, unpack_gradient
-from node.lab.results import commit
+from node.lab import private, tools
+from node.lab.network import Network
+from node.lab.results import commit, hardware
+from node.lab.shape import uniform
+from node.lab.topology import LAB, Device, lay_out, node_address, node_name
 from node.parallel.fp8_all_reduce import Fp8AllReduce
 
-OUT = Path(__file__).resolve().parent / "results" / "all_reduce.json"
+RESULTS = Path(__file__).resolve().parent / "results"
 GPU_SIZES = [1 << power for power in (14, 17, 20, 23, 25, 27, 28, 29)]
 """Elements: 32 KiB to 1 GiB of bf16."""
-LINK_SIZES = [1 << power for power in (17, 20, 22)]
-BRIDGE = "thinwire-ar"
+LINK_SIZES = [1 << power for power in (14, 17, 20, 22, 24)]
+INTERFACE = "interface"
+"""A node's device in the laboratory."""
+SOCKET_BUFFER = 16 << 20
+WAYS = ("fp8", "bf16", "fp32")
+RANK_SECONDS = 900
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Time the all-reduce of e4m3 gradients.")
     parser.add_argument("--gpus", type=int, nargs="*", default=[])
     parser.add_argument("--links", type=int, nargs="*", default=[], help="Mbit/s")
-    parser.add_argument("--ranks", type=int, default=2, help="with --links")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2], help="with --links")
+    parser.add_argument("--on-gpus", action="store_true", help="with --links: a GPU a rank, NCCL's sockets")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[], help="elements")
+    parser.add_argument("--runs", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="of one part")
+    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--world", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--meet", help=argparse.SUPPRESS)
@@ -48,83 +63,79 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.rank is not None:
         rank(arguments)
-        return 0
-    rows = []
-    for count in arguments.gpus:
-        rows += [{"link": "NVLink", **row} for row in ranks(count, "nccl", [[] for _ in range(count)])]
-    for mbit in arguments.links:
-        with namespaces(arguments.ranks, mbit) as prefixes:
-            rows += [{"link": f"{mbit} Mbit/s", **row} for row in ranks(arguments.ranks, "gloo", prefixes)]
-    report = {
-        "experiment": "all_reduce",
+    elif arguments.inside is not None:
+        arguments.inside.write_text(json.dumps(linked(arguments)), encoding="utf-8")
+    else:
+        if arguments.gpus:
+            rows: list[dict[str, Any]] = []
+            for count in arguments.gpus:
+                found = ranks(arguments, [[]] * count, backend="nccl")
+                rows += [{"link": "NVLink", **row} for row in found]
+            report(arguments.out or RESULTS / "all_reduce.json", rows, on_gpus=True)
+        if arguments.links:
+            rows = in_the_laboratory()
+            report(arguments.out or RESULTS / "all_reduce_links.json", rows, on_gpus=arguments.on_gpus)
+    return 0
+
+
+def report(path: Path, rows: list[dict[str, Any]], *, on_gpus: bool) -> None:
+    values = {
+        "experiment": path.stem,
         "commit": commit(),
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "hardware": torch.cuda.get_device_name() if on_gpus else hardware(),
         "kernel": platform.release(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "rows": rows,
     }
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    for row in rows:
-        print(row)
-    return 0
+    path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
-@contextlib.contextmanager
-def namespaces(count: int, mbit: int) -> Iterator[list[list[str]]]:
-    """Ranks' hosts on one switch, shaped both ways; yields what to put before their commands."""
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True)
-
-    def shape(namespace: str, device: str) -> None:
-        burst = max(32_000, mbit * 125)  # a millisecond's worth
-        words = f"qdisc add dev {device} root tbf rate {mbit}mbit burst {burst} latency 50ms".split()
-        subprocess.run(["ip", "netns", "exec", namespace, "tc", *words], check=True)
-
-    names = [f"{BRIDGE}-{index}" for index in range(count)]
-    try:
-        ip("netns", "add", BRIDGE)
-        ip("-n", BRIDGE, "link", "add", "switch", "type", "bridge")
-        ip("-n", BRIDGE, "link", "set", "switch", "up")
-        for index, name in enumerate(names):
-            ip("netns", "add", name)
-            ip(
-                "-n",
-                BRIDGE,
-                "link",
-                "add",
-                f"to{index}",
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "net0",
-                "netns",
-                name,
-            )
-            ip("-n", BRIDGE, "link", "set", f"to{index}", "master", "switch", "up")
-            ip("-n", name, "addr", "add", f"10.77.0.{index + 1}/24", "dev", "net0")
-            ip("-n", name, "link", "set", "net0", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-            shape(name, "net0")
-            shape(BRIDGE, f"to{index}")
-        yield [["ip", "netns", "exec", name] for name in names]
-    finally:
-        for name in (*names, BRIDGE):
-            subprocess.run(["ip", "netns", "del", name], check=False)
+def in_the_laboratory() -> list[dict[str, Any]]:
+    """Run again in private namespaces, which nothing outlives."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "rows.json")
+        again = [sys.executable, __file__, *sys.argv[1:], "--inside", str(out)]
+        subprocess.run([tools.tool("unshare"), *private.working_flags(), *again], check=True)
+        rows: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
+        return rows
 
 
-def ranks(count: int, backend: str, prefixes: list[list[str]]) -> list[dict[str, Any]]:
+def linked(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every number of ranks at every rate."""
+    private.furnish()
+    rows: list[dict[str, Any]] = []
+    for count in arguments.ranks:
+        topology = lay_out(count, [], topology="interfaces", relay=False)
+        with Network(topology, method="none", kind="tbf", socket_buffer=SOCKET_BUFFER) as network:
+            for index in range(count):
+                # gloo and NCCL take the address of the device that they are told to use.
+                tools.ip(node_name(index), "address", "add", f"{node_address(index)}/32", "dev", INTERFACE)
+            for mbit in arguments.links:
+                network.shape(uniform(str(mbit), 0.0, count))
+                prefixes = [tools.prefix(node_name(index)) for index in range(count)]
+                found = ranks(arguments, prefixes, backend="nccl" if arguments.on_gpus else "gloo")
+                rows += [{"link": f"{mbit} Mbit/s", "mbit": mbit, **row} for row in found]
+    return rows
+
+
+def ranks(
+    arguments: argparse.Namespace, prefixes: Sequence[Sequence[str]], *, backend: str
+) -> list[dict[str, Any]]:
     """Run one process a rank; what rank 0 found."""
+    count = len(prefixes)
     with tempfile.TemporaryDirectory() as folder:
         workers = []
         for index, prefix in enumerate(prefixes):
             words = ["--rank", str(index), "--world", str(count), "--meet", folder, "--backend", backend]
-            environment = {**os.environ, "OMP_NUM_THREADS": "4"}
-            if backend == "gloo":
-                environment["GLOO_SOCKET_IFNAME"] = "net0"
+            words += ["--runs", str(arguments.runs), "--sizes", *map(str, arguments.sizes)]
+            threads = max(1, (os.cpu_count() or 1) // count)
+            environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+            if prefix:
+                environment |= {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
+                # Over the network, though the GPUs may see each other.
+                environment |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
             workers.append(subprocess.Popen([*prefix, sys.executable, __file__, *words], env=environment))
-        codes = [worker.wait(500) for worker in workers]
+        codes = [worker.wait(RANK_SECONDS) for worker in workers]
         if any(codes):
             raise SystemExit(f"ranks ended with {codes}")
         rows: list[dict[str, Any]] = json.loads(Path(folder, "rows.json").read_text(encoding="utf-8"))
@@ -134,6 +145,7 @@ def ranks(count: int, backend: str, prefixes: list[list[str]]) -> list[dict[str,
 def rank(arguments: argparse.Namespace) -> None:
     """One rank: all sizes, all ways."""
     gpu = arguments.backend == "nccl"
+    shaped = "GLOO_SOCKET_IFNAME" in os.environ
     device = torch.device("cuda", arguments.rank) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
@@ -143,14 +155,17 @@ def rank(arguments: argparse.Namespace) -> None:
         rank=arguments.rank,
         world_size=arguments.world,
     )
-    rows = [measure(elements, device, arguments.world) for elements in (GPU_SIZES if gpu else LINK_SIZES)]
+    sizes = arguments.sizes or (LINK_SIZES if shaped else GPU_SIZES)
+    runs = arguments.runs or (7 if shaped else 20)
+    rows = [measure(elements, device, runs, shaped=shaped) for elements in sizes]
     if arguments.rank == 0:
         Path(arguments.meet, "rows.json").write_text(json.dumps(rows), encoding="utf-8")
     dist.destroy_process_group()
 
 
-def measure(elements: int, device: torch.device, world: int) -> dict[str, Any]:
+def measure(elements: int, device: torch.device, runs: int, *, shaped: bool) -> dict[str, Any]:
     """Milliseconds of each way at one size, and the error of each against a sum in fp64."""
+    world = dist.get_world_size()
     generator = torch.Generator(device=device).manual_seed(7 + dist.get_rank())
     values = torch.randn(elements, generator=generator, device=device)
     gradient = Fp8Gradient.zeros(elements, device)
@@ -182,41 +197,58 @@ def measure(elements: int, device: torch.device, world: int) -> dict[str, Any]:
         name: (torch.linalg.vector_norm(found.double() - truth) / norm).item()
         for name, found in results.items()
     }
-    rounds = 20 if device.type == "cuda" else 5
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
+    # Of what each was given: bf16's rounding of the input is not counted for fp8, nor fp8's for bf16.
+    given = unpack_gradient(start).double()
+    dist.all_reduce(given)
+    of_sum = (
+        torch.linalg.vector_norm(results["fp8"].double() - given) / torch.linalg.vector_norm(given)
+    ).item()
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    sent: dict[str, list[int]] = {name: [] for name in ways}
+    for _ in range(runs):
         for name, way in ways.items():
             reset()
+            before = tools.sent_bytes(Device(LAB, INTERFACE)) if shaped else 0
             times[name].append(timed(way, device))
+            if shaped:
+                sent[name].append(tools.sent_bytes(Device(LAB, INTERFACE)) - before)
     row: dict[str, Any] = {
         "ranks": world,
         "elements": elements,
-        "runs": rounds,
-        "milliseconds": {name: 1e3 * statistics.median(of) for name, of in times.items()},
+        "runs": runs,
+        "milliseconds": {name: 1e3 * statistics.median(t for t, _ in of) for name, of in times.items()},
+        "processor_milliseconds": {
+            name: 1e3 * statistics.median(t for _, t in of) for name, of in times.items()
+        },
         "error_against_fp64": errors,
+        "error_of_fp8_sum": of_sum,
         "bytes_sent": {
             "fp8": reduce.wire_bytes,
             "bf16": int(2 * (world - 1) / world * 2 * elements),
             "fp32": int(2 * (world - 1) / world * 4 * elements),
         },
     }
+    if shaped:
+        row["bytes_on_the_wire"] = {name: int(statistics.median(of)) for name, of in sent.items()}
     if dist.get_rank() == 0:
         print(row, flush=True)
     return row
 
 
-def timed(way: Callable[[], object], device: torch.device) -> float:
-    """Seconds that the slowest rank took."""
+def timed(way: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Seconds that the slowest rank took, and of the processor, the busiest rank's."""
     dist.barrier()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    began = time.perf_counter()
+    busy, began = time.process_time(), time.perf_counter()
     way()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    took = torch.tensor([time.perf_counter() - began], dtype=torch.float64, device=device)
+    spent = [time.perf_counter() - began, time.process_time() - busy]
+    took = torch.tensor(spent, dtype=torch.float64, device=device)
     dist.all_reduce(took, op=dist.ReduceOp.MAX)
-    return float(took.item())
+    seconds, processor = took.tolist()
+    return seconds, processor
 
 
 if __name__ == "__main__":

@@ -18,8 +18,10 @@ from kernels.fp8 import BLOCK, Fp8Gradient, blocks, sum_gradients
 # torch 2.13 has another name for it, and warns of the old one.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-BUCKET_BLOCKS = 1 << 18
-"""Blocks of 128 elements that travel together: 32 MiB of codes."""
+GPU_BUCKET_BLOCKS = 1 << 18
+"""Blocks of 128 elements that travel together between GPUs: 32 MiB of codes."""
+CPU_BUCKET_BLOCKS = 1 << 13
+"""On CPUs 1 MiB, because summing takes as long as sending: one bucket is summed while the next travels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +73,17 @@ class Fp8AllReduce:
         self,
         gradients: Sequence[Fp8Gradient],
         group: dist.ProcessGroup | None = None,
-        bucket_blocks: int = BUCKET_BLOCKS,
+        bucket_blocks: int = 0,
     ) -> None:
         """
         Args:
             gradients: of at least one element each, on one device, alike in size on every rank.
-            bucket_blocks: at most so many blocks a bucket; gradients larger than that are cut.
+            bucket_blocks: at most so many blocks a bucket; gradients larger than that are cut. 0 is as
+                suits the device. The sums are the same whatever it is.
         """
+        if bucket_blocks == 0:
+            on_gpu = gradients[0].codes.device.type == "cuda"
+            bucket_blocks = GPU_BUCKET_BLOCKS if on_gpu else CPU_BUCKET_BLOCKS
         self._group = group
         self._ranks = dist.get_world_size(group)
         self._buckets = tuple(self._bucket(parts) for parts in _cut(gradients, bucket_blocks))

@@ -5,6 +5,8 @@ import contextlib
 import subprocess
 import sys
 import tempfile
+import threading
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import torch
@@ -12,7 +14,8 @@ import torch
 from node.config.loader import to_json
 from node.config.schema import RunConfig
 from node.parallel.group import Leader, check_sizes
-from node.parallel.ranks import Ranks
+from node.parallel.ranks import Ranks, arrival
+from node.parallel.together import together
 from node.stage.watchdog import StuckError
 from wire.errors import DeviceLostError, UserError
 
@@ -50,10 +53,17 @@ def devices(first: torch.device, count: int) -> tuple[torch.device, ...]:
 class DeviceGroup:
     """The processes of one node's devices. `start` on the compute thread, `watch` on the event loop."""
 
-    def __init__(self, chosen: tuple[torch.device, ...], threads: int, tensor_parallel: int = 1) -> None:
+    def __init__(
+        self,
+        chosen: tuple[torch.device, ...],
+        threads: int,
+        tensor_parallel: int = 1,
+        most_bytes: int = 0,
+    ) -> None:
         """
         Args:
             tensor_parallel: how many devices share each block.
+            most_bytes: of each GPU's memory that its process may take; 0 is no limit.
 
         Raises:
             UserError: that does not divide the number of devices.
@@ -66,13 +76,19 @@ class DeviceGroup:
         self._devices = chosen
         self._tensor_parallel = tensor_parallel
         self._threads = threads
+        self._most_bytes = most_bytes
         self._workers: list[subprocess.Popen[str]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._leader: Leader | None = None
         self._ending = False
 
     def start(self, config: RunConfig) -> Leader:
-        """Start all, and meet them. Raises RunError if the run's microbatches or blocks cannot be shared."""
+        """Start all, and meet them.
+
+        Raises:
+            RunError: the run's microbatches or blocks cannot be shared.
+            DeviceLostError: a process ended before all had met; `close` then ends the others.
+        """
         count = len(self._devices)
         check_sizes(config, count, self._tensor_parallel)
         self._folder = tempfile.TemporaryDirectory(prefix="thinwire-ranks-")  # readable to its owner alone
@@ -80,7 +96,7 @@ class DeviceGroup:
         for rank, device in enumerate(self._devices[1:], start=1):
             words = ["--rank", str(rank), "--count", str(count), "--device", str(device)]
             words += ["--threads", str(self._threads), "--meet", str(meet)]
-            words += ["--tensor-parallel", str(self._tensor_parallel)]
+            words += ["--tensor-parallel", str(self._tensor_parallel), "--most-bytes", str(self._most_bytes)]
             worker = subprocess.Popen(
                 [sys.executable, "-m", "node.parallel.worker", *words],
                 stdin=subprocess.PIPE,
@@ -89,26 +105,67 @@ class DeviceGroup:
                 start_new_session=True,
             )
             assert worker.stdin is not None
-            worker.stdin.write(to_json(config) + "\n")
-            worker.stdin.flush()
             self._workers.append(worker)
-        self._leader = Leader(config, Ranks(0, count, self._devices[0], meet, self._tensor_parallel))
+            # One that has ended is told of below.
+            with contextlib.suppress(BrokenPipeError):
+                worker.stdin.write(to_json(config) + "\n")
+                worker.stdin.flush()
+        self._leader = Leader(config, self._meet(meet))
         return self._leader
+
+    def _meet(self, meeting_place: Path) -> Ranks:
+        """Become rank 0 among all of them. torch would wait minutes for one that has ended."""
+        for rank, worker in enumerate(self._workers, start=1):
+            # They come once torch is loaded and their device is there: what can fail has been done by then.
+            while not arrival(meeting_place, rank).exists():
+                self._all_alive()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    worker.wait(POLL_SECONDS)
+        met: Future[Ranks] = Future()
+
+        def meet() -> None:
+            try:
+                with together():
+                    ranks = Ranks(
+                        0, len(self._devices), self._devices[0], meeting_place, self._tensor_parallel
+                    )
+            except Exception as error:
+                met.set_exception(error)
+            else:
+                met.set_result(ranks)
+
+        # It is left behind if one has ended: nothing interrupts torch's waiting.
+        threading.Thread(target=meet, name="meeting", daemon=True).start()
+        while not wait([met], POLL_SECONDS).done:
+            self._all_alive()
+        if self._devices[0].type == "cuda":
+            torch.cuda.set_device(self._devices[0])  # each thread has its own
+        return met.result()
+
+    def _all_alive(self) -> None:
+        if (ended := self._ended()) is not None:
+            raise DeviceLostError(f"{ended} before all had met; the node ends with it")
 
     async def watch(self) -> None:
         """Raises StuckError when a process ends that should not: the compute thread may wait for it."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
-            for rank, worker in enumerate(self._workers, start=1):
-                if not self._ending and worker.poll() is not None:
-                    raise StuckError(
-                        f"the process of this node's {self._devices[rank]} (rank {rank}) ended with exit "
-                        f"code {worker.returncode}; the node ends with it"
-                    )
+            if not self._ending and (ended := self._ended()) is not None:
+                raise StuckError(f"{ended}; the node ends with it")
 
     def lost(self) -> bool:
         """Whether one has ended, so that a collective may never return."""
-        return any(worker.poll() is not None for worker in self._workers)
+        return self._ended() is not None
+
+    def _ended(self) -> str | None:
+        """The first process that has ended, as the beginning of a line."""
+        for rank, worker in enumerate(self._workers, start=1):
+            if worker.poll() is not None:
+                return (
+                    f"the process of this node's {self._devices[rank]} (rank {rank}) ended with exit code "
+                    f"{worker.returncode}"
+                )
+        return None
 
     def close(self) -> None:
         """End all, in good order if all are there. On the compute thread, or once that is done for."""
@@ -125,7 +182,8 @@ class DeviceGroup:
             assert worker.stdin is not None
             if not in_order:
                 worker.kill()
-            worker.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                worker.stdin.close()
             try:
                 worker.wait(END_SECONDS)
             except subprocess.TimeoutExpired:

@@ -253,6 +253,11 @@ class Ranks:
             dist.destroy_process_group()
 
 
+def arrival(meeting_place: Path, rank: int) -> Path:
+    """A file by which a rank says that it is about to make its `Ranks`."""
+    return meeting_place.with_name(f"rank-{rank}")
+
+
 def number(value: float) -> int:
     """A float's bits, to travel in a command."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])

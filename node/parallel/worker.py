@@ -17,7 +17,8 @@ import torch
 
 from node.config.loader import from_json
 from node.parallel.group import Follower
-from node.parallel.ranks import Ranks
+from node.parallel.ranks import Ranks, arrival
+from node.stage.machine_info import limit_memory
 from wire.errors import DeviceLostError
 
 GRACE_SECONDS = 1.0
@@ -31,6 +32,7 @@ def main() -> int:
     parser.add_argument("--tensor-parallel", type=int, required=True)
     parser.add_argument("--device", required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--most-bytes", type=int, required=True)
     parser.add_argument("--meet", type=Path, required=True)
     arguments = parser.parse_args()
     config = from_json(sys.stdin.readline())
@@ -38,10 +40,15 @@ def main() -> int:
     end.start()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
+    device = torch.device(arguments.device)
+    limit_memory(device, arguments.most_bytes)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # fails here, if the device cannot be used
+    arrival(arguments.meet, arguments.rank).touch()
     ranks = Ranks(
         arguments.rank,
         arguments.count,
-        torch.device(arguments.device),
+        device,
         arguments.meet,
         arguments.tensor_parallel,
     )

@@ -82,7 +82,7 @@ async def _serve(
     hardware = describe(
         chosen,
         tensor_parallel=options.tensor_parallel,
-        most_bytes=int(options.max_memory_gb * 1e9),
+        most_bytes=_most_bytes(options),
     )
     identity, control_address = await enrol(token, directory, hardware)
     settings = NodeSettings(
@@ -95,7 +95,7 @@ async def _serve(
         cache_directory=directory / "snapshots",
         cache_bytes=shutil.disk_usage(directory).free // 2,
         pacer=Pacer(options.max_bandwidth_mbit * 1e6 / 8) if options.max_bandwidth_mbit else None,
-        devices=DeviceGroup(chosen, options.threads, options.tensor_parallel) if len(chosen) > 1 else None,
+        devices=_group(chosen, options) if len(chosen) > 1 else None,
     )
     tell = Teller(json_lines=options.json)
     runtime = NodeRuntime(settings, IdentityHolder(identity, directory), tell)
@@ -108,6 +108,14 @@ async def _serve(
     if interrupted:
         return INTERRUPTED
     return 1 if finish.failed else 0
+
+
+def _group(chosen: tuple[torch.device, ...], options: JoinOptions) -> DeviceGroup:
+    return DeviceGroup(chosen, options.threads, options.tensor_parallel, _most_bytes(options))
+
+
+def _most_bytes(options: JoinOptions) -> int:
+    return int(options.max_memory_gb * 1e9)
 
 
 async def _until_done(runtime: NodeRuntime) -> tuple[Finish, bool]:

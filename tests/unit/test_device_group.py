@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from node.config.loader import to_json
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
+from node.parallel import processes
 from node.parallel.group import Leader
 from node.parallel.processes import DeviceGroup, devices
 from node.stage.stage_model import StageModel
@@ -162,11 +165,13 @@ def test_a_dead_rank_is_told_of() -> None:
 
 LEADER = """
 import sys
+import time
 from pathlib import Path
 
 import torch
 
 from node.config.loader import from_json
+from node.parallel import processes
 from node.parallel.group import Leader
 from node.parallel.ranks import Ranks
 
@@ -181,7 +186,7 @@ sys.stdin.read()
 def following(prefork: Prefork, folder: Path) -> Iterator[tuple[Forked, Forked]]:
     """A leader and its follower, which waits for a command; it prints to `folder`/said."""
     (folder / "leader.py").write_text(LEADER)
-    options = {"rank": 1, "count": 2, "tensor-parallel": 1, "device": "cpu", "threads": 1}
+    options = {"rank": 1, "count": 2, "tensor-parallel": 1, "device": "cpu", "threads": 1, "most-bytes": 0}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     pipe = subprocess.PIPE
     with (folder / "said").open("wb") as said:
@@ -233,6 +238,26 @@ def test_a_follower_that_alone_knows_why_says_so_in_one_line(prefork: Prefork, t
         assert line.startswith(
             "thinwire: error: rank 1 (cpu): the process of another of this node's devices is gone"
         )
+
+
+def test_one_that_ends_before_all_have_met_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for it: nothing but `start` watches here."""
+
+    def ends(words: list[str], **settings: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(3)"], **settings)
+
+    group = DeviceGroup((CPU,) * 4, threads=1)
+    began = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(processes.subprocess, "Popen", ends)
+        with pytest.raises(DeviceLostError, match=r"cpu \(rank [123]\) ended with exit code 3 before all"):
+            group.start(CONFIG)
+    assert time.monotonic() - began < 60
+    assert group.lost()
+    group.close()
+    # What was left waiting is in nobody's way.
+    with leading(CONFIG, 2) as leader:
+        leader.build(1, 3)
 
 
 def test_microbatches_that_cannot_be_shared_are_refused_before_anything_starts() -> None:

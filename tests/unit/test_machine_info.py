@@ -1,0 +1,71 @@
+"""What a machine says that it offers, with GPUs that are made up."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from node.stage.machine_info import choose_device, describe, limit_memory
+from wire.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class FakeGpu:
+    name: str
+    total_memory: int
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[FakeGpu]:
+    """Two GPUs of one model, of which the second has less memory left to it."""
+    there = [FakeGpu("a model", 80_000), FakeGpu("a model", 60_000)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(there))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: there[device.index])
+    return there
+
+
+def cuda(*indices: int) -> tuple[torch.device, ...]:
+    return tuple(torch.device("cuda", index) for index in indices)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_the_smallest_of_several_gpus_counts() -> None:
+    found = describe(cuda(0, 1), tensor_parallel=2)
+    assert (found.device, found.memory_bytes) == ("a model", 60_000)
+    assert (found.devices, found.tensor_parallel) == (2, 2)
+    assert describe(cuda(0)).memory_bytes == 80_000
+
+
+@pytest.mark.usefixtures("gpus")
+def test_what_the_owner_allows_is_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[float, torch.device]] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda share, device: limits.append((share, device))
+    )
+    assert describe(cuda(0, 1), most_bytes=40_000).memory_bytes == 40_000
+    assert limits == [(0.5, cuda(0)[0])]  # the others limit themselves, in processes of their own
+    limit_memory(cuda(1)[0], 30_000)
+    assert limits[1] == (0.5, cuda(1)[0])
+    limit_memory(cuda(1)[0], 0)
+    limit_memory(cuda(1)[0], 70_000)
+    limit_memory(CPU, 5)
+    assert len(limits) == 2
+
+
+def test_processes_on_a_cpu_share_its_memory() -> None:
+    one, four = describe((CPU,)), describe((CPU,) * 4, tensor_parallel=2)
+    assert four.memory_bytes == one.memory_bytes // 4
+    assert (four.device, four.devices, four.tensor_parallel) == ("cpu", 4, 2)
+    assert describe((CPU,) * 4, most_bytes=1000).memory_bytes == 250
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_gpu_that_is_not_there_is_one_line() -> None:
+    assert choose_device("auto") == cuda(0)[0]
+    with pytest.raises(
+        UserError, match="--device cuda:2: this machine has 2 usable GPUs; use cpu or a lower N"
+    ):
+        choose_device("cuda:2")
