@@ -31,6 +31,7 @@ from node.dashboard.address import listen_address
 from node.dashboard.feed import Feed
 from node.dashboard.live import live_page, past
 from node.model.placement import check_cache
+from node.model.units import ends_in_blocks
 from node.telemetry import events
 from node.telemetry.view import RunViewBuilder
 from node.training.data import Corpus
@@ -230,6 +231,7 @@ def _started(config: RunConfig, directory: Path, run: _Run) -> events.RunStarted
         microbatches=config.microbatches,
         chunks=config.pipeline.chunks,
         codec_bits=codec_bits(config),
+        ends_in_blocks=ends_in_blocks(config.model),
     )
 
 

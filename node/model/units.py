@@ -135,6 +135,12 @@ def unit_cost(model: ModelSection, unit: str) -> float:
     return products + attention
 
 
+def ends_in_blocks(model: ModelSection) -> tuple[float, float]:
+    """What the embedding and the head cost, by `unit_cost`, in blocks."""
+    block = unit_cost(model, block_name(0))
+    return unit_cost(model, EMBED) / block, unit_cost(model, HEAD) / block
+
+
 def tied_parameter(model: ModelSection, unit: str) -> str | None:
     """Name of the unit's parameter that is one of the two copies of a tied weight, if it holds one."""
     if not model.tied:

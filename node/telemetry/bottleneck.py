@@ -22,10 +22,13 @@ PACKING = 0.25
 MOST_SENTENCES = 3
 
 
-def bottleneck(view: RunView, codec_bits: Mapping[str, float]) -> tuple[str, ...]:
+def bottleneck(
+    view: RunView, codec_bits: Mapping[str, float], ends_in_blocks: Sequence[float] = ()
+) -> tuple[str, ...]:
     """Sentences, the most important first; empty while nothing can be told.
 
-    `codec_bits` are bits an element on this run's links, by codec.
+    `codec_bits` are bits an element on this run's links, by codec; `ends_in_blocks` what the embedding and
+    the head take to compute, in blocks, if that is known: without it no split is proposed.
     """
     if view.state == "waiting for nodes":
         here, wanted = len(view.members), view.stages_wanted
@@ -38,7 +41,7 @@ def bottleneck(view: RunView, codec_bits: Mapping[str, float]) -> tuple[str, ...
     floor = model.floor()
     sentences = [
         *_links(view, model, floor, codec_bits),
-        *_stages(view, model, floor),
+        *_stages(view, model, floor, ends_in_blocks),
         *_packing(view, model),
         *_coordinator(view),
     ]
@@ -90,7 +93,7 @@ def _upload(upload: SharedUpload) -> str:
     )
 
 
-def _stages(view: RunView, model: StepModel, floor: Floor) -> list[str]:
+def _stages(view: RunView, model: StepModel, floor: Floor, ends_in_blocks: Sequence[float]) -> list[str]:
     """The busiest stage, if it has no time left or makes the floor that the step is near to."""
     busiest = max(view.stages, key=lambda stage: stage.busy)
     near = floor.binds.kind is ResourceKind.COMPUTE and floor.seconds >= PACE * model.seconds
@@ -100,7 +103,7 @@ def _stages(view: RunView, model: StepModel, floor: Floor) -> list[str]:
     parts = [f"stage {busiest.stage} is the slowest: it computes {_percent(busiest.busy)} of the time"]
     if waiting := _who_waits(others):
         parts.append(waiting)
-    if remedy := better_split(view, model):
+    if remedy := better_split(view, model, ends_in_blocks):
         parts.append(remedy.text)
     return ["; ".join(parts)]
 

@@ -52,6 +52,8 @@ class RunStarted(Event):
     codec_bits: Mapping[str, float] = field(default_factory=dict)
     """Bits an element that each codec takes on a link of this run, headers and frames included, so that
     readers can tell what another codec would give without loading torch."""
+    ends_in_blocks: tuple[float, ...] = ()
+    """What the embedding and the head take to compute, in blocks; empty is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)

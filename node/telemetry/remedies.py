@@ -78,20 +78,29 @@ def _with(
     return Remedy.of(change, model, changed)
 
 
-def better_split(view: RunView, model: StepModel) -> Remedy | None:
-    """Blocks given to the stages that have time for them, if the run's stages hold one chunk each."""
+def better_split(view: RunView, model: StepModel, ends_in_blocks: Sequence[float]) -> Remedy | None:
+    """Blocks given to the stages that have time for them, if the run's stages hold one chunk each.
+
+    `ends_in_blocks`: what the embedding and the head cost, which stay where they are.
+    """
     blocks = [stage.blocks for stage in view.stages]
-    if view.chunks > 1 or min(blocks) < 1 or len(blocks) < 2:
+    if view.chunks > 1 or min(blocks) < 1 or len(blocks) < 2 or len(ends_in_blocks) != 2:
         return None
+    fixed = [0.0] * len(blocks)
+    fixed[0], fixed[-1] = ends_in_blocks
     times = [f + b for f, b in zip(model.forward, model.backward, strict=True)]
     if min(times) <= 0:
         return None
     # Each block in turn to the stage that is then the quickest: the best there is for equal blocks.
-    a_block = [time / count for time, count in zip(times, blocks, strict=True)]
+    a_block = [time / (count + end) for time, count, end in zip(times, blocks, fixed, strict=True)]
     better = [1] * len(blocks)
     for _ in range(sum(blocks) - len(blocks)):
-        quickest = min(range(len(blocks)), key=lambda stage: (better[stage] + 1) * a_block[stage])
+        quickest = min(
+            range(len(blocks)), key=lambda stage: (better[stage] + 1 + fixed[stage]) * a_block[stage]
+        )
         better[quickest] += 1
     if better == blocks:
         return None
-    return Remedy.of(f"`pipeline.split = {better}`", model, model.with_blocks(blocks, better))
+    before = [count + end for count, end in zip(blocks, fixed, strict=True)]
+    after = [count + end for count, end in zip(better, fixed, strict=True)]
+    return Remedy.of(f"`pipeline.split = {better}`", model, model.with_blocks(before, after))

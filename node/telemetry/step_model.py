@@ -118,8 +118,8 @@ class StepModel:
             gradient_bytes=gradient * self.gradient_bytes,
         )
 
-    def with_blocks(self, before: Sequence[int], after: Sequence[int]) -> "StepModel":
-        """Stages hold other numbers of blocks; a block takes its stage as long as before."""
+    def with_blocks(self, before: Sequence[float], after: Sequence[float]) -> "StepModel":
+        """Stages compute other numbers of blocks; a block takes its stage as long as before."""
         factors = [new / old for old, new in zip(before, after, strict=True)]
         return replace(
             self,

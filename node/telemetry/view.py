@@ -175,7 +175,10 @@ class RunViewBuilder:
             bottleneck=(),
             events=tuple(self._events),
         )
-        return replace(so_far, bottleneck=bottleneck(so_far, started.codec_bits if started else {}))
+        if started is None:
+            return replace(so_far, bottleneck=bottleneck(so_far, {}))
+        words = bottleneck(so_far, started.codec_bits, started.ends_in_blocks)
+        return replace(so_far, bottleneck=words)
 
     # ---- inside
 

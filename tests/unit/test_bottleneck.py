@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from node.config.schema import ModelSection
+from node.model.units import ends_in_blocks
 from node.telemetry import events
 from node.telemetry.bottleneck import WAITING, bottleneck
 from node.telemetry.clock import TimeKind
@@ -83,8 +85,8 @@ def seen(stages: Sequence[StageView], links: Sequence[LinkView] = (), seconds: f
     )
 
 
-def says(run: RunView, bits: Mapping[str, float] = BITS) -> str:
-    return " | ".join(bottleneck(run, bits))
+def says(run: RunView, bits: Mapping[str, float] = BITS, ends: Sequence[float] = (0.0, 0.0)) -> str:
+    return " | ".join(bottleneck(run, bits, ends))
 
 
 def test_a_full_link_who_waits_for_it_and_what_would_help() -> None:
@@ -173,6 +175,26 @@ def test_a_slow_machine_gets_fewer_blocks() -> None:
     text = says(seen(stages))
     found = re.search(r"split = \[(\d+), (\d+)\]", text)
     assert found and int(found[1]) < 4 < int(found[2]) and int(found[1]) + int(found[2]) == 8
+
+
+def test_a_head_stays_where_it_is() -> None:
+    """Two blocks and a head that costs as much as six: blocks can go elsewhere, the head cannot."""
+    stages = [
+        stage(0, blocks=4, forward=0.15, backward=0.3),
+        stage(1, blocks=2, forward=0.3, backward=0.6),
+    ]
+    text = says(seen(stages), ends=(0.0, 6.0))
+    found = re.search(r"`pipeline.split = \[5, 1\]` would give about ([\d.]+) x", text)
+    # One of its eight parts goes: 8 / 7, less what the pipeline takes to fill and to drain.
+    assert found and 1.08 < float(found[1]) <= 1.15
+    assert "pipeline.split" not in says(seen(stages), ends=()), "what the head costs is not known"
+
+
+def test_the_ends_of_a_model_in_blocks() -> None:
+    model = ModelSection(hidden=64, heads=4, kv_heads=4, ffn=128, vocab=1000, sequence=32)
+    # A block: 4 h h and 3 h f weights, attention over half of the sequence; the head: h v weights.
+    block = 2 * (4 * 64 * 64 + 3 * 64 * 128) + 2 * 64 * 32
+    assert ends_in_blocks(model) == (0.0, pytest.approx(2 * 64 * 1000 / block))
 
 
 def test_an_even_split_is_left_alone() -> None:
@@ -280,7 +302,7 @@ def runs(draw: st.DrawFn) -> RunView:
 
 @given(runs(), st.dictionaries(st.sampled_from(sorted(BITS)), st.floats(2, 33)))
 def test_no_sentence_contradicts_its_inputs(run: RunView, bits: dict[str, float]) -> None:
-    sentences = bottleneck(run, bits)
+    sentences = bottleneck(run, bits, (0.1, 2.5))
     assert 1 <= len(sentences) <= 3
     full = {(x.source, x.target) for x in run.links if x.use is not None and x.use >= FULL}
     busiest = max(stage.busy for stage in run.stages)
