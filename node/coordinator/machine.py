@@ -8,6 +8,8 @@ once an epoch, after every stage voted, and never before the commit is recorded;
 a node that is gone, leaving or quarantined never gets a seat.
 """
 
+from collections.abc import Mapping
+
 from node.coordinator.actions import (
     Aborted,
     AbortKind,
@@ -20,6 +22,7 @@ from node.coordinator.actions import (
     StepDone,
     Stop,
 )
+from node.coordinator.complaints import Complaints
 from node.coordinator.epoch import Epoch, FiniteUncompressed, NonFinite, Phase, StepPlan
 from node.coordinator.plan import Member, Past, RunPlan
 from node.coordinator.seating import ONE, Candidate, Seating, prefetch_order
@@ -39,8 +42,6 @@ from wire.messages import (
 
 MAX_RETRIES = 3
 """Attempts at one step that may fail, with nobody dead, before the run stops."""
-MAX_STRIKES = 3
-"""Complaints of its neighbours about a node before it is quarantined."""
 PLACING_SECONDS = 90.0
 """A node that lives but does not say within this time what it holds is stuck. It exceeds what a node allows
 itself to end the epoch before."""
@@ -56,7 +57,6 @@ class RunMachine:
         self.plan = plan
         self.newest_snapshot = past.newest_snapshot
         self.members: dict[str, Member] = {}
-        self.quarantined: dict[str, str] = {}
         self.epoch: Epoch | None = None
         self.stopped = False
         self._step_plan = step_plan
@@ -72,9 +72,7 @@ class RunMachine:
         )
         self._told: str | None = None
         self._retries = 0
-        self._strikes: dict[str, int] = {}
-        self._struck: dict[str, int] = {}
-        """The epoch of each node's newest strike: one an epoch is enough, whoever complains."""
+        self._complaints = Complaints()
         self._ended: Epoch | None = None
         """The epoch before this one."""
         self._suspect: tuple[int, str] | None = None
@@ -90,6 +88,11 @@ class RunMachine:
         """Snapshots that this epoch asked for and that are not stored yet."""
 
     # ---- who is here
+
+    @property
+    def quarantined(self) -> Mapping[str, str]:
+        """Nodes that are shut out for what their neighbours said, and what that was."""
+        return self._complaints.quarantined
 
     def hello(
         self,
@@ -357,26 +360,13 @@ class RunMachine:
 
     def _complaint(self, epoch: Epoch, node_id: str, message: StepFailed, now: float) -> list[Action]:
         """What a stage says against a neighbour."""
-        if self.stopped or message.kind is not FailureKind.PEER or node_id not in epoch.seats:
+        if self.stopped or (culprit := self._complaints.hear(epoch, node_id, message)) is None:
             return []
-        stage, stages = epoch.seats.index(node_id), len(epoch.seats)
-        # Only a neighbour can know; the first and the last stage may be neighbours too.
-        peers = {stage - 1, stage + 1, *({0, stages - 1} if stage in (0, stages - 1) else ())} - {stage}
-        if message.peer_stage not in peers & set(range(stages)):
-            return []
-        culprit = epoch.seats[message.peer_stage]
-        if self._struck.get(culprit, 0) >= epoch.number:
-            return []
-        self._struck[culprit] = epoch.number
-        return self._strike(culprit, message.message, now)
-
-    def _strike(self, node_id: str, why: str, now: float) -> list[Action]:
-        self._strikes[node_id] = self._strikes.get(node_id, 0) + 1
-        if self._strikes[node_id] < MAX_STRIKES:
-            return []
-        self.quarantined[node_id] = why
-        finish = Send(node_id=node_id, message=Finish(reason=f"quarantined: {why}", failed=True))
-        return [finish, *self.lost(node_id, f"quarantined: {why}", now)]
+        why = f"quarantined: {message.message}"
+        return [
+            Send(node_id=culprit, message=Finish(reason=why, failed=True)),
+            *self.lost(culprit, why, now),
+        ]
 
     # ---- inside: seats
 

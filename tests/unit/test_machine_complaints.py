@@ -1,6 +1,6 @@
 """Who complains first does not matter: a node that breaks the protocol gets its strike all the same."""
 
-from node.coordinator.machine import MAX_STRIKES
+from node.coordinator.complaints import MAX_STRIKES
 from tests.support.machine_driver import Driver
 from wire.messages import FailureKind, StepFailed
 

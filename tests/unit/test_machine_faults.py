@@ -13,8 +13,9 @@ from node.coordinator.actions import (
     Released,
     Send,
 )
+from node.coordinator.complaints import MAX_STRIKES
 from node.coordinator.epoch import Phase
-from node.coordinator.machine import MAX_RETRIES, MAX_STRIKES
+from node.coordinator.machine import MAX_RETRIES
 from tests.support.machine_driver import (
     RECONNECT,
     REGROUP,
