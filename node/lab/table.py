@@ -173,6 +173,7 @@ def provenance(result: Mapping[str, Any]) -> str:
     return (
         f"{result['profile']}: {model['family']}, {model['layers']} layers, {model['hidden']} wide, sequence "
         f"{model['sequence']}, global batch {result['training']['global_batch']}, {result['stages']} stages; "
+        f"text {result['text']}; "
         f"{where}; {network['topology']} shaped by {network['qdisc']}, {delay[network['delay_method']]}, "
         f"{network['congestion_control']}, kernel {machine['kernel']}, calibrated to {100 * worst:.1f} %; "
         f"{len(result['runs'])} runs, {seeds} seed{'s' if seeds > 1 else ''}; {versions}; "

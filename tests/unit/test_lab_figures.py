@@ -216,6 +216,7 @@ def results(*cells: dict[str, Any]) -> dict[str, Any]:
         "network": {"topology": "links", "qdisc": "tbf", "delay_method": "none", "congestion_control": "bbr"},
         "model": {"family": "gpt2", "layers": 48, "hidden": 1600, "sequence": 1024},
         "training": {"global_batch": 32},
+        "text": "books.txt, the first 2300 bytes",
         "stages": 4,
         "device": "cpu",
         "seeds": [0],
@@ -270,6 +271,7 @@ def test_the_text_says_where_figures_come_from() -> None:
     line = text.splitlines()[-1]
     assert line == provenance(results())
     for words in (
+        "text books.txt, the first 2300 bytes",
         "tbf",
         "bbr",
         "kernel 6.1",
