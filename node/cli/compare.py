@@ -36,7 +36,7 @@ def _names(first: Path, second: Path) -> tuple[str, str]:
         names = tuple(str(Path(*path.parts[-length:])) for path in (first, second))
         if names[0] != names[1]:
             return names[0], names[1]
-    return str(first), str(second)
+    return first.name, second.name
 
 
 def _record(directory: Path, name: str) -> "RunRecord":
