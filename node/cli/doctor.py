@@ -12,13 +12,35 @@ def add_parser(commands: Any) -> None:
         "token", metavar="TOKEN", nargs="?", help="also check a join token and its coordinator"
     )
     parser.add_argument("--state-dir", type=Path, help="the state directory to check (default: the user's)")
+    parser.add_argument(
+        "--run-file",
+        type=Path,
+        metavar="RUN.toml",
+        help="also estimate whether a stage of this run fits here",
+    )
+    parser.add_argument(
+        "--device",
+        default="auto",
+        metavar="auto|cpu|cuda:N",
+        help="with --run-file: as `thinwire join` takes",
+    )
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="likewise")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="T", help="likewise")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    from node.cli.parser import check_devices
     from node.local.doctor import checks_json, checks_text, examine, healthy
 
+    check_devices(args)
     checks = examine(token=args.token, state_dir=args.state_dir)
+    if args.run_file is not None:
+        from node.local.run_check import check_run
+
+        checks += check_run(
+            args.run_file, device=args.device, gpus=args.gpus, tensor_parallel=args.tensor_parallel
+        )
     sys.stdout.write((checks_json(checks) if args.json else checks_text(checks)) + "\n")
     return 0 if healthy(checks) else 1

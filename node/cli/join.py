@@ -1,7 +1,6 @@
 """`thinwire join TOKEN`: give this machine to a run."""
 
 import argparse
-import re
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from node.cli.logs import set_up_logging
-    from node.cli.parser import UsageError
+    from node.cli.parser import UsageError, check_devices
     from node.config.join_options import JoinOptions
     from node.config.validate import parse_listen
     from wire.identity.token import JoinToken
@@ -65,14 +64,7 @@ def run(args: argparse.Namespace) -> int:
         parse_listen(args.advertise)
     if args.metrics:
         parse_listen(args.metrics)
-    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", args.device):
-        raise UsageError(f"--device must be auto, cpu or cuda:N, got {args.device!r}")
-    if args.gpus < 1:
-        raise UsageError(f"--gpus must be at least 1, got {args.gpus}")
-    if args.tensor_parallel < 1 or args.gpus % args.tensor_parallel:
-        raise UsageError(
-            f"--tensor-parallel must be at least 1 and divide --gpus {args.gpus}, got {args.tensor_parallel}"
-        )
+    check_devices(args)
     if args.threads < 0:
         raise UsageError(f"--threads must be at least 0 (torch's own choice), got {args.threads}")
     for name, value in (("--max-bandwidth", args.max_bandwidth), ("--max-memory", args.max_memory)):

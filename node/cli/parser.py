@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -54,3 +55,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = list(known)
     match = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {match[0]}?" if match else f"; known: {', '.join(known)}"
+
+
+def check_devices(args: argparse.Namespace) -> None:
+    """Raise UsageError unless --device, --gpus and --tensor-parallel make sense together."""
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", args.device):
+        raise UsageError(f"--device must be auto, cpu or cuda:N, got {args.device!r}")
+    if args.gpus < 1:
+        raise UsageError(f"--gpus must be at least 1, got {args.gpus}")
+    if args.tensor_parallel < 1 or args.gpus % args.tensor_parallel:
+        raise UsageError(
+            f"--tensor-parallel must be at least 1 and divide --gpus {args.gpus}, got {args.tensor_parallel}"
+        )
