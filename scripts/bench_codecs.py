@@ -23,6 +23,7 @@ from wire.codecs.registry import codec, codec_names
 from wire.spec import TensorSpec
 
 ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / "scripts" / "results" / "codec_speed.json"
 
 
 def seconds(work: Callable[[], torch.Tensor], device: torch.device) -> tuple[float, float]:
@@ -85,7 +86,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=9, help="timed runs of each codec, at least 5")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path, default=Path(__file__).with_suffix(".json"))
+    parser.add_argument("--json", type=Path, default=OUT)
     arguments = parser.parse_args()
     if arguments.runs < 5:
         parser.error("a median of fewer than 5 runs says little: use --runs 5 or more")

@@ -2,9 +2,9 @@
 
 import math
 
-from .markdown import RESULTS, ROOT, Tables, commit, markdown, read_report, spaced
+from .markdown import RESULTS, Tables, commit, markdown, read_report, spaced
 
-CODEC_SPEED = ROOT / "scripts" / "bench_codecs.json"
+CODEC_SPEED = RESULTS / "codec_speed.json"
 GPU_CODEC_SPEED = RESULTS / "gpu_codecs.json"
 GPU_TRELLIS = RESULTS / "gpu_trellis.json"
 PACKING_OVERHEAD = RESULTS / "packing_overhead.json"
