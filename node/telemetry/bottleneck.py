@@ -5,6 +5,7 @@ comes from the floor model (`floor.py`) with the measured times and the changed 
 takes beyond its floor now, it is taken to need then too.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 from node.telemetry.floor import Floor, ResourceKind
@@ -151,7 +152,7 @@ def _latency(view: RunView, model: StepModel, floor: Floor) -> list[str]:
     return [
         f"tensors are on their way: no link is full, and a round trip from stage {slowest.source} to "
         f"{slowest.target} takes {duration_text(slowest.round_trip_seconds)}; a wider `pipeline.window` "
-        f"would give at most {model.seconds / floor.seconds:.1f} x"
+        f"would give at most {math.ceil(10 * model.seconds / floor.seconds) / 10:.1f} x"
     ]
 
 
