@@ -4,7 +4,9 @@
 """
 
 import difflib
+import errno
 import math
+import os
 from collections.abc import Iterator, Sequence
 
 from node.config.schema import (
@@ -64,6 +66,12 @@ def parse_listen(address: str) -> tuple[str, int]:
     if not (port.isascii() and port.isdigit() and int(port) <= 65535):
         raise ConfigError(f"{address!r} has no port from 0 to 65535 after the colon")
     return bare, int(port)
+
+
+def why_not_bound(error: OSError) -> str:
+    """The system's words for why an address cannot be listened at, without those that asyncio puts around."""
+    # From Python 3.13 on it passes over addresses that are not this machine's: no number is left to tell.
+    return os.strerror(error.errno or errno.EADDRNOTAVAIL)
 
 
 def _run(run: RunSection) -> Iterator[str]:

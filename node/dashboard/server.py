@@ -16,6 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
+from node.config.validate import why_not_bound
 from node.dashboard.access import Asking, Gate, connection_denied, is_loopback
 from node.dashboard.assets import Asset, assets
 from node.dashboard.feed import Feed
@@ -122,8 +123,8 @@ async def _listen(runner: web.AppRunner, host: str, port: int, tls: ssl.SSLConte
         )
     except OSError as error:
         raise UserError(
-            f"cannot serve the page at {join_address(host, port)} ({error.strerror}): name an address of "
-            "this machine whose port is free ([dashboard] listen, or --listen)"
+            f"cannot serve the page at {join_address(host, port)} ({why_not_bound(error)}): name an address "
+            "of this machine whose port is free ([dashboard] listen, or --listen)"
         ) from None
 
 

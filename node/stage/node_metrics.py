@@ -1,7 +1,6 @@
 """A node's own metrics for Prometheus, on a small HTTP server that `thinwire join --metrics` starts."""
 
 import contextlib
-import os
 from collections.abc import AsyncIterator, Callable, Iterator
 
 from aiohttp import web
@@ -9,7 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from node.config.validate import parse_listen
+from node.config.validate import parse_listen, why_not_bound
 from node.telemetry.ledger import Ledger
 from node.telemetry.metrics import CONTENT_TYPE, NODE_METRICS, Families
 from wire.errors import UserError
@@ -97,9 +96,9 @@ async def serve_metrics(listen: str, render: Callable[[], bytes]) -> AsyncIterat
         try:
             await site.start()
         except OSError as error:
-            # asyncio puts words of its own around the system's.
-            reason = os.strerror(error.errno) if error.errno else str(error)
-            raise UserError(f"cannot serve metrics at {listen} ({reason}): give another address") from None
+            raise UserError(
+                f"cannot serve metrics at {listen} ({why_not_bound(error)}): give another address"
+            ) from None
         bound = runner.addresses[0]
         yield join_address(bound[0], bound[1])
     finally:

@@ -1,5 +1,7 @@
 """What Prometheus reads: every name and label as defined, counters that only grow, nothing secret."""
 
+import errno
+import os
 import re
 from dataclasses import replace
 
@@ -7,6 +9,7 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from node.config.validate import why_not_bound
 from node.coordinator.accounting import Accounting
 from node.coordinator.actions import AbortKind
 from node.coordinator.metrics import COUNTED, STATES, RunMetrics
@@ -244,3 +247,10 @@ async def test_a_node_serves_its_metrics_and_nothing_else() -> None:
     with pytest.raises(UserError, match=r"cannot serve metrics at 192\.0\.2\.1:1 \([^(]+\): give another"):
         async with serve_metrics("192.0.2.1:1", lambda: b""):
             pass
+
+
+def test_the_systems_words_are_told_even_where_asyncio_has_no_number() -> None:
+    taken = OSError(errno.EADDRINUSE, "error while attempting to bind on address ('127.0.0.1', 1): ...")
+    assert why_not_bound(taken) == os.strerror(errno.EADDRINUSE)
+    passed_over = OSError("could not bind on any address out of [('192.0.2.1', 1)]")
+    assert why_not_bound(passed_over) == os.strerror(errno.EADDRNOTAVAIL)
