@@ -81,7 +81,9 @@ def _links(view: RunView, model: StepModel, floor: Floor, codec_bits: Mapping[st
     parts = [sentences[0]]
     if waiting := _who_waits(view.stages):
         parts.append(waiting)
-    if remedy := better_codec([*shared, *full], model, codec_bits):
+    # The way back may bind as soon as this one does not, so all links are looked at, these first.
+    others = [link for link in view.links if link not in shared and link not in full]
+    if remedy := better_codec([*shared, *full, *others], model, codec_bits):
         parts.append(remedy.text)
     return ["; ".join(parts), *sentences[1:]]
 

@@ -41,10 +41,10 @@ def better_codec(
     """The most precise codec that gives plenty, for one kind of the links' tensors, else what gives most.
 
     For both kinds where that gives plenty more: of links that are full both ways, neither helps alone. A run
-    has one codec for each kind, so what is said of some links is said of all.
+    has one codec for each kind, so what is said of some links is said of all. `links`: the fullest first.
     """
     flows: dict[str, FlowView] = {}
-    for flow in sorted((flow for link in links for flow in link.flows), key=lambda flow: -flow.mbit):
+    for flow in (flow for link in links for flow in link.flows):
         if flow.direction in WAYS and flow.bits_per_element > 0:
             flows.setdefault(flow.direction, flow)
     alone = _best([_with([flow], name, model, codec_bits) for flow in flows.values() for name in LADDER])

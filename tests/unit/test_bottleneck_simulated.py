@@ -50,7 +50,6 @@ class Situation:
                 Kind.FORWARD: ELEMENTS * BITS[self.forward_codec] / 8,
                 Kind.BACKWARD: ELEMENTS * BITS[self.backward_codec] / 8,
             },
-            swap=True,
         )
 
     def view(self, window: int = WINDOW) -> RunView:
@@ -110,7 +109,7 @@ SITUATIONS = {
     ),
     "both ways": (
         replace(EVEN, up=(100.0, 1e3), down=(100.0, 1e3), forward_codec="fp32", backward_codec="fp32"),
-        r"^link (0 to 1|1 to 0) is full: .* `fp32` to `fixed-8` forward and backward would",
+        r"^link (0 to 1|1 to 0) (is full|sets the pace): .* `fp32` to `fixed-8` forward and backward would",
     ),
     "an upload that links share": (
         replace(EVEN, uploads=(60.0, 60.0, 60.0)),
