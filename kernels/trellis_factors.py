@@ -115,7 +115,7 @@ def spaces(sample: torch.Tensor, rank: int, kinds: list[tuple[int, int]]) -> lis
     row_exponent, row_base = _exponents(row)
     column_exponent, column_base = _exponents(column)
     white = _whitened(sample, row_exponent, column_exponent, row_base + column_base)
-    basis = _signs(sample.shape[1], rank, sample.device)
+    basis = signs(sample.shape[1], rank, sample.device)
     for _ in range(2):
         image = _to_integers(_product(white, basis), _FACTOR, _FACTOR / 4)
         whole = _orthogonal(_product(white.T, image))
@@ -210,7 +210,7 @@ def _exponents(scale: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 @lru_cache(maxsize=16)
-def _signs(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+def signs(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     """A fixed matrix of ones and minus ones without a pattern (a multiplicative hash of the position)."""
     position = np.arange(rows * columns, dtype=np.uint64) + np.uint64(1)
     mixed = position * np.uint64(0x9E3779B97F4A7C15)

@@ -22,7 +22,7 @@ _NOTHING = -20
 def logarithm(means: torch.Tensor) -> torch.Tensor:
     """log2 of positive numbers (fp64 `[n]`) in 16ths, rounded, int32; zero counts as 2**-20."""
     fraction, exponent = torch.frexp(means.clamp_min(2.0**_NOTHING))
-    part = torch.searchsorted(_thresholds(means.device), fraction * 2)
+    part = torch.searchsorted(thresholds(means.device), fraction * 2)
     return ((exponent - 1) * OCTAVE + part).int()
 
 
@@ -46,7 +46,7 @@ def scales(
         part = row - octave * OCTAVE
         # 2**(-row / 16): the power of two below, times a root of two.
         down = octave + (part > 0)
-        weight = _roots(x.device)[torch.where(part > 0, OCTAVE - part, 0)] * _power_of_two(-down) * _WEIGHTED
+        weight = roots(x.device)[torch.where(part > 0, OCTAVE - part, 0)] * _power_of_two(-down) * _WEIGHTED
         magnitude.mul_(weight.float().unsqueeze(1)).round_()
         column = logarithm(magnitude.sum(0, dtype=torch.float64) / sums.new_full((1,), rows * _WEIGHTED))
     return row - _PART_BITS * OCTAVE, column
@@ -68,14 +68,14 @@ def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _roots(device: torch.device) -> torch.Tensor:
+def roots(device: torch.device) -> torch.Tensor:
     """2**(j / 16)."""
     root = Decimal(2).sqrt().sqrt().sqrt().sqrt()
     return torch.tensor([float(root**j) for j in range(OCTAVE)], dtype=torch.float64, device=device)
 
 
 @cache
-def _thresholds(device: torch.device) -> torch.Tensor:
+def thresholds(device: torch.device) -> torch.Tensor:
     """2**((j + 1/2) / 16)."""
     root = Decimal(2).sqrt().sqrt().sqrt().sqrt().sqrt()
     halves = [float(root ** (2 * j + 1)) for j in range(OCTAVE)]

@@ -90,9 +90,9 @@ def tables(family: int) -> Tables:
 
 
 @cache
-def codes_on(device: torch.device, family: int) -> torch.Tensor:
-    """`Tables.codes` on a device."""
-    return torch.from_numpy(tables(family).codes).to(device)
+def all_codes_on(device: torch.device) -> torch.Tensor:
+    """`Tables.codes` of all families, one after the other, on a device."""
+    return torch.from_numpy(np.concatenate([tables(family).codes for family in range(FAMILIES)])).to(device)
 
 
 @cache

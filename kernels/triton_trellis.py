@@ -5,10 +5,13 @@ registers, decisions are kept as four bits an element, and which lane takes whic
 a sum over the warp. Nothing waits for another group, and nothing for the host.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
+from kernels import triton_trellis_state as at
 from kernels.trellis_grid import Grid
 from kernels.trellis_lanes import (
     ESCAPE_BIAS,
@@ -19,7 +22,7 @@ from kernels.trellis_lanes import (
     STATE_BITS,
     Coded,
 )
-from kernels.trellis_tables import CLASSES, ESCAPE, MIDDLE, PRECISION, ROW, TOTAL, codes_on, slots_on
+from kernels.trellis_tables import CLASSES, ESCAPE, MIDDLE, PRECISION, ROW, TOTAL, all_codes_on, slots_on
 
 _LANES = tl.constexpr(32)
 # Elements of a lane whose decisions share a word.
@@ -43,6 +46,12 @@ _PRECISION = tl.constexpr(PRECISION)
 _ROW = tl.constexpr(ROW)
 _TOTAL = tl.constexpr(TOTAL)
 _JOIN = 1024
+_CODES = tl.constexpr(2 * CLASSES * ROW)
+_ACTIVE = tl.constexpr(at.ACTIVE)
+_OF_FAMILY = tl.constexpr(at.OF_FAMILY)
+_TO_SLOT = tl.constexpr(at.TO_SLOT)
+_OFFSET = tl.constexpr(at.OFFSET)
+_CONTROLS = tl.constexpr(at.CONTROLS)
 
 
 @triton.jit
@@ -71,7 +80,7 @@ def _put(state, full, some, words, used, capacity):
     return tl.where(spill, state >> 16, state), used + tl.sum(count, 0)
 
 
-@triton.jit(do_not_specialize=("elements", "group_elements", "lanes", "chunks", "capacity"))
+@triton.jit(do_not_specialize=("elements", "groups", "group_elements", "lanes", "chunks", "capacity"))
 def _encode(
     residual,
     numbers,
@@ -80,21 +89,32 @@ def _encode(
     states,
     counts,
     words,
-    gain,
+    control,
+    gains,
     elements,
+    groups,
     group_elements,
     lanes,
     chunks,
     capacity,
 ):
+    """A group of the elements that `control` (of the second program number) says, if there are any."""
     group = tl.program_id(0).to(tl.int64)
+    control += tl.program_id(1) * _CONTROLS
+    if tl.load(control + _ACTIVE) == 0:
+        return
+    gain = tl.load(gains).to(tl.float32)
+    slot = tl.load(control + _TO_SLOT) * groups + group
     lane = tl.arange(0, _LANES)
     start = group * group_elements
     size = tl.minimum(elements - start, group_elements).to(tl.int32)
-    residual += start
+    residual += tl.load(control + _OFFSET) + start
     numbers += start
-    decisions += group * chunks * _LANES
-    words += group * capacity
+    codes += tl.load(control + _OF_FAMILY) * _CODES
+    decisions += (tl.program_id(1) * groups.to(tl.int64) + group) * chunks * _LANES
+    states += slot * lanes
+    counts += slot
+    words += slot * capacity
     # Costs of the best paths to a quantizer after another (the second digit).
     b00 = tl.zeros((_LANES,), tl.int32)
     b01 = b00 + _FAR
@@ -183,8 +203,8 @@ def _encode(
             state, used = _put(state, frequency << (_STATE_BITS - _PRECISION), real, words, used, capacity)
             grown = state + (code & (_TOTAL - 1)) + (state // frequency) * (_TOTAL - frequency)
             state = tl.where(real, grown, state)
-    tl.store(states + group * lanes + lane, state, mask=lane < lanes)
-    tl.store(counts + group, used)
+    tl.store(states + lane, state, mask=lane < lanes)
+    tl.store(counts, used)
 
 
 @triton.jit
@@ -285,30 +305,58 @@ def _chunks(where: Grid) -> int:
 
 def encode(residual: torch.Tensor, classes: torch.Tensor, gain: float, where: Grid, family: int) -> Coded:
     """`kernels.trellis_lanes.encode` on the device of `residual`."""
-    device = residual.device
-    chunks = _chunks(where)
-    decisions = torch.empty(where.groups * chunks * _LANES.value, dtype=torch.int32, device=device)
-    states = torch.empty(where.groups, where.lanes, dtype=torch.int32, device=device)
-    counts = torch.empty(where.groups, dtype=torch.int32, device=device)
-    words = torch.empty(where.groups, where.capacity, dtype=torch.int16, device=device)
-    _encode[(where.groups,)](
-        residual,
-        classes,
-        codes_on(device, family),
-        decisions,
-        states,
-        counts,
-        words,
-        gain,
-        where.elements,
-        where.group_elements,
-        where.lanes,
-        chunks,
-        where.capacity,
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
-    return Coded(states, counts, words)
+    control = torch.tensor([1, family, 0, 0], device=residual.device)
+    gains = torch.tensor([gain], dtype=torch.float64, device=residual.device)
+    lanes = Lanes.empty(where, residual.device, slots=1, at_once=1)
+    lanes.encode(residual, classes, control, gains)
+    return Coded(lanes.states[0], lanes.counts[0], lanes.words[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Room for `slots` encodings of a grid, of which `at_once` are made together."""
+
+    where: Grid
+    at_once: int
+    decisions: torch.Tensor  # int32
+    states: torch.Tensor  # int32 [slots, groups, lanes]
+    counts: torch.Tensor  # int32 [slots, groups]
+    words: torch.Tensor  # int16 [slots, groups, capacity]
+
+    @staticmethod
+    def empty(where: Grid, device: torch.device, *, slots: int, at_once: int) -> "Lanes":
+        groups = where.groups
+        decisions = at_once * groups * _chunks(where) * _LANES.value
+        return Lanes(
+            where,
+            at_once,
+            torch.empty(decisions, dtype=torch.int32, device=device),
+            torch.empty(slots, groups, where.lanes, dtype=torch.int32, device=device),
+            torch.empty(slots, groups, dtype=torch.int32, device=device),
+            torch.empty(slots, groups, where.capacity, dtype=torch.int16, device=device),
+        )
+
+    def encode(
+        self, residual: torch.Tensor, classes: torch.Tensor, control: torch.Tensor, gains: torch.Tensor
+    ) -> None:
+        """Code `residual` as `control` says (`kernels.triton_trellis_state`, int64 `[at_once * CONTROLS]`),
+        elements times `gains` (fp64 of an fp32 number)."""
+        of = self.where
+        sizes = of.elements, of.groups, of.group_elements, of.lanes, _chunks(of), of.capacity
+        _encode[(of.groups, self.at_once)](
+            residual,
+            classes,
+            all_codes_on(residual.device),
+            self.decisions,
+            self.states,
+            self.counts,
+            self.words,
+            control,
+            gains,
+            *sizes,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
 
 
 def decode(

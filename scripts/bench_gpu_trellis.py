@@ -1,9 +1,10 @@
 """Check and time `trellis-R` on this GPU: `python scripts/bench_gpu_trellis.py --out FILE`.
 
-Tensors like a boundary's: of low rank plus noise, rows of different sizes, bf16. Bytes and values are
-compared with the CPU's for the smallest. Times are wall time around synchronised calls of `pack` and
-`unpack`, whose waits for the device they include, and the time of the kernels alone, from a trace. The copy
-is device to device, timed in the same run; the CPU's times are of 2 threads.
+First bytes and values are compared with the CPU's, for many shapes, dtypes and rates, eager and replayed from
+a CUDA graph; nothing is timed if one differs. Then tensors like a boundary's are timed: of low rank plus
+noise, rows of different sizes, bf16. Times are wall time around synchronised calls of `pack` and `unpack`, of
+replays of a graph of `pack`, and the time of the kernels alone, from a trace, which also counts launches. A
+copy is device to device, timed in the same run; the CPU's times are of 2 threads.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from node.lab.results import commit
-from wire.codecs.header import EXPONENT
+from wire.codecs.header import CHECKSUM, EXPONENT
 from wire.codecs.registry import codec
 from wire.spec import TensorSpec
 
@@ -29,6 +30,20 @@ ROOT = Path(__file__).resolve().parents[1]
 SHAPES = ((1, 1024, 768), (8, 1024, 768), (2, 4096, 2048), (64, 1024, 768))
 CPU_SHAPES = ((1, 1024, 768), (4, 1024, 1024))
 RATES = ("trellis-3.45", "trellis-4.41")
+CHECKED_RATES = ("trellis-2", "trellis-3.45", "trellis-4.41", "trellis-8.125")
+CHECKED_SHAPES = (
+    (1,),
+    (77,),
+    (1, 4099),
+    (5003, 1),
+    (33, 31),
+    (64, 100),
+    (3, 127, 129),
+    (300, 96),
+    (2, 96, 160),
+)
+LARGE_SHAPES = ((1, 1024, 768), (3, 700, 520), (1, 1100, 1024), (8, 1024, 768))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def boundary(shape: tuple[int, ...], device: str) -> torch.Tensor:
@@ -39,6 +54,72 @@ def boundary(shape: tuple[int, ...], device: str) -> torch.Tensor:
 
     x = normal(*shape[:-1], 24) @ normal(24, shape[-1]) * 0.1 + normal(*shape)
     return (x * (1 + 0.3 * normal(*shape[:-1], 1))).bfloat16()
+
+
+def checked() -> Iterator[tuple[str, torch.Tensor, str]]:
+    """Name, tensor on the CPU and codec of everything whose bits are compared."""
+    for shape in CHECKED_SHAPES:
+        for dtype in DTYPES:
+            for rate in CHECKED_RATES:
+                yield f"{list(shape)} {dtype}", boundary(shape, "cpu").to(dtype), rate
+    for shape in LARGE_SHAPES:
+        for rate in RATES:
+            yield str(list(shape)), boundary(shape, "cpu"), rate
+    far = boundary((2, 300, 200), "cpu").float()
+    far[..., 17] = 3000
+    far[1, 7, 9] = -1e6
+    odd = {
+        "zeros": torch.zeros(40, 50),
+        "equal": torch.full((64, 96), 7.25),
+        "one spike": torch.zeros(90, 80).index_put((torch.tensor(3), torch.tensor(5)), torch.tensor(1e30)),
+        "outliers": far,
+        "subnormal": boundary((3, 64, 200), "cpu").float() * 1e-43,
+        "1e37": boundary((3, 64, 200), "cpu").float() * 1e36,
+        "40 decades": boundary((128, 256), "cpu").float() * torch.logspace(-30, 10, 128)[:, None],
+        "not contiguous": boundary((64, 128, 90), "cpu").transpose(0, 2)[:, :, ::3],
+    }
+    for name, x in odd.items():
+        for rate in RATES:
+            yield name, x, rate
+
+
+def graph_of(name: str, x: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph of `pack` of whatever x holds when it is replayed, and where it packs to."""
+    codec(name).pack(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        packed = codec(name).pack(x)
+    return graph, packed
+
+
+def sealed_alike(packed: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether packed bytes are the CPU's, but for the checksum, which `seal` adds."""
+    again = packed.cpu()
+    again[CHECKSUM] = expected[CHECKSUM]
+    return torch.equal(again, expected)
+
+
+def check() -> list[str]:
+    """What differs from the CPU, encoded at once or by a graph, or decoded; says how many were compared."""
+    wrong, compared = [], 0
+    for what, x, name in checked():
+        which, spec = codec(name), TensorSpec(x.dtype, tuple(x.shape))
+        expected = which.encode(x)
+        on_gpu = x.cuda()
+        found = {"eager": which.pack(on_gpu)}
+        held = torch.zeros_like(on_gpu)
+        graph, packed = graph_of(name, held)
+        held.copy_(on_gpu)
+        graph.replay()
+        found["graph"] = packed
+        wrong += [f"{what} {name} {way}" for way, made in found.items() if not sealed_alike(made, expected)]
+        decoded = which.decode(expected.cuda(), spec).cpu()
+        if not torch.equal(decoded.view(torch.uint8), which.decode(expected, spec).view(torch.uint8)):
+            wrong.append(f"{what} {name} decoded")
+        compared += 1
+    print(f"{compared} tensors compared with the CPU, {len(wrong)} differences", *wrong[:20], sep="\n")
+    return wrong
 
 
 def wall(call: Callable[[], object], runs: int, wait: Callable[[], None]) -> float:
@@ -52,11 +133,15 @@ def wall(call: Callable[[], object], runs: int, wait: Callable[[], None]) -> flo
     return statistics.median(taken)
 
 
-def kernel_seconds(call: Callable[[], object]) -> float:
+def on_device(call: Callable[[], object]) -> tuple[float, int]:
+    """Seconds of all kernels, copies and fills of a call, and their number."""
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         call()
         torch.cuda.synchronize()
-    return sum(event.device_time_total for event in trace.key_averages()) / 1e6
+    events = trace.key_averages()
+    return sum(event.device_time_total for event in events) / 1e6, sum(
+        event.count for event in events if event.device_time_total > 0
+    )
 
 
 def time_one(name: str, x: torch.Tensor, runs: int) -> dict[str, Any]:
@@ -77,16 +162,15 @@ def time_one(name: str, x: torch.Tensor, runs: int) -> dict[str, Any]:
         "load_before": os.getloadavg()[0],
     }
     if x.is_cuda:
-        row["encode_kernel_seconds"] = kernel_seconds(lambda: which.pack(x))
-        row["decode_kernel_seconds"] = kernel_seconds(lambda: which.unpack(packed, spec, header))
+        graph, again = graph_of(name, x)
+        row["encode_graph_seconds"] = wall(graph.replay, runs, wait)
+        row["bits_equal"] = torch.equal(again, packed)
+        row["encode_kernel_seconds"], row["encode_launches"] = on_device(lambda: which.pack(x))
+        row["decode_kernel_seconds"], row["decode_launches"] = on_device(
+            lambda: which.unpack(packed, spec, header)
+        )
         room = torch.empty_like(x)
         row["copy_seconds"] = wall(lambda: room.copy_(x), runs, wait)
-    if x.is_cuda and x.numel() < 1 << 20:
-        host = x.cpu()
-        expected = which.encode(host)
-        row["bits_equal"] = torch.equal(which.encode(x).cpu(), expected) and torch.equal(
-            decoded.cpu(), which.decode(expected, spec)
-        )
     return row
 
 
@@ -94,8 +178,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Check and time trellis-R on this GPU and this CPU.")
     parser.add_argument("--out", type=Path, required=True, help="where the report goes, as JSON")
     parser.add_argument("--runs", type=int, default=9, help="timed calls of each")
+    parser.add_argument("--check", action="store_true", help="compare bits only")
     arguments = parser.parse_args()
     torch.set_num_threads(2)
+    if check():
+        return 1
+    if arguments.check:
+        return 0
     rows = [
         time_one(name, boundary(shape, device), arguments.runs)
         for device, shapes in (("cuda", SHAPES), ("cpu", CPU_SHAPES))
@@ -106,10 +195,12 @@ def main() -> int:
         elements = TensorSpec(torch.bfloat16, tuple(row["shape"])).elements
         print(
             f"{row['device']:4} {row['shape']!s:18} {row['codec']:13} error {row['relative_error']:.4f} "
-            f"encode {row['encode_seconds'] * 1e3:7.2f} ms ({row.get('encode_kernel_seconds', 0) * 1e3:.2f}) "
-            f"decode {row['decode_seconds'] * 1e3:6.2f} ms ({row.get('decode_kernel_seconds', 0) * 1e3:.2f}) "
-            f"{elements / (row['encode_seconds'] + row['decode_seconds']) / 1e6:.0f} M elements/s both ways, "
-            f"bits equal: {row.get('bits_equal', 'not compared')}"
+            f"encode {row['encode_seconds'] * 1e3:7.2f} ms, graph "
+            f"{row.get('encode_graph_seconds', 0) * 1e3:.2f}, kernels "
+            f"{row.get('encode_kernel_seconds', 0) * 1e3:.2f} in {row.get('encode_launches', 0)} launches, "
+            f"decode {row['decode_seconds'] * 1e3:6.2f} ms "
+            f"({row.get('decode_kernel_seconds', 0) * 1e3:.2f}), "
+            f"{elements / (row['encode_seconds'] + row['decode_seconds']) / 1e6:.0f} M elements/s both ways"
         )
     report = {
         "commit": commit(),

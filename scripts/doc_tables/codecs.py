@@ -64,6 +64,7 @@ def gpu_codec_speed() -> str:
 def trellis_speed() -> str:
     """What scripts/bench_gpu_trellis.py recorded, on a GPU and on a CPU of the same machine."""
     report = read_report(GPU_TRELLIS)
+    graphs = any("encode_graph_seconds" in row for row in report["rows"])
     rows = []
     for row in report["rows"]:
         elements = math.prod(row["shape"])
@@ -73,10 +74,15 @@ def trellis_speed() -> str:
             alone = row.get(f"{way}_kernel_seconds")
             line += [f"{1e3 * row[f'{way}_seconds']:.1f}", "" if alone is None else f"{1e3 * alone:.1f}"]
             line += [f"{elements / row[f'{way}_seconds'] / 1e6:.0f}"]
+            if graphs and way == "encode":
+                graph = row.get("encode_graph_seconds")
+                line += ["" if graph is None else f"{1e3 * graph:.1f}", str(row.get("encode_launches", ""))]
         rows.append(line)
     columns = [("on", "left"), ("shape", "left"), ("codec", "left"), ("relative error", "right")]
     for way in ("encode", "decode"):
         columns += [(f"{way}, ms", "right"), ("kernels alone", "right"), ("M elements/s", "right")]
+        if graphs and way == "encode":
+            columns += [("in a graph, ms", "right"), ("launches", "right")]
     caption = (
         f"bf16, {report['hardware']}; the CPU's rows: {report['cores']} cores, {report['threads']} threads. "
         f"Wall time, waits for the device included, median of {report['runs']} runs, torch "

@@ -130,8 +130,71 @@ def test_damage_is_refused_or_decoded_as_by_the_cpu() -> None:
     assert refused > 40
 
 
+GRAPHED = ("low rank", "outliers", "one spike", "tiny", "three groups", "zeros")
+
+
+@pytest.mark.parametrize("name", ["trellis-2", "trellis-4.41"])
+@pytest.mark.parametrize("which", GRAPHED)
+def test_a_graph_packs_whatever_its_input_holds(which: str, name: str) -> None:
+    """Captured with zeros: the plan, the step and the number of attempts are those of the tensor replayed."""
+    x = inputs()[which]
+    expected = codec(name).encode(x)
+    held = torch.zeros_like(x, device="cuda")
+    codec(name).pack(held)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        packed = codec(name).pack(held)
+    for tensor, wanted in ((x, expected), (-x, codec(name).encode(-x)), (x, expected)):
+        held.copy_(tensor)
+        packed.fill_(0xA5)
+        graph.replay()
+        made = packed.cpu()
+        seal(made.numpy())
+        assert torch.equal(made, wanted)
+
+
+def test_a_graph_leaves_what_is_not_finite_to_be_refused() -> None:
+    x = normal(64, 100).cuda()
+    codec("trellis-4.41").pack(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        packed = codec("trellis-4.41").pack(x)
+    x[1, 50] = float("nan")
+    graph.replay()
+    with pytest.raises(NonFiniteError):
+        seal(packed.cpu().numpy())
+
+
+def test_packing_never_waits_for_the_device() -> None:
+    x = normal(8, 1024, 512).bfloat16().cuda()
+    which = codec("trellis-4.41")
+    expected = which.pack(x)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        packed = which.pack(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(packed, expected)
+
+
+def test_nothing_is_written_outside_of_the_payload() -> None:
+    from kernels import triton_trellis_encode
+    from wire.codecs.trellis import settings
+
+    x = inputs()["low rank"].cuda()
+    expected = codec("trellis-4.41").encode(x.cpu())[64:]
+    size = expected.numel()
+    whole = torch.full((size + 512,), 0xA5, dtype=torch.uint8, device="cuda")
+    payload = whole[256 : 256 + size]
+    triton_trellis_encode.encode(x.view(-1, x.shape[-1]), payload, settings(2100, 520, size))
+    assert torch.equal(payload.cpu(), expected)
+    assert (whole[:256] == 0xA5).all() and (whole[256 + size :] == 0xA5).all()
+
+
 def test_what_a_host_sees_does_not_grow_with_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of a tensor on a GPU is copied to the host but scales, sizes and the prefix."""
+    """Nothing of a tensor on a GPU is copied to the host but the prefix, when it is decoded."""
     copied: list[int] = []
     original = torch.Tensor.cpu
 

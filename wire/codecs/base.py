@@ -6,6 +6,7 @@ host may run beside other work and the checksum is computed where the bytes are:
 """
 
 from abc import ABC, abstractmethod
+from functools import cache
 
 import torch
 
@@ -13,6 +14,18 @@ from wire.codecs import header as wire_header
 from wire.codecs.header import HEADER_BYTES, Header, PackedBytes, Parameters
 from wire.errors import PackedMismatchError
 from wire.spec import TensorSpec
+
+
+def _head(header: Header, device: torch.device) -> torch.Tensor:
+    """A header's bytes on a device."""
+    # A copy, because torch warns of memory that it may not write to.
+    return torch.frombuffer(bytearray(header.to_bytes()), dtype=torch.uint8).to(device)
+
+
+@cache
+def _kept_head(header: Header, device: torch.device) -> torch.Tensor:
+    """The same, once for all tensors of a spec: bytes of the host's are not copied without waiting."""
+    return _head(header, device)
 
 
 class Codec(ABC):
@@ -61,9 +74,10 @@ class Codec(ABC):
         tensor = tensor.detach()
         spec = TensorSpec(tensor.dtype, tuple(tensor.shape))
         packed = torch.empty(self.packed_bytes(spec), dtype=torch.uint8, device=tensor.device)
-        # A copy, because torch warns of memory that it may not write to.
-        head = torch.frombuffer(bytearray(self._header(spec).to_bytes()), dtype=torch.uint8)
-        packed[:HEADER_BYTES].copy_(head)
+        header = self._header(spec)
+        # What a codec remembers changes with every tensor.
+        head = _kept_head if tensor.is_cuda and header.memory is None else _head
+        packed[:HEADER_BYTES].copy_(head(header, tensor.device))
         exponent = self._pack(tensor, packed[HEADER_BYTES:])
         packed[wire_header.EXPONENT].view(torch.int32).copy_(exponent)
         return packed

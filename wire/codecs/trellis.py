@@ -4,8 +4,8 @@ Low-rank prediction, trellis-coded quantization with one step, range coding: `ke
 nearly the smallest whose code fits the tensor's bytes, which follow from shape and rate alone; what is left
 over is zero.
 
-On a GPU the tensor stays there. The host sees sizes, scales and what a prediction would gain, and waits for
-the device about nine times to encode and twice to decode.
+On a GPU with Triton the same is decided there, by `kernels.triton_trellis_encode`: the host sees nothing of
+the tensor and never waits to encode; to decode it waits twice.
 """
 
 import math
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels import trellis, trellis_ops
+from kernels import ops, trellis, trellis_ops
 from kernels.tiles import (
     MAX_EXPONENT,
     MIN_EXPONENT,
@@ -32,6 +32,7 @@ from kernels.trellis import Scales
 from kernels.trellis_factors import Factors, Space, fit, most_multipliers, predict, spaces
 from kernels.trellis_grid import grid
 from kernels.trellis_scales import scales
+from kernels.trellis_settings import LANE_BITS, Settings
 from kernels.trellis_tables import FAMILIES
 from wire.codecs import trellis_payload
 from wire.codecs.base import Codec
@@ -57,8 +58,6 @@ _MANY = 128
 # Rows that are coded to see what elements cost; a tensor of few elements is coded whole.
 _MEASURED_ROWS = 128
 _FEW = 1 << 17
-# A lane's state takes 32 bits and saves 8 of its words' on average.
-_LANE_BITS = 24
 # Shares of the budget: left free (twice that at first), because a cost is an estimate; and too much to leave
 # free in the end.
 _FREE = 1 / 800
@@ -90,6 +89,12 @@ class TrellisCodec(Codec):
         return max(at_rate - HEADER_BYTES, small)
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
+        if ops.has_kernels(tensor.device.type):
+            from kernels import triton_trellis_encode
+
+            rows, columns = tensor.numel() // tensor.shape[-1], tensor.shape[-1]
+            x = tensor.reshape(rows, columns).contiguous()
+            return triton_trellis_encode.encode(x, payload, settings(rows, columns, payload.numel()))
         exponent = tensor_exponent(tensor).cpu()
         if exponent.item() == NON_FINITE:
             payload.zero_()
@@ -113,6 +118,48 @@ def named(name: str) -> TrellisCodec | None:
     """The codec of a name such as `trellis-4.41`, with at most three decimals; None for other names."""
     match = _NAME.fullmatch(name)
     return TrellisCodec(float(match[1])) if match else None
+
+
+def settings(rows: int, columns: int, size: int) -> Settings:
+    """What `kernels.triton_trellis_encode` has to know to encode as this module does, into `size` bytes."""
+    every = _every(rows)
+    return Settings(
+        rows=rows,
+        columns=columns,
+        size=size,
+        every=every,
+        measured=_measured(rows, columns),
+        untold=min(rows, columns) < _MANY,
+        kinds=_kinds(rows, columns, -(-rows // every), 8 * size),
+        attempts=_MAX_ATTEMPTS,
+        enough=_enough(rows * columns),
+        free=_FREE,
+        too_free=int(size * _TOO_FREE),
+    )
+
+
+def _every(rows: int) -> int:
+    """Of the rows, one in so many is tried with every plan."""
+    return -(-rows // _TRIED_ROWS)
+
+
+def _measured(rows: int, columns: int) -> int:
+    """And one in so many is coded to see what elements cost."""
+    return 1 if rows * columns < _FEW else -(-rows // _MEASURED_ROWS)
+
+
+def _kinds(rows: int, columns: int, sample_rows: int, budget: int) -> tuple[tuple[int, int], ...]:
+    """Ranks and bits of the predictions that are tried."""
+    return tuple(
+        (rank, bits)
+        for rank, bits in _PREDICTIONS
+        if 4 * rank <= min(sample_rows, columns) and rank * bits * (rows + columns) * 2 <= budget
+    )
+
+
+def _enough(elements: int) -> int:
+    """Attempts, if one has fitted."""
+    return _ATTEMPTS if elements < _FEW else _FEW_ATTEMPTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +198,7 @@ class _Model:
 
 def _fixed_bits(widths: Widths, rows: int, columns: int) -> int:
     where = grid(rows * columns)
-    return 8 * widths.side_bytes(rows, columns) + where.groups * (32 + where.lanes * _LANE_BITS)
+    return 8 * widths.side_bytes(rows, columns) + where.groups * (32 + where.lanes * LANE_BITS)
 
 
 def _encode(y: torch.Tensor, payload: torch.Tensor) -> None:
@@ -171,7 +218,7 @@ def _fill(model: _Model, payload: torch.Tensor) -> bool:
     elements = model.residual.numel()
     where = grid(elements)
     family, share = _measure(model, budget)
-    enough = _ATTEMPTS if elements < _FEW else _FEW_ATTEMPTS
+    enough = _enough(elements)
     found = False
     free = 2 * _FREE
     # Codes of steps that are known to be too small, and to do.
@@ -218,18 +265,14 @@ def _smallest_step(
 def _best_plan(y: torch.Tensor, budget: int) -> _Plan | None:
     """The plan with which the smallest step fits the budget, as some rows have it; None if they are zeros."""
     rows, columns = y.shape
-    sample = y[:: -(-rows // _TRIED_ROWS)]
+    sample = y[:: _every(rows)]
     plans = [_Plan()]
     if min(rows, columns) < _MANY:
         # Then the other side's scales cost much and tell little.
         plans += [_Plan(None, *told) for told in ((True, False), (False, True), (False, False))]
-    kinds = [
-        (rank, bits)
-        for rank, bits in _PREDICTIONS
-        if 4 * rank <= min(sample.shape) and rank * bits * (rows + columns) * 2 <= budget
-    ]
+    kinds = _kinds(rows, columns, len(sample), budget)
     if kinds:
-        plans += [_Plan(space) for space in spaces(sample, max(rank for rank, _ in kinds), kinds)]
+        plans += [_Plan(space) for space in spaces(sample, max(rank for rank, _ in kinds), list(kinds))]
     # One wait for what all plans leave.
     found = []
     for plan in plans:
@@ -278,8 +321,7 @@ def _model(y: torch.Tensor, plan: _Plan) -> _Model | None:
 
 def _measure(model: _Model, budget: int) -> tuple[int, float]:
     """The family of tables that codes some rows in the fewest bits, and the share of the expected cost."""
-    rows = model.residual.shape[0]
-    every = 1 if model.residual.numel() < _FEW else -(-rows // _MEASURED_ROWS)
+    every = _measured(*model.residual.shape)
     some = Scales(model.scales.row[::every], model.scales.column)
     sample = model.residual[::every].reshape(-1)
     where = grid(sample.numel())

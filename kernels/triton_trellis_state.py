@@ -1,0 +1,61 @@
+"""What the `trellis` planner's kernels leave each other on a GPU: places in their small buffers.
+
+Torch-free and Triton-free numbers, so that kernels and the host name the same places.
+"""
+
+# Histograms of scales: counts from -ORIGIN up. Scales are 16ths of an octave, from -464 to below 512.
+BINS = 1024
+ORIGIN = 512
+
+# The plan's state, int64.
+(
+    PEAK,  # bits of the largest magnitude
+    ROW_BASE,  # octaves of the rows' and the columns' exponents
+    COLUMN_BASE,
+    PLAN,
+    ROW_TOP,  # largest row exponent of the prediction
+    COLUMN_TOP,
+    REST,  # bits of the largest magnitude that the prediction leaves
+    USED,  # whether the model predicts
+    BY_ROW,  # which scales it tells apart
+    BY_COLUMN,
+    UNTOLD,  # the scale of rows that it does not tell apart
+    KIND,  # of prediction
+    CODE,  # of the step that is tried
+    LOW,  # codes that are too small, and that do
+    HIGH,
+    FOUND,
+    SLOT,  # where the lanes of this attempt go
+    BEST,  # where the best ones are
+    BEST_CODE,
+    BEST_WORDS,
+    FAMILY,
+) = range(21)
+STATE = 32
+
+# And fp64.
+SHARE, FREE = range(2)
+SHARES = 2
+
+# What the lanes are told, int64, for each of the families that are coded at once.
+ACTIVE, OF_FAMILY, TO_SLOT, OFFSET = range(4)
+CONTROLS = 4
+
+# Constants, fp64.
+ROWS_A_SAMPLE_ROW, BUDGET, LEAST_FREE = range(3)
+THRESHOLDS = 16
+ROOTS = 32
+NUMBERS = 48
+
+# Steps that costs are known for, in 16ths of an octave, counted from the smallest.
+FIRST_STEP = -9 * 16
+COSTS = 448
+# Sums of a row's and a column's class, counted down from the largest.
+CLASS_SUMS = 128
+CLASSES_A_SIDE = 64
+
+# Sections of the payload, in order, and where they and what follows begin.
+SECTIONS = 7
+(ROW_CLASSES, COLUMN_CLASSES, ROW_EXPONENTS, COLUMN_EXPONENTS, MULTIPLIERS, ROW_FACTORS, COLUMN_FACTORS) = (
+    range(7)
+)
