@@ -97,7 +97,7 @@ class StageOptimizer:
         return parameter in self._sharded
 
     @property
-    def state_bytes(self) -> int:
+    def moment_bytes(self) -> int:
         """Memory that the moments take."""
         packed = [moment.nbytes for pair in self._packed.values() for moment in pair]
         plain: list[int] = [state[moment].nbytes for state in self._moments.values() for moment in _MOMENTS]

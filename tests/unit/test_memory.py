@@ -166,7 +166,7 @@ def test_moments_and_gradients_in_e4m3_are_counted_as_they_are_kept() -> None:
     model.build(0, 2)
     optimizer = model.optimizer
     assert isinstance(optimizer, StageOptimizer)
-    held = sum(p.nbytes for p in optimizer.parameters) + optimizer.state_bytes + optimizer.gradients.nbytes
+    held = sum(p.nbytes for p in optimizer.parameters) + optimizer.moment_bytes + optimizer.gradients.nbytes
     vectors = sum(p.nbytes for p in optimizer.parameters if p.ndim < 2)  # their gradients come in a step
     tables = 2 * 4 * config.model.sequence * 32
     found = stage_memory(config, 2, Devices(on_cpu=False))[0].state

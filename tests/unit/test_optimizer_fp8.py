@@ -129,8 +129,8 @@ def test_moments_take_little_and_say_how_much() -> None:
     chunk, optimizer = packed()
     elements = sum(parameter.numel() for parameter in chunk.parameters() if parameter.ndim >= 2)
     vectors = sum(parameter.numel() for parameter in chunk.parameters() if parameter.ndim < 2)
-    assert optimizer.state_bytes <= 2.1 * elements + 8 * vectors
-    assert packed(moments="float32")[1].state_bytes == 8 * (elements + vectors)
+    assert optimizer.moment_bytes <= 2.1 * elements + 8 * vectors
+    assert packed(moments="float32")[1].moment_bytes == 8 * (elements + vectors)
 
 
 @pytest.mark.parametrize("moments", ["float32", "fp8"])
