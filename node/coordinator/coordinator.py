@@ -39,9 +39,10 @@ from node.coordinator.machine import RunMachine
 from node.coordinator.narrator import Emit, Narrator
 from node.coordinator.plan import Past, RunPlan
 from node.coordinator.records import PlacedNode, SnapshotRecord, StepOutcome, StepRecord
+from node.coordinator.seating import stage_needs
 from node.coordinator.store import Store
 from node.coordinator.window_plan import Windows, measured, plan_windows
-from node.model.memory import Devices, devices_of, most_held, stage_bytes
+from node.model.memory import Devices, devices_of, most_held
 from node.model.placement import boundary_cache_bytes, chunks_of, stage_units
 from node.model.units import most_state_bytes, unit_names
 from node.telemetry import events
@@ -111,7 +112,7 @@ class Coordinator:
                 regroup_seconds=config.coordinator.regroup_seconds,
                 min_stages=pipeline.min_stages or pipeline.stages,
                 units=functools.partial(stage_units, config),
-                stage_bytes=functools.cache(functools.partial(stage_bytes, config, windows=corpus.windows)),
+                stage_bytes=stage_needs(config, corpus.windows),
             ),
             self._plan,
             past,

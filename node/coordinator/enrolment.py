@@ -25,15 +25,22 @@ class EnrolmentDesk:
     Args:
         lifetime: of a node's certificate.
         clock: returns Unix seconds.
+        too_small: a line for hardware on which the run has no use for a node; its token stays unused.
     """
 
     def __init__(
-        self, store: Store, authority: CertificateAuthority, lifetime: timedelta, clock: Callable[[], float]
+        self,
+        store: Store,
+        authority: CertificateAuthority,
+        lifetime: timedelta,
+        clock: Callable[[], float],
+        too_small: Callable[[Hardware], str | None] = lambda _: None,
     ) -> None:
         self._store = store
         self._authority = authority
         self._lifetime = lifetime
         self._clock = clock
+        self._too_small = too_small
 
     def join(self, request: JoinRequest) -> Granted | Refusal:
         """Decide on a node's request. A refused one leaves no trace in tokens or members.
@@ -45,6 +52,8 @@ class EnrolmentDesk:
             return refusal
         if (refusal := _refuse_hardware(request.hardware)) is not None:
             return refusal
+        if (line := self._too_small(request.hardware)) is not None:
+            return Refusal(RefusalCode.BAD_REQUEST, line)
         try:
             key = csr_public_key(request.csr_der)
         except ValueError as error:
@@ -105,6 +114,11 @@ def _refuse_hardware(hardware: Hardware) -> Refusal | None:
         )
     if not (0 <= hardware.cores <= _LARGEST_INTEGER and 0 <= hardware.memory_bytes <= _LARGEST_INTEGER):
         return Refusal(RefusalCode.BAD_REQUEST, "cores and memory bytes must fit in 63 bits: correct them")
+    if hardware.tensor_parallel < 1 or hardware.devices < 1 or hardware.devices % hardware.tensor_parallel:
+        return Refusal(
+            RefusalCode.BAD_REQUEST,
+            f"{hardware.devices} devices cannot be rows of {hardware.tensor_parallel}: correct them",
+        )
     return None
 
 

@@ -83,7 +83,13 @@ class EnrolmentService:
             token_id=message.token_id,
             secret=message.secret,
             csr_der=message.csr_der,
-            hardware=Hardware(hardware.device, hardware.cores, hardware.memory_bytes),
+            hardware=Hardware(
+                device=hardware.device,
+                cores=hardware.cores,
+                memory_bytes=hardware.memory_bytes,
+                devices=hardware.devices or 1,
+                tensor_parallel=hardware.tensor_parallel or 1,
+            ),
         )
         try:
             async with self._work:

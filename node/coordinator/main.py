@@ -26,10 +26,12 @@ from node.coordinator.metrics import RunMetrics
 from node.coordinator.narrator import Emit
 from node.coordinator.plan import Past
 from node.coordinator.records import StepRecord
+from node.coordinator.seating import Candidate, stage_needs, too_small
 from node.coordinator.store import Store
 from node.dashboard.address import listen_address
 from node.dashboard.feed import Feed
 from node.dashboard.live import live_page, past
+from node.model.memory import devices_of
 from node.model.placement import check_cache
 from node.model.units import ends_in_blocks
 from node.telemetry import events
@@ -40,6 +42,7 @@ from wire.channels import make_server
 from wire.errors import DataError, UserError
 from wire.identity.authority import CertificateAuthority
 from wire.identity.credentials import mutual_tls
+from wire.identity.enrolment import Hardware
 from wire.identity.files import write_private
 from wire.identity.names import join_address, new_run_id, split_address
 from wire.v1 import control_pb2_grpc
@@ -147,7 +150,14 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, seen:
 
     settings = config.coordinator
     lifetime = timedelta(hours=settings.certificate_hours)
-    desk = EnrolmentDesk(run.store, run.authority, lifetime, time.time)
+    needs = stage_needs(config, run.corpus.windows)
+    counts = range(config.pipeline.min_stages or config.pipeline.stages, config.pipeline.stages + 1)
+
+    def too_little(hardware: Hardware) -> str | None:
+        offer = Candidate(node_id="", memory_bytes=hardware.memory_bytes, devices=devices_of(hardware))
+        return too_small(offer, counts, needs)
+
+    desk = EnrolmentDesk(run.store, run.authority, lifetime, time.time, too_little)
     coordinator = Coordinator(
         config=config,
         directory=directory,

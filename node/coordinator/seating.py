@@ -2,12 +2,29 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from node.model.memory import Devices
+from node.config.schema import RunConfig
+from node.model.memory import Devices, stage_bytes
 
 StageBytes = Callable[[int, Devices], Sequence[int]]
 """Number of stages, a node's devices -> bytes that each stage needs on every device, first stage first."""
 ONE = Devices()
+_KINDS_REMEMBERED = 64
+
+
+def stage_needs(config: RunConfig, windows: int) -> StageBytes:
+    """A run's estimates; those of the newest few kinds of node are remembered.
+
+    Args:
+        windows: samples of one pass over the text.
+    """
+
+    @lru_cache(_KINDS_REMEMBERED)
+    def needs(stages: int, devices: Devices) -> Sequence[int]:
+        return stage_bytes(config, stages, devices, windows=windows)
+
+    return needs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +79,24 @@ def _make_room(
             seats[stage] = node
             return True
     return False
+
+
+def too_small(candidate: Candidate, counts: Sequence[int], stage_bytes: StageBytes) -> str | None:
+    """A line for a node that cannot hold the smallest stage of any split; None for one that can.
+
+    Args:
+        counts: the numbers of stages that the run may come to.
+    """
+    if candidate.memory_bytes == 0:
+        return None
+    least, stages = min((need, count) for count in counts for need in stage_bytes(count, candidate.devices))
+    if candidate.memory_bytes >= least:
+        return None
+    return (
+        f"the smallest of {stages} stages needs an estimated {_mebibytes(least)}{_where(candidate.devices)}, "
+        f"and this node offers {_mebibytes(candidate.memory_bytes)}: join with more memory (--max-memory, "
+        "another --device, or --gpus N with --tensor-parallel T, which shares the blocks)"
+    )
 
 
 class Seating:
@@ -144,22 +179,8 @@ class Seating:
         return f"waiting for a node with more memory: {'; '.join(parts)}"
 
     def too_small(self, candidate: Candidate) -> str | None:
-        """A line for a node that cannot hold the smallest stage of any split that the run may come to."""
-        if candidate.memory_bytes == 0:
-            return None
-        least, stages = min(
-            (need, stages)
-            for stages in range(max(1, self._min_stages), self._stages + 1)
-            for need in self._stage_bytes(stages, candidate.devices)
-        )
-        if candidate.memory_bytes >= least:
-            return None
-        where = _where(candidate.devices)
-        return (
-            f"the smallest of {stages} stages needs an estimated {_mebibytes(least)}{where}, and this node "
-            f"offers {_mebibytes(candidate.memory_bytes)}: join with more memory (--max-memory, another "
-            "--device, or --gpus N with --tensor-parallel T, which shares the blocks)"
-        )
+        """As the function `too_small`, for the splits that this run may come to."""
+        return too_small(candidate, range(self._min_stages, self._stages + 1), self._stage_bytes)
 
     def _counts(self, nodes: int, *, due: bool, whole: bool) -> Sequence[int]:
         """Numbers of stages to try, the best first."""

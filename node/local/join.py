@@ -66,7 +66,11 @@ async def enrol(token: JoinToken, directory: Path, hardware: Hardware) -> tuple[
         secret=token.secret,
         csr_der=make_csr(key_pem),
         hardware=enrolment_pb2.Hardware(
-            device=hardware.device, cores=hardware.cores, memory_bytes=hardware.memory_bytes
+            device=hardware.device,
+            cores=hardware.cores,
+            memory_bytes=hardware.memory_bytes,
+            devices=hardware.devices,
+            tensor_parallel=hardware.tensor_parallel,
         ),
     )
     failures: dict[str, ThinwireError] = {}

@@ -73,3 +73,23 @@ def test_microbatches_that_cannot_be_shared_end_the_node_in_one_line(
         assert "3 devices cannot share microbatches of 2 samples" in node.stderr
         assert "Traceback" not in node.stderr
         run.coordinators[-1].interrupt()
+
+
+def test_memory_that_cannot_suffice_is_said_before_training(prefork: Prefork, tmp_path: Path) -> None:
+    """With the estimate, and no use of the token is lost. Two processes share a machine's memory."""
+    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
+        coordinator = run.start()
+        small = run.add_node(options=("--max-memory", "0.2"))
+        shared = run.add_node(options=("--gpus", "2", "--max-memory", "0.5"))
+        absent = run.add_node(options=("--device", "cuda:99", "--gpus", "2"))
+        assert (small.wait_exit(), shared.wait_exit(), absent.wait_exit()) == (1, 1, 2)
+        for node, words in ((small, "this node offers 191 MiB"), (shared, "this node offers 238 MiB")):
+            (line,) = node.stderr.splitlines()
+            assert line.startswith("thinwire: error: the smallest of 2 stages needs an estimated ")
+            assert words in line
+        assert "on each of 2 devices (tensor parallel 1)" in shared.stderr
+        (line,) = absent.stderr.splitlines()
+        assert line.startswith("thinwire: error: --device cuda:99: this machine has ")
+        run.add_nodes(2)
+        assert coordinator.wait_exit() == 0
+        run.assert_undisturbed()
