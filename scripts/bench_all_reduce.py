@@ -73,7 +73,7 @@ def main() -> int:
                 rows += [{"link": "NVLink", **row} for row in found]
             report(arguments.out or RESULTS / "all_reduce.json", rows, on_gpus=True)
         if arguments.links:
-            rows = in_the_laboratory()
+            rows = [row for count in arguments.ranks for row in in_the_laboratory(count)]
             report(arguments.out or RESULTS / "all_reduce_links.json", rows, on_gpus=arguments.on_gpus)
     return 0
 
@@ -90,31 +90,31 @@ def report(path: Path, rows: list[dict[str, Any]], *, on_gpus: bool) -> None:
     path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
-def in_the_laboratory() -> list[dict[str, Any]]:
-    """Run again in private namespaces, which nothing outlives."""
+def in_the_laboratory(count: int) -> list[dict[str, Any]]:
+    """Run again for so many ranks in private namespaces, which nothing outlives."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rows.json")
-        again = [sys.executable, __file__, *sys.argv[1:], "--inside", str(out)]
+        again = [sys.executable, __file__, *sys.argv[1:], "--ranks", str(count), "--inside", str(out)]
         subprocess.run([tools.tool("unshare"), *private.working_flags(), *again], check=True)
         rows: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
         return rows
 
 
 def linked(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every number of ranks at every rate."""
+    """Some ranks at every rate."""
     private.furnish()
     rows: list[dict[str, Any]] = []
-    for count in arguments.ranks:
-        topology = lay_out(count, [], topology="interfaces", relay=False)
-        with Network(topology, method="none", kind="tbf", socket_buffer=SOCKET_BUFFER) as network:
-            for index in range(count):
-                # gloo and NCCL take the address of the device that they are told to use.
-                tools.ip(node_name(index), "address", "add", f"{node_address(index)}/32", "dev", INTERFACE)
-            for mbit in arguments.links:
-                network.shape(uniform(str(mbit), 0.0, count))
-                prefixes = [tools.prefix(node_name(index)) for index in range(count)]
-                found = ranks(arguments, prefixes, backend="nccl" if arguments.on_gpus else "gloo")
-                rows += [{"link": f"{mbit} Mbit/s", "mbit": mbit, **row} for row in found]
+    (count,) = arguments.ranks
+    topology = lay_out(count, [], topology="interfaces", relay=False)
+    with Network(topology, method="none", kind="tbf", socket_buffer=SOCKET_BUFFER) as network:
+        for index in range(count):
+            # gloo and NCCL take the address of the device that they are told to use.
+            tools.ip(node_name(index), "address", "add", f"{node_address(index)}/32", "dev", INTERFACE)
+        for mbit in arguments.links:
+            network.shape(uniform(str(mbit), 0.0, count))
+            prefixes = [tools.prefix(node_name(index)) for index in range(count)]
+            found = ranks(arguments, prefixes, backend="nccl" if arguments.on_gpus else "gloo")
+            rows += [{"link": f"{mbit} Mbit/s", "mbit": mbit, **row} for row in found]
     return rows
 
 
