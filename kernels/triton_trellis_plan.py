@@ -34,6 +34,8 @@ _BLOCK = 1024
 _ROWS, _COLUMNS = 16, 64
 _SUM_ROWS, _SUM_COLUMNS, _SUM_TURNS = 32, 64, 4
 _STEPS = 16
+# Of int64, a multiple of 16 bytes.
+_ALIGNED = 16
 _SUMS = 32
 
 
@@ -75,12 +77,14 @@ class _Zeros:
     """Buffers that start from zeros, in one allocation."""
 
     def __init__(self, device: torch.device, **sizes: int) -> None:
-        whole = torch.zeros(sum(sizes.values()), dtype=torch.int64, device=device)
+        # Each begins where Triton would have any buffer begin, so that one compilation serves all shapes.
+        places = {name: -(-size // _ALIGNED) * _ALIGNED for name, size in sizes.items()}
+        whole = torch.zeros(sum(places.values()), dtype=torch.int64, device=device)
         self._parts: dict[str, torch.Tensor] = {}
         start = 0
         for name, size in sizes.items():
             self._parts[name] = whole[start : start + size]
-            start += size
+            start += places[name]
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._parts[name]

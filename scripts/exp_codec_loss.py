@@ -36,7 +36,15 @@ from wire.version import VERSION
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "scripts" / "results" / "codec_loss.json"
 
-PAIRS = ("fp32/fp32", "bf16/bf16", "tah/fixed-8", "fixed-4/fixed-8", "tah/fixed-6")
+PAIRS = (
+    "fp32/fp32",
+    "bf16/bf16",
+    "fp16/fp16",
+    "tah/fixed-8",
+    "fixed-4/fixed-8",
+    "tah/fixed-6",
+    "trellis-4.41/fixed-8",
+)
 BASELINE = ("fp32", "fp32")
 LAST_STEPS = 20
 HELD_OUT_WINDOWS = 256

@@ -4,8 +4,8 @@ from typing import Any
 
 from .markdown import LOSSES, RESULTS, Tables, against, commit, markdown, read_report, spaced
 
-CODEC_LOSSES = (RESULTS / "codec_loss.json", RESULTS / "codec_loss_16_cores.json")
-"""One report a machine."""
+CODEC_LOSSES = tuple(RESULTS / f"codec_loss{which}.json" for which in ("", "_earlier", "_16_cores"))
+"""The newest report, and what earlier ones have besides: more widths and seeds, another machine."""
 CONVERGENCE = RESULTS / "convergence.json"
 BASELINE = ("fp32", "fp32")
 
