@@ -10,7 +10,7 @@ from node.model.split import split_units
 from node.training.reference import Step
 from tests.support.memory_pipeline import MemoryPipeline, reference_run
 
-STEPS = 20
+STEPS = 8
 CODEC_STEPS = 4
 
 CONFIG = RunConfig(
