@@ -12,6 +12,8 @@ other work on the machine kept them from a core.
 
 `--simulate` measures nothing: it plans the windows from the same times and rates and simulates the schedule,
 so it gives what the plan is worth where nothing else disturbs. Both may be merged into one report.
+
+`--before CHECKOUT` measures another commit of the program too, right before this one, window by window.
 """
 
 import argparse
@@ -87,10 +89,15 @@ def main() -> int:
     parser.add_argument("--codec", default="bf16")
     parser.add_argument("--settle", type=int, default=3, help="steps after a change that do not count")
     parser.add_argument("--steps", type=int, default=2, help="steps that count")
+    parser.add_argument(
+        "--before", type=Path, metavar="CHECKOUT", help="measure this one too, for comparison"
+    )
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--simulate", action="store_true", help="simulate instead of measuring")
     parser.add_argument("--merge", type=Path, nargs="+", help="put reports together instead of measuring")
     arguments = parser.parse_args()
+    if arguments.before is not None:
+        arguments.before = arguments.before.resolve()
     if arguments.merge:
         merge(arguments.merge, arguments.out)
         return 0
@@ -98,11 +105,16 @@ def main() -> int:
     if arguments.simulate:
         write(arguments, simulated(arguments, shapes))
         return 0
-    measured: dict[str, list[Measured]] = {}
+    measured: dict[tuple[str, Path], list[Measured]] = {}
     for window in arguments.windows:
         config = run_config(window, arguments, len(shapes))
-        with tempfile.TemporaryDirectory() as directory:
-            measured[window] = asyncio.run(measure(config, Path(directory), shapes, arguments))
+        for checkout in (arguments.before, ROOT):
+            if checkout is None:
+                continue
+            with tempfile.TemporaryDirectory() as directory:
+                measured[window, checkout] = asyncio.run(
+                    measure(config, Path(directory), shapes, arguments, checkout)
+                )
     write(arguments, rows(arguments, shapes, measured))
     return 0
 
@@ -125,14 +137,18 @@ def run_config(window: str, arguments: argparse.Namespace, shapes: int) -> RunCo
 
 
 async def measure(
-    config: RunConfig, directory: Path, shapes: Sequence[tuple[float, float]], arguments: argparse.Namespace
+    config: RunConfig,
+    directory: Path,
+    shapes: Sequence[tuple[float, float]],
+    arguments: argparse.Namespace,
+    checkout: Path,
 ) -> "list[Measured]":
-    """The counted steps under each (round trip, rate)."""
+    """The counted steps of a checkout's program under each (round trip, rate)."""
     run_file = directory / "run.toml"
     run_file.write_text(to_toml(config), encoding="utf-8")
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH")))),
         "XDG_STATE_HOME": str(directory / "state"),
         "OMP_NUM_THREADS": "1",
         TIMES: f"{FORWARD_SECONDS} {BACKWARD_SECONDS}",
@@ -146,6 +162,7 @@ async def measure(
                 env=environment,
                 stdout=subprocess.PIPE,
                 limit=1 << 20,
+                cwd=checkout,
             )
             children.append(coordinator)
             async with asyncio.timeout(START_SECONDS):
@@ -157,10 +174,12 @@ async def measure(
                 relays.append(relay)
                 children.append(
                     await asyncio.create_subprocess_exec(
-                        *(sys.executable, __file__, NODE, line.line.split()[-1], f"127.0.0.1:{port}"),
+                        *(sys.executable, str(checkout / "scripts" / Path(__file__).name), NODE),
+                        *(line.line.split()[-1], f"127.0.0.1:{port}"),
                         *(f"127.0.0.1:{relay.port}", str(directory / f"node-{stage}")),
                         env=environment,
                         stdout=subprocess.DEVNULL,
+                        cwd=checkout,
                     )
                 )
             results: list[Measured] = []
@@ -177,7 +196,7 @@ async def measure(
                     floors.append(floor(arguments, round_trip, rate, costs))
                 results.append(Measured(steps[arguments.settle :], floors[arguments.settle :]))
                 print(
-                    config.pipeline.window,
+                    str(config.pipeline.window) + (", before" if checkout != ROOT else ""),
                     f"{rate:g} Mbit/s, {round_trip:g} ms:",
                     " ".join(f"{seconds:.3f}" for seconds in steps),
                     f"floor {floor(arguments, round_trip, rate):.3f}, as measured",
@@ -259,6 +278,7 @@ def simulated(arguments: argparse.Namespace, shapes: Sequence[tuple[float, float
                 BACKWARD_SECONDS,
                 network=Network(STAGES, measures.links),
                 sizes={Kind.FORWARD: measures.activation_bytes, Kind.BACKWARD: measures.gradient_bytes},
+                swap=True,
             ).total
             least = floor(arguments, round_trip, rate)
             found.append(
@@ -279,7 +299,7 @@ def simulated(arguments: argparse.Namespace, shapes: Sequence[tuple[float, float
 def rows(
     arguments: argparse.Namespace,
     shapes: Sequence[tuple[float, float]],
-    measured: "dict[str, list[Measured]]",
+    measured: "dict[tuple[str, Path], list[Measured]]",
 ) -> list[dict[str, Any]]:
     return [
         {
@@ -287,6 +307,7 @@ def rows(
             "round_trip_ms": round_trip,
             "rate_mbit": rate,
             "window": window,
+            "before": "" if checkout == ROOT else head(checkout),
             "floor_seconds": floor(arguments, round_trip, rate),
             "settle_steps": arguments.settle,
             "step_seconds": counted.steps,
@@ -296,7 +317,7 @@ def rows(
                 least / seconds for least, seconds in zip(counted.floors, counted.steps, strict=True)
             ),
         }
-        for window, results in measured.items()
+        for (window, checkout), results in measured.items()
         for counted, (round_trip, rate) in zip(results, shapes, strict=True)
     ]
 
@@ -333,6 +354,12 @@ def merge(paths: Sequence[Path], out: Path) -> None:
         raise SystemExit("these reports are of different machines, versions or settings")
     results = [result for document in documents for result in document["results"]]
     out.write_text(json.dumps({**heads[0], "results": results}, indent=1) + "\n", encoding="utf-8")
+
+
+def head(checkout: Path) -> str:
+    """The commit of a checkout."""
+    words = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _free_port() -> int:

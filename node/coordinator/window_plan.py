@@ -2,8 +2,9 @@
 
 The plan is made by simulating the schedule (`node.stage.schedule_simulation`) with the measured times, for
 windows of growing width: too narrow, and stages wait for round trips; too wide, and they hold memory for
-nothing and let gradients wait behind forwards that must come first. The smallest window within `TOLERANCE` of
-the best step time wins, then each link's is lowered for as long as that stays so.
+nothing (and in an interleaved schedule let gradients wait behind forwards that must come first). The smallest
+window within `TOLERANCE` of the best step time wins, then each link's is lowered for as long as that stays
+so. Real steps are less even than simulated ones, so each link gets `MARGIN` more where memory allows.
 
 The result of a step does not depend on its window, so a plan may come late, or be lost with the coordinator.
 """
@@ -26,6 +27,10 @@ KEEP = 0.02
 CAUTION = 1.1
 """Round trips and transfers are planned this much longer than measured: a window that is one too narrow costs
 far more than one that is one too wide."""
+MARGIN = 1
+"""More microbatches in flight on a link than an undisturbed step needs: what came late, a packing thread that
+had to wait for a core, is made up for by those that are there already. Only where a wide window costs nothing
+but memory, so not where chunks are interleaved."""
 MOST_SIMULATED = 96
 """Microbatches; a longer step is as busy in its middle."""
 
@@ -133,6 +138,7 @@ def plan_windows(
                 lambda chunk, _: measures.backward[chunk % stages] / chunks,
                 network=network,
                 sizes=sizes,
+                swap=chunks == 1,
             ).total
         return known[windows]
 
@@ -145,10 +151,14 @@ def plan_windows(
     best = min(map(seconds, allowed))
     enough = best * (1 + TOLERANCE)
     found = next(windows for windows in allowed if seconds(windows) <= enough)
-    found = _narrowed(found, lambda windows: seconds(windows) <= enough) if chunks == 1 else found
-    if len(current) == stages - 1 and fits(current) and seconds(current) <= seconds(found) * (1 + KEEP):
-        return current
-    return found
+    good = len(current) == stages - 1 and fits(current) and seconds(current) <= enough * (1 + KEEP)
+    if chunks > 1:
+        return current if good else found
+    found = _narrowed(found, lambda windows: seconds(windows) <= enough)
+    near = all(
+        least <= now <= least + 2 * MARGIN for now, least in zip(current, found, strict=False) if least
+    )
+    return current if good and near else _widened(found, fits)
 
 
 def _widths(microbatches: int) -> list[int]:
@@ -157,6 +167,14 @@ def _widths(microbatches: int) -> list[int]:
     while widths[-1] < microbatches:
         widths.append(max(widths[-1] + 1, widths[-1] * 5 // 4))
     return [width for width in widths if width <= microbatches]
+
+
+def _widened(windows: Windows, fits: Callable[[Windows], bool]) -> Windows:
+    """`MARGIN` more on each link that needs a window at all, the last link's first, while it fits."""
+    for link in reversed(range(len(windows))):
+        wider = (*windows[:link], windows[link] + MARGIN, *windows[link + 1 :])
+        windows = wider if windows[link] and fits(wider) else windows
+    return windows
 
 
 def _narrowed(windows: Windows, good: Callable[[Windows], bool]) -> Windows:

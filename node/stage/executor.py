@@ -4,7 +4,7 @@ Runs on the compute thread alone and knows no network: tensors come and go throu
 durable changes in `run_step`; gradients gather beside the weights until `apply`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,9 +19,10 @@ from node.model.units import EMBED, HEAD, unit_names
 from node.stage.activation_memory import ActivationMemory
 from node.stage.device_transfer import device_transfer
 from node.stage.inbox import StepInterrupted
-from node.stage.schedule import Action, Kind, Orders, dependencies, schedule
+from node.stage.schedule import Action, Kind, Order, Orders, dependencies, schedule
 from node.stage.stage_model import StageModel
 from node.stage.tensor_transfer import Incoming, PackedIO, TensorTransfer
+from node.stage.turns import Turns
 from node.telemetry.clock import StageClock, TimeKind
 from node.training.optimizer import sum_tied_gradients
 from node.training.serialization import without_cache
@@ -34,6 +35,7 @@ UnitState = Mapping[str, Tensor]
 
 LOOK_AHEAD = 2
 """Actions ahead of the one that runs whose tensors are unpacked as soon as they are here."""
+_WAITS = {Kind.FORWARD: TimeKind.WAIT_UPSTREAM, Kind.BACKWARD: TimeKind.WAIT_DOWNSTREAM}
 
 
 class StageIO(PackedIO, Protocol):
@@ -208,7 +210,7 @@ class StageExecutor:
         inputs: np.ndarray | None,
         labels: np.ndarray | None,
     ) -> StepOutcome:
-        """Forward and backward of every microbatch, in the schedule's order.
+        """Forward and backward of every microbatch, in the order that `Turns` gives.
 
         `inputs` (first stage) and `labels` (last stage) are int64 [global batch, sequence].
 
@@ -222,11 +224,14 @@ class StageExecutor:
         losses: list[Tensor] = []
         order = self._orders[self.stage]
         needed = [self._needed(epoch, step, action) for action in order]
+        # Between the chunks of a stage tensors do not come in the order in which they are needed.
+        turns = Turns(order, swap=self._chunk_count == 1)
         try:
-            for place, action in enumerate(order):
+            while turns.left:
                 io.check()
-                upcoming = [tensor for tensor in needed[place : place + 1 + LOOK_AHEAD] if tensor is not None]
+                upcoming = [tensor for place in turns.upcoming(1 + LOOK_AHEAD) if (tensor := needed[place])]
                 self._transfer.look_ahead(upcoming, self._codec, io)
+                action = order[self._begin_turn(turns, order, needed, io)]
                 phase = faults.Phase.FORWARD if action.kind is Kind.FORWARD else faults.Phase.BACKWARD
                 faults.reach(phase, stage=self.stage, step=step)
                 if action.kind is Kind.FORWARD:
@@ -323,6 +328,14 @@ class StageExecutor:
         elif self.is_last:
             self._send(up, model.tied_gradient(HEAD), io)
             model.put_tied_gradient(HEAD, self._receive(down, self._tied, io, TimeKind.WAIT_UPSTREAM))
+
+    def _begin_turn(self, turns: Turns, order: Order, needed: Sequence[Incoming | None], io: StageIO) -> int:
+        """The place of the action that comes next; waits until there is one whose tensor is here."""
+        while (place := turns.begin(lambda place: self._transfer.ready(needed[place], io))) is None:
+            keys = [tensor.key for choice in turns.choices if (tensor := needed[choice])]
+            self.clock.switch(_WAITS[order[turns.choices[0]].kind], keys[0])
+            io.wait_any(keys)
+        return place
 
     def _needed(self, epoch: int, step: int, action: Action) -> Incoming | None:
         """The tensor that an action waits for."""

@@ -5,6 +5,7 @@ never block a stage. The event loop puts, the compute thread takes; an interrupt
 """
 
 import threading
+from collections.abc import Sequence
 
 from wire.errors import LinkLostError
 from wire.spec import TensorKey
@@ -39,22 +40,28 @@ class Inbox:
             return key in self._buffers
 
     def take(self, key: TensorKey, timeout: float = STALL_SECONDS) -> bytearray:
-        """Wait for a tensor and remove it.
+        """Wait for a tensor and remove it. Raises as `wait_any`."""
+        with self._arrived:
+            self.wait_any((key,), timeout)
+            return self._buffers.pop(key)
+
+    def wait_any(self, keys: Sequence[TensorKey], timeout: float = STALL_SECONDS) -> None:
+        """Wait until one of these tensors is here.
 
         Raises StepInterrupted when the step was called off, LinkLostError after `timeout` seconds.
         """
         with self._arrived:
             arrived = self._arrived.wait_for(
-                lambda: self._interruption is not None or key in self._buffers, timeout
+                lambda: self._interruption is not None or any(key in self._buffers for key in keys), timeout
             )
             if self._interruption is not None:
                 raise self._interruption
             if not arrived:
+                key = keys[0]
                 raise LinkLostError(
                     f"no {key.direction.name.lower()} of microbatch {key.microbatch} came over boundary "
                     f"{key.boundary} within {timeout:g} s: the neighbour's stage is stuck"
                 )
-            return self._buffers.pop(key)
 
     def check(self) -> None:
         """Raise the pending interruption, if any; called between actions that never wait."""

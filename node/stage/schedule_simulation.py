@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from node.stage.schedule import Action, BoundaryTensor, Kind, Orders, check_complete, dependencies
+from node.stage.turns import Turns
 from node.telemetry.floor import Network
 from wire.errors import ConfigError
 
@@ -69,15 +70,19 @@ def simulate(
     *,
     network: Network | None = None,
     sizes: Mapping[Kind, float] | None = None,
+    swap: bool = False,
 ) -> Timeline:
     """Run a schedule in simulated time.
+
+    With `swap` a stage whose next action waits may run another one (`node.stage.turns`), as stages with one
+    chunk do.
 
     With a `network`, `sizes` gives the bytes of a tensor of each kind, and `transfer_time` and `latency` do
     not count.
 
-    A schedule that can finish finishes whatever the times are, because no stage ever chooses: one run shows
-    that there is no deadlock. Raises ConfigError for incomplete orders (see `check_complete`) and for a
-    deadlock, naming what each blocked stage waits for.
+    A schedule that can finish finishes whatever the times are, because nothing that a stage chooses can stand
+    in the way of anything else: one run shows that there is no deadlock. Raises ConfigError for incomplete
+    orders (see `check_complete`) and for a deadlock, naming what each blocked stage waits for.
     """
     chunks, _ = check_complete(orders)
 
@@ -92,7 +97,7 @@ def simulate(
         return dict(passage.seconds.items()), passage.latency
 
     passage = alone if network is None else through
-    return _Simulation(orders, chunks, forward_time, backward_time, passage).run()
+    return _Simulation(orders, chunks, forward_time, backward_time, passage, swap).run()
 
 
 class _Simulation:
@@ -103,8 +108,10 @@ class _Simulation:
         forward_time: ComputeTime,
         backward_time: ComputeTime,
         passage: Callable[[BoundaryTensor, int, int], tuple[Mapping[Hashable, float], float]],
+        swap: bool,
     ) -> None:
         self._orders = orders
+        self._turns = [Turns(order, swap=swap) for order in orders]
         self._edges = [
             [dependencies(action, stage, len(orders), chunks) for action in order]
             for stage, order in enumerate(orders)
@@ -116,7 +123,7 @@ class _Simulation:
         self._events: list[tuple[float, int, int, Action | BoundaryTensor]] = []
         self._made = 0
         self._arrived: set[BoundaryTensor] = set()
-        self._computing = [False] * len(orders)
+        self._computing: list[int | None] = [None] * len(orders)
         self._spans: list[list[Span]] = [[] for _ in orders]
         self._link_free: defaultdict[Hashable, float] = defaultdict(float)
         self._link_busy: defaultdict[Hashable, float] = defaultdict(float)
@@ -127,8 +134,8 @@ class _Simulation:
         while self._events:
             now, _, stage, ended = heappop(self._events)
             if isinstance(ended, Action):
-                self._computing[stage] = False
                 self._send(ended.kind, stage, now)
+                self._computing[stage] = None
             else:
                 self._arrived.add(ended)
             self._start_next(stage, now)
@@ -137,23 +144,27 @@ class _Simulation:
         return Timeline(tuple(map(tuple, self._spans)), total, dict(self._link_busy))
 
     def _start_next(self, stage: int, now: float) -> None:
-        done = len(self._spans[stage])
-        if self._computing[stage] or done == len(self._orders[stage]):
+        edges = self._edges[stage]
+        if self._computing[stage] is not None:
             return
-        action = self._orders[stage][done]
-        needs = self._edges[stage][done].needs
-        if needs is not None and needs not in self._arrived:
+        place = self._turns[stage].begin(
+            lambda place: (needs := edges[place].needs) is None or needs in self._arrived
+        )
+        if place is None:
             return
+        action = self._orders[stage][place]
         time = self._compute_time[action.kind]
         if callable(time):
             time = time(action.chunk * len(self._orders) + stage, action.microbatch)
-        self._computing[stage] = True
+        self._computing[stage] = place
         self._spans[stage].append(Span(action, now, now + time))
         self._push(now + time, stage, action)
 
     def _send(self, kind: Kind, stage: int, now: float) -> None:
-        """Send on what the action that a stage has just ended, its latest, makes."""
-        tensor = self._edges[stage][len(self._spans[stage]) - 1].makes
+        """Send on what the action that a stage has just ended makes."""
+        place = self._computing[stage]
+        assert place is not None, "only what computes can end"
+        tensor = self._edges[stage][place].makes
         if tensor is None:
             return
         neighbour = (stage + (1 if kind is Kind.FORWARD else -1)) % len(self._orders)
@@ -175,9 +186,9 @@ class _Simulation:
 
     def _refuse_deadlock(self) -> None:
         blocked = ", ".join(
-            f"stage {stage} blocked at {order[len(spans)]}"
-            for stage, (order, spans) in enumerate(zip(self._orders, self._spans, strict=True))
-            if len(spans) < len(order)
+            f"stage {stage} blocked at {order[turns.choices[0]]}"
+            for stage, (order, turns) in enumerate(zip(self._orders, self._turns, strict=True))
+            if turns.left
         )
         if blocked:
             raise ConfigError(f"the schedule deadlocks: {blocked}; use an order that `schedule` makes")

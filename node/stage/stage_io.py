@@ -1,7 +1,7 @@
 """The bridge between the compute thread and the event loop: packed tensors cross here, and nothing else."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -18,7 +18,7 @@ class TensorLink(Protocol):
 
     def send(self, key: TensorKey, payload: memoryview) -> None: ...
 
-    def want(self, key: TensorKey) -> None: ...
+    def want(self, key: TensorKey | None) -> None: ...
 
     def release(self, key: TensorKey) -> None: ...
 
@@ -43,6 +43,15 @@ class LoopIO:
 
     def holds(self, key: TensorKey) -> bool:
         return self._inbox.holds(key)
+
+    def wait_any(self, keys: Sequence[TensorKey]) -> None:
+        """Called on the compute thread, with keys of different neighbours. Raises as `Inbox.wait_any`."""
+        links = [self._links[source_stage(key, self._stages)] for key in keys]
+        for link, key in zip(links, keys, strict=True):
+            self._loop.call_soon_threadsafe(link.want, key)
+        self._inbox.wait_any(keys)
+        for link in links:
+            self._loop.call_soon_threadsafe(link.want, None)
 
     def take(self, key: TensorKey) -> Tensor:
         """Called on the compute thread. Raises what `Inbox.take` raises."""

@@ -28,6 +28,10 @@ class PackedIO(Protocol):
         """Whether `take` would not wait."""
         ...
 
+    def wait_any(self, keys: Sequence[TensorKey]) -> None:
+        """Wait until `holds` is true of one of these, each of a neighbour of its own."""
+        ...
+
     def take(self, key: TensorKey) -> Tensor:
         """Wait for the packed tensor under `key`."""
         ...
@@ -104,6 +108,10 @@ class TensorTransfer:
     def begun(self, key: TensorKey) -> bool:
         """Whether the tensor has arrived and is being unpacked."""
         return key in self._unpacking
+
+    def ready(self, needed: Incoming | None, io: PackedIO) -> bool:
+        """Whether nothing has to come over the network before this can be had."""
+        return needed is None or self.begun(needed.key) or io.holds(needed.key)
 
     def begin(self, needed: Incoming, codec: Codec, io: PackedIO) -> None:
         """Wait for a tensor to arrive, and begin to unpack it. Raises what `io.take` raises."""

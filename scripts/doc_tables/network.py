@@ -9,6 +9,7 @@ from .markdown import RESULTS, Tables, commit, markdown, read_report, spaced
 
 PIPELINE_FLOOR = RESULTS / "pipeline_floor.json"
 ALL_REDUCE = RESULTS / "all_reduce.json"
+ALL_REDUCE_LINKS = RESULTS / "all_reduce_links.json"
 TRACE_COST = RESULTS / "trace_cost.json"
 PAPER_SHAPE = (48, 1600)
 """Layers and width of the model in the paper's tables of throughput."""
@@ -33,15 +34,20 @@ def pipeline_floor() -> str:
     """What scripts/exp_pipeline_floor.py found: the share of the floor by rate and round trip."""
     report = read_report(PIPELINE_FLOOR)
     shapes = list(dict.fromkeys((row["round_trip_ms"], row["rate_mbit"]) for row in report["results"]))
-    kinds = list(dict.fromkeys((row["simulated"], row["window"]) for row in report["results"]))
-    found = {
-        (row["round_trip_ms"], row["rate_mbit"], row["simulated"], row["window"]): row
-        for row in report["results"]
-    }
+
+    def kind(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["simulated"], row["window"], row.get("before", "")
+
+    kinds = list(dict.fromkeys(map(kind, report["results"])))
+    found = {(row["round_trip_ms"], row["rate_mbit"], *kind(row)): row for row in report["results"]}
     columns = [("round trip, ms", "right"), ("Mbit/s", "right"), ("floor, s", "right")]
     columns += [
-        (f"`window = {window}`" + (", simulated" if simulated else ", measured"), "right")
-        for simulated, window in kinds
+        (
+            f"`window = {window}`, {'simulated' if simulated else 'measured'}"
+            + (f" at {before[:12]}" if before else ""),
+            "right",
+        )
+        for simulated, window, before in kinds
     ]
     columns.append(("windows planned", "left"))
     rows = []
@@ -100,6 +106,47 @@ def all_reduce() -> str:
     return f"{markdown(columns, rows)}\n\n{caption}"
 
 
+def all_reduce_links() -> str:
+    """What scripts/bench_all_reduce.py recorded on throttled links: FP8 beside gloo's own sums."""
+    report = read_report(ALL_REDUCE_LINKS)
+    rows = []
+    for row in report["rows"]:
+        times, busy, sent = row["milliseconds"], row["processor_milliseconds"], row["bytes_on_the_wire"]
+        errors = row["error_against_fp64"]
+        rows.append(
+            (
+                str(row["mbit"]),
+                str(row["ranks"]),
+                f"{row['elements']:,}",
+                *(f"{times[way]:.1f} ({busy[way]:.1f})" for way in ("fp8", "bf16", "fp32")),
+                f"{times['fp32'] / times['fp8']:.2f}",
+                f"{sent['fp32'] / sent['fp8']:.2f}",
+                *(f"{errors[way]:.2g}" for way in ("fp8", "bf16", "fp32")),
+            )
+        )
+    columns = (
+        ("Mbit/s", "right"),
+        ("ranks", "right"),
+        ("elements", "right"),
+        ("e4m3, ms", "right"),
+        ("bf16, ms", "right"),
+        ("fp32, ms", "right"),
+        ("time of fp32 over e4m3", "right"),
+        ("bytes of fp32 over e4m3", "right"),
+        ("error, e4m3", "right"),
+        ("bf16", "right"),
+        ("fp32", "right"),
+    )
+    caption = (
+        "Each rank behind a shaper both ways in a namespace of its own, gloo. Times are the slowest rank's, "
+        "in brackets the processor's of the busiest rank; bytes as the shaper counts them; errors are "
+        "normalised, against fp64's sum of what went in. "
+        f"{spaced(report['hardware'])} for all ranks, median of "
+        f"{report['rows'][0]['runs']}, torch {report['versions']['torch']}, commit {commit(report)}."
+    )
+    return f"{markdown(columns, rows)}\n\n{caption}"
+
+
 def trace_cost() -> str:
     """What scripts/bench_trace.py recorded."""
     report = read_report(TRACE_COST)
@@ -124,5 +171,6 @@ TABLES: Tables = {
     "lab": lab,
     "pipeline_floor": pipeline_floor,
     "all_reduce": all_reduce,
+    "all_reduce_links": all_reduce_links,
     "trace_cost": trace_cost,
 }

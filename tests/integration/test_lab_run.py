@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -114,7 +115,12 @@ def test_the_smoke_profile_measures_what_a_slow_link_costs(
     assert "the same command goes on" in done.stdout
 
     done = subprocess.run(
-        run, env=environment(mark), capture_output=True, text=True, timeout=SECONDS, check=False
+        [*run, "--pack"],
+        env=environment(mark),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
     )
     assert done.returncode == 0, done.stderr + done.stdout
     assert host() == before
@@ -144,8 +150,12 @@ def test_the_smoke_profile_measures_what_a_slow_link_costs(
     assert results["machine"]["kernel"] == os.uname().release
     assert results["network"]["qdisc"] == "tbf"
     assert results["network"]["congestion_control"]
-    raw = sorted((out / "raw").iterdir())
-    lines = [json.loads(line) for line in raw[-1].read_text().splitlines()]
+    assert sorted(path.name for path in out.iterdir()) == ["logs.tar.xz", "results.json"]
+    with tarfile.open(out / "logs.tar.xz") as archive:
+        raw = archive.extractfile(f"raw/{tah['run']}.jsonl")
+        assert raw is not None
+        lines = [json.loads(line) for line in raw]
+        assert f"logs/{tah['run']}/node0.log" in archive.getnames()
     assert {line["kind"] for line in lines} == {"warmup", "measured"}
 
     table = subprocess.run(
@@ -218,6 +228,8 @@ def test_a_lab_without_iproute2_names_the_package(tmp_path: Path, mark: str) -> 
         (["run", "none.toml"], "none.toml: no such profile"),
         (["run", str(SMOKE), "lab.stepz=1"], "unknown key 'stepz' in [lab]; did you mean 'steps'?"),
         (["run", str(SMOKE), "--time-limit", "-1"], "--time-limit must be"),
+        (["run", str(SMOKE), "--only", "tah"], "--only 'tah' names no cell of this profile"),
+        (["merge", "none.json", "--out", "all.json"], "none.json: no such results file"),
         (["table", "none.json"], "none.json: no such results file"),
         (["tabel"], "unknown command 'tabel'; did you mean table?"),
     ],

@@ -63,6 +63,10 @@ class MemoryIO:
     def holds(self, key: TensorKey) -> bool:
         return self._inboxes[self._stage].holds(key)
 
+    def wait_any(self, keys: Sequence[TensorKey]) -> None:
+        assert len({source_stage(key, len(self._inboxes)) for key in keys}) == len(keys)
+        self._inboxes[self._stage].wait_any(keys, TAKE_SECONDS)
+
     def take(self, key: TensorKey) -> Tensor:
         assert source_stage(key, len(self._inboxes)) != self._stage
         self.held.add(key)

@@ -1,14 +1,17 @@
 """Stages joined by memory give the unsplit trainer's losses and weights, bit for bit, on every split."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
 import pytest
+from torch import Tensor
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
 from node.model.split import split_units
 from node.training.reference import Step
-from tests.support.memory_pipeline import MemoryPipeline, reference_run
+from tests.support.memory_pipeline import MemoryIO, MemoryPipeline, reference_run
+from wire.spec import Direction, TensorKey
 
 STEPS = 8
 CODEC_STEPS = 4
@@ -96,3 +99,45 @@ def test_codecs_are_deterministic_and_sit_where_the_reference_has_them(
         with MemoryPipeline(config) as stages:
             assert stages.train(CODEC_STEPS) == expected
             assert stages.weights_sha256() == weights
+
+
+class LateIO(MemoryIO):
+    """Holds every activation back until the gradient of the microbatch before it was taken."""
+
+    def __init__(self, inner: MemoryIO) -> None:
+        vars(self).update(vars(inner))
+        self._taken: set[tuple[Direction, int]] = set()
+
+    def holds(self, key: TensorKey) -> bool:
+        return not self._late(key) and super().holds(key)
+
+    def wait_any(self, keys: Sequence[TensorKey]) -> None:
+        super().wait_any([key for key in keys if not self._late(key)])
+
+    def take(self, key: TensorKey) -> Tensor:
+        self._taken.add((key.direction, key.microbatch))
+        return super().take(key)
+
+    def _late(self, key: TensorKey) -> bool:
+        before = (Direction.GRADIENT, key.microbatch - 1)
+        return key.direction is Direction.ACTIVATION and key.microbatch > 0 and before not in self._taken
+
+
+@pytest.mark.parametrize("codecs", [("fp32", "fp32"), ("tah", "fixed-6"), ("aqsgd-4", "fixed-8")], ids=name)
+def test_gradients_that_overtake_late_forwards_change_no_bit(codecs: tuple[str, str]) -> None:
+    config = placed(model(4, "llama", False), PipelineSection(stages=4, window=1), codecs)
+    config = replace(config, data=replace(config.data, shift=False))
+
+    def run(late: bool) -> tuple[list[Step], str, list[Direction]]:
+        with MemoryPipeline(config) as stages:
+            steps = []
+            for _ in range(CODEC_STEPS):
+                if late:
+                    stages.ios[1] = LateIO(stages.ios[1])
+                steps += stages.train(1)
+            return steps, stages.weights_sha256(), [key.direction for key, _ in stages.ios[1].sent]
+
+    steps, weights, _ = run(False)
+    late_steps, late_weights, sent = run(True)
+    assert (late_steps, late_weights) == (steps, weights)
+    assert sent[: 2 * config.microbatches] == [Direction.ACTIVATION, Direction.GRADIENT] * config.microbatches

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -44,6 +44,9 @@ class Box:
 
     def holds(self, key: TensorKey) -> bool:
         return key in self.arrived
+
+    def wait_any(self, keys: Sequence[TensorKey]) -> None:
+        assert any(map(self.holds, keys))
 
     def take(self, key: TensorKey) -> Tensor:
         return self.arrived.pop(key)

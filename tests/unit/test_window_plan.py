@@ -43,6 +43,7 @@ def seconds(given: StepMeasures, windows: Windows, chunks: int = 1, microbatches
         lambda chunk, _: given.backward[chunk % stages] / chunks,
         network=Network(stages, given.links),
         sizes={Kind.FORWARD: given.activation_bytes, Kind.BACKWARD: given.gradient_bytes},
+        swap=chunks == 1,
     ).total
 
 
@@ -52,19 +53,20 @@ def test_links_that_cost_nothing_need_no_window() -> None:
 
 
 def test_a_round_trip_is_covered_by_compute() -> None:
-    """9 s there and back against 3 s of compute a microbatch: three more in flight, and one for caution."""
+    """9 s there and back against 3 s of compute a microbatch: three more in flight, one for caution and
+    one for steps that are less even."""
     (first, *rest) = plan(measures(latency=4.5))
-    assert 3 <= first <= 4
-    assert all(3 <= window <= 4 for window in rest)
+    assert 4 <= first <= 5
+    assert all(4 <= window <= 5 for window in rest)
     assert seconds(measures(latency=4.5), (first, *rest)) < 0.5 * seconds(measures(latency=4.5), (0, 0, 0))
 
 
-def test_a_slow_link_gets_a_window_and_the_others_none() -> None:
+def test_a_slow_link_gets_the_widest_window() -> None:
     given = measures()
     given = replace(given, links=(LinkRate(), LinkRate(latency=9.0), LinkRate()))
     first, slow, last = plan(given)
-    assert (first, last) == (0, 0)
     assert slow >= 5
+    assert max(first, last) < slow
 
 
 def test_memory_bounds_the_window() -> None:
