@@ -49,3 +49,33 @@ def test_lanes_give_the_cpus_words(where: Grid, highest: int) -> None:
     # Counts that no encoder sends: refused, nothing read outside.
     for wrong in (counts - 1, *((counts + 1, counts + (1 << 31)) if where.groups > 1 else ())):
         assert not triton_trellis.decode(made.states, wrong, joined, number, where, family)[1]
+
+
+@inside
+def test_lanes_go_where_they_are_told() -> None:
+    """Two families at once, into slots of their own, from elements further on; a third does not run."""
+    from kernels import triton_trellis_state as at
+    from kernels.triton_trellis import Lanes
+
+    where, offset, gain = Grid(61, 3, 5, 5), 7, trellis.gain(9000)
+    generator = torch.Generator().manual_seed(3)
+    number = torch.randint(0, 30, (where.elements,), generator=generator).to(torch.uint8)
+    x = torch.randn(offset + where.elements, generator=generator) * 20
+    lanes = Lanes.empty(where, torch.device("cpu"), slots=3, at_once=3)
+    for part in (lanes.states, lanes.counts, lanes.words):
+        part.fill_(-23131)
+    control = torch.zeros(3, at.CONTROLS, dtype=torch.int64)
+    for i, (family, slot) in enumerate(((1, 2), (0, 0))):
+        control[i, at.ACTIVE], control[i, at.OF_FAMILY] = 1, family
+        control[i, at.TO_SLOT], control[i, at.OFFSET] = slot, offset
+    control[2, at.TO_SLOT] = 1
+    lanes.encode(x, number, control, torch.tensor([gain], dtype=torch.float64))
+    for family, slot in ((1, 2), (0, 0)):
+        expected = trellis_lanes.encode(x[offset:], number, gain, where, family)
+        assert torch.equal(lanes.states[slot], expected.states)
+        assert torch.equal(lanes.counts[slot], expected.counts)
+        for made, wanted, count in zip(
+            lanes.words[slot], expected.words, expected.counts.tolist(), strict=True
+        ):
+            assert torch.equal(made[-count:], wanted[-count:]) and (made[:-count] == -23131).all()
+    assert all((part[1] == -23131).all() for part in (lanes.states, lanes.counts, lanes.words))
