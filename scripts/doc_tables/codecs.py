@@ -139,6 +139,8 @@ def tah_ablation() -> str:
         f"{report['torch']}, Python {report['python']}, "
         f"commit {commit(report)}."
     )
+    if "off_centre_commit" in report:
+        caption += f" Tiles off centre: commit {commit({'commit': report['off_centre_commit']})}."
     return markdown(columns, rows) + "\n\n" + caption
 
 
@@ -165,6 +167,11 @@ def rivals() -> str:
         f"{report['load_before']:.1f} before; {versions}; "
         f"commit {commit(report)}."
     )
+    if "trellis_commit" in report:
+        # The codec was rewritten since; the others need not be installed again for it.
+        later = commit({"commit": report["trellis_commit"]})
+        load = report["trellis_load_before"]
+        caption += f" `trellis` was measured anew at commit {later}, load average {load:.1f}."
     for skipped in report["skipped"]:
         caption += f" Not measured: {skipped['package']}, {skipped['method']}: {skipped['reason']}."
     return markdown(columns, rows) + "\n\n" + caption
