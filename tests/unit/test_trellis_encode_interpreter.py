@@ -121,10 +121,9 @@ def test_payload_is_the_cpus(which: str) -> None:
 @inside
 @pytest.mark.usefixtures("cpu_lanes")
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
-def test_what_is_not_finite_leaves_zeros(bad: float) -> None:
+def test_what_is_not_finite_leaves_zeros() -> None:
     x = normal(2, 5)
-    x[1, 3] = bad
+    x[1, 3] = float("nan")
     payload, exponent = encoded(x)
     assert exponent == NON_FINITE and not payload.any()
 
