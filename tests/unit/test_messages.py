@@ -51,7 +51,16 @@ ANY_FLOAT = st.floats()
 TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
 LINE = st.text(st.characters(codec="utf-8"), max_size=40).filter(str.isprintable)
 
-HARDWARE = st.builds(Hardware, device=LINE, cores=NUMBER, memory_bytes=COUNT)
+HARDWARE = st.builds(
+    lambda device, cores, memory, rows, ranks: Hardware(
+        device, cores, memory, devices=rows * ranks, tensor_parallel=ranks
+    ),
+    LINE,
+    NUMBER,
+    COUNT,
+    st.integers(1, 64),
+    st.integers(1, 64),
+)
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 FLOWS = st.lists(
     st.builds(
@@ -321,3 +330,13 @@ def test_text_for_people_becomes_one_harmless_line() -> None:
     for text in (failed.message, left.reason, aborted.reason, finished.reason, refused.message):
         assert text.isprintable() and len(text) == LONGEST_LINE
         assert "thinwire: all is well" in text
+
+
+def test_devices_that_are_no_whole_rows_are_refused() -> None:
+    message = enrolment_pb2.Hardware(device="cpu", cores=1, devices=3, tensor_parallel=2)
+    with pytest.raises(ProtocolViolationError, match="3 devices cannot be rows of 2"):
+        node_message_from_proto(control_pb2.NodeMessage(hello=control_pb2.Hello(hardware=message)))
+    unsaid = enrolment_pb2.Hardware(device="cpu", cores=1)
+    hello = node_message_from_proto(control_pb2.NodeMessage(hello=control_pb2.Hello(hardware=unsaid)))
+    assert isinstance(hello, Hello)
+    assert (hello.hardware.devices, hello.hardware.tensor_parallel) == (1, 1)
