@@ -1,9 +1,8 @@
 """Runs of real processes give the unsplit trainer's losses and weights, bit for bit.
 
-The first starts every process for real, as users do.
+These are forked; `test_run_faults.py` starts every process of a run from nothing, and holds it to the same.
 """
 
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 
 from node.config.schema import RunConfig
 from tests.support.fault_prefork import Prefork
-from tests.support.process import Launch
 from tests.support.run_harness import SMALL, Run
 
 PLAIN = SMALL
@@ -23,18 +21,9 @@ RING = replace(
 
 
 @pytest.mark.timeout(180)
-def test_a_ring_of_two_stages_with_two_chunks_and_tied_weights(tmp_path: Path) -> None:
-    assert_equal(RING, tmp_path, subprocess.Popen)
-
-
-@pytest.mark.timeout(180)
-def test_four_stages(tmp_path: Path, prefork: Prefork) -> None:
-    assert_equal(PLAIN, tmp_path, prefork.popen)
-
-
-def assert_equal(config: RunConfig, directory: Path, launch: Launch) -> None:
-    """A run with this configuration ends as the unsplit model does."""
-    with Run(directory, config, launch=launch) as run:
+@pytest.mark.parametrize("config", [PLAIN, RING], ids=["four-stages", "two-stages-two-chunks-tied"])
+def test_a_run_is_the_unsplit_model(config: RunConfig, prefork: Prefork, tmp_path: Path) -> None:
+    with Run(tmp_path, config, launch=prefork.popen) as run:
         coordinator = run.start()
         nodes = run.add_nodes(config.pipeline.stages)
         assert coordinator.wait_exit() == 0
