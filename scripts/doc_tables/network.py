@@ -117,6 +117,7 @@ def all_reduce_links() -> str:
             (
                 str(row["mbit"]),
                 str(row["ranks"]),
+                str(row.get("series", 1)),
                 f"{row['elements']:,}",
                 *(f"{times[way]:.1f} ({busy[way]:.1f})" for way in ("fp8", "bf16", "fp32")),
                 f"{times['fp32'] / times['fp8']:.2f}",
@@ -127,6 +128,7 @@ def all_reduce_links() -> str:
     columns = (
         ("Mbit/s", "right"),
         ("ranks", "right"),
+        ("series", "right"),
         ("elements", "right"),
         ("e4m3, ms", "right"),
         ("bf16, ms", "right"),
@@ -144,7 +146,8 @@ def all_reduce_links() -> str:
         f"{spaced(report['hardware'])} for all ranks, median of "
         f"{report['rows'][0]['runs']}, torch {report['versions']['torch']}, commit {commit(report)}."
     )
-    return f"{markdown(columns, rows)}\n\n{caption}"
+    notes = "".join(f" {note}" for note in report.get("notes", ()))
+    return f"{markdown(columns, rows)}\n\n{caption}{notes}"
 
 
 def trace_cost() -> str:
