@@ -22,6 +22,7 @@ import itertools
 import json
 import os
 import platform
+import signal
 import socket
 import statistics
 import subprocess
@@ -101,6 +102,8 @@ def main() -> int:
     if arguments.merge:
         merge(arguments.merge, arguments.out)
         return 0
+    # As Ctrl-C: a time limit must not leave the processes of the run behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     shapes = list(itertools.product(arguments.round_trips, arguments.rates))
     if arguments.simulate:
         write(arguments, simulated(arguments, shapes))
