@@ -52,8 +52,6 @@ class EnrolmentDesk:
             return refusal
         if (refusal := _refuse_hardware(request.hardware)) is not None:
             return refusal
-        if (line := self._too_small(request.hardware)) is not None:
-            return Refusal(RefusalCode.BAD_REQUEST, line)
         try:
             key = csr_public_key(request.csr_der)
         except ValueError as error:
@@ -61,7 +59,9 @@ class EnrolmentDesk:
         now = self._clock()
         key_hash = public_key_hash(key)
         member = Member(node_id_of(key_hash), key_hash, request.hardware, joined=now)
-        decision = self._store.admit_token(request.token_id, request.secret, member)
+        line = self._too_small(request.hardware)
+        useless = None if line is None else Refusal(RefusalCode.BAD_REQUEST, line)
+        decision = self._store.admit_token(request.token_id, request.secret, member, useless)
         if decision.refusal is not None:
             return decision.refusal
         faults.reach_coordinator(faults.Phase.ENROLMENT)

@@ -176,10 +176,15 @@ class Store:
             cursor = db.execute("UPDATE tokens SET revoked = 1 WHERE token_id = ?", (token_id,))
             return cursor.rowcount == 1
 
-    def admit_token(self, token_id: str, secret: bytes, member: Member) -> Decision:
+    def admit_token(
+        self, token_id: str, secret: bytes, member: Member, useless: Refusal | None = None
+    ) -> Decision:
         """Apply the token rules at `member.joined`: when admitted, use and member are written as one.
 
         A refusal changes nothing. The same key may ask again and is admitted without another use.
+
+        Args:
+            useless: why the run has no use for this node; only who has a good token is told.
         """
         with self._writing() as db:
             records = _tokens(db, "token_id = ?", token_id)
@@ -187,6 +192,8 @@ class Store:
             decision = admit(record, secret, member.public_key_hash, member.joined)
             if decision.refusal is None and (refusal := _refuse_member(db, member)) is not None:
                 decision = Decision(refusal)
+            if decision.refusal is None and useless is not None:
+                decision = Decision(useless)
             if decision.refusal is None:
                 _put_member(db, member)
             if decision.new_use:

@@ -289,6 +289,23 @@ def test_the_desk_refuses_what_a_correct_node_never_sends(tmp_path: Path) -> Non
         assert store.members() == []
 
 
+def test_a_node_that_is_of_no_use_is_told_so_if_its_token_is_good(tmp_path: Path) -> None:
+    """Its token stays unused; strangers learn nothing of the model from it."""
+    authority = CertificateAuthority.create("run-a", time.time())
+    csr = make_csr(key_to_pem(ec.generate_private_key(ec.SECP256R1())))
+    with Store.create(tmp_path, run_id="run-a", config_json="{}", pin=authority.pin, now=0.0) as store:
+        store.set_addresses(["127.0.0.1:7700"])
+        record, token = store.create_token(time.time(), DAY, 1)
+        desk = EnrolmentDesk(store, authority, DAY, time.time, lambda hardware: "needs 9 GB")
+        request = JoinRequest(VERSION, PROTOCOL, "run-a", record.token_id, token.secret, csr, HARDWARE)
+        assert desk.join(request) == Refusal(RefusalCode.BAD_REQUEST, "needs 9 GB")
+        stranger = desk.join(replace(request, secret=bytes(16)))
+        assert isinstance(stranger, Refusal) and stranger.code is RefusalCode.TOKEN_UNKNOWN
+        assert "9 GB" not in stranger.message
+        assert [token.uses for token in store.list_tokens()] == [0]
+        assert store.members() == []
+
+
 async def test_another_runs_coordinator_is_not_told_the_secret(start: Start, tmp_path: Path) -> None:
     ours, theirs = await start("run-a"), await start("run-b")
     token = replace(ours.token(), addresses=(f"127.0.0.1:{theirs.port}",))

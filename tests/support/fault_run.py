@@ -1,11 +1,11 @@
 """Runs with faults on purpose: what goes wrong is data, and what died is started again as a volunteer would.
 
-    with FaultRun(tmp_path, CONFIG, [kill], launch=prefork.popen) as run:
-        run.start()
-        run.add_nodes(3)
-        assert run.tend() == 0
-        run.assert_undisturbed()
-        assert run.times(kill)
+with FaultRun(tmp_path, CONFIG, [kill], launch=prefork.popen) as run:
+    run.start()
+    run.add_nodes(3)
+    assert run.tend() == 0
+    run.assert_undisturbed()
+    assert run.times(kill)
 """
 
 import contextlib

@@ -17,9 +17,7 @@ from node.training.serialization import deserialize_unit, serialize_unit
 from wire.errors import RunError
 
 CPU = torch.device("cpu")
-MODEL = ModelSection(
-    family="gpt2", layers=3, hidden=16, heads=2, ffn=24, vocab=31, sequence=8, tied=True
-)
+MODEL = ModelSection(family="gpt2", layers=3, hidden=16, heads=2, ffn=24, vocab=31, sequence=8, tied=True)
 TRAINING = TrainingSection(lr=1e-2)
 
 
