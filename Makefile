@@ -18,6 +18,8 @@ DEMO_ARGS =
 TEST_ARGS =
 BENCH_ARGS =
 SOAK_ARGS =
+# Triton's kernels are tested under its interpreter. torch brings Triton where it brings CUDA: that one is used.
+TRITON = triton==3.6.0
 
 .PHONY: demo test test-gpu check bench soak proto constraints clean
 # Two installations at once would spoil each other.
@@ -47,7 +49,7 @@ proto: .venv/installed-dev
 # The local project has no version to pin, and a build suffix such as torch's +cpu names no public release.
 constraints: .venv/installed-dev
 	{ grep '^#' constraints.txt; \
-	  .venv/bin/python -m pip freeze --all --exclude-editable --exclude pip | sed 's/+.*//'; } > constraints.new
+	  .venv/bin/python -m pip freeze --all --exclude-editable --exclude pip --exclude triton | sed 's/+.*//'; } > constraints.new
 	mv constraints.new constraints.txt
 
 clean:
@@ -61,6 +63,8 @@ clean:
 
 .venv/installed-dev: pyproject.toml constraints.txt | .venv/bin/pip
 	.venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	[ "`uname -s`" != Linux ] || .venv/bin/python -c 'import triton' 2>/dev/null || \
+	  .venv/bin/python -m pip install --disable-pip-version-check --no-deps $(TRITON)
 	touch .venv/installed $@
 
 # pip comes last into a new environment, so it is there only if the environment is whole.

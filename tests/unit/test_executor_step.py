@@ -1,7 +1,7 @@
 """What a stage sends and holds, what it refuses, and that a step called off leaves nothing behind."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from threading import Event
 
@@ -117,13 +117,13 @@ def test_a_stage_waits_for_nothing_once_called_off(stages: MemoryPipeline) -> No
     """A stage whose neighbour never sends is freed by the interruption, with its reason."""
     last = stages.executors[2]
     waiting = Event()
-    take = stages.ios[2].take
+    wait_any = stages.ios[2].wait_any
 
-    def signal(key: TensorKey) -> Tensor:
+    def signal(keys: Sequence[TensorKey]) -> None:
         waiting.set()
-        return take(key)
+        wait_any(keys)
 
-    stages.ios[2].take = signal  # type: ignore[method-assign]  # observes only
+    stages.ios[2].wait_any = signal  # type: ignore[method-assign]  # observes only
     rows = torch.zeros(4, 16, dtype=torch.int64).numpy()
     future = stages.submit(lambda: last.run_step(1, 0, stages.ios[2], inputs=None, labels=rows))
     assert waiting.wait(20)
