@@ -117,7 +117,6 @@ def all_reduce_links() -> str:
             (
                 str(row["mbit"]),
                 str(row["ranks"]),
-                str(row.get("series", 1)),
                 f"{row['elements']:,}",
                 *(f"{times[way]:.1f} ({busy[way]:.1f})" for way in ("fp8", "bf16", "fp32")),
                 f"{times['fp32'] / times['fp8']:.2f}",
@@ -128,7 +127,6 @@ def all_reduce_links() -> str:
     columns = (
         ("Mbit/s", "right"),
         ("ranks", "right"),
-        ("series", "right"),
         ("elements", "right"),
         ("e4m3, ms", "right"),
         ("bf16, ms", "right"),
