@@ -46,12 +46,16 @@ def add_parser(commands: Any) -> None:
     )
     run_.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     merge_ = actions.add_parser("merge", help="results of several parts of one profile as one file")
-    merge_.add_argument("parts", metavar="RESULTS.json", nargs="+", type=Path, help="of `lab run`")
+    merge_.add_argument(
+        "parts", metavar="RESULTS", nargs="+", type=Path, help="of `lab run`: files or folders"
+    )
     merge_.add_argument("--out", type=Path, required=True, help="the file to write")
     table = actions.add_parser("table", help="the paper's tables beside what was measured")
     plot = actions.add_parser("plot", help="figures from results")
     for action in (table, plot):
-        action.add_argument("results", metavar="RESULTS.json", nargs="+", type=Path, help="of `lab run`")
+        action.add_argument(
+            "results", metavar="RESULTS", nargs="+", type=Path, help="of `lab run`: files or folders"
+        )
     plot.add_argument("--out", type=Path, help="figures go here (default: beside the results)")
     check = actions.add_parser("check", help="what this machine can do for the lab")
     check.add_argument("--json", action="store_true", help="one JSON object instead of text")
@@ -133,7 +137,8 @@ def _table(args: argparse.Namespace) -> int:
 
 
 def _plot(args: argparse.Namespace) -> int:
-    _draw(args.results, args.out or args.results[0].parent, must=True)
+    first = args.results[0]
+    _draw(args.results, args.out or (first if first.is_dir() else first.parent), must=True)
     return 0
 
 

@@ -40,7 +40,7 @@ def draw(results: Sequence[Mapping[str, Any]], directory: Path) -> list[Path]:
     except ImportError:
         raise UserError(
             "figures need matplotlib, an optional extra: pip install 'thinwire[lab]', then "
-            "`thinwire lab plot RESULTS.json`"
+            "`thinwire lab plot RESULTS`"
         ) from None
     matplotlib.use("svg")
     from matplotlib import pyplot

@@ -80,7 +80,9 @@ class Results:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """A results file. Raises UserError for anything else."""
+    """A results file, or the one in an output directory. Raises UserError for anything else."""
+    if path.is_dir():
+        path /= RESULTS_FILE
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -289,7 +289,7 @@ def test_results_are_written_whole_and_read_strictly(tmp_path: Path) -> None:
     assert not path.with_suffix(".json.partial").exists()
     with pytest.raises(ValueError):
         Results(path, {"cells": [math.nan]}).write()
-    assert read_results(path)["profile"] == "test"
+    assert read_results(path) == read_results(tmp_path) and read_results(path)["profile"] == "test"
     path.write_text('{"format": "something else"}')
     with pytest.raises(UserError, match="holds no laboratory results"):
         read_results(path)
