@@ -34,6 +34,7 @@ from node.lab.shape import Shape
 from node.lab.support import delay_method
 from node.lab.topology import lay_out
 from node.training.text import read_text
+from wire.errors import RunError
 
 Tell = Callable[[str], None]
 
@@ -348,9 +349,10 @@ class _Run:
         self, processes: RunProcesses, shape: Shape | None, count: int, log: TextIO
     ) -> tuple[PhaseSteps, list[Step]]:
         """Change the links, discard the warmup steps, measure `count` more. Gives all steps of the phase
-        too."""
+        too. Raises RunError when more steps than the warmup's were over before the links had changed."""
         section = self._lab._profile.lab
         await asyncio.to_thread(self._network.shape, shape)
+        shaped = time.monotonic()
         steps: list[Step] = []
         before: tuple[WireBytes, ...] = ()
         since = 0.0
@@ -358,6 +360,11 @@ class _Run:
             if number == section.warmup_steps:
                 before, since = await asyncio.to_thread(self._network.counters), time.monotonic()
             step = await processes.next_step(section.step_seconds)
+            if number == section.warmup_steps and step.at - step.done.seconds < shaped:
+                raise RunError(
+                    f"steps of {step.done.seconds:.2g} s went by while the links changed, so what was "
+                    f"measured is of no link: raise lab.warmup_steps (now {section.warmup_steps})"
+                )
             kind = "warmup" if number < section.warmup_steps else "measured"
             for event in (step.costs, step.done):
                 line = {"at": step.at, "shape": shape.label if shape else None, "kind": kind}
