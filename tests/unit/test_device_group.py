@@ -16,13 +16,13 @@ from torch import Tensor
 from node.config.loader import to_json
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
 from node.parallel import processes
-from node.parallel.group import Leader
 from node.parallel.processes import DeviceGroup, devices
 from node.stage.stage_model import StageModel
+from tests.support.device_groups import CPU, leading, tokens
 from tests.support.fault_prefork import Forked, Prefork
 from wire.errors import DeviceLostError, RunError, UserError
 
-CPU = torch.device("cpu")
+VOCAB = 64
 CONFIG = RunConfig(
     run=RunSection(steps=10, seed=4),
     model=ModelSection(layers=3, hidden=32, heads=2, kv_heads=1, ffn=64, vocab=256, sequence=16, tied=True),
@@ -34,29 +34,13 @@ PACKED = replace(CONFIG, training=replace(CONFIG.training, gradients="fp8", mome
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("forked_workers")]
 
 
-@contextmanager
-def leading(config: RunConfig, ranks: int) -> Iterator[Leader]:
-    group = DeviceGroup((CPU,) * ranks, threads=1)
-    leader = group.start(config)
-    try:
-        yield leader
-    finally:
-        group.close()
-
-
-def tokens(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + microbatch)
-    rows = torch.randint(0, 64, (4, 17), generator=generator)
-    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-
 def run_step(stages: list[StageModel], step: int) -> tuple[float, dict[str, float]]:
     """One step through the stages, in order and back."""
     for stage in stages:
         stage.begin_step()
     total = 0.0
     for microbatch in range(2):
-        x, labels = tokens(step, microbatch)
+        x, labels = tokens(step, microbatch, VOCAB)
         for stage in stages[:-1]:
             x = stage.forward(0, microbatch, x)
         total += float(stages[-1].forward(0, microbatch, x, labels))
@@ -138,7 +122,7 @@ def test_a_restored_state_reaches_every_rank_and_an_unfinished_step_leaves_nothi
         for stage, twin in zip((shared[0], shared[2]), (alone[0], alone[2]), strict=True):
             for unit in stage.optimizer.units:
                 stage.load_unit_state(unit, twin.optimizer.unit_state(unit))
-        x, _ = tokens(9, 0)
+        x, _ = tokens(9, 0, VOCAB)
         leader.begin_step()
         leader.forward(0, 0, shared[0].forward(0, 0, x))
         for unit, state in saved.items():

@@ -1,7 +1,5 @@
 """A stage whose blocks are shared by processes of a node, on CPUs by gloo, against it on one device."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -16,12 +14,12 @@ from node.config.schema import (
     StorageSection,
     TrainingSection,
 )
-from node.parallel.group import Leader
 from node.parallel.processes import DeviceGroup
 from node.stage.stage_model import StageModel
+from tests.support.device_groups import CPU, leading, tokens
 from wire.errors import RunError, UserError
 
-CPU = torch.device("cpu")
+VOCAB = 61
 LLAMA = RunConfig(
     run=RunSection(steps=10, seed=4),
     model=ModelSection(layers=3, hidden=32, heads=4, kv_heads=4, ffn=48, vocab=256, sequence=16, tied=True),
@@ -49,28 +47,12 @@ State = dict[str, dict[str, Tensor]]
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("forked_workers")]
 
 
-@contextmanager
-def leading(config: RunConfig, ranks: int, tensor_parallel: int) -> Iterator[Leader]:
-    group = DeviceGroup((CPU,) * ranks, threads=1, tensor_parallel=tensor_parallel)
-    leader = group.start(config)
-    try:
-        yield leader
-    finally:
-        group.close()
-
-
-def tokens(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + microbatch)
-    rows = torch.randint(0, 61, (4, 17), generator=generator)
-    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-
 def run_step(model: StageModel, step: int) -> tuple[float, dict[str, float]]:
     """One step of a single stage."""
     model.begin_step()
     total = 0.0
     for microbatch in range(2):
-        total += float(model.forward(0, microbatch, *tokens(step, microbatch)))
+        total += float(model.forward(0, microbatch, *tokens(step, microbatch, VOCAB)))
         assert model.backward(0, microbatch, None) is None
     model.finish_step()
     if model.config.model.tied:
