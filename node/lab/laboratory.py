@@ -33,7 +33,7 @@ from node.lab.results import RESULTS_FILE, Results, describe_machine
 from node.lab.shape import Shape
 from node.lab.support import delay_method
 from node.lab.topology import lay_out
-from node.training.text import read_text
+from node.training.text import SEPARATOR, read_text
 from wire.errors import RunError
 
 Tell = Callable[[str], None]
@@ -86,7 +86,9 @@ def _with_text(config: RunConfig, size: int, directory: Path) -> RunConfig:
     if size == 0:
         return config
     text = directory / "text.txt"
-    text.write_bytes(read_text(config.data)[:size])
+    # One text, though it may come of several, and cut where a character may be.
+    start = read_text(config.data)[:size].replace(SEPARATOR, b"\n")
+    text.write_text(start.decode(errors="ignore"), encoding="utf-8", newline="")
     return replace(config, data=replace(config.data, path=str(text)))
 
 
