@@ -195,13 +195,13 @@ def spoil(phase: Phase, tensor: "Tensor | None", *, stage: int, step: int) -> No
 
 
 def frame_filter() -> "FrameFaults | None":
-    """For `wire.connection.LinkSettings`: what a node's links write in place of a frame."""
+    """For `wire.link_state.LinkSettings`: what a node's links write in place of a frame."""
     armed = _armed()
     return None if armed is None else FrameFaults(armed)
 
 
 class FrameFaults:
-    """Faults of what is sent, for all links of a process. Implements `wire.connection.FrameFilter`."""
+    """Faults of what is sent, for all links of a process. Implements `wire.link_state.FrameFilter`."""
 
     def __init__(self, armed: "_Armed") -> None:
         self._armed = armed

@@ -7,157 +7,18 @@ done so. Then four loops run: read and write, bulk and control.
 
 import asyncio
 import secrets
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Protocol
+from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 
 from wire.byte_stream import ByteStream, StreamDroppedError
 from wire.errors import LinkError, ProtocolViolationError
-from wire.frames import FRAME_BYTES, HEADER_BYTES, frame_direction, run_tag
-from wire.link_meter import LinkMeter
-from wire.pacing import Pacer
-from wire.spec import Direction, TensorKey
-from wire.stream_receiver import Acknowledge, Expect, StreamReceiver
-from wire.stream_sender import StreamSender
-from wire.transfers import TransferKind, TransferLog
+from wire.frames import frame_direction
+from wire.link_state import LinkState
+from wire.stream_receiver import Acknowledge
 from wire.v1 import link_pb2
 
 MAX_OPEN_PINGS = 8
-MEASURED_PINGS = 8
-
-OnTensor = Callable[[TensorKey, bytearray], None]
-
-
-class FrameFilter(Protocol):
-    """For fault injection: what is written to the bulk stream in place of a frame."""
-
-    async def __call__(self, frame: bytes, stage: int, peer_stage: int) -> Sequence[bytes]: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkSettings:
-    """Both ends of a link need the same `frame_bytes`; the rest may differ."""
-
-    window_bytes: int = 16 * 1024 * 1024
-    """Received tensors that are incomplete or not released may take this much, plus one tensor. It should
-    exceed what fits on the wire in one round trip: 1 Gbit/s times 100 ms is 12.5 MB."""
-    outbox_bytes: int = 1024 * 1024 * 1024
-    """Tensors that wait to be sent and acknowledged may take this much."""
-    frame_bytes: int = FRAME_BYTES
-    """A frame with its header."""
-    ping_seconds: float = 2.0
-    """Between pings on the control stream."""
-    silent_seconds: float = 10.0
-    """A connection whose peer says nothing for this long is given up."""
-    connect_seconds: float = 15.0
-    """One attempt to connect may take this long."""
-    backoff_seconds: float = 0.1
-    """Pause after a failed attempt; doubles with each, up to `max_backoff_seconds`."""
-    max_backoff_seconds: float = 2.0
-    lost_after_seconds: float = 20.0
-    """A link that was up and is not back within this time is lost."""
-    resend_seconds: float = 10.0
-    """Frames are sent or asked for again when nothing is heard of them for this long."""
-    pacer: Pacer | None = None
-    """Frames wait for it: the bandwidth that the machine's owner allows, shared with whatever else sends."""
-    frame_filter: FrameFilter | None = None
-    on_transfer: Callable[[int, TransferKind, TensorKey, float, float], None] | None = None
-    """Told of each tensor's way, with the peer's stage; see `wire.transfers`."""
-
-
-@dataclass(kw_only=True)
-class LinkStats:
-    """Totals of one link since it was made. Bytes are whole messages of both streams, frame headers
-    included; gRPC, TLS and TCP add under 1 % for tensors of many frames."""
-
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    frames_sent: int = 0
-    frames_received: int = 0
-    direction_bytes_sent: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(Direction, 0))
-    """Bytes of frames sent, by what they carry."""
-    retransmits: int = 0
-    """Frames sent again."""
-    rejects: int = 0
-    """Damaged frames received and asked for again."""
-    stale: int = 0
-    """Frames of tensors that nobody expected, dropped."""
-    reconnects: int = 0
-    rtt_seconds: float = 0.0
-    """Smoothed round trip of a ping on the control stream; 0 before the first."""
-    least_rtt_seconds: float = 0.0
-    """The least round trip of the newest `MEASURED_PINGS`: without what waits in queues before it."""
-    busy_seconds: float = 0.0
-    """Time in which tensors waited to be sent or acknowledged."""
-    capacity: float = 0.0
-    """Bytes a second that the link delivers while it is busy; 0 while not known."""
-
-
-@dataclass(kw_only=True)
-class LinkState:
-    """What a link keeps across its connections."""
-
-    epoch: int
-    stage: int
-    peer_stage: int
-    settings: LinkSettings
-    sender: StreamSender
-    receiver: StreamReceiver
-    on_tensor: OnTensor
-    session: int = 0
-    stats: LinkStats = field(default_factory=LinkStats)
-    meter: LinkMeter = field(default_factory=LinkMeter)
-    transfers: TransferLog | None = None
-    round_trips: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED_PINGS))
-    bulk_wake: asyncio.Event = field(default_factory=asyncio.Event)
-    control_wake: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @classmethod
-    def create(
-        cls,
-        *,
-        run_id: str,
-        epoch: int,
-        stage: int,
-        peer_stage: int,
-        settings: LinkSettings,
-        expect: Expect,
-        on_tensor: OnTensor,
-    ) -> "LinkState":
-        tag, payload_bytes = run_tag(run_id), settings.frame_bytes - HEADER_BYTES
-        sender = StreamSender(
-            tag=tag,
-            outbox_bytes=settings.outbox_bytes,
-            resend_seconds=settings.resend_seconds,
-            payload_bytes=payload_bytes,
-        )
-        receiver = StreamReceiver(
-            tag=tag,
-            expect=expect,
-            window_bytes=settings.window_bytes,
-            resend_seconds=settings.resend_seconds,
-            repeat_seconds=settings.ping_seconds,
-            payload_bytes=payload_bytes,
-        )
-        return cls(
-            epoch=epoch,
-            stage=stage,
-            peer_stage=peer_stage,
-            settings=settings,
-            sender=sender,
-            receiver=receiver,
-            on_tensor=on_tensor,
-            transfers=None
-            if settings.on_transfer is None
-            else TransferLog(partial(settings.on_transfer, peer_stage)),
-        )
-
-    def open_session(self, session: int) -> None:
-        self.session = self.sender.session = self.receiver.session = session
 
 
 class _Ended(Exception):

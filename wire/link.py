@@ -18,8 +18,9 @@ import grpc.aio
 
 from wire.byte_stream import ClientCall, ClientStream, StreamDroppedError
 from wire.channels import LinkIdentity, open_channel
-from wire.connection import Connection, LinkSettings, LinkState, LinkStats, OnTensor, now, wait_until
+from wire.connection import Connection, now, wait_until
 from wire.errors import LinkError, LinkLostError, ProtocolViolationError, RefusalCode, Refused, ThinwireError
+from wire.link_state import LinkSettings, LinkState, LinkStats, OnTensor
 from wire.spec import TensorKey
 from wire.stream_receiver import Expect
 from wire.stream_sender import Payload

@@ -13,10 +13,11 @@ import grpc.aio
 
 from wire.byte_stream import REFUSAL_KEY, ServerContext, ServerStream, StreamDroppedError
 from wire.channels import LinkIdentity, listen_mutual_tls, make_server
-from wire.connection import Connection, LinkSettings, LinkState, OnTensor
+from wire.connection import Connection
 from wire.errors import ProtocolViolationError, RefusalCode
 from wire.identity.credentials import peer_node_id
 from wire.link import BULK_METHOD, CONTROL_METHOD, METADATA_PREFIX, Link
+from wire.link_state import LinkSettings, LinkState, OnTensor
 from wire.stream_receiver import Expect
 from wire.version import PROTOCOL
 

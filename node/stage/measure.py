@@ -13,7 +13,7 @@ from node.telemetry.clock import StageClock, Times, difference
 from node.telemetry.clock_sync import ClockSync
 from node.telemetry.spans import SpanRing
 from node.telemetry.traced_steps import TracedSteps
-from wire.connection import LinkStats
+from wire.link_state import LinkStats
 from wire.spec import Direction, TensorKey
 from wire.telemetry import MOST_SPANS, FlowReport, LinkReport, StepSpans, Telemetry
 from wire.transfers import TransferKind
