@@ -11,6 +11,7 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 
+from node.stage.error_groups import first_error
 from wire.channels import open_channel
 from wire.errors import (
     LinkError,
@@ -109,7 +110,7 @@ class CoordinatorClient:
                 sender.cancel()
             raise LinkError("the coordinator closed the control connection")
         except* (grpc.aio.AioRpcError, asyncio.InvalidStateError, LinkError, Refused) as errors:
-            raise _as_error(_first(errors)) from None
+            raise _as_error(first_error(errors)) from None
         finally:
             await channel.close()
 
@@ -251,12 +252,3 @@ def _as_error(error: Exception) -> Exception:
     if error.code() in _FATAL:
         return RunError(f"the coordinator refused: {details}")
     return LinkError(f"the connection to the coordinator broke: {details}")
-
-
-def _first(errors: "BaseExceptionGroup[Exception]") -> Exception:
-    """The first leaf of a group."""
-    inner: BaseException = errors
-    while isinstance(inner, BaseExceptionGroup):
-        inner = inner.exceptions[0]
-    assert isinstance(inner, Exception)
-    return inner

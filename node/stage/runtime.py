@@ -2,43 +2,40 @@
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from node import faults
 from node.config.loader import from_json
 from node.config.schema import RunConfig
-from node.model.placement import boundary_cache_bytes
-from node.model.units import most_state_bytes
 from node.stage.batches import Batches
 from node.stage.coordinator_client import CoordinatorClient
+from node.stage.epoch_links import EpochLinks
 from node.stage.epoch_task import EpochTask, State
+from node.stage.error_groups import first_error
 from node.stage.executor import StageExecutor
 from node.stage.inbox import Inbox
 from node.stage.measure import NodeMeter
 from node.stage.node_metrics import NodeMetrics
 from node.stage.node_settings import IdentityHolder, NodeSettings
 from node.stage.snapshot_cache import SnapshotCache
+from node.stage.snapshot_transfer import SnapshotTransfer
 from node.stage.stage_io import TensorLink
 from node.stage.watchdog import StuckError, watch
 from node.telemetry.clock import StageClock
 from node.telemetry.traced_steps import TracedSteps
-from node.training.serialization import serialize_unit
-from wire.errors import LinkError, LinkLostError, RunError, ThinwireError
+from wire.errors import LinkError, LinkLostError, RunError
 from wire.identity.enrolment import Refusal
-from wire.link import Link, LinkSettings, dial_link
-from wire.link_server import LinkServer
+from wire.link import LinkSettings
 from wire.messages import (
     Abort,
     Applied,
     CoordinatorMessage,
-    FailureKind,
     Finish,
     Heartbeat,
     HeartbeatReply,
@@ -47,18 +44,15 @@ from wire.messages import (
     NodeMessage,
     Placement,
     Prefetch,
-    StepFailed,
     Welcome,
 )
-from wire.spec import Direction, TensorKey
+from wire.spec import Direction
 from wire.telemetry import Telemetry
 from wire.version import PROTOCOL, VERSION
 
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
-LINK_SECONDS = 60.0
-"""How long the links of a new epoch may take to come up; neighbours may still be fetching their state."""
 RENEW_RETRY_SECONDS = 10.0
 FIRST_OUTAGE_SECONDS = 60.0
 """How long to look for the coordinator before it has said what the run's limit is."""
@@ -73,7 +67,7 @@ class NodeRuntime:
 
     executor: StageExecutor
     batches: Batches
-    _cache: SnapshotCache
+    _snapshots: SnapshotTransfer
 
     def __init__(self, settings: NodeSettings, identity: IdentityHolder, tell: Callable[[str], None]) -> None:
         self.inbox = Inbox()
@@ -88,13 +82,13 @@ class NodeRuntime:
             settings.control_address, lambda: identity.current, FIRST_OUTAGE_SECONDS, settings.pacer
         )
         self._meter = NodeMeter(settings.device, lambda direction: self.executor.codec_name(direction))
-        self._link_settings = LinkSettings(
-            pacer=settings.pacer,
-            frame_filter=faults.frame_filter(),
-            on_transfer=self._meter.transferred,
-        )
-        self._server = LinkServer(
-            identity=identity, run_id=identity.current.run_id, settings=self._link_settings
+        self._links = EpochLinks(
+            identity,
+            LinkSettings(
+                pacer=settings.pacer,
+                frame_filter=faults.frame_filter(),
+                on_transfer=self._meter.transferred,
+            ),
         )
         self._outbox: asyncio.Queue[NodeMessage] = asyncio.Queue()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="compute")
@@ -103,9 +97,6 @@ class NodeRuntime:
         self._welcomed = asyncio.Event()
         self._epoch: EpochTask | None = None
         self._epoch_task: asyncio.Task[None] | None = None
-        self._links: dict[int, Link] = {}
-        self._uploads: dict[int, asyncio.Task[None]] = {}
-        self._prefetching: asyncio.Task[None] | None = None
         self._download_rate = 0.0
         self._finish: Finish | None = None
         self._finished = asyncio.Event()
@@ -120,7 +111,7 @@ class NodeRuntime:
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                port = await self._server.start(self._settings.listen)
+                port = await self._links.start(self._settings.listen)
                 self._download_rate = await self._client.measure_download()
                 self._peer_address = self._settings.advertise or f":{port}"
                 tasks = [
@@ -132,18 +123,19 @@ class NodeRuntime:
                 if self._settings.devices is not None:
                     tasks.append(group.create_task(self._settings.devices.watch()))
                 await self._finished.wait()
-                for task in [*tasks, *self._uploads.values(), self._prefetching]:
-                    if task is not None:
-                        task.cancel()
+                for task in tasks:
+                    task.cancel()
+                if self._welcome is not None:
+                    self._snapshots.cancel()
                 await self._end_epoch()
             assert self._finish is not None
             return self._finish
         except BaseExceptionGroup as errors:
             stuck = errors.subgroup(StuckError) is not None
-            raise _leaf(errors) from None
+            raise first_error(errors) from None
         finally:
             self.inbox.interrupt("the node is stopping")
-            await self._server.stop()
+            await self._links.stop()
             await self._client.close()
             if self._settings.devices is not None:
                 await (asyncio.to_thread if stuck else self.compute)(self._settings.devices.close)
@@ -172,35 +164,20 @@ class NodeRuntime:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def fetch_layer(self, step: int, unit: str) -> bytes:
-        kept = await asyncio.to_thread(self._cache.get, step, unit)
-        if kept is not None:
-            return kept
-        config = self.executor.config
-        windows = self._welcome.windows if self._welcome is not None else 0
-        limit = most_state_bytes(config.model, unit) + boundary_cache_bytes(config, windows)
-        data = await self._client.layer(step, unit, limit)
-        await asyncio.to_thread(self._cache.put, step, unit, data)
-        return data
+        return await self._snapshots.fetch(step, unit)
 
     def upload(self, epoch: int, step: int, state: State) -> None:
         if self._leaving:
             faults.reach(faults.Phase.DRAIN, stage=self.executor.stage, step=step)
-        running = {old: task for old, task in self._uploads.items() if not task.done()}
-        # One of the same step may hold other layers, or have begun with a coordinator that is gone. Of the
-        # others one may end in peace: each holds a copy of the state.
-        stale = [*sorted(running.keys() - {step})[:-1], *(running.keys() & {step})]
-        for old in stale:
-            running.pop(old).cancel()
-        self._uploads = {**running, step: self._group.create_task(self._upload(epoch, step, state))}
+        self._snapshots.upload(epoch, step, state, stage=self.executor.stage)
 
     def count_time(self) -> None:
         """Count time from here on; what came before the epoch's first step is nobody's step."""
         self._meter.count_time(self.executor.clock)
 
     def telemetry(self) -> Telemetry:
-        links = {stage: (link.stats, link.queued_bytes) for stage, link in self._links.items()}
         clock = self.executor.clock if self._welcome is not None else None
-        report = self._meter.telemetry(clock, links, self.elements_sent)
+        report = self._meter.telemetry(clock, self._links.totals(), self.elements_sent)
         epoch = self._epoch
         place = (-1, 0) if epoch is None else (epoch.stage, len(epoch.placement.stages))
         self._metrics.report(report, *place)
@@ -211,29 +188,10 @@ class NodeRuntime:
         self.telemetry()
         return self._metrics.render()
 
-    @contextlib.asynccontextmanager
-    async def open_links(
+    def open_links(
         self, task: EpochTask, peers: tuple[int, ...]
-    ) -> AsyncIterator[Mapping[int, TensorLink]]:
-        """Links to the stages `peers`, warm; the lower stage dials."""
-        links = {peer: self._make_link(task, peer) for peer in peers}
-        for peer, link in links.items():
-            link.lost.add_done_callback(functools.partial(_report_lost, task, peer))
-        try:
-            async with asyncio.TaskGroup() as group:
-                for link in links.values():
-                    group.create_task(link.run())
-                self._links = links
-                try:
-                    for link in links.values():
-                        await link.ready(LINK_SECONDS)
-                    yield links
-                finally:
-                    self._links = {}
-                    for link in links.values():
-                        await link.close()
-        except BaseExceptionGroup as errors:
-            raise _leaf(errors) from None
+    ) -> contextlib.AbstractAsyncContextManager[Mapping[int, TensorLink]]:
+        return self._links.open(task, peers)
 
     # ---- the session
 
@@ -297,9 +255,7 @@ class NodeRuntime:
             case Refusal():
                 raise message.error()
             case Prefetch():
-                if self._prefetching is not None:
-                    self._prefetching.cancel()
-                self._prefetching = self._group.create_task(self._prefetch(message))
+                self._snapshots.prefetch(message)
             case _:
                 if self._epoch is not None and self._epoch.number == message.epoch:
                     self._epoch.submit(message)
@@ -312,7 +268,15 @@ class NodeRuntime:
             clock = StageClock(ring=self._meter.ring if traced else None)
             self.executor = await self.compute(lambda: self._make_executor(config, clock, welcome.windows))
             settings, tag = self._settings, hashlib.sha256(welcome.config_json.encode()).hexdigest()[:16]
-            self._cache = SnapshotCache(settings.cache_directory, settings.cache_bytes, tag)
+            self._snapshots = SnapshotTransfer(
+                config=config,
+                windows=welcome.windows,
+                client=self._client,
+                cache=SnapshotCache(settings.cache_directory, settings.cache_bytes, tag),
+                group=self._group,
+                post=self.post,
+                tell=self._tell,
+            )
             self.batches = Batches(config, self._client, self._group)
             self._client.outage_seconds = config.coordinator.outage_seconds
             self._welcome = welcome
@@ -367,30 +331,6 @@ class NodeRuntime:
             self.post(Heartbeat(telemetry=self.telemetry(), sent_at=time.monotonic()))
             await asyncio.sleep(self._welcome.heartbeat_seconds)
 
-    async def _upload(self, epoch: int, step: int, state: State) -> None:
-        """Send every layer. One that is not stored fails the epoch: the run may be waiting for it."""
-        for unit, tensors in state.items():
-            faults.reach(faults.Phase.SNAPSHOT, stage=self.executor.stage, step=step)
-            data = await asyncio.to_thread(serialize_unit, tensors)
-            await asyncio.to_thread(self._cache.put, step, unit, data)
-            try:
-                await self._client.put_layer(step, unit, data)
-            except ThinwireError as error:
-                failure = f"layer {unit} of the snapshot of step {step} was not stored: {error}"
-                log.warning("%s", failure)
-                self.post(StepFailed(epoch=epoch, step=step, kind=FailureKind.INTERNAL, message=failure))
-                return
-
-    async def _prefetch(self, prefetch: Prefetch) -> None:
-        """Keep a snapshot at hand for the stage that this node may have to take."""
-        for unit in prefetch.units:
-            try:
-                await self.fetch_layer(prefetch.step, unit)
-            except ThinwireError as error:
-                log.warning("layer %s of step %d was not fetched ahead: %s", unit, prefetch.step, error)
-                return
-        self._tell(f"holding the snapshot of step {prefetch.step}, ready to take a stage")
-
     async def _watch_compute(self) -> None:
         await self._welcomed.wait()
         await watch(self.executor.clock)
@@ -405,44 +345,3 @@ class NodeRuntime:
                 await asyncio.to_thread(self._identity.replace, renewed)
             except LinkError as error:
                 log.warning("the certificate was not renewed: %s", error)
-
-    def _make_link(self, task: EpochTask, peer: int) -> Link:
-        placement = task.placement
-        other = placement.stages[peer]
-
-        def expect(key: TensorKey) -> int | None:
-            return task.expect(peer, key)
-
-        if placement.stage < peer:
-            return dial_link(
-                identity=self._identity,
-                run_id=self._identity.current.run_id,
-                epoch=placement.epoch,
-                stage=placement.stage,
-                peer_node_id=other.node_id,
-                peer_stage=peer,
-                peer_address=other.address,
-                expect=expect,
-                on_tensor=task.arrived,
-                settings=self._link_settings,
-            )
-        return self._server.expect_peer(
-            epoch=placement.epoch,
-            stage=placement.stage,
-            peer_node_id=other.node_id,
-            peer_stage=peer,
-            expect=expect,
-            on_tensor=task.arrived,
-        )
-
-
-def _report_lost(task: EpochTask, peer: int, lost: "asyncio.Future[ThinwireError]") -> None:
-    if not lost.cancelled():
-        task.link_lost(peer, lost.result())
-
-
-def _leaf(errors: "BaseExceptionGroup[BaseException]") -> BaseException:
-    inner: BaseException = errors
-    while isinstance(inner, BaseExceptionGroup):
-        inner = inner.exceptions[0]
-    return inner

@@ -1,0 +1,104 @@
+"""The layers of snapshots on their way between a node and the coordinator: fetched, held ready, sent."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from node import faults
+from node.config.schema import RunConfig
+from node.model.placement import boundary_cache_bytes
+from node.model.units import most_state_bytes
+from node.stage.coordinator_client import CoordinatorClient
+from node.stage.epoch_task import State
+from node.stage.snapshot_cache import SnapshotCache
+from node.training.serialization import serialize_unit
+from wire.errors import ThinwireError
+from wire.messages import FailureKind, NodeMessage, Prefetch, StepFailed
+
+log = logging.getLogger(__name__)
+
+
+class SnapshotTransfer:
+    """One node's, for as long as it is in the run. Transfers that nobody waits for are tasks of `group`."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        windows: int,
+        client: CoordinatorClient,
+        cache: SnapshotCache,
+        group: asyncio.TaskGroup,
+        post: Callable[[NodeMessage], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        """
+        Args:
+            windows: samples of one pass over the text.
+            post: queues a message for the coordinator.
+            tell: shows a line to the volunteer.
+        """
+        self._config = config
+        self._windows = windows
+        self._client = client
+        self._cache = cache
+        self._group = group
+        self._post = post
+        self._tell = tell
+        self._uploads: dict[int, asyncio.Task[None]] = {}
+        self._prefetching: asyncio.Task[None] | None = None
+
+    async def fetch(self, step: int, unit: str) -> bytes:
+        """A layer unit's snapshot file, from this node's disk if it is there."""
+        kept = await asyncio.to_thread(self._cache.get, step, unit)
+        if kept is not None:
+            return kept
+        limit = most_state_bytes(self._config.model, unit) + boundary_cache_bytes(self._config, self._windows)
+        data = await self._client.layer(step, unit, limit)
+        await asyncio.to_thread(self._cache.put, step, unit, data)
+        return data
+
+    def prefetch(self, wanted: Prefetch) -> None:
+        """Keep a snapshot at hand for the stage that this node may have to take, in place of an older one."""
+        if self._prefetching is not None:
+            self._prefetching.cancel()
+        self._prefetching = self._group.create_task(self._prefetch(wanted))
+
+    def upload(self, epoch: int, step: int, state: State, *, stage: int) -> None:
+        """Send a snapshot's layers in the background; a failure is reported as the epoch's."""
+        running = {old: task for old, task in self._uploads.items() if not task.done()}
+        # One of the same step may hold other layers, or have begun with a coordinator that is gone. Of the
+        # others one may end in peace: each holds a copy of the state.
+        stale = [*sorted(running.keys() - {step})[:-1], *(running.keys() & {step})]
+        for old in stale:
+            running.pop(old).cancel()
+        self._uploads = {**running, step: self._group.create_task(self._upload(epoch, step, state, stage))}
+
+    def cancel(self) -> None:
+        """Stop what is under way."""
+        for task in [*self._uploads.values(), self._prefetching]:
+            if task is not None:
+                task.cancel()
+
+    async def _upload(self, epoch: int, step: int, state: State, stage: int) -> None:
+        """Send every layer. One that is not stored fails the epoch: the run may be waiting for it."""
+        for unit, tensors in state.items():
+            faults.reach(faults.Phase.SNAPSHOT, stage=stage, step=step)
+            data = await asyncio.to_thread(serialize_unit, tensors)
+            await asyncio.to_thread(self._cache.put, step, unit, data)
+            try:
+                await self._client.put_layer(step, unit, data)
+            except ThinwireError as error:
+                failure = f"layer {unit} of the snapshot of step {step} was not stored: {error}"
+                log.warning("%s", failure)
+                self._post(StepFailed(epoch=epoch, step=step, kind=FailureKind.INTERNAL, message=failure))
+                return
+
+    async def _prefetch(self, wanted: Prefetch) -> None:
+        for unit in wanted.units:
+            try:
+                await self.fetch(wanted.step, unit)
+            except ThinwireError as error:
+                log.warning("layer %s of step %d was not fetched ahead: %s", unit, wanted.step, error)
+                return
+        self._tell(f"holding the snapshot of step {wanted.step}, ready to take a stage")
