@@ -9,6 +9,9 @@ each, over NCCL's sockets. Each part writes its own results.
 
 All ways are timed in turns in the same processes, with their results checked; a figure is the median of the
 slowest rank's times. The processor's time is that of all threads of a rank. Bytes are the shaper's own count.
+
+With `--gpus`, torchft's `allreduce_quantized` of bf16 is timed too where torchft and Triton are installed.
+Its time holds the quantizing and dequantizing, which e4m3 gradients do without.
 """
 
 import argparse
@@ -26,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchft_all_reduce import Torchft, version
 
 from kernels.fp8 import Fp8Gradient, pack_gradient, unpack_gradient
 from node.lab import private, tools
@@ -71,23 +75,33 @@ def main() -> int:
             for count in arguments.gpus:
                 found = ranks(arguments, [[]] * count, backend="nccl")
                 rows += [{"link": "NVLink", **row} for row in found]
-            report(arguments.out or RESULTS / "all_reduce.json", rows, on_gpus=True)
+            versions = {"torchft": rival_version(rows)}
+            report(arguments.out or RESULTS / "all_reduce.json", rows, on_gpus=True, more=versions)
         if arguments.links:
             rows = [row for count in arguments.ranks for row in in_the_laboratory(count)]
             report(arguments.out or RESULTS / "all_reduce_links.json", rows, on_gpus=arguments.on_gpus)
     return 0
 
 
-def report(path: Path, rows: list[dict[str, Any]], *, on_gpus: bool) -> None:
+def report(
+    path: Path, rows: list[dict[str, Any]], *, on_gpus: bool, more: dict[str, str] | None = None
+) -> None:
     values = {
         "experiment": path.stem,
         "commit": commit(),
         "hardware": torch.cuda.get_device_name() if on_gpus else hardware(),
         "kernel": platform.release(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, **(more or {})},
         "rows": rows,
     }
     path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def rival_version(rows: list[dict[str, Any]]) -> str:
+    """torchft's version, and why there are no figures of it if there are none."""
+    if not rows or any("torchft" in row["milliseconds"] for row in rows):
+        return version()
+    return f"{version()}, no figures: {rows[0]['torchft']}"
 
 
 def in_the_laboratory(count: int) -> list[dict[str, Any]]:
@@ -157,13 +171,16 @@ def rank(arguments: argparse.Namespace) -> None:
     )
     sizes = arguments.sizes or (LINK_SIZES if shaped else GPU_SIZES)
     runs = arguments.runs or (7 if shaped else 20)
-    rows = [measure(elements, device, runs, shaped=shaped) for elements in sizes]
+    rival = Torchft(device) if gpu and not shaped else None
+    rows = [measure(elements, device, runs, shaped=shaped, rival=rival) for elements in sizes]
     if arguments.rank == 0:
         Path(arguments.meet, "rows.json").write_text(json.dumps(rows), encoding="utf-8")
     dist.destroy_process_group()
 
 
-def measure(elements: int, device: torch.device, runs: int, *, shaped: bool) -> dict[str, Any]:
+def measure(
+    elements: int, device: torch.device, runs: int, *, shaped: bool, rival: Torchft | None
+) -> dict[str, Any]:
     """Milliseconds of each way at one size, and the error of each against a sum in fp64."""
     world = dist.get_world_size()
     generator = torch.Generator(device=device).manual_seed(7 + dist.get_rank())
@@ -187,16 +204,22 @@ def measure(elements: int, device: torch.device, runs: int, *, shaped: bool) -> 
         gradient.exponents.copy_(start.exponents)
         half.copy_(values)
         full.copy_(values)
+        if "torchft" in ways and rival is not None:
+            rival.tensor.copy_(values.view_as(rival.tensor))
 
     reset()
     for way in ways.values():
         way()
     norm = torch.linalg.vector_norm(truth)
     results = {"fp8": unpack_gradient(gradient), "bf16": half, "fp32": full}
+    if rival is not None and rival.prepare(values):
+        results["torchft"] = rival.tensor.view(-1)
     errors = {
         name: (torch.linalg.vector_norm(found.double() - truth) / norm).item()
         for name, found in results.items()
     }
+    if rival is not None and "torchft" in errors and rival.check(errors["torchft"]):
+        ways["torchft"] = rival
     # Of what each was given: bf16's rounding of the input is not counted for fp8, nor fp8's for bf16.
     given = unpack_gradient(start).double()
     dist.all_reduce(given)
@@ -206,12 +229,17 @@ def measure(elements: int, device: torch.device, runs: int, *, shaped: bool) -> 
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     sent: dict[str, list[int]] = {name: [] for name in ways}
     for _ in range(runs):
-        for name, way in ways.items():
+        for name, way in list(ways.items()):
             reset()
             before = tools.sent_bytes(Device(LAB, INTERFACE)) if shaped else 0
             times[name].append(timed(way, device))
             if shaped:
                 sent[name].append(tools.sent_bytes(Device(LAB, INTERFACE)) - before)
+        if "torchft" in ways and rival is not None and not rival.agree():
+            for of in (ways, times):
+                of.pop("torchft")
+    if rival is not None and rival.reason:
+        errors.pop("torchft", None)
     row: dict[str, Any] = {
         "ranks": world,
         "elements": elements,
@@ -228,6 +256,11 @@ def measure(elements: int, device: torch.device, runs: int, *, shaped: bool) -> 
             "fp32": int(2 * (world - 1) / world * 4 * elements),
         },
     }
+    if rival is not None:
+        if rival.reason:
+            row["torchft"] = rival.reason
+        else:
+            row["bytes_sent"]["torchft"] = rival.wire_bytes
     if shaped:
         row["bytes_on_the_wire"] = {name: int(statistics.median(of)) for name, of in sent.items()}
     if dist.get_rank() == 0:

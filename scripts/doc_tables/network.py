@@ -82,27 +82,37 @@ def _share(row: dict[str, Any]) -> str:
 
 
 def all_reduce() -> str:
-    """What scripts/bench_all_reduce.py recorded: FP8 beside NCCL's own sums, by size."""
+    """What scripts/bench_all_reduce.py recorded: FP8 beside NCCL's own sums and torchft's, by size."""
     report = read_report(ALL_REDUCE)
+    ways = {"fp8": "e4m3", "bf16": "bf16", "fp32": "fp32"}
+    rival = any("torchft" in row["milliseconds"] for row in report["rows"])
+    if rival:
+        ways["torchft"] = "torchft"
+    counts = list(dict.fromkeys(row["ranks"] for row in report["rows"]))
     rows = []
     for row in report["rows"]:
         times = row["milliseconds"]
         rows.append(
             (
+                *([str(row["ranks"])] if len(counts) > 1 else []),
                 f"{row['elements']:,}",
-                *(f"{times[way]:.3f}" for way in ("fp8", "bf16", "fp32")),
+                *(f"{times[way]:.3f}" if way in times else "-" for way in ways),
                 f"{row['bytes_sent']['fp32'] / row['bytes_sent']['fp8']:.2f}",
             )
         )
     columns = (
+        *([("GPUs", "right")] if len(counts) > 1 else []),
         ("elements", "right"),
-        ("e4m3, ms", "right"),
-        ("bf16, ms", "right"),
-        ("fp32, ms", "right"),
+        *((f"{name}, ms", "right") for name in ways.values()),
         ("bytes of fp32 over e4m3", "right"),
     )
-    caption = f"{report['rows'][0]['ranks']} x {report['hardware']}, NVLink, NCCL, median of "
+    caption = f"{' and '.join(map(str, counts))} x {report['hardware']}, NVLink, NCCL, median of "
     caption += f"{report['rows'][0]['runs']}, torch {report['versions']['torch']}, commit {commit(report)}."
+    if rival:
+        caption += (
+            f" torchft {report['versions']['torchft']}: its `allreduce_quantized` of bf16, "
+            "quantizing and dequantizing included."
+        )
     return f"{markdown(columns, rows)}\n\n{caption}"
 
 
