@@ -103,7 +103,8 @@ class Torchft:
         dist.all_gather_object(said, self._problem, group=self._exchange)
         found = [f"rank {rank}: {problem}" for rank, problem in enumerate(said) if problem]
         if found and not self.reason:
-            self.reason = found[0]
+            # A rank that waited in vain names no cause; the one that it waited for does.
+            self.reason = min(found, key=lambda problem: TimeoutError.__name__ in problem)
             self.tensor = torch.empty(0)
             self._abort()
         return not self.reason
