@@ -7,8 +7,6 @@ carried out before the next event is looked at: a commit is on disk before a sta
 import asyncio
 import contextlib
 import functools
-import hashlib
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,32 +36,27 @@ from node.coordinator.enrolment import EnrolmentDesk
 from node.coordinator.machine import RunMachine
 from node.coordinator.narrator import Emit, Narrator
 from node.coordinator.plan import Past, RunPlan
-from node.coordinator.records import PlacedNode, SnapshotRecord, StepOutcome, StepRecord
+from node.coordinator.records import PlacedNode, StepOutcome, StepRecord
 from node.coordinator.seating import stage_needs
+from node.coordinator.sessions import Sessions
+from node.coordinator.snapshot_desk import SnapshotDesk
 from node.coordinator.store import Store
-from node.coordinator.window_plan import Windows, measured, plan_windows
-from node.model.memory import Devices, devices_of, most_held
-from node.model.placement import boundary_cache_bytes, chunks_of, stage_units
-from node.model.units import most_state_bytes, unit_names
+from node.coordinator.tracer import Tracer
+from node.coordinator.window_plan import Windows
+from node.coordinator.window_planner import WindowPlanner
+from node.model.memory import devices_of
+from node.model.placement import stage_units
 from node.telemetry import events
-from node.telemetry.trace_files import TraceWriter
-from node.telemetry.traced_steps import TracedSteps
 from node.training.data import Corpus
-from node.training.manifest import Manifest
 from node.training.schedule import clip_coefficient, learning_rate
-from node.training.snapshot import SnapshotWriter, prune, read_unit, snapshot_directory
 from wire.errors import ProtocolViolationError, RefusalCode, RunError
 from wire.identity.enrolment import Refusal
 from wire.messages import Applied, Finish, Heartbeat, HeartbeatReply, Leave, NodeMessage, Ready, Vote, Welcome
 from wire.telemetry import StepSpans
 
-log = logging.getLogger(__name__)
-
 RECONNECT_SECONDS = 1.0
 TICK_SECONDS = 0.25
 GOODBYE_SECONDS = 5.0
-TRACE_SECONDS = 1.0
-"""Spans are gathered for so long before they are written."""
 
 Happening = Callable[[float], list[Action]]
 
@@ -94,8 +87,6 @@ class Coordinator:
     ) -> None:
         """`untold` is a step that an earlier coordinator committed and has not told of."""
         self.config = config
-        self._directory = directory
-        self._snapshots = directory / "snapshots"
         self._store = store
         self._desk = desk
         self._corpus = corpus
@@ -118,16 +109,19 @@ class Coordinator:
             past,
         )
         self._narrator = Narrator(config, emit, untold)
-        self._spans = TraceWriter(directory, 1_000_000 * config.telemetry.trace_mb)
-        self._traced = bool(TracedSteps.parse(config.telemetry.trace))
-        self._writer = SnapshotWriter(self._snapshots, config, run_id)
+        self._tracer = Tracer(config.telemetry, directory, lambda: self.accounting.seats)
+        self._snapshots = SnapshotDesk(
+            config=config,
+            windows=corpus.windows,
+            directory=directory / "snapshots",
+            run_id=run_id,
+            store=store,
+        )
+        self._planner = WindowPlanner(
+            config, samples=corpus.windows, link_report=self.accounting.link_report, use=self._use_windows
+        )
         self._events: asyncio.Queue[Happening] = asyncio.Queue()
-        self._step_measured = asyncio.Event()
-        self._window_work: tuple[int, Callable[[], Windows]] = (0, tuple)
-        self._sessions: dict[str, ControlSession] = {}
-        self._deserted = asyncio.Event()
-        self._deserted.set()
-        self._wanted_snapshots: set[int] = set()
+        self._sessions = Sessions()
         self._outcome: Outcome | None = None
 
     @property
@@ -140,15 +134,15 @@ class Coordinator:
     async def run(self) -> Outcome:
         """Drive the run until it ends; sessions are closed when this returns."""
         async with asyncio.TaskGroup() as group:
-            planner = group.create_task(self._follow_links())
+            planner = group.create_task(self._planner.run())
             ticker = group.create_task(self._tick())
-            tracer = group.create_task(self._write_traces())
+            tracer = group.create_task(self._tracer.run())
             outcome = await self._act()
             ticker.cancel()
             tracer.cancel()
             planner.cancel()
         await self._say_goodbye(outcome)
-        await asyncio.to_thread(self._spans.write, self._spans.take())
+        await self._tracer.write()
         self._narrator.finished(outcome.reason, failed=outcome.failed)
         return outcome
 
@@ -181,59 +175,30 @@ class Coordinator:
             for node_id in await asyncio.to_thread(self._store.evicted):
                 self._shut_out(node_id)
 
-    def _plan_windows(self, epoch: int, costs: events.StepCosts) -> None:
-        """Have windows planned from what a step cost; only the newest step counts."""
-        accounting, machine = self._narrator.accounting, self._machine
-        stages = len(costs.stages)
-        measures = measured(
-            costs, accounting.link_report, chunks_of(self.config, stages), self.config.microbatches
-        )
-        if measures is None or machine.epoch is None or machine.epoch.number != epoch:
-            return
-        members = [machine.members.get(stage.node_id) for stage in costs.stages]
-        memory = [member.offer.memory_bytes if member is not None else 0 for member in members]
-        devices = [member.offer.devices if member is not None else Devices() for member in members]
-        current = machine.epoch.planned_windows
+    def _plan_windows(self, number: int, costs: events.StepCosts) -> None:
+        """Have windows planned from what a step cost, unless its epoch is over."""
+        epoch, members = self._machine.epoch, self._machine.members
+        if epoch is not None and epoch.number == number:
+            self._planner.step_done(epoch, [members[node].offer for node in epoch.seats], costs)
 
-        def work() -> Windows:
-            return plan_windows(
-                measures,
-                chunks=chunks_of(self.config, stages),
-                microbatches=self.config.microbatches,
-                most_held=most_held(self.config, stages, memory, self._corpus.windows, devices),
-                current=current or (0,) * (stages - 1),
-            )
-
-        self._window_work = epoch, work
-        self._step_measured.set()
-
-    async def _follow_links(self) -> None:
-        """Plan windows on a thread: simulating takes longer than the event loop may be held."""
-        while True:
-            await self._step_measured.wait()
-            self._step_measured.clear()
-            epoch, work = self._window_work
-            windows = await asyncio.to_thread(work)
-            self._post(functools.partial(self._use_windows, epoch, windows))
-
-    def _use_windows(self, epoch: int, windows: Windows, _now: float) -> list[Action]:
-        return self._machine.plan_windows(epoch, windows)
+    def _use_windows(self, epoch: int, windows: Windows) -> None:
+        self._post(lambda _now: self._machine.plan_windows(epoch, windows))
 
     def _shut_out(self, node_id: str) -> None:
         """An evicted node is out before it can complain of being refused."""
-        if (session := self._sessions.get(node_id)) is not None:
-            session.send(Finish(reason="you were evicted from this run by its operator", failed=True))
+        finish = Finish(reason="you were evicted from this run by its operator", failed=True)
+        if self._sessions.send(node_id, finish):
             self._post(functools.partial(self._machine.lost, node_id, "it was evicted"))
 
     async def _say_goodbye(self, outcome: Outcome) -> None:
         """Let every node hear how it ended before the connections close."""
-        for node_id, session in self._sessions.items():
-            if node_id not in self._machine.members:
+        for session in self._sessions:
+            if session.node_id not in self._machine.members:
                 self._turn_away(session, outcome)
             session.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_SECONDS):
-                await self._deserted.wait()
+                await self._sessions.deserted()
 
     @staticmethod
     def _turn_away(session: ControlSession, outcome: Outcome) -> None:
@@ -256,15 +221,14 @@ class Coordinator:
     async def _carry_out(self, action: Action) -> None:
         match action:
             case Send():
-                if (session := self._sessions.get(action.node_id)) is not None:
-                    session.send(action.message)
+                self._sessions.send(action.node_id, action.message)
             case RecordPlacement():
                 self._narrator.placed()
                 hosts = zip(action.nodes, action.addresses, strict=True)
                 placed = [PlacedNode(stage, node, address) for stage, (node, address) in enumerate(hosts)]
                 await asyncio.to_thread(self._store.record_placement, action.epoch, placed)
             case RecordRestored():
-                rates = {node: session.hello.download_rate for node, session in self._sessions.items()}
+                rates = {session.node_id: session.hello.download_rate for session in self._sessions}
                 self._narrator.restored(action, rates)
             case RecordCommit():
                 await self._record_commit(action)
@@ -275,12 +239,11 @@ class Coordinator:
             case Announce():
                 self._emit(events.Notice(text=action.text))
             case OpenSnapshot():
-                self._wanted_snapshots.add(action.step)
+                self._snapshots.expect(action.step)
             case Aborted():
                 self._narrator.interrupted(action)
             case Released():
-                if (session := self._sessions.get(action.node_id)) is not None:
-                    session.close()
+                self._sessions.close(action.node_id)
                 self.accounting.forget(action.node_id)
                 self._emit(events.NodeLeft(node_id=action.node_id, reason=action.reason))
             case Stop():
@@ -325,13 +288,7 @@ class Coordinator:
 
     def opened(self, session: ControlSession) -> None:
         node_id, hello = session.node_id, session.hello
-        if (older := self._sessions.get(node_id)) is not None:
-            if older.hello.process_nonce != hello.process_nonce:
-                # If it still runs, it must not come back and throw this one out in turn.
-                older.send(Finish(reason="another process has joined as this node", failed=True))
-            older.close()
-        self._sessions[node_id] = session
-        self._deserted.clear()
+        self._sessions.add(session)
         session.send(
             Welcome(
                 node_id=node_id,
@@ -365,13 +322,13 @@ class Coordinator:
 
     def heard(self, session: ControlSession, message: NodeMessage) -> None:
         node_id = session.node_id
-        if self._sessions.get(node_id) is not session:
+        if session not in self._sessions:
             return  # a newer session of this node is open, perhaps another process's; it is asked again there
         if isinstance(message, Ready | Applied | Heartbeat):
             self._narrator.report(node_id, message.telemetry)
         match message:
             case StepSpans():
-                self._trace(node_id, message)
+                self._tracer.add(node_id, message)
             case Heartbeat():
                 session.answer(HeartbeatReply(sent_at=message.sent_at, at=time.time()))
                 self._machine.heard(node_id, time.monotonic())
@@ -385,23 +342,10 @@ class Coordinator:
                     faults.reach_coordinator(faults.Phase.APPLY, step=message.step)
                 self._post(lambda now: self._machine.message(node_id, message, now))
 
-    def _trace(self, node_id: str, spans: StepSpans) -> None:
-        """Keep what a stage did in a step, if it is that stage."""
-        if self._traced and self.accounting.seats[spans.stage : spans.stage + 1] == (node_id,):
-            self._spans.add(node_id, spans)
-
-    async def _write_traces(self) -> None:
-        while not self._spans.broken:
-            await asyncio.sleep(TRACE_SECONDS)
-            await asyncio.to_thread(self._spans.write, self._spans.take())
-        log.warning("%s, the run goes on", self._spans.broken)
-
     def closed(self, session: ControlSession) -> None:
         node_id = session.node_id
-        if self._sessions.get(node_id) is session:
-            del self._sessions[node_id]
-            if not self._sessions:
-                self._deserted.set()
+        if session in self._sessions:
+            self._sessions.remove(session)
             self._post(lambda now: self._machine.disconnected(node_id, now))
 
     async def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal:
@@ -418,48 +362,20 @@ class Coordinator:
         return np.ascontiguousarray(wanted).astype("<i4").tobytes()
 
     async def layer(self, node_id: str, step: int, unit: str) -> bytes:
-        self._check_unit(unit)
-        faults.reach_coordinator(faults.Phase.STATE_FETCH, step=step)
-        return await asyncio.to_thread(read_unit, snapshot_directory(self._snapshots, step), unit)
+        return await self._snapshots.layer(step, unit)
 
     def upload_limit(self, node_id: str, step: int, unit: str) -> int:
-        self._check_unit(unit)
         if node_id not in self._machine.members:
             raise ProtocolViolationError(f"{node_id} is not in the run at present")
-        if step not in self._wanted_snapshots:
-            raise ProtocolViolationError(f"nobody asked for a snapshot of step {step}")
-        cache = boundary_cache_bytes(self.config, self._corpus.windows)
-        return most_state_bytes(self.config.model, unit) + cache
+        return self._snapshots.upload_limit(step, unit)
 
     async def store_layer(self, step: int, unit: str, data: bytes, digest: str) -> None:
-        faults.reach_coordinator(faults.Phase.SNAPSHOT, step=step)
         try:
-            manifest = await asyncio.to_thread(self._writer.put, step, unit, data, digest)
-            if manifest is not None:
-                await asyncio.to_thread(self._record_snapshot, manifest)
+            manifest = await self._snapshots.put(step, unit, data, digest)
         except RunError as error:
             self._fail(str(error))
             raise
         if manifest is not None:
-            path = str(snapshot_directory(self._snapshots, step))
+            path = str(self._snapshots.path(step))
             self._narrator.snapshot_stored(step, manifest.total_bytes, path, manifest.weights_sha256)
             self._post(lambda now: self._machine.snapshot_stored(step, now))
-
-    # ---- inside
-
-    def _record_snapshot(self, manifest: Manifest) -> None:
-        self._store.record_snapshot(
-            SnapshotRecord(
-                step=manifest.step,
-                manifest_sha256=hashlib.sha256(manifest.to_json().encode()).hexdigest(),
-                bytes=manifest.total_bytes,
-                complete=True,
-                created=time.time(),
-            )
-        )
-        for step in prune(self._snapshots, self.config.run.keep_snapshots):
-            self._store.delete_snapshot(step)
-
-    def _check_unit(self, unit: str) -> None:
-        if unit not in unit_names(self.config.model):
-            raise ProtocolViolationError(f"this model has no layer unit {unit[:40]!r}")

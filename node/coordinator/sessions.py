@@ -1,0 +1,55 @@
+"""The open control sessions of a run: one a node, the newest."""
+
+import asyncio
+from collections.abc import Iterator
+
+from node.coordinator.control_service import ControlSession
+from wire.messages import CoordinatorMessage, Finish
+
+
+class Sessions:
+    """What is sent to a node without a session is dropped: it is told anew when it is back."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, ControlSession] = {}
+        self._deserted = asyncio.Event()
+        self._deserted.set()
+
+    def __iter__(self) -> Iterator[ControlSession]:
+        return iter(self._newest.values())
+
+    def __contains__(self, session: ControlSession) -> bool:
+        """False once a newer session of the same node is open."""
+        return self._newest.get(session.node_id) is session
+
+    def add(self, session: ControlSession) -> None:
+        """Take a session in, in place of an older one of its node, which is closed."""
+        if (older := self._newest.get(session.node_id)) is not None:
+            if older.hello.process_nonce != session.hello.process_nonce:
+                # If it still runs, it must not come back and throw this one out in turn.
+                older.send(Finish(reason="another process has joined as this node", failed=True))
+            older.close()
+        self._newest[session.node_id] = session
+        self._deserted.clear()
+
+    def remove(self, session: ControlSession) -> None:
+        """A session that is here has ended."""
+        del self._newest[session.node_id]
+        if not self._newest:
+            self._deserted.set()
+
+    def send(self, node_id: str, message: CoordinatorMessage) -> bool:
+        """Queue a message; False if the node has no session."""
+        session = self._newest.get(node_id)
+        if session is not None:
+            session.send(message)
+        return session is not None
+
+    def close(self, node_id: str) -> None:
+        """End a node's session once everything queued has been sent."""
+        if (session := self._newest.get(node_id)) is not None:
+            session.close()
+
+    async def deserted(self) -> None:
+        """Wait until no session is open."""
+        await self._deserted.wait()
