@@ -51,9 +51,8 @@ def pack_flags(flags: torch.Tensor) -> torch.Tensor:
 
 def unpack_flags(packed: torch.Tensor, count: int) -> torch.Tensor:
     """Inverse of `pack_flags`: bool `[count]`."""
-    spread = torch.zeros(packed.numel(), 8, dtype=torch.uint8, device=packed.device)
-    spread[:, 0] = packed
-    return _transpose_bits(spread.view(torch.int64)).view(torch.uint8).view(-1)[:count].bool()
+    places = 1 << torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return (packed.unsqueeze(1) & places).view(-1)[:count] != 0
 
 
 def pack_sextets(values: torch.Tensor) -> torch.Tensor:

@@ -251,6 +251,22 @@ def test_forged_infinities_are_refused() -> None:
         boundary.codec.of(boundary.batch(1, (0, 1))).decode(packed, spec(x))
 
 
+def test_bits_that_hold_nothing_are_refused() -> None:
+    """Behind the first passes, and in the short tiles of the changes."""
+    boundary = Boundary(4, (1, 35))
+    boundary.send(activations((1, 35), 1, 1), (0,))
+    boundary.commit()
+    x = activations((1, 35), 2, 2)
+    packed = boundary.codec.of(boundary.batch(0, (0, 3))).encode(x)
+    boundary.codec.of(boundary.batch(1, (0, 3))).decode(packed, spec(x))
+    for offset in (2 * 35, packed.numel() - HEADER_BYTES - 1):
+        forged = packed.clone()
+        forged[HEADER_BYTES + offset] = 0x80
+        seal(forged.numpy())
+        with pytest.raises(PackedMismatchError, match="holds nothing"):
+            boundary.codec.of(boundary.batch(1, (0, 3))).decode(forged, spec(x))
+
+
 @pytest.mark.parametrize("size", [1e-38, 1e-30, 1e-5, 1e30, 1e38])
 def test_values_of_any_size(size: float) -> None:
     boundary = Boundary(6, (4, 64))

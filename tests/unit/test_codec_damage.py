@@ -156,6 +156,34 @@ def test_a_code_beyond_the_range_is_refused(bits: int) -> None:
         codec(name).decode(reseal(forged), SPEC)
 
 
+@pytest.mark.parametrize("width", [64, 70, 127])
+@pytest.mark.parametrize("name", ["tah", "fixed-2", "fixed-7", "fixed-10"])
+def test_every_bit_of_a_payload_counts_or_is_refused(name: str, width: int) -> None:
+    """Bits that fill up short tiles, sections and bytes, and pivots of tiles that have none, hide nothing."""
+    spec = TensorSpec(torch.float32, (1, 3, width))
+    source = torch.randn(spec.shape, generator=torch.Generator().manual_seed(4))
+    source[0, 0, 3] = 50.0  # turned by tah; the last row's short tile is turned too
+    source[0, 2, -1] = -60.0
+    packed = codec(name).encode(source)
+    decoded = codec(name).decode(packed, spec)
+    for bit in range(8 * HEADER_BYTES, 8 * packed.numel()):
+        forged = packed.clone()
+        forged[bit // 8] ^= 1 << bit % 8
+        try:
+            found = codec(name).decode(reseal(forged), spec)
+        except CodecError:
+            continue
+        assert not torch.equal(found, decoded), f"byte {bit // 8 - HEADER_BYTES}, bit {bit % 8}"
+
+
+@pytest.mark.parametrize("name", ["tah", "fixed-8"])
+def test_filling_that_holds_something_is_named(name: str) -> None:
+    forged = PACKED[name].clone()
+    forged[64 + 40] = 1  # behind the scales of 20 tiles
+    with pytest.raises(PackedMismatchError, match=f"{name} tensor has bits set where it holds nothing"):
+        codec(name).decode(reseal(forged), SPEC)
+
+
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
 def test_raw_values_that_are_not_finite_are_refused(name: str) -> None:
     forged = PACKED[name].clone()

@@ -58,8 +58,8 @@ def test_a_receiver_makes_the_golden_tensors_of_the_golden_bytes(dtype: str) -> 
 
 @pytest.mark.parametrize("number", range(1, len(aqsgd_write.PASSES) + 1))
 def test_a_changed_byte_fails(number: int) -> None:
-    """Refused as it is; with its checksum made anew it is refused, or other values are decoded and kept, but
-    for bytes of what fills up a row's last tile, which no value depends on."""
+    """Refused as it is; with its checksum made anew it is refused, too, or other values are decoded and kept,
+    but for changes so small that bf16 rounds them away."""
     before, at_hand = known("fp32")[: number - 1], known("fp32")[number - 1]
     packed, spec, samples = at_hand
     wanted = DIGESTS[f"{aqsgd_write.WHOLE} fp32 pass {number}"]
@@ -69,7 +69,7 @@ def test_a_changed_byte_fails(number: int) -> None:
         receiver.cache.commit()
     held = receiver.cache.state()
     generator = torch.Generator().manual_seed(number)
-    other = 0
+    told = 0
     for _ in range(30):
         forged = packed.clone()
         forged[int(torch.randint(packed.numel(), (), generator=generator))] ^= int(
@@ -82,11 +82,12 @@ def test_a_changed_byte_fails(number: int) -> None:
             seal(forged.numpy())
             decoded = receiver.decode(forged, spec, samples)
         except CodecError:
+            told += 1
             continue
         receiver.cache.commit()
         same = aqsgd_write.digest(decoded) == wanted["decoded"]
         assert same == (aqsgd_write.digest(receiver.remembered()) == wanted["receiver remembers"])
-        other += not same
+        told += not same
         receiver = aqsgd_write.End(aqsgd_write.WHOLE)
         receiver.cache.load(held)
-    assert other > 8
+    assert told >= 28, told

@@ -11,10 +11,13 @@ in order, as one tensor; each part is there only if it has samples. Which sample
 place in the run, so that both ends know the size before anything is sent.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kernels import fixed, ops
 from kernels.tiles import MAX_EXPONENT, MIN_EXPONENT, NON_FINITE, TILE
@@ -126,6 +129,15 @@ class AqsgdTensorCodec(Codec):
             size += self._fixed._payload_bytes(_changes(spec, samples - new))
         return size
 
+    def _filling_is_clear(self, payload: NDArray[np.uint8], shape: tuple[int, ...]) -> bool:
+        samples = len(self._batch.samples)
+        new = len(self._batch.rows(False))
+        elements = math.prod(shape) // samples
+        split = _padded(2 * elements * new)
+        return not payload[2 * elements * new : split].any() and (
+            new == samples or self._fixed._filling_is_clear(payload[split:], (samples - new, *shape[1:]))
+        )
+
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
         new, known = self._batch.rows(False), self._batch.rows(True)
         learnt = torch.empty(tensor.shape, dtype=torch.bfloat16, device=tensor.device)
@@ -194,7 +206,10 @@ def _changes(spec: TensorSpec, samples: int) -> TensorSpec:
 
 def _new_bytes(spec: TensorSpec, samples: int) -> int:
     """Bytes of the part for new samples, filled up to where the next part starts."""
-    size = 2 * spec.elements // spec.shape[0] * samples
+    return _padded(2 * spec.elements // spec.shape[0] * samples)
+
+
+def _padded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -8,7 +8,9 @@ host may run beside other work and the checksum is computed where the bytes are:
 from abc import ABC, abstractmethod
 from functools import cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from wire.codecs import header as wire_header
 from wire.codecs.header import HEADER_BYTES, Header, PackedBytes, Parameters
@@ -85,11 +87,17 @@ class Codec(ABC):
     def open(self, buffer: PackedBytes, spec: TensorSpec) -> Header:
         """Check received bytes in host memory against `spec`, this codec and their checksum.
 
-        Returns the header. `PackedMismatchError` names what differs. Allocates nothing that depends on the
-        bytes.
+        Returns the header. `PackedMismatchError` names what differs. Allocates nothing before header and
+        checksum are right.
         """
         wire_header.check_spec(spec)
-        return wire_header.check(buffer, self._header(spec), self.exponents)
+        header = wire_header.check(buffer, self._header(spec), self.exponents)
+        if not self._filling_is_clear(np.frombuffer(buffer, dtype=np.uint8)[HEADER_BYTES:], spec.shape):
+            raise PackedMismatchError(
+                f"a packed {self.name} tensor has bits set where it holds nothing and its encoder leaves "
+                "zeros: refused"
+            )
+        return header
 
     def unpack(self, packed: torch.Tensor, spec: TensorSpec, header: Header) -> torch.Tensor:
         """As `decode`, after `open` has checked the same bytes and returned `header`."""
@@ -101,6 +109,14 @@ class Codec(ABC):
 
     def _header(self, spec: TensorSpec) -> Header:
         return Header(self.parameters, spec, self._payload_bytes(spec))
+
+    def _filling_is_clear(self, payload: NDArray[np.uint8], shape: tuple[int, ...]) -> bool:
+        """Whether every bit of a payload that stands for nothing is 0, as the encoder leaves it.
+
+        Else one tensor had many forms, and what a sender put there went unseen. Checked where the bytes
+        arrive: a decoder on a GPU would read them again for it.
+        """
+        return True
 
     @abstractmethod
     def _payload_bytes(self, spec: TensorSpec) -> int:

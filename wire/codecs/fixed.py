@@ -4,8 +4,11 @@ Payload: scales, fp16 | bit-planes, lowest first, a 64-bit word for each tile. b
 """
 
 import math
+from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kernels import fixed, ops
 from kernels.tiles import MAX_EXPONENT, MIN_EXPONENT, TILE, tiles_per_row
@@ -35,11 +38,19 @@ class FixedCodec(Codec):
         self.parameters = Parameters(codec=4, bits=bits, tile=TILE, constant=self._constant)
 
     def _layout(self, shape: tuple[int, ...]) -> Layout:
-        tiles = math.prod(shape[:-1]) * tiles_per_row(shape[-1])
-        return Layout((torch.float16, (tiles,)), (torch.int64, (self.parameters.bits, tiles)))
+        return _layout(self.parameters.bits, shape)
 
     def _payload_bytes(self, spec: TensorSpec) -> int:
         return self._layout(spec.shape).nbytes
+
+    def _filling_is_clear(self, payload: NDArray[np.uint8], shape: tuple[int, ...]) -> bool:
+        layout = self._layout(shape)
+        if not layout.gaps_are_clear(payload):
+            return False
+        if (short := shape[-1] % TILE) == 0:
+            return True
+        words = layout.raw(payload)[1].view("<u8")
+        return int(words[tiles_per_row(shape[-1]) - 1 :: tiles_per_row(shape[-1])].max()) < 1 << short
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
         layout = self._layout(tensor.shape)
@@ -63,9 +74,9 @@ class FixedCodec(Codec):
             self._refuse(ops.NON_FINITE)
         if low <= 0:
             self._refuse(ops.BAD_SCALE)
-        all_ones = sections.planes[0]
-        for plane in sections.planes[1:]:
-            all_ones = all_ones & plane
+        all_ones = sections.planes[0] & sections.planes[1]
+        for plane in sections.planes[2:]:
+            all_ones.bitwise_and_(plane)
         if all_ones.any():
             self._refuse(ops.BAD_CODE)
         fixed.decode(sections, out, exponent, constant=self._constant)
@@ -77,3 +88,9 @@ class FixedCodec(Codec):
             raise PackedMismatchError(f"a packed {self.name} tensor has a scale of zero or below: refused")
         if fault == ops.BAD_CODE:
             raise PackedMismatchError(f"a packed {self.name} tensor has a code beyond its range: refused")
+
+
+@lru_cache(maxsize=256)
+def _layout(bits: int, shape: tuple[int, ...]) -> Layout:
+    tiles = math.prod(shape[:-1]) * tiles_per_row(shape[-1])
+    return Layout((torch.float16, (tiles,)), (torch.int64, (bits, tiles)))

@@ -3,7 +3,9 @@
 from itertools import pairwise
 from math import prod
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 _ALIGNMENT = 16
 
@@ -17,6 +19,8 @@ class Layout:
         self._starts = [0]
         for size in self._sizes:
             self._starts.append(self._starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+        spans = zip(pairwise(self._starts), self._sizes, strict=True)
+        self._gaps = [slice(start + size, end) for (start, end), size in spans if start + size < end]
 
     @property
     def nbytes(self) -> int:
@@ -30,7 +34,15 @@ class Layout:
             for (dtype, shape), start, size in zip(self._sections, self._starts, self._sizes, strict=False)
         ]
 
+    def raw(self, payload: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
+        """The bytes of the sections, as views of a payload in host memory."""
+        return [payload[start : start + size] for start, size in zip(self._starts, self._sizes, strict=False)]
+
+    def gaps_are_clear(self, payload: NDArray[np.uint8]) -> bool:
+        """Whether the bytes between sections are as `clear_gaps` leaves them."""
+        return not any(payload[gap].any() for gap in self._gaps)
+
     def clear_gaps(self, payload: torch.Tensor) -> None:
         """Zero the bytes between sections, so that the same tensor always gives the same bytes."""
-        for (start, end), size in zip(pairwise(self._starts), self._sizes, strict=True):
-            payload[start + size : end].zero_()
+        for gap in self._gaps:
+            payload[gap].zero_()

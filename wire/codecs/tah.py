@@ -5,8 +5,11 @@ all tiles | fourth bit-plane of the 4-bit tiles, in order.
 """
 
 import math
+from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kernels import bitplanes, ops, tah
 from kernels.tiles import MAX_EXPONENT, MIN_EXPONENT, TILE, tiles_per_row
@@ -20,6 +23,12 @@ from wire.spec import TensorSpec
 # 3.3).
 SHARE = 8000
 TAU = 2.0
+# Of the bits of an fp16: those of its magnitude, and an infinity's; NaNs are above.
+_MAGNITUDE = 0x7FFF
+_INFINITY = 0x7C00
+_FLAGS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+# The 48 bits of the pivots of 8 tiles that flags, a bit a tile, stand for: uint8 `[256, 6]`.
+_PIVOTS = np.packbits(_FLAGS.repeat(6, axis=1), axis=1, bitorder="little")
 
 
 class TahCodec(Codec):
@@ -34,6 +43,28 @@ class TahCodec(Codec):
 
     def _payload_bytes(self, spec: TensorSpec) -> int:
         return _layout(spec.shape).nbytes
+
+    def _filling_is_clear(self, payload: NDArray[np.uint8], shape: tuple[int, ...]) -> bool:
+        layout = _layout(shape)
+        scales, _, bit_map, pivots, low_planes, fourth_planes = layout.raw(payload)
+        kept = scales.view("<i2") >= 0  # tiles that are not rotated
+        if not layout.gaps_are_clear(payload) or (kept.size % 8 and bit_map[-1] >> kept.size % 8):
+            return False
+        forbidden = _PIVOTS.take(np.packbits(kept, bitorder="little"), axis=0).reshape(-1)
+        if (pivots & forbidden[: pivots.size]).any() or (kept.size % 4 and pivots[-1] >> kept.size * 6 % 8):
+            return False
+        if (short := shape[-1] % TILE) == 0:
+            return True
+        four = np.unpackbits(bit_map, count=kept.size, bitorder="little").view(np.bool_)
+        if np.count_nonzero(four) * 8 != fourth_planes.size:
+            return True  # such a bit-map is refused when it is decoded: nothing can be found by it
+        fourth = np.zeros(kept.size, dtype=np.uint64)
+        fourth[four] = fourth_planes.view("<u8")
+        last = slice(tiles_per_row(shape[-1]) - 1, None, tiles_per_row(shape[-1]))
+        words = np.bitwise_or.reduce(low_planes.view("<u8").reshape(tah.LOW_PLANES, -1)[:, last])
+        words |= fourth[last]
+        # A rotated tile has 64 codes, however short it was.
+        return int(words[kept[last]].max(initial=0)) < 1 << short
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
         samples, tiles = _samples_and_tiles(tensor.shape)
@@ -54,9 +85,10 @@ class TahCodec(Codec):
             status = ops.tah_decode(*sections, out, device_exponent, samples, four_bit_tiles(tiles))
             _refuse(int(status.max()), tiles)
             return
-        if not (sections.scales.isfinite().all() and sections.zero_points.isfinite().all()):
+        least, largest = torch.aminmax(sections.scales.view(torch.int16) & _MAGNITUDE)
+        if max(largest, (sections.zero_points.view(torch.int16) & _MAGNITUDE).max()) >= _INFINITY:
             _refuse(ops.NON_FINITE, tiles)
-        if (sections.scales == 0).any():
+        if least == 0:
             _refuse(ops.BAD_SCALE, tiles)
         four = bitplanes.unpack_flags(sections.bit_map, samples * tiles).view(samples, tiles)
         if (four.sum(1) != four_bit_tiles(tiles)).any():
@@ -86,6 +118,7 @@ def _samples_and_tiles(shape: tuple[int, ...]) -> tuple[int, int]:
     return samples, math.prod(shape[:-1]) // samples * tiles_per_row(shape[-1])
 
 
+@lru_cache(maxsize=256)
 def _layout(shape: tuple[int, ...]) -> Layout:
     samples, tiles = _samples_and_tiles(shape)
     n = samples * tiles
