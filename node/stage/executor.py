@@ -14,13 +14,13 @@ from torch import Tensor
 
 from node import faults
 from node.config.schema import RunConfig
-from node.model.placement import chunk_units, chunks_of
 from node.model.units import EMBED, HEAD, unit_names
 from node.stage.activation_memory import ActivationMemory
 from node.stage.device_transfer import device_transfer
 from node.stage.inbox import StepInterrupted
-from node.stage.schedule import Action, Kind, Order, Orders, dependencies, schedule
+from node.stage.schedule import Action, Kind, Order, Orders, schedule
 from node.stage.stage_model import StageModel
+from node.stage.stage_place import StagePlace
 from node.stage.tensor_transfer import Incoming, PackedIO, TensorTransfer
 from node.stage.turns import Turns
 from node.telemetry.clock import StageClock, TimeKind
@@ -57,6 +57,8 @@ class StepOutcome:
 class StageExecutor:
     """One stage of a pipeline, on one device; `place` says which."""
 
+    _place: StagePlace
+
     def __init__(
         self,
         config: RunConfig,
@@ -79,10 +81,8 @@ class StageExecutor:
         self.state_step = -1
         self.voted = False
         """The gradients of step `state_step` are complete and wait for the commit."""
-        self._chunk_count = 0
         self._orders: Orders = ()
         self._windows: tuple[int, ...] = ()
-        self._split: tuple[tuple[str, ...], ...] = ()
         self._unit_index = {unit: index for index, unit in enumerate(unit_names(config.model))}
         raw, pipeline = codec("fp32"), config.pipeline
         self._codecs: dict[Direction, Codec] = {
@@ -107,7 +107,7 @@ class StageExecutor:
     @property
     def units(self) -> tuple[str, ...]:
         """Layer units of this stage, in model order within each chunk."""
-        return tuple(unit for chunk in self._chunk_indices() for unit in self._split[chunk])
+        return self._place.units
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -116,19 +116,17 @@ class StageExecutor:
 
     @property
     def is_first(self) -> bool:
-        return self.stage == 0
+        return self._place.is_first
 
     @property
     def is_last(self) -> bool:
-        return self.stage == self.stages - 1
+        return self._place.is_last
 
     def place(self, stage: int, stages: int) -> int:
         """Take stage `stage` of `stages`; returns the step whose state is already here for it, or -1."""
         if (stage, stages) != (self.stage, self.stages):
-            config = self.config
+            self._place = StagePlace(self.config, stage, stages)
             self.stage, self.stages = stage, stages
-            self._chunk_count = chunks_of(config, stages)
-            self._split = chunk_units(config, stages)
             self._orders = ()
             self.use_windows(())
             self._model.drop()
@@ -150,7 +148,7 @@ class StageExecutor:
             return
         self._windows = link_windows
         window = link_windows or self.config.pipeline.first_window
-        self._orders = schedule(self.stages, self._chunk_count, most, window)
+        self._orders = schedule(self.stages, self._place.chunks, most, window)
 
     def restore(self, step: int, fetch: Callable[[str], UnitState]) -> None:
         """Be at the state of `step`: kept, built from the seed (step 0), or fetched unit by unit."""
@@ -187,19 +185,10 @@ class StageExecutor:
 
     def expected_bytes(self, key: TensorKey) -> int | None:
         """The exact packed size of a tensor that this stage may receive, or None if it may not."""
-        total = self.stages * self._chunk_count
-        match key.direction:
-            case Direction.ACTIVATION:
-                fits = 0 <= key.boundary < total - 1 and (key.boundary + 1) % self.stages == self.stage
-            case Direction.GRADIENT:
-                fits = 0 <= key.boundary < total - 1 and key.boundary % self.stages == self.stage
-            case Direction.TIED_SHARE:
-                return self._packed_bytes(key, self._tied) if self._shares_tie and self.is_first else None
-            case Direction.TIED_SUM:
-                return self._packed_bytes(key, self._tied) if self._shares_tie and self.is_last else None
-        if not fits or not 0 <= key.microbatch < self.config.microbatches:
+        if not self._place.receives(key):
             return None
-        return self._packed_bytes(key, self._boundary)
+        tied = key.direction in (Direction.TIED_SHARE, Direction.TIED_SUM)
+        return self._codec(key).packed_bytes(self._tied if tied else self._boundary)
 
     def run_step(
         self,
@@ -225,7 +214,7 @@ class StageExecutor:
         order = self._orders[self.stage]
         needed = [self._needed(epoch, step, action) for action in order]
         # Between the chunks of a stage tensors do not come in the order in which they are needed.
-        turns = Turns(order, swap=self._chunk_count == 1)
+        turns = Turns(order, swap=self._place.chunks == 1)
         try:
             while turns.left:
                 io.check()
@@ -236,7 +225,7 @@ class StageExecutor:
                 faults.reach(phase, stage=self.stage, step=step)
                 if action.kind is Kind.FORWARD:
                     result = self._forward(epoch, step, action, io, fed, wanted)
-                    if self._global_chunk(action) == self._last_chunk:
+                    if self._place.global_chunk(action) == self._place.last_chunk:
                         losses.append(result)
                 else:
                     self._backward(epoch, step, action, io)
@@ -278,7 +267,7 @@ class StageExecutor:
         labels: tuple[Tensor, ...],
     ) -> Tensor:
         """Returns what the chunk made, or the microbatch's share of the loss."""
-        index = self._global_chunk(action)
+        index = self._place.global_chunk(action)
         if index == 0:
             fed = inputs[action.microbatch]
         else:
@@ -286,7 +275,7 @@ class StageExecutor:
             fed = self._receive(key, self._boundary, io, TimeKind.WAIT_UPSTREAM)
         out = TensorKey(epoch, step, action.microbatch, index, Direction.ACTIVATION)
         self.clock.switch(TimeKind.FORWARD, out)
-        wanted = labels[action.microbatch] if index == self._last_chunk else None
+        wanted = labels[action.microbatch] if index == self._place.last_chunk else None
         result = self._model.forward(action.chunk, action.microbatch, fed, wanted)
         if wanted is not None:
             self._computed()
@@ -296,10 +285,10 @@ class StageExecutor:
         return result
 
     def _backward(self, epoch: int, step: int, action: Action, io: StageIO) -> None:
-        index = self._global_chunk(action)
+        index = self._place.global_chunk(action)
         key = TensorKey(epoch, step, action.microbatch, index, Direction.GRADIENT)
         gradient: Tensor | None = None
-        if index != self._last_chunk:
+        if index != self._place.last_chunk:
             gradient = self._receive(key, self._boundary, io, TimeKind.WAIT_DOWNSTREAM)
         self.clock.switch(TimeKind.BACKWARD, key)
         upstream = self._model.backward(action.chunk, action.microbatch, gradient)
@@ -339,12 +328,8 @@ class StageExecutor:
 
     def _needed(self, epoch: int, step: int, action: Action) -> Incoming | None:
         """The tensor that an action waits for."""
-        tensor = dependencies(action, self.stage, self.stages, self._chunk_count).needs
-        if tensor is None:
-            return None
-        direction = Direction.ACTIVATION if tensor.kind is Kind.FORWARD else Direction.GRADIENT
-        key = TensorKey(epoch, step, tensor.microbatch, tensor.boundary, direction)
-        return Incoming(key, self._boundary)
+        key = self._place.needed(epoch, step, action)
+        return None if key is None else Incoming(key, self._boundary)
 
     def _receive(self, key: TensorKey, spec: TensorSpec, io: StageIO, waiting: TimeKind) -> Tensor:
         if not self._transfer.begun(key):
@@ -381,9 +366,6 @@ class StageExecutor:
             return self._memory.codec(key)
         return self._codecs[key.direction]
 
-    def _packed_bytes(self, key: TensorKey, spec: TensorSpec) -> int:
-        return self._codec(key).packed_bytes(spec)
-
     def _microbatches(self, batch: np.ndarray | None) -> tuple[Tensor, ...]:
         if batch is None:
             return ()
@@ -391,21 +373,4 @@ class StageExecutor:
 
     def _remembering(self) -> dict[int, str]:
         """Boundaries of this stage by number, if its codec has a memory, and the unit before each."""
-        if self._memory is None:
-            return {}
-        ends = {index - 1 for index in self._chunk_indices()} | set(self._chunk_indices())
-        return {index: self._split[index][-1] for index in sorted(ends) if 0 <= index < self._last_chunk}
-
-    def _chunk_indices(self) -> range:
-        return range(self.stage, self.stages * self._chunk_count, self.stages)
-
-    def _global_chunk(self, action: Action) -> int:
-        return action.chunk * self.stages + self.stage
-
-    @property
-    def _last_chunk(self) -> int:
-        return self.stages * self._chunk_count - 1
-
-    @property
-    def _shares_tie(self) -> bool:
-        return self.config.model.tied and self.stages > 1
+        return {} if self._memory is None else self._place.boundaries
