@@ -1,6 +1,6 @@
 """Every shaped wire is measured by real TCP traffic before anything is run over it, and refused if it is off.
 
-Two nodes exchange data over a connection of their own, at the kernel's congestion control, one direction
+Two nodes exchange data over a connection of their own, at the lab's congestion control, one direction
 after the other; all links at once, so that a machine that cannot carry them together is found out. A first
 stretch is left out: TCP finds the rate then, and the shaper's bucket is full. What is judged is the payload
 that arrived a second, against `PAYLOAD_SHARE` of the rate asked for: the headers' part is known exactly, as a
@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from node.lab import tools
@@ -55,6 +54,8 @@ class Measured:
     rtt_ms: float
     seconds: float
     """Over which it was measured, the first stretch left out."""
+    congestion_control: str
+    """The sender's."""
 
     @property
     def share(self) -> float:
@@ -87,7 +88,6 @@ class Calibration:
 
     label: str
     attempts: int
-    congestion_control: str
     links: tuple[Measured, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -121,7 +121,6 @@ def calibrate(
             return Calibration(
                 label=shape.label,
                 attempts=attempt,
-                congestion_control=congestion_control(),
                 links=tuple(measured),
             )
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
@@ -154,9 +153,10 @@ def measure(network: Network, shape: Shape, ends: Sequence[tuple[int, int]]) -> 
     return measured
 
 
-def congestion_control() -> str:
-    """The kernel's default in the lab."""
-    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+def _congestion_control(connection: socket.socket) -> str:
+    """What the kernel uses for it."""
+    name = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    return name.rstrip(b"\0").decode("ascii", "replace")
 
 
 def _job(
@@ -180,6 +180,7 @@ def _job(
             asked_rtt_ms=rtt_ms,
             rtt_ms=1e3 * trip,
             seconds=seconds,
+            congestion_control=_congestion_control(pipe[0]),
         )
 
     return run

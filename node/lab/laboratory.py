@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from node.config.schema import RunConfig
 from node.lab import private
-from node.lab.calibration import Calibration, calibrate, congestion_control
+from node.lab.calibration import Calibration, calibrate
 from node.lab.measure import (
     Compute,
     PhaseSteps,
@@ -31,7 +31,7 @@ from node.lab.profile import Profile
 from node.lab.profile_file import link_ends
 from node.lab.results import RESULTS_FILE, Results, describe_machine
 from node.lab.shape import Shape
-from node.lab.support import delay_method
+from node.lab.support import congestion_control, delay_method
 from node.lab.topology import lay_out
 from node.training.text import SEPARATOR, read_text
 from wire.errors import RunError
@@ -39,7 +39,9 @@ from wire.errors import RunError
 Tell = Callable[[str], None]
 
 FIRST_PORT = 7700
-"""A run that is prepared while another goes on has ports of its own."""
+PORTS = 3
+"""Of a coordinator: for joining, for nodes, for its page. A run that is prepared while another goes on has
+ports of its own."""
 SPARE_CORES = 4
 """With so many a stage, the next run's processes start while one trains: they import, then wait."""
 
@@ -143,6 +145,7 @@ class _Laboratory:
             self._ends,
             topology=profile.network.topology,
             relay=method == "relay",
+            congestion_control=profile.network.congestion_control,
         )
         buffer = int(profile.network.socket_buffer_mb * 1e6)
         network = Network(topology, method=method, kind=profile.network.qdisc, socket_buffer=buffer)
@@ -176,7 +179,7 @@ class _Laboratory:
         network: dict[str, Any] = {
             **asdict(section),
             "delay_method": method,
-            "congestion_control": congestion_control(),
+            "congestion_control": congestion_control(section.congestion_control),
             "control": "the coordinator's wires are not shaped",
         }
         return Results.new(path, self._profile, machine, network)
@@ -245,7 +248,7 @@ class _Run:
             logs=logs,
             device=section.device,
             threads=section.threads,
-            port=FIRST_PORT + 2 * (self.number % 1000),
+            port=FIRST_PORT + PORTS * (self.number % 1000),
         )
         await self._processes.prepare()
         return self._processes

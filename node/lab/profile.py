@@ -60,6 +60,9 @@ class NetworkSection:
     socket_buffer_mb: float = 32.0
     """The kernel's limit of a TCP socket's buffers inside the lab, in MB (10^6 bytes); it bounds what one
     connection carries over a long way."""
+    congestion_control: str = ""
+    """TCP's between nodes: `cubic`, as on most machines, `bbr`, or another that the kernel has; empty: the
+    kernel's default."""
 
 
 @dataclass(frozen=True, kw_only=True)

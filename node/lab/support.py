@@ -42,6 +42,23 @@ def delay_method(wanted: str) -> str:
     )
 
 
+def congestion_control(wanted: str) -> str:
+    """The name asked for, or the kernel's default.
+
+    Raises RunError for one that the kernel does not have.
+    """
+    settings = Path("/proc/sys/net/ipv4")
+    if not wanted:
+        return (settings / "tcp_congestion_control").read_text().strip()
+    known = (settings / "tcp_available_congestion_control").read_text().split()
+    if wanted not in known:
+        raise RunError(
+            f"this kernel has no congestion control {wanted!r}: set network.congestion_control to one of "
+            f"{', '.join(sorted(known))}, or load its module"
+        )
+    return wanted
+
+
 def find_in_private() -> list[Finding]:
     """What works in the private place; leaves nothing but two devices, which go with it."""
     findings = []

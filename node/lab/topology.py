@@ -92,14 +92,24 @@ def mac_address(stage: int) -> str:
     return f"02:00:0a:4d:00:{stage + 1:02x}"
 
 
-def lay_out(stages: int, ends: Sequence[tuple[int, int]], *, topology: str, relay: bool) -> Topology:
+def lay_out(
+    stages: int,
+    ends: Sequence[tuple[int, int]],
+    *,
+    topology: str,
+    relay: bool,
+    congestion_control: str = "",
+) -> Topology:
     """The laboratory of a pipeline.
 
     Args:
         ends: the stages that each link joins; interfaces have no use for them.
         topology: `links` or `interfaces`.
         relay: whether packets between nodes go through the relay.
+        congestion_control: TCP's, between nodes; empty: the kernel's default.
     """
+    # By route, since a new namespace may not change the kernel's default, and gRPC asks for none.
+    control = ("congctl", congestion_control) if congestion_control else ()
     commands: list[tuple[str, tuple[str, ...]]] = [(LAB, ("link", "set", "lo", "up"))]
     names = [COORDINATOR, *map(node_name, range(stages))]
     for name in names:
@@ -113,9 +123,9 @@ def lay_out(stages: int, ends: Sequence[tuple[int, int]], *, topology: str, rela
         commands.append(_route(node, COORDINATOR_ADDRESS, node_address(stage)))
         commands.append(_route(desk, node_address(stage), COORDINATOR_ADDRESS))
     if topology == "links":
-        more, wires, ways = _links(ends, relay)
+        more, wires, ways = _links(ends, relay, control)
     else:
-        more, wires, ways = _interfaces(stages, relay)
+        more, wires, ways = _interfaces(stages, relay, control)
     return Topology(
         namespaces=tuple(names),
         commands=(*commands, *more),
@@ -128,7 +138,9 @@ def lay_out(stages: int, ends: Sequence[tuple[int, int]], *, topology: str, rela
 _Commands = list[tuple[str, tuple[str, ...]]]
 
 
-def _links(ends: Sequence[tuple[int, int]], relay: bool) -> tuple[_Commands, list[Wire], list[Way]]:
+def _links(
+    ends: Sequence[tuple[int, int]], relay: bool, control: tuple[str, ...]
+) -> tuple[_Commands, list[Wire], list[Way]]:
     commands: _Commands = []
     wires, ways = [], []
     for number, (lower, higher) in enumerate(ends):
@@ -141,14 +153,16 @@ def _links(ends: Sequence[tuple[int, int]], relay: bool) -> tuple[_Commands, lis
                 ways.append(Way(source=source.name, target=target.name, mac="", wires=(number,)))
         else:
             commands += _veth(low, high)
-        commands.append(_route(low, node_address(higher), node_address(lower)))
-        commands.append(_route(high, node_address(lower), node_address(higher)))
+        commands.append(_route(low, node_address(higher), node_address(lower), *control))
+        commands.append(_route(high, node_address(lower), node_address(higher), *control))
         name = f"link {lower} to {higher}"
         wires.append(Wire(name=name, lower=lower, higher=higher, up=low, down=high))
     return commands, wires, ways
 
 
-def _interfaces(stages: int, relay: bool) -> tuple[_Commands, list[Wire], list[Way]]:
+def _interfaces(
+    stages: int, relay: bool, control: tuple[str, ...]
+) -> tuple[_Commands, list[Wire], list[Way]]:
     commands: _Commands = []
     if not relay:
         commands.append((LAB, ("address", "add", f"{GATEWAY_ADDRESS}/32", "dev", "lo")))
@@ -157,8 +171,8 @@ def _interfaces(stages: int, relay: bool) -> tuple[_Commands, list[Wire], list[W
         node, port = Device(node_name(stage), "interface"), Device(LAB, f"port{stage}")
         commands += _veth(node, port, mac_address(stage))
         via = () if relay else ("via", GATEWAY_ADDRESS, "onlink")
-        source = ("src", node_address(stage))
-        commands.append((node.namespace, ("route", "add", NETWORK, *via, "dev", node.name, *source)))
+        how = (*via, "dev", node.name, "src", node_address(stage), *control)
+        commands.append((node.namespace, ("route", "add", NETWORK, *how)))
         if not relay:
             commands.append(_route(port, node_address(stage), GATEWAY_ADDRESS))
         wires.append(Wire(name=f"interface of {stage}", lower=stage, higher=-1, up=node, down=port))
@@ -183,5 +197,6 @@ def _veth(one: Device, other: Device, mac: str = "") -> _Commands:
     return commands
 
 
-def _route(device: Device, target: str, source: str) -> tuple[str, tuple[str, ...]]:
-    return device.namespace, ("route", "add", f"{target}/32", "dev", device.name, "src", source)
+def _route(device: Device, target: str, source: str, *control: str) -> tuple[str, tuple[str, ...]]:
+    way = ("dev", device.name, "src", source, *control)
+    return device.namespace, ("route", "add", f"{target}/32", *way)

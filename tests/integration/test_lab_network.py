@@ -77,6 +77,17 @@ def test_interfaces_are_limited_at_both_ends(flags: tuple[str, ...]) -> None:
     assert down["share"] == pytest.approx(1.0, abs=0.05)
 
 
+@pytest.mark.parametrize("topology", ["links", "interfaces"])
+@pytest.mark.parametrize("name", ["cubic", "reno"])
+def test_connections_between_nodes_have_the_congestion_control_asked_for(
+    flags: tuple[str, ...], topology: str, name: str
+) -> None:
+    if name not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split():
+        pytest.skip(f"this kernel has no {name}")
+    found = inside(flags, "measured", f"topology={topology}", "rate=50", f"congestion_control={name}")
+    assert [link["congestion_control"] for link in found["links"]] == [name, name]
+
+
 def test_a_link_that_is_off_is_refused(flags: tuple[str, ...]) -> None:
     found = inside(flags, "off", "wrong=22")
     up, down = found["links"]

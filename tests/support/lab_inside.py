@@ -29,7 +29,10 @@ def main() -> None:
 def measured(values: dict[str, str]) -> Any:
     """Two stages at one shape: every direction as found."""
     topology, relay = values.get("topology", "links"), values.get("relay") == "1"
-    with network(lay_out(2, ENDS, topology=topology, relay=relay), values) as laboratory:
+    plan = lay_out(
+        2, ENDS, topology=topology, relay=relay, congestion_control=values.get("congestion_control", "")
+    )
+    with network(plan, values) as laboratory:
         wires = len(laboratory.topology.wires)
         shape = uniform(values["rate"], float(values.get("rtt", 0)), wires)
         laboratory.shape(shape)

@@ -87,10 +87,11 @@ def calibration(shape: Shape) -> Calibration:
             asked_rtt_ms=shape.rtt_ms,
             rtt_ms=shape.rtt_ms,
             seconds=1.5,
+            congestion_control="bbr",
         )
         for sender in (0, 1)
     ]
-    return Calibration(label=shape.label, attempts=1, congestion_control="bbr", links=tuple(found))
+    return Calibration(label=shape.label, attempts=1, links=tuple(found))
 
 
 def test_figures_are_those_of_the_counters_and_the_steps() -> None:

@@ -12,7 +12,7 @@ from node.lab.shape import (
     shaper_commands,
     uniform,
 )
-from node.lab.topology import LAB, lay_out, node_address, node_name
+from node.lab.topology import COORDINATOR_ADDRESS, LAB, lay_out, node_address, node_name
 
 CHAIN = ((0, 1), (1, 2), (2, 3))
 
@@ -26,6 +26,7 @@ def measured(payload: float, rtt: float = 20.0) -> Measured:
         asked_rtt_ms=20.0,
         rtt_ms=rtt,
         seconds=1.5,
+        congestion_control="cubic",
     )
 
 
@@ -109,6 +110,20 @@ def test_neighbours_have_a_wire_and_the_coordinator_one_to_each(relay: bool) -> 
     assert (node_name(0), f"{node_address(2)}/32") not in routes
     assert len(plan.ways) == (6 if relay else 0)
     assert not plan.forwards
+
+
+@pytest.mark.parametrize("topology", ["links", "interfaces"])
+def test_congestion_control_is_of_the_routes_between_nodes_alone(topology: str) -> None:
+    def routes(name: str) -> dict[tuple[str, str], tuple[str, ...]]:
+        plan = lay_out(4, CHAIN, topology=topology, relay=False, congestion_control=name)
+        return {(where, words[2]): words for where, words in plan.commands if words[:2] == ("route", "add")}
+
+    plain, named = routes(""), routes("cubic")
+    assert not any("congctl" in words for words in plain.values())
+    chosen = {key for key, words in named.items() if words[-2:] == ("congctl", "cubic")}
+    assert named.keys() == plain.keys()
+    assert {where for where, _ in chosen} == {node_name(stage) for stage in range(4)}
+    assert not any(target.startswith(COORDINATOR_ADDRESS) for _, target in chosen)
 
 
 def test_no_two_devices_of_a_namespace_share_a_name() -> None:
