@@ -12,7 +12,7 @@ from wire.v1 import control_pb2
 LONGEST_SECONDS = 1e9
 """No run lasts 30 years."""
 MOST = 1e18
-"""Of anything else that is measured: bytes a second, operations a second."""
+"""Of anything else that is measured, such as bytes and operations a second; 64 bits hold a few of it."""
 LONGEST_LINE = 1000
 """Characters of a text for people; what is longer is cut."""
 _TICKS = 1e6
@@ -45,10 +45,10 @@ def telemetry_from_proto(message: control_pb2.Telemetry) -> Telemetry:
         times={line(entry.kind): seconds(entry.seconds, entry.kind) for entry in message.times},
         wall_seconds=seconds(message.wall_seconds, "wall time"),
         links=tuple(_link_from_proto(link) for link in message.links),
-        memory_bytes=message.memory_bytes,
-        peak_memory_bytes=message.peak_memory_bytes,
-        gpu_memory_bytes=message.gpu_memory_bytes,
-        gpu_peak_memory_bytes=message.gpu_peak_memory_bytes,
+        memory_bytes=count(message.memory_bytes, "memory"),
+        peak_memory_bytes=count(message.peak_memory_bytes, "peak memory"),
+        gpu_memory_bytes=count(message.gpu_memory_bytes, "a GPU's memory"),
+        gpu_peak_memory_bytes=count(message.gpu_peak_memory_bytes, "a GPU's peak memory"),
         clock_skew_seconds=finite(message.clock_skew_seconds, "a clock's skew"),
         clock_error_seconds=seconds(message.clock_error_seconds, "a clock's error"),
     )
@@ -70,21 +70,21 @@ def _link_to_proto(link: LinkReport) -> control_pb2.LinkReport:
 def _link_from_proto(link: control_pb2.LinkReport) -> LinkReport:
     return LinkReport(
         peer_stage=link.peer_stage,
-        bytes_sent=link.bytes_sent,
-        bytes_received=link.bytes_received,
-        retransmits=link.retransmits,
-        rejects=link.rejects,
+        bytes_sent=count(link.bytes_sent, "bytes sent"),
+        bytes_received=count(link.bytes_received, "bytes received"),
+        retransmits=count(link.retransmits, "retransmits"),
+        rejects=count(link.rejects, "rejects"),
         rtt_seconds=seconds(link.rtt_seconds, "round trip"),
         least_rtt_seconds=seconds(link.least_rtt_seconds, "least round trip"),
         capacity=amount(link.capacity, "capacity"),
         busy_seconds=seconds(link.busy_seconds, "busy time"),
-        queued_bytes=link.queued_bytes,
+        queued_bytes=count(link.queued_bytes, "bytes that wait"),
         flows=tuple(
             FlowReport(
                 direction=member(Direction, flow.direction),
                 codec=line(flow.codec),
-                bytes_sent=flow.bytes_sent,
-                elements_sent=flow.elements_sent,
+                bytes_sent=count(flow.bytes_sent, "a flow's bytes"),
+                elements_sent=count(flow.elements_sent, "a flow's elements"),
             )
             for flow in link.flows
         ),
@@ -170,6 +170,12 @@ def amount(value: float, what: str, most: float = MOST) -> float:
     """A measured amount; the peer that sends another number is broken or means harm."""
     if not 0.0 <= value <= most:
         raise ProtocolViolationError(f"{line(what)} cannot be {value}")
+    return value
+
+
+def count(value: int, what: str) -> int:
+    """A measured amount in whole numbers."""
+    amount(value, what)
     return value
 
 

@@ -10,6 +10,10 @@ from wire.telemetry import LinkReport, Telemetry
 
 CLOCK_RATIO = 1.01
 """How much faster than ours a node's clock may run."""
+FASTEST = 1e11
+"""Bytes a second that no node's links carry: 800 Gbit/s."""
+SLACK_SECONDS = 1.0
+"""Nodes open their links and may send before their epoch has begun here."""
 
 
 class Accounting:
@@ -30,13 +34,15 @@ class Accounting:
         self._step = Ledger(self._codecs)
         self._counted: dict[str, Telemetry] = {}
         self._ready_wall: dict[str, float] = {}
+        self._epoch_bytes: dict[str, int] = {}
         self._hosts: dict[int, str] = {}
 
     def report(self, node_id: str, telemetry: Telemetry, elapsed: float = math.inf) -> None:
         """A node's newest totals.
 
         Args:
-            elapsed: seconds since `begin_epoch`. A node that says that it spent more is not believed.
+            elapsed: seconds since `begin_epoch`. A node that says that it spent more, or sent more than any
+                can in that time, is not believed.
         """
         self.newest[node_id] = telemetry
         if node_id not in self.seats or telemetry.epoch != self._epoch:
@@ -45,8 +51,11 @@ class Accounting:
         most = self._ready_wall.get(node_id, 0.0) + CLOCK_RATIO * elapsed
         telemetry = replace(telemetry, wall_seconds=min(telemetry.wall_seconds, most))
         self._counted[node_id] = telemetry
+        sent = self._epoch_bytes.get(node_id, 0)
+        room = FASTEST * (elapsed + SLACK_SECONDS) - sent
         for ledger in (self.run, self._step):
-            ledger.add(self.seats.index(node_id), len(self.seats), before, telemetry)
+            counted = ledger.add(self.seats.index(node_id), len(self.seats), before, telemetry, room)
+        self._epoch_bytes[node_id] = sent + counted
 
     def forget(self, node_id: str) -> None:
         """The node is gone: what it said last is no news any more."""
@@ -58,6 +67,7 @@ class Accounting:
         ready = {node: self.newest[node] for node in seats if node in self.newest}
         self._counted = {node: report for node, report in ready.items() if report.epoch == epoch}
         self._ready_wall = {node: report.wall_seconds for node, report in self._counted.items()}
+        self._epoch_bytes = {}
         self._hosts.update(enumerate(seats))
         self._step = Ledger(self._codecs)
 

@@ -4,6 +4,7 @@ A node reports totals of its epoch; the difference of two reports goes to the st
 links that it sends on. So sums only grow, whoever hosts a stage, however often epochs and processes change.
 """
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -76,10 +77,11 @@ class Ledger:
     def link(self, source: int, target: int) -> LinkSums:
         return self.links.setdefault((source, target), LinkSums())
 
-    def add(self, stage: int, stages: int, before: Telemetry, now: Telemetry) -> None:
+    def add(self, stage: int, stages: int, before: Telemetry, now: Telemetry, most: float = math.inf) -> int:
         """What the node of `stage`, of so many `stages`, did between two reports of one epoch.
 
-        No part of it takes longer than the whole, whatever the node says.
+        No part of it takes longer than the whole, and all links together carried no more than `most` bytes,
+        whatever the node says. Returns the bytes that were counted.
         """
         sums = self.stages.setdefault(stage, StageSums())
         passed = max(0.0, now.wall_seconds - before.wall_seconds)
@@ -91,28 +93,44 @@ class Ledger:
             left -= spent
             sums.seconds[kind.value] += spent
         earlier = {link.peer_stage: link for link in before.links}
+        counted = 0
         for link in now.links:
             if link.peer_stage < stages and link.peer_stage != stage:
-                self._add_link(stage, _baseline(link, earlier.get(link.peer_stage)), link, passed)
+                baseline = _baseline(link, earlier.get(link.peer_stage))
+                counted += self._add_link(stage, baseline, link, passed, most - counted)
+        return counted
 
-    def _add_link(self, stage: int, before: LinkReport, now: LinkReport, passed: float) -> None:
+    def _add_link(self, stage: int, before: LinkReport, now: LinkReport, passed: float, most: float) -> int:
         sums = self.link(stage, now.peer_stage)
-        sums.bytes += now.bytes_sent - before.bytes_sent
+        size = _grown(before.bytes_sent, now.bytes_sent, most)
+        sums.bytes += size
         sums.busy += min(max(0.0, now.busy_seconds - before.busy_seconds), passed)
-        sums.retransmits += max(0, now.retransmits - before.retransmits)
+        # A frame has more than one byte, an element of no codec less than one bit.
+        retransmits = _grown(before.retransmits, now.retransmits, most)
+        rejects = _grown(before.rejects, now.rejects, most)
+        sums.retransmits += retransmits
         # It is the receiver that counts damaged frames.
-        self.link(now.peer_stage, stage).rejects += max(0, now.rejects - before.rejects)
+        self.link(now.peer_stage, stage).rejects += rejects
         earlier = {(flow.direction, flow.codec): flow for flow in before.flows}
+        in_flows = 0
         for flow in now.flows:
             old = earlier.get((flow.direction, flow.codec))
             key = flow.direction, self._known(flow.codec)
-            size = flow.bytes_sent - (old.bytes_sent if old else 0)
-            elements = flow.elements_sent - (old.elements_sent if old else 0)
-            sums.flow_bytes[key] = sums.flow_bytes.get(key, 0) + max(0, size)
-            sums.flow_elements[key] = sums.flow_elements.get(key, 0) + max(0, elements)
+            left = most - in_flows
+            of_flow = _grown(old.bytes_sent if old else 0, flow.bytes_sent, left)
+            elements = _grown(old.elements_sent if old else 0, flow.elements_sent, 8 * left)
+            sums.flow_bytes[key] = sums.flow_bytes.get(key, 0) + of_flow
+            sums.flow_elements[key] = sums.flow_elements.get(key, 0) + elements
+            in_flows += max(of_flow, elements // 8)
+        return max(size, in_flows, retransmits, rejects)
 
     def _known(self, codec: str) -> str:
         return codec if self._codecs is None or codec in self._codecs else OTHER_CODEC
+
+
+def _grown(before: int, now: int, most: float) -> int:
+    """What a counter grew by, which is no less than nothing and no more than `most`."""
+    return int(max(0, min(now - before, most)))
 
 
 def _baseline(now: LinkReport, before: LinkReport | None) -> LinkReport:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.coordinator.accounting import CLOCK_RATIO, Accounting
+from node.coordinator.accounting import CLOCK_RATIO, FASTEST, SLACK_SECONDS, Accounting
 from node.telemetry.clock import TimeKind
 from node.telemetry.costs import add_costs, bits_per_element, idle_by_stage, mbit_by_stage
 from node.telemetry.ledger import OTHER_CODEC
@@ -86,6 +86,37 @@ def test_a_node_that_says_that_it_spent_more_than_passed_is_not_believed() -> No
     books.report("a", replace(lie, wall_seconds=1e9), 6.0)
     (again, _) = books.step(8, seconds=2.0).stages
     assert again.wall_seconds == pytest.approx(2.0 * CLOCK_RATIO)
+
+
+@pytest.mark.parametrize("of", ["bytes_sent", "retransmits", "rejects", "flow bytes", "flow elements"])
+def test_a_node_that_says_that_it_sent_more_than_any_can_is_not_believed(of: str) -> None:
+    """Not in one report, nor in many, with links that it says to have made anew or that it names twice."""
+    books = accounting()
+    began(books, steps=10)
+    nothing = replace(totals(0).links[0], flows=())
+    if of.startswith("flow"):
+        flow = FlowReport(direction=Direction.ACTIVATION, codec="tah", bytes_sent=0, elements_sent=0)
+        flow = replace(flow, **{f"{of[5:]}_sent": 10**18})
+        link = replace(nothing, flows=(flow, replace(flow, direction=Direction.GRADIENT)))
+    else:
+        link = replace(nothing, **{of: 10**18})
+    for _ in range(20):
+        books.report("a", replace(totals(11), links=(link, link)), 4.0)
+        books.report("a", replace(totals(11), links=(nothing,)), 4.0)
+    books.report("b", totals(11, stage=1), 4.0)
+    there, back = books.step(7, seconds=4.0).links
+    most = FASTEST * (4.0 + SLACK_SECONDS)
+    assert max(there.bytes, there.retransmits, back.rejects) <= most
+    assert sum(flow.bytes for flow in there.flows) <= most
+    assert sum(flow.elements for flow in there.flows) <= 8 * most
+    assert back.bytes == 1000
+    # Of what is possible everything counts, in the next epoch, too.
+    books.report("b", totals(12, stage=1), 5.0)
+    assert books.step(8, seconds=1.0).links[-1].bytes == 1000
+    books.report("a", totals(0, epoch=EPOCH + 1), 6.0)
+    books.begin_epoch(EPOCH + 1, SEATS)
+    books.report("a", totals(1, epoch=EPOCH + 1), 0.1)
+    assert books.step(9, seconds=1.0).links[0].bytes == 1000
 
 
 def test_a_step_costs_the_difference_of_totals() -> None:

@@ -41,11 +41,12 @@ from wire.messages_proto import (
 )
 from wire.spec import Direction, TensorKey
 from wire.telemetry import MOST_SPANS, FlowReport, LinkReport, Span, StepSpans, Telemetry
-from wire.telemetry_proto import LONGEST_LINE, LONGEST_SECONDS
+from wire.telemetry_proto import LONGEST_LINE, LONGEST_SECONDS, MOST
 from wire.v1 import control_pb2, enrolment_pb2
 
 NUMBER = st.integers(0, 2**32 - 1)
 COUNT = st.integers(0, 2**64 - 1)
+MEASURED = st.integers(0, int(MOST))
 AMOUNT = st.floats(0, LONGEST_SECONDS)
 ANY_FLOAT = st.floats()
 TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
@@ -67,8 +68,8 @@ FLOWS = st.lists(
         FlowReport,
         direction=st.sampled_from(Direction),
         codec=LINE,
-        bytes_sent=COUNT,
-        elements_sent=COUNT,
+        bytes_sent=MEASURED,
+        elements_sent=MEASURED,
     ),
     max_size=4,
 ).map(tuple)
@@ -81,23 +82,23 @@ TELEMETRY = st.builds(
         st.builds(
             LinkReport,
             peer_stage=NUMBER,
-            bytes_sent=COUNT,
-            bytes_received=COUNT,
-            retransmits=COUNT,
-            rejects=COUNT,
+            bytes_sent=MEASURED,
+            bytes_received=MEASURED,
+            retransmits=MEASURED,
+            rejects=MEASURED,
             rtt_seconds=AMOUNT,
             least_rtt_seconds=AMOUNT,
             capacity=AMOUNT,
             busy_seconds=AMOUNT,
-            queued_bytes=COUNT,
+            queued_bytes=MEASURED,
             flows=FLOWS,
         ),
         max_size=3,
     ).map(tuple),
-    memory_bytes=COUNT,
-    peak_memory_bytes=COUNT,
-    gpu_memory_bytes=COUNT,
-    gpu_peak_memory_bytes=COUNT,
+    memory_bytes=MEASURED,
+    peak_memory_bytes=MEASURED,
+    gpu_memory_bytes=MEASURED,
+    gpu_peak_memory_bytes=MEASURED,
     clock_skew_seconds=FINITE,
     clock_error_seconds=AMOUNT,
 )
@@ -262,6 +263,31 @@ def test_no_loss_differs_from_any_loss(loss: float | None) -> None:
                 control_pb2.Telemetry(links=[control_pb2.LinkReport(rtt_seconds=value)]),
                 control_pb2.Telemetry(links=[control_pb2.LinkReport(capacity=value)]),
                 control_pb2.Telemetry(clock_error_seconds=value),
+            )
+        ),
+        *(
+            control_pb2.NodeMessage(heartbeat=control_pb2.Heartbeat(telemetry=telemetry))
+            for value in (int(MOST) + 1, 2**64 - 1)
+            for telemetry in (
+                *(
+                    control_pb2.Telemetry(**{name: value})
+                    for name in (
+                        "memory_bytes",
+                        "peak_memory_bytes",
+                        "gpu_memory_bytes",
+                        "gpu_peak_memory_bytes",
+                    )
+                ),
+                *(
+                    control_pb2.Telemetry(links=[control_pb2.LinkReport(**{name: value})])
+                    for name in ("bytes_sent", "bytes_received", "retransmits", "rejects", "queued_bytes")
+                ),
+                *(
+                    control_pb2.Telemetry(
+                        links=[control_pb2.LinkReport(flows=[control_pb2.FlowReport(**{name: value})])]
+                    )
+                    for name in ("bytes_sent", "elements_sent")
+                ),
             )
         ),
         control_pb2.NodeMessage(heartbeat=control_pb2.Heartbeat(sent_at=math.nan)),
