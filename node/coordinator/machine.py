@@ -24,8 +24,12 @@ from node.coordinator.actions import (
 )
 from node.coordinator.complaints import Complaints
 from node.coordinator.epoch import Epoch, FiniteUncompressed, NonFinite, Phase, StepPlan
-from node.coordinator.plan import Member, Past, RunPlan
+from node.coordinator.epoch_series import PLACING_SECONDS, EpochSeries
+from node.coordinator.failures import Failures, GiveUp, RunAgain
+from node.coordinator.plan import Past, RunPlan
+from node.coordinator.roster import Member, Roster
 from node.coordinator.seating import ONE, Candidate, Seating, prefetch_order
+from node.coordinator.snapshot_schedule import SnapshotSchedule
 from node.model.memory import Devices
 from wire.messages import (
     Abort,
@@ -40,29 +44,17 @@ from wire.messages import (
     Vote,
 )
 
-MAX_RETRIES = 3
-"""Attempts at one step that may fail, with nobody dead, before the run stops."""
-PLACING_SECONDS = 90.0
-"""A node that lives but does not say within this time what it holds is stuck. It exceeds what a node allows
-itself to end the epoch before."""
-MAX_ASKED_SNAPSHOTS = 2
-"""Snapshots being uploaded at a time; where links are slower than that, some are left out. Each costs its
-nodes a copy of their state."""
-
 
 class RunMachine:
     """One run, from the first hello to `Stop`."""
 
     def __init__(self, plan: RunPlan, step_plan: StepPlan, past: Past) -> None:
         self.plan = plan
-        self.newest_snapshot = past.newest_snapshot
-        self.members: dict[str, Member] = {}
-        self.epoch: Epoch | None = None
         self.stopped = False
-        self._step_plan = step_plan
-        self._last_epoch = past.last_epoch
-        self._committed = past.committed
-        self._newest_state = past.committed.step + 1 if past.committed is not None else 0
+        self._roster = Roster(silent_seconds=plan.silent_seconds, reconnect_seconds=plan.reconnect_seconds)
+        self._snapshots = SnapshotSchedule(every=plan.snapshot_every, newest=past.newest_snapshot)
+        self._failures = Failures()
+        self._epochs = EpochSeries(past, step_plan)
         self._seating = Seating(
             stages=plan.stages,
             min_stages=plan.min_stages,
@@ -70,29 +62,33 @@ class RunMachine:
             stage_bytes=plan.stage_bytes,
             previous=past.seats,
         )
-        self._told: str | None = None
-        self._retries = 0
         self._complaints = Complaints()
-        self._ended: Epoch | None = None
-        """The epoch before this one."""
-        self._suspect: tuple[int, str] | None = None
         self._stopping: str | None = None
-        self._saving = False
-        self._save_asked = False
         self._growing = False
-        self._placed_at = 0.0
-        """When the epoch's nodes were told their places."""
-        self._windows: tuple[int, ...] = ()
-        """The newest plan for the links; empty before there is one."""
-        self._asked: list[int] = []
-        """Snapshots that this epoch asked for and that are not stored yet."""
 
-    # ---- who is here
+    # ---- what may be known
+
+    @property
+    def epoch(self) -> Epoch | None:
+        """The placement that is on, if one is."""
+        return self._epochs.current
+
+    @property
+    def members(self) -> Mapping[str, Member]:
+        """Who is in the run, in the order in which they came."""
+        return self._roster.members
 
     @property
     def quarantined(self) -> Mapping[str, str]:
         """Nodes that are shut out for what their neighbours said, and what that was."""
         return self._complaints.quarantined
+
+    @property
+    def newest_snapshot(self) -> int:
+        """The newest one that is complete and on disk; 0 before there is one."""
+        return self._snapshots.newest
+
+    # ---- who is here
 
     def hello(
         self,
@@ -118,56 +114,38 @@ class RunMachine:
         member = self.members.get(node_id)
         if member is not None and member.process_nonce != process_nonce:
             # Not `lost`: its session is the new process's already, and must stay open.
-            del self.members[node_id]
+            del self._roster.members[node_id]
             again = f"node {node_id} was started again"
             actions += [Announce(text=again), *self._unseat(node_id, again, now)]
             member = None
         offer = Candidate(node_id=node_id, memory_bytes=memory_bytes, devices=devices)
         if member is None and (line := self._seating.too_small(offer)) is not None:
             return [*actions, *_send_away(node_id, line), *self._try_place(now)]
-        if member is None:
-            member = self.members[node_id] = Member(
-                address=address, offer=offer, process_nonce=process_nonce, last_heard=now
-            )
-        member.disconnected_at = None
-        member.last_heard = now
-        member.address = address
-        seated = self.epoch is not None and node_id in self.epoch.seats
-        if epoch and not (seated and self.epoch is not None and self.epoch.number == epoch):
+        self._roster.arrived(offer, address=address, process_nonce=process_nonce, now=now)
+        current = self.epoch if self.epoch is not None and node_id in self.epoch.seats else None
+        if epoch and (current is None or current.number != epoch):
             actions.append(Send(node_id=node_id, message=Abort(epoch=epoch, reason="that epoch is over")))
-        if seated and self.epoch is not None:
-            return [*actions, *(Send(node_id=node_id, message=m) for m in self.epoch.outstanding(node_id))]
-        actions += self._try_place(now)
-        if self.epoch is not None and node_id not in self.epoch.seats:
-            actions += self._prefetch(node_id)
-        return actions
+        if current is not None:
+            return [*actions, *(Send(node_id=node_id, message=m) for m in current.outstanding(node_id))]
+        return [*actions, *self._try_place(now), *self._prefetch(node_id)]
 
     def heard(self, node_id: str, now: float) -> None:
-        if (member := self.members.get(node_id)) is not None:
-            member.last_heard = now
+        self._roster.heard(node_id, now)
 
     def disconnected(self, node_id: str, now: float) -> list[Action]:
         """The control connection broke. Death is declared by `tick` if the node does not come back."""
-        if (member := self.members.get(node_id)) is not None:
-            member.disconnected_at = now
+        self._roster.disconnected(node_id, now)
         return []
 
     def tick(self, now: float) -> list[Action]:
         """Call about twice a second: declares silent and vanished nodes dead, regroups when it is time."""
         actions: list[Action] = []
-        for node_id, member in list(self.members.items()):
-            gone = member.disconnected_at
-            if gone is not None and now - gone > self.plan.reconnect_seconds:
-                actions += self._gone(node_id, "its connection closed and did not come back", now)
-            elif gone is None and now - member.last_heard > self.plan.silent_seconds:
-                actions += self._gone(
-                    node_id, f"it has been silent for more than {self.plan.silent_seconds:g} s", now
-                )
-        if self.epoch is not None and now - self._placed_at > PLACING_SECONDS:
+        for node_id, reason in self._roster.overdue(now).items():
+            actions += self._gone(node_id, reason, now)
+        for node_id in self._epochs.stuck(now):
             stuck = f"it did not take its place within {PLACING_SECONDS:g} s: start it again"
-            for node_id in self.epoch.unplaced:
-                actions.append(Send(node_id=node_id, message=Finish(reason=stuck, failed=True)))
-                actions += self._gone(node_id, stuck, now)
+            actions.append(Send(node_id=node_id, message=Finish(reason=stuck, failed=True)))
+            actions += self._gone(node_id, stuck, now)
         return actions + self._try_place(now)
 
     def lost(self, node_id: str, reason: str, now: float) -> list[Action]:
@@ -202,7 +180,7 @@ class RunMachine:
         But for complaints: the node at fault may have told of its broken link first.
         """
         self.heard(node_id, now)
-        epoch, ended = self.epoch, self._ended
+        epoch, ended = self.epoch, self._epochs.ended
         if isinstance(message, StepFailed) and ended is not None and message.epoch == ended.number:
             return self._complaint(ended, node_id, message, now)
         if self.stopped or epoch is None or node_id not in epoch.seats:
@@ -223,26 +201,24 @@ class RunMachine:
 
     def snapshot_stored(self, step: int, now: float) -> list[Action]:
         """The snapshot of `step` is complete and on disk."""
-        self.newest_snapshot = max(self.newest_snapshot, step)
-        self._asked = [asked for asked in self._asked if asked > self.newest_snapshot]
+        self._snapshots.stored(step)
         epoch = self.epoch
         if self.stopped or epoch is None:
             return []
-        actions = [action for node in self._spares(epoch) for action in self._prefetch(node)]
-        if self._saving and epoch.step == step:
-            self._saving = False
+        actions = [action for node in self._roster.spares(epoch.seats) for action in self._prefetch(node)]
+        if self._snapshots.awaited and epoch.step == step:
+            self._snapshots.awaited = False
             actions += self._between_steps(epoch, now)
         return actions
 
     def plan_windows(self, epoch: int, windows: tuple[int, ...]) -> list[Action]:
         """From this epoch's next step on, links have these windows; in later epochs of as many stages too."""
-        if self.epoch is not None and self.epoch.number == epoch:
-            self._windows = self.epoch.planned_windows = windows
+        self._epochs.plan_windows(epoch, windows)
         return []
 
     def save(self) -> list[Action]:
         """The operator asks for a snapshot: the next step that ends has one, due or not."""
-        self._save_asked = True
+        self._snapshots.request()
         return []
 
     def fail(self, reason: str) -> list[Action]:
@@ -256,21 +232,14 @@ class RunMachine:
     ) -> list[Action]:
         match outcome:
             case NonFinite():
-                return self._not_finite(epoch, outcome.node_id, outcome.what, now)
+                verdict = self._failures.not_finite(epoch, outcome.node_id, outcome.what)
+                return self._after_failure(verdict, now)
             case FiniteUncompressed():
-                _, what = self._suspect or (epoch.step, "a tensor")
-                return self._stop(
-                    f"step {epoch.step + 1} was not committed: {what}; with uncompressed links it is finite, "
-                    f"so the codecs are the cause; {self._what_is_kept()}: use wider codecs in "
-                    "[pipeline], then resume",
-                    failed=True,
-                )
+                return self._after_failure(self._failures.finite_uncompressed(epoch), now)
             case _:
                 if outcome and epoch.committed is not None:
-                    self._committed = epoch.committed
-                    self._newest_state = max(self._newest_state, epoch.committed.step + 1)
-                    if self._suspect is not None and self._suspect[0] == epoch.committed.step:
-                        self._suspect = None
+                    self._epochs.committed(epoch.committed)
+                    self._failures.committed(epoch.committed.step)
                 return outcome
 
     def _progress(self, epoch: Epoch, actions: list[Action], now: float) -> list[Action]:
@@ -278,24 +247,20 @@ class RunMachine:
         if not actions:
             return []
         if isinstance(actions[-1], StepDone):
-            self._retries = 0
-        due = epoch.step % self.plan.snapshot_every == 0
-        if (due or self._save_asked) and epoch.step < self.plan.total_steps:
-            if due:
+            self._failures.forgive()
+        if epoch.step < self.plan.total_steps:
+            if self._snapshots.due(epoch.step):
                 # Also after a restore: the epoch that should have taken this snapshot may have ended badly.
                 self._growing = self._can_grow(epoch)
-            wanted = self.newest_snapshot < epoch.step and len(self._asked) < MAX_ASKED_SNAPSHOTS
-            if wanted and self._may_go_on(epoch):
-                self._save_asked = False
-                actions = [*actions, *self._snapshot(epoch)]
+            if self._snapshots.wanted(epoch.step) and self._may_go_on(epoch):
+                actions = [*actions, *self._snapshot(epoch, await_it=False)]
         return actions + self._between_steps(epoch, now)
 
     def _between_steps(self, epoch: Epoch, now: float) -> list[Action]:
         if self._may_go_on(epoch):
             return epoch.begin()
-        if self.newest_snapshot < epoch.step:
-            self._saving = True
-            return self._snapshot(epoch)
+        if self._snapshots.newest < epoch.step:
+            return self._snapshot(epoch, await_it=True)
         if epoch.step >= self.plan.total_steps:
             return self._stop("all steps are done", failed=False)
         if self._stopping is not None:
@@ -305,74 +270,52 @@ class RunMachine:
         return self._end_epoch(AbortKind.PLACEMENT, "the placement changes") + self._try_place(now)
 
     def _may_go_on(self, epoch: Epoch) -> bool:
-        leaving = any(self.members[node].leaving for node in epoch.seats)
-        return (
-            epoch.step < self.plan.total_steps
-            and self._stopping is None
-            and not leaving
-            and not self._growing
-        )
+        stays = self._stopping is None and not self._growing
+        return stays and epoch.step < self.plan.total_steps and not self._roster.leaving(epoch.seats)
 
     def _holds_progress(self, epoch: Epoch) -> bool:
         """Whether the epoch may be past the newest snapshot, so that ending it now would lose work."""
-        return epoch.phase in (Phase.STEPPING, Phase.APPLYING) or self._saving
+        return epoch.phase in (Phase.STEPPING, Phase.APPLYING) or self._snapshots.awaited
 
-    def _snapshot(self, epoch: Epoch) -> list[Action]:
-        self._asked.append(epoch.step)
+    def _snapshot(self, epoch: Epoch, *, await_it: bool) -> list[Action]:
+        self._snapshots.ask(epoch.step, await_it=await_it)
         return [OpenSnapshot(step=epoch.step), *epoch.take_snapshot()]
 
     def _can_grow(self, epoch: Epoch) -> bool:
-        if any(self.members[node].disconnected_at is not None for node in epoch.seats):
-            return False
-        return self._seating.can_grow(len(epoch.seats), self._candidates())
+        return self._roster.connected(epoch.seats) and self._seating.can_grow(
+            len(epoch.seats), self._roster.candidates()
+        )
 
     # ---- inside: failures
 
     def _failed(self, epoch: Epoch, node_id: str, message: StepFailed, now: float) -> list[Action]:
         if message.kind is FailureKind.NON_FINITE:
-            return self._not_finite(epoch, node_id, message.message, now)
+            return self._after_failure(self._failures.not_finite(epoch, node_id, message.message), now)
         actions = self._complaint(epoch, node_id, message, now)
         if self.epoch is not epoch:
             return actions
-        self._retries += 1
-        reason = f"stage {epoch.seats.index(node_id)}: {message.message}"
-        if self._retries > MAX_RETRIES:
-            return actions + self._stop(
-                f"step {epoch.step + 1} failed {self._retries} times in a row, last at {reason}; "
-                f"{self._what_is_kept()}: mend that, then resume",
-                failed=True,
-            )
-        return actions + self._end_epoch(AbortKind.FAILED, reason) + self._try_place(now)
+        return actions + self._after_failure(self._failures.failed(epoch, node_id, message.message), now)
 
-    def _not_finite(self, epoch: Epoch, node_id: str, what: str, now: float) -> list[Action]:
-        """First time: the same step again without compression. Second time: the run diverges."""
-        what = f"{what} at stage {epoch.seats.index(node_id)} is not finite"
-        if not epoch.uncompressed:
-            self._suspect = (epoch.step, what)
-            note = f"step {epoch.step + 1} is not committed: {what}; running it again with uncompressed links"
-            ended = self._end_epoch(AbortKind.NOT_FINITE, what)
-            return [Announce(text=note), *ended, *self._try_place(now)]
-        return self._stop(
-            f"step {epoch.step + 1} was not committed: {what}, with uncompressed links too, so the run "
-            f"diverges; {self._what_is_kept()}: lower training.lr, then resume",
-            failed=True,
-        )
+    def _after_failure(self, verdict: RunAgain | GiveUp, now: float) -> list[Action]:
+        if isinstance(verdict, GiveUp):
+            kept = self._snapshots.what_is_kept()
+            return self._stop(f"{verdict.why}; {kept}: {verdict.remedy}", failed=True)
+        notes: list[Action] = [Announce(text=verdict.note)] if verdict.note else []
+        return [*notes, *self._end_epoch(verdict.kind, verdict.reason), *self._try_place(now)]
 
     def _complaint(self, epoch: Epoch, node_id: str, message: StepFailed, now: float) -> list[Action]:
         """What a stage says against a neighbour."""
         if self.stopped or (culprit := self._complaints.hear(epoch, node_id, message)) is None:
             return []
         why = f"quarantined: {message.message}"
-        return [
-            Send(node_id=culprit, message=Finish(reason=why, failed=True)),
-            *self.lost(culprit, why, now),
-        ]
+        finish = Send(node_id=culprit, message=Finish(reason=why, failed=True))
+        return [finish, *self.lost(culprit, why, now)]
 
     # ---- inside: seats
 
     def _release(self, node_id: str, now: float) -> list[Action]:
         """Let a node go that asked to."""
-        del self.members[node_id]
+        del self._roster.members[node_id]
         return [
             *self._unseat(node_id, f"node {node_id} left", now),
             Send(node_id=node_id, message=Finish(reason="you have left the run", failed=False)),
@@ -380,7 +323,7 @@ class RunMachine:
         ]
 
     def _gone(self, node_id: str, reason: str, now: float) -> list[Action]:
-        if self.stopped or self.members.pop(node_id, None) is None:
+        if self.stopped or self._roster.members.pop(node_id, None) is None:
             return []
         lost = self._unseat(node_id, f"node {node_id} is gone: {reason}", now)
         return [Released(node_id=node_id, reason=reason), *lost]
@@ -388,19 +331,16 @@ class RunMachine:
     def _unseat(self, node_id: str, reason: str, now: float) -> list[Action]:
         if self._seating.vacate(node_id, now):
             # Failures that its neighbours told of were its own end.
-            self._retries = 0
+            self._failures.forgive()
         if self.epoch is None or node_id not in self.epoch.seats:
             return []
         return self._end_epoch(AbortKind.LOST, reason)
 
     def _end_epoch(self, kind: AbortKind, reason: str) -> list[Action]:
-        epoch = self.epoch
-        if epoch is None:
+        if (epoch := self._epochs.end()) is None:
             return []
-        self.epoch, self._ended = None, epoch
-        self._saving = False
         self._growing = False
-        self._asked.clear()
+        self._snapshots.epoch_over()
         aborts: list[Action] = [
             Send(node_id=node, message=Abort(epoch=epoch.number, reason=reason))
             for node in epoch.seats
@@ -415,68 +355,36 @@ class RunMachine:
         if self._stopping is not None:
             return self._stop(self._stopping, failed=False)
         actions: list[Action] = []
-        for node_id in [node for node, member in self.members.items() if member.leaving]:
+        for node_id in self._roster.leaving(self.members):
             actions += self._release(node_id, now)
-        nodes = self._seating.choose(self._candidates(), now)
+        nodes = self._seating.choose(self._roster.candidates(), now)
         if nodes is None:
-            return actions + self._explain_wait()
-        self._told = None
-        self._last_epoch += 1
-        self._placed_at = now
-        self.epoch = Epoch(
-            number=self._last_epoch,
-            seats=nodes,
-            addresses=tuple(self.members[node].address for node in nodes),
-            newest_snapshot=self.newest_snapshot,
-            newest_state=self._newest_state,
-            committed=self._committed,
-            suspect_step=self._suspect[0] if self._suspect is not None else None,
-            plan=self._step_plan,
+            news = self._seating.news(self._roster.candidates())
+            return [*actions, Announce(text=news)] if news is not None else actions
+        epoch = self._epochs.begin(
+            nodes,
+            tuple(self.members[node].address for node in nodes),
+            newest_snapshot=self._snapshots.newest,
+            suspect_step=self._failures.suspect_step,
+            now=now,
         )
-        if len(self._windows) == len(nodes) - 1:
-            self.epoch.planned_windows = self._windows
-        placement = RecordPlacement(epoch=self._last_epoch, nodes=nodes, addresses=self.epoch.addresses)
-        return [*actions, placement, *self.epoch.announce()]
-
-    def _candidates(self) -> list[Candidate]:
-        return [
-            member.offer
-            for member in self.members.values()
-            if member.disconnected_at is None and not member.leaving
-        ]
-
-    def _explain_wait(self) -> list[Action]:
-        line = self._seating.shortage(self._candidates())
-        if line is None or line == self._told:
-            return []
-        self._told = line
-        return [Announce(text=line)]
-
-    def _spares(self, epoch: Epoch) -> list[str]:
-        return [
-            node
-            for node, member in self.members.items()
-            if node not in epoch.seats and member.disconnected_at is None and not member.leaving
-        ]
+        placement = RecordPlacement(epoch=epoch.number, nodes=nodes, addresses=epoch.addresses)
+        return [*actions, placement, *epoch.announce()]
 
     def _prefetch(self, node_id: str) -> list[Action]:
         """Keep a spare warm: the newest snapshot, the stage that it would most likely take first."""
-        epoch = self.epoch
-        if epoch is None or self.newest_snapshot == 0 or node_id not in self._spares(epoch):
+        epoch, newest = self.epoch, self._snapshots.newest
+        spares = self._roster.spares(epoch.seats) if epoch is not None else []
+        if epoch is None or newest == 0 or node_id not in spares:
             return []
-        order = prefetch_order(self._spares(epoch).index(node_id), self.plan.units(len(epoch.seats)))
-        return [Send(node_id=node_id, message=Prefetch(step=self.newest_snapshot, units=order))]
-
-    def _what_is_kept(self) -> str:
-        if self.newest_snapshot == 0:
-            return "no snapshot was due yet"
-        return f"the snapshot of step {self.newest_snapshot} is intact"
+        order = prefetch_order(spares.index(node_id), self.plan.units(len(epoch.seats)))
+        return [Send(node_id=node_id, message=Prefetch(step=newest, units=order))]
 
     def _stop(self, reason: str, *, failed: bool) -> list[Action]:
         if self.stopped:
             return []
         self.stopped = True
-        self.epoch = None
+        self._epochs.end()
         finishes: list[Action] = [
             Send(node_id=node, message=Finish(reason=reason, failed=failed)) for node in self.members
         ]

@@ -1,10 +1,10 @@
-"""What the run's state machine starts from and keeps of each node, as plain values."""
+"""What the run's state machine starts from, as plain values."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from node.coordinator.epoch import Committed
-from node.coordinator.seating import Candidate, StageBytes
+from node.coordinator.seating import StageBytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +34,3 @@ class Past:
     newest_snapshot: int = 0
     committed: Committed | None = None
     seats: tuple[str, ...] = ()
-
-
-@dataclass
-class Member:
-    """A node that is connected, or was a moment ago."""
-
-    address: str
-    offer: Candidate
-    process_nonce: int
-    last_heard: float
-    disconnected_at: float | None = None
-    leaving: bool = False

@@ -119,6 +119,8 @@ class Seating:
         """By stage of the newest placement; None for a node that is gone for good."""
         self._regroup_at: float | None = None
         """When the stages of those who are missing change hands, or fewer nodes share the model."""
+        self._told: str | None = None
+        """The newest shortage since the last placement that the operator knows of."""
 
     def vacate(self, node_id: str, now: float) -> bool:
         """The node is gone: its seat is free at once, the split stays for a while. False if it had none."""
@@ -149,7 +151,7 @@ class Seating:
         for stages in self._counts(len(candidates), due=due, whole=not missing):
             if (nodes := seat(self._holders, candidates, stages, self._stage_bytes)) is not None:
                 self._holders = list(nodes)
-                self._regroup_at = None
+                self._regroup_at = self._told = None
                 return nodes
         if len(candidates) >= self._stages and self._regroup_at is None:
             self._regroup_at = now + self._regroup_seconds
@@ -177,6 +179,14 @@ class Seating:
                 f"{', '.join(rooms)}"
             )
         return f"waiting for a node with more memory: {'; '.join(parts)}"
+
+    def news(self, candidates: Sequence[Candidate]) -> str | None:
+        """As `shortage`, but each line once."""
+        line = self.shortage(candidates)
+        if line is None or line == self._told:
+            return None
+        self._told = line
+        return line
 
     def too_small(self, candidate: Candidate) -> str | None:
         """As the function `too_small`, for the splits that this run may come to."""

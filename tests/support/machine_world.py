@@ -22,8 +22,10 @@ from node.coordinator.actions import (
     Stop,
 )
 from node.coordinator.epoch import Phase
-from node.coordinator.machine import MAX_ASKED_SNAPSHOTS, MAX_RETRIES, RunMachine
+from node.coordinator.failures import MAX_RETRIES
+from node.coordinator.machine import RunMachine
 from node.coordinator.plan import RunPlan
+from node.coordinator.snapshot_schedule import MAX_ASKED
 from tests.support.machine_nodes import (
     UNITS,
     Disk,
@@ -206,7 +208,7 @@ class World:
     def check_machine(self, machine: RunMachine) -> None:
         """What holds between any two events."""
         epoch = machine.epoch
-        assert len(machine._asked) <= MAX_ASKED_SNAPSHOTS + 1, "the due ones, and one that the run waits for"
+        assert len(machine._snapshots._asked) <= MAX_ASKED + 1, "the due ones, and one that the run waits for"
         assert machine.newest_snapshot == max(self.disk.snapshots, default=0)
         if self.stopped is None and epoch is not None:
             assert epoch.number == self.disk.last_epoch and epoch.seats == self.disk.seats

@@ -15,7 +15,7 @@ from node.coordinator.actions import (
 )
 from node.coordinator.complaints import MAX_STRIKES
 from node.coordinator.epoch import Phase
-from node.coordinator.machine import MAX_RETRIES
+from node.coordinator.failures import MAX_RETRIES
 from tests.support.machine_driver import (
     RECONNECT,
     REGROUP,

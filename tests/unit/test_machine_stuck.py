@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from node.coordinator.actions import Action, Released, Send
 from node.coordinator.epoch import Phase
-from node.coordinator.machine import PLACING_SECONDS
+from node.coordinator.epoch_series import PLACING_SECONDS
 from tests.support.machine_driver import Driver, aborts, finishes, of_kind, placement_of, sent
 from wire.messages import Begin
 

@@ -1,0 +1,72 @@
+"""The epochs of one run, one after the other: their numbers, and what the next one begins with. Pure."""
+
+from node.coordinator.epoch import Committed, Epoch, StepPlan
+from node.coordinator.plan import Past
+
+PLACING_SECONDS = 90.0
+"""A node that lives but does not say within this time what it holds is stuck. It exceeds what a node allows
+itself to end the epoch before."""
+
+
+class EpochSeries:
+    """One epoch at a time, or none."""
+
+    def __init__(self, past: Past, step_plan: StepPlan) -> None:
+        self.current: Epoch | None = None
+        self.ended: Epoch | None = None
+        """The newest that is over."""
+        self._step_plan = step_plan
+        self._last_number = past.last_epoch
+        self._committed = past.committed
+        self._newest_state = past.committed.step + 1 if past.committed is not None else 0
+        self._windows: tuple[int, ...] = ()
+        """The newest plan for the links; empty before there is one."""
+        self._began = 0.0
+
+    def begin(
+        self,
+        seats: tuple[str, ...],
+        addresses: tuple[str, ...],
+        *,
+        newest_snapshot: int,
+        suspect_step: int | None,
+        now: float,
+    ) -> Epoch:
+        """The next epoch. Its nodes are about to be told their places."""
+        self._last_number += 1
+        self._began = now
+        self.current = Epoch(
+            number=self._last_number,
+            seats=seats,
+            addresses=addresses,
+            newest_snapshot=newest_snapshot,
+            newest_state=self._newest_state,
+            committed=self._committed,
+            suspect_step=suspect_step,
+            plan=self._step_plan,
+        )
+        if len(self._windows) == len(seats) - 1:
+            self.current.planned_windows = self._windows
+        return self.current
+
+    def end(self) -> Epoch | None:
+        """The epoch is over; gives it, if there is one."""
+        over, self.current = self.current, None
+        self.ended = over or self.ended
+        return over
+
+    def committed(self, committed: Committed) -> None:
+        """A step of the epoch is committed."""
+        self._committed = committed
+        self._newest_state = max(self._newest_state, committed.step + 1)
+
+    def plan_windows(self, number: int, windows: tuple[int, ...]) -> None:
+        """If this epoch is on: its next step has these windows, and later epochs of as many stages too."""
+        if self.current is not None and self.current.number == number:
+            self._windows = self.current.planned_windows = windows
+
+    def stuck(self, now: float) -> tuple[str, ...]:
+        """Nodes that have had their time to take their places, and have not."""
+        if self.current is None or now - self._began <= PLACING_SECONDS:
+            return ()
+        return self.current.unplaced
