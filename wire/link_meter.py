@@ -4,13 +4,47 @@ A link carries one tensor after the other. So a tensor that was queued behind an
 one's acknowledgement to its own, and a tensor that found the link idle from its queueing to its
 acknowledgement, less the round trip of the news. Time in which the link had nothing to carry does not count,
 however many tensors were on their way.
+
+**Buckets.** What limits a link's rate, be it a kernel's shaper, a provider's or our own `Pacer`, mostly
+lets idle time be made up for: a bucket of so many bytes goes out as fast as the line beneath carries them,
+and only what comes behind it is carried at the rate. So a tensor after a pause may seem faster than the
+link. How much a bucket holds is not known, but it gains no more than the pause's length at its rate, and
+few hold more than `_BUCKET_SECONDS`. A tensor that took ten times as long as what may have been saved up
+for it is a *steady* sample, wrong by a tenth at most. Others count as long as there is no steady one; and
+when the newest steady one is old, if they are slower: then the link has become slower. If they are faster
+it may be the bucket, and the older value stays.
 """
 
 import math
 from collections import deque
+from dataclasses import dataclass
 
 _MEMORY_SECONDS = 2.0
 """Carrying time after which a sample weighs 1/e of a new one: long enough to even out the clock's noise."""
+_BUCKET_SECONDS = 0.05
+"""What a bucket holds at most, in time at its rate: as much as our own `Pacer`'s."""
+_SHARE_SAVED = 0.1
+"""Of a steady sample's time, what may have been saved up before it."""
+_STEADY_SECONDS = 30.0
+"""So long after a steady sample others do not count, slower or not: TCP starts slowly after a pause, too."""
+
+
+@dataclass(slots=True)
+class _Rate:
+    """Bytes by carrying time, of which the newest weigh most."""
+
+    bytes: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, size: int, seconds: float) -> None:
+        fade = math.exp(-seconds / _MEMORY_SECONDS)
+        self.bytes = fade * self.bytes + size
+        self.seconds = fade * self.seconds + seconds
+
+    @property
+    def value(self) -> float:
+        """Bytes a second; 0 before it is known."""
+        return self.bytes / self.seconds if self.seconds > 0 else 0.0
 
 
 class LinkMeter:
@@ -22,8 +56,10 @@ class LinkMeter:
         self._waiting: deque[tuple[int, float]] = deque()  # (total bytes at its end, when it was queued)
         self._counted = 0  # total bytes at the end of the last tensor that was measured
         self._last_news = -math.inf
-        self._bytes = 0.0
-        self._seconds = 0.0
+        self._saved_seconds = 0.0  # that a bucket may hold, in time at its rate
+        self._steady = _Rate()
+        self._steady_at = -math.inf
+        self._other = _Rate()
 
     def busy_seconds(self, now: float) -> float:
         """Time in which anything waited to be sent or acknowledged."""
@@ -32,7 +68,12 @@ class LinkMeter:
     @property
     def capacity(self) -> float:
         """Bytes a second that the link carries; 0 before it is known."""
-        return self._bytes / self._seconds if self._seconds > 0 else 0.0
+        steady, other = self._steady.value, self._other.value
+        if steady == 0.0:
+            return other
+        if other == 0.0 or self._last_news - self._steady_at <= _STEADY_SECONDS:
+            return steady
+        return min(steady, other)
 
     def queued(self, end_bytes: int, now: float) -> None:
         """A tensor was queued; with it, `end_bytes` in all have been."""
@@ -49,10 +90,16 @@ class LinkMeter:
             queued_at = at if queued_at is None else queued_at
         if queued_at is None:
             return
+        idle = max(0.0, queued_at + round_trip - self._last_news)
         seconds = max(0.0, now - max(self._last_news, queued_at + round_trip))
-        fade = math.exp(-seconds / _MEMORY_SECONDS)
-        self._bytes = fade * self._bytes + end_bytes - self._counted
-        self._seconds = fade * self._seconds + seconds
+        self._saved_seconds = min(_BUCKET_SECONDS, self._saved_seconds + idle)
+        if self._saved_seconds <= _SHARE_SAVED * seconds:
+            self._steady.add(end_bytes - self._counted, seconds)
+            self._steady_at = now
+        else:
+            self._other.add(end_bytes - self._counted, seconds)
+        # A line twice as fast as the bucket's rate has emptied it as soon, and a faster one sooner.
+        self._saved_seconds = max(0.0, self._saved_seconds - seconds)
         self._counted, self._last_news = end_bytes, now
         if not self._waiting:
             self._busy_seconds = self.busy_seconds(now)

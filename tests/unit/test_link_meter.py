@@ -91,3 +91,59 @@ def test_an_outage_is_not_the_links_speed() -> None:
     meter.interrupted(end + 100)  # it is back, and the tensor goes again
     meter.acknowledged(4000, round_trip=ROUND_TRIP, now=end + 100 + 2.0 + ROUND_TRIP)
     assert meter.capacity == pytest.approx(RATE)
+
+
+class Bucket:
+    """A link whose shaper lets so much idle time be made up for, on a line ten times as fast."""
+
+    def __init__(self, rate: float, saves: float) -> None:
+        self.rate, self.saves = rate, saves
+        self.meter = LinkMeter()
+        self._held = rate * saves
+        self._free = 0.0
+        self._total = 0
+
+    def send(self, at: float, sizes: list[int]) -> None:
+        """Tensors that are queued at once, and acknowledged as they arrive."""
+        start = max(self._free, at)
+        self._held = min(self.rate * self.saves, self._held + self.rate * (start - self._free))
+        self._free = start
+        for size in sizes:
+            self._total += size
+            self.meter.queued(self._total, at)
+        end = self._total - sum(sizes)
+        for size in sizes:
+            end += size
+            # The bucket gains while it is emptied.
+            fast = min(size, self._held * 10 / 9)
+            seconds = fast / (10 * self.rate) + (size - fast) / self.rate
+            self._held -= fast - self.rate * (fast / (10 * self.rate))
+            self._free += seconds
+            self.meter.acknowledged(end, round_trip=ROUND_TRIP, now=self._free + ROUND_TRIP)
+
+
+@pytest.mark.parametrize("saves", [0.004, 0.05])
+@pytest.mark.parametrize("tensor_seconds", [0.008, 0.02, 0.1])
+def test_what_a_bucket_had_saved_up_is_not_the_links_rate(saves: float, tensor_seconds: float) -> None:
+    """Once tensors have followed each other, single ones, which seem faster, change nothing any more."""
+    link = Bucket(1e6, saves)
+    size = round(1e6 * tensor_seconds)
+    for i in range(20):
+        link.send(float(i), [size])
+    link.send(20.0, [size] * 50)
+    assert link.meter.capacity == pytest.approx(1e6, rel=0.1)
+    for i in range(500):
+        link.send(30.0 + i, [size])
+    assert link.meter.capacity == pytest.approx(1e6, rel=0.1)
+
+
+@pytest.mark.parametrize("factor", [0.25, 4.0])
+def test_single_tensors_tell_that_a_link_became_slower_and_not_that_it_became_faster(factor: float) -> None:
+    link = Bucket(1e6, 0.004)
+    link.send(0.0, [50_000] * 50)
+    link.rate *= factor
+    for i in range(100):
+        link.send(10.0 + i, [50_000])
+    assert link.meter.capacity == pytest.approx(1e6 * min(1.0, factor), rel=0.1)
+    link.send(200.0, [50_000] * 600)
+    assert link.meter.capacity == pytest.approx(1e6 * factor, rel=0.1)
