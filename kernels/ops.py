@@ -1,4 +1,5 @@
-"""The quantizers as torch operators: the reference on a CPU, Triton's kernels on a GPU, the same bits.
+"""The quantizers as torch operators: Triton's kernels on a GPU, on a CPU the reference, or for encoding `tah`
+numba's loops; the same bits.
 
 `torch.ops.thinwire.tah_encode` and its like never wait for the device and can be captured into a CUDA graph
 once they have run on it. Scratch comes from torch's allocator. A GPU without Triton runs the reference.
@@ -9,7 +10,7 @@ from importlib.util import find_spec
 
 import torch
 
-from kernels import fixed, tah
+from kernels import fixed, tah, tah_loops
 from kernels.triton_launch import FIXED_DECODE, TAH_DECODE
 
 # What decoding found wrong; of several the largest, in the order in which a decoder refuses.
@@ -68,7 +69,8 @@ def tah_encode(
         )
     else:
         sections = tah.TahSections(scales, zero_points, bit_map, pivots, low_planes, fourth_planes)
-        exponent.copy_(tah.encode(x, sections, samples=samples, four_bit=four_bit, tau=tau))
+        encode = tah_loops.encode if x.device.type == "cpu" else tah.encode
+        exponent.copy_(encode(x, sections, samples=samples, four_bit=four_bit, tau=tau))
 
 
 @torch.library.custom_op("thinwire::tah_decode", mutates_args=("out",))

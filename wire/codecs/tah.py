@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels import bitplanes, ops, tah
+from kernels import bitplanes, ops, tah, tah_loops
 from kernels.tiles import MAX_EXPONENT, MIN_EXPONENT, TILE, tiles_per_row
 from wire.codecs.base import Codec
 from wire.codecs.header import Parameters
@@ -75,7 +75,8 @@ class TahCodec(Codec):
             exponent = torch.empty((), dtype=torch.int32, device=tensor.device)
             ops.tah_encode(tensor, *sections, exponent, samples, four_bit_tiles(tiles), TAU)
             return exponent
-        return tah.encode(tensor, sections, samples=samples, four_bit=four_bit_tiles(tiles), tau=TAU)
+        encode = tah_loops.encode if tensor.device.type == "cpu" else tah.encode
+        return encode(tensor, sections, samples=samples, four_bit=four_bit_tiles(tiles), tau=TAU)
 
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
         samples, tiles = _samples_and_tiles(out.shape)
