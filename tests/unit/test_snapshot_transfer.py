@@ -1,0 +1,155 @@
+"""A node's layers on their way: fetched once, held ready, and sent without piling up."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from node.config.schema import ModelSection, RunConfig
+from node.stage.coordinator_client import CoordinatorClient
+from node.stage.snapshot_cache import SnapshotCache
+from node.stage.snapshot_transfer import SnapshotTransfer
+from wire.errors import LinkLostError
+from wire.messages import FailureKind, NodeMessage, Prefetch, StepFailed
+
+SECONDS = 20.0
+STATE = {"embed": {"weight": torch.ones(2)}, "head": {"weight": torch.zeros(2)}}
+
+
+class Coordinator:
+    """Stands in for the client: `asked` and `stored` in order; transfers wait while `open` is clear."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, str]] = []
+        self.stored: list[tuple[int, str]] = []
+        self.begun: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+        self.open = asyncio.Event()
+        self.open.set()
+        self.lost = False
+
+    async def layer(self, step: int, unit: str, limit: int) -> bytes:
+        self.asked.append((step, unit))
+        self.begun.put_nowait((step, unit))
+        if self.lost:
+            raise LinkLostError("nobody answers")
+        await self.open.wait()
+        return f"{step} {unit}".encode()
+
+    async def put_layer(self, step: int, unit: str, data: bytes) -> None:
+        self.begun.put_nowait((step, unit))
+        if self.lost:
+            raise LinkLostError("nobody answers")
+        await self.open.wait()
+        self.stored.append((step, unit))
+
+
+class Scene:
+    def __init__(self, directory: Path, group: asyncio.TaskGroup) -> None:
+        self.coordinator = Coordinator()
+        self.posted: asyncio.Queue[NodeMessage] = asyncio.Queue()
+        self.told: asyncio.Queue[str] = asyncio.Queue()
+        self.transfer = SnapshotTransfer(
+            config=RunConfig(model=ModelSection(layers=1)),
+            windows=0,
+            client=cast(CoordinatorClient, self.coordinator),
+            cache=SnapshotCache(directory, 10**6, "tag"),
+            group=group,
+            post=self.posted.put_nowait,
+            tell=self.told.put_nowait,
+        )
+
+    async def begun(self) -> tuple[int, str]:
+        """The next layer that the coordinator is asked for, or to take."""
+        async with asyncio.timeout(SECONDS):
+            return await self.coordinator.begun.get()
+
+
+@contextlib.asynccontextmanager
+async def scene(directory: Path) -> AsyncIterator[Scene]:
+    """Leaving it waits for all transfers, so that a test ends with what they have done."""
+    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
+        yield Scene(directory, group)
+
+
+async def test_a_layer_is_fetched_once(tmp_path: Path) -> None:
+    async with scene(tmp_path) as here:
+        assert await here.transfer.fetch(3, "embed") == b"3 embed"
+        assert await here.transfer.fetch(3, "embed") == b"3 embed"
+        assert here.coordinator.asked == [(3, "embed")]
+
+
+async def test_what_was_sent_need_not_be_fetched(tmp_path: Path) -> None:
+    async with scene(tmp_path) as here:
+        here.transfer.upload(1, 3, STATE, stage=0)
+    assert here.coordinator.stored == [(3, "embed"), (3, "head")]
+    assert await here.transfer.fetch(3, "head") and here.coordinator.asked == []
+
+
+async def test_of_three_snapshots_on_the_way_the_oldest_is_given_up(tmp_path: Path) -> None:
+    async with scene(tmp_path) as here:
+        here.coordinator.open.clear()
+        for step in (3, 6, 9):
+            here.transfer.upload(1, step, STATE, stage=0)
+            assert await here.begun() == (step, "embed")
+        here.coordinator.open.set()
+    assert sorted(here.coordinator.stored) == [(step, unit) for step in (6, 9) for unit in STATE]
+
+
+async def test_a_snapshot_that_is_asked_for_again_starts_over(tmp_path: Path) -> None:
+    async with scene(tmp_path) as here:
+        here.coordinator.open.clear()
+        for epoch in (1, 2):
+            here.transfer.upload(epoch, 3, STATE, stage=0)
+            assert await here.begun() == (3, "embed")
+        here.coordinator.open.set()
+    assert here.coordinator.stored == [(3, "embed"), (3, "head")]
+
+
+async def test_a_layer_that_is_not_stored_fails_the_epoch_once(tmp_path: Path) -> None:
+    async with scene(tmp_path) as here:
+        here.coordinator.lost = True
+        here.transfer.upload(4, 3, STATE, stage=0)
+    failure = here.posted.get_nowait()
+    assert failure == StepFailed(
+        epoch=4,
+        step=3,
+        kind=FailureKind.INTERNAL,
+        message="layer embed of the snapshot of step 3 was not stored: nobody answers",
+    )
+    assert here.posted.empty()
+
+
+async def test_a_newer_snapshot_takes_the_place_of_one_that_is_fetched_ahead(tmp_path: Path) -> None:
+    async with scene(tmp_path) as here:
+        here.coordinator.open.clear()
+        here.transfer.prefetch(Prefetch(step=3, units=("embed", "head")))
+        assert await here.begun() == (3, "embed")
+        here.transfer.prefetch(Prefetch(step=6, units=("head",)))
+        here.coordinator.open.set()
+    assert here.coordinator.asked == [(3, "embed"), (6, "head")]
+    assert here.told.get_nowait() == "holding the snapshot of step 6, ready to take a stage"
+    assert here.told.empty()
+
+
+async def test_who_cannot_fetch_ahead_promises_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scene(tmp_path) as here:
+        here.coordinator.lost = True
+        here.transfer.prefetch(Prefetch(step=3, units=("embed", "head")))
+    assert here.coordinator.asked == [(3, "embed")] and here.told.empty()
+    assert "layer embed of step 3 was not fetched ahead: nobody answers" in caplog.text
+
+
+async def test_all_that_is_under_way_can_be_stopped(tmp_path: Path) -> None:
+    async with scene(tmp_path) as here:
+        here.coordinator.open.clear()
+        here.transfer.upload(1, 3, STATE, stage=0)
+        here.transfer.prefetch(Prefetch(step=6, units=("head",)))
+        assert {await here.begun(), await here.begun()} == {(3, "embed"), (6, "head")}
+        here.transfer.cancel()
+    assert here.coordinator.stored == [] and here.told.empty() and here.posted.empty()
