@@ -25,7 +25,7 @@ EDGE = {
     )
 }
 """Where protobuf's types may be seen: everything else has types of its own."""
-LINES = 500
+LINES = 400
 
 # Unpickling runs code of the sender's choosing; sleeping blocks an event loop or a compute thread.
 FORBIDDEN = ("pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "torch.load", "time.sleep")
