@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -147,6 +148,27 @@ def test_the_choice_among_entropies_that_hardly_differ() -> None:
     x = 1.0 + torch.arange(2000, dtype=torch.float32)[:, None] * torch.linspace(0, 1e-4, TILE)
     check(x)
     check(x.flip(0), four_bit=777)
+
+
+@pytest.mark.parametrize("tau", [1.0, 2.0])
+def test_ranks_and_outliers_are_the_references(tau: float) -> None:
+    """Ranks are not in the packed bytes, only what is chosen by them."""
+    every_magnitude = torch.arange(2.0**14).view(-1, TILE)
+    every_magnitude[:, 17] = 2.0**14 - 0.25
+    y = torch.cat(
+        (every_magnitude, normal(3000, TILE), normal(500, TILE) ** 3, random_bits(torch.float32, 500, TILE))
+    )
+    n = len(y)
+    low, high = np.empty(n, dtype=np.float32), np.empty(n, dtype=np.float32)
+    outlier, rank = np.empty(n, dtype=np.bool_), np.empty(n, dtype=np.int32)
+    one = np.float32(1)
+    words = y.view(-1).numpy().view(np.uint32)
+    tah_loops._measure(words, TILE, 0, n, one, one, np.float32(tau), low, high, outlier, rank)
+    least, largest = y.amin(1), y.amax(1)
+    assert torch.equal(torch.from_numpy(low), least) and torch.equal(torch.from_numpy(high), largest)
+    single, bits = tah._outliers_and_entropy(y, least, largest, tau)
+    assert torch.equal(torch.from_numpy(rank), bits)
+    assert torch.equal(torch.from_numpy(outlier), single)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
