@@ -7,6 +7,7 @@ from kernels import triton_trellis_state as at
 from kernels.triton_trellis_scales import BINS, ORIGIN, logarithm, parts, power, untold_scale
 from kernels.triton_trellis_spaces import (
     RANK,
+    base_exponent,
     clipped,
     coefficients,
     column_exponents,
@@ -16,10 +17,7 @@ from kernels.triton_trellis_spaces import (
 )
 
 _PART_SCALE = tl.constexpr(9 * 16)
-_MEAN_BITS = tl.constexpr(5)
 _PEAK = tl.constexpr(at.PEAK)
-_ROW_BASE = tl.constexpr(at.ROW_BASE)
-_COLUMN_BASE = tl.constexpr(at.COLUMN_BASE)
 _PLAN = tl.constexpr(at.PLAN)
 _ROW_TOP = tl.constexpr(at.ROW_TOP)
 _COLUMN_TOP = tl.constexpr(at.COLUMN_TOP)
@@ -33,8 +31,7 @@ _KIND = tl.constexpr(at.KIND)
 
 @triton.jit
 def prediction_exponent(state, fine):
-    base = (tl.load(state + _ROW_BASE) + tl.load(state + _COLUMN_BASE)).to(tl.int32)
-    return base - _MEAN_BITS + tl.load(fine)
+    return base_exponent(state) + tl.load(fine)
 
 
 @triton.jit(do_not_specialize=("rows", "columns", "every", "plain", "some_every", "all_rows", "first_slot"))
@@ -80,22 +77,9 @@ def residual(
     limit = ((1 << (tl.load(plans + 4 * (plain + kind) + 1) - 1)) - 1).to(tl.float64)
     directions += kind.to(tl.int64) * RANK * columns
     dimension = tl.arange(0, RANK)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < rows
-    scale = tl.load(row_scales + row * every, mask=inside, other=0)
     stride = every.to(tl.int64) * columns
-    found = coefficients(
-        field,
-        state,
-        row.to(tl.int64),
-        scale,
-        inside,
-        column_scales,
-        directions,
-        columns,
-        stride,
-        ROWS,
-        BLOCK,
+    row, inside, scale, found = coefficients(
+        field, row_scales, column_scales, state, directions, rows, columns, every, ROWS, BLOCK
     )
     times = tl.load(multiplier + kind * RANK + dimension)
     of_kind = tl.load(fine + kind)

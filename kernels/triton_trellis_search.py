@@ -218,8 +218,11 @@ def advance(
     low, high = bounds(row_bins + row_slot * BINS)
     left, right = bounds(column_bins + column_slot * BINS)
     rank, factor_bits, row_exponent, column_exponent = model_widths(state, plans, plain)
-    family = tl.arange(0, FAMILIES)
-    ranks = tl.zeros((FAMILIES,), tl.int32) + rank
+    # Where families are chosen from, each is searched twice at once: for the choice, and for the step that
+    # it begins with, which leaves more free.
+    lane = tl.arange(0, 2 * FAMILIES if WHAT == _MEASURED else FAMILIES)
+    family = lane % FAMILIES
+    ranks = lane * 0 + rank
     table += model * FAMILIES * COSTS
     budget = tl.load(numbers + _BUDGET)
     least_free = tl.load(numbers + _LEAST_FREE)
@@ -228,21 +231,21 @@ def advance(
     if WHAT == _START:
         # Without families told apart, words are expected to take what they cost.
         free = least_free
-        shares_of = tl.zeros((FAMILIES,), tl.float64) + 1.0
+        shares_of = lane.to(tl.float64) * 0.0 + 1.0
         tables = table + family * 0
     elif WHAT == _MEASURED:
         code = tl.load(state + _CODE).to(tl.int32)
-        words = tl.zeros((FAMILIES,), tl.int64)
+        words = lane.to(tl.int64) * 0
         for i in tl.static_range(FAMILIES):
             words = tl.where(family == i, _sum(some_counts + i * some_groups, some_groups, BLOCK), words)
         spent = (16 * words + 8 * some_groups * some_lanes).to(tl.float64)
         some = table + (FAMILIES + family) * COSTS
         shares_of = spent / tl.maximum(cost(code + family * 0, some, count_bits), 1.0)
-        free = least_free
+        free = tl.where(lane < FAMILIES, 1.0, 2.0) * least_free
         tables = table + family * COSTS
     else:
         own = tl.load(state + _FAMILY).to(tl.int32)
-        shares_of = tl.zeros((FAMILIES,), tl.float64) + tl.load(shares + _SHARE)
+        shares_of = lane.to(tl.float64) * 0.0 + tl.load(shares + _SHARE)
         free = tl.load(shares + _FREE)
         tables = table + (family * 0 + own) * COSTS
         active = active & (tl.load(control + _ACTIVE) != 0)
@@ -278,7 +281,7 @@ def advance(
             tl.store(state + _FOUND, found)
             tl.store(shares + _FREE, free)
             tl.store(shares + _SHARE, share)
-            shares_of = tl.zeros((FAMILIES,), tl.float64) + share
+            shares_of = lane.to(tl.float64) * 0.0 + share
             well = (room >= 0) & (room <= too_free)
             ended = (found != 0) & (well | (attempt - 1 >= enough))
             active = active & ((ended | (most - least <= 1)) == 0)
@@ -311,29 +314,12 @@ def advance(
             tl.store(control + i * _CONTROLS + _OF_FAMILY, i)
             tl.store(control + i * _CONTROLS + _TO_SLOT, i)
             tl.store(control + i * _CONTROLS + _OFFSET, 0)
-        chosen = _of(codes, family, 0)
+        chosen = _of(codes, lane, 0)
     elif WHAT == _MEASURED:
-        fewest = tl.min(codes, 0)
-        own = tl.min(tl.where(codes == fewest, family, FAMILIES), 0)
-        share = tl.sum(tl.where(family == own, shares_of, 0.0), 0)
-        chosen = _smallest(
-            budget * (1.0 - 2.0 * least_free),
-            share + family.to(tl.float64) * 0.0,
-            table + (family * 0 + own) * COSTS,
-            low,
-            high,
-            left,
-            right,
-            rows,
-            columns,
-            ranks,
-            factor_bits,
-            row_exponent,
-            column_exponent,
-            group_bits,
-            count_bits,
-        )
-        chosen = tl.minimum(_of(chosen, family, 0), _STEP_CODES - 1)
+        fewest = tl.min(tl.where(lane < FAMILIES, codes, _STEP_CODES), 0)
+        own = tl.min(tl.where((lane < FAMILIES) & (codes == fewest), family, FAMILIES), 0)
+        share = tl.sum(tl.where(lane == own, shares_of, 0.0), 0)
+        chosen = tl.minimum(_of(codes, lane, own + FAMILIES), _STEP_CODES - 1)
         tl.store(state + _FAMILY, own.to(tl.int64))
         tl.store(state + _LOW, -1)
         tl.store(state + _HIGH, _STEP_CODES)
@@ -346,7 +332,7 @@ def advance(
         tl.store(control + _TO_SLOT, 0)
         tl.store(control + _OFFSET, offset)
     else:
-        chosen = _of(codes, family, 0)
+        chosen = _of(codes, lane, 0)
         low_code, high_code = tl.load(state + _LOW).to(tl.int32), tl.load(state + _HIGH).to(tl.int32)
         chosen = tl.minimum(tl.maximum(chosen, low_code + 1), high_code - 1)
         tl.store(control + _TO_SLOT, tl.load(state + _SLOT))

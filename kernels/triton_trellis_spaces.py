@@ -52,12 +52,18 @@ def column_exponents(scales, state):
 
 
 @triton.jit
+def base_exponent(state):
+    """What exponents of whitened elements are counted from, of rows and columns together."""
+    base = (tl.load(state + _ROW_BASE) + tl.load(state + _COLUMN_BASE)).to(tl.int32)
+    return base - _MEAN_BITS
+
+
+@triton.jit
 def white_block(field, state, rows, row_scales, row_mask, columns, column_scales, column_mask, stride):
     """Whitened elements `[rows, columns]`, whole numbers in fp32; zeros outside. `rows` are int64."""
     inside = row_mask[:, None] & column_mask[None, :]
     x = tl.load(field + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0)
-    base = (tl.load(state + _ROW_BASE) + tl.load(state + _COLUMN_BASE)).to(tl.int32)
-    x = x * power(-base - row_exponents(row_scales, state) + _MEAN_BITS)[:, None]
+    x = x * power(-base_exponent(state) - row_exponents(row_scales, state))[:, None]
     x = x * power(-column_exponents(column_scales, state))[None, :]
     return (clipped(x, _LARGEST) + MAGIC) - MAGIC
 
@@ -65,18 +71,23 @@ def white_block(field, state, rows, row_scales, row_mask, columns, column_scales
 @triton.jit
 def coefficients(
     field,
-    state,
-    rows,
     row_scales,
-    row_mask,
     column_scales,
+    state,
     directions,
+    rows,
     columns,
-    stride,
+    every,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Products of whitened rows with `directions` `[RANK, C]`, whole numbers in fp64 `[ROWS, RANK]`."""
+    """The program's rows, of which one in `every` is a row of the field: int32 `[ROWS]`; which of them there
+    are; their scales; and their products, whitened, with `directions` `[RANK, C]`: whole numbers in fp64
+    `[ROWS, RANK]`."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real = row < rows
+    row_scale = tl.load(row_scales + row * every, mask=real, other=0)
+    stride = every.to(tl.int64) * columns
     dimension = tl.arange(0, RANK)
     found = tl.zeros((ROWS, RANK), tl.float64)
     start = 0
@@ -84,13 +95,13 @@ def coefficients(
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
         scale = tl.load(column_scales + column, mask=inside, other=0)
-        white = white_block(field, state, rows, row_scales, row_mask, column, scale, inside, stride)
+        white = white_block(field, state, row.to(tl.int64), row_scale, real, column, scale, inside, stride)
         direction = tl.load(
             directions + dimension[None, :] * columns + column[:, None], mask=inside[:, None], other=0.0
         )
         found += tl.dot(white, direction, input_precision="ieee").to(tl.float64)
         start += BLOCK
-    return found
+    return row, real, row_scale, found
 
 
 @triton.jit
@@ -120,21 +131,8 @@ def project(
     BLOCK: tl.constexpr,
 ):
     """The sample's whitened rows in some directions: fp64 `[RANK, S]`."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < rows
-    scale = tl.load(row_scales + row * every, mask=inside, other=0)
-    found = coefficients(
-        field,
-        state,
-        row.to(tl.int64),
-        scale,
-        inside,
-        column_scales,
-        directions,
-        columns,
-        every.to(tl.int64) * columns,
-        ROWS,
-        BLOCK,
+    row, inside, _, found = coefficients(
+        field, row_scales, column_scales, state, directions, rows, columns, every, ROWS, BLOCK
     )
     place = tl.arange(0, RANK)[None, :] * rows + row[:, None]
     tl.store(out + place, found, mask=inside[:, None])
@@ -318,19 +316,15 @@ def spread(
     """Magnitudes of the sample's coefficients, in 2**-16, added up: int64 `[kinds, RANK]`."""
     kind = tl.program_id(1)
     dimension = tl.arange(0, RANK)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < rows
-    scale = tl.load(row_scales + row * every, mask=inside, other=0)
-    found = coefficients(
+    _, _, _, found = coefficients(
         field,
-        state,
-        row.to(tl.int64),
-        scale,
-        inside,
+        row_scales,
         column_scales,
+        state,
         directions + kind.to(tl.int64) * RANK * columns,
+        rows,
         columns,
-        every.to(tl.int64) * columns,
+        every,
         ROWS,
         BLOCK,
     )
