@@ -1,7 +1,6 @@
 """The laboratory at work: network, calibration, runs and their phases, results. Runs in the private place."""
 
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -10,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from node.config.schema import RunConfig
 from node.lab import private
@@ -24,17 +23,16 @@ from node.lab.measure import (
     floor_figures,
     transfer_seconds,
 )
-from node.lab.network import Network, WireBytes, describe_shapers
+from node.lab.network import Network, describe_shapers
+from node.lab.phase import Phases
 from node.lab.plan import Cell, PlannedRun, all_shapes, plan_runs
-from node.lab.processes import RunProcesses, Step
+from node.lab.processes import RunProcesses
 from node.lab.profile import Profile
 from node.lab.profile_file import link_ends
 from node.lab.results import RESULTS_FILE, Results, describe_machine
-from node.lab.shape import Shape
 from node.lab.support import congestion_control, delay_method
 from node.lab.topology import lay_out
 from node.training.text import SEPARATOR, read_text
-from wire.errors import RunError
 
 Tell = Callable[[str], None]
 
@@ -275,9 +273,17 @@ class _Run:
                 lab._tell(f"{self.name}: joined and placed in {record['start_seconds']:.1f} s")
                 if ahead is not None:
                     await ahead.prepare()
+                phases = Phases(
+                    self._network,
+                    processes,
+                    warmup_steps=section.warmup_steps,
+                    spare_steps=run.spare_steps,
+                    step_seconds=section.step_seconds,
+                    log=log,
+                )
                 compute = phase = None
                 if section.unthrottled_steps:
-                    phase, _ = await self._phase(processes, None, section.unthrottled_steps, log)
+                    phase, _ = await phases.measure(None, section.unthrottled_steps)
                     compute = compute_times(phase, run.config.microbatches)
                     record["unthrottled"] = {
                         "step_seconds": phase.step_seconds,
@@ -287,7 +293,7 @@ class _Run:
                 lab.started(time.monotonic() - began)
                 for cell in run.cells:
                     if not lab.over(self._expected_seconds(cell, phase)):
-                        await self._cell(processes, cell, compute, record, log)
+                        await self._cell(phases, cell, compute, record)
 
     def _expected_seconds(self, cell: Cell, unthrottled: PhaseSteps | None) -> float:
         """About how long the cell takes; 0 where nothing was measured yet."""
@@ -301,14 +307,13 @@ class _Run:
 
     async def _cell(
         self,
-        processes: RunProcesses,
+        phases: Phases,
         cell: Cell,
         compute: Compute | None,
         record: dict[str, Any],
-        log: TextIO,
     ) -> None:
         lab = self._lab
-        phase, steps = await self._phase(processes, cell.shape, cell.steps, log)
+        phase, steps = await phases.measure(cell.shape, cell.steps)
         wires = self._network.topology.wires
         measured = steps[-len(phase.costs) :]
         values: dict[str, Any] = {
@@ -349,43 +354,3 @@ class _Run:
             f"{record['name']} at {cell.shape.label}: {values['tokens_per_second']['median']:.0f} tokens/s, "
             f"{phase.step_seconds:.2f} s a step, busiest link {100 * use:.0f} % full{share}"
         )
-
-    async def _phase(
-        self, processes: RunProcesses, shape: Shape | None, count: int, log: TextIO
-    ) -> tuple[PhaseSteps, list[Step]]:
-        """Change the links, discard the warmup steps, measure `count` more. Gives all steps of the phase
-        too. Raises RunError when more steps than the warmup's were over before the links had changed."""
-        section = self._lab._profile.lab
-        await asyncio.to_thread(self._network.shape, shape)
-        shaped = time.monotonic()
-        steps: list[Step] = []
-        before: tuple[WireBytes, ...] = ()
-        since = 0.0
-        for number in range(section.warmup_steps + count):
-            if number == section.warmup_steps:
-                before, since = await asyncio.to_thread(self._network.counters), time.monotonic()
-            step = await processes.next_step(section.step_seconds)
-            if number == section.warmup_steps and step.at - step.done.seconds < shaped:
-                raise RunError(
-                    f"steps of {step.done.seconds:.2g} s went by while the links changed, so what was "
-                    f"measured is of no link: raise lab.warmup_steps (now {section.warmup_steps})"
-                )
-            kind = "warmup" if number < section.warmup_steps else "measured"
-            for event in (step.costs, step.done):
-                line = {"at": step.at, "shape": shape.label if shape else None, "kind": kind}
-                log.write(json.dumps({**line, **json.loads(event.to_json())}) + "\n")
-            steps.append(step)
-        log.flush()
-        seconds = time.monotonic() - since
-        after = await asyncio.to_thread(self._network.counters)
-        if shape is not None:
-            await asyncio.to_thread(self._network.check, shape)
-        phase = PhaseSteps(
-            costs=tuple(step.costs for step in steps[section.warmup_steps :]),
-            wires=tuple(
-                WireBytes(late.up - early.up, late.down - early.down)
-                for early, late in zip(before, after, strict=True)
-            ),
-            seconds=seconds,
-        )
-        return phase, steps

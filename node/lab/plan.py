@@ -14,6 +14,9 @@ from node.lab.profile_file import vary
 from node.lab.shape import Shape
 from wire.errors import ConfigError
 
+SPARE_STEPS = 20
+"""A change of the links, for steps that go by meanwhile: half a second of steps of 25 ms."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CellKey:
@@ -49,6 +52,8 @@ class PlannedRun:
     """What it is, in a word for files and lines."""
     config: RunConfig
     cells: tuple[Cell, ...]
+    spare_steps: int = 0
+    """Beyond those that the cells are planned with."""
 
     @property
     def needs_delay(self) -> bool:
@@ -108,6 +113,13 @@ def planned_steps(profile: Profile, cells: Collection[Cell]) -> int:
     return unthrottled + sum(lab.warmup_steps + cell.steps for cell in cells)
 
 
+def spare_steps(profile: Profile, cells: Collection[Cell]) -> int:
+    """Steps that such a run has to spare. None where it has one phase alone: there its loss matters, and the
+    learning rate is to end where the steps do."""
+    phases = len(cells) + (profile.lab.unthrottled_steps > 0)
+    return SPARE_STEPS * phases if phases > 1 else 0
+
+
 def check_only(profile: Profile, only: Sequence[str]) -> None:
     """Raises ConfigError for the first of `only` that no cell of the profile answers to."""
     pairs = {"/".join(pair): None for sweep in profile.sweeps for pair in sweep.codecs}
@@ -132,8 +144,10 @@ def _wanted(key: CellKey, only: Sequence[str]) -> bool:
 def _run(profile: Profile, config: RunConfig, cells: tuple[Cell, ...]) -> PlannedRun:
     key = cells[0].key
     # The lab ends the run after its last measured step: the step that would make a snapshot never comes.
-    steps = planned_steps(profile, cells) + 1
+    spare = spare_steps(profile, cells)
+    steps = planned_steps(profile, cells) + spare + 1
     section = replace(config.run, name=profile.lab.name, seed=key.seed, steps=steps, snapshot_every=steps)
     training = replace(config.training, warmup_steps=min(config.training.warmup_steps, steps))
     name = f"{key.forward_codec}-{key.backward_codec}-mb{key.microbatch}-w{key.window}-s{key.seed}"
-    return PlannedRun(name=name, config=replace(config, run=section, training=training), cells=cells)
+    config = replace(config, run=section, training=training)
+    return PlannedRun(name=name, config=config, cells=cells, spare_steps=spare)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from node.lab.matrix import read_matrix
-from node.lab.plan import CellKey, plan_runs, planned_steps
+from node.lab.plan import SPARE_STEPS, CellKey, plan_runs, planned_steps
 from node.lab.profile_file import link_ends, load_profile
 from wire.errors import ConfigError
 
@@ -131,7 +131,7 @@ def test_cells_that_differ_in_their_links_alone_share_a_run(tmp_path: Path) -> N
     assert {run.config.run.seed for run in runs} == {3}
     for run in runs:
         # The run would make its snapshot in a step that the lab never lets happen.
-        assert run.config.run.steps == planned_steps(profile, run.cells) + 1
+        assert run.config.run.steps == planned_steps(profile, run.cells) + run.spare_steps + 1
         assert run.config.run.snapshot_every == run.config.run.steps
 
 
@@ -151,8 +151,11 @@ def test_a_sweep_may_measure_fewer_steps_than_the_others(tmp_path: Path) -> None
     text += "[[sweep]]\nrates = ['30']\ncodecs = ['fp32/fp32']\n"
     first, last = plan_runs(load_profile(write(tmp_path, text)))
     assert [cell.steps for cell in (*first.cells, *last.cells)] == [4, 4, 7]
-    assert first.config.run.steps == (2 + 3) + 2 * (2 + 4) + 1
-    assert last.config.run.steps == (2 + 3) + (2 + 7) + 1
+    assert first.config.run.steps == (2 + 3) + 2 * (2 + 4) + 3 * SPARE_STEPS + 1
+    assert last.config.run.steps == (2 + 3) + (2 + 7) + 2 * SPARE_STEPS + 1
+    alone = text.replace("unthrottled_steps = 3", "unthrottled_steps = 0")
+    _, last = plan_runs(load_profile(write(tmp_path, alone)))
+    assert (last.spare_steps, last.config.run.steps) == (0, (2 + 7) + 1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,108 @@
+"""The phases of one run: the links change, some steps are discarded, others are measured."""
+
+import asyncio
+import json
+import time
+from typing import Protocol, TextIO
+
+from node.lab.measure import PhaseSteps
+from node.lab.network import WireBytes
+from node.lab.processes import Step
+from node.lab.shape import Shape
+from wire.errors import RunError
+
+
+class Links(Protocol):
+    """What phases ask of `node.lab.network.Network`. May take long: called in a thread."""
+
+    def shape(self, shape: Shape | None) -> None: ...
+
+    def check(self, shape: Shape) -> None: ...
+
+    def counters(self) -> tuple[WireBytes, ...]: ...
+
+
+class Steps(Protocol):
+    """What phases ask of `node.lab.processes.RunProcesses`."""
+
+    async def next_step(self, seconds: float) -> Step: ...
+
+
+class Phases:
+    """Measures one phase after the other.
+
+    Args:
+        warmup_steps: discarded after each change of the links.
+        spare_steps: of the run, beyond those that its phases were planned with: they make up for steps that
+            went by, beyond the warmup's, while links changed. So short steps do not cost a cell, nor does the
+            run end before its last one.
+        step_seconds: the longest that a step may take.
+        log: for the events of all steps.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        steps: Steps,
+        *,
+        warmup_steps: int,
+        spare_steps: int,
+        step_seconds: float,
+        log: TextIO,
+    ) -> None:
+        self._links = links
+        self._steps = steps
+        self._warmup = warmup_steps
+        self._spare = spare_steps
+        self._step_seconds = step_seconds
+        self._log = log
+
+    async def measure(self, shape: Shape | None, count: int) -> tuple[PhaseSteps, list[Step]]:
+        """Change the links, discard steps, measure `count` more. Gives all steps of the phase too.
+
+        Raises RunError when more steps went by while the links changed than the warmup's and the spare ones.
+        """
+        await asyncio.to_thread(self._links.shape, shape)
+        shaped = time.monotonic()
+        label = shape.label if shape else None
+        steps = [await self._next(label, "warmup") for _ in range(self._warmup)]
+        while True:
+            before, since = await asyncio.to_thread(self._links.counters), time.monotonic()
+            step = await self._steps.next_step(self._step_seconds)
+            if step.at - step.done.seconds >= shaped:
+                break
+            if self._spare == 0:
+                raise RunError(
+                    f"steps of {step.done.seconds:.2g} s went by while the links changed, so what was "
+                    f"measured is of no link, and the run has no more to spare: raise lab.warmup_steps (now "
+                    f"{self._warmup})"
+                )
+            self._spare -= 1
+            self._write(step, label, "warmup")
+            steps.append(step)
+        self._write(step, label, "measured")
+        measured = [step, *[await self._next(label, "measured") for _ in range(count - 1)]]
+        self._log.flush()
+        seconds = time.monotonic() - since
+        after = await asyncio.to_thread(self._links.counters)
+        if shape is not None:
+            await asyncio.to_thread(self._links.check, shape)
+        phase = PhaseSteps(
+            costs=tuple(step.costs for step in measured),
+            wires=tuple(
+                WireBytes(late.up - early.up, late.down - early.down)
+                for early, late in zip(before, after, strict=True)
+            ),
+            seconds=seconds,
+        )
+        return phase, [*steps, *measured]
+
+    async def _next(self, label: str | None, kind: str) -> Step:
+        step = await self._steps.next_step(self._step_seconds)
+        self._write(step, label, kind)
+        return step
+
+    def _write(self, step: Step, label: str | None, kind: str) -> None:
+        for event in (step.costs, step.done):
+            line = {"at": step.at, "shape": label, "kind": kind}
+            self._log.write(json.dumps({**line, **json.loads(event.to_json())}) + "\n")

@@ -1,0 +1,97 @@
+"""The phases of a laboratory's run, with a network and a run that take no time but say that they did."""
+
+import asyncio
+import io
+import json
+import time
+
+import pytest
+
+from node.lab.network import WireBytes
+from node.lab.phase import Phases
+from node.lab.processes import Step
+from node.lab.shape import Shape, uniform
+from node.telemetry.events import StepCosts, StepDone
+from wire.errors import RunError
+
+
+class Network:
+    """Counts what the run has sent when it is asked; its links change once so many steps have gone by."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.shapes: list[Shape | None] = []
+        self.checked: list[Shape] = []
+
+    def shape(self, shape: Shape | None) -> None:
+        self.shapes.append(shape)
+
+    def check(self, shape: Shape) -> None:
+        self.checked.append(shape)
+
+    def counters(self) -> tuple[WireBytes, ...]:
+        return (WireBytes(self.sent, 2 * self.sent),)
+
+
+class Run:
+    """Steps of 0.1 s that send 1000 bytes each. `stale` of them began before the links had changed."""
+
+    def __init__(self, network: Network, stale: int, steps: int) -> None:
+        self.network, self.stale, self.steps = network, stale, steps
+        self.number = 0
+
+    async def next_step(self, seconds: float) -> Step:
+        if self.number == self.steps:
+            raise RunError("the run in the lab ended")
+        self.number += 1
+        self.network.sent += 1000
+        began = time.monotonic() + (-1.0 if self.number <= self.stale else 1.0)
+        done = StepDone(
+            step=self.number,
+            steps=self.steps,
+            loss=1.0,
+            lr=1e-3,
+            grad_norm=1.0,
+            seconds=0.1,
+            tokens_per_second=80.0,
+            idle=(),
+            bits_forward=0.0,
+            bits_backward=0.0,
+            up_mbit=(),
+            down_mbit=(),
+        )
+        costs = StepCosts(step=self.number, seconds=0.1, aborted=False, stages=(), links=())
+        return Step(done=done, costs=costs, at=began + 0.1)
+
+
+def phases(stale: int, *, warmup: int, spare: int, steps: int) -> tuple[Phases, Network, io.StringIO]:
+    network, log = Network(), io.StringIO()
+    run = Run(network, stale, steps)
+    measured = Phases(network, run, warmup_steps=warmup, spare_steps=spare, step_seconds=1.0, log=log)
+    return measured, network, log
+
+
+@pytest.mark.parametrize("stale", [0, 1, 2, 3, 7])
+def test_steps_that_went_by_while_links_changed_are_made_up_for(stale: int) -> None:
+    """Measured are three steps, by themselves, whatever the number of those before."""
+    discarded = max(2, stale)
+    which, network, log = phases(stale, warmup=2, spare=5, steps=discarded + 3)
+    shape = uniform("100", 0.0, 1)
+    phase, steps = asyncio.run(which.measure(shape, 3))
+    assert [costs.step for costs in phase.costs] == [discarded + 1, discarded + 2, discarded + 3]
+    assert [step.done.step for step in steps] == list(range(1, discarded + 4))
+    assert phase.wires == (WireBytes(3000, 6000),)
+    assert network.shapes == network.checked == [shape]
+    kinds = [json.loads(line)["kind"] for line in log.getvalue().splitlines()]
+    assert kinds == ["warmup"] * 2 * discarded + ["measured"] * 6
+
+
+def test_phases_share_what_a_run_has_to_spare() -> None:
+    which, network, _ = phases(4, warmup=2, spare=3, steps=100)
+    asyncio.run(which.measure(None, 1))
+    run = which._steps
+    assert isinstance(run, Run) and run.number == 5
+    run.stale = run.number + 4
+    with pytest.raises(RunError, match=r"no more to spare: raise lab.warmup_steps \(now 2\)"):
+        asyncio.run(which.measure(None, 1))
+    assert network.checked == []
