@@ -179,6 +179,19 @@ def test_what_is_not_finite_is_refused(name: str, bad: float) -> None:
 
 
 @inside
+@pytest.mark.usefixtures("kernels_on_the_cpu")
+@pytest.mark.parametrize(("name", "offset"), [("tah", 13), ("fixed-8", 13), ("fixed-8", -1)])
+def test_bits_that_hold_nothing_are_refused_before_kernels_see_them(name: str, offset: int) -> None:
+    """Behind the scales of 6 tiles, and in the last, which is short."""
+    x = inputs()["subnormal bf16"]
+    packed = codec(name).encode(x)
+    packed[64:][offset] = 0x80
+    seal(packed.numpy())
+    with pytest.raises(CodecError, match="holds nothing"):
+        codec(name).decode(packed, TensorSpec(x.dtype, tuple(x.shape)))
+
+
+@inside
 @pytest.mark.parametrize(
     ("name", "section", "value"),
     [
