@@ -432,11 +432,22 @@ def main() -> int:
 
 
 def gather(parts: Path, out: Path) -> None:
-    """One report of all runs that ended."""
-    order = {run.name: index for index, run in enumerate(RUNS)}
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in parts.glob("*.json")]
+    """One report of all runs that ended; those of an earlier report that were not made again stay in it."""
     fields = set(Run.__dataclass_fields__)
-    records.sort(key=lambda record: order[Run(**{k: v for k, v in record.items() if k in fields}).name])
+
+    def name(record: dict[str, Any]) -> str:
+        return Run(**{k: v for k, v in record.items() if k in fields}).name
+
+    made = [json.loads(path.read_text(encoding="utf-8")) for path in parts.glob("*.json")]
+    records = {name(record): record for record in made}
+    if out.exists():
+        earlier = json.loads(out.read_text(encoding="utf-8"))
+        for record in earlier["runs"]:
+            records.setdefault(name(record), {"commit": earlier["commit"], **record})
+    order = {run.name: index for index, run in enumerate(RUNS)}
+    kept = sorted(
+        (record for key, record in records.items() if key in order), key=lambda record: order[name(record)]
+    )
     report: dict[str, Any] = {
         "experiment": "convergence",
         "commit": commit(),
@@ -449,11 +460,11 @@ def gather(parts: Path, out: Path) -> None:
         "model": asdict(MODEL),
         "tokens_a_step": GLOBAL_BATCH * SEQUENCE,
         "validation_windows": VALIDATION_WINDOWS,
-        "runs": records,
+        "runs": kept,
     }
     # A run a line: the file is for people too.
     text = json.dumps({**report, "runs": []}, indent=1)
-    lines = ",\n  ".join(json.dumps(record) for record in records)
+    lines = ",\n  ".join(json.dumps(record) for record in kept)
     out.write_text(text.replace('"runs": []', f'"runs": [\n  {lines}\n ]') + "\n", encoding="utf-8")
 
 

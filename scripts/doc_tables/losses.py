@@ -1,5 +1,6 @@
 """Tables of losses: what codecs between stages cost in training."""
 
+import math
 from typing import Any
 
 from .markdown import LOSSES, RESULTS, Tables, against, commit, markdown, read_report, spaced
@@ -56,36 +57,96 @@ def _order(model: tuple[int, str, str]) -> tuple[Any, ...]:
     return model[0], model[1:] != BASELINE, model
 
 
+SUITES = {
+    "long": "{tokens:.0f} million tokens",
+    "pass": "{tokens:.1f} million",
+    "epochs": "{tokens:.1f} million, each text four times",
+    "backward": "{tokens:.1f} million, few bits backward",
+}
+"""How the suites of scripts/exp_convergence.py are called, in order."""
+UNCHANGED = ("fp16", "fp16")
+KEPT = {
+    "plain": "everything in bf16 and fp32",
+    "activations": "activations: `agoq`",
+    "compact": "activations: `compact`",
+    "all-4": "activations: all in 4 bits",
+    "gradients": "gradients in FP8",
+    "moments": "moments in FP8",
+    "three": "`agoq`, gradients and moments in FP8",
+    "three-by-stage": "the same, bits by stage",
+    "three-bf16-weights": "the same, weights in bf16",
+}
+
+
 def convergence() -> str:
     """What scripts/exp_convergence.py recorded: a model of 124 million parameters, by codec."""
     report = read_report(CONVERGENCE)
     rows = []
-    for run in report["runs"]:
-        losses = run.get("losses")
-        at_300 = losses[299] if losses else run["losses_at"]["300"]
-        valid = run["loss_valid"]
-        million = run["steps"] * report["tokens_a_step"] / 1e6
-        codecs = f"`{run['forward']}`", f"`{run['backward']}`"
-        # An fp16 without an exponent, since mended.
-        mark = " *" if run["forward"] == "fp16" else ""
-        rows.append(
-            (f"{million:.1f}", *codecs, f"{at_300:.4f}", f"{valid:.4f}{mark}" if valid else "not measured")
+    for suite, words in SUITES.items():
+        runs = [run for run in report["runs"] if run["suite"] == suite]
+        like = "pass" if suite == "backward" else suite
+        baseline = next(
+            run
+            for run in report["runs"]
+            if (run["suite"], run["forward"], run["backward"], run["seed"]) == (like, *UNCHANGED, 0)
         )
-    columns = (
-        ("million tokens", "right"),
-        ("activations", "left"),
-        ("gradients", "left"),
-        ("training loss, step 300", "right"),
-        ("held-out loss", "right"),
-    )
+        for run in sorted(runs, key=lambda run: (run["forward"], run["backward"]) != UNCHANGED):
+            change = 100 * (run["loss_valid"] / baseline["loss_valid"] - 1)
+            error = [value for key, value in run["relative_error"].items() if key.startswith("activation")]
+            rows.append(
+                (
+                    words.format(tokens=run["steps"] * report["tokens_a_step"] / 1e6),
+                    f"`{run['forward']}`",
+                    f"`{run['backward']}`",
+                    str(run["seed"]),
+                    f"{sum(error) / len(error):.4f}",
+                    f"{run['loss_last']:.4f}",
+                    f"{run['loss_valid']:.4f}",
+                    "" if run is baseline else f"{change:+.2f} %",
+                    f"{math.exp(run['loss_valid']):.1f}",
+                )
+            )
+    columns = [("trained on", "left"), ("activations", "left"), ("gradients", "left"), ("seed", "right")]
+    columns += [("error of activations", "right"), ("training loss", "right"), ("held-out loss", "right")]
+    columns += [("against fp16, seed 0", "right"), ("perplexity", "right")]
     return f"""{markdown(columns, rows)}
 
 A Llama of 124 million parameters, 4 stages, GPT-2's tokens of books, {report["tokens_a_step"]:,} tokens a
-step, one seed, {report["hardware"]}, torch {report["versions"]["torch"]}, commit {commit(report)}.
-(*) With an fp16 that had no exponent yet: gradients vanished."""
+step, {report["hardware"]}, torch {report["versions"]["torch"]}, commit {commit(report)}.
+Training loss: the mean of the last 20 steps, through the codecs. Held out: the final weights without codecs,
+on {report["validation_windows"]} windows of other books. `naive-4`: 4 bits, one scale for a whole tensor."""
+
+
+def convergence_memory() -> str:
+    """The suite `memory` of the same script: what a node keeps in few bits."""
+    report = read_report(CONVERGENCE)
+    runs = [run for run in report["runs"] if run["suite"] == "memory"]
+    by_seed = {run["seed"]: run for run in runs if run["memory"] == "plain" and run["forward"] == "fp32"}
+    rows = []
+    for run in runs:
+        baseline = by_seed.get(run["seed"])
+        rows.append(
+            (
+                KEPT[run["memory"]],
+                f"`{run['forward']}`",
+                str(run["seed"]),
+                f"{run['loss_last']:.4f}",
+                against(run, baseline, "loss_valid"),
+                f"{run['peak_memory_bytes'] / 2**30:.1f}",
+            )
+        )
+    columns = [("kept", "left"), ("boundaries", "left"), ("seed", "right"), ("training loss", "right")]
+    columns += [("held-out loss", "right"), ("peak memory, GiB", "right")]
+    tokens = runs[0]["steps"] * report["tokens_a_step"] / 1e6
+    commits = {commit({"commit": run.get("commit", report["commit"])}) for run in runs}
+    return f"""{markdown(columns, rows)}
+
+The model of 124 million parameters, {tokens:.1f} million tokens, eight microbatches a step, all of it on one
+{report["hardware"]}, torch {report["versions"]["torch"]}, commit {", ".join(sorted(commits))}."""
 
 
 TABLES: Tables = {
     "codec_loss": codec_loss,
     "convergence": convergence,
+    "convergence_memory": convergence_memory,
 }

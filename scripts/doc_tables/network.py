@@ -23,8 +23,14 @@ def lab() -> str:
         model = result["model"]
         paper = (model["layers"], model["hidden"]) == PAPER_SHAPE
         for table in all_tables([result])[: None if paper else 1]:
+            # Of the paper's rows those whose setting was measured; a table without a ratio says nothing.
+            beside = table.headings.index("here / fp32") if "here / fp32" in table.headings else None
+            measured = beside is None or any(row[beside] not in ("-", "1.00") for row in table.rows)
+            shown = [row for row in table.rows if beside is None or row[beside] != "-"]
+            if not measured:
+                continue
             sides = ["left" if i < table.left else "right" for i in range(len(table.headings))]
-            text = markdown(list(zip(table.headings, sides, strict=True)), table.rows)
+            text = markdown(list(zip(table.headings, sides, strict=True)), shown)
             blocks.append(f"{table.title[0].upper()}{table.title[1:]}:\n\n{text}")
         blocks.append(f"{provenance(result)}.")
     return "\n\n".join(blocks) or "Nothing has been recorded yet."
