@@ -5,6 +5,9 @@ for every microbatch it computes 6 blocks forward and backward, decodes and enco
 one gradient (`fixed-b`). The kernels are timed twice: in CUDA graphs over several tensors in turn, which is
 the time that the device needs, and through the wire's codecs, header and checks and the host's wait included.
 Boundaries are float32, as a stage's are under autocast, and bf16.
+
+And together: the stage computes microbatches while another thread packs and unpacks as many on a stream of
+its own, as in a node, in turns with the stage alone. What the stage takes longer is what packing costs it.
 """
 
 import argparse
@@ -12,7 +15,10 @@ import json
 import platform
 import statistics
 import sys
+import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +43,18 @@ SHAPE = (2, MODEL.sequence, MODEL.hidden)
 FORWARD = "tah"
 BACKWARD = ("fixed-6", "fixed-8")
 TENSORS = 6
+TOGETHER = (
+    ("tah", "fixed-6"),
+    ("tah", "fixed-8"),
+    ("trellis-4.41", "fixed-8"),
+    ("trellis-4.41", "trellis-4.41"),
+)
+MICROBATCHES = 8
+"""Of each turn of the stage beside packing."""
 
 
-def stage_seconds(runs: int) -> list[float]:
-    """Seconds of a middle stage's forward and backward of one microbatch, gradients accumulating."""
+def stage_work() -> Callable[[], None]:
+    """A middle stage's forward and backward of one microbatch, gradients accumulating."""
     device = torch.device("cuda")
     blocks = MODEL.layers // STAGES
     units = [block_name(index) for index in range(blocks, 2 * blocks)]
@@ -53,7 +67,7 @@ def stage_seconds(runs: int) -> list[float]:
             y = chunk(x)
         y.backward(grad)
 
-    return event_seconds(work, runs)
+    return work
 
 
 def event_seconds(work: Callable[[], Any], runs: int) -> list[float]:
@@ -85,6 +99,64 @@ def packing_seconds(name: str, dtype: torch.dtype, runs: int) -> dict[str, float
     }
 
 
+def packing_work(names: tuple[str, str]) -> Callable[[], None]:
+    """Packs and unpacks a tensor by each codec, on the calling thread's stream; bytes stay on the device."""
+    steps: list[Callable[[], object]] = []
+    for seed, name in enumerate(names):
+        which, tensor = codec(name), sample(SHAPE, seed).float()
+        spec = TensorSpec(tensor.dtype, SHAPE)
+        sent = which.encode(tensor)
+        header, arrived = which.open(sent.cpu().numpy(), spec), sent.cuda()
+        steps.append(partial(which.pack, tensor))
+        steps.append(partial(which.unpack, arrived, spec, header))
+
+    def work() -> None:
+        for step in steps:
+            step()
+
+    return work
+
+
+def together_seconds(stage: Callable[[], None], names: tuple[str, str], runs: int) -> dict[str, Any]:
+    """Seconds a microbatch of the stage alone and beside the packing of as many, in turns."""
+    packing = packing_work(names)
+    stream = torch.cuda.Stream()
+
+    def pack_all() -> None:
+        with torch.cuda.stream(stream):
+            for _ in range(MICROBATCHES):
+                packing()
+        stream.synchronize()
+
+    def turn(*, pack: bool) -> float:
+        packer = threading.Thread(target=pack_all, name="packing")
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        if pack:
+            packer.start()
+        for _ in range(MICROBATCHES):
+            stage()
+        torch.cuda.current_stream().synchronize()
+        seconds = time.perf_counter() - began
+        if pack:
+            packer.join()
+        return seconds / MICROBATCHES
+
+    turn(pack=True)
+    turns = [(turn(pack=False), turn(pack=True)) for _ in range(runs)]
+    alone, beside = (statistics.median(times) for times in zip(*turns, strict=True))
+    # Of each pair of turns, so that a clock that changes weighs on both.
+    share = statistics.median(with_it / without - 1 for without, with_it in turns)
+    return {
+        "forward": names[0],
+        "backward": names[1],
+        "stage_seconds": alone,
+        "beside_seconds": beside,
+        "share": share,
+        "runs": runs,
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure what packing costs a pipeline stage on this GPU.")
     parser.add_argument("--out", type=Path, required=True, help="where the report goes, as JSON")
@@ -98,9 +170,11 @@ def main() -> int:
         label: {name: packing_seconds(name, dtype, arguments.runs) for name in codecs}
         for label, dtype in dtypes.items()
     }
-    stage = stage_seconds(arguments.runs)
+    work = stage_work()
+    stage = event_seconds(work, arguments.runs)
+    together = [together_seconds(work, names, arguments.runs) for names in TOGETHER]
     seconds = statistics.median(stage)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for label, of_codec in packing.items():
         for backward in BACKWARD:
             both = (of_codec[FORWARD], of_codec[backward])
@@ -131,6 +205,7 @@ def main() -> int:
         "stage_spread_seconds": [min(stage), max(stage)],
         "packing": packing,
         "rows": rows,
+        "together": together,
     }
     arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(f"stage {seconds * 1e3:.2f} ms")
@@ -139,6 +214,8 @@ def main() -> int:
             f"{row['dtype']} {row['backward']}: {row['device_seconds'] * 1e6:.0f} us, {row['share']:.3%}; "
             f"wall {row['wall_seconds'] * 1e6:.0f} us, {row['wall_share']:.3%}"
         )
+    for row in together:
+        print(f"beside {row['forward']}/{row['backward']}: {row['share']:+.2%} of the stage")
     return 0
 
 
