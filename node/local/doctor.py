@@ -28,6 +28,8 @@ MIN_WRITE_RATE = 20e6
 PROBE_BYTES = 16 << 20
 MIN_OPEN_FILES = 256
 MIN_MEMORY_BYTES = 1_000_000_000
+CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+"""Where Linux says it."""
 OUR_PACKAGES = ("kernels", "wire", "node")
 CONTACT_SECONDS = 5.0
 
@@ -62,6 +64,7 @@ def examine(*, token: str | None = None, state_dir: Path | None = None) -> list[
         *check_device(),
         check_packages(package_owners()),
         check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)),
+        *check_congestion_control(CONGESTION_CONTROL),
         *check_disk(directory),
         *(check_token(token) if token is not None else ()),
     ]
@@ -98,6 +101,26 @@ def judge_torch(version: str) -> Check:
         return Check(name="torch", status=Status.OK, detail=f"torch {version}")
     detail = f"torch {version} is too old"
     return Check(name="torch", status=Status.FAIL, detail=detail, fix="pip install 'torch>=2.11'")
+
+
+def check_congestion_control(setting: Path) -> Iterator[Check]:
+    """TCP's, which gRPC leaves to the system. Nothing where the system does not say."""
+    try:
+        name = setting.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return
+    if not name.startswith("bbr"):
+        yield Check(name="tcp", status=Status.OK, detail=printable(f"congestion control {name}"))
+        return
+    yield Check(
+        name="tcp",
+        status=Status.WARN,
+        detail=printable(
+            f"congestion control {name}: a line that a node's links share is not used to the full "
+            "(deploy/lab/README.md)"
+        ),
+        fix="where one line serves both neighbours: sysctl -w net.ipv4.tcp_congestion_control=cubic",
+    )
 
 
 def check_device() -> Iterator[Check]:

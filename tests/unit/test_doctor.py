@@ -24,6 +24,7 @@ from node.local.doctor import (
     Check,
     Status,
     check_disk,
+    check_congestion_control,
     check_open_files,
     check_packages,
     check_python,
@@ -137,6 +138,23 @@ def test_open_files(limits: tuple[int, int], status: Status, fix: str) -> None:
     check = check_open_files(limits)
     assert check.status is status
     assert fix in check.fix
+
+
+@pytest.mark.parametrize(
+    ("content", "status"), [("cubic\n", Status.OK), ("bbr\n", Status.WARN), ("bbr2\n", Status.WARN)]
+)
+def test_congestion_control_that_shares_a_line_badly_is_named(
+    content: str, status: Status, tmp_path: Path
+) -> None:
+    setting = tmp_path / "tcp_congestion_control"
+    setting.write_text(content)
+    (check,) = check_congestion_control(setting)
+    assert check.status is status and content.strip() in check.detail
+    assert ("cubic" in check.fix) == (status is Status.WARN)
+
+
+def test_a_system_that_does_not_tell_its_congestion_control_is_not_asked_further(tmp_path: Path) -> None:
+    assert list(check_congestion_control(tmp_path / "absent")) == []
 
 
 def test_disk_space_and_speed_are_judged() -> None:
