@@ -36,6 +36,30 @@ def lab() -> str:
     return "\n\n".join(blocks) or "Nothing has been recorded yet."
 
 
+def throughput() -> str:
+    """The paper's table 3 in short: its best codec pair against fp32, there and here."""
+    result = read_results(RESULTS / "lab_gpt2-xl-4gpu-nic.json")
+    table = next(t for t in all_tables([result]) if t.title.startswith("table 3 "))
+    named = [dict(zip(table.headings, row, strict=True)) for row in table.rows]
+    by_rate: dict[str, dict[str, dict[str, str]]] = {}
+    for row in named:
+        by_rate.setdefault(row["Mbit/s"], {})[row["codecs"]] = row
+    rows = [
+        (
+            rate,
+            pairs["fp32/fp32"]["here, tokens/s"].split(" ")[0],
+            pairs["tah/fixed-6"]["here, tokens/s"].split(" ")[0],
+            pairs["tah/fixed-6"]["here / fp32"],
+            pairs["tah/fixed-6"]["paper / fp32"],
+            pairs["tah/fixed-6"]["of the floor"],
+        )
+        for rate, pairs in by_rate.items()
+    ]
+    columns = [(word, "right") for word in ("Mbit/s", "fp32, tokens/s", "`tah`/`fixed-6`, tokens/s")]
+    columns += [(word, "right") for word in ("times fp32", "in the paper", "of the floor")]
+    return f"{markdown(columns, rows)}\n\n{provenance(result)}."
+
+
 def pipeline_floor() -> str:
     """What scripts/exp_pipeline_floor.py found: the share of the floor by rate and round trip."""
     report = read_report(PIPELINE_FLOOR)
@@ -186,6 +210,7 @@ def trace_cost() -> str:
 
 TABLES: Tables = {
     "lab": lab,
+    "throughput": throughput,
     "pipeline_floor": pipeline_floor,
     "all_reduce": all_reduce,
     "all_reduce_links": all_reduce_links,
