@@ -1,5 +1,5 @@
-"""The quantizers as torch operators: Triton's kernels on a GPU, on a CPU the reference, or for encoding `tah`
-numba's loops; the same bits.
+"""The quantizers as torch operators: Triton's kernels on a GPU, on a CPU numba's loops for `tah` and else the
+reference; the same bits.
 
 `torch.ops.thinwire.tah_encode` and its like never wait for the device and can be captured into a CUDA graph
 once they have run on it. Scratch comes from torch's allocator. A GPU without Triton runs the reference.
@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import torch
 
-from kernels import fixed, tah, tah_loops
+from kernels import fixed, tah, tah_loops, tah_loops_decode
 from kernels.triton_launch import FIXED_DECODE, TAH_DECODE
 
 # What decoding found wrong; of several the largest, in the order in which a decoder refuses.
@@ -88,8 +88,8 @@ def tah_decode(
 ) -> torch.Tensor:
     """`kernels.tah.decode` of the sections into `out`, with the exponent (int32, 1 element) on the device.
 
-    Returns int32 `[k]`: the largest says what Triton's kernels found wrong, 0 if nothing. The reference takes
-    sections that its caller has checked.
+    Returns int32 `[k]`: the largest says what Triton's kernels found wrong, 0 if nothing. The others take
+    sections that their caller has checked.
     """
     if has_kernels(out.device.type):
         from kernels import triton_tah_decode
@@ -107,7 +107,8 @@ def tah_decode(
             four_bit=four_bit,
         )
     sections = tah.TahSections(scales, zero_points, bit_map, pivots, low_planes, fourth_planes)
-    tah.decode(sections, out, int(exponent))
+    decode = tah_loops_decode.decode if out.device.type == "cpu" else tah.decode
+    decode(sections, out, int(exponent))
     return _status(scales, TAH_DECODE.tiles).zero_()
 
 

@@ -4,27 +4,33 @@ Compiled by numba at first use and kept in its cache. Where torch goes over a bl
 here a tile is read twice: once to be measured and, when the tiles with 4 bits are chosen, once to be packed;
 in between it does not leave the innermost cache.
 
-Loops over a tile are written so that LLVM makes vectors of them although it may not reorder operations on
-floats: sums are of integers, extremes of floats as integers in the same order, and a number is rounded by
-adding `_ROUND`.
+So that LLVM makes vectors of loops over a tile, sums are of integers, extremes of floats as integers in the
+same order, and a number is rounded by adding `_ROUND`.
 """
 
 import math
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
-import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kernels import tah
+from kernels.loops import (
+    bits_of,
+    compiled,
+    float_of,
+    hadamard,
+    inlined,
+    ranges,
+    run,
+    two_factors,
+    value_of_half,
+)
 from kernels.tah import TahSections
-from kernels.tiles import NON_FINITE, NORMAL_BITS, SMALLEST_STEP, TILE, powers_of_two
+from kernels.tiles import NON_FINITE, NORMAL_BITS, SMALLEST_STEP, TILE
 
 # fp32 constants: numba computes in fp64 with a plain number.
 _ONE = np.float32(1.0)
-_EIGHTH = np.float32(0.125)
 _EPSILON = np.float32(tah.EPSILON)
 _C0, _C1, _C2, _C3 = (np.float32(c) for c in tah._LOG2)
 _LOG_UNIT = np.float32(2.0**-23)
@@ -43,27 +49,8 @@ _LOWEST_BITS = np.uint64(0x0101010101010101)
 _BUCKETS = 1 << 12
 _BUCKET_BITS = 11
 
-# Tiles that one thread takes at a time are a multiple of 8, so that no two write to the same byte, and
-# enough to be worth a thread's start.
-_FLAGS_A_BYTE = 8
-_FEWEST_TILES = 2048
-_RANGES_A_THREAD = 8
 
-_compiled = numba.njit(nogil=True, cache=True, error_model="numpy")
-_inlined = numba.njit(nogil=True, cache=True, error_model="numpy", inline="always")
-
-
-@_inlined
-def _float(bits):
-    return np.uint32(bits).view(np.float32)
-
-
-@_inlined
-def _bits_of(x):
-    return np.float32(x).view(np.int32)
-
-
-@_compiled
+@compiled
 def _largest(x):
     """The largest magnitude's bits, as of fp32. Infinities and NaNs are above all others."""
     largest = np.int32(0)
@@ -76,44 +63,44 @@ def _largest(x):
     return largest
 
 
-@_compiled
+@compiled
 def _load(x, start, count, near, far, tile):
     """`tile`, fp32 `[64]`: the normalised elements of x from `start`, filled up with zeros."""
     # A view of its own: an index that might be negative keeps a loop from becoming vectors.
     part = x[start : start + count]
     if x.itemsize == 2:
         for k in range(count):
-            tile[k] = _float(np.uint32(part[k]) << np.uint32(16)) * near * far
+            tile[k] = float_of(np.uint32(part[k]) << np.uint32(16)) * near * far
     else:
         for k in range(count):
-            tile[k] = _float(part[k]) * near * far
+            tile[k] = float_of(part[k]) * near * far
     for k in range(count, TILE):
         tile[k] = 0
 
 
-@_compiled
+@compiled
 def _extremes(tile, count):
     """The smallest and the largest of the first `count`; which of two zeros is open."""
     low, high = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
     for k in range(count):
-        bits = _bits_of(tile[k])
+        bits = bits_of(tile[k])
         # Negative floats grow as their bits shrink.
         ordered = np.int32(bits ^ ((bits >> 31) & 0x7FFFFFFF))
         low, high = min(low, ordered), max(high, ordered)
     low = np.int32(low ^ ((low >> 31) & 0x7FFFFFFF))
     high = np.int32(high ^ ((high >> 31) & 0x7FFFFFFF))
-    return _float(low), _float(high)
+    return float_of(low), float_of(high)
 
 
-@_inlined
+@inlined
 def _log2(n):
-    log = np.float32(_bits_of(n)) * _LOG_UNIT - _LOG_BIAS
+    log = np.float32(bits_of(n)) * _LOG_UNIT - _LOG_BIAS
     f = log - np.floor(log)
     p = ((f * _C3 + _C2) * f + _C1) * f + _C0
     return log + p * ((_ONE - f) * f)
 
 
-@_compiled
+@compiled
 def _near_and_sums(tile, factor, threshold):
     """How many magnitudes reach the threshold; S and T of the entropy."""
     near, total, weighted = np.int32(0), np.int32(0), np.int32(0)
@@ -122,13 +109,13 @@ def _near_and_sums(tile, factor, threshold):
         near = np.int32(near + np.int32(magnitude >= threshold))
         shifted = magnitude + _ROUND
         n = shifted - _ROUND
-        total = np.int32(total + np.int32(_bits_of(shifted) - _ROUND_BITS))
+        total = np.int32(total + np.int32(bits_of(shifted) - _ROUND_BITS))
         term = _log2(n) * n + _ROUND
-        weighted = np.int32(weighted + np.int32(_bits_of(term) - _ROUND_BITS))
+        weighted = np.int32(weighted + np.int32(bits_of(term) - _ROUND_BITS))
     return near, total, weighted
 
 
-@_compiled
+@compiled
 def _measure(x, width, first, last, near, far, tau, low, high, outlier, rank):
     """Steps 1 and 3 of the reference's list for tiles `first` to `last`."""
     per_row = (width + TILE - 1) // TILE
@@ -139,8 +126,8 @@ def _measure(x, width, first, last, near, far, tau, low, high, outlier, rank):
         _load(x, row * width + column, count, near, far, tile)
         low[t], high[t] = _extremes(tile, count)
         largest = max(-low[t], high[t])
-        exponent_bits = max(np.int32(_bits_of(largest) >> 23), np.int32(64))
-        factor = _float((267 - exponent_bits) << 23)
+        exponent_bits = max(np.int32(bits_of(largest) >> 23), np.int32(64))
+        factor = float_of((267 - exponent_bits) << 23)
         threshold = (largest / tau - _EPSILON) * factor
         reach, total, weighted = _near_and_sums(tile, factor, threshold)
         # None does if tau is below 1; to the reference that is an outlier, too.
@@ -153,7 +140,7 @@ def _measure(x, width, first, last, near, far, tau, low, high, outlier, rank):
         rank[t] = bits
 
 
-@_compiled
+@compiled
 def _choose(rank, count, four):
     """Set the flags of the `count` highest ranks, ties to the lower index."""
     if count == 0:
@@ -184,7 +171,7 @@ def _choose(rank, count, four):
         four[t] = rank[t] > last or tie
 
 
-@_compiled
+@compiled
 def _rotate(tile):
     """Step 4; returns the pivot."""
     pivot = 0
@@ -192,22 +179,14 @@ def _rotate(tile):
         if abs(tile[k]) > abs(tile[pivot]):
             pivot = k
     tile[0], tile[pivot] = tile[pivot], tile[0]
-    h = 1
-    while h < TILE:
-        for i in range(0, TILE, 2 * h):
-            for k in range(i, i + h):
-                a, b = tile[k], tile[k + h]
-                tile[k], tile[k + h] = a + b, a - b
-        h *= 2
-    for k in range(TILE):
-        tile[k] *= _EIGHTH
+    hadamard(tile)
     return pivot
 
 
-@_inlined
+@inlined
 def _half(magnitude, up):
     """The bits of the fp16 next below a magnitude (fp32), or next above; the magnitude's if it is one."""
-    bits = _bits_of(magnitude)
+    bits = bits_of(magnitude)
     if bits >= 113 << 23:
         return np.int32(((bits - (112 << 23)) >> 13) + np.int32(up and bits & 0x1FFF != 0))
     # In fp16's smallest steps, as many as its bits.
@@ -216,20 +195,12 @@ def _half(magnitude, up):
     return np.int32(whole + np.int32(up and np.float32(whole) != steps))
 
 
-@_inlined
-def _value(half):
-    """The fp32 of a positive fp16's bits."""
-    if half >= 1 << 10:
-        return _float((half << 13) + (112 << 23))
-    return np.float32(half) * _SMALLEST_STEP
-
-
-@_compiled
+@compiled
 def _planes(tile, base, inverse, words):
     """Step 6: a tile's codes as four bit-planes. Overwrites the tile; `words` is scratch, uint64 `[8]`."""
     codes = tile.view(np.uint32)
     for k in range(TILE):
-        codes[k] = np.uint32(_bits_of((tile[k] - base) * inverse + _ROUND) & 15)
+        codes[k] = np.uint32(bits_of((tile[k] - base) * inverse + _ROUND) & 15)
     # Byte i of word k is element 8 i + k, so that bit b of all bytes, moved up by k, belongs to plane b.
     for k in range(8):
         word = np.uint64(codes[k])
@@ -246,7 +217,7 @@ def _planes(tile, base, inverse, words):
     return p0, p1, p2, p3
 
 
-@_compiled
+@compiled
 def _pack(
     x,
     width,
@@ -284,14 +255,14 @@ def _pack(
         zero_point, base = np.int32(0), np.float32(0)
         if smallest >= _COUNTS_AS_ZERO:
             zero_point = _half(smallest, False)
-            base = _value(zero_point)
+            base = value_of_half(zero_point)
         elif smallest <= -_COUNTS_AS_ZERO:
             zero_point = _half(-smallest, True)
-            base = -_value(zero_point)
+            base = -value_of_half(zero_point)
             zero_point |= 0x8000
         steps = np.float32(15) if four[t] else np.float32(7)
         scale = _half(max((largest - base) / steps, _SMALLEST_STEP), True)
-        p0, p1, p2, p3 = _planes(tile, base, _ONE / _value(scale), words)
+        p0, p1, p2, p3 = _planes(tile, base, _ONE / value_of_half(scale), words)
         if count < TILE:
             real = (np.uint64(1) << np.uint64(count)) - np.uint64(1)
             p0, p1, p2, p3 = p0 & real, p1 & real, p2 & real, p3 & real
@@ -318,8 +289,7 @@ def encode(x: torch.Tensor, out: TahSections, *, samples: int, four_bit: int, ta
     exponent = _exponent(words)
     if exponent.item() == NON_FINITE:
         return exponent
-    factors = [np.float32(factor.item()) for factor in powers_of_two(-exponent)]
-    near, far = factors if len(factors) == 2 else (_ONE, *factors)
+    near, far = two_factors(-exponent)
     low, high = np.empty(n, dtype=np.float32), np.empty(n, dtype=np.float32)
     outlier, four = np.empty(n, dtype=np.bool_), np.empty(n, dtype=np.bool_)
     rank = np.empty(n, dtype=np.int32)
@@ -340,9 +310,9 @@ def encode(x: torch.Tensor, out: TahSections, *, samples: int, four_bit: int, ta
         _pack(words, width, first, last, near, far, low, high, outlier, four, before, *sections)
 
     each = n // samples
-    _run(measure, _ranges(n))
-    _run(choose, [(start, start + each) for start in range(0, n, each)])
-    _run(pack, _ranges(n))
+    run(measure, ranges(n))
+    run(choose, [(start, start + each) for start in range(0, n, each)])
+    run(pack, ranges(n))
     return exponent
 
 
@@ -356,36 +326,7 @@ def _bits(x: torch.Tensor) -> NDArray[np.uint32] | NDArray[np.uint16]:
 def _exponent(words: NDArray[np.uint32] | NDArray[np.uint16]) -> torch.Tensor:
     """As `kernels.tiles.tensor_exponent`. Torch's threads would keep cores busy for a while once done."""
     found: list[int] = []
-    _run(lambda first, last: found.append(_largest(words[first:last])), _ranges(words.size, TILE))
+    run(lambda first, last: found.append(_largest(words[first:last])), ranges(words.size, TILE))
     largest = np.uint32(max(found)).view(np.float32)
     exponent = math.frexp(largest)[1] - NORMAL_BITS if np.isfinite(largest) else NON_FINITE
     return torch.tensor(exponent, dtype=torch.int32)
-
-
-def _ranges(n: int, unit: int = 1) -> list[tuple[int, int]]:
-    """Ranges of n tiles, or of n pieces of `unit` to a tile, that threads take in turn.
-
-    Several to a thread, because one that has to share its core is slower than the others.
-    """
-    step = _FLAGS_A_BYTE * unit
-    each = -(-n // (torch.get_num_threads() * _RANGES_A_THREAD * step)) * step
-    size = max(each, _FEWEST_TILES * unit)
-    return [(first, min(first + size, n)) for first in range(0, n, size)]
-
-
-def _run(work: Callable[[int, int], None], ranges: list[tuple[int, int]]) -> None:
-    """Call `work` for every range, in this thread and as many others as torch may use here."""
-    left = iter(ranges)
-
-    def take() -> None:
-        for first, last in left:
-            work(first, last)
-
-    if (others := min(torch.get_num_threads(), len(ranges)) - 1) == 0:
-        take()
-        return
-    with ThreadPoolExecutor(others) as pool:
-        taken = [pool.submit(take) for _ in range(others)]
-        take()
-    for other in taken:
-        other.result()

@@ -146,6 +146,17 @@ def test_a_bit_map_with_another_count_is_refused() -> None:
         codec("tah").decode(reseal(forged), SPEC)
 
 
+def test_of_several_faults_of_tah_the_worst_is_named() -> None:
+    forged = PACKED["tah"].clone()
+    forged[64 + 48 + 48] ^= 1
+    forged[66:68].view(torch.float16).fill_(-0.0)
+    with pytest.raises(PackedMismatchError, match="scale of zero"):
+        codec("tah").decode(reseal(forged), SPEC)
+    forged[112:114].view(torch.float16).fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match="not finite"):
+        codec("tah").decode(reseal(forged), SPEC)
+
+
 @pytest.mark.parametrize("bits", range(2, 11))
 def test_a_code_beyond_the_range_is_refused(bits: int) -> None:
     name = f"fixed-{bits}"

@@ -1,0 +1,148 @@
+"""What the loops of tiled quantizers on a CPU share: bits of floats, tiles, planes, threads.
+
+Compiled by numba at first use and kept in its cache. Loops over a tile are written so that LLVM makes vectors
+of them although it may not reorder operations on floats. Constants are fp32: numba computes in fp64 with a
+plain number.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kernels.tiles import SMALLEST_STEP, TILE, powers_of_two
+
+_ONE = np.float32(1.0)
+_HALF = np.float32(0.5)
+_EIGHTH = np.float32(0.125)
+_SMALLEST_STEP = np.float32(SMALLEST_STEP)
+
+# For every byte the word of which byte k is its bit k.
+_SPREAD = (
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    .view(np.uint64)
+    .reshape(256)
+)
+_BYTE = np.uint64(0xFF)
+
+# Tiles that one thread takes at a time are a multiple of 8, so that no two write to the same byte, and
+# enough to be worth a thread's start.
+_FLAGS_A_BYTE = 8
+_FEWEST_TILES = 2048
+_RANGES_A_THREAD = 8
+
+compiled = numba.njit(nogil=True, cache=True, error_model="numpy")
+inlined = numba.njit(nogil=True, cache=True, error_model="numpy", inline="always")
+
+
+@inlined
+def float_of(bits):
+    return np.uint32(bits).view(np.float32)
+
+
+@inlined
+def bits_of(x):
+    return np.float32(x).view(np.int32)
+
+
+@inlined
+def value_of_half(half):
+    """The fp32 of a positive fp16's bits."""
+    if half >= 1 << 10:
+        return float_of((half << 13) + (112 << 23))
+    return np.float32(half) * _SMALLEST_STEP
+
+
+@compiled
+def hadamard(tile):
+    """The butterflies over a tile, and the division by 8 that makes them their own inverse."""
+    h = 1
+    while h < TILE:
+        for i in range(0, TILE, 2 * h):
+            for k in range(i, i + h):
+                a, b = tile[k], tile[k + h]
+                tile[k], tile[k + h] = a + b, a - b
+        h *= 2
+    for k in range(TILE):
+        tile[k] *= _EIGHTH
+
+
+@compiled
+def add_plane(words, plane, place):
+    """Put bit k of `plane` where bit `place` of byte k of `words`, uint64 `[8]`, is."""
+    for i in range(8):
+        words[i] |= _SPREAD[plane >> np.uint64(8 * i) & _BYTE] << np.uint64(place)
+
+
+@compiled
+def store(tile, count, near, far, limit, half, out, start):
+    """Write the first `count` of a tile to `out` from `start`, times both factors, clamped, rounded.
+
+    `out` holds the bits of fp32, or those of bf16 or, with `half`, of fp16.
+    """
+    # A view of its own: an index that might be negative keeps a loop from becoming vectors.
+    part = out[start : start + count]
+    if out.itemsize == 4:
+        for k in range(count):
+            part[k] = bits_of(min(max(tile[k] * near * far, -limit), limit))
+    elif half:
+        for k in range(count):
+            bits = bits_of(min(max(tile[k] * near * far, -limit), limit))
+            magnitude = np.int32(bits & 0x7FFFFFFF)
+            normal = np.int32((magnitude + 0xFFF + (magnitude >> 13 & 1) - (112 << 23)) >> 13)
+            # Beside one half fp32's last bit is fp16's smallest step.
+            small = np.int32(bits_of(float_of(magnitude) + _HALF) - bits_of(_HALF))
+            part[k] = (small if magnitude < 113 << 23 else normal) | (bits >> 16 & 0x8000)
+    else:
+        for k in range(count):
+            bits = bits_of(min(max(tile[k] * near * far, -limit), limit))
+            part[k] = np.uint32(bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
+def two_factors(exponent: torch.Tensor) -> tuple[np.float32, np.float32]:
+    """2**exponent as `kernels.tiles.powers_of_two`, the nearer to 1 first and always there."""
+    factors = [np.float32(factor.item()) for factor in powers_of_two(exponent)]
+    return (factors[0], factors[1]) if len(factors) == 2 else (_ONE, factors[0])
+
+
+def bits_to_fill(out: torch.Tensor) -> NDArray[np.uint32] | NDArray[np.uint16]:
+    """The elements of a contiguous tensor one after the other, as the bits that `store` writes."""
+    flat = out.view(-1)
+    if out.dtype == torch.float32:
+        return flat.view(torch.int32).numpy().view(np.uint32)
+    return flat.view(torch.int16).numpy().view(np.uint16)
+
+
+def ranges(n: int, unit: int = 1) -> list[tuple[int, int]]:
+    """Ranges of n tiles, or of n pieces of `unit` to a tile, that threads take in turn.
+
+    Several to a thread, because one that has to share its core is slower than the others.
+    """
+    step = _FLAGS_A_BYTE * unit
+    each = -(-n // (torch.get_num_threads() * _RANGES_A_THREAD * step)) * step
+    size = max(each, _FEWEST_TILES * unit)
+    return [(first, min(first + size, n)) for first in range(0, n, size)]
+
+
+def run(work: Callable[[int, int], None], parts: list[tuple[int, int]]) -> None:
+    """Call `work` for every range, in this thread and as many others as torch may use here.
+
+    Not in torch's threads, which would keep cores busy for a while once done.
+    """
+    left = iter(parts)
+
+    def take() -> None:
+        for first, last in left:
+            work(first, last)
+
+    if (others := min(torch.get_num_threads(), len(parts)) - 1) == 0:
+        take()
+        return
+    with ThreadPoolExecutor(others) as pool:
+        taken = [pool.submit(take) for _ in range(others)]
+        take()
+    for other in taken:
+        other.result()
