@@ -5,6 +5,7 @@ of them although it may not reorder operations on floats. Constants are fp32: nu
 plain number.
 """
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,12 +14,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels.tiles import SMALLEST_STEP, TILE, powers_of_two
+from kernels.tiles import NON_FINITE, NORMAL_BITS, SMALLEST_STEP, TILE, powers_of_two
 
-_ONE = np.float32(1.0)
+ONE = np.float32(1.0)
+LEAST_STEP = np.float32(SMALLEST_STEP)
+# Added to a number of magnitude below 2**22, it leaves the nearest integer, ties to even, in the lowest bits.
+ROUND = np.float32(3 * 2.0**22)
+ROUND_BITS = np.int32(ROUND.view(np.int32))
 _HALF = np.float32(0.5)
 _EIGHTH = np.float32(0.125)
-_SMALLEST_STEP = np.float32(SMALLEST_STEP)
 
 # For every byte the word of which byte k is its bit k.
 _SPREAD = (
@@ -53,7 +57,47 @@ def value_of_half(half):
     """The fp32 of a positive fp16's bits."""
     if half >= 1 << 10:
         return float_of((half << 13) + (112 << 23))
-    return np.float32(half) * _SMALLEST_STEP
+    return np.float32(half) * LEAST_STEP
+
+
+@inlined
+def half_beside(magnitude, up):
+    """The bits of the fp16 next below a magnitude (fp32), or next above; the magnitude's if it is one."""
+    bits = bits_of(magnitude)
+    if bits >= 113 << 23:
+        return np.int32(((bits - (112 << 23)) >> 13) + np.int32(up and bits & 0x1FFF != 0))
+    # In fp16's smallest steps, as many as its bits.
+    steps = magnitude / LEAST_STEP
+    whole = np.int32(steps)
+    return np.int32(whole + np.int32(up and np.float32(whole) != steps))
+
+
+@compiled
+def largest_of(x):
+    """The largest magnitude's bits, as of fp32. Infinities and NaNs are above all others."""
+    largest = np.int32(0)
+    if x.itemsize == 2:
+        for k in range(x.size):
+            largest = max(largest, np.int32((np.uint32(x[k]) << np.uint32(16)) & 0x7FFFFFFF))
+    else:
+        for k in range(x.size):
+            largest = max(largest, np.int32(x[k] & 0x7FFFFFFF))
+    return largest
+
+
+@compiled
+def load(x, start, count, near, far, tile):
+    """`tile`, fp32 `[64]`: the elements of x from `start` times both factors, filled up with zeros."""
+    # A view of its own: an index that might be negative keeps a loop from becoming vectors.
+    part = x[start : start + count]
+    if x.itemsize == 2:
+        for k in range(count):
+            tile[k] = float_of(np.uint32(part[k]) << np.uint32(16)) * near * far
+    else:
+        for k in range(count):
+            tile[k] = float_of(part[k]) * near * far
+    for k in range(count, TILE):
+        tile[k] = 0
 
 
 @compiled
@@ -102,10 +146,27 @@ def store(tile, count, near, far, limit, half, out, start):
             part[k] = np.uint32(bits + 0x7FFF + (bits >> 16 & 1)) >> 16
 
 
+def bits_to_read(x: torch.Tensor) -> NDArray[np.uint32] | NDArray[np.uint16]:
+    """The elements one after the other as the bits of fp32, or of bf16, its upper half."""
+    if x.dtype == torch.bfloat16:
+        return x.contiguous().view(-1).view(torch.int16).numpy().view(np.uint16)
+    return x.float().contiguous().view(-1).numpy().view(np.uint32)
+
+
+def exponent_of(words: NDArray[np.uint32] | NDArray[np.uint16], constant: float = 1.0) -> torch.Tensor:
+    """As `kernels.tiles.tensor_exponent`. Torch's threads would keep cores busy for a while once done."""
+    found: list[int] = []
+    run(lambda first, last: found.append(largest_of(words[first:last])), ranges(words.size, TILE))
+    with np.errstate(over="ignore"):
+        largest = np.uint32(max(found)).view(np.float32) * np.float32(constant)
+    exponent = math.frexp(largest)[1] - NORMAL_BITS if np.isfinite(largest) else NON_FINITE
+    return torch.tensor(exponent, dtype=torch.int32)
+
+
 def two_factors(exponent: torch.Tensor) -> tuple[np.float32, np.float32]:
     """2**exponent as `kernels.tiles.powers_of_two`, the nearer to 1 first and always there."""
     factors = [np.float32(factor.item()) for factor in powers_of_two(exponent)]
-    return (factors[0], factors[1]) if len(factors) == 2 else (_ONE, factors[0])
+    return (factors[0], factors[1]) if len(factors) == 2 else (ONE, factors[0])
 
 
 def bits_to_fill(out: torch.Tensor) -> NDArray[np.uint32] | NDArray[np.uint16]:

@@ -1,5 +1,4 @@
-"""The quantizers as torch operators: Triton's kernels on a GPU, on a CPU numba's loops for `tah` and else the
-reference; the same bits.
+"""The quantizers as torch operators: Triton's kernels on a GPU, numba's loops on a CPU; the same bits.
 
 `torch.ops.thinwire.tah_encode` and its like never wait for the device and can be captured into a CUDA graph
 once they have run on it. Scratch comes from torch's allocator. A GPU without Triton runs the reference.
@@ -10,7 +9,7 @@ from importlib.util import find_spec
 
 import torch
 
-from kernels import fixed, tah, tah_loops, tah_loops_decode
+from kernels import fixed, fixed_loops, tah, tah_loops, tah_loops_decode
 from kernels.triton_launch import FIXED_DECODE, TAH_DECODE
 
 # What decoding found wrong; of several the largest, in the order in which a decoder refuses.
@@ -122,7 +121,8 @@ def fixed_encode(
 
         triton_fixed.encode(x, scales, planes, exponent, constant=constant)
     else:
-        exponent.copy_(fixed.encode(x, fixed.FixedSections(scales, planes), constant=constant))
+        encode = fixed_loops.encode if x.device.type == "cpu" else fixed.encode
+        exponent.copy_(encode(x, fixed.FixedSections(scales, planes), constant=constant))
 
 
 @torch.library.custom_op("thinwire::fixed_decode", mutates_args=("out",))
@@ -134,7 +134,11 @@ def fixed_decode(
         from kernels import triton_fixed
 
         return triton_fixed.decode(scales, planes, out, exponent, constant=constant)
-    fixed.decode(fixed.FixedSections(scales, planes), out, int(exponent), constant=constant)
+    sections = fixed.FixedSections(scales, planes)
+    if out.device.type == "cpu":
+        fixed_loops.decode(sections, out, int(exponent), constant=constant)
+    else:
+        fixed.decode(sections, out, int(exponent), constant=constant)
     return _status(scales, FIXED_DECODE.tiles).zero_()
 
 

@@ -5,42 +5,42 @@ here a tile is read twice: once to be measured and, when the tiles with 4 bits a
 in between it does not leave the innermost cache.
 
 So that LLVM makes vectors of loops over a tile, sums are of integers, extremes of floats as integers in the
-same order, and a number is rounded by adding `_ROUND`.
+same order, and a number is rounded by adding `ROUND`.
 """
-
-import math
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kernels import tah
 from kernels.loops import (
+    LEAST_STEP,
+    ONE,
+    ROUND,
+    ROUND_BITS,
     bits_of,
+    bits_to_read,
     compiled,
+    exponent_of,
     float_of,
     hadamard,
+    half_beside,
     inlined,
+    load,
     ranges,
     run,
     two_factors,
     value_of_half,
 )
 from kernels.tah import TahSections
-from kernels.tiles import NON_FINITE, NORMAL_BITS, SMALLEST_STEP, TILE
+from kernels.tiles import NON_FINITE, TILE
 
 # fp32 constants: numba computes in fp64 with a plain number.
-_ONE = np.float32(1.0)
 _EPSILON = np.float32(tah.EPSILON)
 _C0, _C1, _C2, _C3 = (np.float32(c) for c in tah._LOG2)
 _LOG_UNIT = np.float32(2.0**-23)
 _LOG_BIAS = np.float32(127.0)
 _RANK_UNIT = np.float32(tah._RANK_UNIT)
-_SMALLEST_STEP = np.float32(SMALLEST_STEP)
 _COUNTS_AS_ZERO = np.float32(2.0**-100)
-# Added to a number of magnitude below 2**22, it leaves the nearest integer, ties to even, in the lowest bits.
-_ROUND = np.float32(3 * 2.0**22)
-_ROUND_BITS = np.int32(_ROUND.view(np.int32))
 
 # The lowest bit of every byte of a word.
 _LOWEST_BITS = np.uint64(0x0101010101010101)
@@ -48,34 +48,6 @@ _LOWEST_BITS = np.uint64(0x0101010101010101)
 # Ranks are below 2**23: an entropy is at most 6 bits, in units of 2**-20.
 _BUCKETS = 1 << 12
 _BUCKET_BITS = 11
-
-
-@compiled
-def _largest(x):
-    """The largest magnitude's bits, as of fp32. Infinities and NaNs are above all others."""
-    largest = np.int32(0)
-    if x.itemsize == 2:
-        for k in range(x.size):
-            largest = max(largest, np.int32((np.uint32(x[k]) << np.uint32(16)) & 0x7FFFFFFF))
-    else:
-        for k in range(x.size):
-            largest = max(largest, np.int32(x[k] & 0x7FFFFFFF))
-    return largest
-
-
-@compiled
-def _load(x, start, count, near, far, tile):
-    """`tile`, fp32 `[64]`: the normalised elements of x from `start`, filled up with zeros."""
-    # A view of its own: an index that might be negative keeps a loop from becoming vectors.
-    part = x[start : start + count]
-    if x.itemsize == 2:
-        for k in range(count):
-            tile[k] = float_of(np.uint32(part[k]) << np.uint32(16)) * near * far
-    else:
-        for k in range(count):
-            tile[k] = float_of(part[k]) * near * far
-    for k in range(count, TILE):
-        tile[k] = 0
 
 
 @compiled
@@ -97,7 +69,7 @@ def _log2(n):
     log = np.float32(bits_of(n)) * _LOG_UNIT - _LOG_BIAS
     f = log - np.floor(log)
     p = ((f * _C3 + _C2) * f + _C1) * f + _C0
-    return log + p * ((_ONE - f) * f)
+    return log + p * ((ONE - f) * f)
 
 
 @compiled
@@ -107,11 +79,11 @@ def _near_and_sums(tile, factor, threshold):
     for k in range(TILE):
         magnitude = np.abs(tile[k] * factor)
         near = np.int32(near + np.int32(magnitude >= threshold))
-        shifted = magnitude + _ROUND
-        n = shifted - _ROUND
-        total = np.int32(total + np.int32(bits_of(shifted) - _ROUND_BITS))
-        term = _log2(n) * n + _ROUND
-        weighted = np.int32(weighted + np.int32(bits_of(term) - _ROUND_BITS))
+        shifted = magnitude + ROUND
+        n = shifted - ROUND
+        total = np.int32(total + np.int32(bits_of(shifted) - ROUND_BITS))
+        term = _log2(n) * n + ROUND
+        weighted = np.int32(weighted + np.int32(bits_of(term) - ROUND_BITS))
     return near, total, weighted
 
 
@@ -123,7 +95,7 @@ def _measure(x, width, first, last, near, far, tau, low, high, outlier, rank):
     for t in range(first, last):
         row, column = t // per_row, t % per_row * TILE
         count = min(TILE, width - column)
-        _load(x, row * width + column, count, near, far, tile)
+        load(x, row * width + column, count, near, far, tile)
         low[t], high[t] = _extremes(tile, count)
         largest = max(-low[t], high[t])
         exponent_bits = max(np.int32(bits_of(largest) >> 23), np.int32(64))
@@ -183,24 +155,12 @@ def _rotate(tile):
     return pivot
 
 
-@inlined
-def _half(magnitude, up):
-    """The bits of the fp16 next below a magnitude (fp32), or next above; the magnitude's if it is one."""
-    bits = bits_of(magnitude)
-    if bits >= 113 << 23:
-        return np.int32(((bits - (112 << 23)) >> 13) + np.int32(up and bits & 0x1FFF != 0))
-    # In fp16's smallest steps, as many as its bits.
-    steps = magnitude / _SMALLEST_STEP
-    whole = np.int32(steps)
-    return np.int32(whole + np.int32(up and np.float32(whole) != steps))
-
-
 @compiled
 def _planes(tile, base, inverse, words):
     """Step 6: a tile's codes as four bit-planes. Overwrites the tile; `words` is scratch, uint64 `[8]`."""
     codes = tile.view(np.uint32)
     for k in range(TILE):
-        codes[k] = np.uint32(bits_of((tile[k] - base) * inverse + _ROUND) & 15)
+        codes[k] = np.uint32(bits_of((tile[k] - base) * inverse + ROUND) & 15)
     # Byte i of word k is element 8 i + k, so that bit b of all bytes, moved up by k, belongs to plane b.
     for k in range(8):
         word = np.uint64(codes[k])
@@ -245,7 +205,7 @@ def _pack(
     for t in range(first, last):
         row, column = t // per_row, t % per_row * TILE
         count = min(TILE, width - column)
-        _load(x, row * width + column, count, near, far, tile)
+        load(x, row * width + column, count, near, far, tile)
         smallest, largest = low[t], high[t]
         pivot = 0
         if outlier[t]:
@@ -254,15 +214,15 @@ def _pack(
             count = TILE
         zero_point, base = np.int32(0), np.float32(0)
         if smallest >= _COUNTS_AS_ZERO:
-            zero_point = _half(smallest, False)
+            zero_point = half_beside(smallest, False)
             base = value_of_half(zero_point)
         elif smallest <= -_COUNTS_AS_ZERO:
-            zero_point = _half(-smallest, True)
+            zero_point = half_beside(-smallest, True)
             base = -value_of_half(zero_point)
             zero_point |= 0x8000
         steps = np.float32(15) if four[t] else np.float32(7)
-        scale = _half(max((largest - base) / steps, _SMALLEST_STEP), True)
-        p0, p1, p2, p3 = _planes(tile, base, _ONE / value_of_half(scale), words)
+        scale = half_beside(max((largest - base) / steps, LEAST_STEP), True)
+        p0, p1, p2, p3 = _planes(tile, base, ONE / value_of_half(scale), words)
         if count < TILE:
             real = (np.uint64(1) << np.uint64(count)) - np.uint64(1)
             p0, p1, p2, p3 = p0 & real, p1 & real, p2 & real, p3 & real
@@ -285,8 +245,8 @@ def _pack(
 
 def encode(x: torch.Tensor, out: TahSections, *, samples: int, four_bit: int, tau: float) -> torch.Tensor:
     """As `kernels.tah.encode`, for a tensor in host memory; of one that is not finite nothing is written."""
-    n, width, words = out.scales.numel(), x.shape[-1], _bits(x)
-    exponent = _exponent(words)
+    n, width, words = out.scales.numel(), x.shape[-1], bits_to_read(x)
+    exponent = exponent_of(words)
     if exponent.item() == NON_FINITE:
         return exponent
     near, far = two_factors(-exponent)
@@ -314,19 +274,3 @@ def encode(x: torch.Tensor, out: TahSections, *, samples: int, four_bit: int, ta
     run(choose, [(start, start + each) for start in range(0, n, each)])
     run(pack, ranges(n))
     return exponent
-
-
-def _bits(x: torch.Tensor) -> NDArray[np.uint32] | NDArray[np.uint16]:
-    """The elements one after the other as the bits of fp32, or of bf16, its upper half."""
-    if x.dtype == torch.bfloat16:
-        return x.contiguous().view(-1).view(torch.int16).numpy().view(np.uint16)
-    return x.float().contiguous().view(-1).numpy().view(np.uint32)
-
-
-def _exponent(words: NDArray[np.uint32] | NDArray[np.uint16]) -> torch.Tensor:
-    """As `kernels.tiles.tensor_exponent`. Torch's threads would keep cores busy for a while once done."""
-    found: list[int] = []
-    run(lambda first, last: found.append(_largest(words[first:last])), ranges(words.size, TILE))
-    largest = np.uint32(max(found)).view(np.float32)
-    exponent = math.frexp(largest)[1] - NORMAL_BITS if np.isfinite(largest) else NON_FINITE
-    return torch.tensor(exponent, dtype=torch.int32)

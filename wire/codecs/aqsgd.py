@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels import fixed, ops
+from kernels import fixed, fixed_loops, ops
 from kernels.tiles import MAX_EXPONENT, MIN_EXPONENT, NON_FINITE, TILE
 from wire.codecs.base import Codec
 from wire.codecs.fixed import FixedCodec
@@ -190,7 +190,10 @@ class AqsgdTensorCodec(Codec):
         if ops.has_kernels(payload.device.type):
             ops.fixed_decode(*sections, change, exponent, constant)
         elif int(exponent) != NON_FINITE:
-            fixed.decode(sections, change, int(exponent), constant=constant)
+            if change.device.type == "cpu":
+                fixed_loops.decode(sections, change, int(exponent), constant=constant)
+            else:
+                fixed.decode(sections, change, int(exponent), constant=constant)
         return change
 
 
