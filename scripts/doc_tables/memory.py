@@ -11,6 +11,7 @@ from .markdown import LOSSES, RESULTS, Tables, against, commit, markdown, read_r
 
 STORED_ACTIVATIONS = RESULTS / "stored_activations.json"
 STORED_LOSS = RESULTS / "stored_activations_loss.json"
+QUANTIZE_GEMM = RESULTS / "quantize_gemm.json"
 
 
 def inside_a_node() -> str:
@@ -129,6 +130,31 @@ def stored_loss() -> str:
     return markdown(columns, rows) + "\n\n" + _caption(report)
 
 
+def quantize_gemm() -> str:
+    """What scripts/bench_quantize_gemm.py recorded: packing in the producer, apart, or inside the product."""
+    report = read_report(QUANTIZE_GEMM)
+    rows = []
+    for row in report["rows"]:
+        times = row["milliseconds"]
+        now = times["producer"]
+        line = [row["model"], row["layer"], row["dtype"], f"{row['width']} x {row['columns']}", f"{now:.3f}"]
+        for way in ("separate", "fused"):
+            line.append(f"{times[way]:.3f} ({100 * (times[way] / now - 1):+.1f} %)")
+        rows.append([*line, *(f"{times[way]:.3f}" for way in ("unstored", "fused_unstored", "gemm"))])
+    columns = [("block", "left"), ("layer", "left"), ("packed from", "left"), ("matrix", "left")]
+    columns += [("packed in the producer, ms", "right"), ("by a kernel of its own", "right")]
+    columns += [("inside the product", "right"), ("not packed, ms", "right")]
+    columns += [("one kernel, not packed, ms", "right"), ("cuBLAS alone, ms", "right")]
+    won = sum(row["milliseconds"]["fused"] < row["milliseconds"]["producer"] for row in report["rows"])
+    caption = (
+        f"SwiGLU or norm and the product behind it, {report['tokens']} tokens; in brackets against packing "
+        f"in the producer, which packing inside the product beats in {won} of {len(rows)}. Medians of "
+        f"{report['runs']} turns, CUDA graphs; {report['hardware']}, torch {report['versions']['torch']}, "
+        f"Triton {report['versions']['triton']}, commit {commit(report)}."
+    )
+    return markdown(columns, rows) + "\n\n" + caption
+
+
 def _caption(report: dict[str, Any]) -> str:
     model, training = report["settings"]["model"], report["settings"]["training"]
     return (
@@ -145,3 +171,5 @@ TABLES: Tables = {
     "stored_gradients": stored_gradients,
     "stored_loss": stored_loss,
 }
+if QUANTIZE_GEMM.exists():
+    TABLES["quantize_gemm"] = quantize_gemm
