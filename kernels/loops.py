@@ -1,8 +1,11 @@
 """What the loops of tiled quantizers on a CPU share: bits of floats, tiles, planes, threads.
 
-Compiled by numba at first use and kept in its cache. Loops over a tile are written so that LLVM makes vectors
-of them although it may not reorder operations on floats. Constants are fp32: numba computes in fp64 with a
-plain number.
+Compiled by numba at first use and kept in its cache, each function with what it calls. Numba looks at the
+caller's file alone to find out whether that is still right: who changes this one removes
+`kernels/__pycache__/*.nb?`.
+
+Loops over a tile are written so that LLVM makes vectors of them although it may not reorder operations on
+floats. Constants are fp32: numba computes in fp64 with a plain number.
 """
 
 import math
