@@ -48,6 +48,7 @@ from node.model.memory import devices_of
 from node.model.placement import stage_units
 from node.telemetry import events
 from node.training.data import Corpus
+from node.training.manifest import Manifest
 from node.training.schedule import clip_coefficient, learning_rate
 from wire.errors import ProtocolViolationError, RefusalCode, RunError
 from wire.identity.enrolment import Refusal
@@ -116,6 +117,8 @@ class Coordinator:
             directory=directory / "snapshots",
             run_id=run_id,
             store=store,
+            stored=self._snapshot_stored,
+            failed=self._fail,
         )
         self._planner = WindowPlanner(
             config, samples=corpus.windows, link_report=self.accounting.link_report, use=self._use_windows
@@ -137,10 +140,12 @@ class Coordinator:
             planner = group.create_task(self._planner.run())
             ticker = group.create_task(self._tick())
             tracer = group.create_task(self._tracer.run())
+            snapshots = group.create_task(self._snapshots.run())
             outcome = await self._act()
             ticker.cancel()
             tracer.cancel()
             planner.cancel()
+            snapshots.cancel()
         await self._say_goodbye(outcome)
         await self._tracer.write()
         self._narrator.finished(outcome.reason, failed=outcome.failed)
@@ -239,7 +244,7 @@ class Coordinator:
             case Announce():
                 self._emit(events.Notice(text=action.text))
             case OpenSnapshot():
-                self._snapshots.expect(action.step)
+                await self._snapshots.expect(action.step)
             case Aborted():
                 self._narrator.interrupted(action)
             case Released():
@@ -370,12 +375,9 @@ class Coordinator:
         return self._snapshots.upload_limit(step, unit)
 
     async def store_layer(self, step: int, unit: str, data: bytes, digest: str) -> None:
-        try:
-            manifest = await self._snapshots.put(step, unit, data, digest)
-        except RunError as error:
-            self._fail(str(error))
-            raise
-        if manifest is not None:
-            path = str(self._snapshots.path(step))
-            self._narrator.snapshot_stored(step, manifest.total_bytes, path, manifest.weights_sha256)
-            self._post(lambda now: self._machine.snapshot_stored(step, now))
+        await self._snapshots.put(step, unit, data, digest)
+
+    def _snapshot_stored(self, manifest: Manifest) -> None:
+        path = str(self._snapshots.path(manifest.step))
+        self._narrator.snapshot_stored(manifest.step, manifest.total_bytes, path, manifest.weights_sha256)
+        self._post(lambda now: self._machine.snapshot_stored(manifest.step, now))

@@ -3,6 +3,8 @@
 import asyncio
 import hashlib
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from node import faults
@@ -13,29 +15,74 @@ from node.model.placement import boundary_cache_bytes
 from node.model.units import most_state_bytes, unit_names
 from node.training.manifest import Manifest
 from node.training.snapshot import SnapshotWriter, prune, read_unit, snapshot_directory
-from wire.errors import ProtocolViolationError
+from wire.errors import ProtocolViolationError, RunError, ThinwireError
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Upload:
+    step: int
+    unit: str
+    data: bytes
+    digest: str
+    done: asyncio.Future[None]
+    """What its sender waits for, if it still does."""
 
 
 class SnapshotDesk:
     """One run's. The disk is worked on in threads."""
 
     def __init__(
-        self, *, config: RunConfig, windows: int, directory: Path, run_id: str, store: Store
+        self,
+        *,
+        config: RunConfig,
+        windows: int,
+        directory: Path,
+        run_id: str,
+        store: Store,
+        stored: Callable[[Manifest], None],
+        failed: Callable[[str], None],
     ) -> None:
         """
         Args:
             windows: samples of one pass over the text.
             directory: where the run keeps its snapshots.
+            stored: told of every snapshot that is complete and on record.
+            failed: told why the disk or the database refused.
         """
         self._config = config
         self._windows = windows
         self._directory = directory
         self._store = store
         self._writer = SnapshotWriter(directory, config, run_id)
+        self._stored = stored
+        self._failed = failed
         self._wanted: set[int] = set()
+        self._uploads: asyncio.Queue[_Upload] = asyncio.Queue()
 
-    def expect(self, step: int) -> None:
-        """Nodes are about to upload the state of `step`."""
+    async def run(self) -> None:
+        """Store what comes, until cancelled.
+
+        What has come whole is stored, and told of, though its sender be gone meanwhile: it may complete a
+        snapshot, which nobody would know of until the same step is uploaded again.
+        """
+        while True:
+            upload = await self._uploads.get()
+            try:
+                manifest = await asyncio.to_thread(self._store_unit, upload)
+            except (ThinwireError, OSError) as error:
+                if isinstance(error, RunError):
+                    self._failed(str(error))
+                if not upload.done.done():
+                    upload.done.set_exception(error)
+                continue
+            if manifest is not None:
+                self._stored(manifest)
+            if not upload.done.done():
+                upload.done.set_result(None)
+
+    async def expect(self, step: int) -> None:
+        """Nodes are about to upload the state of `step`, all of it: what came of an earlier attempt goes."""
+        await asyncio.to_thread(self._writer.discard, step)
         self._wanted.add(step)
 
     def path(self, step: int) -> Path:
@@ -55,15 +102,22 @@ class SnapshotDesk:
             raise ProtocolViolationError(f"nobody asked for a snapshot of step {step}")
         return most_state_bytes(self._config.model, unit) + boundary_cache_bytes(self._config, self._windows)
 
-    async def put(self, step: int, unit: str, data: bytes, digest: str) -> Manifest | None:
-        """Store a unit's file. The one that completes its snapshot gives the manifest, which is on record.
+    async def put(self, step: int, unit: str, data: bytes, digest: str) -> None:
+        """Hand a unit's file to `run`, and wait until it is stored.
 
-        Raises RunError when the disk or the database refuses.
+        Raises RunError when the disk or the database refuses, ProtocolViolationError for what is not that
+        unit.
         """
         faults.reach_coordinator(faults.Phase.SNAPSHOT, step=step)
-        manifest = await asyncio.to_thread(self._writer.put, step, unit, data, digest)
+        done = asyncio.get_running_loop().create_future()
+        self._uploads.put_nowait(_Upload(step=step, unit=unit, data=data, digest=digest, done=done))
+        await done
+
+    def _store_unit(self, upload: _Upload) -> Manifest | None:
+        """The manifest, which is on record, if this unit completes its snapshot."""
+        manifest = self._writer.put(upload.step, upload.unit, upload.data, upload.digest)
         if manifest is not None:
-            await asyncio.to_thread(self._record, manifest)
+            self._record(manifest)
         return manifest
 
     def _record(self, manifest: Manifest) -> None:

@@ -108,8 +108,8 @@ def discard_incomplete(root: Path) -> tuple[int, ...]:
 class SnapshotWriter:
     """Collects the units of snapshots as stages upload them; the last one completes a snapshot.
 
-    Units may come in any order, from several threads, and for several steps at once. On a rollback call
-    `discard`, so that no snapshot mixes units of two attempts at one step.
+    Units may come in any order, from several threads, and for several steps at once. Before a step is
+    uploaded anew call `discard`, so that no snapshot mixes units of two attempts at it.
     """
 
     def __init__(self, root: Path, config: RunConfig, run_id: str) -> None:
@@ -156,6 +156,11 @@ class SnapshotWriter:
             _write(directory / MANIFEST_NAME, manifest.to_json().encode(), step)
             del self._entries[step]
             return manifest
+
+    def discard(self, step: int) -> None:
+        """Forget the units of a step whose snapshot is not complete."""
+        with self._lock:
+            self._entries.pop(step, None)
 
     def missing(self, step: int) -> tuple[str, ...]:
         """Units of a step's snapshot that have not come yet, in model order."""
