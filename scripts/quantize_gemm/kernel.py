@@ -40,7 +40,7 @@ class Config:
     """128; or 64, when a block is two tiles deep, and is read once more to be packed."""
     warps: int = 8
     stages: int = 3
-    spread: bool = True
+    spread: bool = False
     """Whether all columns of tiles pack in turns, or the first packs all."""
     group: int = 8
     """Rows of tiles that go through the columns together, so that what they read stays in the cache."""
@@ -48,13 +48,14 @@ class Config:
 
 CONFIGS = (
     Config(columns=256),
-    Config(columns=256, spread=False),
     Config(columns=256, stages=4),
     Config(columns=256, depth=128, stages=2),
     Config(rows=64, columns=256, warps=4, stages=2),
     Config(columns=128, stages=4),
     Config(columns=128, warps=4),
     Config(columns=128, depth=128, stages=2),
+    Config(columns=256, spread=True),
+    Config(rows=64, columns=256, warps=4, stages=2, spread=True),
 )
 """What the bench tries. The fewer columns a tile has, the more often SwiGLU is computed."""
 
@@ -117,6 +118,74 @@ def _pack_tile(y, packed, n, first_row, rows, index, per_row, ROWS: tl.constexpr
     store_blocks(packed, n, row * per_row + index, row < rows, tl.reshape(y, (ROWS, 16, 8)), 4, LIMIT)
 
 
+@triton.jit
+def _product(
+    x,
+    beside,
+    scale,
+    weight,
+    packed_x,
+    packed_beside,
+    n,
+    rows,
+    width,
+    columns,
+    tile_row,
+    tile_column,
+    STEPS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    NORM: tl.constexpr,
+    STORE: tl.constexpr,
+    SPREAD: tl.constexpr,
+    WAIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """A tile of the product, and the sums of squares of its rows of x; blocks whose turn it is packed."""
+    # Rows and columns beyond the end read others again, so that no load needs a mask.
+    row = (tile_row * ROWS + tl.arange(0, ROWS)) % rows
+    column = (tile_column * COLUMNS + tl.arange(0, COLUMNS)) % columns
+    across = tl.cdiv(columns, COLUMNS)
+    k = tl.arange(0, DEPTH)
+    per_row = width // 128
+    source = row[:, None] * width + k[None, :]
+    matrix = column[None, :] * width + k[:, None]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    squares = tl.zeros((ROWS,), tl.float32)
+    for step in range(0, STEPS if _INTERPRETED else width // DEPTH):
+        start = step * DEPTH
+        y = _wide(tl.load(x + start + source))
+        if NORM:
+            squares += tl.sum(y * y, 1)
+            inner = y * _wide(tl.load(scale + start + k))[None, :]
+        else:
+            u = _wide(tl.load(beside + start + source))
+            inner = _silu(y) * u
+        part = tl.load(weight + start + matrix)
+        if _INTERPRETED:
+            total = tl.dot(_half(inner), _wide(part), total)
+        else:
+            total = tl.dot(_half(inner), part, total)
+            if WAIT:
+                # No instruction, but it ends the product here.
+                total = tl.inline_asm_elementwise("", "=f,0", [total], dtype=tl.float32, is_pure=True, pack=1)
+        if STORE:
+            index = start // 128
+            turn = index % across if SPREAD else tile_column
+            if (tile_column == turn) & (start % 128 == 0):
+                first = tile_row * ROWS
+                if DEPTH == 128:
+                    _pack_tile(y, packed_x, n, first, rows, index, per_row, ROWS, LIMIT)
+                    if not NORM:
+                        _pack_tile(u, packed_beside, n, first, rows, index, per_row, ROWS, LIMIT)
+                else:
+                    _pack_again(x, packed_x, n, first, rows, index, per_row, ROWS, LIMIT)
+                    if not NORM:
+                        _pack_again(beside, packed_beside, n, first, rows, index, per_row, ROWS, LIMIT)
+    return total, squares
+
+
 # Rows are odd as often as not: no compilation of their own for those that are multiples of 16.
 @partial(triton.jit, do_not_specialize=("n", "rows"))
 def _quantize_gemm(
@@ -150,51 +219,26 @@ def _quantize_gemm(
     tile_row = group * GROUP + program % (GROUP * across) % height
     tile_column = program % (GROUP * across) // height
 
-    # Rows and columns beyond the end read others again, so that no load needs a mask.
-    row = (tile_row * ROWS + tl.arange(0, ROWS)) % rows
-    column = (tile_column * COLUMNS + tl.arange(0, COLUMNS)) % columns
-    k = tl.arange(0, DEPTH)
-    per_row = width // 128
-    source = row[:, None] * width + k[None, :]
-    matrix = column[None, :] * width + k[:, None]
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    squares = tl.zeros((ROWS,), tl.float32)
-    for step in range(0, STEPS if _INTERPRETED else width // DEPTH):
-        start = step * DEPTH
-        y = _wide(tl.load(x + start + source))
-        if NORM:
-            squares += tl.sum(y * y, 1)
-            inner = y * _wide(tl.load(scale + start + k))[None, :]
-        else:
-            u = _wide(tl.load(beside + start + source))
-            inner = _silu(y) * u
-        part = tl.load(weight + start + matrix)
-        if _INTERPRETED:
-            total = tl.dot(_half(inner), _wide(part), total)
-        else:
-            total = tl.dot(_half(inner), part, total)
-            # No instruction, but it ends the product here: left running into the branch below, ptxas would
-            # make each of its parts wait for the one before.
-            total = tl.inline_asm_elementwise("", "=f,0", [total], dtype=tl.float32, is_pure=True, pack=1)
-        if STORE:
-            index = start // 128
-            turn = index % across if SPREAD else 0
-            if (tile_column == turn) & (start % 128 == 0):
-                first = tile_row * ROWS
-                if DEPTH == 128:
-                    _pack_tile(y, packed_x, n, first, rows, index, per_row, ROWS, LIMIT)
-                    if not NORM:
-                        _pack_tile(u, packed_beside, n, first, rows, index, per_row, ROWS, LIMIT)
-                else:
-                    _pack_again(x, packed_x, n, first, rows, index, per_row, ROWS, LIMIT)
-                    if not NORM:
-                        _pack_again(beside, packed_beside, n, first, rows, index, per_row, ROWS, LIMIT)
+    # Programs that pack nothing let a product run while they make the next tile. Where it would run into the
+    # branch that packs, and in a kernel without any, ptxas would make each part wait for the one before.
+    # fmt: off
+    if STORE and (SPREAD or tile_column == 0):
+        total, squares = _product(
+            x, beside, scale, weight, packed_x, packed_beside, n, rows, width, columns, tile_row, tile_column,
+            STEPS, LIMIT, NORM, True, SPREAD, True, ROWS, COLUMNS, DEPTH,
+        )
+    else:
+        total, squares = _product(
+            x, beside, scale, weight, packed_x, packed_beside, n, rows, width, columns, tile_row, tile_column,
+            STEPS, LIMIT, NORM, False, SPREAD, not STORE, ROWS, COLUMNS, DEPTH,
+        )
+    # fmt: on
     if NORM:
         total = total * (1.0 / tl.sqrt(squares / width + eps))[:, None]
-    real_row = tile_row * ROWS + tl.arange(0, ROWS)
-    real_column = tile_column * COLUMNS + tl.arange(0, COLUMNS)
-    target = real_row.to(tl.int64)[:, None] * columns + real_column[None, :]
-    store_rounded(out + target, total, (real_row < rows)[:, None] & (real_column < columns)[None, :])
+    row = tile_row * ROWS + tl.arange(0, ROWS)
+    column = tile_column * COLUMNS + tl.arange(0, COLUMNS)
+    target = row.to(tl.int64)[:, None] * columns + column[None, :]
+    store_rounded(out + target, total, (row < rows)[:, None] & (column < columns)[None, :])
 
 
 def quantize_gemm(
