@@ -1,16 +1,18 @@
 """What the loops of tiled quantizers on a CPU share: bits of floats, tiles, planes, threads.
 
-Compiled by numba at first use and kept in its cache, each function with what it calls. Numba looks at the
-caller's file alone to find out whether that is still right: who changes this one removes
-`kernels/__pycache__/*.nb?`.
+Compiled by numba at first use and kept in its cache beside the modules, each function with what it calls and
+with the constants that it reads. Numba looks at the caller's file alone to find out whether that is still
+right, so what is older than the files behind it is removed here.
 
 Loops over a tile are written so that LLVM makes vectors of them although it may not reorder operations on
 floats. Constants are fp32: numba computes in fp64 with a plain number.
 """
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -18,6 +20,20 @@ import torch
 from numpy.typing import NDArray
 
 from kernels.tiles import NON_FINITE, NORMAL_BITS, SMALLEST_STEP, TILE, powers_of_two
+
+
+def forget_older(cache: Path, sources: Iterable[Path]) -> None:
+    """Remove from `cache` the indices of compiled loops that are older than any of `sources`."""
+    newest = max(source.stat().st_mtime for source in sources)
+    for index in cache.glob("*loops*.nbi"):
+        # Another process may do so too; a folder that cannot be written is not where numba keeps them.
+        with contextlib.suppress(OSError):
+            if index.stat().st_mtime < newest:
+                index.unlink()
+
+
+_HERE = Path(__file__).parent
+forget_older(_HERE / "__pycache__", [_HERE / name for name in ("loops.py", "tah.py", "fixed.py", "tiles.py")])
 
 ONE = np.float32(1.0)
 LEAST_STEP = np.float32(SMALLEST_STEP)
