@@ -87,12 +87,12 @@ def test_a_real_prometheus_scrapes_a_real_run(prefork: Prefork, tmp_path: Path) 
             per_codec = {labels["codec"]: value for labels, value in bits}
             foretold = coordinator.all(RunStarted)[0].codec_bits
             assert per_codec.keys() == {"tah", "fixed-8"}
-            tensor = CONFIG.training.microbatch * CONFIG.model.sequence * CONFIG.model.hidden
+            step = CONFIG.training.global_batch * CONFIG.model.sequence * CONFIG.model.hidden
             for labels, count in prometheus.query("sum by (codec) (thinwire_link_elements_total)"):
-                # A tensor's elements count when it is queued, its bytes when they leave: one may be on its
-                # way, and the node that died took one with it.
+                # A tensor's elements count when it is queued, its bytes when they leave: those of a step may be
+                # on their way, and the node that died took as many with it.
                 codec = labels["codec"]
-                assert per_codec[codec] == pytest.approx(foretold[codec], rel=2 * tensor / count)
+                assert per_codec[codec] == pytest.approx(foretold[codec], rel=2 * step / count)
             mine = prometheus.query("sum(thinwire_node_seconds_total)")[0][1]
             assert mine > 0
 
