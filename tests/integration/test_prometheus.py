@@ -89,8 +89,8 @@ def test_a_real_prometheus_scrapes_a_real_run(prefork: Prefork, tmp_path: Path) 
             assert per_codec.keys() == {"tah", "fixed-8"}
             step = CONFIG.training.global_batch * CONFIG.model.sequence * CONFIG.model.hidden
             for labels, count in prometheus.query("sum by (codec) (thinwire_link_elements_total)"):
-                # A tensor's elements count when it is queued, its bytes when they leave: those of a step may be
-                # on their way, and the node that died took as many with it.
+                # A tensor's elements count when it is queued, its bytes when they leave: those of a step may
+                # be on their way, and the node that died took as many with it.
                 codec = labels["codec"]
                 assert per_codec[codec] == pytest.approx(foretold[codec], rel=2 * step / count)
             mine = prometheus.query("sum(thinwire_node_seconds_total)")[0][1]
