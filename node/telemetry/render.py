@@ -5,8 +5,10 @@ a line a second), and a live display. All end with the same summary. Results go 
 """
 
 import os
+import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
@@ -181,16 +183,16 @@ class LiveRenderer:
 
 
 class Pace:
-    """Seconds a step, averaged so that the newest ten or so steps count most."""
+    """Seconds a step: the middle one of the newest, so that one that compiled or recovered does not count."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0
+        self._newest: deque[float] = deque(maxlen=15)
 
     def add(self, done: StepDone) -> None:
-        self._seconds = done.seconds if not self._seconds else 0.9 * self._seconds + 0.1 * done.seconds
+        self._newest.append(done.seconds)
 
     def eta(self, done: StepDone) -> str:
-        return duration_text((done.steps - done.step) * self._seconds)
+        return duration_text((done.steps - done.step) * statistics.median_low(self._newest or (0.0,)))
 
 
 def step_line(done: StepDone, pace: Pace) -> str:
