@@ -7,6 +7,7 @@ exponent takes a read before.
 import numpy as np
 import torch
 
+from kernels import fixed
 from kernels.fixed import FixedSections
 from kernels.loops import (
     LEAST_STEP,
@@ -169,7 +170,9 @@ def _unpack(scales, planes, width, first, last, constant, near, far, limit, half
 
 
 def encode(x: torch.Tensor, out: FixedSections, *, constant: float) -> torch.Tensor:
-    """As `kernels.fixed.encode`, for a tensor in host memory; if it is not finite, nothing is written."""
+    """As `kernels.fixed.encode`, which a GPU without Triton runs; if x is not finite, nothing is written."""
+    if x.device.type != "cpu":
+        return fixed.encode(x, out, constant=constant)
     words, width = bits_to_read(x), x.shape[-1]
     exponent = exponent_of(words, constant)
     if exponent.item() == NON_FINITE:
@@ -185,10 +188,16 @@ def encode(x: torch.Tensor, out: FixedSections, *, constant: float) -> torch.Ten
 
 
 def decode(sections: FixedSections, out: torch.Tensor, exponent: int, *, constant: float) -> bool:
-    """As `kernels.fixed.decode`, for tensors in host memory; of scales that the caller has checked.
+    """As `kernels.fixed.decode`, which a GPU without Triton runs; of scales that the caller has checked.
 
     Returns whether all codes are in the range, -L to L: if not, `out` holds what no encoder packed.
     """
+    if out.device.type != "cpu":
+        fixed.decode(sections, out, exponent, constant=constant)
+        all_ones = sections.planes[0] & sections.planes[1]
+        for plane in sections.planes[2:]:
+            all_ones.bitwise_and_(plane)
+        return not bool(all_ones.any())
     near, far = two_factors(torch.tensor(exponent, dtype=torch.int32))
     limit, half = np.float32(torch.finfo(out.dtype).max), out.dtype == torch.float16
     width, elements = out.shape[-1], bits_to_fill(out)

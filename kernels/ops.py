@@ -68,8 +68,7 @@ def tah_encode(
         )
     else:
         sections = tah.TahSections(scales, zero_points, bit_map, pivots, low_planes, fourth_planes)
-        encode = tah_loops.encode if x.device.type == "cpu" else tah.encode
-        exponent.copy_(encode(x, sections, samples=samples, four_bit=four_bit, tau=tau))
+        exponent.copy_(tah_loops.encode(x, sections, samples=samples, four_bit=four_bit, tau=tau))
 
 
 @torch.library.custom_op("thinwire::tah_decode", mutates_args=("out",))
@@ -106,8 +105,7 @@ def tah_decode(
             four_bit=four_bit,
         )
     sections = tah.TahSections(scales, zero_points, bit_map, pivots, low_planes, fourth_planes)
-    decode = tah_loops_decode.decode if out.device.type == "cpu" else tah.decode
-    decode(sections, out, int(exponent))
+    tah_loops_decode.decode(sections, out, int(exponent))
     return _status(scales, TAH_DECODE.tiles).zero_()
 
 
@@ -121,8 +119,7 @@ def fixed_encode(
 
         triton_fixed.encode(x, scales, planes, exponent, constant=constant)
     else:
-        encode = fixed_loops.encode if x.device.type == "cpu" else fixed.encode
-        exponent.copy_(encode(x, fixed.FixedSections(scales, planes), constant=constant))
+        exponent.copy_(fixed_loops.encode(x, fixed.FixedSections(scales, planes), constant=constant))
 
 
 @torch.library.custom_op("thinwire::fixed_decode", mutates_args=("out",))
@@ -134,11 +131,7 @@ def fixed_decode(
         from kernels import triton_fixed
 
         return triton_fixed.decode(scales, planes, out, exponent, constant=constant)
-    sections = fixed.FixedSections(scales, planes)
-    if out.device.type == "cpu":
-        fixed_loops.decode(sections, out, int(exponent), constant=constant)
-    else:
-        fixed.decode(sections, out, int(exponent), constant=constant)
+    fixed_loops.decode(fixed.FixedSections(scales, planes), out, int(exponent), constant=constant)
     return _status(scales, FIXED_DECODE.tiles).zero_()
 
 

@@ -244,7 +244,9 @@ def _pack(
 
 
 def encode(x: torch.Tensor, out: TahSections, *, samples: int, four_bit: int, tau: float) -> torch.Tensor:
-    """As `kernels.tah.encode`, for a tensor in host memory; of one that is not finite nothing is written."""
+    """As `kernels.tah.encode`, which a GPU without Triton runs; if x is not finite, nothing is written."""
+    if x.device.type != "cpu":
+        return tah.encode(x, out, samples=samples, four_bit=four_bit, tau=tau)
     n, width, words = out.scales.numel(), x.shape[-1], bits_to_read(x)
     exponent = exponent_of(words)
     if exponent.item() == NON_FINITE:

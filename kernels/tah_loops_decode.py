@@ -7,6 +7,7 @@ once.
 import numpy as np
 import torch
 
+from kernels import tah
 from kernels.loops import (
     add_plane,
     bits_to_fill,
@@ -84,7 +85,10 @@ def _unpack(
 
 
 def decode(sections: TahSections, out: torch.Tensor, exponent: int) -> None:
-    """As `kernels.tah.decode`, for tensors in host memory; of the same sections, checked by the caller."""
+    """As `kernels.tah.decode`, which a GPU without Triton runs; of sections that the caller has checked."""
+    if out.device.type != "cpu":
+        tah.decode(sections, out, exponent)
+        return
     n, width = sections.scales.numel(), out.shape[-1]
     four = np.unpackbits(sections.bit_map.numpy(), count=n, bitorder="little").view(np.bool_)
     # Loops read where they are told to: past the end of the planes if there are too few.

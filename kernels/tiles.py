@@ -31,6 +31,10 @@ MAX_EXPONENT = 128 - NORMAL_BITS
 # In place of an exponent: the tensor holds infinities or NaNs.
 NON_FINITE = 0x7FFF
 
+# Of the bits of an fp16: those of its magnitude, and an infinity's; NaNs are above.
+HALF_MAGNITUDE = 0x7FFF
+HALF_INFINITY = 0x7C00
+
 # Tiles worked on at once on a CPU: the scratch stays in cache (1 MiB for each fp32 buffer).
 _CPU_BLOCK = 4096
 

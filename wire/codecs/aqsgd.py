@@ -190,10 +190,7 @@ class AqsgdTensorCodec(Codec):
         if ops.has_kernels(payload.device.type):
             ops.fixed_decode(*sections, change, exponent, constant)
         elif int(exponent) != NON_FINITE:
-            if change.device.type == "cpu":
-                fixed_loops.decode(sections, change, int(exponent), constant=constant)
-            else:
-                fixed.decode(sections, change, int(exponent), constant=constant)
+            fixed_loops.decode(sections, change, int(exponent), constant=constant)
         return change
 
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from kernels import fixed, fixed_loops, ops
-from kernels.tiles import MAX_EXPONENT, MIN_EXPONENT, TILE, tiles_per_row
+from kernels.tiles import HALF_INFINITY, HALF_MAGNITUDE, MAX_EXPONENT, MIN_EXPONENT, TILE, tiles_per_row
 from wire.codecs.base import Codec
 from wire.codecs.header import Parameters
 from wire.codecs.layout import Layout
@@ -20,9 +20,6 @@ from wire.spec import TensorSpec
 
 MIN_BITS = 2
 MAX_BITS = 10
-# Of the bits of an fp16: those of its magnitude, and an infinity's; NaNs are above.
-_MAGNITUDE = 0x7FFF
-_INFINITY = 0x7C00
 
 
 class FixedCodec(Codec):
@@ -63,8 +60,7 @@ class FixedCodec(Codec):
             exponent = torch.empty((), dtype=torch.int32, device=tensor.device)
             ops.fixed_encode(tensor, *sections, exponent, self._constant)
             return exponent
-        encode = fixed_loops.encode if tensor.device.type == "cpu" else fixed.encode
-        return encode(tensor, sections, constant=self._constant)
+        return fixed_loops.encode(tensor, sections, constant=self._constant)
 
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
         sections = fixed.FixedSections(*self._layout(out.shape).views(payload))
@@ -76,20 +72,12 @@ class FixedCodec(Codec):
         # By numpy: a few bytes a tile, for which torch would wake threads that then keep their cores busy.
         scales = sections.scales.view(torch.int16).cpu().numpy()
         # An infinity below zero is refused as any scale below zero.
-        if scales.max() >= _INFINITY or (scales & _MAGNITUDE).max() > _INFINITY:
+        if scales.max() >= HALF_INFINITY or (scales & HALF_MAGNITUDE).max() > HALF_INFINITY:
             self._refuse(ops.NON_FINITE)
         if scales.min() <= 0:
             self._refuse(ops.BAD_SCALE)
-        if out.device.type == "cpu":
-            if not fixed_loops.decode(sections, out, exponent, constant=self._constant):
-                self._refuse(ops.BAD_CODE)
-            return
-        all_ones = sections.planes[0] & sections.planes[1]
-        for plane in sections.planes[2:]:
-            all_ones.bitwise_and_(plane)
-        if all_ones.any():
+        if not fixed_loops.decode(sections, out, exponent, constant=self._constant):
             self._refuse(ops.BAD_CODE)
-        fixed.decode(sections, out, exponent, constant=self._constant)
 
     def _refuse(self, fault: int) -> None:
         if fault == ops.NON_FINITE:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from kernels import ops, tah, tah_loops, tah_loops_decode
-from kernels.tiles import MAX_EXPONENT, MIN_EXPONENT, TILE, tiles_per_row
+from kernels.tiles import HALF_INFINITY, HALF_MAGNITUDE, MAX_EXPONENT, MIN_EXPONENT, TILE, tiles_per_row
 from wire.codecs.base import Codec
 from wire.codecs.header import Parameters
 from wire.codecs.layout import Layout
@@ -23,9 +23,6 @@ from wire.spec import TensorSpec
 # 3.3).
 SHARE = 8000
 TAU = 2.0
-# Of the bits of an fp16: those of its magnitude, and an infinity's; NaNs are above.
-_MAGNITUDE = 0x7FFF
-_INFINITY = 0x7C00
 _FLAGS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 # The 48 bits of the pivots of 8 tiles that flags, a bit a tile, stand for: uint8 `[256, 6]`.
 _PIVOTS = np.packbits(_FLAGS.repeat(6, axis=1), axis=1, bitorder="little")
@@ -75,8 +72,7 @@ class TahCodec(Codec):
             exponent = torch.empty((), dtype=torch.int32, device=tensor.device)
             ops.tah_encode(tensor, *sections, exponent, samples, four_bit_tiles(tiles), TAU)
             return exponent
-        encode = tah_loops.encode if tensor.device.type == "cpu" else tah.encode
-        return encode(tensor, sections, samples=samples, four_bit=four_bit_tiles(tiles), tau=TAU)
+        return tah_loops.encode(tensor, sections, samples=samples, four_bit=four_bit_tiles(tiles), tau=TAU)
 
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
         samples, tiles = _samples_and_tiles(out.shape)
@@ -87,8 +83,7 @@ class TahCodec(Codec):
             _refuse(int(status.max()), tiles)
             return
         _refuse(_fault(sections, samples, tiles), tiles)
-        decode = tah_loops_decode.decode if out.device.type == "cpu" else tah.decode
-        decode(sections, out, exponent)
+        tah_loops_decode.decode(sections, out, exponent)
 
 
 def _fault(sections: tah.TahSections, samples: int, tiles: int) -> int:
@@ -97,9 +92,10 @@ def _fault(sections: tah.TahSections, samples: int, tiles: int) -> int:
     By numpy: a few bytes a tile, for which torch would wake threads that then keep their cores busy.
     """
     scales, zero_points = (
-        part.view(torch.int16).cpu().numpy() & _MAGNITUDE for part in (sections.scales, sections.zero_points)
+        part.view(torch.int16).cpu().numpy() & HALF_MAGNITUDE
+        for part in (sections.scales, sections.zero_points)
     )
-    if max(scales.max(), zero_points.max()) >= _INFINITY:
+    if max(scales.max(), zero_points.max()) >= HALF_INFINITY:
         return ops.NON_FINITE
     if scales.min() == 0:
         return ops.BAD_SCALE
