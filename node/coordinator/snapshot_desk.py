@@ -11,8 +11,8 @@ from node import faults
 from node.config.schema import RunConfig
 from node.coordinator.records import SnapshotRecord
 from node.coordinator.store import Store
-from node.model.placement import boundary_cache_bytes
-from node.model.units import most_state_bytes, unit_names
+from node.model.placement import most_layer_bytes
+from node.model.units import unit_names
 from node.training.manifest import Manifest
 from node.training.snapshot import SnapshotWriter, prune, read_unit, snapshot_directory
 from wire.errors import ProtocolViolationError, RunError, ThinwireError
@@ -100,7 +100,7 @@ class SnapshotDesk:
         self._check_unit(unit)
         if step not in self._wanted:
             raise ProtocolViolationError(f"nobody asked for a snapshot of step {step}")
-        return most_state_bytes(self._config.model, unit) + boundary_cache_bytes(self._config, self._windows)
+        return most_layer_bytes(self._config, unit, self._windows)
 
     async def put(self, step: int, unit: str, data: bytes, digest: str) -> None:
         """Hand a unit's file to `run`, and wait until it is stored.

@@ -65,7 +65,7 @@ def delay_label(rtt_ms: float) -> str:
 
 
 def burst_bytes(mbit: float) -> int:
-    """The shaper's bucket: 4 ms at the rate, and at least 32 KiB."""
+    """The shaper's bucket: 4 ms at the rate, and at least `LEAST_BURST`."""
     return max(LEAST_BURST, int(mbit * 1e6 / 8 * BURST_SECONDS))
 
 

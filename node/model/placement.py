@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from node.config.schema import RunConfig
 from node.model.split import split_units
 from node.model.storage import Storage, stage_storage
-from node.model.units import is_block
+from node.model.units import is_block, most_state_bytes
 from node.stage.schedule import Kind, Order, schedule
 from wire.errors import ConfigError
 
@@ -66,6 +66,15 @@ def boundary_cache_bytes(config: RunConfig, windows: int) -> int:
     model = config.model
     # Values, the number of each sample, and its checksum.
     return windows * (REMEMBERED_BYTES * model.sequence * model.hidden + 8 + 4)
+
+
+def most_layer_bytes(config: RunConfig, unit: str, windows: int) -> int:
+    """The most bytes that a unit's file of a snapshot may have, what its boundary remembers included.
+
+    Args:
+        windows: samples of one pass over the text.
+    """
+    return most_state_bytes(config.model, unit) + boundary_cache_bytes(config, windows)
 
 
 def stage_cache_bytes(config: RunConfig, stages: int, windows: int) -> tuple[int, ...]:

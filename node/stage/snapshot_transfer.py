@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from node import faults
 from node.config.schema import RunConfig
-from node.model.placement import boundary_cache_bytes
-from node.model.units import most_state_bytes
+from node.model.placement import most_layer_bytes
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.epoch_task import State
 from node.stage.snapshot_cache import SnapshotCache
@@ -53,7 +52,7 @@ class SnapshotTransfer:
         kept = await asyncio.to_thread(self._cache.get, step, unit)
         if kept is not None:
             return kept
-        limit = most_state_bytes(self._config.model, unit) + boundary_cache_bytes(self._config, self._windows)
+        limit = most_layer_bytes(self._config, unit, self._windows)
         data = await self._client.layer(step, unit, limit)
         await asyncio.to_thread(self._cache.put, step, unit, data)
         return data
