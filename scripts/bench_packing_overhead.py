@@ -17,7 +17,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -143,17 +143,62 @@ def together_seconds(stage: Callable[[], None], names: tuple[str, str], runs: in
         return seconds / MICROBATCHES
 
     turn(pack=True)
-    turns = [(turn(pack=False), turn(pack=True)) for _ in range(runs)]
+    return together_row(names, [(turn(pack=False), turn(pack=True)) for _ in range(runs)])
+
+
+def together_row(names: tuple[str, str], turns: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """What is recorded of pairs of turns: seconds a microbatch of the stage alone, and beside packing."""
     alone, beside = (statistics.median(times) for times in zip(*turns, strict=True))
-    # Of each pair of turns, so that a clock that changes weighs on both.
-    share = statistics.median(with_it / without - 1 for without, with_it in turns)
     return {
         "forward": names[0],
         "backward": names[1],
         "stage_seconds": alone,
         "beside_seconds": beside,
-        "share": share,
-        "runs": runs,
+        # Of each pair of turns, so that a clock that changes weighs on both.
+        "share": statistics.median(with_it / without - 1 for without, with_it in turns),
+        "runs": len(turns),
+    }
+
+
+def measurements(
+    stage: Sequence[float],
+    packing: dict[str, dict[str, dict[str, float]]],
+    together: Sequence[dict[str, Any]],
+) -> dict[str, Any]:
+    """The part of the report that was measured.
+
+    Args:
+        stage: Seconds of each of the stage's microbatches, alone.
+        packing: By the boundary's dtype, then by codec, what `packing_seconds` gives.
+        together: Rows of `together_row`.
+    """
+    seconds = statistics.median(stage)
+    rows: list[dict[str, Any]] = []
+    for label, of_codec in packing.items():
+        for backward in BACKWARD:
+            both = (of_codec[FORWARD], of_codec[backward])
+            device = sum(times["encode"] + times["decode"] for times in both)
+            wall = sum(times["encode_wall"] + times["decode_wall"] for times in both)
+            rows.append(
+                {
+                    "dtype": label,
+                    "forward": FORWARD,
+                    "backward": backward,
+                    "device_seconds": device,
+                    "wall_seconds": wall,
+                    "share": device / seconds,
+                    "wall_share": wall / seconds,
+                }
+            )
+    return {
+        "shape": list(SHAPE),
+        "layers": MODEL.layers,
+        "stages": STAGES,
+        "stage_seconds": seconds,
+        "stage_spread_seconds": [min(stage), max(stage)],
+        "packing": packing,
+        "rows": rows,
+        "together": list(together),
     }
 
 
@@ -173,43 +218,18 @@ def main() -> int:
     work = stage_work()
     stage = event_seconds(work, arguments.runs)
     together = [together_seconds(work, names, arguments.runs) for names in TOGETHER]
-    seconds = statistics.median(stage)
-    rows: list[dict[str, Any]] = []
-    for label, of_codec in packing.items():
-        for backward in BACKWARD:
-            both = (of_codec[FORWARD], of_codec[backward])
-            device = sum(times["encode"] + times["decode"] for times in both)
-            wall = sum(times["encode_wall"] + times["decode_wall"] for times in both)
-            rows.append(
-                {
-                    "dtype": label,
-                    "forward": FORWARD,
-                    "backward": backward,
-                    "device_seconds": device,
-                    "wall_seconds": wall,
-                    "share": device / seconds,
-                    "wall_share": wall / seconds,
-                }
-            )
-    report = {
+    report: dict[str, Any] = {
         "commit": commit(),
         "hardware": torch.cuda.get_device_name(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "runs": arguments.runs,
-        "shape": list(SHAPE),
-        "layers": MODEL.layers,
-        "stages": STAGES,
-        "stage_seconds": seconds,
-        "stage_spread_seconds": [min(stage), max(stage)],
-        "packing": packing,
-        "rows": rows,
-        "together": together,
+        **measurements(stage, packing, together),
     }
     arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(f"stage {seconds * 1e3:.2f} ms")
-    for row in rows:
+    print(f"stage {report['stage_seconds'] * 1e3:.2f} ms")
+    for row in report["rows"]:
         print(
             f"{row['dtype']} {row['backward']}: {row['device_seconds'] * 1e6:.0f} us, {row['share']:.3%}; "
             f"wall {row['wall_seconds'] * 1e6:.0f} us, {row['wall_share']:.3%}"

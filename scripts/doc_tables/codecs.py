@@ -1,6 +1,8 @@
 """Tables of what codecs take and lose, from recorded benchmarks."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from .markdown import RESULTS, Tables, commit, markdown, read_report, spaced
 
@@ -115,6 +117,30 @@ def packing_overhead() -> str:
         f"{1e3 * report['stage_seconds']:.1f} ms. Encoding and decoding both; {report['hardware']}, median "
         f"of {report['runs']} runs, torch {report['torch']}, Triton {report['triton']}, "
         f"commit {commit(report)}."
+    )
+    made = markdown(columns, rows) + "\n\n" + caption
+    # A report of an earlier version of the script has none.
+    return f"{made}\n\n{_together(report['together'])}" if report.get("together") else made
+
+
+def _together(found: Sequence[dict[str, Any]]) -> str:
+    """The stage alone, and while another thread packs: a row a pair of codecs."""
+    rows = [
+        [
+            f"`{row['forward']}`",
+            f"`{row['backward']}`",
+            f"{1e3 * row['stage_seconds']:.2f}",
+            f"{1e3 * row['beside_seconds']:.2f}",
+            f"{100 * row['share']:+.2f} %",
+        ]
+        for row in found
+    ]
+    columns = [("activations", "left"), ("gradients", "left"), ("the stage alone, ms", "right")]
+    columns += [("beside packing, ms", "right"), ("takes longer", "right")]
+    caption = (
+        "Together: the same stage computes, and another thread packs and unpacks as many microbatches' "
+        "activations and gradients, float32, on a stream of its own. Wall time of a microbatch, medians of "
+        f"{found[0]['runs']} turns each; *takes longer* is the median over pairs of turns."
     )
     return markdown(columns, rows) + "\n\n" + caption
 
