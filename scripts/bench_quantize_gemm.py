@@ -31,6 +31,7 @@ from quantize_gemm.check import PART_TOLERANCE, TOLERANCE, cases, check
 from quantize_gemm.kernel import CONFIGS, Config
 from quantize_gemm.ways import LAYERS, Inputs, Layer, fused, sample, ways
 from triton.runtime.errors import OutOfResources
+from wording import one_line
 
 from node.lab.results import commit
 
@@ -105,7 +106,7 @@ def check_all() -> list[str]:
                 # Another GPU has less shared memory; `tune` records it.
                 continue
             except Exception as problem:  # the other configurations are to be tried
-                found = [f"{what}, {config}: {type(problem).__name__}: {str(problem)[:300]}"]
+                found = [f"{what}, {config}: {one_line(problem)}"]
             wrong += found
             for line in found:
                 print("FAILED:", line, flush=True)
@@ -163,7 +164,7 @@ def tune(inputs: Inputs, config: Config) -> dict[str, Any]:
     try:
         taken = _in_turns({"fused": lambda: fused(inputs, config)}, 5)["fused"]
     except Exception as problem:  # the others may work
-        return row | {"failed": f"{type(problem).__name__}: {str(problem)[:300]}"}
+        return row | {"failed": one_line(problem)}
     return row | {"milliseconds": statistics.median(taken)}
 
 

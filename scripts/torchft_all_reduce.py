@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from wording import one_line
 
 PACKAGE = "torchft"
 DISTRIBUTIONS = ("torchft-nightly", "torchft")
@@ -52,11 +53,6 @@ def load() -> Any:
     bare.__path__ = list(spec.submodule_search_locations)
     sys.modules[PACKAGE] = bare
     return importlib.import_module(f"{PACKAGE}.collectives")
-
-
-def one_line(problem: BaseException) -> str:
-    lines = str(problem).strip().splitlines()
-    return f"{type(problem).__name__}: {lines[0]}"[:200] if lines else type(problem).__name__
 
 
 class Torchft:

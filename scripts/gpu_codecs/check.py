@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from wording import one_line
 
 from gpu_codecs.tensors import Guarded, bits, on_gpu
 from kernels import fixed, tah
@@ -32,9 +33,7 @@ class Checks:
             torch.cuda.synchronize()
         except Exception as problem:  # whatever it is, the other checks are to run
             lines = traceback.format_exception(problem)
-            self.that(
-                False, f"{what}: {type(problem).__name__}: {str(problem)[:600]}\n{''.join(lines)[-1500:]}"
-            )
+            self.that(False, f"{what}: {one_line(problem, 600)}\n{''.join(lines)[-1500:]}")
 
 
 def check_tah(checks: Checks, name: str, x: torch.Tensor, tau: float, variants: list[dict[str, Any]]) -> None:
