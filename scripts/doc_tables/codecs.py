@@ -1,10 +1,10 @@
 """Tables of what codecs take and lose, from recorded benchmarks."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from .markdown import RESULTS, Tables, commit, markdown, read_report, spaced
+from .markdown import RESULTS, Tables, commit, if_recorded, markdown, read_report, spaced
 
 CODEC_SPEED = RESULTS / "codec_speed.json"
 GPU_CODEC_SPEED = RESULTS / "gpu_codecs.json"
@@ -12,6 +12,7 @@ GPU_TRELLIS = RESULTS / "gpu_trellis.json"
 PACKING_OVERHEAD = RESULTS / "packing_overhead.json"
 TAH_ABLATION = RESULTS / "tah_ablation.json"
 RIVALS = RESULTS / "rivals.json"
+RIVALS_GPU = RESULTS / "rivals_gpu.json"
 
 
 def codec_speed() -> str:
@@ -173,6 +174,39 @@ def tah_ablation() -> str:
 def rivals() -> str:
     """What scripts/bench_rivals.py recorded on a CPU."""
     report = read_report(RIVALS)
+    made = _rivals(report, "ns an element", lambda nanoseconds, _: f"{nanoseconds:.1f}")
+    caption = (
+        f"{', '.join(report['data'])}, {report['device']}, {spaced(report['hardware'])}, "
+        f"{report['threads']} thread, least of {report['runs']} runs, load average "
+        f"{report['load_before']:.1f} before; {_versions(report)}; "
+        f"commit {commit(report)}."
+    )
+    if "trellis_commit" in report:
+        # The codec was rewritten since; the others need not be installed again for it.
+        later = commit({"commit": report["trellis_commit"]})
+        load = report["trellis_load_before"]
+        caption += f" `trellis` was measured anew at commit {later}, load average {load:.1f}."
+    return f"{made}\n\n{caption}{_skipped(report)}"
+
+
+def rivals_gpu() -> str:
+    """What scripts/bench_rivals.py recorded on a GPU: bytes stay there, a time is that of a large tensor."""
+    report = read_report(RIVALS_GPU)
+    made = _rivals(
+        report, "microseconds", lambda nanoseconds, elements: f"{nanoseconds * elements / 1e3:.1f}"
+    )
+    sizes = sorted({row["elements"] for row in report["speeds"]})
+    caption = (
+        f"Bits and errors of the tensors of {', '.join(report['data'])}. Times are of "
+        f"{' and '.join(f'{size:,}' for size in sizes)} elements, those of the activations repeated, fp32: "
+        f"wall time between two waits for the device, least of {report['runs']} runs; bytes stay there. "
+        f"{spaced(report['hardware'])}; {_versions(report)}; commit {commit(report)}."
+    )
+    return f"{made}\n\n{caption}{_skipped(report)}"
+
+
+def _rivals(report: dict[str, Any], unit: str, worded: Callable[[float, int], str]) -> str:
+    """A line a method; `worded` makes a cell of nanoseconds an element and how many elements were timed."""
     speeds = {(row["package"], row["method"]): row for row in report["speeds"]}
     by_key = {(row["package"], row["method"], row["kind"]): row for row in report["results"]}
     rows = []
@@ -181,26 +215,24 @@ def rivals() -> str:
         errors = [by_key[package, method, kind]["relative_error"] for kind in ("activation", "gradient")]
         row = [package, method, f"{by_key[package, method, 'activation']['bits_per_element']:.3f}"]
         row += ["not finite" if error is None else f"{error:.4f}" for error in errors]
-        row += [f"{speed[f'{way}_nanoseconds_per_element']:.1f}" for way in ("encode", "decode")]
+        for way in ("encode", "decode"):
+            row.append(worded(speed[f"{way}_nanoseconds_per_element"], speed["elements"]))
         rows.append(row)
     columns = [("package", "left"), ("method", "left"), ("bits an element", "right")]
     columns += [("error, activations", "right"), ("error, gradients", "right")]
-    columns += [("encode, ns an element", "right"), ("decode, ns an element", "right")]
-    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
-    caption = (
-        f"{', '.join(report['data'])}, {report['device']}, {spaced(report['hardware'])}, "
-        f"{report['threads']} thread, least of {report['runs']} runs, load average "
-        f"{report['load_before']:.1f} before; {versions}; "
-        f"commit {commit(report)}."
+    columns += [(f"encode, {unit}", "right"), (f"decode, {unit}", "right")]
+    return markdown(columns, rows)
+
+
+def _versions(report: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+
+
+def _skipped(report: dict[str, Any]) -> str:
+    """What was not measured, each with its reason, as the end of a caption."""
+    return "".join(
+        f" Not measured: {row['package']}, {row['method']}: {row['reason']}." for row in report["skipped"]
     )
-    if "trellis_commit" in report:
-        # The codec was rewritten since; the others need not be installed again for it.
-        later = commit({"commit": report["trellis_commit"]})
-        load = report["trellis_load_before"]
-        caption += f" `trellis` was measured anew at commit {later}, load average {load:.1f}."
-    for skipped in report["skipped"]:
-        caption += f" Not measured: {skipped['package']}, {skipped['method']}: {skipped['reason']}."
-    return markdown(columns, rows) + "\n\n" + caption
 
 
 TABLES: Tables = {
@@ -210,4 +242,4 @@ TABLES: Tables = {
     "packing_overhead": packing_overhead,
     "tah_ablation": tah_ablation,
     "rivals": rivals,
-}
+} | if_recorded(RIVALS_GPU, "rivals_gpu", rivals_gpu)

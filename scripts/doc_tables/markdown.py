@@ -32,6 +32,11 @@ def read_report(path: Path) -> dict[str, Any]:
     return report
 
 
+def if_recorded(path: Path, name: str, make: Callable[[], str]) -> Tables:
+    """A table of results that need not be there yet: without `path` there is none, nor a place for it."""
+    return {name: make} if path.exists() else {}
+
+
 def commit(report: dict[str, Any]) -> str:
     """The commit that was measured, short, and whether files differed from it."""
     found: str = report["commit"]

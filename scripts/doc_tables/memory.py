@@ -7,7 +7,7 @@ import torch
 
 from kernels.fp8 import BLOCK, Fp8Gradient, Moment
 
-from .markdown import LOSSES, RESULTS, Tables, against, commit, markdown, read_report
+from .markdown import LOSSES, RESULTS, Tables, against, commit, if_recorded, markdown, read_report
 
 STORED_ACTIVATIONS = RESULTS / "stored_activations.json"
 STORED_LOSS = RESULTS / "stored_activations_loss.json"
@@ -170,6 +170,4 @@ TABLES: Tables = {
     "stored_activations": stored_activations,
     "stored_gradients": stored_gradients,
     "stored_loss": stored_loss,
-}
-if QUANTIZE_GEMM.exists():
-    TABLES["quantize_gemm"] = quantize_gemm
+} | if_recorded(QUANTIZE_GEMM, "quantize_gemm", quantize_gemm)
