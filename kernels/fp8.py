@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.fp8_layout import BLOCK, blocks
 from kernels.ops import has_kernels
 
-BLOCK = 128
 LARGEST = 448.0
 """e4m3's largest number."""
 NON_FINITE = -128
@@ -33,11 +33,6 @@ SMALLEST_EXPONENT = -126
 _MOMENT_RANGE_LOG2 = 16.614709844115207  # log2(448**2 / 2)
 POWER_UNIT = 16
 _MOST_POWER = 255
-
-
-def blocks(elements: int) -> int:
-    """How many blocks hold so many elements."""
-    return -(-elements // BLOCK)
 
 
 @dataclass(frozen=True, slots=True)

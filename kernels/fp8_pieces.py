@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from kernels.fp8 import (
-    BLOCK,
     LARGEST,
     NON_FINITE,
     SMALLEST_EXPONENT,
@@ -16,6 +15,7 @@ from kernels.fp8 import (
     power_of_two,
     reference_sum,
 )
+from kernels.fp8_layout import BLOCK
 
 PIECE_BLOCKS = 1024
 """131,072 elements: 1.3 MB of buffers."""

@@ -32,6 +32,7 @@ from typing import NamedTuple
 import torch
 
 from kernels import bitplanes
+from kernels.tile_layout import LOW_PLANES as LOW_PLANES
 from kernels.tiles import (
     TILE,
     blocks,
@@ -46,7 +47,6 @@ from kernels.tiles import (
 )
 
 EPSILON = 2.0**-24
-LOW_PLANES = 3
 
 # log2(1 + f) = f + f (1 - f) (C0 + C1 f + C2 f^2 + C3 f^3), minimax on [0, 1], exact at both ends.
 _LOG2 = (

@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
-TILE = 64
+# Named again: whoever works on tiles has all of them from here.
+from kernels.tile_layout import TILE as TILE
+from kernels.tile_layout import tiles_per_row as tiles_per_row
 
 # Largest exponent of a normalised element, exclusive. A rotated tile reaches 4.07 times its largest element
 # (one spike a and 63 elements just below a / 2, summed and divided by 8), which still fits fp16's 65504.
@@ -37,11 +39,6 @@ HALF_INFINITY = 0x7C00
 
 # Tiles worked on at once on a CPU: the scratch stays in cache (1 MiB for each fp32 buffer).
 _CPU_BLOCK = 4096
-
-
-def tiles_per_row(width: int) -> int:
-    """Tiles in a row of `width` elements."""
-    return -(-width // TILE)
 
 
 def tile_rows(x: torch.Tensor) -> torch.Tensor:

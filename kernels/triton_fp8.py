@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.adamw import AdamWStep
-from kernels.fp8 import Fp8Gradient, Moment, blocks
+from kernels.fp8 import Fp8Gradient, Moment
+from kernels.fp8_layout import blocks
 from kernels.triton_common import MAGIC, MAGIC_BITS
 
 ROWS = 4

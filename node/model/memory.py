@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from kernels.fp8 import BLOCK
+from kernels.fp8_layout import BLOCK
 from node.config.schema import ModelSection, RunConfig, TrainingSection
 from node.model.placement import chunks_of, held_blocks, stage_cache_bytes, stage_storages, stage_units
-from node.model.shards import pieces, shard_shape
+from node.model.shard_shapes import pieces, shard_shape
 from node.model.storage import stored_bytes
 from node.model.units import EMBED, HEAD, parameter_specs
 from node.stage.schedule import held_activations, schedule

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 
+from kernels.fp8_layout import blocks
 from node.config.schema import ModelSection
 from wire.errors import ConfigError
 
 EMBED = "embed"
 HEAD = "head"
 FAMILIES = ("llama", "gpt2")
-_MOMENT_BLOCK = 128
-"""As `kernels.fp8.BLOCK`, which needs torch."""
 
 
 class Initial(StrEnum):
@@ -111,7 +110,7 @@ def state_bytes(model: ModelSection, unit: str, moments: str) -> int:
     total = 8  # the step
     for spec in parameter_specs(model, unit):
         packed = moments == "fp8" and len(spec.shape) >= 2
-        moment = spec.elements + 5 * -(-spec.elements // _MOMENT_BLOCK) if packed else 4 * spec.elements
+        moment = spec.elements + 5 * blocks(spec.elements) if packed else 4 * spec.elements
         total += 4 * spec.elements + 2 * moment
     return total
 

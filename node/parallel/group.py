@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from node.config.schema import RunConfig
-from node.model.shards import check_shards, merge_states, shard_state, sharded_keys
+from node.model.shard_shapes import check_shards
+from node.model.shards import merge_states, shard_state, sharded_keys
 from node.model.units import unit_names
 from node.parallel.ranks import Command, Op, Ranks, number, value
 from node.stage.stage_model import StageModel

@@ -13,10 +13,11 @@ import torch._dynamo  # AdamW's constructor imports it: over a second that a run
 from torch import Tensor, nn
 
 from kernels.adamw import AdamWStep, adamw_step
-from kernels.fp8 import Moment, blocks
+from kernels.fp8 import Moment
+from kernels.fp8_layout import blocks
 from node.config.schema import TrainingSection
 from node.model.chunk import Chunk
-from node.model.shards import pieces
+from node.model.shard_shapes import pieces
 from node.model.tensor_rank import TensorRank
 from node.model.units import HEAD, parameter_specs, tied_parameter
 from node.training.gradients import Fp8Gradients, Gradients, PlainGradients

@@ -18,7 +18,7 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.model.memory import Devices, most_held, stage_bytes, stage_memory
-from node.model.shards import shard_shape
+from node.model.shard_shapes import shard_shape
 from node.model.units import block_name, parameter_specs
 from node.parallel.processes import DeviceGroup
 from node.stage.stage_model import StageModel

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from kernels.fp8 import blocks
 from node.config.schema import ModelSection, RunConfig, TrainingSection
-from node.model.shards import check_shards, merge, merge_states, pieces, shard, shard_shape, shard_state
+from node.model.shard_shapes import check_shards, pieces, shard_shape
+from node.model.shards import merge, merge_states, shard, shard_state
 from node.model.units import block_name, parameter_specs, unit_names
 from wire.errors import RunError
 

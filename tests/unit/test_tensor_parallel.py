@@ -10,7 +10,8 @@ from torch import Tensor
 
 from node.config.schema import ModelSection
 from node.model.chunk import Chunk, build_chunk, compute_precision
-from node.model.shards import merge, pieces
+from node.model.shard_shapes import pieces
+from node.model.shards import merge
 from node.model.storage import PRESETS, Storage
 from node.model.tensor_rank import TensorRank
 from node.model.units import parameter_specs, unit_names

@@ -1,0 +1,68 @@
+"""What each of T tensor-parallel ranks holds of a model, as pure functions of shapes. Torch-free.
+
+A sharded parameter, laid flat, is [pieces, T, run]: rank t holds [:, t]. One piece where a matrix is cut by
+outputs, its number of rows where it is cut by inputs, and three for GPT-2's joined queries, keys and values,
+each of which is cut by heads. Moments in e4m3 are cut the same way, so a run must be whole blocks. Everything
+else (embedding, head, norms, biases of row-parallel projections) is replicated.
+"""
+
+from math import prod
+
+from kernels.fp8_layout import BLOCK
+from node.config.schema import RunConfig
+from node.model.units import ParameterSpec, block_name, is_block, parameter_specs
+from wire.errors import RunError
+
+_COLUMN = {"query", "key", "value", "qkv_projection", "gate", "up"}
+"""Projections that are cut by outputs, weight and bias alike."""
+_ROW = {"attention_output", "down"}
+"""Projections whose weight is cut by inputs."""
+
+
+def pieces(unit: str, spec: ParameterSpec) -> int | None:
+    """How many equal pieces of a parameter are each shared between all ranks; None if it is replicated."""
+    if not is_block(unit):
+        return None
+    layer, kind = spec.name.rsplit(".", 1)
+    if layer in _COLUMN:
+        return 3 if layer == "qkv_projection" else 1
+    if layer in _ROW and kind == "weight":
+        return spec.shape[0]
+    return None
+
+
+def shard_shape(unit: str, spec: ParameterSpec, ranks: int) -> tuple[int, ...]:
+    """The shape of what one rank holds."""
+    if pieces(unit, spec) is None:
+        return spec.shape
+    layer = spec.name.rsplit(".", 1)[0]
+    if layer in _ROW:
+        return (spec.shape[0], spec.shape[1] // ranks)
+    return (spec.shape[0] // ranks, *spec.shape[1:])
+
+
+def check_shards(config: RunConfig, ranks: int) -> None:
+    """Raise RunError if `ranks` cannot share this run's blocks: one line, which names the size in the way."""
+    model = config.model
+    sizes = {"heads": model.heads, "ffn": model.ffn, "sequence": model.sequence}
+    if model.family == "llama":
+        sizes["kv_heads"] = model.kv_heads
+    for name, size in sizes.items():
+        if size % ranks:
+            raise RunError(
+                f"--tensor-parallel {ranks} does not divide this run's model.{name} {size}: join with a "
+                "--tensor-parallel that does"
+            )
+    if ranks == 1 or config.training.moments != "fp8":
+        return
+    unit = block_name(0)
+    for spec in parameter_specs(model, unit):
+        number = pieces(unit, spec)
+        if number is None or len(spec.shape) < 2:
+            continue
+        run = prod(spec.shape) // number // ranks
+        if run % BLOCK:
+            raise RunError(
+                f"--tensor-parallel {ranks} cuts {spec.name} {list(spec.shape)} into runs of {run}, and this "
+                f"run's moments in fp8 need multiples of {BLOCK}: join with a lower --tensor-parallel"
+            )
