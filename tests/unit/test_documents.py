@@ -86,4 +86,4 @@ def test_a_name_that_is_not_there_is_found() -> None:
     kernels = ROOT / "kernels"
     assert is_there("tiles.py", kernels) and not is_there("gone.py", kernels)
     assert not resolves("node.cli.gone") and not resolves("kernels.tiles.gone")
-    assert resolves("kernels.tiles") and resolves("kernels.tiles.TILE") and resolves("node.cli")
+    assert resolves("kernels.tiles") and resolves("kernels.tile_layout.TILE") and resolves("node.cli")
