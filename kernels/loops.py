@@ -33,7 +33,8 @@ def forget_older(cache: Path, sources: Iterable[Path]) -> None:
 
 
 _HERE = Path(__file__).parent
-forget_older(_HERE / "__pycache__", [_HERE / name for name in ("loops.py", "tah.py", "fixed.py", "tiles.py")])
+_SOURCES = "loops.py tah.py fixed.py tiles.py trellis_code.py trellis_grid.py trellis_tables.py"
+forget_older(_HERE / "__pycache__", [_HERE / name for name in _SOURCES.split()])
 
 ONE = np.float32(1.0)
 LEAST_STEP = np.float32(SMALLEST_STEP)

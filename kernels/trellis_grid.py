@@ -7,7 +7,7 @@ i % lanes. A GPU gives every group a warp and every lane a thread.
 
 from dataclasses import dataclass
 
-_LANES = 32
+LANES = 32
 # Elements of a lane: at most, and where there are fewer lanes, at least.
 _STEPS = 2048
 _FEWEST = 1152
@@ -41,7 +41,7 @@ class Grid:
 
 def grid(elements: int) -> Grid:
     """The grid of a tensor of so many elements."""
-    lanes = min(_LANES, max(1, elements // _FEWEST))
+    lanes = min(LANES, max(1, elements // _FEWEST))
     groups = -(-elements // (lanes * _STEPS))
     steps = -(-elements // (groups * lanes))
     return Grid(elements, -(-elements // (steps * lanes)), steps, lanes)

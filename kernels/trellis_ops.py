@@ -6,8 +6,8 @@ A GPU without Triton has its lanes coded by the CPU.
 import torch
 
 from kernels import ops, trellis_lanes
+from kernels.trellis_code import Coded
 from kernels.trellis_grid import Grid
-from kernels.trellis_lanes import Coded
 
 
 def encode(residual: torch.Tensor, classes: torch.Tensor, gain: float, where: Grid, family: int) -> Coded:

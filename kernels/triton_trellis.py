@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels import triton_trellis_state as at
-from kernels.trellis_grid import Grid
-from kernels.trellis_lanes import (
+from kernels.trellis_code import (
     ESCAPE_BIAS,
     ESCAPE_PIECE,
     FRACTION_BITS,
@@ -22,6 +21,7 @@ from kernels.trellis_lanes import (
     STATE_BITS,
     Coded,
 )
+from kernels.trellis_grid import Grid
 from kernels.trellis_tables import CLASSES, ESCAPE, MIDDLE, PRECISION, ROW, TOTAL, all_codes_on, slots_on
 
 _LANES = tl.constexpr(32)

@@ -60,7 +60,7 @@ def test_a_dead_device_is_the_nodes_death_and_the_run_goes_on(prefork: Prefork, 
         assert "Traceback" not in shared.stderr
         run.add_node(state_dir=run.state_dir(0))
         assert coordinator.wait_exit() == 0
-        # Two devices add in another order than the one that replays their steps: `run.losses` would want its bits.
+        # `run.losses` wants a replay's bits, but one device adds in another order than the two before.
         expected = undisturbed(run.config).losses
         done = [(step.step, step.loss) for step in coordinator.all(StepDone)]
         assert {step for step, _ in done} == expected.keys()

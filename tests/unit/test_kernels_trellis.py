@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kernels import trellis, trellis_factors, trellis_lanes, trellis_ops, trellis_scales, trellis_tables
+from kernels.trellis_code import LOW, Coded
 from kernels.trellis_grid import Grid, grid
-from kernels.trellis_lanes import LOW, Coded
 from kernels.trellis_tables import CLASSES, ESCAPE, FAMILIES, MAX_CLASS, MIDDLE, ROW, SYMBOLS, TOTAL
 
 RNG = np.random.default_rng

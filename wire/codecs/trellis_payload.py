@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from kernels import trellis, trellis_ops
 from kernels.trellis import CLASS_BITS
+from kernels.trellis_code import LOW, Coded
 from kernels.trellis_factors import (
     EXPONENT_BITS,
     MAX_EXPONENT,
@@ -32,7 +33,6 @@ from kernels.trellis_factors import (
     most_multipliers,
 )
 from kernels.trellis_grid import Grid, grid
-from kernels.trellis_lanes import LOW, Coded
 from kernels.trellis_tables import FAMILIES
 from wire.errors import PackedMismatchError
 
