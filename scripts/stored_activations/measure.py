@@ -1,0 +1,178 @@
+"""Memory and time of blocks that keep activations in several ways, at one shape and length."""
+
+import functools
+import gc
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from node.config.schema import ModelSection, TrainingSection
+from node.model.storage import Storage, stored_bytes
+from stored_activations.blocks import random_block
+
+SHAPES = {
+    "F = 4 H": ModelSection(layers=1, hidden=4096, heads=32, kv_heads=32, ffn=16384),
+    "LLaMA2-13B": ModelSection(layers=1, hidden=5120, heads=40, kv_heads=40, ffn=13824),
+    "LLaMA3-8B": ModelSection(layers=1, hidden=4096, heads=32, kv_heads=8, ffn=14336),
+}
+"""A block of each; the first is the shape of the paper's table 1."""
+KEPT_OPERATORS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+}
+
+
+def measure(name: str, tokens: int, ways: dict[str, Storage | None]) -> list[dict[str, Any]]:
+    """Every way, in turns, at one shape and length."""
+    shape = SHAPES[name]
+    model = ModelSection(**{**vars(shape), "sequence": tokens})
+    count, repeats = (4, 5) if tokens <= 16384 else (2, 3)
+    rows = []
+    runs: dict[str, Callable[[Tensor], Tensor]] = {}
+    blocks = [random_block(model, Storage()) for _ in range(count)]
+    source = torch.randn(1, tokens, model.hidden, device="cuda")
+    upstream = torch.randn_like(source)
+    unit = 2 * tokens * model.hidden
+    for way, storage in ways.items():
+        runs[way] = functools.partial(_forward, blocks, way, storage or Storage())
+    facts = {}
+    for way, run in runs.items():
+        try:
+            facts[way] = _memory(run, blocks, source, upstream, count)
+        except torch.OutOfMemoryError:
+            print(f"{name} {tokens} {way}: does not fit", flush=True)
+            _free(blocks)
+    times: dict[str, list[float]] = {way: [] for way in facts}
+    for _ in range(repeats):
+        for way in times:
+            times[way].append(_seconds(runs[way], source, upstream))
+    for way, fact in facts.items():
+        seconds = statistics.median(times[way])
+        storage = ways[way]
+        row = {
+            "shape": name,
+            "tokens": tokens,
+            "way": way,
+            "storage": vars(storage) if storage is not None and not storage.is_off else None,
+            "blocks": count,
+            "unit_bytes": unit,
+            **fact,
+            "counted_bytes": _counted(model, storage),
+            "seconds": seconds,
+            "times": times[way],
+            "tokens_per_second": tokens / seconds * count,
+        }
+        rows.append(row)
+        saved = fact["saved_bytes"]
+        print(
+            f"{name:11} {tokens:6} {way:12} held {fact['held_bytes'] / unit:6.2f} U"
+            f"  saved {'-' if saved is None else f'{saved / unit:.3f}'} U"
+            f"  peak {fact['peak_bytes'] / 2**30:7.2f} GiB  {1e3 * seconds / count:8.2f} ms a block",
+            flush=True,
+        )
+    del runs, blocks, source, upstream
+    gc.collect()
+    torch.cuda.empty_cache()
+    return rows
+
+
+def _forward(blocks: list[nn.Module], way: str, storage: Storage, x: Tensor) -> Tensor:
+    backend = SDPBackend.CUDNN_ATTENTION if way == "bf16, cuDNN" else SDPBackend.FLASH_ATTENTION
+    with torch.autocast("cuda", torch.bfloat16), sdpa_kernel(backend):
+        for block in blocks:
+            block.storage = storage
+            if way == "full":
+                x = checkpoint(block, x, use_reentrant=False)
+            elif way == "selective":
+                contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+                x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+            else:
+                x = block(x)
+    return x
+
+
+def _policy(_: object, operator: object, *__: object, **___: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _memory(
+    run: Callable[[Tensor], Tensor],
+    blocks: list[nn.Module],
+    source: Tensor,
+    upstream: Tensor,
+    count: int,
+) -> dict[str, Any]:
+    # The first call compiles, and leaves gradients beside the weights.
+    torch.autograd.backward(run(source.clone().requires_grad_()), upstream)
+    torch.cuda.synchronize()
+    leaf = source.detach().requires_grad_()
+    before = torch.cuda.memory_allocated()
+    # Not the leaf itself, so that the input is held only if the graph holds it. The result must stay: with
+    # it a Python function's saved tensors go.
+    result = run(leaf * 1)
+    held = torch.cuda.memory_allocated() - before - result.nbytes
+    del result, leaf
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.autograd.backward(run(source.clone().requires_grad_()), upstream)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    saved = _saved(run, blocks, source) if run.args[1] not in ("full", "selective") else None  # type: ignore[attr-defined]
+    return {
+        "held_bytes": held / count,
+        "peak_bytes": peak,
+        "saved_bytes": None if saved is None else saved / count,
+    }
+
+
+def _saved(run: Callable[[Tensor], Tensor], blocks: list[nn.Module], source: Tensor) -> int:
+    """Bytes of all storages that the graph saves, weights and tables left out."""
+    own = {
+        tensor.untyped_storage().data_ptr()
+        for block in blocks
+        for tensor in (*block.parameters(), *block.buffers())
+    }
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run(source.clone().requires_grad_())
+    total = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
+    del result
+    return total
+
+
+def _seconds(run: Callable[[Tensor], Tensor], source: Tensor, upstream: Tensor) -> float:
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    leaf = source.detach().requires_grad_()
+    leaf.grad = None
+    torch.cuda.synchronize()
+    first.record()
+    torch.autograd.backward(run(leaf), upstream)
+    last.record()
+    torch.cuda.synchronize()
+    leaf.grad = None
+    return first.elapsed_time(last) / 1e3
+
+
+def _counted(model: ModelSection, storage: Storage | None) -> int | None:
+    """What `thinwire config explain` says."""
+    if storage is None or storage.is_off:
+        return None
+    return stored_bytes(model, TrainingSection(precision="bfloat16"), storage, samples=1).total
+
+
+def _free(blocks: list[nn.Module]) -> None:
+    for block in blocks:
+        block.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.empty_cache()
