@@ -1,0 +1,1 @@
+"""Parts of scripts/exp_pipeline_floor.py."""
