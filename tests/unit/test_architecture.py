@@ -36,6 +36,7 @@ MODULES = sorted(
     for path in (ROOT / package).rglob("*.py")
     if not path.stem.endswith(("_pb2", "_pb2_grpc"))
 )
+SCRIPTS = sorted(path.relative_to(ROOT) for path in (ROOT / "scripts").rglob("*.py"))
 
 
 def imported(tree: ast.AST, module: Path) -> Iterator[str]:
@@ -95,6 +96,12 @@ def test_module_keeps_the_rules(module: Path) -> None:
     )
     assert forbidden_names(source, module) == [], "no pickle, no torch.load, no time.sleep"
     assert len(source.splitlines()) <= LINES, "split the module: one subject each"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=str)
+def test_a_script_is_no_longer_than_a_module(script: Path) -> None:
+    lines = (ROOT / script).read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= LINES, "split the script: one subject each, in a folder or a module beside it"
 
 
 @pytest.mark.parametrize(
