@@ -4,6 +4,7 @@ Left: training loss against tokens, the mean of 20 steps, for the longest runs. 
 every codec, against fp16's; runs of another seed are drawn lighter.
 """
 
+import argparse
 import math
 import sys
 from pathlib import Path
@@ -13,18 +14,21 @@ import matplotlib
 import numpy as np
 
 matplotlib.use("svg")
+from doc_tables.losses import CONVERGENCE, SUITES, UNCHANGED
+from doc_tables.markdown import read_report
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
 from node.lab.plots import COLOURS, STYLE
-from scripts.doc_tables.losses import CONVERGENCE, SUITES, UNCHANGED
-from scripts.doc_tables.markdown import read_report
 
 OUT = CONVERGENCE.with_suffix(".svg")
 MEAN_STEPS = 20
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description="Draw the runs that scripts/exp_convergence.py recorded.")
+    parser.add_argument("--out", type=Path, default=OUT)
+    out = parser.parse_args().out.resolve()
     report = read_report(CONVERGENCE)
     runs = [run for run in report["runs"] if run["suite"] in SUITES and run["suite"] != "backward"]
     pairs = dict.fromkeys((run["forward"], run["backward"]) for run in runs)
@@ -34,9 +38,9 @@ def main() -> int:
         _curves(curves, [run for run in runs if run["suite"] == "long"], report["tokens_a_step"], colours)
         _ends(ends, runs, report["tokens_a_step"], colours)
         # No date, so that the same figures give the same file.
-        figure.savefig(OUT, metadata={"Date": None})
+        figure.savefig(out, metadata={"Date": None})
         pyplot.close(figure)
-    print(OUT.relative_to(Path.cwd()) if OUT.is_relative_to(Path.cwd()) else OUT)
+    print(out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out)
     return 0
 
 
