@@ -11,8 +11,8 @@ for; a massive outlier channel costs bits in its own column alone. Indices too l
 escaped to 26 bits.
 
 Decoded: n * step (rounded to fp32) plus the prediction (rounded to fp32). What belongs to an element is
-computed by torch, one rounding an operation or exactly, so that every device gives the same bits; what is
-small enough to be looked at, by numpy on the host.
+computed by torch or, on a CPU, by loops (`kernels.trellis_matrix_loops`), one rounding an operation or
+exactly, so that every device gives the same bits; what is small enough to be looked at, by numpy on the host.
 """
 
 import math
@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kernels import trellis_factors, trellis_matrix_loops
+from kernels.tiles import multiply_all, powers_of_two
 from kernels.trellis_factors import Factors, predict
 from kernels.trellis_tables import COST_BITS, MAX_CLASS, bits_of_counts, tables
 
@@ -138,8 +140,10 @@ def _mean_costs(family: int) -> Int64Array:
 
 def classes(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     """The class of every element, uint8 `[R * C]`, of its row's and its column's, within 2**13 each."""
-    number = row.short().unsqueeze(1) + column.short()
-    return number.clamp_(0, MAX_CLASS).to(torch.uint8).view(-1)
+    row, column = row.short(), column.short()
+    if row.device.type == "cpu":
+        return trellis_matrix_loops.classes(row, column, MAX_CLASS).view(-1)
+    return (row.unsqueeze(1) + column).clamp_(0, MAX_CLASS).to(torch.uint8).view(-1)
 
 
 def gain(code: int) -> float:
@@ -148,8 +152,21 @@ def gain(code: int) -> float:
 
 
 def reconstruct(n: torch.Tensor, code: int, factors: Factors | None) -> torch.Tensor:
-    """The normalised tensor, fp32 `[E]`."""
+    """The normalised tensor, fp32 `[E]`; n, int32 `[E]`, is lost."""
+    if n.device.type == "cpu":
+        prediction = None if factors is None else trellis_factors.prediction(factors)
+        return trellis_matrix_loops.reconstruct(n, step_of(code), prediction)
     values = n.float().mul_(step_of(code))
     if factors is not None:
         values.add_(predict(factors).view(-1))
     return values
+
+
+def restore(values: torch.Tensor, exponent: int, out: torch.Tensor) -> None:
+    """Fill `out` with fp32 `[E]` times 2**exponent, within its dtype's finite range."""
+    if out.device.type == "cpu":
+        trellis_matrix_loops.restore(values, exponent, out)
+        return
+    y = multiply_all(values, powers_of_two(torch.tensor(exponent, dtype=torch.int32)))
+    limit = torch.finfo(out.dtype).max
+    out.copy_(y.clamp_(-limit, limit).view(out.shape))

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kernels import trellis_matrix_loops
+from kernels.trellis_matrix_loops import Prediction
 from kernels.trellis_scales import OCTAVE, row_scales, scales
 
 Float64Array = NDArray[np.float64]
@@ -94,16 +96,34 @@ def most_multipliers(bits: int) -> int:
 
 def predict(factors: Factors) -> torch.Tensor:
     """The prediction, fp32 `[R, C]`."""
-    rows, columns = factors.u.shape[0], factors.v.shape[0]
-    product = torch.empty(rows, columns, dtype=torch.float32, device=factors.u.device)
-    v = factors.v.double().T
+    u, v, row_power, column_power = prediction(factors)
+    rows, columns = len(u), len(v)
+    product = torch.empty(rows, columns, dtype=torch.float32, device=u.device)
+    right = v.double().T
     step = max(1, _AT_ONCE // columns)
     for start in range(0, rows, step):
         some = slice(start, start + step)
         # In fp64, because settings of torch may lower the precision of fp32 products.
-        product[some] = (factors.u[some].int() * factors.multiplier).double() @ v
-    product.mul_(_powers(factors.row_exponent + factors.exponent).unsqueeze(1))
-    return product.mul_(_powers(factors.column_exponent))
+        product[some] = u[some].double() @ right
+    product.mul_(row_power.unsqueeze(1))
+    return product.mul_(column_power)
+
+
+def prediction(factors: Factors) -> Prediction:
+    """The prediction, not yet computed."""
+    return Prediction(
+        factors.u.int() * factors.multiplier,
+        factors.v,
+        _powers(factors.row_exponent + factors.exponent),
+        _powers(factors.column_exponent),
+    )
+
+
+def residual(x: torch.Tensor, factors: Factors) -> torch.Tensor:
+    """What fp32 `[R, C]` is beside its prediction."""
+    if x.device.type == "cpu":
+        return trellis_matrix_loops.subtract(x, prediction(factors))
+    return x - predict(factors)
 
 
 def spaces(sample: torch.Tensor, rank: int, kinds: list[tuple[int, int]]) -> list[Space]:
@@ -168,9 +188,10 @@ def _whitened(
     x: torch.Tensor, row_exponent: torch.Tensor, column_exponent: torch.Tensor, base: int
 ) -> torch.Tensor:
     """x with rows and columns of mean magnitude 2**_MEAN_BITS, in integers."""
-    white = x * _powers(_MEAN_BITS - base - row_exponent).unsqueeze(1)
-    white.mul_(_powers(-column_exponent)).round_()
-    return white.clamp_(-_LARGEST, _LARGEST)
+    row_power, column_power = _powers(_MEAN_BITS - base - row_exponent), _powers(-column_exponent)
+    if x.device.type == "cpu":
+        return trellis_matrix_loops.whitened(x, row_power, column_power, _LARGEST)
+    return (x * row_power.unsqueeze(1)).mul_(column_power).round_().clamp_(-_LARGEST, _LARGEST)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

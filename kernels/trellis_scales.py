@@ -10,6 +10,8 @@ from functools import cache
 
 import torch
 
+from kernels import trellis_matrix_loops
+
 OCTAVE = 16
 # Elements count in these parts; normalised ones lie below 2**14, so that the integers are exact in fp32.
 _PART_BITS = 9
@@ -34,8 +36,7 @@ def scales(
     Rows or columns that are not told apart all get one scale.
     """
     rows, columns = x.shape
-    magnitude = _parts(x)
-    sums = magnitude.sum(1, dtype=torch.float64)
+    sums = _row_sums(x)
     if by_row:
         row = logarithm(sums / sums.new_full((1,), columns))
     else:
@@ -47,18 +48,32 @@ def scales(
         # 2**(-row / 16): the power of two below, times a root of two.
         down = octave + (part > 0)
         weight = roots(x.device)[torch.where(part > 0, OCTAVE - part, 0)] * _power_of_two(-down) * _WEIGHTED
-        magnitude.mul_(weight.float().unsqueeze(1)).round_()
-        column = logarithm(magnitude.sum(0, dtype=torch.float64) / sums.new_full((1,), rows * _WEIGHTED))
+        column = logarithm(_column_sums(x, weight.float()) / sums.new_full((1,), rows * _WEIGHTED))
     return row - _PART_BITS * OCTAVE, column
 
 
 def row_scales(x: torch.Tensor) -> torch.Tensor:
     """The first of `scales`."""
-    means = _parts(x).sum(1, dtype=torch.float64)
-    return logarithm(means / means.new_full((1,), x.shape[1])) - _PART_BITS * OCTAVE
+    sums = _row_sums(x)
+    return logarithm(sums / sums.new_full((1,), x.shape[1])) - _PART_BITS * OCTAVE
 
 
-def _parts(x: torch.Tensor) -> torch.Tensor:
+def _row_sums(x: torch.Tensor) -> torch.Tensor:
+    """Of the magnitudes in parts, fp64 `[R]`."""
+    return (
+        trellis_matrix_loops.row_sums(x) if x.device.type == "cpu" else parts(x).sum(1, dtype=torch.float64)
+    )
+
+
+def _column_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Of the magnitudes in parts times fp32 `[R]`, rounded, fp64 `[C]`."""
+    if x.device.type == "cpu":
+        return trellis_matrix_loops.column_sums(x, weight)
+    return parts(x).mul_(weight.unsqueeze(1)).round_().sum(0, dtype=torch.float64)
+
+
+def parts(x: torch.Tensor) -> torch.Tensor:
+    """Magnitudes as integers."""
     return x.abs().mul_(2.0**_PART_BITS).round_()
 
 

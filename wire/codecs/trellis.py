@@ -23,13 +23,12 @@ from kernels.tiles import (
     MAX_EXPONENT,
     MIN_EXPONENT,
     NON_FINITE,
-    multiply_all,
     normalised,
     powers_of_two,
     tensor_exponent,
 )
 from kernels.trellis import Scales
-from kernels.trellis_factors import Factors, Space, fit, most_multipliers, predict, spaces
+from kernels.trellis_factors import Factors, Space, fit, most_multipliers, residual, spaces
 from kernels.trellis_grid import grid
 from kernels.trellis_scales import scales
 from kernels.trellis_settings import LANE_BITS, Settings
@@ -109,9 +108,7 @@ class TrellisCodec(Codec):
         if values is None:
             out.zero_()
             return
-        y = multiply_all(values, powers_of_two(torch.tensor(exponent, dtype=torch.int32)))
-        limit = torch.finfo(out.dtype).max
-        out.copy_(y.clamp_(-limit, limit).view(out.shape))
+        trellis.restore(values, exponent, out)
 
 
 def named(name: str) -> TrellisCodec | None:
@@ -265,7 +262,7 @@ def _smallest_step(
 def _best_plan(y: torch.Tensor, budget: int) -> _Plan | None:
     """The plan with which the smallest step fits the budget, as some rows have it; None if they are zeros."""
     rows, columns = y.shape
-    sample = y[:: _every(rows)]
+    sample = y[:: _every(rows)].contiguous()
     plans = [_Plan()]
     if min(rows, columns) < _MANY:
         # Then the other side's scales cost much and tell little.
@@ -276,7 +273,7 @@ def _best_plan(y: torch.Tensor, budget: int) -> _Plan | None:
     # One wait for what all plans leave.
     found = []
     for plan in plans:
-        left = sample if plan.space is None else sample - predict(fit(sample, plan.space))
+        left = sample if plan.space is None else residual(sample, fit(sample, plan.space))
         found.append(torch.cat(scales(left, by_row=plan.by_row, by_column=plan.by_column)))
     several = torch.stack(found).cpu().numpy()
     best: tuple[int, _Plan] | None = None
@@ -300,12 +297,13 @@ def _expected_bits(of: Scales, plan: _Plan, rows: int, columns: int, code: int) 
 
 def _model(y: torch.Tensor, plan: _Plan) -> _Model | None:
     """The plan carried out for all rows; None for zeros."""
-    factors, residual, tops = None, y, torch.zeros(3, dtype=torch.int32, device=y.device)
+    factors, left, tops = None, y, torch.zeros(3, dtype=torch.int32, device=y.device)
     if plan.space is not None:
         factors = fit(y, plan.space)
-        residual, tops = y - predict(factors), factors.tops
-    row, column = scales(residual, by_row=plan.by_row, by_column=plan.by_column)
-    largest = residual.abs().amax().ceil_().int().view(1)
+        left, tops = residual(y, factors), factors.tops
+    row, column = scales(left, by_row=plan.by_row, by_column=plan.by_column)
+    low, high = torch.aminmax(left)
+    largest = torch.maximum(-low, high).ceil_().int().view(1)
     seen = torch.cat((tops, largest, row, column)).cpu().numpy()
     exponents, multipliers, peak = (int(seen[0]), int(seen[1])), int(seen[2]), int(seen[3])
     if factors is None and peak == 0:
@@ -316,7 +314,7 @@ def _model(y: torch.Tensor, plan: _Plan) -> _Model | None:
         and multipliers <= most_multipliers(factors.bits)
     ):
         return _model(y, _Plan())
-    return _Model(factors, residual, Scales.of(seen[4 : 4 + len(y)], seen[4 + len(y) :]), exponents)
+    return _Model(factors, left, Scales.of(seen[4 : 4 + len(y)], seen[4 + len(y) :]), exponents)
 
 
 def _measure(model: _Model, budget: int) -> tuple[int, float]:

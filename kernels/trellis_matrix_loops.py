@@ -1,0 +1,235 @@
+"""Sums over a matrix's rows and columns, and predictions of it, for the `trellis` codec on a CPU.
+
+What elsewhere torch does, which goes over the matrix for every operation, and adds fp32 in fp64 far more
+slowly than memory could be read. Every sum here is one of integers and exact, so its order is free.
+
+Compiled by numba at first use and kept in its cache. Loops are written so that LLVM makes vectors of them
+although it may not reorder additions of floats: neighbours are added to neighbours.
+"""
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kernels.loops import bits_of, bits_to_fill, compiled, run, store, two_factors
+
+Floats = NDArray[np.float32]
+
+# Elements that a thread takes at a time: enough to be worth its start.
+_FEWEST = 1 << 18
+# Columns that are worked on together: what belongs to them stays in the innermost cache.
+_BLOCK = 64
+_PART = np.float32(2.0**9)
+_WIDE = 8
+# Elements that are written with one call.
+_AT_ONCE = 1 << 12
+
+# Exact sums of products may be contracted; nothing else may.
+_products = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
+
+
+@compiled
+def _row_sums(x, first, last, sums):
+    part = np.empty(_WIDE, dtype=np.float64)
+    for r in range(first, last):
+        row = x[r]
+        part[:] = 0
+        whole = row.size - row.size % _WIDE
+        for start in range(0, whole, _WIDE):
+            some = row[start : start + _WIDE]
+            for k in range(_WIDE):
+                part[k] += np.float64(np.rint(np.abs(some[k]) * _PART))
+        for c in range(whole, row.size):
+            part[0] += np.float64(np.rint(np.abs(row[c]) * _PART))
+        total = 0.0
+        for k in range(_WIDE):
+            total += part[k]
+        sums[r] = total
+
+
+@compiled
+def _column_sums(x, weight, first, last, sums):
+    for r in range(first, last):
+        row, w = x[r], weight[r]
+        for c in range(row.size):
+            sums[c] += np.float64(np.rint(np.rint(np.abs(row[c]) * _PART) * w))
+
+
+@_products
+def _multiply(u, v, place, sums):
+    """sums[c] = sum_k u[k] v[place + k * _BLOCK + c]; as many u as a multiple of 4."""
+    for c in range(_BLOCK):
+        sums[c] = 0
+    for k in range(0, u.size, 4):
+        u0, u1, u2, u3 = u[k], u[k + 1], u[k + 2], u[k + 3]
+        v0 = np.uint64(place + k * _BLOCK)
+        v1, v2, v3 = v0 + np.uint64(_BLOCK), v0 + np.uint64(2 * _BLOCK), v0 + np.uint64(3 * _BLOCK)
+        for c in range(_BLOCK):
+            n = np.uint64(c)
+            sums[n] += u0 * v[v0 + n] + u1 * v[v1 + n] + u2 * v[v2 + n] + u3 * v[v3 + n]
+
+
+@compiled
+def _subtract(x, u, v, row_power, column_power, first, last, out):
+    sums = np.empty(_BLOCK, dtype=np.float32)
+    depth = u.shape[1]
+    for r in range(first, last):
+        factors, power = u[r], row_power[r]
+        for start in range(0, out.shape[1], _BLOCK):
+            _multiply(factors, v, start * depth, sums)
+            stop = min(start + _BLOCK, out.shape[1])
+            block, near, powers = out[r, start:stop], x[r, start:stop], column_power[start:stop]
+            for c in range(block.size):
+                block[c] = near[c] - sums[c] * power * powers[c]
+
+
+@compiled
+def _reconstruct(n, step, u, v, row_power, column_power, first, last):
+    sums = np.zeros(_BLOCK, dtype=np.float32)
+    depth = u.shape[1]
+    for r in range(first, last):
+        factors, power = u[r], row_power[r]
+        for start in range(0, n.shape[1], _BLOCK):
+            _multiply(factors, v, start * depth, sums)
+            stop = min(start + _BLOCK, n.shape[1])
+            block, powers = n[r, start:stop], column_power[start:stop]
+            for c in range(block.size):
+                block[c] = bits_of(np.float32(block[c]) * step + sums[c] * power * powers[c])
+
+
+@compiled
+def _scale(n, step, first, last):
+    part = n[first:last]
+    for k in range(part.size):
+        part[k] = bits_of(np.float32(part[k]) * step)
+
+
+@compiled
+def _whiten(x, row_power, column_power, limit, first, last, out):
+    for r in range(first, last):
+        row, power, white = x[r], row_power[r], out[r]
+        for c in range(row.size):
+            white[c] = min(max(np.rint(row[c] * power * column_power[c]), -limit), limit)
+
+
+@compiled
+def _classes(row, column, highest, first, last, out):
+    for r in range(first, last):
+        own, numbers = row[r], out[r]
+        for c in range(column.size):
+            numbers[c] = np.uint8(min(max(np.int16(own + column[c]), np.int16(0)), highest))
+
+
+@compiled
+def _store(values, near, far, limit, half, out, first, last):
+    for start in range(first, last, _AT_ONCE):
+        stop = min(start + _AT_ONCE, last)
+        store(values[start:stop], stop - start, near, far, limit, half, out, start)
+
+
+class Prediction(NamedTuple):
+    """u v^T, exact in fp32 in any order, times powers of two of rows and of columns."""
+
+    u: torch.Tensor  # [R, K], integers
+    v: torch.Tensor  # [C, K]
+    row_power: torch.Tensor  # fp32 [R]
+    column_power: torch.Tensor  # [C]
+
+
+def row_sums(x: torch.Tensor) -> torch.Tensor:
+    """Of the magnitudes in parts, fp64 `[R]`: `kernels.trellis_scales`."""
+    values = x.contiguous().numpy()
+    sums = np.empty(len(values))
+    run(lambda first, last: _row_sums(values, first, last, sums), _ranges(*x.shape))
+    return torch.from_numpy(sums)
+
+
+def column_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Of the magnitudes in parts times fp32 `[R]`, rounded, fp64 `[C]`."""
+    values, weights = x.contiguous().numpy(), weight.numpy()
+    found = []
+
+    def add(first: int, last: int) -> None:
+        sums = np.zeros(values.shape[1])
+        _column_sums(values, weights, first, last, sums)
+        found.append(sums)
+
+    run(add, _ranges(*x.shape))
+    return torch.from_numpy(np.sum(found, axis=0))
+
+
+def whitened(
+    x: torch.Tensor, row_power: torch.Tensor, column_power: torch.Tensor, limit: int
+) -> torch.Tensor:
+    """x, fp32 `[R, C]`, times fp32 of its rows and columns, rounded and clipped."""
+    values, by_row, by_column = x.contiguous().numpy(), row_power.numpy(), column_power.numpy()
+    out = np.empty_like(values)
+    most = np.float32(limit)
+    run(
+        lambda first, last: _whiten(values, by_row, by_column, most, first, last, out),
+        _ranges(*x.shape),
+    )
+    return torch.from_numpy(out)
+
+
+def classes(row: torch.Tensor, column: torch.Tensor, highest: int) -> torch.Tensor:
+    """Sums of int16 `[R]` and `[C]`, from 0 to `highest`, uint8 `[R, C]`."""
+    by_row, by_column = row.numpy(), column.numpy()
+    out = np.empty((len(row), len(column)), dtype=np.uint8)
+    most = np.int16(highest)
+    run(lambda first, last: _classes(by_row, by_column, most, first, last, out), _ranges(*out.shape))
+    return torch.from_numpy(out)
+
+
+def subtract(x: torch.Tensor, prediction: Prediction) -> torch.Tensor:
+    """fp32 `[R, C]` less its prediction."""
+    values, factors = x.contiguous().numpy(), _operands(prediction)
+    out = np.empty_like(values)
+    run(lambda first, last: _subtract(values, *factors, first, last, out), _ranges(*x.shape))
+    return torch.from_numpy(out)
+
+
+def reconstruct(n: torch.Tensor, step: float, prediction: Prediction | None) -> torch.Tensor:
+    """n * step, plus the prediction, each rounded to fp32, `[E]`, where int32 n `[E]` was."""
+    words, by = n.numpy(), np.float32(step)
+    if prediction is None:
+        run(lambda first, last: _scale(words, by, first, last), _ranges(n.numel(), 1))
+    else:
+        factors = _operands(prediction)
+        rows = words.reshape(len(prediction.u), -1)
+        run(lambda first, last: _reconstruct(rows, by, *factors, first, last), _ranges(*rows.shape))
+    return n.view(torch.float32)
+
+
+def restore(values: torch.Tensor, exponent: int, out: torch.Tensor) -> None:
+    """Fill contiguous `out` with fp32 `[E]` times 2**exponent, clamped and rounded to its dtype."""
+    near, far = two_factors(torch.tensor(exponent, dtype=torch.int32))
+    limit = np.float32(torch.finfo(out.dtype).max)
+    half = out.dtype == torch.float16
+    read, write = values.numpy(), bits_to_fill(out)
+    run(
+        lambda first, last: _store(read, near, far, limit, half, write, first, last),
+        _ranges(values.numel(), 1),
+    )
+
+
+def _operands(prediction: Prediction) -> tuple[Floats, Floats, Floats, Floats]:
+    """The factors in fp32: u filled up with zeros to a multiple of 4, v in blocks of columns, flat."""
+    rank, columns = prediction.v.shape[1], len(prediction.v)
+    depth, blocks = -(-rank // 4) * 4, -(-columns // _BLOCK)
+    u = np.zeros((len(prediction.u), depth), dtype=np.float32)
+    u[:, :rank] = prediction.u.numpy()
+    v = np.zeros((blocks * _BLOCK, depth), dtype=np.float32)
+    v[:columns, :rank] = prediction.v.numpy()
+    # A block's columns beside each other, one factor after the other.
+    packed = np.ascontiguousarray(v.reshape(blocks, _BLOCK, depth).transpose(0, 2, 1)).ravel()
+    return u, packed, prediction.row_power.numpy(), prediction.column_power.numpy()
+
+
+def _ranges(rows: int, columns: int) -> list[tuple[int, int]]:
+    """Ranges of rows that threads take in turn, at least one."""
+    each = max(1, min(rows, -(-_FEWEST // max(columns, 1))))
+    return [(first, min(first + each, rows)) for first in range(0, max(rows, 1), each)]
