@@ -69,6 +69,8 @@ def main() -> int:
         rank(arguments)
     elif arguments.inside is not None:
         arguments.inside.write_text(json.dumps(linked(arguments)), encoding="utf-8")
+    elif not (arguments.gpus or arguments.links):
+        parser.error("nothing to time: give --gpus or --links")
     else:
         if arguments.gpus:
             rows: list[dict[str, Any]] = []

@@ -35,6 +35,8 @@ def main() -> int:
     parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--no-sweep", action="store_true")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU")
     if arguments.part:
         return 1 if run_part(arguments.part).failed else 0
     if arguments.out is None or arguments.runs < 20:

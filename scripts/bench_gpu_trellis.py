@@ -180,6 +180,8 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=9, help="timed calls of each")
     parser.add_argument("--check", action="store_true", help="compare bits only")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU")
     torch.set_num_threads(2)
     if check():
         return 1

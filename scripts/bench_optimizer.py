@@ -1,6 +1,6 @@
 """AdamW with e4m3 moments: speed, state, and error of its step, beside what else could be installed.
 
-    python scripts/bench_optimizer.py [--elements 67108864] [--train-steps 60]
+    python scripts/bench_optimizer.py [--elements 67108864] [--tokens DIR] [--train-steps 60]
 
 On a GPU. Times one parameter of `--elements`: this package's kernel, torch's fused AdamW, torchao's AdamWFp8
 and bitsandbytes' AdamW8bit where they are installed (else it says so), beside a device-to-device copy. Then
@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from convergence_runs import Run
+from exp_convergence import Windows, make_trainer
 from torch import Tensor
 
 from kernels.adamw import AdamWStep, adamw_step
@@ -46,6 +48,8 @@ def main() -> int:
     parser.add_argument("--train-steps", type=int, default=60)
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU")
     report: dict[str, Any] = {
         "experiment": "optimizer",
         "commit": commit(),
@@ -191,8 +195,6 @@ def _bytes(value: object) -> int:
 
 def trained_moments(tokens: Path, steps: int) -> list[tuple[Tensor, Tensor]]:
     """First and second moments of every matrix after `steps` steps of training in fp32 states."""
-    from scripts.exp_convergence import Run, Windows, make_trainer
-
     run = Run(suite="pass", forward="fp32", backward="fp32", steps=300)
     text = Windows(np.load(tokens / "books-train.npy", mmap_mode="r"), limit=None, seed=0)
     trainer = make_trainer(run, text, None, CUDA)

@@ -207,6 +207,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="where the report goes, as JSON")
     parser.add_argument("--runs", type=int, default=20, help="timed runs of each")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU")
     import triton
 
     codecs = (FORWARD, *BACKWARD)

@@ -156,6 +156,8 @@ def main() -> int:
     files = sorted(arguments.data.glob("boundaries-step*.safetensors"))
     if not files:
         parser.error(f"no boundaries-step*.safetensors in {arguments.data}")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs an NVIDIA GPU")
     torch.set_num_threads(1)
     contents = [load_file(file) for file in files]
     tensors = {
