@@ -1,6 +1,7 @@
 """TAH-Quant's arithmetic in torch: the reference that every other implementation reproduces bit for bit.
 
-Source: TAH-Quant, sections 3.1 to 3.4, with the sign of eq. 2 put right; G = A = 64 (`kernels.tiles.TILE`).
+Source: TAH-Quant, sections 3.1 to 3.4, with the sign of eq. 2 put right; G = A = 64
+(`kernels.tile_layout.TILE`).
 
 **The exact arithmetic.** All values are IEEE fp32 and every operation below rounds by itself, to nearest
 even: no fused multiply-add, no product with a reciprocal where a division is written. Sums are of integers

@@ -6,10 +6,8 @@ and the schedule. They are what the links write as frames; gRPC, TLS and acknowl
 
 import json
 from dataclasses import asdict, dataclass
-from math import ceil
+from math import ceil, prod
 from typing import Any
-
-import torch
 
 from node.config.explain_data import TextPlan, text_lines
 from node.config.loader import section_types, toml_value
@@ -21,9 +19,9 @@ from node.stage.routing import source_stage, target_stage
 from node.stage.schedule import held_activations, schedule
 from node.telemetry.render import table_lines
 from node.telemetry.units import bytes_text, count_text, duration_text
-from wire.codecs.registry import codec
+from wire.codecs.forms import form
 from wire.frames import HEADER_BYTES, PAYLOAD_BYTES
-from wire.spec import Direction, TensorKey, TensorSpec
+from wire.spec import Direction, TensorKey
 
 RATES_MBIT = (10, 100, 1000)
 """Link rates, in Mbit/s, that transfer times are given for."""
@@ -156,9 +154,9 @@ def framed_bytes(packed_bytes: int) -> int:
 def _flows(config: RunConfig) -> tuple[Flow, ...]:
     """What a step sends, merged by sender, receiver and kind."""
     pipeline, model = config.pipeline, config.model
-    hidden = TensorSpec(torch.float32, (config.training.microbatch, model.sequence, model.hidden))
-    tied = TensorSpec(torch.float32, (model.vocab, model.hidden))
-    sent: list[tuple[Direction, int, str, TensorSpec, int]] = []
+    hidden = (config.training.microbatch, model.sequence, model.hidden)
+    tied = (model.vocab, model.hidden)
+    sent: list[tuple[Direction, int, str, tuple[int, ...], int]] = []
     for direction, name in (
         (Direction.ACTIVATION, pipeline.forward_codec),
         (Direction.GRADIENT, pipeline.backward_codec),
@@ -170,7 +168,7 @@ def _flows(config: RunConfig) -> tuple[Flow, ...]:
             sent.append((direction, 0, TIED_CODEC, tied, 1))
 
     merged: dict[tuple[int, int, str], Flow] = {}
-    for direction, boundary, name, spec, tensors in sent:
+    for direction, boundary, name, shape, tensors in sent:
         key = TensorKey(0, 0, 0, boundary, direction)
         sender, receiver = source_stage(key, pipeline.stages), target_stage(key, pipeline.stages)
         if sender == receiver:
@@ -178,7 +176,7 @@ def _flows(config: RunConfig) -> tuple[Flow, ...]:
         what = direction.name.lower()
         before = merged.get((sender, receiver, what))
         count = tensors + (before.tensors if before else 0)
-        elements = count * spec.elements
+        elements = count * prod(shape)
         merged[sender, receiver, what] = Flow(
             sender=sender,
             receiver=receiver,
@@ -186,7 +184,7 @@ def _flows(config: RunConfig) -> tuple[Flow, ...]:
             codec=name,
             tensors=count,
             elements=elements,
-            bytes=count * framed_bytes(codec(name).packed_bytes(spec)),
+            bytes=count * framed_bytes(form(name).packed_bytes(shape)),
             bytes_fp32=4 * elements,
             bytes_bf16=2 * elements,
         )

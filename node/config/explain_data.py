@@ -2,17 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
+from math import prod
 
 from node.config.schema import RunConfig
 from node.model.placement import boundary_cache_bytes, chunks_of, stage_cache_bytes
 from node.telemetry.units import bytes_text, count_text
 from node.training.data import Corpus
-from wire.codecs.aqsgd import AqsgdCodec
-from wire.codecs.registry import codec
+from wire.codecs.forms import AqsgdForm, form
 from wire.errors import DataError
-from wire.spec import TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +83,13 @@ def text_lines(config: RunConfig, plan: TextPlan) -> list[str]:
 def _memory(config: RunConfig, windows: int) -> Memory | None:
     if not config.pipeline.remembers:
         return None
-    found = codec(config.pipeline.forward_codec)
-    assert isinstance(found, AqsgdCodec), "the only codec with a memory"
+    found = form(config.pipeline.forward_codec)
+    assert isinstance(found, AqsgdForm), "the only codec with a memory"
     stages, model = config.pipeline.stages, config.model
-    spec = TensorSpec(torch.float32, (config.training.microbatch, model.sequence, model.hidden))
+    shape = (config.training.microbatch, model.sequence, model.hidden)
     boundaries = stages * chunks_of(config, stages) - 1
     return Memory(
         stages=stage_cache_bytes(config, stages, windows),
         snapshot=boundaries * boundary_cache_bytes(config, windows),
-        first_pass_bits=8 * found.first_pass_bytes(spec) / spec.elements,
+        first_pass_bits=8 * found.first_pass_bytes(shape) / prod(shape),
     )

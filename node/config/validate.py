@@ -22,6 +22,7 @@ from node.config.schema import (
 )
 from node.model.storage import AS_COMPUTED, FROM_PRESET, KINDS, PRESETS, RECOMPUTE, configured
 from node.telemetry.traced_steps import TracedSteps
+from wire.codecs.forms import form
 from wire.errors import ConfigError
 
 FAMILIES = ("llama", "gpt2")
@@ -207,12 +208,9 @@ def _pipeline(pipeline: PipelineSection, layers: int) -> Iterator[str]:
 
 
 def _codecs(pipeline: PipelineSection, shift: bool) -> Iterator[str]:
-    # Brings torch in, which importing this module must not.
-    from wire.codecs.registry import codec
-
     for key in ("forward_codec", "backward_codec"):
         try:
-            codec(getattr(pipeline, key))
+            form(getattr(pipeline, key))
         except ConfigError as error:
             yield f"pipeline.{key}: {error}"
     if pipeline.backward_codec.startswith("aqsgd-"):

@@ -51,7 +51,7 @@ class RunStarted(Event):
     """Model chunks a stage."""
     codec_bits: Mapping[str, float] = field(default_factory=dict)
     """Bits an element that each codec takes on a link of this run, headers and frames included, so that
-    readers can tell what another codec would give without loading torch."""
+    readers can tell what another codec would give without knowing it."""
     ends_in_blocks: tuple[float, ...] = ()
     """What the embedding and the head take to compute, in blocks; empty is not known."""
 

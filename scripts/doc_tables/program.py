@@ -3,9 +3,8 @@
 import argparse
 import ast
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
-
-import torch
 
 import node.config.schema
 import node.lab.profile
@@ -13,9 +12,7 @@ from node.cli.main import build_parser
 from node.config.loader import section_types, toml_value
 from node.lab.profile import LabSection, NetworkSection, SweepSection
 from node.telemetry.metrics import NODE_METRICS, PREFIX, RUN_METRICS, Definition
-from wire.codecs.aqsgd import AqsgdCodec
-from wire.codecs.registry import codec, codec_names
-from wire.spec import TensorSpec
+from wire.codecs.forms import AqsgdForm, codec_names, form
 
 from .markdown import Tables, markdown
 
@@ -95,15 +92,17 @@ def _metrics(definitions: Sequence[Definition]) -> str:
 
 def codec_sizes() -> str:
     """True bits an element of every codec, header included, for a tensor of about four million elements."""
-    spec = TensorSpec(torch.float32, SIZED_SHAPE)
-    rows = [[f"`{name}`", f"{codec(name).bits_per_element(spec):.3f}"] for name in codec_names()]
+    rows = [[f"`{name}`", f"{_bits(form(name).packed_bytes(SIZED_SHAPE)):.3f}"] for name in codec_names()]
     for bits in (2, 4, 8):
-        remembering = codec(f"aqsgd-{bits}")
-        assert isinstance(remembering, AqsgdCodec)
-        first = 8 * remembering.first_pass_bytes(spec) / spec.elements
-        size = f"{remembering.bits_per_element(spec):.3f}, in the first pass {first:.3f}"
+        remembering = AqsgdForm(bits)
+        always, first = remembering.packed_bytes(SIZED_SHAPE), remembering.first_pass_bytes(SIZED_SHAPE)
+        size = f"{_bits(always):.3f}, in the first pass {_bits(first):.3f}"
         rows.append([f"`aqsgd-{bits}`", size])
     return markdown([("codec", "left"), ("bits an element", "right")], rows)
+
+
+def _bits(packed_bytes: int) -> float:
+    return 8 * packed_bytes / prod(SIZED_SHAPE)
 
 
 TABLES: Tables = {

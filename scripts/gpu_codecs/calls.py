@@ -19,7 +19,7 @@ def calls(
     out = torch.empty_like(x)
     encode_options, decode_options = options.get("encode", {}), options.get("decode", {})
     if name == "tah":
-        samples, tiles = tah_codec._samples_and_tiles(tuple(x.shape))
+        samples, tiles = tah_codec.samples_and_tiles(tuple(x.shape))
         layout = tah_codec._layout(tuple(x.shape))
         payload = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cuda")
         parts = layout.views(payload)

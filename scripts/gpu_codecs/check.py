@@ -39,7 +39,7 @@ class Checks:
 def check_tah(checks: Checks, name: str, x: torch.Tensor, tau: float, variants: list[dict[str, Any]]) -> None:
     from kernels import triton_tah, triton_tah_decode
 
-    samples, tiles = tah_codec._samples_and_tiles(tuple(x.shape))
+    samples, tiles = tah_codec.samples_and_tiles(tuple(x.shape))
     four_bit = tah_codec.four_bit_tiles(tiles)
     layout = tah_codec._layout(tuple(x.shape))
     expected = torch.zeros(layout.nbytes, dtype=torch.uint8)

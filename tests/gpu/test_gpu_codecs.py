@@ -31,7 +31,7 @@ def layout_of(name: str, shape: tuple[int, ...]) -> Layout:
 
 def split(shape: tuple[int, ...]) -> tuple[int, int]:
     """Samples, and 4-bit tiles in each."""
-    samples, tiles = tah_codec._samples_and_tiles(shape)
+    samples, tiles = tah_codec.samples_and_tiles(shape)
     return samples, tah_codec.four_bit_tiles(tiles)
 
 

@@ -104,7 +104,7 @@ def test_tah_is_the_reference_for_any_launch(which: str, tau: float, launch: Lau
     from kernels import triton_tah, triton_tah_decode
 
     x = inputs()[which]
-    samples, tiles = tah_codec._samples_and_tiles(tuple(x.shape))
+    samples, tiles = tah_codec.samples_and_tiles(tuple(x.shape))
     split = {"samples": samples, "four_bit": tah_codec.four_bit_tiles(tiles)}
     layout = tah_codec._layout(tuple(x.shape))
     expected, whole = torch.zeros(layout.nbytes, dtype=torch.uint8), poisoned(layout.nbytes)

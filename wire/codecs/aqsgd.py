@@ -13,35 +13,22 @@ place in the run, so that both ends know the size before anything is sent.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kernels import fixed, fixed_loops, ops
-from kernels.tiles import MAX_EXPONENT, MIN_EXPONENT, NON_FINITE, TILE
+from kernels.tiles import MAX_EXPONENT, MIN_EXPONENT, NON_FINITE
 from wire.codecs.base import Codec
 from wire.codecs.fixed import FixedCodec
-from wire.codecs.header import Header, Parameters
+from wire.codecs.forms import AqsgdForm
+from wire.codecs.header import Header
 from wire.codecs.sample_cache import SampleCache
-from wire.errors import CodecError, ConfigError, NonFiniteError
+from wire.codecs.sections import aligned
+from wire.errors import CodecError, NonFiniteError
 from wire.spec import TensorSpec
-
-PREFIX = "aqsgd-"
-MIN_BITS = 2
-MAX_BITS = 8
-
-_NUMBER = 7
-_ALIGNMENT = 16
-
-
-def named(name: str) -> "AqsgdCodec | None":
-    """The codec of that name, if it is one of these."""
-    for bits in range(MIN_BITS, MAX_BITS + 1):
-        if name == f"{PREFIX}{bits}":
-            return AqsgdCodec(bits)
-    return None
 
 
 @dataclass(frozen=True)
@@ -73,22 +60,13 @@ class AqsgdCodec(Codec):
     exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
 
     def __init__(self, bits: int) -> None:
-        if not MIN_BITS <= bits <= MAX_BITS:
-            raise ConfigError(f"{PREFIX}{bits} is no codec: {PREFIX}{MIN_BITS} to {PREFIX}{MAX_BITS} are")
-        self.name = f"{PREFIX}{bits}"
-        self.parameters = Parameters(codec=_NUMBER, bits=bits, tile=TILE, constant=1.0)
+        self.form = AqsgdForm(bits)
+        super().__init__(self.form)
         self.fixed = FixedCodec(bits)
 
     def of(self, batch: SampleBatch) -> "AqsgdTensorCodec":
         """The codec of the tensor that holds these samples."""
         return AqsgdTensorCodec(self, batch)
-
-    def first_pass_bytes(self, spec: TensorSpec) -> int:
-        """Bytes of a packed tensor whose samples are all new, header included."""
-        return self.packed_bytes(spec) - self._payload_bytes(spec) + _new_bytes(spec, spec.shape[0])
-
-    def _payload_bytes(self, spec: TensorSpec) -> int:
-        return self.fixed._payload_bytes(spec)
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
         raise CodecError(f"{self.name} packs changes of known samples: a tensor alone cannot be packed")
@@ -103,14 +81,8 @@ class AqsgdTensorCodec(Codec):
     exponents = AqsgdCodec.exponents
 
     def __init__(self, codec: AqsgdCodec, batch: SampleBatch) -> None:
-        self.name = codec.name
-        self.parameters = Parameters(
-            codec=_NUMBER,
-            bits=codec.parameters.bits,
-            tile=TILE,
-            share=len(batch.rows(False)),
-            constant=codec.parameters.constant,
-        )
+        super().__init__(codec.form)
+        self.parameters = replace(codec.parameters, share=len(batch.rows(False)))
         self._fixed = codec.fixed
         self._batch = batch
 
@@ -124,7 +96,7 @@ class AqsgdTensorCodec(Codec):
         if spec.shape[0] != samples or len(spec.shape) < 2:
             raise CodecError(f"a tensor of shape {list(spec.shape)} does not hold {samples} samples")
         new = len(self._batch.rows(False))
-        size = _new_bytes(spec, new)
+        size = AqsgdForm.new_bytes(spec.shape, new)
         if new < samples:
             size += self._fixed._payload_bytes(_changes(spec, samples - new))
         return size
@@ -133,7 +105,7 @@ class AqsgdTensorCodec(Codec):
         samples = len(self._batch.samples)
         new = len(self._batch.rows(False))
         elements = math.prod(shape) // samples
-        split = _padded(2 * elements * new)
+        split = aligned(2 * elements * new)
         return not payload[2 * elements * new : split].any() and (
             new == samples or self._fixed._filling_is_clear(payload[split:], (samples - new, *shape[1:]))
         )
@@ -142,8 +114,7 @@ class AqsgdTensorCodec(Codec):
         new, known = self._batch.rows(False), self._batch.rows(True)
         learnt = torch.empty(tensor.shape, dtype=torch.bfloat16, device=tensor.device)
         exponent = torch.zeros((), dtype=torch.int32, device=tensor.device)
-        spec = TensorSpec(tensor.dtype, tuple(tensor.shape))
-        split = _new_bytes(spec, len(new))
+        split = AqsgdForm.new_bytes(tuple(tensor.shape), len(new))
         if new:
             first = _take(tensor, new).to(torch.bfloat16)
             _put(learnt, new, first)
@@ -165,7 +136,7 @@ class AqsgdTensorCodec(Codec):
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
         new, known = self._batch.rows(False), self._batch.rows(True)
         learnt = torch.empty(out.shape, dtype=torch.bfloat16, device=out.device)
-        split = _new_bytes(TensorSpec(out.dtype, tuple(out.shape)), len(new))
+        split = AqsgdForm.new_bytes(tuple(out.shape), len(new))
         if new:
             shape = (len(new), *out.shape[1:])
             first = payload[: 2 * torch.Size(shape).numel()].view(torch.bfloat16).view(shape)
@@ -202,15 +173,6 @@ def _renewed(before: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
 
 def _changes(spec: TensorSpec, samples: int) -> TensorSpec:
     return TensorSpec(torch.float32, (samples, *spec.shape[1:]))
-
-
-def _new_bytes(spec: TensorSpec, samples: int) -> int:
-    """Bytes of the part for new samples, filled up to where the next part starts."""
-    return _padded(2 * spec.elements // spec.shape[0] * samples)
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _take(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -6,13 +6,14 @@ host may run beside other work and the checksum is computed where the bytes are:
 """
 
 from abc import ABC, abstractmethod
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from wire.codecs import header as wire_header
+from wire.codecs.form import Form
 from wire.codecs.header import HEADER_BYTES, Header, PackedBytes, Parameters
 from wire.errors import PackedMismatchError
 from wire.spec import TensorSpec
@@ -30,6 +31,12 @@ def _kept_head(header: Header, device: torch.device) -> torch.Tensor:
     return _head(header, device)
 
 
+@lru_cache(maxsize=256)
+def _payload_bytes(form: Form, shape: tuple[int, ...]) -> int:
+    """Worked out once for all tensors of a spec."""
+    return form.payload_bytes(shape)
+
+
 class Codec(ABC):
     """Packs tensors into bytes whose number depends on shape and parameters alone. Stateless."""
 
@@ -37,6 +44,12 @@ class Codec(ABC):
     parameters: Parameters
     # Exponents that a packed tensor may have.
     exponents: range
+
+    def __init__(self, form: Form) -> None:
+        """`form` says its name, its parameters and, unless `_payload_bytes` does, its sizes."""
+        self._form = form
+        self.name = form.name
+        self.parameters = form.parameters
 
     def packed_bytes(self, spec: TensorSpec) -> int:
         """Bytes of the whole packed tensor, header included. `CodecError` for what cannot be packed."""
@@ -118,9 +131,9 @@ class Codec(ABC):
         """
         return True
 
-    @abstractmethod
     def _payload_bytes(self, spec: TensorSpec) -> int:
         """Bytes behind the header, for a spec that the header can describe."""
+        return _payload_bytes(self._form, spec.shape)
 
     @abstractmethod
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 Payload: scales, fp16 | bit-planes, lowest first, a 64-bit word for each tile. b + 0.25 bits an element.
 """
 
-import math
 from functools import lru_cache
 
 import numpy as np
@@ -13,13 +12,9 @@ from numpy.typing import NDArray
 from kernels import fixed, fixed_loops, ops
 from kernels.tiles import HALF_INFINITY, HALF_MAGNITUDE, MAX_EXPONENT, MIN_EXPONENT, TILE, tiles_per_row
 from wire.codecs.base import Codec
-from wire.codecs.header import Parameters
+from wire.codecs.forms import FixedForm
 from wire.codecs.layout import Layout
-from wire.errors import ConfigError, NonFiniteError, PackedMismatchError
-from wire.spec import TensorSpec
-
-MIN_BITS = 2
-MAX_BITS = 10
+from wire.errors import NonFiniteError, PackedMismatchError
 
 
 class FixedCodec(Codec):
@@ -28,20 +23,11 @@ class FixedCodec(Codec):
     exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
 
     def __init__(self, bits: int, constant: float = 1.0) -> None:
-        if not MIN_BITS <= bits <= MAX_BITS:
-            raise ConfigError(f"fixed-{bits} is no codec: fixed-{MIN_BITS} to fixed-{MAX_BITS} are")
-        if not 2.0**-64 <= constant <= 2.0**64:
-            raise ConfigError(f"constant {constant} of fixed-{bits} must be positive, from 2**-64 to 2**64")
-        self.name = f"fixed-{bits}"
-        # What the header carries and both ends compute with is the constant in fp32.
-        self._constant = torch.tensor(constant, dtype=torch.float32).item()
-        self.parameters = Parameters(codec=4, bits=bits, tile=TILE, constant=self._constant)
+        super().__init__(FixedForm(bits, constant))
+        self._constant = self.parameters.constant
 
     def _layout(self, shape: tuple[int, ...]) -> Layout:
         return _layout(self.parameters.bits, shape)
-
-    def _payload_bytes(self, spec: TensorSpec) -> int:
-        return self._layout(spec.shape).nbytes
 
     def _filling_is_clear(self, payload: NDArray[np.uint8], shape: tuple[int, ...]) -> bool:
         layout = self._layout(shape)
@@ -90,5 +76,4 @@ class FixedCodec(Codec):
 
 @lru_cache(maxsize=256)
 def _layout(bits: int, shape: tuple[int, ...]) -> Layout:
-    tiles = math.prod(shape[:-1]) * tiles_per_row(shape[-1])
-    return Layout((torch.float16, (tiles,)), (torch.int64, (bits, tiles)))
+    return Layout(*FixedForm(bits).sections(shape))

@@ -34,11 +34,21 @@ import torch
 from numpy.typing import NDArray
 
 from kernels.tiles import NON_FINITE
+from wire.codecs.form import HEADER_BYTES, MAX_DIMENSIONS, Parameters, check_shape
 from wire.errors import CodecError, MemoryMismatchError, NonFiniteError, PackedMismatchError
 from wire.spec import TensorSpec
 
-HEADER_BYTES = 64
-MAX_DIMENSIONS = 5
+__all__ = [
+    "CHECKSUM",
+    "EXPONENT",
+    "HEADER_BYTES",
+    "Header",
+    "PackedBytes",
+    "Parameters",
+    "check",
+    "check_spec",
+    "seal",
+]
 
 # Where the exponent lies; a codec on a GPU fills it in there, without waiting for the value.
 EXPONENT = slice(48, 52)
@@ -66,18 +76,6 @@ _EXTENTS = slice(10, 15)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 PackedBytes = bytes | bytearray | memoryview | NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True)
-class Parameters:
-    """What tells one codec from another. Floats are compared as fp32."""
-
-    codec: int
-    bits: int
-    tile: int = 0
-    share: int = 0
-    tau: float = 0.0
-    constant: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +117,7 @@ def check_spec(spec: TensorSpec) -> None:
     """Refuse what the header cannot describe with `CodecError`."""
     if spec.dtype not in _DTYPES:
         raise CodecError(f"a tensor of {spec.dtype} cannot be packed: use float32, bfloat16 or float16")
-    if not 1 <= len(spec.shape) <= MAX_DIMENSIONS or not all(0 < extent < 2**32 for extent in spec.shape):
-        raise CodecError(
-            f"a tensor of shape {list(spec.shape)} cannot be packed: "
-            f"it needs 1 to {MAX_DIMENSIONS} dimensions, none of them empty"
-        )
+    check_shape(spec.shape)
 
 
 def seal(buffer: bytearray | memoryview | NDArray[np.uint8]) -> None:

@@ -1,36 +1,21 @@
-"""Sections of a payload, each starting at a multiple of 16 bytes."""
-
-from itertools import pairwise
-from math import prod
+"""Sections of a payload as tensors and arrays."""
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-_ALIGNMENT = 16
+from wire.codecs.sections import Sections
+
+_DTYPES = {"uint8": torch.uint8, "float16": torch.float16, "int64": torch.int64}
 
 
-class Layout:
-    """Where the sections of one payload lie. Given as (dtype, shape), in order."""
-
-    def __init__(self, *sections: tuple[torch.dtype, tuple[int, ...]]) -> None:
-        self._sections = sections
-        self._sizes = [prod(shape) * dtype.itemsize for dtype, shape in sections]
-        self._starts = [0]
-        for size in self._sizes:
-            self._starts.append(self._starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-        spans = zip(pairwise(self._starts), self._sizes, strict=True)
-        self._gaps = [slice(start + size, end) for (start, end), size in spans if start + size < end]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all sections with the gaps between and behind them."""
-        return self._starts[-1]
+class Layout(Sections):
+    """Where the sections of one payload lie, and what they hold."""
 
     def views(self, payload: torch.Tensor) -> list[torch.Tensor]:
         """The sections as views of `payload`, uint8 `[nbytes]` whose storage offset is a multiple of 16."""
         return [
-            payload[start : start + size].view(dtype).view(shape)
+            payload[start : start + size].view(_DTYPES[dtype]).view(shape)
             for (dtype, shape), start, size in zip(self._sections, self._starts, self._sizes, strict=False)
         ]
 

@@ -6,9 +6,8 @@ import torch
 
 from kernels.tiles import NON_FINITE, multiply_all, normalised, powers_of_two
 from wire.codecs.base import Codec
-from wire.codecs.header import Parameters
+from wire.codecs.forms import FP16, RawForm
 from wire.errors import NonFiniteError
-from wire.spec import TensorSpec
 
 # Those of fp32's smallest number and of its largest.
 _SMALLEST_EXPONENT = -148 - 16
@@ -20,13 +19,9 @@ class RawCodec(Codec):
 
     exponents = range(1)
 
-    def __init__(self, name: str, number: int, dtype: torch.dtype) -> None:
-        self.name = name
-        self.parameters = Parameters(codec=number, bits=8 * dtype.itemsize)
+    def __init__(self, form: RawForm, dtype: torch.dtype) -> None:
+        super().__init__(form)
         self._dtype = dtype
-
-    def _payload_bytes(self, spec: TensorSpec) -> int:
-        return spec.elements * self._dtype.itemsize
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
         elements = payload.view(self._dtype)
@@ -56,7 +51,7 @@ class HalfCodec(RawCodec):
     exponents = range(_SMALLEST_EXPONENT, _LARGEST_EXPONENT + 1)
 
     def __init__(self) -> None:
-        super().__init__("fp16", 8, torch.float16)
+        super().__init__(FP16, torch.float16)
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
         exponent, finite = _half_exponent(tensor)

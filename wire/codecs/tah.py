@@ -4,7 +4,6 @@ Payload: scales, fp16 | zero-points, fp16 | bit-map, 1 bit a tile | pivots, 6 bi
 all tiles | fourth bit-plane of the 4-bit tiles, in order.
 """
 
-import math
 from functools import lru_cache
 
 import numpy as np
@@ -14,15 +13,11 @@ from numpy.typing import NDArray
 from kernels import ops, tah, tah_loops, tah_loops_decode
 from kernels.tiles import HALF_INFINITY, HALF_MAGNITUDE, MAX_EXPONENT, MIN_EXPONENT, TILE, tiles_per_row
 from wire.codecs.base import Codec
-from wire.codecs.header import Parameters
+from wire.codecs.forms import TahForm, four_bit_tiles, samples_and_tiles
 from wire.codecs.layout import Layout
 from wire.errors import NonFiniteError, PackedMismatchError
-from wire.spec import TensorSpec
 
-# Of a sample's tiles, in ten-thousandths, that get 4 bits; and the ratio that makes an outlier (section 3.2,
-# 3.3).
-SHARE = 8000
-TAU = 2.0
+TAU = TahForm.TAU
 _FLAGS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 # The 48 bits of the pivots of 8 tiles that flags, a bit a tile, stand for: uint8 `[256, 6]`.
 _PIVOTS = np.packbits(_FLAGS.repeat(6, axis=1), axis=1, bitorder="little")
@@ -34,12 +29,10 @@ class TahCodec(Codec):
     A sample is an index of the first of three or more dimensions; fewer dimensions are one sample.
     """
 
-    name = "tah"
-    parameters = Parameters(codec=5, bits=4, tile=TILE, share=SHARE, tau=TAU)
     exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
 
-    def _payload_bytes(self, spec: TensorSpec) -> int:
-        return _layout(spec.shape).nbytes
+    def __init__(self) -> None:
+        super().__init__(TahForm())
 
     def _filling_is_clear(self, payload: NDArray[np.uint8], shape: tuple[int, ...]) -> bool:
         layout = _layout(shape)
@@ -64,7 +57,7 @@ class TahCodec(Codec):
         return int(words[kept[last]].max(initial=0)) < 1 << short
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
-        samples, tiles = _samples_and_tiles(tensor.shape)
+        samples, tiles = samples_and_tiles(tensor.shape)
         layout = _layout(tensor.shape)
         layout.clear_gaps(payload)
         sections = tah.TahSections(*layout.views(payload))
@@ -75,7 +68,7 @@ class TahCodec(Codec):
         return tah_loops.encode(tensor, sections, samples=samples, four_bit=four_bit_tiles(tiles), tau=TAU)
 
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
-        samples, tiles = _samples_and_tiles(out.shape)
+        samples, tiles = samples_and_tiles(out.shape)
         sections = tah.TahSections(*_layout(out.shape).views(payload))
         if ops.has_kernels(out.device.type):
             device_exponent = torch.full((), exponent, dtype=torch.int32, device=out.device)
@@ -116,25 +109,6 @@ def _refuse(fault: int, tiles: int) -> None:
         )
 
 
-def four_bit_tiles(tiles: int) -> int:
-    """How many of a sample's tiles get 4 bits: exactly round(p * tiles), which is never a tie for p = 4/5."""
-    return (tiles * SHARE + 5000) // 10000
-
-
-def _samples_and_tiles(shape: tuple[int, ...]) -> tuple[int, int]:
-    samples = shape[0] if len(shape) >= 3 else 1
-    return samples, math.prod(shape[:-1]) // samples * tiles_per_row(shape[-1])
-
-
 @lru_cache(maxsize=256)
 def _layout(shape: tuple[int, ...]) -> Layout:
-    samples, tiles = _samples_and_tiles(shape)
-    n = samples * tiles
-    return Layout(
-        (torch.float16, (n,)),
-        (torch.float16, (n,)),
-        (torch.uint8, (-(-n // 8),)),
-        (torch.uint8, (-(-n * 6 // 8),)),
-        (torch.int64, (tah.LOW_PLANES, n)),
-        (torch.int64, (samples * four_bit_tiles(tiles),)),
-    )
+    return Layout(*TahForm().sections(shape))

@@ -1,0 +1,74 @@
+"""Forms, by which a coordinator counts bytes without torch, agree with the codecs that pack by them."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wire.codecs.aqsgd import AqsgdCodec, SampleBatch
+from wire.codecs.form import HEADER_BYTES
+from wire.codecs.forms import AqsgdForm, FixedForm, TrellisForm, codec_names, form
+from wire.codecs.registry import codec
+from wire.codecs.sample_cache import SampleCache
+from wire.codecs.trellis import TrellisCodec
+from wire.errors import CodecError, ConfigError
+from wire.spec import TensorSpec
+
+NAMES = [*codec_names(), "trellis-2", "trellis-4.41", "trellis-10", "trellis-5.0", "aqsgd-2", "aqsgd-8"]
+SHAPES = [(1,), (63,), (64, 65), (2, 3, 130), (1, 1, 1, 200), (2, 2, 1, 3, 65)]
+
+extents = st.lists(st.integers(1, 2**12), min_size=1, max_size=5).map(tuple)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(name=st.sampled_from(NAMES), shape=extents)
+def test_a_form_has_its_codecs_name_parameters_and_sizes(name: str, shape: tuple[int, ...]) -> None:
+    known, which = form(name), codec(name)
+    assert (known.name, known.parameters) == (which.name, which.parameters)
+    assert known.packed_bytes(shape) == which.packed_bytes(TensorSpec(torch.bfloat16, shape))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(AqsgdForm.PREFIX)])
+def test_a_form_counts_the_bytes_that_come_out(name: str, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    assert codec(name).encode(x).numel() == form(name).packed_bytes(shape)
+
+
+def test_the_first_pass_of_a_codec_with_a_memory() -> None:
+    known, shape = form("aqsgd-4"), (3, 5, 70)
+    assert isinstance(known, AqsgdForm)
+    batch = SampleBatch(SampleCache(3, shape[1:], since=0), (0, 1, 2), (False,) * 3, 0)
+    packed = AqsgdCodec(4).of(batch).encode(torch.ones(shape))
+    # 2100 bytes of bf16, up to the next multiple of 16.
+    assert packed.numel() == known.first_pass_bytes(shape) == HEADER_BYTES + 2112
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(rate=st.floats(1.9, 10.1) | st.sampled_from([float("nan"), float("inf"), 0.0, -4.0]))
+def test_a_trellis_form_takes_the_rates_that_the_codec_takes(rate: float) -> None:
+    try:
+        which = TrellisCodec(rate)
+    except ConfigError as error:
+        with pytest.raises(ConfigError) as refused:
+            TrellisForm(rate)
+        assert str(refused.value) == str(error)
+        return
+    known = TrellisForm(rate)
+    assert (known.name, known.parameters) == (which.name, which.parameters)
+    # Once more by what `codec` makes of it.
+    assert TrellisCodec(known.rate).parameters == which.parameters
+
+
+@settings(derandomize=True)
+@given(constant=st.floats(2.0**-64, 2.0**64))
+def test_a_constant_is_what_torch_makes_of_it_in_fp32(constant: float) -> None:
+    rounded = torch.tensor(constant, dtype=torch.float32).item()
+    assert FixedForm(8, constant).parameters.constant == rounded
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,) * 6, (2**32,)], ids=str)
+@pytest.mark.parametrize("name", ["fp32", "fixed-8", "tah", "trellis-4", "aqsgd-4"])
+def test_shapes_that_no_header_can_say_are_refused(name: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(CodecError, match="cannot be packed: it needs 1 to 5 dimensions"):
+        form(name).packed_bytes(shape)
