@@ -1,6 +1,9 @@
-"""The house's rules that a machine can check: direction of imports, forbidden calls, size of modules."""
+"""The house's rules that a machine can check: direction of imports, forbidden calls, size of modules, and
+which commands do without torch."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +32,13 @@ LINES = 400
 
 # Unpickling runs code of the sender's choosing; sleeping blocks an event loop or a compute thread.
 FORBIDDEN = ("pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "torch.load", "time.sleep")
+
+TORCH_FREE = (
+    *("compare", "config", "coordinator", "dashboard", "evict"),
+    *("resume", "status", "token", "top", "trace"),
+)
+"""Commands for which a small machine does: they do no arithmetic on tensors."""
+HEAVY = {"numba", "torch", "triton"}
 
 MODULES = sorted(
     path.relative_to(ROOT)
@@ -137,3 +147,67 @@ def test_imports_against_the_direction_are_found(module: str, source: str, found
 )
 def test_forbidden_names_are_found(source: str, found: list[str]) -> None:
     assert forbidden_names(source, Path("node/a.py")) == found
+
+
+class _AtRuntime(ast.NodeTransformer):
+    """Takes away what only a type checker imports."""
+
+    def visit_If(self, node: ast.If) -> ast.If | list[ast.stmt]:
+        return node.orelse if ast.unparse(node.test) == "TYPE_CHECKING" else node
+
+
+def brought_in(start: Path) -> dict[str, Path]:
+    """Each dotted name that running `start` may import, within functions too, and a module that does so.
+
+    As `imported`; what our modules import is followed, what others do is not.
+    """
+    found: dict[str, Path] = {}
+    waiting, seen = [start], {start}
+    while waiting:
+        module = waiting.pop()
+        tree = _AtRuntime().visit(ast.parse((ROOT / module).read_text(encoding="utf-8")))
+        for name in imported(tree, module):
+            found.setdefault(name, module)
+            for one in (name, name.rpartition(".")[0]):
+                if (ours := Path(f"{one.replace('.', '/')}.py")) in MODULES and ours not in seen:
+                    seen.add(ours)
+                    waiting.append(ours)
+    return found
+
+
+def loaded_by(names: list[str]) -> list[str]:
+    """What of `HEAVY` a new interpreter has loaded that imports all of these; not ours may be missing."""
+    script = (
+        "import contextlib, pkgutil, sys\n"
+        "for name in sys.argv[1:]:\n"
+        f"    ours = name.split('.')[0] in {set(MAY_IMPORT)!r}\n"
+        "    with contextlib.nullcontext() if ours else contextlib.suppress(ImportError):\n"
+        "        pkgutil.resolve_name(name)\n"
+        f"print(*sorted({HEAVY!r} & sys.modules.keys()))"
+    )
+    command = [sys.executable, "-c", script, *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("command", TORCH_FREE)
+def test_a_command_without_tensors_loads_no_torch(command: str) -> None:
+    """Neither by what our modules say, nor by what is there when all of it has been imported."""
+    names = brought_in(Path(f"node/cli/{command}.py"))
+    said = {name: str(where) for name, where in names.items() if name.split(".")[0] in HEAVY}
+    assert said == {}, "sizes and names have modules without torch: wire/codecs/forms.py, kernels/*_layout.py"
+    assert loaded_by(["node.cli.main", f"node.cli.{command}", *names]) == []
+
+
+def test_a_command_with_tensors_is_found_to_load_torch() -> None:
+    names = brought_in(Path("node/cli/join.py"))
+    assert "torch" in names
+    assert "torch" in loaded_by([name for name in names if not name.startswith("torch")])
+
+
+def test_what_only_a_type_checker_imports_brings_nothing_in() -> None:
+    assert "torch" in imported(
+        ast.parse((ROOT / "wire/spec.py").read_text(encoding="utf-8")), Path("wire/spec.py")
+    )
+    assert "torch" not in brought_in(Path("wire/spec.py"))
