@@ -17,6 +17,16 @@ SMALLER = (
 )
 
 
+def with_torch(run: Run) -> dict[str, bool]:
+    """Which commands' processes have torch's libraries in memory, by the command's name."""
+    found = {}
+    for pid in run.survivors():
+        words = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").split("\0")
+        maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
+        found[words[words.index("node.cli.main") + 1]] = "libtorch" in maps
+    return found
+
+
 def test_the_demo(tmp_path: Path) -> None:
     """As a user runs it, on the standard library's sources; its own text output."""
     with Run(tmp_path) as run:
@@ -53,6 +63,8 @@ def test_ctrl_c_ends_the_demo_on_the_users_text_and_all_of_its_processes(tmp_pat
             *SMALLER,
         )
         demo.wait_line(lambda line: '"event": "step"' in line)
+        # In a run that trains: a small machine is enough for a coordinator.
+        assert with_torch(run) == {"demo": False, "coordinator": False, "join": True}
         demo.interrupt()
         assert demo.wait_exit() == 130
         assert demo.stderr == "thinwire: interrupted\n"
