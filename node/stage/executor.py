@@ -102,6 +102,14 @@ class StageExecutor:
         self._tied = TensorSpec(torch.float32, (config.model.vocab, config.model.hidden))
         self._model = model or StageModel(config, device)
 
+    def rehearse(self) -> None:
+        """Try in the background what packs the run's tensors, so that no step waits for it to be compiled."""
+        # A codec with a memory packs for a placement alone.
+        tried = (Direction.ACTIVATION, Direction.GRADIENT)[self._memory is not None :]
+        places = torch.arange(self._boundary.elements, device=self.device)
+        like = places.remainder_(251).sub_(125).float().view(self._boundary.shape)
+        self._transfer.rehearse(dict.fromkeys(self._codecs[direction] for direction in tried), like)
+
     # ---- placement and state
 
     @property

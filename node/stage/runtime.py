@@ -289,7 +289,9 @@ class NodeRuntime:
         """On the compute thread."""
         devices = self._settings.devices
         model = None if devices is None else devices.start(config)
-        return StageExecutor(config, self._settings.device, clock, windows=windows, model=model)
+        executor = StageExecutor(config, self._settings.device, clock, windows=windows, model=model)
+        executor.rehearse()
+        return executor
 
     def _begin_epoch(self, placement: Placement) -> None:
         self._meter.begin_epoch(placement.epoch, self.elements_sent)

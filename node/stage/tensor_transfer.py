@@ -6,7 +6,8 @@ time in the order in which they were handed over, so codecs with a memory see th
 none of them waits for the network. `settle` ends them all: nothing of a step outlives it.
 """
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from node.telemetry.spans import WorkKind
 from wire.codecs.base import Codec
 from wire.errors import NonFiniteError
 from wire.spec import TensorKey, TensorSpec
+
+log = logging.getLogger(__name__)
 
 
 class PackedIO(Protocol):
@@ -73,6 +76,23 @@ class TensorTransfer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transfer")
         self._unpacking: dict[TensorKey, Future[tuple[Tensor, Mark | None]]] = {}
         self._packing: list[Future[None]] = []
+
+    def rehearse(self, codecs: Iterable[Codec], like: Tensor) -> None:
+        """Pack and unpack `like` with each codec once, so that no step waits for what first use compiles.
+
+        What goes wrong is only logged, since the first step will meet it, too.
+        """
+        mark = self._device.mark()
+        spec = TensorSpec(like.dtype, tuple(like.shape))
+
+        def job() -> None:
+            for codec in codecs:
+                try:
+                    self._device.unpack(codec, self._device.pack(codec, like, mark), spec)
+                except Exception as error:
+                    log.warning("packing by %s failed when it was tried: %s", codec.name, error)
+
+        self._thread.submit(job)
 
     def computed(self) -> Mark | None:
         """Behind all that the compute thread has given the device to do."""

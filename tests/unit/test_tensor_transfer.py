@@ -4,14 +4,19 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from node.stage.device_transfer import CpuTransfer, CudaTransfer, DeviceTransfer
+from node.config.schema import PipelineSection, RunConfig
+from node.stage import executor
+from node.stage.device_transfer import CpuTransfer, CudaTransfer, DeviceTransfer, Mark
 from node.stage.tensor_transfer import Incoming, TensorTransfer
+from node.telemetry.clock import StageClock
+from wire.codecs.base import Codec
 from wire.codecs.registry import codec
 from wire.errors import NonFiniteError, PackedMismatchError
 from wire.spec import Direction, TensorKey, TensorSpec
@@ -132,6 +137,58 @@ def test_the_bits_are_the_codecs_own(device: DeviceTransfer, name: str) -> None:
         expected = codec(name).decode(codec(name).encode(tensor(microbatch)), SPEC)
         assert torch.equal(there.finish(key(microbatch)), expected)
     assert box.released == [key(2), key(0), key(1)]
+
+
+class Recorder(CpuTransfer):
+    """Notes what is packed and unpacked; refuses one codec."""
+
+    def __init__(self, refused: str = "") -> None:
+        self.packed: list[tuple[str, TensorSpec]] = []
+        self.unpacked: list[tuple[str, TensorSpec]] = []
+        self._refused = refused
+
+    def pack(self, codec: Codec, tensor: Tensor, mark: Mark | None) -> Tensor:
+        if codec.name == self._refused:
+            raise RuntimeError("no compiler")
+        self.packed.append((codec.name, TensorSpec(tensor.dtype, tuple(tensor.shape))))
+        return super().pack(codec, tensor, mark)
+
+    def unpack(self, codec: Codec, packed: Tensor, spec: TensorSpec) -> tuple[Tensor, None]:
+        self.unpacked.append((codec.name, spec))
+        return super().unpack(codec, packed, spec)
+
+
+def test_a_rehearsal_packs_and_unpacks_and_only_logs_what_fails(caplog: pytest.LogCaptureFixture) -> None:
+    device, box = Recorder(refused="fixed-8"), Box()
+    there = transfer(device)
+    there.rehearse([codec("tah"), codec("fixed-8"), codec("fixed-4")], tensor(0))
+    there.send(key(0), codec("tah"), tensor(1), there.computed(), box)
+    there.drain()
+    assert device.packed == [("tah", SPEC), ("fixed-4", SPEC), ("tah", SPEC)]
+    assert device.unpacked == [("tah", SPEC), ("fixed-4", SPEC)]
+    assert list(box.sent) == [key(0)]
+    assert [record.getMessage() for record in caplog.records] == [
+        "packing by fixed-8 failed when it was tried: no compiler"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("forward", "tried"), [("tah", ["tah", "fixed-6"]), ("fixed-6", ["fixed-6"]), ("aqsgd-4", ["fixed-6"])]
+)
+def test_a_stage_rehearses_the_codecs_that_it_can(
+    forward: str, tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Recorder()
+    monkeypatch.setattr(executor, "device_transfer", lambda _: device)
+    config = replace(
+        RunConfig(),
+        pipeline=replace(PipelineSection(), forward_codec=forward, backward_codec="fixed-6"),
+    )
+    stage = executor.StageExecutor(config, torch.device("cpu"), StageClock(), windows=4)
+    stage.rehearse()
+    stage._transfer._thread.shutdown(wait=True)
+    boundary = TensorSpec(torch.float32, (2, 256, 256))
+    assert device.packed == device.unpacked == [(name, boundary) for name in tried]
 
 
 def test_a_gpu_is_told_to_wait_and_the_compute_thread_is_not() -> None:
