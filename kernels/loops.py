@@ -10,8 +10,10 @@ floats. Constants are fp32: numba computes in fp64 with a plain number.
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
 from pathlib import Path
 
 import numba
@@ -219,11 +221,26 @@ def run(work: Callable[[int, int], None], parts: list[tuple[int, int]]) -> None:
         for first, last in left:
             work(first, last)
 
-    if (others := min(torch.get_num_threads(), len(parts)) - 1) == 0:
+    if (others := min(torch.get_num_threads(), len(parts)) - 1) <= 0:
         take()
         return
-    with ThreadPoolExecutor(others) as pool:
-        taken = [pool.submit(take) for _ in range(others)]
+    pool = _threads(torch.get_num_threads() - 1)
+    taken = [pool.submit(take) for _ in range(others)]
+    try:
         take()
-    for other in taken:
+    finally:
+        # What has not begun has nothing left to do: another caller's work keeps the threads.
+        begun = [other for other in taken if not other.cancel()]
+        wait(begun)
+    for other in begun:
         other.result()
+
+
+@cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    """Kept: to start threads takes as long as many a loop."""
+    return ThreadPoolExecutor(count, thread_name_prefix="loops")
+
+
+# Threads do not outlive a fork.
+os.register_at_fork(after_in_child=_threads.cache_clear)

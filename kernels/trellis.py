@@ -23,8 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels import trellis_factors, trellis_matrix_loops
-from kernels.tiles import multiply_all, powers_of_two
+from kernels import tiles, trellis_factors, trellis_matrix_loops
 from kernels.trellis_factors import Factors, predict
 from kernels.trellis_tables import COST_BITS, MAX_CLASS, bits_of_counts, tables
 
@@ -138,6 +137,22 @@ def _mean_costs(family: int) -> Int64Array:
     return np.pad(tables(family).mean_cost, (_BEYOND, 2 * _BEYOND), mode="edge")
 
 
+def normalised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The exponent of `kernels.tiles.tensor_exponent`, on the host, and x over that power of two, fp32.
+
+    Where x is not finite, of no use.
+    """
+    if x.device.type == "cpu":
+        return trellis_matrix_loops.normalised(x)
+    exponent = tiles.tensor_exponent(x).cpu()
+    return exponent, tiles.normalised(x, tiles.powers_of_two(-exponent))
+
+
+def peak(x: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of fp32 numbers."""
+    return trellis_matrix_loops.peak(x) if x.device.type == "cpu" else x.abs().amax()
+
+
 def classes(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     """The class of every element, uint8 `[R * C]`, of its row's and its column's, within 2**13 each."""
     row, column = row.short(), column.short()
@@ -167,6 +182,6 @@ def restore(values: torch.Tensor, exponent: int, out: torch.Tensor) -> None:
     if out.device.type == "cpu":
         trellis_matrix_loops.restore(values, exponent, out)
         return
-    y = multiply_all(values, powers_of_two(torch.tensor(exponent, dtype=torch.int32)))
+    y = tiles.multiply_all(values, tiles.powers_of_two(torch.tensor(exponent, dtype=torch.int32)))
     limit = torch.finfo(out.dtype).max
     out.copy_(y.clamp_(-limit, limit).view(out.shape))

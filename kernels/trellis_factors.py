@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels import trellis_matrix_loops
+from kernels import trellis_matrix_loops, trellis_space_loops
 from kernels.trellis_matrix_loops import Prediction
 from kernels.trellis_scales import OCTAVE, row_scales, scales
 
@@ -40,8 +40,6 @@ _MEAN_BITS = 5
 _LARGEST = 255
 _FACTOR = 63
 _PRECISE = 1 << 17
-# Within fp32's integers: 1024 products of a whitened element and a factor.
-_CHUNK = 1024
 # Of the numbers that make columns orthogonal. With 17 bits of a column and 6 of a rank, below fp64's 53.
 _TURN = 1 << 20
 _LARGEST_TURN = 1 << 29
@@ -96,7 +94,8 @@ def most_multipliers(bits: int) -> int:
 
 def predict(factors: Factors) -> torch.Tensor:
     """The prediction, fp32 `[R, C]`."""
-    u, v, row_power, column_power = prediction(factors)
+    _, _, v, row_power, column_power = prediction(factors)
+    u = factors.u.int() * factors.multiplier
     rows, columns = len(u), len(v)
     product = torch.empty(rows, columns, dtype=torch.float32, device=u.device)
     right = v.double().T
@@ -112,7 +111,8 @@ def predict(factors: Factors) -> torch.Tensor:
 def prediction(factors: Factors) -> Prediction:
     """The prediction, not yet computed."""
     return Prediction(
-        factors.u.int() * factors.multiplier,
+        factors.u,
+        factors.multiplier,
         factors.v,
         _powers(factors.row_exponent + factors.exponent),
         _powers(factors.column_exponent),
@@ -138,7 +138,7 @@ def spaces(sample: torch.Tensor, rank: int, kinds: list[tuple[int, int]]) -> lis
     basis = signs(sample.shape[1], rank, sample.device)
     for _ in range(2):
         image = _to_integers(_product(white, basis), _FACTOR, _FACTOR / 4)
-        whole = _orthogonal(_product(white.T, image))
+        whole = _orthogonal(_turned_product(white, image))
         basis = _to_integers(whole, _FACTOR, _FACTOR / 4)
     vs, energies, spreads = [], [], []
     for dimensions, bits in kinds:
@@ -161,49 +161,63 @@ def fit(x: torch.Tensor, space: Space) -> Factors:
     """Factors in a space for all rows of a matrix `[R, C]`."""
     octaves = torch.div(row_scales(x) + OCTAVE // 2, OCTAVE, rounding_mode="floor")
     row_exponent = (octaves - space.row_base).clamp(0, MAX_EXPONENT_STEP)
-    base = space.row_base + space.column_base
-    limit = (1 << (space.bits - 1)) - 1
     multiplier = torch.from_numpy(space.multiplier).to(x.device)
-    unit = torch.from_numpy(np.ldexp(np.maximum(space.multiplier, 1).astype(np.float64), space.fine))
-    unit = unit.to(x.device)
-    u = torch.empty(x.shape[0], multiplier.numel(), dtype=torch.int8, device=x.device)
-    step = max(1, _AT_ONCE // x.shape[1])
-    for start in range(0, x.shape[0], step):
-        some = slice(start, start + step)
-        white = _whitened(x[some], row_exponent[some], space.column_exponent, base)
-        found = (_product(white, space.v) / space.energy / unit).round_().clamp_(-limit, limit)
-        u[some] = torch.where(multiplier > 0, found, 0.0).to(torch.int8)
     return Factors(
         space.bits,
-        u,
+        _coefficients(x, space, row_exponent),
         space.v.to(torch.int8),
         multiplier,
         row_exponent,
         space.column_exponent,
-        base - _MEAN_BITS + space.fine,
+        space.row_base + space.column_base - _MEAN_BITS + space.fine,
     )
+
+
+def _coefficients(x: torch.Tensor, space: Space, row_exponent: torch.Tensor) -> torch.Tensor:
+    """Of every row in the space's directions, int8 `[R, K]`."""
+    base, limit = space.row_base + space.column_base, (1 << (space.bits - 1)) - 1
+    unit = np.ldexp(np.maximum(space.multiplier, 1).astype(np.float64), space.fine)
+    told = space.multiplier > 0
+    if x.device.type == "cpu":
+        powers = _whitening(row_exponent, space.column_exponent, base)
+        divisors = space.energy, torch.from_numpy(unit)
+        return trellis_space_loops.fit(x, *powers, _LARGEST, space.v, divisors, told, limit)
+    units, chosen = torch.from_numpy(unit).to(x.device), torch.from_numpy(told).to(x.device)
+    u = torch.empty(len(x), unit.size, dtype=torch.int8, device=x.device)
+    step = max(1, _AT_ONCE // x.shape[1])
+    for start in range(0, len(x), step):
+        some = slice(start, start + step)
+        white = _whitened(x[some], row_exponent[some], space.column_exponent, base)
+        found = (_product(white, space.v) / space.energy / units).round_().clamp_(-limit, limit)
+        u[some] = torch.where(chosen, found, 0.0).to(torch.int8)
+    return u
 
 
 def _whitened(
     x: torch.Tensor, row_exponent: torch.Tensor, column_exponent: torch.Tensor, base: int
 ) -> torch.Tensor:
     """x with rows and columns of mean magnitude 2**_MEAN_BITS, in integers."""
-    row_power, column_power = _powers(_MEAN_BITS - base - row_exponent), _powers(-column_exponent)
+    row_power, column_power = _whitening(row_exponent, column_exponent, base)
     if x.device.type == "cpu":
-        return trellis_matrix_loops.whitened(x, row_power, column_power, _LARGEST)
+        return trellis_space_loops.whitened(x, row_power, column_power, _LARGEST)
     return (x * row_power.unsqueeze(1)).mul_(column_power).round_().clamp_(-_LARGEST, _LARGEST)
+
+
+def _whitening(
+    row_exponent: torch.Tensor, column_exponent: torch.Tensor, base: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What rows and columns are multiplied with, fp32."""
+    return _powers(_MEAN_BITS - base - row_exponent), _powers(-column_exponent)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b, fp64, of a whitened matrix in fp32 and integers up to `_FACTOR` in fp64; exact."""
-    if a.device.type != "cpu":
-        return a.double() @ b
-    # Half the time, and still exact: no sum of a chunk leaves fp32's integers, and where settings of torch
-    # lower the precision of fp32 products, 8 bits are left.
-    total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64)
-    for start in range(0, a.shape[1], _CHUNK):
-        total += a[:, start : start + _CHUNK] @ b[start : start + _CHUNK].float()
-    return total
+    return trellis_space_loops.product(a, b) if a.device.type == "cpu" else a.double() @ b
+
+
+def _turned_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a.T @ b of the same."""
+    return trellis_space_loops.turned_product(a, b) if a.device.type == "cpu" else a.double().T @ b
 
 
 def _multipliers(spread: Float64Array, bits: int) -> tuple[Int32Array, int]:
@@ -243,6 +257,8 @@ def signs(rows: int, columns: int, device: torch.device) -> torch.Tensor:
 
 def _to_integers(x: torch.Tensor, limit: int, of_mean: float) -> torch.Tensor:
     """Columns scaled so that their mean magnitude becomes about `of_mean`, rounded and clipped to `limit`."""
+    if x.device.type == "cpu":
+        return trellis_space_loops.to_integers(x, _PRECISE, limit, of_mean)
     parts = _to_parts(x)
     mean = parts.abs().sum(0) / x.new_full((1,), x.shape[0])
     factor = x.new_full((1,), of_mean) / mean.clamp_min(1e-300)
@@ -258,8 +274,13 @@ def _to_parts(x: torch.Tensor) -> torch.Tensor:
 
 def _orthogonal(x: torch.Tensor) -> torch.Tensor:
     """Orthogonal columns that span the columns of x; zero where one depends on those before it."""
-    q = _to_parts(x)
-    gram = (q.T @ q).cpu().numpy().copy()  # integers below 2**53: exact in any order
+    # Integers below 2**53: exact in any order.
+    if x.device.type == "cpu":
+        q = trellis_space_loops.to_parts(x, _PRECISE)
+        gram = trellis_space_loops.gram(q)
+    else:
+        q = _to_parts(x)
+        gram = (q.T @ q).cpu().numpy().copy()
     # Gram-Schmidt on the columns of products, and the columns of a unit matrix.
     turn = np.eye(q.shape[1])
     for k in range(q.shape[1]):
@@ -272,4 +293,6 @@ def _orthogonal(x: torch.Tensor) -> torch.Tensor:
         turn[:, k + 1 :] -= turn[:, k : k + 1] * share
         gram[k + 1 :, k + 1 :] -= share[:, None] * gram[k, k + 1 :]
     integers = np.clip(np.rint(turn * _TURN), -_LARGEST_TURN, _LARGEST_TURN)
+    if x.device.type == "cpu":
+        return trellis_space_loops.turned(q, integers)
     return q @ torch.from_numpy(integers).to(x.device)

@@ -5,18 +5,15 @@ operation, so the words are the same.
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import numpy as np
 import torch
 
 from kernels import trellis_loops, trellis_loops_decode
+from kernels.loops import run
 from kernels.trellis_code import Coded
 from kernels.trellis_grid import Grid
 from kernels.trellis_tables import tables
-
-_Result = TypeVar("_Result")
 
 
 def encode(residual: torch.Tensor, classes: torch.Tensor, gain: float, where: Grid, family: int) -> Coded:
@@ -76,10 +73,12 @@ def decode(
     return torch.from_numpy(out), torch.tensor(whole)
 
 
-def _each(one: Callable[[int], _Result], groups: int) -> list[_Result]:
-    """What `one` gives for every group, by as many threads as torch may use here."""
-    threads = min(torch.get_num_threads(), groups)
-    if threads == 1:
-        return [one(group) for group in range(groups)]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(one, range(groups)))
+def _each(one: Callable[[int], int | bool], groups: int) -> list[int | bool]:
+    """What `one` gives for every group."""
+    found: list[int | bool] = [0] * groups
+
+    def work(group: int, _: int) -> None:
+        found[group] = one(group)
+
+    run(work, [(group, group + 1) for group in range(groups)])
+    return found

@@ -14,12 +14,29 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels.loops import bits_of, bits_to_fill, compiled, run, store, two_factors
+from kernels.loops import (
+    bits_of,
+    bits_to_fill,
+    bits_to_read,
+    compiled,
+    exponent_of,
+    float_of,
+    largest_of,
+    run,
+    store,
+    two_factors,
+)
+from kernels.tiles import NON_FINITE
 
 Floats = NDArray[np.float32]
 
-# Elements that a thread takes at a time: enough to be worth its start.
-_FEWEST = 1 << 18
+# Elements that a thread takes at a time, at least, where one takes as little as can be: handing over costs as
+# much as some 50,000 of them.
+_FEWEST = 1 << 19
+# Several to a thread, because one that has to share its core is slower than the others.
+_RANGES_A_THREAD = 4
+# Of a product with as many factors as are usual.
+PRODUCTS = 4
 # Columns that are worked on together: what belongs to them stays in the innermost cache.
 _BLOCK = 64
 _PART = np.float32(2.0**9)
@@ -108,19 +125,52 @@ def _scale(n, step, first, last):
 
 
 @compiled
-def _whiten(x, row_power, column_power, limit, first, last, out):
-    for r in range(first, last):
-        row, power, white = x[r], row_power[r], out[r]
-        for c in range(row.size):
-            white[c] = min(max(np.rint(row[c] * power * column_power[c]), -limit), limit)
-
-
-@compiled
 def _classes(row, column, highest, first, last, out):
     for r in range(first, last):
         own, numbers = row[r], out[r]
         for c in range(column.size):
             numbers[c] = np.uint8(min(max(np.int16(own + column[c]), np.int16(0)), highest))
+
+
+@compiled
+def _pack(values, bias, bits, out):
+    """Eight values lie in as many bytes as one has bits."""
+    for start in range(0, values.size, 8):
+        word = np.uint64(0)
+        for k in range(min(8, values.size - start)):
+            word |= np.uint64(np.int64(values[start + k]) + bias) << np.uint64(k * bits)
+        place = start // 8 * bits
+        for k in range(min(bits, out.size - place)):
+            out[place + k] = (word >> np.uint64(8 * k)) & np.uint64(255)
+
+
+@compiled
+def _unpack(data, bias, bits, out):
+    """Whether nothing but zeros follows the last value."""
+    mask = (np.uint64(1) << np.uint64(bits)) - np.uint64(1)
+    rest = np.uint64(0)
+    for start in range(0, out.size, 8):
+        word = np.uint64(0)
+        place = start // 8 * bits
+        for k in range(min(bits, data.size - place)):
+            word |= np.uint64(data[place + k]) << np.uint64(8 * k)
+        count = min(8, out.size - start)
+        for k in range(count):
+            out[start + k] = np.int64(word >> np.uint64(k * bits) & mask) - bias
+        if count < 8:
+            rest = word >> np.uint64(count * bits)
+    return rest == 0
+
+
+@compiled
+def _normalise(words, near, far, out, first, last):
+    some, part = words[first:last], out[first:last]
+    if words.itemsize == 2:
+        for k in range(part.size):
+            part[k] = float_of(np.uint32(some[k]) << np.uint32(16)) * near * far
+    else:
+        for k in range(part.size):
+            part[k] = float_of(some[k]) * near * far
 
 
 @compiled
@@ -131,10 +181,11 @@ def _store(values, near, far, limit, half, out, first, last):
 
 
 class Prediction(NamedTuple):
-    """u v^T, exact in fp32 in any order, times powers of two of rows and of columns."""
+    """u m v^T, exact in fp32 in any order, times powers of two of rows and of columns."""
 
-    u: torch.Tensor  # [R, K], integers
-    v: torch.Tensor  # [C, K]
+    u: torch.Tensor  # int8 [R, K]
+    multiplier: torch.Tensor  # int32 [K]
+    v: torch.Tensor  # int8 [C, K]
     row_power: torch.Tensor  # fp32 [R]
     column_power: torch.Tensor  # [C]
 
@@ -143,7 +194,7 @@ def row_sums(x: torch.Tensor) -> torch.Tensor:
     """Of the magnitudes in parts, fp64 `[R]`: `kernels.trellis_scales`."""
     values = x.contiguous().numpy()
     sums = np.empty(len(values))
-    run(lambda first, last: _row_sums(values, first, last, sums), _ranges(*x.shape))
+    run(lambda first, last: _row_sums(values, first, last, sums), ranges(*x.shape))
     return torch.from_numpy(sums)
 
 
@@ -157,22 +208,48 @@ def column_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         _column_sums(values, weights, first, last, sums)
         found.append(sums)
 
-    run(add, _ranges(*x.shape))
+    run(add, ranges(*x.shape))
     return torch.from_numpy(np.sum(found, axis=0))
 
 
-def whitened(
-    x: torch.Tensor, row_power: torch.Tensor, column_power: torch.Tensor, limit: int
-) -> torch.Tensor:
-    """x, fp32 `[R, C]`, times fp32 of its rows and columns, rounded and clipped."""
-    values, by_row, by_column = x.contiguous().numpy(), row_power.numpy(), column_power.numpy()
-    out = np.empty_like(values)
-    most = np.float32(limit)
-    run(
-        lambda first, last: _whiten(values, by_row, by_column, most, first, last, out),
-        _ranges(*x.shape),
-    )
+def normalised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The exponent of `kernels.tiles.tensor_exponent`, and x over that power of two, fp32 of x's shape.
+
+    What is not finite is not normalised.
+    """
+    words = bits_to_read(x)
+    exponent = exponent_of(words)
+    out = np.empty(words.size, dtype=np.float32)
+    if exponent.item() != NON_FINITE:
+        near, far = two_factors(-exponent)
+        run(
+            lambda first, last: _normalise(words, near, far, out, first, last),
+            ranges(words.size, 1),
+        )
+    return exponent, torch.from_numpy(out).view(x.shape)
+
+
+def peak(x: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude, fp32 `[]`."""
+    words = bits_to_read(x)
+    found: list[int] = []
+    run(lambda first, last: found.append(largest_of(words[first:last])), ranges(words.size, 1))
+    return torch.tensor(max(found), dtype=torch.int32).view(torch.float32)
+
+
+def packed(values: torch.Tensor, bias: int, bits: int) -> torch.Tensor:
+    """Integers plus `bias`, from 0 up, as `bits` bits each, lowest first, uint8."""
+    out = np.empty(-(-values.numel() * bits // 8), dtype=np.uint8)
+    _pack(values.contiguous().view(-1).numpy(), bias, bits, out)
     return torch.from_numpy(out)
+
+
+def unpacked(
+    data: torch.Tensor, count: int, bias: int, bits: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, bool]:
+    """`packed`, back, and whether nothing but zeros follows."""
+    out = torch.empty(count, dtype=dtype)
+    return out, bool(_unpack(data.numpy(), bias, bits, out.numpy()))
 
 
 def classes(row: torch.Tensor, column: torch.Tensor, highest: int) -> torch.Tensor:
@@ -180,7 +257,7 @@ def classes(row: torch.Tensor, column: torch.Tensor, highest: int) -> torch.Tens
     by_row, by_column = row.numpy(), column.numpy()
     out = np.empty((len(row), len(column)), dtype=np.uint8)
     most = np.int16(highest)
-    run(lambda first, last: _classes(by_row, by_column, most, first, last, out), _ranges(*out.shape))
+    run(lambda first, last: _classes(by_row, by_column, most, first, last, out), ranges(*out.shape))
     return torch.from_numpy(out)
 
 
@@ -188,7 +265,10 @@ def subtract(x: torch.Tensor, prediction: Prediction) -> torch.Tensor:
     """fp32 `[R, C]` less its prediction."""
     values, factors = x.contiguous().numpy(), _operands(prediction)
     out = np.empty_like(values)
-    run(lambda first, last: _subtract(values, *factors, first, last, out), _ranges(*x.shape))
+    run(
+        lambda first, last: _subtract(values, *factors, first, last, out),
+        ranges(len(values), values.shape[1], PRODUCTS),
+    )
     return torch.from_numpy(out)
 
 
@@ -196,11 +276,14 @@ def reconstruct(n: torch.Tensor, step: float, prediction: Prediction | None) -> 
     """n * step, plus the prediction, each rounded to fp32, `[E]`, where int32 n `[E]` was."""
     words, by = n.numpy(), np.float32(step)
     if prediction is None:
-        run(lambda first, last: _scale(words, by, first, last), _ranges(n.numel(), 1))
+        run(lambda first, last: _scale(words, by, first, last), ranges(n.numel(), 1))
     else:
         factors = _operands(prediction)
         rows = words.reshape(len(prediction.u), -1)
-        run(lambda first, last: _reconstruct(rows, by, *factors, first, last), _ranges(*rows.shape))
+        run(
+            lambda first, last: _reconstruct(rows, by, *factors, first, last),
+            ranges(len(rows), rows.shape[1], PRODUCTS),
+        )
     return n.view(torch.float32)
 
 
@@ -212,7 +295,7 @@ def restore(values: torch.Tensor, exponent: int, out: torch.Tensor) -> None:
     read, write = values.numpy(), bits_to_fill(out)
     run(
         lambda first, last: _store(read, near, far, limit, half, write, first, last),
-        _ranges(values.numel(), 1),
+        ranges(values.numel(), 1),
     )
 
 
@@ -221,7 +304,7 @@ def _operands(prediction: Prediction) -> tuple[Floats, Floats, Floats, Floats]:
     rank, columns = prediction.v.shape[1], len(prediction.v)
     depth, blocks = -(-rank // 4) * 4, -(-columns // _BLOCK)
     u = np.zeros((len(prediction.u), depth), dtype=np.float32)
-    u[:, :rank] = prediction.u.numpy()
+    np.multiply(prediction.u.numpy(), prediction.multiplier.numpy().astype(np.float32), out=u[:, :rank])
     v = np.zeros((blocks * _BLOCK, depth), dtype=np.float32)
     v[:columns, :rank] = prediction.v.numpy()
     # A block's columns beside each other, one factor after the other.
@@ -229,7 +312,9 @@ def _operands(prediction: Prediction) -> tuple[Floats, Floats, Floats, Floats]:
     return u, packed, prediction.row_power.numpy(), prediction.column_power.numpy()
 
 
-def _ranges(rows: int, columns: int) -> list[tuple[int, int]]:
-    """Ranges of rows that threads take in turn, at least one."""
-    each = max(1, min(rows, -(-_FEWEST // max(columns, 1))))
+def ranges(rows: int, columns: int, work: int = 1) -> list[tuple[int, int]]:
+    """Ranges of rows that threads take in turn, at least one. `work`: how much an element takes."""
+    whole = rows * columns
+    fewest = max(_FEWEST // work, whole // (torch.get_num_threads() * _RANGES_A_THREAD))
+    each = max(1, min(rows, -(-fewest // max(columns, 1))))
     return [(first, min(first + each, rows)) for first in range(0, max(rows, 1), each)]

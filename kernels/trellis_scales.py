@@ -8,6 +8,7 @@ device finds the same scales.
 from decimal import Decimal
 from functools import cache
 
+import numpy as np
 import torch
 
 from kernels import trellis_matrix_loops
@@ -23,6 +24,11 @@ _NOTHING = -20
 
 def logarithm(means: torch.Tensor) -> torch.Tensor:
     """log2 of positive numbers (fp64 `[n]`) in 16ths, rounded, int32; zero counts as 2**-20."""
+    if means.device.type == "cpu":
+        # Torch's search would wake its threads, which then keep cores busy for a while.
+        fractions, exponents = np.frexp(np.maximum(means.numpy(), 2.0**_NOTHING))
+        parts = np.searchsorted(thresholds(means.device).numpy(), fractions * 2)
+        return torch.from_numpy(((exponents - 1) * OCTAVE + parts).astype(np.int32))
     fraction, exponent = torch.frexp(means.clamp_min(2.0**_NOTHING))
     part = torch.searchsorted(thresholds(means.device), fraction * 2)
     return ((exponent - 1) * OCTAVE + part).int()

@@ -1,5 +1,7 @@
 """Forms, by which a coordinator counts bytes without torch, agree with the codecs that pack by them."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -46,18 +48,14 @@ def test_the_first_pass_of_a_codec_with_a_memory() -> None:
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(rate=st.floats(1.9, 10.1) | st.sampled_from([float("nan"), float("inf"), 0.0, -4.0]))
-def test_a_trellis_form_takes_the_rates_that_the_codec_takes(rate: float) -> None:
-    try:
-        which = TrellisCodec(rate)
-    except ConfigError as error:
-        with pytest.raises(ConfigError) as refused:
+def test_a_trellis_form_takes_rates_from_2_to_10_in_thousandths(rate: float) -> None:
+    if not (math.isfinite(rate) and 2000 <= round(rate * 1000) <= 10000):
+        with pytest.raises(ConfigError, match="is no codec: trellis-2 to trellis-10 are"):
             TrellisForm(rate)
-        assert str(refused.value) == str(error)
         return
     known = TrellisForm(rate)
-    assert (known.name, known.parameters) == (which.name, which.parameters)
-    # Once more by what `codec` makes of it.
-    assert TrellisCodec(known.rate).parameters == which.parameters
+    assert known.parameters.share == round(rate * 1000)
+    assert form(known.name).parameters == TrellisCodec(known.rate).parameters == known.parameters
 
 
 @settings(derandomize=True)

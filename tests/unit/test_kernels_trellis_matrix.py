@@ -1,15 +1,16 @@
 """The loops over a matrix of the `trellis` codec on a CPU against torch's operations, which a GPU without
 Triton uses: the same bits."""
 
+import numpy as np
 import pytest
 import torch
 
-from kernels import trellis, trellis_factors, trellis_matrix_loops, trellis_scales
+from kernels import tiles, trellis, trellis_factors, trellis_matrix_loops, trellis_scales, trellis_space_loops
 from kernels.tiles import multiply_all, powers_of_two
 from kernels.trellis_factors import Factors
 
 # Rows and columns: around the blocks of 64 and the eight neighbours of a sum, and more than a thread takes.
-SHAPES = [(1, 1), (3, 7), (5, 8), (2, 63), (7, 64), (4, 65), (9, 200), (700, 401)]
+SHAPES = [(1, 1), (3, 7), (5, 8), (2, 63), (7, 64), (4, 65), (9, 200), (1400, 401)]
 
 
 def matrix(rows: int, columns: int, seed: int) -> torch.Tensor:
@@ -65,7 +66,76 @@ def test_whitening_rounds_and_clips(rows: int, columns: int) -> None:
     x = matrix(rows, columns, 4)
     row, column = (2.0 ** torch.arange(n).remainder(9).sub(4).float() for n in (rows, columns))
     expected = (x * row.unsqueeze(1)).mul_(column).round_().clamp_(-255, 255)
-    assert torch.equal(trellis_matrix_loops.whitened(x, row, column, 255), expected)
+    assert torch.equal(trellis_space_loops.whitened(x, row, column, 255), expected)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (1030, 1029)])
+@pytest.mark.parametrize("rank", [1, 8, 32, 33, 64])
+def test_products_with_directions(rows: int, columns: int, rank: int) -> None:
+    generator = torch.Generator().manual_seed(9)
+    white = torch.randint(-255, 256, (rows, columns), generator=generator).float()
+    right, left = (torch.randint(-63, 64, (n, rank), generator=generator).double() for n in (columns, rows))
+    white[0], right[0], left[0] = 255, 63, 63
+    assert torch.equal(trellis_space_loops.product(white, right), white.double() @ right)
+    assert torch.equal(trellis_space_loops.turned_product(white, left), white.double().T @ left)
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("rank", [1, 8, 64])
+def test_coefficients_are_those_of_the_whitened_rows(rows: int, columns: int, rank: int) -> None:
+    generator = torch.Generator().manual_seed(10)
+    x = matrix(rows, columns, 11)
+    row, column = (2.0 ** torch.arange(n).remainder(9).sub(4).float() for n in (rows, columns))
+    v = torch.randint(-31, 32, (columns, rank), generator=generator).double()
+    divisors = torch.randint(1, 4000, (2, rank), generator=generator).double()
+    told = np.arange(rank) % 3 != 1
+    white = trellis_space_loops.whitened(x, row, column, 255)
+    expected = (white.double() @ v / divisors[0] / divisors[1] * 512).round_().clamp_(-7, 7)
+    found = trellis_space_loops.fit(x, row, column, 255, v, (divisors[0], divisors[1] / 512), told, 7)
+    assert torch.equal(found, torch.where(torch.from_numpy(told), expected, 0.0).to(torch.int8))
+
+
+@pytest.mark.parametrize("rank", [1, 8, 33])
+def test_columns_become_integers_and_orthogonal_as_torch_has_them(rank: int) -> None:
+    x = torch.randn(301, rank, dtype=torch.float64, generator=torch.Generator().manual_seed(12)) * 1e6
+    x[:, rank // 2] = 0
+    parts = trellis_factors._to_parts(x)
+    assert torch.equal(trellis_space_loops.to_parts(x, 1 << 17), parts)
+    mean = parts.abs().sum(0) / x.new_full((1,), 301)
+    factor = torch.where(mean > 0, x.new_full((1,), 15.75) / mean.clamp_min(1e-300), 0.0)
+    expected = (parts * factor).round_().clamp_(-63, 63)
+    assert torch.equal(trellis_space_loops.to_integers(x, 1 << 17, 63, 15.75), expected)
+    assert np.array_equal(trellis_space_loops.gram(parts), (parts.T @ parts).numpy())
+    by = np.arange(rank * rank, dtype=np.float64).reshape(rank, rank) - 17
+    assert torch.equal(trellis_space_loops.turned(parts, by), parts @ torch.from_numpy(by))
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 1000])
+def test_packed_bits_come_back_and_a_filled_up_end_is_seen(bits: int, count: int) -> None:
+    bias = (1 << (bits - 1)) - 1
+    values = torch.arange(count).remainder(1 << bits).sub(bias).to(torch.int32)
+    packed = trellis_matrix_loops.packed(values, bias, bits)
+    whole = sum((value + bias) << (bits * place) for place, value in enumerate(values.tolist()))
+    assert packed.numpy().tobytes() == whole.to_bytes(-(-count * bits // 8), "little")
+    back, clear = trellis_matrix_loops.unpacked(packed, count, bias, bits, torch.int32)
+    assert clear and torch.equal(back, values)
+    if count * bits % 8:
+        packed[-1] |= 128
+        assert not trellis_matrix_loops.unpacked(packed, count, bias, bits, torch.int32)[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("magnitude", [1e-38, 1.0, 6e4])
+def test_normalised_elements_and_their_peak(dtype: torch.dtype, magnitude: float) -> None:
+    x = (matrix(33, 129, 13) / 2.0**13 * magnitude).to(dtype)
+    exponent, y = trellis.normalised(x)
+    expected = tiles.tensor_exponent(x)
+    assert torch.equal(exponent, expected)
+    assert torch.equal(y, tiles.normalised(x, tiles.powers_of_two(-expected)))
+    assert trellis.peak(y) == y.abs().amax()
+    x[3, 4] = float("nan")
+    assert trellis.normalised(x)[0].item() == tiles.NON_FINITE
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
@@ -111,6 +181,6 @@ def test_classes_are_clipped_sums(rows: int, columns: int) -> None:
 
 
 def test_what_two_threads_take_is_all_there_is() -> None:
-    parts = trellis_matrix_loops._ranges(700, 401)
+    parts = trellis_matrix_loops.ranges(1400, 401)
     assert len(parts) > 1
-    assert [row for first, last in parts for row in range(first, last)] == list(range(700))
+    assert [row for first, last in parts for row in range(first, last)] == list(range(1400))

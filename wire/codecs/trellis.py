@@ -8,8 +8,6 @@ On a GPU with Triton the same is decided there, by `kernels.triton_trellis_encod
 the tensor and never waits to encode; to decode it waits twice.
 """
 
-import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,15 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels import ops, trellis, trellis_ops
-from kernels.tiles import (
-    MAX_EXPONENT,
-    MIN_EXPONENT,
-    NON_FINITE,
-    normalised,
-    powers_of_two,
-    tensor_exponent,
-)
+from kernels import loops, ops, trellis, trellis_ops
+from kernels.tiles import MAX_EXPONENT, MIN_EXPONENT, NON_FINITE
 from kernels.trellis import Scales
 from kernels.trellis_factors import Factors, Space, fit, most_multipliers, residual, spaces
 from kernels.trellis_grid import grid
@@ -35,20 +26,9 @@ from kernels.trellis_settings import LANE_BITS, Settings
 from kernels.trellis_tables import FAMILIES
 from wire.codecs import trellis_payload
 from wire.codecs.base import Codec
-from wire.codecs.header import HEADER_BYTES, Parameters
+from wire.codecs.forms import TrellisForm
 from wire.codecs.trellis_payload import Payload, Widths, group_bytes
-from wire.errors import ConfigError
-from wire.spec import TensorSpec
 
-PREFIX = "trellis-"
-MIN_RATE = 2.0
-MAX_RATE = 10.0
-RANGE = f"{PREFIX}{MIN_RATE:g} to {PREFIX}{MAX_RATE:g}"
-
-_NAME = re.compile(r"trellis-(\d{1,2}(?:\.\d{1,3})?)", re.ASCII)
-_RATE_UNIT = 1000
-# A tensor of fewer elements gets its header, and as much again for the fixed parts, on top of its rate.
-_SMALL = 4096
 # Ranks and bits of the predictions that are tried, and rows that they are tried on.
 _PREDICTIONS = ((8, 4), (32, 4), (32, 6))
 _TRIED_ROWS = 512
@@ -75,17 +55,7 @@ class TrellisCodec(Codec):
     exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
 
     def __init__(self, rate: float) -> None:
-        thousandths = round(rate * _RATE_UNIT) if math.isfinite(rate) else 0
-        if not MIN_RATE * _RATE_UNIT <= thousandths <= MAX_RATE * _RATE_UNIT:
-            raise ConfigError(f"{PREFIX}{rate:g} is no codec: {RANGE} are")
-        self.name = f"{PREFIX}{thousandths / _RATE_UNIT:g}"
-        self.parameters = Parameters(codec=7, bits=0, share=thousandths)
-
-    def _payload_bytes(self, spec: TensorSpec) -> int:
-        rate = self.parameters.share
-        at_rate = rate * spec.elements // (8 * _RATE_UNIT)
-        small = min(at_rate, rate * _SMALL // (8 * _RATE_UNIT)) + HEADER_BYTES
-        return max(at_rate - HEADER_BYTES, small)
+        super().__init__(TrellisForm(rate))
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
         if ops.has_kernels(tensor.device.type):
@@ -94,12 +64,11 @@ class TrellisCodec(Codec):
             rows, columns = tensor.numel() // tensor.shape[-1], tensor.shape[-1]
             x = tensor.reshape(rows, columns).contiguous()
             return triton_trellis_encode.encode(x, payload, settings(rows, columns, payload.numel()))
-        exponent = tensor_exponent(tensor).cpu()
+        exponent, y = trellis.normalised(tensor.reshape(-1, tensor.shape[-1]))
         if exponent.item() == NON_FINITE:
             payload.zero_()
-            return exponent
-        y = normalised(tensor.reshape(-1, tensor.shape[-1]), powers_of_two(-exponent))
-        _encode(y, payload)
+        else:
+            _encode(y, payload)
         return exponent
 
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
@@ -109,12 +78,6 @@ class TrellisCodec(Codec):
             out.zero_()
             return
         trellis.restore(values, exponent, out)
-
-
-def named(name: str) -> TrellisCodec | None:
-    """The codec of a name such as `trellis-4.41`, with at most three decimals; None for other names."""
-    match = _NAME.fullmatch(name)
-    return TrellisCodec(float(match[1])) if match else None
 
 
 def settings(rows: int, columns: int, size: int) -> Settings:
@@ -270,11 +233,18 @@ def _best_plan(y: torch.Tensor, budget: int) -> _Plan | None:
     kinds = _kinds(rows, columns, len(sample), budget)
     if kinds:
         plans += [_Plan(space) for space in spaces(sample, max(rank for rank, _ in kinds), list(kinds))]
-    # One wait for what all plans leave.
-    found = []
-    for plan in plans:
-        left = sample if plan.space is None else residual(sample, fit(sample, plan.space))
-        found.append(torch.cat(scales(left, by_row=plan.by_row, by_column=plan.by_column)))
+    # One wait for what all plans leave; on a CPU, threads take the plans in turn.
+    found = [torch.empty(0)] * len(plans)
+
+    def tell(first: int, last: int) -> None:
+        for place, plan in enumerate(plans[first:last], first):
+            left = sample if plan.space is None else residual(sample, fit(sample, plan.space))
+            found[place] = torch.cat(scales(left, by_row=plan.by_row, by_column=plan.by_column))
+
+    if y.device.type == "cpu":
+        loops.run(tell, [(place, place + 1) for place in range(len(plans))])
+    else:
+        tell(0, len(plans))
     several = torch.stack(found).cpu().numpy()
     best: tuple[int, _Plan] | None = None
     for plan, both in zip(plans, several, strict=True):
@@ -302,8 +272,7 @@ def _model(y: torch.Tensor, plan: _Plan) -> _Model | None:
         factors = fit(y, plan.space)
         left, tops = residual(y, factors), factors.tops
     row, column = scales(left, by_row=plan.by_row, by_column=plan.by_column)
-    low, high = torch.aminmax(left)
-    largest = torch.maximum(-low, high).ceil_().int().view(1)
+    largest = trellis.peak(left).ceil_().int().view(1)
     seen = torch.cat((tops, largest, row, column)).cpu().numpy()
     exponents, multipliers, peak = (int(seen[0]), int(seen[1])), int(seen[2]), int(seen[3])
     if factors is None and peak == 0:

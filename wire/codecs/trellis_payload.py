@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from kernels import trellis, trellis_ops
+from kernels import trellis, trellis_matrix_loops, trellis_ops
 from kernels.trellis import CLASS_BITS
 from kernels.trellis_code import LOW, Coded
 from kernels.trellis_factors import (
@@ -130,7 +130,7 @@ def write(payload: Payload, coded: Coded, where: Grid, words: int, out: torch.Te
         used,
     )
     sides = [
-        (torch.from_numpy(side - np.int32(base)).to(out.device), bits)
+        (torch.from_numpy(side).to(out.device), -base, bits)
         for side, base, bits in zip(
             (payload.row, payload.column), bases, (widths.row, widths.column), strict=True
         )
@@ -138,16 +138,16 @@ def write(payload: Payload, coded: Coded, where: Grid, words: int, out: torch.Te
     if factors is not None:
         limit = (1 << (factors.bits - 1)) - 1
         sides += [
-            (factors.row_exponent, widths.row_exponent),
-            (factors.column_exponent, widths.column_exponent),
-            (factors.multiplier, _MULTIPLIER_BITS),
-            (factors.u.view(-1) + limit, factors.bits),
-            (factors.v.reshape(-1) + limit, factors.bits),
+            (factors.row_exponent, 0, widths.row_exponent),
+            (factors.column_exponent, 0, widths.column_exponent),
+            (factors.multiplier, 0, _MULTIPLIER_BITS),
+            (factors.u, limit, factors.bits),
+            (factors.v, limit, factors.bits),
         ]
     head = torch.frombuffer(bytearray(prefix), dtype=torch.uint8).to(out.device)
-    side = torch.cat([head, *(_packed(values, bits) for values, bits in sides)])
-    out[: side.numel()] = side
-    out[side.numel() : start].zero_()
+    front = torch.cat([head, *(_packed(*side) for side in sides)])
+    out[: front.numel()] = front
+    out[front.numel() : start].zero_()
     states = start + 4 * where.groups
     out[start:states].view(torch.int32).copy_(coded.counts)
     first = states + 4 * where.groups * where.lanes
@@ -211,14 +211,14 @@ def read(data: torch.Tensor, rows: int, columns: int) -> torch.Tensor | None:
         column_exponent = reader.integers(columns, column_exponent_bits)
         multiplier = reader.integers(rank, _MULTIPLIER_BITS)
         limit = (1 << (factor_bits - 1)) - 1
-        u = (reader.integers(rows * rank, factor_bits) - limit).to(torch.int8).view(rows, rank)
-        v = (reader.integers(columns * rank, factor_bits) - limit).to(torch.int8).view(columns, rank)
+        u = reader.integers(rows * rank, factor_bits, limit, torch.int8).view(rows, rank)
+        v = reader.integers(columns * rank, factor_bits, limit, torch.int8).view(columns, rank)
         factors = Factors(factor_bits, u, v, multiplier, row_exponent, column_exponent, exponent)
         tops = factors.tops
         right = (tops[0] + tops[1] + exponent + 24 <= MAX_PREDICTION_BITS) & (
             tops[2] <= most_multipliers(factor_bits)
         )
-        reader.require(right & (u.amax() <= limit) & (v.amax() <= limit), "a prediction out of range")
+        reader.require(right & (_most(u) <= limit) & (_most(v) <= limit), "a prediction out of range")
     reader.require((data[reader.position : start] == 0).all(), "something between its sections")
     counts = data[start : start + 4 * where.groups].view(torch.int32).long() & 0xFFFFFFFF
     states = data[start + 4 * where.groups : first].view(torch.int32).view(where.groups, where.lanes)
@@ -253,22 +253,31 @@ class _Reader:
             _check(right, what)
         self._checks.clear()
 
-    def integers(self, count: int, bits: int) -> torch.Tensor:
-        """`count` integers of `bits` bits, from 0 up, int32."""
+    def integers(
+        self, count: int, bits: int, less: int = 0, dtype: torch.dtype = torch.int32
+    ) -> torch.Tensor:
+        """`count` integers of `bits` bits, from `-less` up."""
         size = -(-count * bits // 8)
         packed = self._data[self.position : self.position + size]
         self.position += size
         if bits == 0:
-            return torch.zeros(count, dtype=torch.int32, device=packed.device)
-        if bits == _MULTIPLIER_BITS:
-            return packed.int()
+            return torch.zeros(count, dtype=dtype, device=packed.device)
+        behind = "something behind the end of a section"
+        if packed.device.type == "cpu":
+            values, clear = trellis_matrix_loops.unpacked(packed, count, less, bits, dtype)
+            self.require(torch.tensor(clear), behind)
+            return values
         # Eight integers lie in as many bytes as one has bits.
         octets = F.pad(packed, (0, -size % bits)).view(-1, bits).long()
         words = (octets << _places(bits, 8, packed.device)).sum(1)
         values = words.unsqueeze(1) >> _places(8, bits, packed.device) & ((1 << bits) - 1)
         values = values.view(-1)
-        self.require((values[count:] == 0).all(), "something behind the end of a section")
-        return values[:count].int()
+        self.require((values[count:] == 0).all(), behind)
+        return (values[:count] - less).to(dtype)
+
+
+def _most(values: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values.numpy().max()) if values.device.type == "cpu" else values.amax()
 
 
 def _check(right: bool | torch.Tensor, what: str) -> None:
@@ -276,13 +285,13 @@ def _check(right: bool | torch.Tensor, what: str) -> None:
         raise PackedMismatchError(f"a packed trellis tensor has {what}: refused")
 
 
-def _packed(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Integers from 0 up as `bits` bits each, lowest first, uint8."""
+def _packed(values: torch.Tensor, more: int, bits: int) -> torch.Tensor:
+    """Integers plus `more`, from 0 up, as `bits` bits each, lowest first, uint8."""
     if bits == 0:
         return torch.zeros(0, dtype=torch.uint8, device=values.device)
-    if bits == _MULTIPLIER_BITS:
-        return values.to(torch.uint8)
-    octets = F.pad(values.long(), (0, -values.numel() % 8)).view(-1, 8)
+    if values.device.type == "cpu":
+        return trellis_matrix_loops.packed(values, more, bits)
+    octets = F.pad(values.reshape(-1).long() + more, (0, -values.numel() % 8)).view(-1, 8)
     words = (octets << _places(8, bits, values.device)).sum(1)
     spread = words.unsqueeze(1) >> _places(bits, 8, values.device) & 255
     return spread.to(torch.uint8).view(-1)[: -(-values.numel() * bits // 8)]
