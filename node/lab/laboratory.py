@@ -146,7 +146,13 @@ class _Laboratory:
             congestion_control=profile.network.congestion_control,
         )
         buffer = int(profile.network.socket_buffer_mb * 1e6)
-        network = Network(topology, method=method, kind=profile.network.qdisc, socket_buffer=buffer)
+        network = Network(
+            topology,
+            method=method,
+            kind=profile.network.qdisc,
+            socket_buffer=buffer,
+            slow_start_after_idle=profile.network.slow_start_after_idle,
+        )
         await asyncio.to_thread(network.__enter__)
         try:
             await self._calibrate(network, runs, results)

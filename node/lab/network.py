@@ -34,13 +34,24 @@ class Network:
     Args:
         method: `none`, `netem` or `relay`: how packets are delayed.
         kind: `tbf` or `htb`.
+        socket_buffer: the most bytes of a TCP socket's buffers.
+        slow_start_after_idle: whether TCP begins slowly again after a pause.
     """
 
-    def __init__(self, topology: Topology, *, method: str, kind: str, socket_buffer: int) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        method: str,
+        kind: str,
+        socket_buffer: int,
+        slow_start_after_idle: bool = True,
+    ) -> None:
         self.topology = topology
         self.method = method
         self.kind = kind
         self._socket_buffer = socket_buffer
+        self._slow_start_after_idle = slow_start_after_idle
         self._relay: _RelayProcess | None = None
         self._shaped = False
         self.relay_counts: dict[str, float] = {}
@@ -49,7 +60,7 @@ class Network:
     def __enter__(self) -> Self:
         for name in self.topology.namespaces:
             tools.ip(LAB, "netns", "add", name)
-            tools.inside(name, lambda: _enlarge_buffers(self._socket_buffer))
+            tools.inside(name, self._set_tcp)
         for namespace, arguments in self.topology.commands:
             tools.ip(namespace, *arguments)
         if self.topology.forwards:
@@ -66,6 +77,15 @@ class Network:
             tools.ip(LAB, "link", "del", name)
         for name in self.topology.namespaces:
             tools.ip(LAB, "netns", "del", name)
+
+    def _set_tcp(self) -> None:
+        """In a node's namespace. A buffer's default stays, its limit grows: a long way can be filled."""
+        settings = Path("/proc/sys/net/ipv4")
+        for name in ("tcp_rmem", "tcp_wmem"):
+            least, default, largest = map(int, (settings / name).read_text().split())
+            largest = max(self._socket_buffer, largest)
+            (settings / name).write_text(f"{least} {default} {largest}")
+        (settings / "tcp_slow_start_after_idle").write_text(str(int(self._slow_start_after_idle)))
 
     def shape(self, shape: Shape | None) -> None:
         """Put every wire at its setting; None takes all shaping away. Reads back what the kernel has."""
@@ -140,15 +160,6 @@ def _delays(topology: Topology, shape: Shape | None) -> list[float]:
     if shape is None:
         return [0.0] * len(topology.ways)
     return [max(shape.links[wire].rtt_ms for wire in way.wires) / 2e3 for way in topology.ways]
-
-
-def _enlarge_buffers(most: int) -> None:
-    """TCP's limits in this namespace: the default stays, the largest grows, so that a long way can be
-    filled."""
-    for name in ("tcp_rmem", "tcp_wmem"):
-        path = Path("/proc/sys/net/ipv4") / name
-        least, default, largest = map(int, path.read_text().split())
-        path.write_text(f"{least} {default} {max(most, largest)}")
 
 
 class _RelayProcess:

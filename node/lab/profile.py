@@ -63,6 +63,9 @@ class NetworkSection:
     congestion_control: str = ""
     """TCP's between nodes: `cubic`, as on most machines, `bbr`, or another that the kernel has; empty: the
     kernel's default."""
+    slow_start_after_idle: bool = True
+    """Whether TCP forgets a link's rate in a pause and begins slowly again, as machines have it unless
+    `net.ipv4.tcp_slow_start_after_idle` is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -168,6 +168,8 @@ def provenance(result: Mapping[str, Any]) -> str:
     worst = max(
         (abs(_share(link) - 1) for found in result["calibrations"] for link in found["links"]), default=0.0
     )
+    # Results of before there was a choice do not have it.
+    pauses = "" if network.get("slow_start_after_idle", True) else " without slow starts after pauses"
     seeds = len(result["seeds"])
     model = result["model"]
     return (
@@ -175,7 +177,8 @@ def provenance(result: Mapping[str, Any]) -> str:
         f"{model['sequence']}, global batch {result['training']['global_batch']}, {result['stages']} stages; "
         f"text {result['text']}; "
         f"{where}; {network['topology']} shaped by {network['qdisc']}, {delay[network['delay_method']]}, "
-        f"{network['congestion_control']}, kernel {machine['kernel']}, calibrated to {100 * worst:.1f} %; "
+        f"{network['congestion_control']}{pauses}, kernel {machine['kernel']}, "
+        f"calibrated to {100 * worst:.1f} %; "
         f"{len(result['runs'])} runs, {seeds} seed{'s' if seeds > 1 else ''}; {versions}; "
         f"commit {machine['commit'][:12]}{' with changes' if machine['commit'].endswith('changes') else ''}"
     )

@@ -88,6 +88,17 @@ def test_connections_between_nodes_have_the_congestion_control_asked_for(
     assert [link["congestion_control"] for link in found["links"]] == [name, name]
 
 
+@pytest.mark.parametrize("begins_slowly", ["0", "1"])
+def test_whether_tcp_begins_slowly_after_a_pause_is_of_the_nodes_alone(
+    flags: tuple[str, ...], begins_slowly: str
+) -> None:
+    setting = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
+    before = setting.read_text()
+    found = inside(flags, "measured", "rate=50", f"slow_start_after_idle={begins_slowly}")
+    assert found["slow_start_after_idle"] == [begins_slowly] * 3
+    assert setting.read_text() == before
+
+
 def test_a_link_that_is_off_is_refused(flags: tuple[str, ...]) -> None:
     found = inside(flags, "off", "wrong=22")
     up, down = found["links"]

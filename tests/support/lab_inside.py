@@ -7,6 +7,7 @@ Says what happened as one line of JSON.
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from node.lab import private, tools
@@ -39,7 +40,12 @@ def measured(values: dict[str, str]) -> Any:
         found = measure(laboratory, shape, ENDS)
         laboratory.shape(shape)
         counts = laboratory.relay_counts
-    return {"links": [described(one) for one in found], "relay": counts}
+        resumes = [tools.inside(name, _slow_start_after_idle) for name in plan.namespaces]
+    return {"links": [described(one) for one in found], "relay": counts, "slow_start_after_idle": resumes}
+
+
+def _slow_start_after_idle() -> str:
+    return Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle").read_text().strip()
 
 
 def off(values: dict[str, str]) -> Any:
@@ -80,7 +86,13 @@ def again(values: dict[str, str]) -> Any:
 
 def network(topology: Topology, values: dict[str, str]) -> Network:
     method = "relay" if topology.ways else "none"
-    return Network(topology, method=method, kind=values.get("kind", "tbf"), socket_buffer=8_000_000)
+    return Network(
+        topology,
+        method=method,
+        kind=values.get("kind", "tbf"),
+        socket_buffer=8_000_000,
+        slow_start_after_idle=values.get("slow_start_after_idle", "1") == "1",
+    )
 
 
 def described(one: Measured) -> dict[str, Any]:
