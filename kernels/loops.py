@@ -62,6 +62,8 @@ _RANGES_A_THREAD = 8
 
 compiled = numba.njit(nogil=True, cache=True, error_model="numpy")
 inlined = numba.njit(nogil=True, cache=True, error_model="numpy", inline="always")
+# Products and their sum with one rounding: for what is exact anyway, and nothing else.
+contracted = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
 
 
 @inlined
@@ -175,12 +177,18 @@ def bits_to_read(x: torch.Tensor) -> NDArray[np.uint32] | NDArray[np.uint16]:
     return x.float().contiguous().view(-1).numpy().view(np.uint32)
 
 
-def exponent_of(words: NDArray[np.uint32] | NDArray[np.uint16], constant: float = 1.0) -> torch.Tensor:
-    """As `kernels.tiles.tensor_exponent`. Torch's threads would keep cores busy for a while once done."""
+def peak_of(words: NDArray[np.uint32] | NDArray[np.uint16]) -> np.float32:
+    """The largest magnitude. Infinities and NaNs are above all numbers."""
     found: list[int] = []
     run(lambda first, last: found.append(largest_of(words[first:last])), ranges(words.size, TILE))
+    return np.float32(np.uint32(max(found)).view(np.float32))
+
+
+def exponent_of(words: NDArray[np.uint32] | NDArray[np.uint16], constant: float = 1.0) -> torch.Tensor:
+    """As `kernels.tiles.tensor_exponent`. Torch's threads would keep cores busy for a while once done."""
+    peak = peak_of(words)
     with np.errstate(over="ignore"):
-        largest = np.uint32(max(found)).view(np.float32) * np.float32(constant)
+        largest = peak * np.float32(constant)
     exponent = math.frexp(largest)[1] - NORMAL_BITS if np.isfinite(largest) else NON_FINITE
     return torch.tensor(exponent, dtype=torch.int32)
 

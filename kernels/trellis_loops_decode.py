@@ -46,7 +46,6 @@ def _take_symbols(numbers, current, slots, states, symbols):
 @compiled
 def _refill(states, words, position):
     """A word for every state below `LOW`; where in the words that ends, or -1 if there are too few."""
-    size = np.uint64(words.size)
     if position + states.size <= words.size:
         for lane in range(states.size):
             state = states[lane]
@@ -57,7 +56,7 @@ def _refill(states, words, position):
         return position
     for lane in range(states.size):
         if states[lane] < _LOW:
-            if np.uint64(position) >= size:
+            if position >= words.size:
                 return -1
             states[lane] = i32(states[lane] << _WORD) | i32(words[position])
             position += 1

@@ -9,7 +9,6 @@ although it may not reorder additions of floats: neighbours are added to neighbo
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -19,9 +18,10 @@ from kernels.loops import (
     bits_to_fill,
     bits_to_read,
     compiled,
+    contracted,
     exponent_of,
     float_of,
-    largest_of,
+    peak_of,
     run,
     store,
     two_factors,
@@ -30,8 +30,8 @@ from kernels.tiles import NON_FINITE
 
 Floats = NDArray[np.float32]
 
-# Elements that a thread takes at a time, at least, where one takes as little as can be: handing over costs as
-# much as some 50,000 of them.
+# Elements that a thread takes at a time, at least, where one takes as little as can be: to hand over takes as
+# long as many of them.
 _FEWEST = 1 << 19
 # Several to a thread, because one that has to share its core is slower than the others.
 _RANGES_A_THREAD = 4
@@ -43,9 +43,6 @@ _PART = np.float32(2.0**9)
 _WIDE = 8
 # Elements that are written with one call.
 _AT_ONCE = 1 << 12
-
-# Exact sums of products may be contracted; nothing else may.
-_products = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
 
 
 @compiled
@@ -75,7 +72,7 @@ def _column_sums(x, weight, first, last, sums):
             sums[c] += np.float64(np.rint(np.rint(np.abs(row[c]) * _PART) * w))
 
 
-@_products
+@contracted
 def _multiply(u, v, place, sums):
     """sums[c] = sum_k u[k] v[place + k * _BLOCK + c]; as many u as a multiple of 4."""
     for c in range(_BLOCK):
@@ -89,6 +86,7 @@ def _multiply(u, v, place, sums):
             sums[n] += u0 * v[v0 + n] + u1 * v[v1 + n] + u2 * v[v2 + n] + u3 * v[v3 + n]
 
 
+# The same frame twice: with the block's prediction in a function of its own both are measurably slower.
 @compiled
 def _subtract(x, u, v, row_power, column_power, first, last, out):
     sums = np.empty(_BLOCK, dtype=np.float32)
@@ -231,10 +229,7 @@ def normalised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def peak(x: torch.Tensor) -> torch.Tensor:
     """The largest magnitude, fp32 `[]`."""
-    words = bits_to_read(x)
-    found: list[int] = []
-    run(lambda first, last: found.append(largest_of(words[first:last])), ranges(words.size, 1))
-    return torch.tensor(max(found), dtype=torch.int32).view(torch.float32)
+    return torch.tensor(peak_of(bits_to_read(x)))
 
 
 def packed(values: torch.Tensor, bias: int, bits: int) -> torch.Tensor:

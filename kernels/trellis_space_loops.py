@@ -7,12 +7,11 @@ their next work by spinning, and here most of the work is of loops with threads 
 Compiled by numba at first use and kept in its cache.
 """
 
-import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels.loops import compiled, run
+from kernels.loops import compiled, contracted, run
 from kernels.trellis_matrix_loops import PRODUCTS, ranges
 
 # Products of a whitened element and a factor, below 2**14, that add up within fp32's integers.
@@ -23,10 +22,8 @@ _FOUR = 4
 _ROW1, _ROW2, _ROW3 = (np.uint64(n * WIDE) for n in (1, 2, 3))
 _ZERO = np.float32(0)
 
-_exact = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
 
-
-@_exact
+@contracted
 def _multiply_row(row, b, part, total):
     """total[k] = sum_c row[c] b[c, k]; b flat, with three rows of zeros at its end."""
     total[:] = 0
@@ -49,7 +46,7 @@ def _multiply_row(row, b, part, total):
             total[k] += np.float64(part[k])
 
 
-@_exact
+@contracted
 def _add_rows(a, start, stop, first, last, b, part):
     """part[c, k] += sum_r a[r, first + c] b[r, k], four rows at a time; part and b flat."""
     for r in range(start, stop, _FOUR):
@@ -142,7 +139,7 @@ def _to_integers(parts, limit, of_mean):
             parts[c, k] = min(max(np.rint(parts[c, k] * factor), -limit), limit)
 
 
-@_exact
+@contracted
 def _gram(q, out):
     for c in range(q.shape[0]):
         row = q[c]
@@ -152,7 +149,7 @@ def _gram(q, out):
                 line[k] += row[i] * row[k]
 
 
-@_exact
+@contracted
 def _turn(q, by, out):
     for c in range(q.shape[0]):
         row, turned = q[c], out[c]

@@ -107,9 +107,7 @@ def judge_torch(version: str) -> Check:
 
 def check_congestion_control(setting: Path) -> Iterator[Check]:
     """TCP's, which gRPC leaves to the system. Nothing where the system does not say."""
-    try:
-        name = setting.read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
+    if (name := _said(setting)) is None:
         return
     if not name.startswith("bbr"):
         yield Check(name="tcp", status=Status.OK, detail=printable(f"congestion control {name}"))
@@ -130,17 +128,22 @@ def check_slow_start(setting: Path) -> Iterator[Check]:
 
     It is so on every Linux until somebody changes it, and of no weight on short ways: no warning.
     """
-    try:
-        begins_slowly = setting.read_text(encoding="ascii").strip() == "1"
-    except (OSError, ValueError):
+    if (said := _said(setting)) is None:
         return
     detail = "after a pause connections go on at their rate"
-    if begins_slowly:
+    if said == "1":
         detail = (
             "after a pause connections begin slowly again; with round trips of tens of milliseconds it helps "
             f"to change that: sysctl -w net.ipv4.{setting.name}=0"
         )
     yield Check(name="tcp pauses", status=Status.OK, detail=detail)
+
+
+def _said(setting: Path) -> str | None:
+    try:
+        return setting.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
 
 
 def check_device() -> Iterator[Check]:

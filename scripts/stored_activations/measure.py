@@ -34,7 +34,7 @@ def measure(name: str, tokens: int, ways: dict[str, Storage | None]) -> list[dic
     model = ModelSection(**{**vars(shape), "sequence": tokens})
     count, repeats = (4, 5) if tokens <= 16384 else (2, 3)
     rows = []
-    runs: dict[str, Callable[[Tensor], Tensor]] = {}
+    runs: dict[str, functools.partial[Tensor]] = {}
     blocks = [random_block(model, Storage()) for _ in range(count)]
     source = torch.randn(1, tokens, model.hidden, device="cuda")
     upstream = torch.randn_like(source)
@@ -102,7 +102,7 @@ def _policy(_: object, operator: object, *__: object, **___: object) -> Checkpoi
 
 
 def _memory(
-    run: Callable[[Tensor], Tensor],
+    run: functools.partial[Tensor],
     blocks: list[nn.Module],
     source: Tensor,
     upstream: Tensor,
@@ -123,7 +123,7 @@ def _memory(
     torch.autograd.backward(run(source.clone().requires_grad_()), upstream)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
-    saved = _saved(run, blocks, source) if run.args[1] not in ("full", "selective") else None  # type: ignore[attr-defined]
+    saved = _saved(run, blocks, source) if run.args[1] not in ("full", "selective") else None
     return {
         "held_bytes": held / count,
         "peak_bytes": peak,

@@ -26,7 +26,6 @@ from wire.codecs.fixed import FixedCodec
 from wire.codecs.forms import AqsgdForm
 from wire.codecs.header import Header
 from wire.codecs.sample_cache import SampleCache
-from wire.codecs.sections import aligned
 from wire.errors import CodecError, NonFiniteError
 from wire.spec import TensorSpec
 
@@ -60,8 +59,7 @@ class AqsgdCodec(Codec):
     exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
 
     def __init__(self, bits: int) -> None:
-        self.form = AqsgdForm(bits)
-        super().__init__(self.form)
+        super().__init__(AqsgdForm(bits))
         self.fixed = FixedCodec(bits)
 
     def of(self, batch: SampleBatch) -> "AqsgdTensorCodec":
@@ -105,7 +103,7 @@ class AqsgdTensorCodec(Codec):
         samples = len(self._batch.samples)
         new = len(self._batch.rows(False))
         elements = math.prod(shape) // samples
-        split = aligned(2 * elements * new)
+        split = AqsgdForm.new_bytes(shape, new)
         return not payload[2 * elements * new : split].any() and (
             new == samples or self._fixed._filling_is_clear(payload[split:], (samples - new, *shape[1:]))
         )

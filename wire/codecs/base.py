@@ -47,7 +47,7 @@ class Codec(ABC):
 
     def __init__(self, form: Form) -> None:
         """`form` says its name, its parameters and, unless `_payload_bytes` does, its sizes."""
-        self._form = form
+        self.form = form
         self.name = form.name
         self.parameters = form.parameters
 
@@ -133,7 +133,7 @@ class Codec(ABC):
 
     def _payload_bytes(self, spec: TensorSpec) -> int:
         """Bytes behind the header, for a spec that the header can describe."""
-        return _payload_bytes(self._form, spec.shape)
+        return _payload_bytes(self.form, spec.shape)
 
     @abstractmethod
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
