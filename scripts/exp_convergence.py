@@ -1,10 +1,11 @@
 """What codecs cost in loss at 124 million parameters: GPT-2 small's size on books, in GPT-2's BPE, on GPUs.
 
-    python scripts/exp_convergence.py --tokens DIR [--gpus 4] [--only NAME ...]
+    python scripts/exp_convergence.py --tokens DIR [--gpus 0 1 2 3] [--only NAME ...]
 
 The product's model, optimizer and codecs in the unsplit trainer, with a codec at each boundary of a 4-stage
 pipeline: after blocks 3, 6 and 9, both ways. `DIR` holds books-train.npy and books-valid.npy, token ids as
-uint16. Each GPU takes its share of the runs; each run is written to `--parts` as it ends.
+uint16. Each GPU takes one run after the other, or several at once; each run is written to `--parts` as it
+ends, and what is there already is not made again.
 
 Suites (65,536 tokens a step, AdamW, bf16 autocast):
 
@@ -17,14 +18,13 @@ Suites (65,536 tokens a step, AdamW, bf16 autocast):
 """
 
 import argparse
-import contextlib
 import json
 import os
 import platform
 import subprocess
 import sys
+import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache
@@ -34,7 +34,6 @@ from typing import Any
 import numpy as np
 import torch
 from convergence_runs import (
-    BETTER,
     BLOCKS,
     EPOCH_WINDOWS,
     GLOBAL_BATCH,
@@ -63,12 +62,14 @@ from node.training.reference import ReferenceTrainer
 from node.training.rng import generator
 from wire.codecs.header import EXPONENT
 from wire.codecs.registry import codec
-from wire.errors import NonFiniteError, ThinwireError
+from wire.errors import NonFiniteError
 from wire.spec import Direction, TensorKey, TensorSpec
 from wire.version import VERSION
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "scripts" / "results" / "convergence.json"
+RUNS_A_GPU = "THINWIRE_RUNS_A_GPU"
+"""Tells a run's process how many there are beside it."""
 
 
 class Windows:
@@ -216,8 +217,8 @@ def make_trainer(
     return trainer
 
 
-def train(run: Run, tokens: Path, out: Path) -> float:
-    """Make one run and write it to `out`, a folder; returns the seconds a step took."""
+def train(run: Run, tokens: Path, out: Path) -> None:
+    """Make one run and write it to `out`, a folder."""
     text = Windows(
         np.load(tokens / "books-train.npy", mmap_mode="r"),
         limit=EPOCH_WINDOWS if run.suite == "epochs" else None,
@@ -253,27 +254,52 @@ def train(run: Run, tokens: Path, out: Path) -> float:
         "peak_memory_bytes": torch.cuda.max_memory_allocated(),
         "seconds": seconds,
         "seconds_a_step": per_step,
+        "runs_a_gpu": int(os.environ.get(RUNS_A_GPU, "1")),
         "losses": [round(loss, 5) for loss in losses],
     }
-    (out / f"{run.name}.json").write_text(json.dumps(record), encoding="utf-8")
+    whole = out / f"{run.name}.tmp"
+    whole.write_text(json.dumps(record), encoding="utf-8")
+    whole.rename(out / f"{run.name}.json")
     print(
         f"{run.name}: held out {record['loss_valid']:.4f}, {seconds:.0f} s, {per_step:.3f} s a step",
         flush=True,
     )
-    return per_step
 
 
-def shares(runs: list[Run], count: int) -> list[list[Run]]:
-    """The runs dealt to `count` workers in order, each to whoever has least to do."""
-    dealt: list[list[Run]] = [[] for _ in range(count)]
-    for run in runs:
-        min(dealt, key=lambda share: sum(map(_cost, share))).append(run)
-    return dealt
+class Dealer:
+    """Deals runs to GPUs, a process each."""
 
+    def __init__(self, runs: list[Run], command: list[str], parts: Path, until: float) -> None:
+        self._left = runs
+        self._command = command
+        self._parts = parts
+        self._until = until
+        self._lock = threading.Lock()
+        self._a_step = 0.0
+        """The longest that a run's step has taken, its start shared between its steps."""
+        self.failed = False
 
-def _cost(run: Run) -> float:
-    """Of a run beside others: searching a trellis takes time."""
-    return run.steps * (1.5 if BETTER in (run.forward, run.backward) else 1.0)
+    def serve(self, gpu: int, beside: int) -> None:
+        """Make runs on this GPU until none is left, `beside` of them at a time."""
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu), RUNS_A_GPU: str(beside)}
+        while (run := self._next()) is not None:
+            began = time.monotonic()
+            code = subprocess.run([*self._command, "--worker", run.name], env=environment).returncode
+            with self._lock:
+                self._a_step = max(self._a_step, (time.monotonic() - began) / run.steps)
+                # The runs after it are worth having all the same; its own absence is seen.
+                self.failed |= code != 0
+
+    def _next(self) -> Run | None:
+        with self._lock:
+            while self._left:
+                run = self._left.pop(0)
+                if (self._parts / f"{run.name}.json").exists():
+                    continue
+                if time.monotonic() + run.steps * self._a_step < self._until:
+                    return run
+                print(f"{run.name}: left out, no time", flush=True)
+        return None
 
 
 def main() -> int:
@@ -281,7 +307,8 @@ def main() -> int:
     parser.add_argument(
         "--tokens", type=Path, required=True, help="folder of books-train.npy, books-valid.npy"
     )
-    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--gpus", type=int, nargs="+", default=[0], help="their numbers")
+    parser.add_argument("--runs-a-gpu", type=int, default=1, help="at a time; small kernels leave it waiting")
     parser.add_argument("--only", nargs="+", help="runs whose names begin so, in this order")
     parser.add_argument("--steps", type=int, help="instead of each run's own number, for a trial")
     parser.add_argument(
@@ -289,49 +316,33 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--parts", type=Path, help="folder for single runs' results")
-    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     parts = arguments.parts or arguments.out.with_suffix(".parts")
     parts.mkdir(parents=True, exist_ok=True)
     if arguments.worker:
-        named = {run.name: run for run in RUNS}
-        until = time.monotonic() + arguments.time_limit
-        a_step, failed = 0.0, False
-        for name in arguments.worker:
-            run = replace(named[name], steps=arguments.steps or named[name].steps)
-            if time.monotonic() + run.steps * a_step >= until:
-                print(f"{name}: left out, no time", flush=True)
-                continue
-            try:
-                a_step = train(run, arguments.tokens, parts)
-            except (ThinwireError, RuntimeError):
-                # The runs after it are worth having all the same; its own absence is seen.
-                failed = True
-                traceback.print_exc()
-        return int(failed)
+        run = next(run for run in RUNS if run.name == arguments.worker)
+        train(replace(run, steps=arguments.steps or run.steps), arguments.tokens, parts)
+        return 0
     wanted = list(RUNS)
     if arguments.only:
         wanted = [run for prefix in arguments.only for run in RUNS if run.name.startswith(prefix)]
-    workers = []
-    for gpu, share in enumerate(shares(wanted, arguments.gpus)):
-        if share:
-            command = [sys.executable, __file__, "--tokens", str(arguments.tokens), "--parts", str(parts)]
-            command += ["--time-limit", str(arguments.time_limit)]
-            if arguments.steps:
-                command += ["--steps", str(arguments.steps)]
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
-            workers.append(
-                subprocess.Popen([*command, "--worker", *(run.name for run in share)], env=environment)
-            )
-    codes = []
-    try:
-        codes = [worker.wait() for worker in workers]
-    finally:
-        for worker in workers:
-            with contextlib.suppress(ProcessLookupError):
-                worker.terminate()
-        gather(parts, arguments.out)
-    return max(codes, default=0)
+    command = [sys.executable, __file__, "--tokens", str(arguments.tokens), "--parts", str(parts)]
+    if arguments.steps:
+        command += ["--steps", str(arguments.steps)]
+    dealer = Dealer(list(dict.fromkeys(wanted)), command, parts, time.monotonic() + arguments.time_limit)
+    beside = arguments.runs_a_gpu
+    threads = [
+        threading.Thread(target=dealer.serve, args=(gpu, beside))
+        for _ in range(beside)
+        for gpu in arguments.gpus
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    gather(parts, arguments.out)
+    return int(dealer.failed)
 
 
 def gather(parts: Path, out: Path) -> None:

@@ -99,6 +99,8 @@ class TrainingSection:
     """Where gradients add up over a step: `float32`, or `fp8` (e4m3 in blocks of 128; matrices alone)."""
     moments: str = "float32"
     """AdamW's state: `float32`, or `fp8` (e4m3 in blocks of 128 with range expansion; matrices alone)."""
+    cuda_graphs: bool = True
+    """A node of one GPU gives it a whole pass at a time and not kernel by kernel; this changes no bit."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,6 +46,8 @@ def check_sizes(config: RunConfig, ranks: int, tensor_parallel: int = 1) -> None
 class RankModel(StageModel):
     """One rank's share of a stage's model; every rank, the leader too, runs these."""
 
+    captures = False
+
     def __init__(self, config: RunConfig, ranks: Ranks) -> None:
         super().__init__(config, ranks.device)
         self.ranks = ranks.count

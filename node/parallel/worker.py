@@ -18,6 +18,7 @@ import torch
 from node.config.loader import from_json
 from node.parallel.group import Follower
 from node.parallel.ranks import Ranks, arrival
+from node.stage.fixed_order import fix_order
 from node.stage.machine_info import limit_memory
 from wire.errors import DeviceLostError
 
@@ -41,6 +42,7 @@ def main() -> int:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
+    fix_order(device)
     limit_memory(device, arguments.most_bytes)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # fails here, if the device cannot be used

@@ -25,6 +25,7 @@ from node.local.doctor import (
 from node.local.join import enrol
 from node.local.state_directory import claim
 from node.parallel.processes import DeviceGroup, devices
+from node.stage.fixed_order import fix_order
 from node.stage.machine_info import choose_device, describe, measure_flops
 from node.stage.node_metrics import serve_metrics
 from node.stage.node_settings import IdentityHolder, NodeSettings
@@ -79,6 +80,7 @@ async def _serve(
     token: JoinToken, options: JoinOptions, chosen: tuple[torch.device, ...], directory: Path
 ) -> int:
     device = chosen[0]
+    fix_order(device)
     hardware = describe(
         chosen,
         tensor_parallel=options.tensor_parallel,

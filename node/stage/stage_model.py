@@ -5,26 +5,17 @@ several devices.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from node.config.schema import RunConfig
-from node.model.chunk import Chunk, build_chunk, compute_precision, weight_dtype
+from node.model.chunk import Chunk, build_chunk, weight_dtype
 from node.model.placement import chunk_units, stage_storages
 from node.model.tensor_rank import TensorRank
+from node.stage.captured_passes import CapturedPasses, CudaRecorder
+from node.stage.passes import AutogradPasses, Passes
 from node.training.optimizer import StageOptimizer
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """A microbatch between its forward and its backward on one chunk."""
-
-    source: Tensor | None
-    """The chunk's input, a leaf whose gradient goes upstream; None for token ids."""
-    result: Tensor
-    """The chunk's output, or the microbatch's share of the loss."""
 
 
 class StageModel:
@@ -34,18 +25,20 @@ class StageModel:
     """How many of these share a microbatch's tokens."""
     tensor_rank = TensorRank()
     """This one's place among those that share its blocks."""
+    captures = True
+    """Passes hold no collectives, so CUDA graphs may."""
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
         self._chunks: list[Chunk] = []
         self._optimizer: StageOptimizer | None = None
-        self._in_flight: dict[tuple[int, int], _InFlight] = {}
+        self._passes: list[Passes] = []
 
     def build(self, stage: int, stages: int) -> None:
         """Make this stage's chunks with their initial weights, and a fresh optimizer."""
         config = self.config
-        self._in_flight.clear()
+        self._passes = []
         self._chunks = [
             build_chunk(
                 config.model,
@@ -58,13 +51,25 @@ class StageModel:
             )
             for units in chunk_units(config, stages)[stage::stages]
         ]
-        self._optimizer = StageOptimizer(self._chunks, config.training, config.run.seed, self.tensor_rank)
+        captured = self.captures and config.training.cuda_graphs and self.device.type == "cuda"
+        self._optimizer = StageOptimizer(
+            self._chunks, config.training, config.run.seed, self.tensor_rank, gradients_in_place=captured
+        )
+        precision, shares = config.training.precision, config.microbatches * self.ranks
+        if captured:
+            recorder, gradients = CudaRecorder(self.device), self._optimizer.gradients
+            self._passes = [
+                CapturedPasses(chunk, gradients, precision, self.device, shares, recorder)
+                for chunk in self._chunks
+            ]
+        else:
+            self._passes = [AutogradPasses(chunk, precision, self.device, shares) for chunk in self._chunks]
 
     def drop(self) -> None:
         """Hold nothing."""
+        self._passes = []
         self._chunks = []
         self._optimizer = None
-        self._in_flight.clear()
 
     def load_unit_state(self, unit: str, state: Mapping[str, Tensor]) -> None:
         """As `StageOptimizer.load_unit_state`."""
@@ -78,7 +83,8 @@ class StageModel:
 
     def begin_step(self) -> None:
         """Drop what an unfinished step left."""
-        self._in_flight.clear()
+        for passes in self._passes:
+            passes.begin_step()
         self.optimizer.zero_grad()
 
     def forward(self, chunk: int, microbatch: int, fed: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -91,15 +97,7 @@ class StageModel:
         Returns:
             Hidden [B, S, C] float32, or with `labels` the microbatch's share of the mean loss; no graph.
         """
-        source = fed.requires_grad_() if fed.is_floating_point() else None
-        with compute_precision(self.config.training.precision, self.device):
-            if labels is None:
-                result = self._chunks[chunk](fed)
-            else:
-                result = self._chunks[chunk].loss(fed, labels) / (self.config.microbatches * self.ranks)
-        self._in_flight[chunk, microbatch] = _InFlight(source, result)
-        made: Tensor = result.detach()
-        return made
+        return self._passes[chunk].forward(microbatch, fed, labels)
 
     def backward(self, chunk: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """The backward of what `forward` has run.
@@ -110,9 +108,7 @@ class StageModel:
         Returns:
             The gradient of what was fed [B, S, C], None if that was token ids.
         """
-        flight = self._in_flight.pop((chunk, microbatch))
-        torch.autograd.backward(flight.result, None if gradient is None else gradient.to(flight.result.dtype))
-        return None if flight.source is None else flight.source.grad
+        return self._passes[chunk].backward(microbatch, gradient)
 
     def finish_step(self) -> None:
         """All backwards of the step have run: make the gradients whole."""

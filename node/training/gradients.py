@@ -8,6 +8,7 @@ fp32.
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from kernels.fp8 import Fp8Gradient, accumulate_gradient, pack_gradient, unpack_gradient
@@ -33,6 +34,17 @@ class Gradients(Protocol):
         """Replace one."""
         ...
 
+    def add(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Add a microbatch's gradient, in the parameter's shape and any float dtype, to one that is in place.
+
+        It asks work of the device alone, which a CUDA graph may capture and replay.
+        """
+        ...
+
+    def added(self, parameters: Iterable[nn.Parameter]) -> None:
+        """A replay has added to these."""
+        ...
+
     @property
     def nbytes(self) -> int:
         """Memory that main gradients take now."""
@@ -42,10 +54,18 @@ class Gradients(Protocol):
 class PlainGradients:
     """`Gradients` in each parameter's `.grad`, where autograd adds them up."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], *, in_place: bool = False) -> None:
+        """`in_place`: gradients are there from the start and never move, as captured passes need it."""
         self._parameters = tuple(parameters)
+        self._in_place = in_place
+        if in_place:
+            for parameter in self._parameters:
+                parameter.grad = torch.zeros_like(parameter)
 
     def clear(self) -> None:
+        if self._in_place:
+            torch._foreach_zero_([gradient_of(parameter) for parameter in self._parameters])
+            return
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -55,7 +75,16 @@ class PlainGradients:
     stored = get
 
     def put(self, parameter: nn.Parameter, value: Tensor) -> None:
-        parameter.grad = value.to(parameter.dtype)
+        if self._in_place:
+            gradient_of(parameter).copy_(value)
+        else:
+            parameter.grad = value.to(parameter.dtype)
+
+    def add(self, parameter: nn.Parameter, value: Tensor) -> None:
+        gradient_of(parameter).add_(value)
+
+    def added(self, parameters: Iterable[nn.Parameter]) -> None:
+        pass
 
     @property
     def nbytes(self) -> int:
@@ -65,9 +94,10 @@ class PlainGradients:
 class Fp8Gradients:
     """`Gradients` of matrices in e4m3 blocks; those of vectors in `.grad`."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], *, in_place: bool = False) -> None:
+        """`in_place`: as for `PlainGradients`; those of matrices never move."""
         everything = tuple(parameters)
-        self._vectors = PlainGradients(p for p in everything if p.ndim < 2)
+        self._vectors = PlainGradients((p for p in everything if p.ndim < 2), in_place=in_place)
         self._main = {p: Fp8Gradient.zeros(p.numel(), p.device) for p in everything if p.ndim >= 2}
         self._reached: set[nn.Parameter] = set()
         self.when_added: Callable[[Fp8Gradient], None] | None = None
@@ -100,6 +130,16 @@ class Fp8Gradients:
         else:
             self._vectors.put(parameter, value)
 
+    def add(self, parameter: nn.Parameter, value: Tensor) -> None:
+        if parameter in self._main:
+            accumulate_gradient(self._main[parameter], value.flatten())
+            self._reached.add(parameter)
+        else:
+            self._vectors.add(parameter, value)
+
+    def added(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._reached.update(parameter for parameter in parameters if parameter in self._main)
+
     @property
     def nbytes(self) -> int:
         return sum(main.nbytes for main in self._main.values()) + self._vectors.nbytes
@@ -112,8 +152,7 @@ class Fp8Gradients:
     def _add(self, parameter: Tensor) -> None:
         """Called by autograd once it has added to a matrix's `.grad`."""
         assert isinstance(parameter, nn.Parameter)
-        accumulate_gradient(self._main[parameter], gradient_of(parameter).flatten())
-        self._reached.add(parameter)
+        self.add(parameter, gradient_of(parameter))
         parameter.grad = None
         if self.when_added is not None:
             self.when_added(self._main[parameter])

@@ -41,11 +41,14 @@ class StageOptimizer:
         training: TrainingSection,
         seed: int = 0,
         rank: TensorRank | None = None,
+        *,
+        gradients_in_place: bool = False,
     ) -> None:
         """
         Args:
             seed: the run's, for stochastic rounding of bfloat16 weights.
             rank: that of the chunks' shards.
+            gradients_in_place: gradients never move in memory.
         """
         self._units: dict[str, dict[str, nn.Parameter]] = {}
         # Both copies of a tied weight have the same gradient; the global norm counts the embedding's.
@@ -69,7 +72,7 @@ class StageOptimizer:
         matrices = [parameter for parameter in everything if parameter.ndim >= 2]
         vectors = [parameter for parameter in everything if parameter.ndim < 2]
         store = Fp8Gradients if training.gradients == "fp8" else PlainGradients
-        self.gradients: Gradients = store(everything)
+        self.gradients: Gradients = store(everything, in_place=gradients_in_place)
         self._training = training
         self._seed = seed
         self._steps = dict.fromkeys(self._units, 0)

@@ -1,6 +1,7 @@
 """Everything here needs an NVIDIA GPU and Triton; memory that torch leaves unwritten is filled with NaN."""
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,11 +22,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU, or no Triton"))
 
 
+# As nodes have it; cuBLAS reads it once.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """What `torch.empty` gives holds NaNs and largest integers, so that reading the unwritten shows."""
+    """What `torch.empty` gives holds NaNs and largest integers, so that reading the unwritten shows.
+
+    And sums are in a fixed order, as in a node: an operation that has none is refused.
+    """
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(before[0])

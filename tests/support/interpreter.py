@@ -9,6 +9,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -38,3 +39,29 @@ def run_interpreted(file: str, seconds: float) -> None:
         timeout=seconds,
     )
     assert made.returncode == 0 and " passed" in made.stdout, made.stdout[-5000:] + made.stderr[-2000:]
+
+
+def _patch_once() -> None:
+    """Spare the interpreter a third of its time: it looks through all of Triton's language at each call of a
+    device function, of which a program has hundreds, to replace what the kernel's launch has replaced already.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch = getattr(interpreter, "_patch_lang", None)
+    scope = getattr(interpreter, "_LangPatchScope", None)
+    if patch is None or scope is None:
+        return  # another Triton, which does it another way
+
+    def patch_once(fn: Callable[..., object]) -> object:
+        """What was replaced, for a launch to put back; a call within one puts nothing back."""
+        # Whatever a kernel can call finds its language in one of these.
+        if all(lang.static_print is print for lang in (tl, tl.core)):
+            return scope()
+        return patch(fn)
+
+    interpreter._patch_lang = patch_once
+
+
+if INTERPRETED and importlib.util.find_spec("triton") is not None:
+    _patch_once()

@@ -1,0 +1,260 @@
+"""A chunk's passes as CUDA graphs: captured once, then replayed by one call each.
+
+A block's two passes are some hundred small kernels, and with small microbatches, as slow links want them, it
+takes longer to tell a GPU of each than to run it. A graph holds them all. It reads and writes fixed places,
+so every microbatch in flight has a *slot*: places for its input, its result and the gradients of both, and a
+graph for each pass. Slots are captured when they are first needed, from the second step of a placement on:
+the first runs through autograd, where kernels are compiled and algorithms chosen, which no capture can hold.
+
+Graphs run the same kernels on the same values as autograd, so they change no bit (tests/gpu). Three things
+are arranged differently:
+
+- Weights that autocast would cast for every microbatch are cast once a step, into leaves of the graphs' own.
+- Gradients of leaves are added to the main gradients inside the graph, which therefore never move.
+- All graphs share one pool of memory. They run one at a time, so what is temporary in one may lie where it
+  did in another; what backward needs of forward stays alive in the slot, and its place is nobody else's.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from node.model.chunk import Chunk, compute_precision
+from node.stage.passes import AutogradPasses
+from node.training.gradients import Gradients
+
+log = logging.getLogger(__name__)
+
+Work = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """Records work on a device."""
+
+    def record(self, work: Work) -> Work:
+        """Record what `work` asks of the device, without doing it; returns what does it, again and again.
+
+        Raises RuntimeError if it cannot be recorded, or memory is full.
+        """
+        ...
+
+
+class CudaRecorder:
+    """By CUDA graphs that share a memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Work) -> Work:
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream), self._closing_the_pool():
+            # Other threads pack and unpack meanwhile; what they ask of CUDA is none of this capture's.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph.replay
+
+    @contextmanager
+    def _closing_the_pool(self) -> Iterator[None]:
+        """A capture that breaks leaves the allocator waiting for its end."""
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
+            raise
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One microbatch's places and graphs."""
+
+    fed: Tensor
+    labels: Tensor | None
+    gradient: Tensor | None = None
+    """Of the result; None for a loss."""
+    result: Tensor = field(init=False)
+    forward: Work = field(init=False)
+    backward: Work = field(init=False)
+
+
+class _WithLoss(nn.Module):
+    """A chunk whose call gives a loss if there are labels, for `functional_call`."""
+
+    def __init__(self, chunk: Chunk) -> None:
+        super().__init__()
+        self.chunk = chunk
+
+    def forward(self, fed: Tensor, labels: Tensor | None) -> Tensor:
+        made: Tensor = self.chunk(fed) if labels is None else self.chunk.loss(fed, labels)
+        return made
+
+
+class CapturedPasses:
+    """`node.stage.passes.Passes` by recorded work; through autograd in the first step, or where that fails.
+
+    Everything happens on the caller's current stream.
+    """
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        gradients: Gradients,
+        precision: str,
+        device: torch.device,
+        shares: int,
+        recorder: Recorder,
+    ) -> None:
+        """
+        Args:
+            gradients: of the chunk's parameters; they stay in place.
+            precision, shares: as for `AutogradPasses`.
+        """
+        self._by_autograd = AutogradPasses(chunk, precision, device, shares)
+        self._module = _WithLoss(chunk)
+        self._gradients = gradients
+        self._precision = precision
+        self._device = device
+        self._shares = shares
+        self._recorder = recorder
+        self._leaves: dict[str, Tensor] = {}
+        self._casts: list[tuple[Tensor, Tensor]] = []
+        self._slots: list[_Slot] = []
+        self._free: list[_Slot] = []
+        self._in_flight: dict[int, _Slot] = {}
+        self._ran = False
+        """A backward has run through autograd."""
+        self._warm = False
+        self._refused = False
+
+    @property
+    def slots(self) -> int:
+        """How many microbatches have graphs of their own."""
+        return len(self._slots)
+
+    def begin_step(self) -> None:
+        self._by_autograd.begin_step()
+        self._in_flight.clear()
+        self._free = list(self._slots)
+        self._warm = self._ran
+        self._cast()
+
+    def forward(self, microbatch: int, fed: Tensor, labels: Tensor | None) -> Tensor:
+        slot = self._slot(fed, labels)
+        if slot is None:
+            return self._by_autograd.forward(microbatch, fed, labels)
+        with torch.no_grad():
+            slot.fed.copy_(fed)
+            if slot.labels is not None and labels is not None:
+                slot.labels.copy_(labels)
+        slot.forward()
+        self._in_flight[microbatch] = slot
+        # The slot's own is written again while this one may still be on its way.
+        return slot.result.detach().clone()
+
+    def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        slot = self._in_flight.pop(microbatch, None)
+        if slot is None:
+            self._ran = True
+            return self._by_autograd.backward(microbatch, gradient)
+        if slot.gradient is not None and gradient is not None:
+            slot.gradient.copy_(gradient)
+        slot.backward()
+        self._gradients.added(self._module.parameters())
+        self._free.append(slot)
+        return None if slot.fed.grad is None else slot.fed.grad.clone()
+
+    # ---- recording
+
+    def _slot(self, fed: Tensor, labels: Tensor | None) -> _Slot | None:
+        """A free one, or a new one; None where there is none yet, or cannot be."""
+        if self._free:
+            return self._free.pop()
+        if not self._warm or self._refused:
+            return None
+        try:
+            slot = self._record(fed, labels)
+        except RuntimeError as error:
+            self._refused = True
+            reason = str(error).strip().split("\n")[0]
+            log.warning("%s passes are captured, no more: %s", len(self._slots), reason)
+            for leaf in self._leaves.values():
+                leaf.grad = None
+            return None
+        self._slots.append(slot)
+        return slot
+
+    def _record(self, fed: Tensor, labels: Tensor | None) -> _Slot:
+        if not self._leaves:
+            self._make_leaves()
+        slot = _Slot(fed.detach().clone(), None if labels is None else labels.clone())
+        if slot.fed.is_floating_point():
+            slot.fed.requires_grad_()
+
+        def forward() -> None:
+            with compute_precision(self._precision, self._device):
+                made = functional_call(self._module, self._leaves, (slot.fed, slot.labels))
+            slot.result = made if slot.labels is None else made / self._shares
+
+        def backward() -> None:
+            slot.fed.grad = None
+            # What forward kept has its place for good.
+            torch.autograd.backward(slot.result, slot.gradient, retain_graph=True)
+
+        slot.forward = self._recorder.record(forward)
+        if labels is None:
+            slot.gradient = torch.empty_like(slot.result)
+        slot.backward = self._recorder.record(backward)
+        return slot
+
+    def _make_leaves(self) -> None:
+        """What stands for the parameters in graphs: themselves, or their copies in autocast's precision."""
+        if self._device.type == "cuda":
+            # What the steps before kept has no other use; graphs' memory is apart from it.
+            torch.cuda.empty_cache()
+        cast = self._cast_names() if self._precision == "bfloat16" else set()
+        for name, parameter in self._module.named_parameters():
+            to = torch.bfloat16 if name in cast else parameter.dtype
+            leaf = parameter.detach().to(to).requires_grad_()
+            leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch's
+                self._adding_to(parameter)
+            )
+            self._leaves[name] = leaf
+            if leaf.dtype != parameter.dtype:
+                self._casts.append((leaf.detach(), parameter.detach()))
+
+    def _cast_names(self) -> set[str]:
+        """Parameters of projections: autocast leaves embeddings and norms alone."""
+        return {
+            f"{path}.{name}"
+            for path, module in self._module.named_modules()
+            if isinstance(module, nn.Linear)
+            for name, _ in module.named_parameters(recurse=False)
+        }
+
+    def _adding_to(self, parameter: nn.Parameter) -> Callable[[Tensor], None]:
+        def add(leaf: Tensor) -> None:
+            assert leaf.grad is not None
+            self._gradients.add(parameter, leaf.grad)
+            leaf.grad = None
+
+        return add
+
+    def _cast(self) -> None:
+        """Bring the copies up to date with the weights."""
+        if self._casts:
+            torch._foreach_copy_([copy for copy, _ in self._casts], [whole for _, whole in self._casts])

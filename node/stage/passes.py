@@ -1,0 +1,70 @@
+"""A chunk's forward and backward of one microbatch at a time, through autograd.
+
+`node.stage.captured_passes` does the same without telling a GPU every kernel anew.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from node.model.chunk import Chunk, compute_precision
+
+
+class Passes(Protocol):
+    """One chunk's. Several microbatches may be between their two passes."""
+
+    def begin_step(self) -> None:
+        """Forget the microbatches of an unfinished step; weights may have changed."""
+        ...
+
+    def forward(self, microbatch: int, fed: Tensor, labels: Tensor | None) -> Tensor:
+        """As `node.stage.stage_model.StageModel.forward`."""
+        ...
+
+    def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        """As `node.stage.stage_model.StageModel.backward`."""
+        ...
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A microbatch between its forward and its backward."""
+
+    source: Tensor | None
+    """The chunk's input, a leaf whose gradient goes upstream; None for token ids."""
+    result: Tensor
+    """The chunk's output, or the microbatch's share of the loss."""
+
+
+class AutogradPasses:
+    """`Passes` that run operation by operation."""
+
+    def __init__(self, chunk: Chunk, precision: str, device: torch.device, shares: int) -> None:
+        """
+        Args:
+            precision: `[training] precision`.
+            shares: the loss of a microbatch is divided by this.
+        """
+        self._chunk = chunk
+        self._precision = precision
+        self._device = device
+        self._shares = shares
+        self._in_flight: dict[int, _InFlight] = {}
+
+    def begin_step(self) -> None:
+        self._in_flight.clear()
+
+    def forward(self, microbatch: int, fed: Tensor, labels: Tensor | None) -> Tensor:
+        source = fed.requires_grad_() if fed.is_floating_point() else None
+        with compute_precision(self._precision, self._device):
+            result = self._chunk(fed) if labels is None else self._chunk.loss(fed, labels) / self._shares
+        self._in_flight[microbatch] = _InFlight(source, result)
+        made: Tensor = result.detach()
+        return made
+
+    def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        flight = self._in_flight.pop(microbatch)
+        torch.autograd.backward(flight.result, None if gradient is None else gradient.to(flight.result.dtype))
+        return None if flight.source is None else flight.source.grad

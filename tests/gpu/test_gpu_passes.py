@@ -1,0 +1,157 @@
+"""Captured passes on a GPU give autograd's bits, and the same again; what cannot be captured runs without."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
+from node.stage.captured_passes import CapturedPasses
+from node.stage.stage_model import StageModel
+
+GPU = torch.device("cuda", 0)
+SHAPE = (2, 512)
+HIDDEN = 256
+ORDER = ("f0", "f1", "b0", "f2", "b1", "f3", "b2", "b3")
+"""Never more than two microbatches between their passes."""
+PLAIN = TrainingSection(global_batch=8, microbatch=2, warmup_steps=0, precision="bfloat16")
+FP8 = replace(PLAIN, gradients="fp8", moments="fp8")
+CASES = {
+    "float32": (replace(PLAIN, precision="float32"), StorageSection()),
+    "autocast": (PLAIN, StorageSection()),
+    "fp8": (FP8, StorageSection()),
+    "agoq": (PLAIN, StorageSection(preset="agoq")),
+    "compact": (PLAIN, StorageSection(preset="compact")),
+    "recompute": (PLAIN, StorageSection(preset="agoq", attention="recompute", ffn_input="recompute")),
+    "agoq, fp8, bf16": (replace(FP8, weights="bfloat16"), StorageSection(preset="agoq")),
+}
+
+
+def run_file(case: str, family: str, *, graphs: bool) -> RunConfig:
+    training, storage = CASES[case]
+    return RunConfig(
+        model=ModelSection(
+            family=family,
+            layers=4,
+            hidden=HIDDEN,
+            heads=4,
+            kv_heads=4,
+            ffn=640,
+            vocab=1024,
+            sequence=SHAPE[1],
+        ),
+        training=replace(training, cuda_graphs=graphs),
+        storage=storage,
+        pipeline=PipelineSection(stages=2),
+    )
+
+
+def act(model: StageModel, stage: int, step: int, action: str) -> Tensor | None:
+    microbatch = int(action[1])
+    generator = torch.Generator().manual_seed(step * 10 + microbatch)
+    tokens = torch.randint(0, 1024, SHAPE, generator=generator).to(GPU)
+    hidden = torch.randn(*SHAPE, HIDDEN, generator=generator).to(GPU)
+    if action[0] == "f":
+        if stage:
+            return model.forward(0, microbatch, hidden, tokens)
+        return model.forward(0, microbatch, tokens)
+    return model.backward(0, microbatch, None if stage else hidden)
+
+
+def run_step(model: StageModel, stage: int, step: int) -> list[Tensor]:
+    """All that it gives to others, and the weights after it."""
+    model.begin_step()
+    made = [act(model, stage, step, action) for action in ORDER]
+    norms = torch.tensor(list(model.squared_norms().values()))
+    model.apply(1e-2, 0.5)
+    weights = [parameter.detach().clone() for parameter in model.optimizer.parameters]
+    return [*(tensor for tensor in made if tensor is not None), norms, *weights]
+
+
+def steps(config: RunConfig, stage: int, count: int = 4) -> tuple[list[list[Tensor]], StageModel]:
+    model = StageModel(config, GPU)
+    model.build(stage, 2)
+    return [run_step(model, stage, step) for step in range(count)], model
+
+
+def assert_same(found: list[list[Tensor]], wanted: list[list[Tensor]]) -> None:
+    for step, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert len(one) == len(other)
+        different = [k for k, (a, b) in enumerate(zip(one, other, strict=True)) if not torch.equal(a, b)]
+        assert different == [], f"step {step}"
+
+
+def captured(model: StageModel) -> CapturedPasses:
+    (passes,) = model._passes
+    assert isinstance(passes, CapturedPasses)
+    return passes
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("case", CASES)
+def test_graphs_give_autograds_bits(case: str, family: str, stage: int) -> None:
+    wanted, _ = steps(run_file(case, family, graphs=False), stage)
+    again, _ = steps(run_file(case, family, graphs=False), stage)
+    assert_same(again, wanted)
+    found, model = steps(run_file(case, family, graphs=True), stage)
+    assert_same(found, wanted)
+    assert captured(model).slots == 2
+
+
+class Waiting(nn.Module):
+    """Looks at the device's values, which a capture cannot wait for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1.0 if x.detach().sum().isfinite().item() else 2.0)
+
+
+def test_what_cannot_be_captured_runs_through_autograd(caplog: pytest.LogCaptureFixture) -> None:
+    config = run_file("autocast", "llama", graphs=True)
+    wanted, _ = steps(replace(config, training=replace(config.training, cuda_graphs=False)), 0)
+    model = StageModel(config, GPU)
+    model.build(0, 2)
+    model._chunks[0].layers.append(Waiting())
+    with caplog.at_level(logging.WARNING):
+        found = [run_step(model, 0, step) for step in range(4)]
+    assert_same(found, wanted)
+    assert captured(model).slots == 0
+    assert len(caplog.records) == 1
+    # Neither the device nor the allocator waits for the end of what broke.
+    model.build(0, 2)
+    again = [run_step(model, 0, step) for step in range(4)]
+    assert_same(again, wanted)
+    assert captured(model).slots == 2
+
+
+def test_full_memory_ends_capturing_and_not_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    config = run_file("autocast", "llama", graphs=True)
+    wanted, _ = steps(replace(config, training=replace(config.training, cuda_graphs=False)), 0)
+    model = StageModel(config, GPU)
+    model.build(0, 2)
+    found = [run_step(model, 0, 0)]
+    passes = captured(model)
+    recorder = passes._recorder
+    recorded = 0
+
+    class Full:
+        def record(self, work):  # type: ignore[no-untyped-def]
+            nonlocal recorded
+            recorded += 1
+            if recorded < 4:
+                return recorder.record(work)
+
+            def too_much() -> None:
+                work()
+                torch.empty(1 << 46, dtype=torch.uint8, device=GPU)
+
+            return recorder.record(too_much)
+
+    passes._recorder = Full()
+    with caplog.at_level(logging.WARNING):
+        found += [run_step(model, 0, step) for step in range(1, 4)]
+    assert_same(found, wanted)
+    assert passes.slots == 1
+    assert "out of memory" in caplog.records[0].getMessage()

@@ -1,0 +1,36 @@
+"""What a node tells torch before it computes."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.utils.deterministic
+
+from node.stage.fixed_order import fix_order
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(WORKSPACE, "")
+    monkeypatch.delenv(WORKSPACE)
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def test_a_gpu_sums_in_a_fixed_order_or_refuses() -> None:
+    fix_order(torch.device("cuda", 1))
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert os.environ[WORKSPACE] == ":4096:8"
+
+
+def test_a_cpu_is_left_alone() -> None:
+    fix_order(torch.device("cpu"))
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert WORKSPACE not in os.environ
