@@ -83,14 +83,12 @@ class Stage:
     """A middle stage, and what it is fed."""
 
     def __init__(self, case: Case, *, graphs: bool) -> None:
-        before = torch.cuda.memory_reserved()
         self._model = StageModel(case.config(graphs=graphs), torch.device("cuda", 0))
         self._model.build(1, STAGES)
         generator = torch.Generator("cuda").manual_seed(1)
         shape = (case.microbatch, case.model.sequence, case.model.hidden)
         self._fed = torch.randn(shape, generator=generator, device="cuda")
         self._gradient = torch.randn(shape, generator=generator, device="cuda") * 1e-3
-        self._before = before
 
     def passes(self) -> list[Tensor]:
         """All of a step, one microbatch ahead; what goes to the neighbours."""
@@ -121,27 +119,26 @@ class Stage:
         torch.cuda.synchronize()
         return (time.perf_counter() - began) / STEP, asked / STEP
 
-    def memory(self) -> int:
-        """The most bytes that torch has taken for it over a step that is not the first."""
+    @classmethod
+    def memory(cls, case: Case, *, graphs: bool) -> int:
+        """The most bytes that torch takes for one over a step that is not the first."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        stage = cls(case, graphs=graphs)
+        stage.step()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        self.step()
-        return torch.cuda.max_memory_reserved() - self._before
+        stage.step()
+        return torch.cuda.max_memory_reserved() - before
 
 
 def measure(case: Case, runs: int) -> dict[str, Any]:
     """A row of the report."""
-    memory: dict[bool, int] = {}
-    stages: dict[bool, Stage] = {}
-    last: dict[bool, list[Tensor]] = {}
-    for graphs in (False, True):
-        # One after the other, so that each is alone when its memory is counted.
-        stage = Stage(case, graphs=graphs)
-        stage.step()
-        memory[graphs] = stage.memory()
-        last[graphs] = stage.step()
-        stages[graphs] = stage
+    memory = {graphs: Stage.memory(case, graphs=graphs) for graphs in (False, True)}
+    stages = {graphs: Stage(case, graphs=graphs) for graphs in (False, True)}
+    last = {graphs: [stage.step() for _ in range(3)][-1] for graphs, stage in stages.items()}
     pairs = zip(last[False], last[True], strict=True)
     different = sum(not torch.equal(one, other) for one, other in pairs)
     last.clear()

@@ -11,8 +11,8 @@ are arranged differently:
 
 - Weights that autocast would cast for every microbatch are cast once a step, into leaves of the graphs' own.
 - Gradients of leaves are added to the main gradients inside the graph, which therefore never move.
-- All graphs share one pool of memory. They run one at a time, so what is temporary in one may lie where it
-  did in another; what backward needs of forward stays alive in the slot, and its place is nobody else's.
+- What a slot's forward allocates is its own for good, because another slot's forward may run before its
+  backward. What backward allocates is used up when it ends, so the backwards of all slots share their memory.
 """
 
 import logging
@@ -37,8 +37,11 @@ Work = Callable[[], None]
 class Recorder(Protocol):
     """Records work on a device."""
 
-    def record(self, work: Work) -> Work:
+    def record(self, work: Work, *, apart: bool) -> Work:
         """Record what `work` asks of the device, without doing it; returns what does it, again and again.
+
+        Args:
+            apart: no other recorded work uses the memory that this one allocates.
 
         Raises RuntimeError if it cannot be recorded, or memory is full.
         """
@@ -46,19 +49,20 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """By CUDA graphs that share a memory pool."""
+    """By CUDA graphs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
-        self._pool = torch.cuda.graph_pool_handle()
+        self._shared = torch.cuda.graph_pool_handle()
 
-    def record(self, work: Work) -> Work:
+    def record(self, work: Work, *, apart: bool) -> Work:
         graph = torch.cuda.CUDAGraph()
+        pool = torch.cuda.graph_pool_handle() if apart else self._shared
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream), self._closing_the_pool():
+        with torch.cuda.stream(self._stream), self._closing(pool):
             # Other threads pack and unpack meanwhile; what they ask of CUDA is none of this capture's.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 work()
             except BaseException:
@@ -69,13 +73,13 @@ class CudaRecorder:
         return graph.replay
 
     @contextmanager
-    def _closing_the_pool(self) -> Iterator[None]:
+    def _closing(self, pool: tuple[int, int]) -> Iterator[None]:
         """A capture that breaks leaves the allocator waiting for its end."""
         try:
             yield
         except BaseException:
             with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
+                torch._C._cuda_endAllocateToPool(self._device.index or 0, pool)
             raise
 
 
@@ -212,13 +216,13 @@ class CapturedPasses:
 
         def backward() -> None:
             slot.fed.grad = None
-            # What forward kept has its place for good.
+            # What forward kept stays where it is.
             torch.autograd.backward(slot.result, slot.gradient, retain_graph=True)
 
-        slot.forward = self._recorder.record(forward)
+        slot.forward = self._recorder.record(forward, apart=True)
         if labels is None:
             slot.gradient = torch.empty_like(slot.result)
-        slot.backward = self._recorder.record(backward)
+        slot.backward = self._recorder.record(backward, apart=False)
         return slot
 
     def _make_leaves(self) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
-from node.stage.captured_passes import CapturedPasses
+from node.stage.captured_passes import CapturedPasses, Work
 from node.stage.stage_model import StageModel
 
 GPU = torch.device("cuda", 0)
@@ -137,17 +137,17 @@ def test_full_memory_ends_capturing_and_not_the_run(caplog: pytest.LogCaptureFix
     recorded = 0
 
     class Full:
-        def record(self, work):  # type: ignore[no-untyped-def]
+        def record(self, work: Work, *, apart: bool) -> Work:
             nonlocal recorded
             recorded += 1
             if recorded < 4:
-                return recorder.record(work)
+                return recorder.record(work, apart=apart)
 
             def too_much() -> None:
                 work()
                 torch.empty(1 << 46, dtype=torch.uint8, device=GPU)
 
-            return recorder.record(too_much)
+            return recorder.record(too_much, apart=apart)
 
     passes._recorder = Full()
     with caplog.at_level(logging.WARNING):

@@ -1,44 +1,89 @@
 """Tests of Triton kernels on a CPU, under Triton's interpreter.
 
 The interpreter is chosen when kernels are defined, so such tests run in a process of their own: one test of
-their file starts it with `run_interpreted`, the others are marked `inside`. Without Triton (torch for CPUs
-does not bring it) nothing runs: `needs_triton`.
+each of their files, marked `outside`, asks `Interpreted` whether the others, marked `inside`, passed there. One
+process runs all files that were asked for, as it takes longer to start than many of them to run. Without Triton
+(torch for CPUs does not bring it) nothing runs: `needs_triton`.
 """
 
 import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SECONDS = 500
+"""That the process may take; a test in it may take what its mark says."""
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
 inside = pytest.mark.skipif(not INTERPRETED, reason="in the interpreter's process")
-outside = pytest.mark.skipif(INTERPRETED, reason="this is the process")
+_in_front = pytest.mark.skipif(INTERPRETED, reason="this is the process")
 
 
-def run_interpreted(file: str, seconds: float) -> None:
-    """Run the tests of `file` that are marked `inside`; fails as they do."""
-    # No other plugin that happens to be installed: some warn, and a warning is an error here.
-    plugins = ["-p", "no:cacheprovider", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout"]
-    made = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *plugins, file],
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "OMP_NUM_THREADS": "1",
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-            "PYTEST_ADDOPTS": "",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=seconds,
-    )
-    assert made.returncode == 0 and " passed" in made.stdout, made.stdout[-5000:] + made.stderr[-2000:]
+def outside(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark the test that asks for those of its file; whichever is first waits for all files."""
+    return pytest.mark.timeout(SECONDS + 30)(_in_front(test))
+
+
+class Interpreted:
+    """Runs the tests of `files` that are marked `inside`, once, and remembers how they went.
+
+    `report` is where pytest writes that, as JUnit's XML.
+    """
+
+    def __init__(self, files: Sequence[Path], report: Path) -> None:
+        self._files, self._report = files, report
+        self._said: str | None = None
+        self._cases: list[ElementTree.Element] = []
+
+    def passed(self, file: str) -> None:
+        """Fails as the tests of `file` did, or if none of them ran."""
+        if self._said is None:
+            self._said = self._run()
+            if self._report.exists():
+                self._cases = list(ElementTree.parse(self._report).iter("testcase"))
+        stem = Path(file).stem
+        cases = [case for case in self._cases if stem in case.get("classname", "").split(".")]
+        wrong = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+        ran = [case for case in cases if case.find("skipped") is None]
+        assert ran and not wrong, "\n".join([f"{len(ran)} ran", *map(_told, wrong), self._said])
+
+    def _run(self) -> str:
+        # No other plugin that happens to be installed: some warn, and a warning is an error here.
+        plugins = ["-p", "no:cacheprovider", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout"]
+        made = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", *plugins, f"--junit-xml={self._report}", *self._files],
+            env={
+                **os.environ,
+                "TRITON_INTERPRET": "1",
+                "OMP_NUM_THREADS": "1",
+                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+                "PYTEST_ADDOPTS": "",
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SECONDS,
+        )
+        return made.stdout[-2000:] + made.stderr[-2000:]
+
+
+def _told(case: ElementTree.Element) -> str:
+    """What a test that did not pass says."""
+    said = [part.text or part.get("message", "") for part in case if part.tag in ("failure", "error")]
+    return f"{case.get('name')}:\n" + "\n".join(said)[-3000:]
+
+
+@pytest.fixture(scope="session")
+def interpreted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Interpreted:
+    """For all files whose tests under the interpreter this session has been asked for."""
+    asked = {item.path for item in request.session.items if "interpreted" in getattr(item, "fixturenames", ())}
+    return Interpreted(sorted(asked), tmp_path_factory.mktemp("interpreted") / "report.xml")
 
 
 def _patch_once() -> None:

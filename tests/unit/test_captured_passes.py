@@ -45,7 +45,7 @@ class Again:
         self._fail_at = fail_at
         self.recorded = 0
 
-    def record(self, work: Work) -> Work:
+    def record(self, work: Work, *, apart: bool) -> Work:
         if self.recorded == self._fail_at:
             raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
         self.recorded += 1
