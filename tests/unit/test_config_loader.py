@@ -172,6 +172,11 @@ def test_every_run_file_we_ship_parses() -> None:
         assert load_config(path).run.steps > 0, path
 
 
+def test_no_run_file_we_ship_gives_up_the_window_that_adapts() -> None:
+    for path in RUN_FILES:
+        assert load_config(path).pipeline.window == "auto", path
+
+
 def test_the_resolved_config_survives_json_and_toml(tmp_path: Path) -> None:
     for path in RUN_FILES:
         config = load_config(path)
