@@ -102,12 +102,16 @@ class Stage:
         return made
 
     def step(self) -> list[Tensor]:
-        """A whole step: what goes to the neighbours, norms, weights."""
+        """A whole step: what goes to the neighbours, and norms."""
         self._model.begin_step()
         made = self.passes()
         norms = torch.tensor(list(self._model.squared_norms().values()))
         self._model.apply(1e-3, 0.5)
-        return [*made, norms, *(p.detach().clone() for p in self._model.optimizer.parameters)]
+        return [*made, norms]
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        return self._model.optimizer.parameters
 
     def timed(self) -> tuple[float, float]:
         """Seconds of a microbatch, and of those the host's own."""
@@ -138,7 +142,9 @@ def measure(case: Case, runs: int) -> dict[str, Any]:
     """A row of the report."""
     memory = {graphs: Stage.memory(case, graphs=graphs) for graphs in (False, True)}
     stages = {graphs: Stage(case, graphs=graphs) for graphs in (False, True)}
-    last = {graphs: [stage.step() for _ in range(3)][-1] for graphs, stage in stages.items()}
+    last = {
+        graphs: [*[stage.step() for _ in range(3)][-1], *stage.weights] for graphs, stage in stages.items()
+    }
     pairs = zip(last[False], last[True], strict=True)
     different = sum(not torch.equal(one, other) for one, other in pairs)
     last.clear()

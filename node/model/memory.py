@@ -51,6 +51,10 @@ class Devices:
         """How many shares of a microbatch's samples there are."""
         return self.count // self.tensor_parallel
 
+    def captures(self, training: TrainingSection) -> bool:
+        """Whether passes are CUDA graphs (`node.stage.captured_passes`)."""
+        return training.cuda_graphs and not self.on_cpu and self.count == 1
+
 
 def devices_of(hardware: Hardware) -> Devices:
     """Those that a node says it has."""
@@ -115,7 +119,11 @@ def stage_memory(
         else:
             block = stored_bytes(config.model, config.training, storage).total // devices.count
             ends = 2
-        kept = held[stage] * block + held_activations(orders[stage]) * ends * one.residual
+        in_flight = held_activations(orders[stage])
+        kept = held[stage] * block + in_flight * ends * one.residual
+        if one.captures:
+            # A graph's forward keeps the places of what it needs meanwhile, and of what goes in and out.
+            kept += in_flight * (one.block_at_work() + 4 * one.residual)
         # What a step teaches waits beside what is remembered; a snapshot's copy comes on top.
         cache = caches[stage] + caches[stage] // max(windows, 1) * min(config.training.global_batch, windows)
         # A leader that shares a microbatch has it whole too, and cut to pieces.
@@ -147,6 +155,7 @@ class _Share:
         """Of a microbatch, in the row of devices that shares blocks."""
         self._tokens = self._row_tokens // devices.tensor_parallel
         self._half = config.training.precision == "bfloat16"
+        self.captures = devices.captures(config.training)
         self._element = 2 if self._half else 4
         """What projections give."""
 
@@ -173,7 +182,20 @@ class _Share:
             ):
                 # What the all-reduce sends and receives.
                 total += 2 * _GRADIENT_BYTES * elements
-        return int(total)
+        return int(total) + (self._copies(units) if self.captures else 0)
+
+    def _copies(self, units: Sequence[str]) -> int:
+        """Autocast's copies of the projections' weights."""
+        if not self._half or self._training.weights == "bfloat16":
+            return 0
+        ranks = self._devices.tensor_parallel
+        return sum(
+            2 * prod(shard_shape(unit, spec, ranks))
+            for unit in units
+            if unit != EMBED
+            for spec in parameter_specs(self._model, unit)
+            if len(spec.shape) >= 2
+        )
 
     def snapshot(self, units: Sequence[str]) -> int:
         """A copy of these units' state for a snapshot, whole whatever the share, and a layer as a file."""
@@ -245,13 +267,8 @@ class _Share:
         # values, attention's result and log-sum-exp; gate, its SiLU, up and the product, or up and its GELU.
         inside = element * (2 * model.hidden + 2 * kv_width) + 4 * model.heads
         inside += element * (4 if llama else 2) * model.ffn
-        # Autocast's copies of the weights belong to each microbatch's graph.
-        weights = 0
-        if self._half and self._training.weights == "float32":
-            specs = parameter_specs(model, "block.0000")
-            weights = sum(
-                2 * prod(shard_shape("block.0000", spec, ranks)) for spec in specs if len(spec.shape) > 1
-            )
+        # Autocast's copies of weights belong to each microbatch's graph, if they are not made once a step.
+        weights = 0 if self.captures else self._copies(["block.0000"])
         return self._tokens * own + self._row_tokens * wide + self._row_tokens * inside // ranks + weights
 
     def block_at_work(self) -> int:
@@ -272,7 +289,7 @@ class _Share:
         """Logits, their logarithms and gradient; the norm's input and result."""
         model = self._model
         logits = (3 * 4 + (2 if self._half else 0)) * model.vocab
-        weights = 2 * model.vocab * model.hidden if self._half and self._training.weights == "float32" else 0
+        weights = 0 if self.captures else self._copies([HEAD])
         return self._tokens * (logits + 3 * 4 * model.hidden) + weights
 
 

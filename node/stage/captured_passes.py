@@ -9,7 +9,8 @@ the first runs through autograd, where kernels are compiled and algorithms chose
 Graphs run the same kernels on the same values as autograd, so they change no bit (tests/gpu). Three things
 are arranged differently:
 
-- Weights that autocast would cast for every microbatch are cast once a step, into leaves of the graphs' own.
+- Weights that autocast would cast, and keep, for every microbatch are cast once a step, into leaves that
+  stand for the parameters; in autograd's own passes too.
 - Gradients of leaves are added to the main gradients inside the graph, which therefore never move.
 - What a slot's forward allocates is its own for good, because another slot's forward may run before its
   backward. What backward allocates is used up when it ends, so the backwards of all slots share their memory.
@@ -25,8 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from node.model.chunk import Chunk, compute_precision
-from node.stage.passes import AutogradPasses
+from node.model.chunk import Chunk
+from node.stage.passes import AutogradPasses, ChunkCall
 from node.training.gradients import Gradients
 
 log = logging.getLogger(__name__)
@@ -96,18 +97,6 @@ class _Slot:
     backward: Work = field(init=False)
 
 
-class _WithLoss(nn.Module):
-    """A chunk whose call gives a loss if there are labels, for `functional_call`."""
-
-    def __init__(self, chunk: Chunk) -> None:
-        super().__init__()
-        self.chunk = chunk
-
-    def forward(self, fed: Tensor, labels: Tensor | None) -> Tensor:
-        made: Tensor = self.chunk(fed) if labels is None else self.chunk.loss(fed, labels)
-        return made
-
-
 class CapturedPasses:
     """`node.stage.passes.Passes` by recorded work; through autograd in the first step, or where that fails.
 
@@ -128,15 +117,17 @@ class CapturedPasses:
             gradients: of the chunk's parameters; they stay in place.
             precision, shares: as for `AutogradPasses`.
         """
-        self._by_autograd = AutogradPasses(chunk, precision, device, shares)
-        self._module = _WithLoss(chunk)
+        self._module = ChunkCall(chunk)
         self._gradients = gradients
-        self._precision = precision
-        self._device = device
-        self._shares = shares
         self._recorder = recorder
-        self._leaves: dict[str, Tensor] = {}
         self._casts: list[tuple[Tensor, Tensor]] = []
+        self._leaves = self._make_leaves(precision)
+        self._by_autograd = AutogradPasses(
+            lambda fed, labels: functional_call(self._module, self._leaves, (fed, labels)),
+            precision,
+            device,
+            shares,
+        )
         self._slots: list[_Slot] = []
         self._free: list[_Slot] = []
         self._in_flight: dict[int, _Slot] = {}
@@ -155,7 +146,8 @@ class CapturedPasses:
         self._in_flight.clear()
         self._free = list(self._slots)
         self._warm = self._ran
-        self._cast()
+        if self._casts:
+            torch._foreach_copy_([copy for copy, _ in self._casts], [whole for _, whole in self._casts])
 
     def forward(self, microbatch: int, fed: Tensor, labels: Tensor | None) -> Tensor:
         slot = self._slot(fed, labels)
@@ -190,6 +182,9 @@ class CapturedPasses:
             return self._free.pop()
         if not self._warm or self._refused:
             return None
+        if not self._slots and fed.device.type == "cuda":
+            # What autograd's steps have left has no other use: graphs' memory is apart from it.
+            torch.cuda.empty_cache()
         try:
             slot = self._record(fed, labels)
         except RuntimeError as error:
@@ -203,16 +198,12 @@ class CapturedPasses:
         return slot
 
     def _record(self, fed: Tensor, labels: Tensor | None) -> _Slot:
-        if not self._leaves:
-            self._make_leaves()
         slot = _Slot(fed.detach().clone(), None if labels is None else labels.clone())
         if slot.fed.is_floating_point():
             slot.fed.requires_grad_()
 
         def forward() -> None:
-            with compute_precision(self._precision, self._device):
-                made = functional_call(self._module, self._leaves, (slot.fed, slot.labels))
-            slot.result = made if slot.labels is None else made / self._shares
+            slot.result = self._by_autograd.run(slot.fed, slot.labels)
 
         def backward() -> None:
             slot.fed.grad = None
@@ -225,21 +216,19 @@ class CapturedPasses:
         slot.backward = self._recorder.record(backward, apart=False)
         return slot
 
-    def _make_leaves(self) -> None:
-        """What stands for the parameters in graphs: themselves, or their copies in autocast's precision."""
-        if self._device.type == "cuda":
-            # What the steps before kept has no other use; graphs' memory is apart from it.
-            torch.cuda.empty_cache()
-        cast = self._cast_names() if self._precision == "bfloat16" else set()
+    def _make_leaves(self, precision: str) -> dict[str, Tensor]:
+        """What stands for the parameters: the same memory, or a copy in autocast's precision."""
+        cast = self._cast_names() if precision == "bfloat16" else set()
+        leaves: dict[str, Tensor] = {}
         for name, parameter in self._module.named_parameters():
-            to = torch.bfloat16 if name in cast else parameter.dtype
-            leaf = parameter.detach().to(to).requires_grad_()
+            leaf = parameter.detach().to(torch.bfloat16 if name in cast else parameter.dtype).requires_grad_()
             leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch's
                 self._adding_to(parameter)
             )
-            self._leaves[name] = leaf
+            leaves[name] = leaf
             if leaf.dtype != parameter.dtype:
                 self._casts.append((leaf.detach(), parameter.detach()))
+        return leaves
 
     def _cast_names(self) -> set[str]:
         """Parameters of projections: autocast leaves embeddings and norms alone."""
@@ -257,8 +246,3 @@ class CapturedPasses:
             leaf.grad = None
 
         return add
-
-    def _cast(self) -> None:
-        """Bring the copies up to date with the weights."""
-        if self._casts:
-            torch._foreach_copy_([copy for copy, _ in self._casts], [whole for _, whole in self._casts])

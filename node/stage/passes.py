@@ -3,13 +3,17 @@
 `node.stage.captured_passes` does the same without telling a GPU every kernel anew.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from node.model.chunk import Chunk, compute_precision
+
+Call = Callable[[Tensor, Tensor | None], Tensor]
+"""What a chunk makes of its input: hidden states, or with labels the mean loss."""
 
 
 class Passes(Protocol):
@@ -28,6 +32,18 @@ class Passes(Protocol):
         ...
 
 
+class ChunkCall(nn.Module):
+    """A chunk as a `Call`."""
+
+    def __init__(self, chunk: Chunk) -> None:
+        super().__init__()
+        self.chunk = chunk
+
+    def forward(self, fed: Tensor, labels: Tensor | None) -> Tensor:
+        made: Tensor = self.chunk(fed) if labels is None else self.chunk.loss(fed, labels)
+        return made
+
+
 @dataclass(frozen=True)
 class _InFlight:
     """A microbatch between its forward and its backward."""
@@ -41,13 +57,13 @@ class _InFlight:
 class AutogradPasses:
     """`Passes` that run operation by operation."""
 
-    def __init__(self, chunk: Chunk, precision: str, device: torch.device, shares: int) -> None:
+    def __init__(self, call: Call, precision: str, device: torch.device, shares: int) -> None:
         """
         Args:
             precision: `[training] precision`.
             shares: the loss of a microbatch is divided by this.
         """
-        self._chunk = chunk
+        self._call = call
         self._precision = precision
         self._device = device
         self._shares = shares
@@ -58,11 +74,15 @@ class AutogradPasses:
 
     def forward(self, microbatch: int, fed: Tensor, labels: Tensor | None) -> Tensor:
         source = fed.requires_grad_() if fed.is_floating_point() else None
-        with compute_precision(self._precision, self._device):
-            result = self._chunk(fed) if labels is None else self._chunk.loss(fed, labels) / self._shares
+        result = self.run(fed, labels)
         self._in_flight[microbatch] = _InFlight(source, result)
-        made: Tensor = result.detach()
-        return made
+        return result.detach()
+
+    def run(self, fed: Tensor, labels: Tensor | None) -> Tensor:
+        """The chunk's output, or the microbatch's share of the loss, with its graph."""
+        with compute_precision(self._precision, self._device):
+            made = self._call(fed, labels)
+        return made if labels is None else made / self._shares
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         flight = self._in_flight.pop(microbatch)

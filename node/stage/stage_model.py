@@ -14,7 +14,7 @@ from node.model.chunk import Chunk, build_chunk, weight_dtype
 from node.model.placement import chunk_units, stage_storages
 from node.model.tensor_rank import TensorRank
 from node.stage.captured_passes import CapturedPasses, CudaRecorder
-from node.stage.passes import AutogradPasses, Passes
+from node.stage.passes import AutogradPasses, ChunkCall, Passes
 from node.training.optimizer import StageOptimizer
 
 
@@ -63,7 +63,9 @@ class StageModel:
                 for chunk in self._chunks
             ]
         else:
-            self._passes = [AutogradPasses(chunk, precision, self.device, shares) for chunk in self._chunks]
+            self._passes = [
+                AutogradPasses(ChunkCall(chunk), precision, self.device, shares) for chunk in self._chunks
+            ]
 
     def drop(self) -> None:
         """Hold nothing."""

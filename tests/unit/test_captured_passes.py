@@ -17,7 +17,7 @@ from node.model.chunk import build_chunk, weight_dtype
 from node.model.storage import configured
 from node.model.units import unit_names
 from node.stage.captured_passes import CapturedPasses, Work
-from node.stage.passes import AutogradPasses, Passes
+from node.stage.passes import AutogradPasses, ChunkCall, Passes
 from node.training.gradients import Gradients
 from node.training.optimizer import StageOptimizer
 
@@ -95,7 +95,7 @@ class Half:
                 chunk, self.optimizer.gradients, training.precision, CPU, SHARES, self.recorder
             )
         else:
-            self.passes = AutogradPasses(chunk, training.precision, CPU, SHARES)
+            self.passes = AutogradPasses(ChunkCall(chunk), training.precision, CPU, SHARES)
 
     def begin(self) -> None:
         self.passes.begin_step()

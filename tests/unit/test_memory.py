@@ -128,6 +128,7 @@ def test_a_window_takes_what_is_estimated() -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(("form", "tensor_parallel"), [("compact, fp8 gradients", 1), ("plain", 2)])
 def test_each_of_two_devices_takes_what_is_estimated(form: str, tensor_parallel: int) -> None:
     config = run(form)
@@ -152,8 +153,34 @@ def test_what_is_divided_is_what_shards_divide() -> None:
         assert stage_memory(config, 2, devices)[0].state == 16 * elements + tables
 
 
+def without_graphs(config: RunConfig) -> RunConfig:
+    return replace(config, training=replace(config.training, cuda_graphs=False))
+
+
+def test_captured_passes_keep_one_copy_of_the_weights() -> None:
+    config = run("autocast")
+    # Few tokens, so that weights are what counts.
+    config = replace(config, model=replace(config.model, sequence=8))
+    gpu = Devices(on_cpu=False)
+    wide = replace(config, pipeline=replace(config.pipeline, window=2))
+    graphs, plain = (
+        [stage_memory(one, 2, gpu)[0] for one in (form(config), form(wide))]
+        for form in (lambda config: config, without_graphs)
+    )
+    copy = 2 * sum(
+        spec.elements for spec in parameter_specs(config.model, block_name(0)) if len(spec.shape) > 1
+    )
+    assert graphs[0].state - plain[0].state == 2 * copy
+    # Two more microbatches of two blocks each.
+    more = (graphs[1].kept - graphs[0].kept) - (plain[1].kept - plain[0].kept)
+    assert -4 * copy < more < 0
+    # On several devices, and on a CPU, nothing is captured.
+    for devices in (Devices(on_cpu=False, count=2), Devices()):
+        assert stage_memory(config, 2, devices) == stage_memory(without_graphs(config), 2, devices)
+
+
 def test_replicas_divide_samples_alone() -> None:
-    config = run("agoq")
+    config = without_graphs(run("agoq"))
     one, two = (stage_memory(config, 2, Devices(count=count, on_cpu=False))[0] for count in (1, 2))
     assert two.state == one.state
     assert two.kept * 2 == one.kept
@@ -186,7 +213,7 @@ def test_what_autograd_keeps_is_what_was_measured_on_a_gpu() -> None:
         model = ModelSection(layers=2, vocab=256, sequence=row["tokens"], **sizes)
         config = RunConfig(
             model=model,
-            training=replace(HALF, microbatch=1, global_batch=1),
+            training=replace(HALF, microbatch=1, global_batch=1, cuda_graphs=False),
             pipeline=PipelineSection(stages=2),
         )
         kept = stage_memory(config, 2, Devices(on_cpu=False))[0].kept
