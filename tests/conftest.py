@@ -1,5 +1,5 @@
-"""Shared by all tests: one thread for torch, so that arithmetic order is predictable on few cores; and a
-process from which others are forked."""
+"""Shared by all tests: one thread for torch, so that arithmetic order is predictable on few cores; a process
+from which others are forked; and one for Triton's interpreter."""
 
 import subprocess
 from types import SimpleNamespace
@@ -10,6 +10,7 @@ from hypothesis import settings
 
 from node.parallel import processes
 from tests.support.fault_prefork import Prefork
+from tests.support.interpreter import Interpreted
 
 torch.set_num_threads(1)
 
@@ -45,3 +46,11 @@ def forked_workers(prefork: Prefork, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes of a node's other devices are forked too; `test_run_devices.py` starts them for real."""
     names = {"PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
     monkeypatch.setattr(processes, "subprocess", SimpleNamespace(Popen=prefork.popen, **names))
+
+
+@pytest.fixture(scope="session")
+def interpreted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Interpreted:
+    """A process for Triton's interpreter, for all files of the session that ask for it."""
+    items = (item for item in request.session.items if isinstance(item, pytest.Function))
+    asked = {item.path for item in items if "interpreted" in item.fixturenames}
+    return Interpreted(sorted(asked), tmp_path_factory.mktemp("interpreted") / "report.xml")

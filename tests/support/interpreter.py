@@ -1,9 +1,9 @@
 """Tests of Triton kernels on a CPU, under Triton's interpreter.
 
 The interpreter is chosen when kernels are defined, so such tests run in a process of their own: one test of
-each of their files, marked `outside`, asks `Interpreted` whether the others, marked `inside`, passed there. One
-process runs all files that were asked for, as it takes longer to start than many of them to run. Without Triton
-(torch for CPUs does not bring it) nothing runs: `needs_triton`.
+each of their files, marked `outside`, asks the fixture `interpreted` whether the others, marked `inside`,
+passed there. One process runs all files of a session, as it takes longer to start than many tests to run.
+Without Triton (torch for CPUs does not bring it) nothing runs: `needs_triton`.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import pytest
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-SECONDS = 500
+SECONDS = 900
 """That the process may take; a test in it may take what its mark says."""
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
@@ -79,17 +79,9 @@ def _told(case: ElementTree.Element) -> str:
     return f"{case.get('name')}:\n" + "\n".join(said)[-3000:]
 
 
-@pytest.fixture(scope="session")
-def interpreted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Interpreted:
-    """For all files whose tests under the interpreter this session has been asked for."""
-    asked = {item.path for item in request.session.items if "interpreted" in getattr(item, "fixturenames", ())}
-    return Interpreted(sorted(asked), tmp_path_factory.mktemp("interpreted") / "report.xml")
-
-
 def _patch_once() -> None:
-    """Spare the interpreter a third of its time: it looks through all of Triton's language at each call of a
-    device function, of which a program has hundreds, to replace what the kernel's launch has replaced already.
-    """
+    """Spare the interpreter a third of its time: at each call of a device function, of which a program has
+    hundreds, it looks through all of Triton's language to replace what the launch has replaced already."""
     import triton.language as tl
     from triton.runtime import interpreter
 

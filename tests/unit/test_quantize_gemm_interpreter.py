@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.interpreter import inside, needs_triton, outside, run_interpreted
+from tests.support.interpreter import Interpreted, inside, needs_triton, outside
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -22,9 +22,8 @@ pytestmark = [
 
 
 @outside
-@pytest.mark.timeout(200)
-def test_in_a_process_of_their_own() -> None:
-    run_interpreted(__file__, 190)
+def test_in_a_process_of_their_own(interpreted: Interpreted) -> None:
+    interpreted.passed(__file__)
 
 
 @inside

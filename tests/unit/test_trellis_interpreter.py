@@ -8,15 +8,14 @@ import torch
 
 from kernels import trellis, trellis_lanes
 from kernels.trellis_grid import Grid
-from tests.support.interpreter import inside, needs_triton, outside, run_interpreted
+from tests.support.interpreter import Interpreted, inside, needs_triton, outside
 
 pytestmark = needs_triton
 
 
 @outside
-@pytest.mark.timeout(200)
-def test_in_a_process_of_their_own() -> None:
-    run_interpreted(__file__, 190)
+def test_in_a_process_of_their_own(interpreted: Interpreted) -> None:
+    interpreted.passed(__file__)
 
 
 @inside

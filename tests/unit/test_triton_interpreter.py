@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from kernels import fixed, ops, tah
 from kernels.triton_launch import Launch
-from tests.support.interpreter import inside, needs_triton, outside, run_interpreted
+from tests.support.interpreter import Interpreted, inside, needs_triton, outside
 from wire.codecs import tah as tah_codec
 from wire.codecs.fixed import FixedCodec
 from wire.codecs.header import seal
@@ -37,9 +37,8 @@ pytestmark = [
 
 
 @outside
-@pytest.mark.timeout(300)
-def test_in_a_process_of_their_own() -> None:
-    run_interpreted(__file__, 280)
+def test_in_a_process_of_their_own(interpreted: Interpreted) -> None:
+    interpreted.passed(__file__)
 
 
 @pytest.fixture

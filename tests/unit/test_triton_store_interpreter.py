@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels import blockfloat, blockfloat_layers
 from kernels.blockfloat_layout import WIDTHS
-from tests.support.interpreter import inside, needs_triton, outside, run_interpreted
+from tests.support.interpreter import Interpreted, inside, needs_triton, outside
 
 pytestmark = [
     needs_triton,
@@ -19,9 +19,8 @@ pytestmark = [
 
 
 @outside
-@pytest.mark.timeout(300)
-def test_in_a_process_of_their_own() -> None:
-    run_interpreted(__file__, 280)
+def test_in_a_process_of_their_own(interpreted: Interpreted) -> None:
+    interpreted.passed(__file__)
 
 
 def inputs() -> dict[str, Tensor]:
