@@ -65,6 +65,7 @@ SUITES = {
 }
 """How the suites of scripts/exp_convergence.py are called, in order."""
 UNCHANGED = ("fp16", "fp16")
+UNCOMPRESSED = ("fp16", "fp32", "bf16")
 KEPT = {
     "plain": "everything in bf16 and fp32",
     "activations": "activations: `agoq`",
@@ -114,7 +115,44 @@ def convergence() -> str:
 A Llama of 124 million parameters, 4 stages, GPT-2's tokens of books, {report["tokens_a_step"]:,} tokens a
 step, {report["hardware"]}, torch {report["versions"]["torch"]}, commit {commit(report)}.
 Training loss: the mean of the last 20 steps, through the codecs. Held out: the final weights without codecs,
-on {report["validation_windows"]} windows of other books. `naive-4`: 4 bits, one scale for a whole tensor."""
+on {report["validation_windows"]} windows of other books. `naive-4`: 4 bits, one scale for a whole tensor.
+`aqsgd-4`: by a stand-in that the script has for the codec of that name; it remembers samples in
+{report.get("aqsgd_remembers", "fp16")}, the codec in bf16."""
+
+
+def convergence_words() -> str:
+    """What the same runs say: the longest ones, few bits backward, how far equal runs lie apart."""
+    report = read_report(CONVERGENCE)
+    runs = report["runs"]
+    long = {(run["forward"], run["seed"]): run["loss_valid"] for run in runs if run["suite"] == "long"}
+    codecs = ", ".join(
+        f"`{name}` {100 * (loss / long['fp16', 0] - 1):+.2f} %"
+        for (name, seed), loss in long.items()
+        if name != "fp16" and not seed
+    )
+    seeds = [loss for (name, _), loss in long.items() if name == "fp16"]
+    back = {run["backward"]: run["loss_valid"] for run in runs if run["suite"] == "backward"}
+    naive = back.pop("naive-4")
+    others = ", ".join(f"`{name}` {loss:.2f}" for name, loss in back.items())
+    # Uncompressed ones differ in rounding alone, and in their seed.
+    alike = [
+        run["loss_valid"]
+        for run in runs
+        if run["suite"] == "pass" and run["forward"] == run["backward"] and run["forward"] in UNCOMPRESSED
+    ]
+    unchanged = alike[0]
+    steps = {run["suite"]: run["steps"] * report["tokens_a_step"] / 1e6 for run in runs}
+    return f"""At 124 million parameters, after {steps["long"]:.0f} million tokens, held-out loss is off
+fp16's by {codecs}; two seeds of fp16 lie {spread(seeds)} apart.
+With few bits for gradients it ends, after {steps["backward"]:.0f} million tokens, at {naive:.2f} with `naive-4`,
+where fp16 has {unchanged:.2f}; with {others}.
+Runs that ought to be equal ({", ".join(UNCOMPRESSED)}, another seed) lie up to {spread(alike)} apart after
+{steps["pass"]:.0f} million tokens, so that smaller differences there tell nothing."""
+
+
+def spread(losses: list[float]) -> str:
+    """How far the largest lies above the least."""
+    return f"{100 * (max(losses) / min(losses) - 1):.2f} %"
 
 
 def convergence_memory() -> str:
@@ -148,5 +186,6 @@ The model of 124 million parameters, {tokens:.1f} million tokens, eight microbat
 TABLES: Tables = {
     "codec_loss": codec_loss,
     "convergence": convergence,
+    "convergence_words": convergence_words,
     "convergence_memory": convergence_memory,
 }
