@@ -56,6 +56,8 @@ MEMORY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "activations": ({"preset": "agoq"}, {}),
     "compact": ({"preset": "compact"}, {}),
+    "attention-6": ({"preset": "compact", "attention": "6", "attention_output": "6"}, {}),
+    "ffn-3": ({"preset": "compact", "ffn_input": "3"}, {}),
     "all-4": ({"preset": "agoq", "attention": "4", "attention_output": "4"}, {}),
     "gradients": ({}, {"gradients": "fp8"}),
     "moments": ({}, {"moments": "fp8"}),
@@ -88,6 +90,7 @@ RUNS = (
             ("fp32", "fp32", 0),
             ("bf16", "bf16", 0),
             (BETTER, BETTER, 0),
+            ("trellis-3.45", "fixed-8", 0),
             ("fp16", "fp16", 1),
         )
     ),

@@ -68,6 +68,8 @@ from wire.version import VERSION
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "scripts" / "results" / "convergence.json"
+REMEMBERED = torch.bfloat16
+"""What both ends of a boundary hold in the codec `aqsgd-b`, for which `Boundaries` stands in."""
 RUNS_A_GPU = "THINWIRE_RUNS_A_GPU"
 """Tells a run's process how many there are beside it."""
 
@@ -136,19 +138,19 @@ class Boundaries:
         return arrived
 
     def _through_cache(self, tensor: Tensor, key: TensorKey) -> Tensor:
-        """AQ-SGD: the first time fp16, then the quantized change of what the receiver holds."""
+        """AQ-SGD: the first time bf16, then the quantized change of what the receiver holds, in bf16."""
         first = key.microbatch * len(tensor)
         samples = torch.from_numpy(self._text.samples(key.step)[first : first + len(tensor)]).to(
             tensor.device
         )
         if key.boundary not in self._kept:
             shape = (self._text.count, *tensor.shape[1:])
-            self._kept[key.boundary] = torch.zeros(shape, dtype=torch.float16, device=tensor.device)
+            self._kept[key.boundary] = torch.zeros(shape, dtype=REMEMBERED, device=tensor.device)
             self._seen[key.boundary] = torch.zeros(self._text.count, dtype=torch.bool, device=tensor.device)
         kept, seen = self._kept[key.boundary], self._seen[key.boundary]
         before = kept[samples].float()
         changed = before + self._codecs[Direction.ACTIVATION](tensor.float() - before)
-        arrived = torch.where(seen[samples][:, None, None], changed, tensor.float()).half()
+        arrived = torch.where(seen[samples][:, None, None], changed, tensor.float()).to(REMEMBERED)
         kept[samples] = arrived
         seen[samples] = True
         return arrived.to(tensor.dtype)
@@ -255,6 +257,7 @@ def train(run: Run, tokens: Path, out: Path) -> None:
         "seconds": seconds,
         "seconds_a_step": per_step,
         "runs_a_gpu": int(os.environ.get(RUNS_A_GPU, "1")),
+        "remembered": str(REMEMBERED) if run.forward.startswith("aqsgd-") else None,
         "losses": [round(loss, 5) for loss in losses],
     }
     whole = out / f"{run.name}.tmp"
