@@ -70,6 +70,8 @@ KEPT = {
     "plain": "everything in bf16 and fp32",
     "activations": "activations: `agoq`",
     "compact": "activations: `compact`",
+    "attention-6": "`compact`, attention in 6 bits",
+    "ffn-3": "`compact`, FFN's inputs in 3 bits",
     "all-4": "activations: all in 4 bits",
     "gradients": "gradients in FP8",
     "moments": "moments in FP8",
@@ -117,7 +119,15 @@ step, {report["hardware"]}, torch {report["versions"]["torch"]}, commit {commit(
 Training loss: the mean of the last 20 steps, through the codecs. Held out: the final weights without codecs,
 on {report["validation_windows"]} windows of other books. `naive-4`: 4 bits, one scale for a whole tensor.
 `aqsgd-4`: by a stand-in that the script has for the codec of that name; it remembers samples in
-{report.get("aqsgd_remembers", "fp16")}, the codec in bf16."""
+{_remembered(report["runs"])}."""
+
+
+def _remembered(runs: list[dict[str, Any]]) -> str:
+    """What the stand-in for AQ-SGD keeps, which reports say that are newer than its change to bf16."""
+    kinds = {run.get("remembered") or "torch.float16" for run in runs if run["forward"].startswith("aqsgd-")}
+    if kinds == {"torch.bfloat16"}:
+        return "bf16, as the codec does"
+    return f"{' and '.join(kind.removeprefix('torch.') for kind in sorted(kinds))}, the codec in bf16"
 
 
 def convergence_words() -> str:
@@ -144,8 +154,8 @@ def convergence_words() -> str:
     steps = {run["suite"]: run["steps"] * report["tokens_a_step"] / 1e6 for run in runs}
     return f"""At 124 million parameters, after {steps["long"]:.0f} million tokens, held-out loss is off
 fp16's by {codecs}; two seeds of fp16 lie {spread(seeds)} apart.
-With few bits for gradients it ends, after {steps["backward"]:.0f} million tokens, at {naive:.2f} with `naive-4`,
-where fp16 has {unchanged:.2f}; with {others}.
+With few bits for gradients it ends, after {steps["backward"]:.0f} million tokens, at {naive:.2f} by
+`naive-4`, where fp16 has {unchanged:.2f}; by {others}.
 Runs that ought to be equal ({", ".join(UNCOMPRESSED)}, another seed) lie up to {spread(alike)} apart after
 {steps["pass"]:.0f} million tokens, so that smaller differences there tell nothing."""
 

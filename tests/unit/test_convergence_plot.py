@@ -100,5 +100,12 @@ def test_sentences_come_from_the_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     recorded(tmp_path, RUNS, monkeypatch)
     said = " ".join(losses.convergence_words().split())
     assert "`tah` +2.44 %; two seeds of fp16 lie 0.49 % apart" in said
-    assert "at 6.60 with `naive-4`, where fp16 has 4.70; with `tah` 4.80" in said
+    assert "at 6.60 by `naive-4`, where fp16 has 4.70; by `tah` 4.80" in said
     assert "lie up to 1.06 % apart" in said
+
+
+def test_what_stands_in_for_aqsgd_is_said() -> None:
+    aqsgd = {**run("epochs", "aqsgd-4", "fixed-8", 4.3), "remembered": "torch.bfloat16"}
+    assert losses._remembered(RUNS) == "float16, the codec in bf16"
+    assert losses._remembered([*RUNS, aqsgd]) == "bfloat16 and float16, the codec in bf16"
+    assert losses._remembered([aqsgd]) == "bf16, as the codec does"
