@@ -37,7 +37,7 @@ from node.coordinator.machine import RunMachine
 from node.coordinator.narrator import Emit, Narrator
 from node.coordinator.plan import Past, RunPlan
 from node.coordinator.records import PlacedNode, StepOutcome, StepRecord
-from node.coordinator.seating import stage_needs
+from node.coordinator.seating import sharing, stage_needs
 from node.coordinator.sessions import Sessions
 from node.coordinator.snapshot_desk import SnapshotDesk
 from node.coordinator.store import Store
@@ -105,6 +105,7 @@ class Coordinator:
                 min_stages=pipeline.min_stages or pipeline.stages,
                 units=functools.partial(stage_units, config),
                 stage_bytes=stage_needs(config, corpus.windows),
+                sharing=sharing(config),
             ),
             self._plan,
             past,

@@ -25,7 +25,7 @@ class EnrolmentDesk:
     Args:
         lifetime: of a node's certificate.
         clock: returns Unix seconds.
-        too_small: a line for hardware on which the run has no use for a node; its token stays unused.
+        useless: a line for hardware on which the run has no use for a node; its token stays unused.
     """
 
     def __init__(
@@ -34,13 +34,13 @@ class EnrolmentDesk:
         authority: CertificateAuthority,
         lifetime: timedelta,
         clock: Callable[[], float],
-        too_small: Callable[[Hardware], str | None] = lambda _: None,
+        useless: Callable[[Hardware], str | None] = lambda _: None,
     ) -> None:
         self._store = store
         self._authority = authority
         self._lifetime = lifetime
         self._clock = clock
-        self._too_small = too_small
+        self._useless = useless
 
     def join(self, request: JoinRequest) -> Granted | Refusal:
         """Decide on a node's request. A refused one leaves no trace in tokens or members.
@@ -59,7 +59,7 @@ class EnrolmentDesk:
         now = self._clock()
         key_hash = public_key_hash(key)
         member = Member(node_id_of(key_hash), key_hash, request.hardware, joined=now)
-        line = self._too_small(request.hardware)
+        line = self._useless(request.hardware)
         useless = None if line is None else Refusal(RefusalCode.BAD_REQUEST, line)
         decision = self._store.admit_token(request.token_id, request.secret, member, useless)
         if decision.refusal is not None:

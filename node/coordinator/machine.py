@@ -60,6 +60,7 @@ class RunMachine:
             min_stages=plan.min_stages,
             regroup_seconds=plan.regroup_seconds,
             stage_bytes=plan.stage_bytes,
+            sharing=plan.sharing,
             previous=past.seats,
         )
         self._complaints = Complaints()
@@ -104,7 +105,7 @@ class RunMachine:
         """A node opened its control connection: for the first time, again, or as a new process.
 
         `epoch` is the one it believes to be in, 0 for none. `memory_bytes` is that of the smallest device.
-        One that no stage fits is sent away.
+        One that cannot hold any stage is sent away.
         """
         if self.stopped:
             return [Send(node_id=node_id, message=Finish(reason="the run is over", failed=False))]
@@ -119,7 +120,7 @@ class RunMachine:
             actions += [Announce(text=again), *self._unseat(node_id, again, now)]
             member = None
         offer = Candidate(node_id=node_id, memory_bytes=memory_bytes, devices=devices)
-        if member is None and (line := self._seating.too_small(offer)) is not None:
+        if member is None and (line := self._seating.useless(offer)) is not None:
             return [*actions, *_send_away(node_id, line), *self._try_place(now)]
         self._roster.arrived(offer, address=address, process_nonce=process_nonce, now=now)
         current = self.epoch if self.epoch is not None and node_id in self.epoch.seats else None

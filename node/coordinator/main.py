@@ -26,8 +26,9 @@ from node.coordinator.metrics import RunMetrics
 from node.coordinator.narrator import Emit
 from node.coordinator.plan import Past
 from node.coordinator.records import StepRecord
-from node.coordinator.seating import Candidate, stage_needs, too_small
+from node.coordinator.seating import Candidate, sharing, stage_needs, useless
 from node.coordinator.store import Store
+from node.coordinator.token_watch import token_uses_told
 from node.dashboard.address import listen_address
 from node.dashboard.feed import Feed
 from node.dashboard.live import live_page, past
@@ -153,11 +154,13 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, seen:
     needs = stage_needs(config, run.corpus.windows)
     counts = range(config.pipeline.min_stages or config.pipeline.stages, config.pipeline.stages + 1)
 
-    def too_little(hardware: Hardware) -> str | None:
-        offer = Candidate(node_id="", memory_bytes=hardware.memory_bytes, devices=devices_of(hardware))
-        return too_small(offer, counts, needs)
+    why_not = sharing(config)
 
-    desk = EnrolmentDesk(run.store, run.authority, lifetime, time.time, too_little)
+    def of_no_use(hardware: Hardware) -> str | None:
+        offer = Candidate(node_id="", memory_bytes=hardware.memory_bytes, devices=devices_of(hardware))
+        return useless(offer, counts, needs, why_not)
+
+    desk = EnrolmentDesk(run.store, run.authority, lifetime, time.time, of_no_use)
     coordinator = Coordinator(
         config=config,
         directory=directory,
@@ -199,7 +202,8 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, seen:
                 emit=emit,
             ):
                 emit(events.JoinLine(line=f"thinwire join {token.encode()}"))
-                return await _until_done(coordinator)
+                async with token_uses_told(run.store, emit):
+                    return await _until_done(coordinator)
         finally:
             await join.stop(STOP_SECONDS)
     finally:

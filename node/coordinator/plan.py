@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from node.coordinator.epoch import Committed
-from node.coordinator.seating import StageBytes
+from node.coordinator.seating import Sharing, StageBytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,7 @@ class RunPlan:
     units: Callable[[int], Sequence[Sequence[str]]]
     """Number of stages -> the layer units of each stage."""
     stage_bytes: StageBytes
+    sharing: Sharing = lambda _: None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,13 @@ from functools import lru_cache
 
 from node.config.schema import RunConfig
 from node.model.memory import Devices, stage_bytes
+from node.model.shard_shapes import check_sizes
+from wire.errors import RunError
 
 StageBytes = Callable[[int, Devices], Sequence[int]]
 """Number of stages, a node's devices -> bytes that each stage needs on every device, first stage first."""
+Sharing = Callable[[Devices], str | None]
+"""A node's devices -> a line, if they cannot share the run's blocks or microbatches."""
 ONE = Devices()
 _KINDS_REMEMBERED = 64
 
@@ -25,6 +29,19 @@ def stage_needs(config: RunConfig, windows: int) -> StageBytes:
         return stage_bytes(config, stages, devices, windows=windows)
 
     return needs
+
+
+def sharing(config: RunConfig) -> Sharing:
+    """Whether devices can share what a stage of this run computes, whichever stage it is."""
+
+    def why_not(devices: Devices) -> str | None:
+        try:
+            check_sizes(config, devices.count, devices.tensor_parallel)
+        except RunError as error:
+            return str(error)
+        return None
+
+    return why_not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +98,20 @@ def _make_room(
     return False
 
 
-def too_small(candidate: Candidate, counts: Sequence[int], stage_bytes: StageBytes) -> str | None:
-    """A line for a node that cannot hold the smallest stage of any split; None for one that can.
+def useless(
+    candidate: Candidate, counts: Sequence[int], stage_bytes: StageBytes, why_not: Sharing
+) -> str | None:
+    """A line for a node whose devices cannot share a stage, or that cannot hold the smallest of any split.
+
+    None for one that can.
 
     Args:
         counts: the numbers of stages that the run may come to.
+        why_not: as `sharing` gives.
     """
+    # First: what is not divided evenly has no estimate.
+    if (line := why_not(candidate.devices)) is not None:
+        return line
     if candidate.memory_bytes == 0:
         return None
     least, stages = min((need, count) for count in counts for need in stage_bytes(count, candidate.devices))
@@ -109,12 +134,14 @@ class Seating:
         min_stages: int,
         regroup_seconds: float,
         stage_bytes: StageBytes,
+        sharing: Sharing = lambda _: None,
         previous: Sequence[str] = (),
     ) -> None:
         self._stages = stages
         self._min_stages = min_stages
         self._regroup_seconds = regroup_seconds
         self._stage_bytes = stage_bytes
+        self._sharing = sharing
         self._holders: list[str | None] = list(previous)
         """By stage of the newest placement; None for a node that is gone for good."""
         self._regroup_at: float | None = None
@@ -188,9 +215,10 @@ class Seating:
         self._told = line
         return line
 
-    def too_small(self, candidate: Candidate) -> str | None:
-        """As the function `too_small`, for the splits that this run may come to."""
-        return too_small(candidate, range(self._min_stages, self._stages + 1), self._stage_bytes)
+    def useless(self, candidate: Candidate) -> str | None:
+        """As the function `useless`, for the splits that this run may come to."""
+        counts = range(self._min_stages, self._stages + 1)
+        return useless(candidate, counts, self._stage_bytes, self._sharing)
 
     def _counts(self, nodes: int, *, due: bool, whole: bool) -> Sequence[int]:
         """Numbers of stages to try, the best first."""

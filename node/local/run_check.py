@@ -9,7 +9,7 @@ from node.config.loader import load_config
 from node.config.schema import RunConfig
 from node.local.doctor import Check, Status
 from node.model.memory import StageMemory, devices_of, stage_memory
-from node.parallel.group import check_sizes
+from node.model.shard_shapes import check_sizes
 from node.parallel.processes import devices
 from node.stage.machine_info import choose_device, describe
 from node.telemetry.units import bytes_text

@@ -1,4 +1,5 @@
-"""What each of T tensor-parallel ranks holds of a model, as pure functions of shapes. Torch-free.
+"""What each of T tensor-parallel ranks holds of a model, and whether a node's devices can share a run's sizes
+at all: pure functions of shapes. Torch-free.
 
 A sharded parameter, laid flat, is [pieces, T, run]: rank t holds [:, t]. One piece where a matrix is cut by
 outputs, its number of rows where it is cut by inputs, and three for GPT-2's joined queries, keys and values,
@@ -39,6 +40,24 @@ def shard_shape(unit: str, spec: ParameterSpec, ranks: int) -> tuple[int, ...]:
     if layer in _ROW:
         return (spec.shape[0], spec.shape[1] // ranks)
     return (spec.shape[0] // ranks, *spec.shape[1:])
+
+
+def check_sizes(config: RunConfig, ranks: int, tensor_parallel: int = 1) -> None:
+    """Raise RunError if the run's microbatches or blocks cannot be shared so: one line, and what to do."""
+    check_shards(config, tensor_parallel)
+    rows, samples = ranks // tensor_parallel, config.training.microbatch
+    if samples % rows == 0:
+        return
+    if tensor_parallel == 1:
+        raise RunError(
+            f"{ranks} devices cannot share microbatches of {samples} samples: join with a "
+            "--gpus that divides training.microbatch"
+        )
+    raise RunError(
+        f"{ranks} devices with --tensor-parallel {tensor_parallel} are {rows} rows, which cannot share "
+        f"microbatches of {samples} samples: join with --gpus / --tensor-parallel that divides "
+        "training.microbatch"
+    )
 
 
 def check_shards(config: RunConfig, ranks: int) -> None:

@@ -13,34 +13,15 @@ import torch
 from torch import Tensor
 
 from node.config.schema import RunConfig
-from node.model.shard_shapes import check_shards
+from node.model.shard_shapes import check_sizes
 from node.model.shards import merge_states, shard_state, sharded_keys
 from node.model.units import unit_names
 from node.parallel.ranks import Command, Op, Ranks, number, value
 from node.stage.stage_model import StageModel
 from node.training.serialization import deserialize_unit, serialize_unit
-from wire.errors import RunError
 
 _EMBEDDED, _LABELLED = 1, 2
 """Flags of a forward: it is fed token ids; it makes a loss."""
-
-
-def check_sizes(config: RunConfig, ranks: int, tensor_parallel: int = 1) -> None:
-    """Raise RunError if the run's microbatches or blocks cannot be shared so."""
-    check_shards(config, tensor_parallel)
-    rows, samples = ranks // tensor_parallel, config.training.microbatch
-    if samples % rows == 0:
-        return
-    if tensor_parallel == 1:
-        raise RunError(
-            f"{ranks} devices cannot share microbatches of {samples} samples: join with a "
-            "--gpus that divides training.microbatch"
-        )
-    raise RunError(
-        f"{ranks} devices with --tensor-parallel {tensor_parallel} are {rows} rows, which cannot share "
-        f"microbatches of {samples} samples: join with --gpus / --tensor-parallel that divides "
-        "training.microbatch"
-    )
 
 
 class RankModel(StageModel):

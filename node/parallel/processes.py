@@ -13,7 +13,8 @@ import torch
 
 from node.config.loader import to_json
 from node.config.schema import RunConfig
-from node.parallel.group import Leader, check_sizes
+from node.model.shard_shapes import check_sizes
+from node.parallel.group import Leader
 from node.parallel.ranks import Ranks, arrival
 from node.parallel.together import together
 from node.stage.watchdog import StuckError

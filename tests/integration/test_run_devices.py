@@ -1,5 +1,6 @@
 """A node with several devices (on a CPU: processes) in a real run; it starts their processes for real."""
 
+import json
 import os
 import signal
 from dataclasses import replace
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from node.telemetry.events import StepDone
+from node.telemetry.events import PlacementMade, StepDone
 from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, Run, undisturbed
 
@@ -69,16 +70,30 @@ def test_a_dead_device_is_the_nodes_death_and_the_run_goes_on(prefork: Prefork, 
         assert workers(run) == []
 
 
-def test_microbatches_that_cannot_be_shared_end_the_node_in_one_line(
+def test_sizes_that_devices_cannot_share_are_refused_and_use_no_token(
     prefork: Prefork, tmp_path: Path
 ) -> None:
+    """Before a stage is given out, so nobody's step is aborted; the one use of the token is still there."""
     with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
-        run.start()
-        node = run.add_node(options=("--gpus", "3"))
-        assert node.wait_exit() == 1
-        assert "3 devices cannot share microbatches of 2 samples" in node.stderr
-        assert "Traceback" not in node.stderr
-        run.coordinators[-1].interrupt()
+        coordinator = run.start()
+        assert coordinator.token  # its database is there
+        token = run.command("token", "create", str(run.run_dir), "--uses", "1", "--json")
+        assert token.wait_exit() == 0
+        once = json.loads(token.lines[0])["token"]
+        heads = run.add_node(once, options=("--gpus", "4", "--tensor-parallel", "4"))
+        samples = run.add_node(once, options=("--gpus", "3"))
+        assert (heads.wait_exit(), samples.wait_exit()) == (1, 1)
+        for node, line in (
+            (heads, "--tensor-parallel 4 does not divide this run's model.kv_heads 2: join with a "),
+            (samples, "3 devices cannot share microbatches of 2 samples: join with a --gpus that divides "),
+        ):
+            (said,) = node.stderr.splitlines()
+            assert said.startswith(f"thinwire: error: {line}")
+        assert coordinator.all(PlacementMade) == []
+        run.add_node(once)
+        run.add_node()
+        assert coordinator.wait_exit() == 0
+        run.assert_undisturbed()
 
 
 def test_memory_that_cannot_suffice_is_said_before_training(prefork: Prefork, tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """The run's state machine when nothing fails: placement, steps, commits, snapshots, the end, resending."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from node.coordinator.actions import (
+    Action,
     Announce,
     OpenSnapshot,
     RecordCommit,
@@ -15,6 +17,9 @@ from node.coordinator.actions import (
     StepDone,
 )
 from node.coordinator.epoch import Phase
+from node.coordinator.machine import RunMachine
+from node.coordinator.plan import Past
+from node.model.memory import Devices
 from tests.support.machine_driver import (
     UNITS,
     Driver,
@@ -23,6 +28,7 @@ from tests.support.machine_driver import (
     placement_of,
     prefetches,
     sent,
+    step_plan,
     stop_of,
 )
 from wire.messages import (
@@ -401,6 +407,30 @@ def test_a_node_that_no_stage_fits_is_sent_away_with_the_estimate() -> None:
     )
     assert "c" not in run.machine.members
     assert placement_of(run.hello("d")) == ("a", "b", "d")
+
+
+def test_a_node_whose_devices_cannot_share_a_stage_is_sent_away() -> None:
+    """One that enrolled before, with other options: nobody checks those again but here."""
+    run = Driver(stages=2)
+    plan = replace(run.plan, sharing=lambda devices: f"{devices.count} is odd" if devices.count % 2 else None)
+    machine = RunMachine(plan, step_plan, Past())
+
+    def hello(node_id: str, count: int) -> list[Action]:
+        return machine.hello(
+            node_id,
+            address=f"{node_id}:1",
+            memory_bytes=0,
+            process_nonce=1,
+            epoch=0,
+            now=0.0,
+            devices=Devices(count=count),
+        )
+
+    sent, released = hello("a", 3)
+    assert isinstance(sent, Send) and isinstance(sent.message, Finish) and isinstance(released, Released)
+    assert sent.message.reason == released.reason == "3 is odd"
+    assert list(machine.members) == []
+    assert hello("b", 2) == [] and placement_of(hello("c", 4)) == ("b", "c")
 
 
 def test_a_node_that_comes_back_too_small_gives_up_its_seat() -> None:

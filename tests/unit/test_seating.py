@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from node.config.schema import ModelSection, RunConfig, TrainingSection
 from node.coordinator import seating as seating_module
-from node.coordinator.seating import Candidate, Seating, prefetch_order
+from node.coordinator.seating import Candidate, Seating, prefetch_order, sharing, stage_needs, useless
 from node.model.memory import Devices
 
 
@@ -273,8 +274,34 @@ def test_a_shortage_names_what_each_kind_of_node_would_need() -> None:
 
 def test_the_smallest_stage_of_any_split_decides_who_is_too_small() -> None:
     seats = seating(stages=3, least=1, total=12 << 20)
-    assert seats.too_small(Candidate(node_id="a", memory_bytes=4 << 20)) is None
-    assert seats.too_small(Candidate(node_id="a", memory_bytes=0)) is None
-    line = seats.too_small(Candidate(node_id="a", memory_bytes=3 << 20))
+    assert seats.useless(Candidate(node_id="a", memory_bytes=4 << 20)) is None
+    assert seats.useless(Candidate(node_id="a", memory_bytes=0)) is None
+    line = seats.useless(Candidate(node_id="a", memory_bytes=3 << 20))
     assert line is not None and "\n" not in line
     assert line.startswith("the smallest of 3 stages needs an estimated 4 MiB, and this node offers 3 MiB: ")
+
+
+def test_devices_that_cannot_share_a_stage_are_of_no_use_whatever_their_memory() -> None:
+    """By the run's own sizes, and before the estimate, which holds for what is divided evenly alone."""
+    config = RunConfig(
+        model=ModelSection(layers=2, hidden=64, heads=4, kv_heads=2, ffn=96, vocab=64, sequence=16),
+        training=TrainingSection(global_batch=8, microbatch=2),
+    )
+
+    def line(count: int, tensor_parallel: int, memory: int = 0) -> str | None:
+        node = Candidate(
+            node_id="a",
+            memory_bytes=memory,
+            devices=Devices(count=count, tensor_parallel=tensor_parallel),
+        )
+        return useless(node, range(1, 3), stage_needs(config, 0), sharing(config))
+
+    assert line(1, 1) is line(2, 1) is line(2, 2) is line(4, 2) is None
+    said = line(4, 4, memory=1)
+    assert said is not None and said.startswith(
+        "--tensor-parallel 4 does not divide this run's model.kv_heads 2: "
+    )
+    said = line(3, 1)
+    assert said is not None and said.startswith("3 devices cannot share microbatches of 2 samples: ")
+    said = line(2, 2, memory=1)
+    assert said is not None and "needs an estimated" in said
