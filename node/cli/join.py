@@ -27,7 +27,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--state-dir", type=Path, help="where this node's key and certificate live")
     parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda:N", help="where to compute")
     parser.add_argument(
-        "--gpus", type=int, default=1, metavar="N", help="share the stage between N GPUs, --device the first"
+        "--gpus",
+        type=int,
+        default=1,
+        metavar="N",
+        help="share the stage between N GPUs, --device the first; with --device cpu, between N processes",
     )
     parser.add_argument(
         "--tensor-parallel",

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from node.config.join_options import MOST_DEVICES
 from wire.errors import UserError
 
 
@@ -61,8 +62,8 @@ def check_devices(args: argparse.Namespace) -> None:
     """Raise UsageError unless --device, --gpus and --tensor-parallel make sense together."""
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", args.device):
         raise UsageError(f"--device must be auto, cpu or cuda:N, got {args.device!r}")
-    if args.gpus < 1:
-        raise UsageError(f"--gpus must be at least 1, got {args.gpus}")
+    if not 1 <= args.gpus <= MOST_DEVICES:
+        raise UsageError(f"--gpus must be 1 to {MOST_DEVICES}, got {args.gpus}")
     if args.tensor_parallel < 1 or args.gpus % args.tensor_parallel:
         raise UsageError(
             f"--tensor-parallel must be at least 1 and divide --gpus {args.gpus}, got {args.tensor_parallel}"

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+MOST_DEVICES = 64
+"""Of one node, each a process: more than any machine has GPUs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class JoinOptions:
@@ -17,7 +20,7 @@ class JoinOptions:
     device: str = "auto"
     """`auto` (the first GPU, else the CPU), `cpu` or `cuda:N`."""
     gpus: int = 1
-    """Devices of this machine that share the stage, from `device` on; on a CPU, processes."""
+    """Devices of this machine that share the stage, from `device` on; processes, if that is `cpu`."""
     tensor_parallel: int = 1
     """How many of these devices share each block; divides `gpus`. The rest is data parallel."""
     threads: int = 0

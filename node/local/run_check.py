@@ -10,33 +10,33 @@ from node.config.schema import RunConfig
 from node.local.doctor import Check, Status
 from node.model.memory import StageMemory, devices_of, stage_memory
 from node.model.shard_shapes import check_sizes
-from node.parallel.processes import devices
-from node.stage.machine_info import choose_device, describe
+from node.stage.machine_info import describe
 from node.telemetry.units import bytes_text
-from wire.errors import RunError, ThinwireError, UserError
+from wire.errors import RunError, ThinwireError
 from wire.identity.enrolment import Hardware
 
 
-def check_run(path: Path, *, device: str, gpus: int, tensor_parallel: int) -> Iterator[Check]:
-    """The devices that `thinwire join` would use with these options, and the stages that fit on them."""
+def check_run(path: Path, chosen: tuple[torch.device, ...], tensor_parallel: int) -> Iterator[Check]:
+    """Whether `thinwire join` with these devices could serve the run, and the stages that fit on them."""
     try:
         config = load_config(path, ())
     except ThinwireError as error:
         yield Check(name="run file", status=Status.FAIL, detail=str(error), fix="correct the run file")
         return
+    yield devices_check(chosen, tensor_parallel)
     try:
-        chosen = devices(choose_device(device), gpus)
-        yield devices_check(chosen, tensor_parallel)
-        check_sizes(config, gpus, tensor_parallel)
-    except (UserError, RunError) as error:
-        fix = "give other --device, --gpus or --tensor-parallel"
-        yield Check(name="devices", status=Status.FAIL, detail=str(error), fix=fix)
+        check_sizes(config, len(chosen), tensor_parallel)
+    except RunError as error:
+        fix = "give other --gpus or --tensor-parallel"
+        yield Check(name="sharing", status=Status.FAIL, detail=str(error), fix=fix)
         return
     yield judge_stages(config, describe(chosen, tensor_parallel=tensor_parallel))
 
 
 def devices_check(chosen: tuple[torch.device, ...], tensor_parallel: int) -> Check:
-    names = ", ".join(map(str, chosen))
+    names = ", ".join(map(str, dict.fromkeys(chosen)))
+    if chosen[0].type == "cpu" and len(chosen) > 1:
+        names += f" ({len(chosen)} processes)"
     return Check(name="devices", status=Status.OK, detail=f"{names}, tensor parallel {tensor_parallel}")
 
 

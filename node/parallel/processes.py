@@ -17,12 +17,27 @@ from node.model.shard_shapes import check_sizes
 from node.parallel.group import Leader
 from node.parallel.ranks import Ranks, arrival
 from node.parallel.together import together
+from node.stage.machine_info import choose_device
 from node.stage.watchdog import StuckError
 from wire.errors import DeviceLostError, UserError
 
 POLL_SECONDS = 0.2
 END_SECONDS = 20.0
 """How long a process may take to end when it is told to."""
+
+
+def choose_devices(wanted: str, count: int) -> tuple[torch.device, ...]:
+    """The devices that `--device wanted --gpus count` asks for.
+
+    Raises UserError if the machine does not have them: several processes on its CPU must be asked for.
+    """
+    first = choose_device(wanted)
+    if wanted == "auto" and count > 1 and first.type == "cpu":
+        raise UserError(
+            f"--gpus {count}: this machine has no GPU that torch can use: install a CUDA build of torch and "
+            f"its driver, leave --gpus out, or say --device cpu for {count} processes on its CPU"
+        )
+    return devices(first, count)
 
 
 def devices(first: torch.device, count: int) -> tuple[torch.device, ...]:

@@ -24,9 +24,9 @@ from node.local.doctor import (
 )
 from node.local.join import enrol
 from node.local.state_directory import claim
-from node.parallel.processes import DeviceGroup, devices
+from node.parallel.processes import DeviceGroup, choose_devices
 from node.stage.fixed_order import fix_order
-from node.stage.machine_info import choose_device, describe, measure_flops
+from node.stage.machine_info import describe, measure_flops
 from node.stage.node_metrics import serve_metrics
 from node.stage.node_settings import IdentityHolder, NodeSettings
 from node.stage.runtime import NodeRuntime
@@ -47,7 +47,7 @@ def run_node(token_text: str, options: JoinOptions) -> int:
     _check_machine()
     if options.threads:
         torch.set_num_threads(options.threads)
-    chosen = devices(choose_device(options.device), options.gpus)
+    chosen = choose_devices(options.device, options.gpus)
     directory = claim(token.run_id, options.state_dir)
     try:
         return asyncio.run(_serve(token, options, chosen, directory.path))

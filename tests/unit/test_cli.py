@@ -88,6 +88,8 @@ def test_user_mistakes_are_one_line_and_exit_code_2(line: str, words: str, capsy
         ("--advertise a:b", "'a:b' has no port"),
         ("--device gpu", "--device must be auto, cpu or cuda:N, got 'gpu'"),
         ("--threads=-1", "--threads must be at least 0"),
+        ("--gpus 0", "--gpus must be 1 to 64, got 0"),
+        ("--gpus 100000", "--gpus must be 1 to 64, got 100000"),
         ("--gpus 4 --tensor-parallel 3", "--tensor-parallel must be at least 1 and divide --gpus 4, got 3"),
         ("--gpus 2 --tensor-parallel 0", "--tensor-parallel must be at least 1 and divide --gpus 2, got 0"),
     ],

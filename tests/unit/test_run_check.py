@@ -4,14 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from node.cli.main import main
 from node.config.loader import load_config
 from node.local.doctor import Check, Status
 from node.local.run_check import check_run, judge_stages
 from node.model.memory import Devices, stage_bytes
+from node.parallel.processes import choose_devices
 from wire.identity.enrolment import Hardware
+from wire.identity.token import JoinToken
 
+CPU = torch.device("cpu")
 SIZES = """
 [model]
 layers = 4
@@ -75,14 +79,12 @@ def test_sharing_blocks_makes_room(run_file: Path) -> None:
             "--tensor-parallel 4 does not divide this run's model.kv_heads 2",
         ),
         ({"gpus": 3}, "3 devices cannot share microbatches of 4 samples"),
-        ({"device": "cuda:99"}, "--device cuda:99: this machine has "),
     ],
 )
 def test_devices_that_cannot_share_the_run_are_one_line(
     run_file: Path, options: dict[str, int], line: str
 ) -> None:
-    chosen = {"device": "cpu", "gpus": 1, "tensor_parallel": 1, **options}
-    found = list(check_run(run_file, **chosen))  # type: ignore[arg-type]
+    found = list(check_run(run_file, (CPU,) * options["gpus"], options.get("tensor_parallel", 1)))
     assert found[-1].status is Status.FAIL
     assert found[-1].detail.startswith(line) and "\n" not in found[-1].detail and found[-1].fix
 
@@ -90,7 +92,7 @@ def test_devices_that_cannot_share_the_run_are_one_line(
 def test_a_run_file_that_is_wrong_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("[model]\nlayer = 3\n", encoding="utf-8")
-    (check,) = check_run(path, device="cpu", gpus=1, tensor_parallel=1)
+    (check,) = check_run(path, (CPU,), 1)
     assert check.status is Status.FAIL and "layer" in check.detail and "\n" not in check.detail
 
 
@@ -102,4 +104,48 @@ def test_the_command_says_it(
     assert main(arguments) == 0
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
     assert checks["stages"]["status"] == "ok" and "on each device" in checks["stages"]["detail"]
+    assert checks["devices"]["detail"] == "cpu (2 processes), tensor parallel 1"
+    assert main([*arguments[:-1], "--tensor-parallel", "2"]) == 0
+    assert "cpu (2 processes), tensor parallel 2" in capsys.readouterr().out
     assert main(["doctor", "--gpus", "2", "--tensor-parallel", "3"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("devices", "line"),
+    [
+        (
+            "--gpus 2",
+            "--gpus 2: this machine has no GPU that torch can use: install a CUDA build of torch and its "
+            "driver, leave --gpus out, or say --device cpu for 2 processes on its CPU",
+        ),
+        ("--gpus 100000", "--gpus must be 1 to 64, got 100000"),
+        ("--device cuda:99", "--device cuda:99: this machine has 0 usable GPUs; use cpu or a lower N"),
+    ],
+)
+def test_gpus_that_are_not_there_are_one_line(
+    devices: str,
+    line: str,
+    run_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Not as many processes on the CPU, which nobody asked for; with `--device cpu` they are."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    token = JoinToken(("127.0.0.1:1",), "demo-x", b"p" * 32, "A" * 8, b"s" * 16).encode()
+    for command in (["doctor", "--run-file", str(run_file)], ["doctor"], ["join", token]):
+        assert main([*command, *devices.split()]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err) == ("", f"thinwire: error: {line}\n")
+
+
+def test_one_device_may_be_whatever_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_devices("auto", 1) == (CPU,)
+    assert choose_devices("cpu", 3) == (CPU,) * 3
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "one model")
+    assert choose_devices("auto", 2) == (torch.device("cuda:0"), torch.device("cuda:1"))
