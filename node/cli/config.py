@@ -1,4 +1,4 @@
-"""`thinwire config explain RUN.toml`: resolved values and the bytes a step puts on each link."""
+"""`thinwire config explain RUN.toml`: values, memory of stages, the bytes a step puts on each link."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("config", help="look at a run file before starting it")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    explain = actions.add_parser("explain", help="resolved values and bytes a step")
+    explain = actions.add_parser("explain", help="resolved values, memory and bytes a step")
     explain.add_argument("run_file", metavar="RUN.toml", type=Path, help="the run file")
     explain.add_argument(
         "overrides", metavar="section.key=value", nargs="*", default=[], help="values that replace the file's"

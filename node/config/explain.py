@@ -1,4 +1,4 @@
-"""What a run file comes to before anything starts: values, stages, the bytes a step puts on each link.
+"""What a run file comes to before anything starts: values, stages, memory, bytes of a step on each link.
 
 Bytes are counted by the code that a run itself uses: the codecs' own sizes, the frames' headers, the split
 and the schedule. They are what the links write as frames; gRPC, TLS and acknowledgements come on top.
@@ -10,6 +10,7 @@ from math import ceil, prod
 from typing import Any
 
 from node.config.explain_data import TextPlan, text_lines
+from node.config.explain_memory import StageNeed, memory_lines, stage_needs
 from node.config.loader import section_types, toml_value
 from node.config.schema import RunConfig
 from node.model.placement import check_cache, stage_storages, stage_units
@@ -89,6 +90,8 @@ class Explanation:
     parameters: int
     """Of all stages; a tied head's copy counts."""
     stages: tuple[StagePlan, ...]
+    memory: tuple[StageNeed, ...]
+    """Of each stage."""
     flows: tuple[Flow, ...]
     text: TextPlan | None = None
     """None if nobody asked for it."""
@@ -141,6 +144,7 @@ def explain(config: RunConfig, text: TextPlan | None = None) -> Explanation:
         tokens_per_step=training.global_batch * model.sequence,
         parameters=sum(plan.parameters for plan in stages),
         stages=tuple(stages),
+        memory=stage_needs(config, text.samples if text is not None else 0),
         flows=_flows(config),
         text=text,
     )
@@ -222,7 +226,8 @@ def explanation_text(explanation: Explanation) -> str:
         lines.append(f"[{section}]")
         lines += [f"{key} = {toml_value(value)}{'  *' if default else ''}" for key, value, default in keys]
     lines += ["", *_step_lines(explanation), "", *_stage_lines(explanation), ""]
-    lines += [*_storage_lines(explanation), "", *_link_lines(explanation)]
+    lines += [*_storage_lines(explanation), "", *memory_lines(explanation.memory), ""]
+    lines += _link_lines(explanation)
     return "\n".join(lines)
 
 

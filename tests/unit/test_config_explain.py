@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -18,13 +18,17 @@ from node.config.explain import (
     framed_bytes,
     transfer_seconds,
 )
+from node.config.explain_data import TextPlan
+from node.config.explain_memory import Need, StageNeed, memory_lines
 from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
 from node.model.chunk import build_chunk
+from node.model.memory import Devices, stage_bytes, stage_memory
 from node.model.placement import stage_storages
 from node.model.split import split_units
 from node.model.storage import stored_bytes
 from node.model.units import unit_names
 from node.stage.schedule import dependencies, schedule
+from node.telemetry.units import bytes_text
 from wire.codecs.registry import codec
 from wire.frames import FRAME_BYTES, HEADER_BYTES
 
@@ -157,6 +161,44 @@ def test_stored_activations_are_told_by_kind_and_stage() -> None:
         sum(plan.stored.values()) for plan in explanation.stages if plan.stored is not None
     ]
     assert "activations: kept by autograd" in explanation_text(explain(SMALL))
+
+
+@pytest.mark.parametrize("storage", ["off", "agoq"])
+def test_memory_of_stages_is_what_the_coordinator_goes_by(storage: str) -> None:
+    config = replace(SMALL, storage=StorageSection(preset=storage))
+    explanation = explain(config)
+    for on_cpu in (True, False):
+        stages = stage_memory(config, 3, Devices(on_cpu=on_cpu))
+        assert tuple(stage.total for stage in stages) == stage_bytes(config, 3, Devices(on_cpu=on_cpu))
+        found = [need.cpu if on_cpu else need.gpu for need in explanation.memory]
+        assert [(need.total, need.state, need.kept) for need in found] == [
+            (stage.total, stage.state, stage.kept) for stage in stages
+        ]
+    rows = json.loads(explanation_json(explanation))["memory"]
+    assert rows == [asdict(need) for need in explanation.memory]
+    assert rows[0]["cpu"]["total"] > rows[0]["gpu"]["total"] > rows[0]["gpu"]["state"] > 0
+    lines = explanation_text(explanation).splitlines()
+    (start,) = [number for number, line in enumerate(lines) if line.startswith("a stage needs, as estimated")]
+    assert "GPU total" in lines[start + 1] and "CPU kept activations" in lines[start + 1]
+    for stage, need in enumerate(explanation.memory):
+        cells = [cell.strip() for cell in lines[start + 2 + stage].split("  ") if cell.strip()]
+        sizes = [size for kind in (need.gpu, need.cpu) for size in (kind.total, kind.state, kind.kept)]
+        assert cells == [str(stage), *map(bytes_text, sizes)]
+
+
+def test_memory_counts_what_a_codec_remembers_of_the_text() -> None:
+    config = with_pipeline(forward_codec="aqsgd-4")
+    stages = stage_memory(config, 3, Devices(), windows=100)
+    assert [need.cpu.state for need in explain(config, TextPlan(samples=100)).memory] == [
+        stage.state for stage in stages
+    ]
+    assert stages[1].state > explain(config).memory[1].cpu.state
+
+
+def test_devices_that_need_the_same_are_one_table() -> None:
+    need = Need(total=3_000_000, state=2_000_000, kept=500_000)
+    header, row = memory_lines((StageNeed(gpu=need, cpu=need),))[1:]
+    assert "GPU" not in header and row.split() == ["0", "3", "MB", "2", "MB", "500", "kB"]
 
 
 def test_held_activations_are_the_design_notes_figures() -> None:
