@@ -13,7 +13,8 @@ from node.config.explain_data import TextPlan, text_lines
 from node.config.explain_memory import StageNeed, memory_lines, stage_needs
 from node.config.loader import section_types, toml_value
 from node.config.schema import RunConfig
-from node.model.placement import check_cache, stage_storages, stage_units
+from node.model.memory import stage_storages
+from node.model.placement import check_cache, stage_units
 from node.model.storage import KINDS, Storage, stored_bytes, unit_bytes
 from node.model.units import is_block, unit_parameters
 from node.stage.routing import source_stage, target_stage

@@ -3,7 +3,8 @@
 What is divided is divided here by the same functions as in the model. Tensor parallelism shares the
 projections of blocks and what is computed inside them; embedding, norms and head are whole on every device.
 Between blocks each device has its share of the positions. Data parallelism shares a microbatch's samples and
-nothing else.
+nothing else. How blocks keep their activations belongs here as well, because bits by stage follow from the
+estimate.
 
 tests/unit/test_memory.py compares the estimate with what torch allocates on a CPU, and what a block keeps
 with what was measured on an H200 (scripts/results/stored_activations.json).
@@ -11,21 +12,25 @@ with what was measured on an H200 (scripts/results/stored_activations.json).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 from kernels.fp8_layout import BLOCK
 from node.config.schema import ModelSection, RunConfig, TrainingSection
-from node.model.placement import chunks_of, held_blocks, stage_cache_bytes, stage_storages, stage_units
-from node.model.shard_shapes import pieces, shard_shape
-from node.model.storage import stored_bytes
-from node.model.units import EMBED, HEAD, parameter_specs
+from node.model.placement import chunks_of, held_blocks, stage_cache_bytes, stage_units
+from node.model.shard_shapes import check_shards, pieces, shard_shape
+from node.model.storage import STAGE_BITS, Storage, configured, storages_by_load, stored_bytes
+from node.model.units import EMBED, HEAD, block_name, is_block, parameter_specs
 from node.stage.schedule import held_activations, schedule
+from wire.errors import RunError
 from wire.identity.enrolment import CPU, Hardware
 
 FIXED_BYTES = 256 * 1024 * 1024
 """Interpreter, libraries and packed tensors in flight, of each process."""
 TRAVELLING = 4
 """Boundary tensors in float32 that are unpacked ahead, or wait to be packed."""
+MOST_DEVICES = 8
+"""Of one node, as far as bits by stage look."""
 MEMORY_SHARE = 0.8
 """Of a node's memory that a wider window may fill, as the estimate counts it."""
 _GRADIENT_BYTES = 1 + 1 / BLOCK
@@ -103,9 +108,62 @@ def stage_memory(
     config: RunConfig, stages: int, devices: Devices | None = None, *, windows: int = 0
 ) -> tuple[StageMemory, ...]:
     """As `stage_bytes`, by what it is for."""
-    devices, chunks = devices or Devices(), chunks_of(config, stages)
+    return _estimate(config, stages, stage_storages(config, stages), devices or Devices(), windows)
+
+
+@lru_cache(maxsize=16)
+def stage_storages(config: RunConfig, stages: int) -> tuple[Storage, ...]:
+    """How each stage's blocks keep activations, first stage first.
+
+    A function of the run file and the number of stages alone: it decides a run's bits, and every node and the
+    coordinator come to the same. With `bits_by_stage` a stage has as much of what `storages_by_load` gives it
+    as leaves its estimate at or below the heaviest stage's without: one with few activations may be heaviest
+    for its head. That holds for nodes that are alike, CPUs or GPUs, of up to `MOST_DEVICES` each.
+    """
+    base = (configured(config.storage),) * stages
+    if not config.storage.bits_by_stage:
+        return base
+    held = held_blocks(config, stages)
+    forms = [base, *(storages_by_load(config.storage, held, bits) for bits in STAGE_BITS)]
+    widest = [len(STAGE_BITS)] * stages
+    # A codec's memory grows with a text that is not known here: a stage is compared with those that remember
+    # as much or more.
+    remembered = stage_cache_bytes(config, stages, 1)
+    for devices in _arrangements(config):
+        found = _estimate(config, stages, base, devices)
+        plain = stored_bytes(config.model, config.training, base[0]).total // devices.count
+        for stage, own in enumerate(found):
+            heaviest = max(f.total for f, r in zip(found, remembered, strict=True) if r >= remembered[stage])
+            for number in range(widest[stage], -1, -1):
+                storage = forms[number][stage]
+                block = stored_bytes(config.model, config.training, storage).total // devices.count
+                if replace(own, kept=own.kept + held[stage] * (block - plain)).total <= heaviest:
+                    widest[stage] = number
+                    break
+    return tuple(forms[number][stage] for stage, number in enumerate(widest))
+
+
+def _arrangements(config: RunConfig) -> list[Devices]:
+    """Every one of up to `MOST_DEVICES` that can compute a stage of this run."""
+    found = []
+    for ranks in range(1, MOST_DEVICES + 1):
+        try:
+            check_shards(config, ranks)
+        except RunError:
+            continue
+        for rows in range(1, MOST_DEVICES // ranks + 1):
+            if config.training.microbatch % rows == 0:
+                shape = Devices(count=rows * ranks, tensor_parallel=ranks)
+                found += [shape, replace(shape, on_cpu=False)]
+    return found
+
+
+def _estimate(
+    config: RunConfig, stages: int, storages: Sequence[Storage], devices: Devices, windows: int = 0
+) -> tuple[StageMemory, ...]:
+    """As `stage_memory`, of stages that keep activations so."""
+    chunks, held = chunks_of(config, stages), held_blocks(config, stages)
     orders = schedule(stages, chunks, config.microbatches, config.pipeline.first_window)
-    storages, held = stage_storages(config, stages), held_blocks(config, stages)
     caches = stage_cache_bytes(config, stages, windows)
     whole = config.training.microbatch * config.model.sequence
     boundary = 4 * whole * config.model.hidden
@@ -188,20 +246,14 @@ class _Share:
         """Autocast's copies of the projections' weights."""
         if not self._half or self._training.weights == "bfloat16":
             return 0
-        ranks = self._devices.tensor_parallel
-        return sum(
-            2 * prod(shard_shape(unit, spec, ranks))
-            for unit in units
-            if unit != EMBED
-            for spec in parameter_specs(self._model, unit)
-            if len(spec.shape) >= 2
-        )
+        projecting = self._parameters([unit for unit in units if unit != EMBED])
+        return sum(2 * elements for elements, is_matrix, _ in projecting if is_matrix)
 
     def snapshot(self, units: Sequence[str]) -> int:
         """A copy of these units' state for a snapshot, whole whatever the share, and a layer as a file."""
         if not self._devices.on_cpu:
             return 0
-        sizes = [sum(spec.elements for spec in parameter_specs(self._model, unit)) for unit in units]
+        sizes = [sum(one[0] for one in _unit_parameters(self._model, unit, 1)) for unit in units]
         return _SNAPSHOT_BYTES * (sum(sizes) + max(sizes))
 
     def rotary(self) -> int:
@@ -234,17 +286,9 @@ class _Share:
         return max(step, 2 * 4 * self._model.vocab * self._model.hidden)
 
     def _parameters(self, units: Sequence[str]) -> list[tuple[int, bool, bool]]:
-        """This device's elements of each parameter, whether it is a matrix, and whether it is a shard."""
+        """Of these units, as `_unit_parameters` has them."""
         ranks = self._devices.tensor_parallel
-        return [
-            (
-                prod(shard_shape(unit, spec, ranks)),
-                len(spec.shape) >= 2,
-                ranks > 1 and pieces(unit, spec) is not None,
-            )
-            for unit in units
-            for spec in parameter_specs(self._model, unit)
-        ]
+        return [one for unit in units for one in _unit_parameters(self._model, unit, ranks)]
 
     def _largest_matrix(self, units: Sequence[str]) -> int:
         return max(elements for elements, is_matrix, _ in self._parameters(units) if is_matrix)
@@ -291,6 +335,24 @@ class _Share:
         logits = (3 * 4 + (2 if self._half else 0)) * model.vocab
         weights = 0 if self.captures else self._copies([HEAD])
         return self._tokens * (logits + 3 * 4 * model.hidden) + weights
+
+
+def _unit_parameters(model: ModelSection, unit: str, ranks: int) -> tuple[tuple[int, bool, bool], ...]:
+    """One device's elements of each parameter, whether it is a matrix, and whether it is a shard."""
+    # Blocks have the same shapes, and there may be thousands.
+    return _shapes(model, block_name(0) if is_block(unit) else unit, ranks)
+
+
+@lru_cache(maxsize=64)
+def _shapes(model: ModelSection, unit: str, ranks: int) -> tuple[tuple[int, bool, bool], ...]:
+    return tuple(
+        (
+            prod(shard_shape(unit, spec, ranks)),
+            len(spec.shape) >= 2,
+            ranks > 1 and pieces(unit, spec) is not None,
+        )
+        for spec in parameter_specs(model, unit)
+    )
 
 
 def most_held(

@@ -1,10 +1,9 @@
-"""Which layers a stage holds, and how it keeps their activations, for any number of stages. Torch-free."""
+"""Which layers a stage holds, and what it keeps between steps, for any number of stages. Torch-free."""
 
 from collections.abc import Sequence
 
 from node.config.schema import RunConfig
 from node.model.split import split_units
-from node.model.storage import Storage, stage_storage
 from node.model.units import is_block, most_state_bytes
 from node.stage.schedule import Kind, Order, schedule
 from wire.errors import ConfigError
@@ -23,15 +22,6 @@ def chunk_units(config: RunConfig, stages: int) -> tuple[tuple[str, ...], ...]:
     # A split that the user wrote holds for the number of stages that it was written for.
     split = config.pipeline.split if stages == config.pipeline.stages else ()
     return split_units(config.model, stages * chunks_of(config, stages), split)
-
-
-def stage_storages(config: RunConfig, stages: int) -> tuple[Storage, ...]:
-    """How each stage's blocks keep activations, first stage first.
-
-    A function of the run file and the number of stages alone: it decides a run's bits.
-    """
-    loads = held_blocks(config, stages) if config.storage.bits_by_stage else (1,) * stages
-    return stage_storage(config.storage, loads)
 
 
 def held_blocks(config: RunConfig, stages: int) -> tuple[int, ...]:

@@ -75,17 +75,20 @@ def configured(section: StorageSection) -> Storage:
     return replace(PRESETS[section.preset], **own)
 
 
-def stage_storage(section: StorageSection, loads: Sequence[int]) -> tuple[Storage, ...]:
-    """How each stage's blocks keep their activations; a function of the run file and the stages alone.
+def storages_by_load(
+    section: StorageSection, loads: Sequence[int], widest: int = STAGE_BITS[-1]
+) -> tuple[Storage, ...]:
+    """How each stage's blocks might keep their activations, by what stages hold of them alone.
+
+    What they do keep is `node.model.memory.stage_storages`, which looks at the rest of a stage's memory too.
 
     Args:
         loads: the most block activations (microbatches x blocks) that each stage holds at once.
+        widest: no more bits than these, but for a kind that the run file has in more.
     """
     base = configured(section)
-    if not section.bits_by_stage:
-        return (base,) * len(loads)
     by_kind = {
-        kind: stage_bits(loads, PACKED[form])
+        kind: stage_bits(loads, PACKED[form], widest)
         for kind, form in asdict(base).items()
         if kind in ("norm_input", "ffn_input") and PACKED.get(form, 16) < 16
     }
@@ -95,14 +98,16 @@ def stage_storage(section: StorageSection, loads: Sequence[int]) -> tuple[Storag
     )
 
 
-def stage_bits(loads: Sequence[int], base: int) -> tuple[int, ...]:
+def stage_bits(loads: Sequence[int], base: int, widest: int = STAGE_BITS[-1]) -> tuple[int, ...]:
     """Bits of each stage: base x the heaviest load / its own, rounded down to one of `STAGE_BITS`.
 
-    So no stage comes to hold more than the heaviest does at `base` bits (AGoQ, section 4.2, whose equation 21
-    counts stages from the wrong end; loads are the schedule's own). Never below `base`.
+    So no stage comes to hold more block activations than the heaviest does at `base` bits (AGoQ, section 4.2,
+    whose equation 21 counts stages from the wrong end; loads are the schedule's own). Never below `base`, and
+    above it never above `widest`.
     """
     heaviest = max(loads)
     allowed = [Fraction(base * heaviest, load) if load else Fraction(STAGE_BITS[-1]) for load in loads]
+    allowed = [min(most, Fraction(widest)) for most in allowed]
     return tuple(max([base, *(bits for bits in STAGE_BITS if bits <= most)]) for most in allowed)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from node.config.schema import RunConfig
 from node.model.chunk import build_chunk, compute_precision, weight_dtype
-from node.model.placement import stage_storages
+from node.model.memory import stage_storages
 from node.model.units import EMBED, HEAD, unit_names
 from node.training.data import Corpus
 from node.training.gradients import gradient_of

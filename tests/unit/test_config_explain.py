@@ -22,8 +22,7 @@ from node.config.explain_data import TextPlan
 from node.config.explain_memory import Need, StageNeed, memory_lines
 from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
 from node.model.chunk import build_chunk
-from node.model.memory import Devices, stage_bytes, stage_memory
-from node.model.placement import stage_storages
+from node.model.memory import Devices, stage_bytes, stage_memory, stage_storages
 from node.model.split import split_units
 from node.model.storage import stored_bytes
 from node.model.units import unit_names

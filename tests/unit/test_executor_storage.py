@@ -13,7 +13,8 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.config.validate import problems
-from node.model.placement import chunk_units, stage_storages
+from node.model.memory import stage_storages
+from node.model.placement import chunk_units
 from tests.support.memory_pipeline import MemoryPipeline, reference_run
 
 STEPS = 2

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
 from node.config.validate import problems
-from node.model.memory import stage_bytes
-from node.model.placement import chunk_units, stage_storages, stage_units
+from node.model.memory import Devices, stage_bytes, stage_storages
+from node.model.placement import chunk_units, stage_units
+from node.model.shard_shapes import check_shards
 from node.model.storage import (
     KINDS,
     PACKED,
@@ -18,15 +19,16 @@ from node.model.storage import (
     Storage,
     configured,
     stage_bits,
-    stage_storage,
     stored_bytes,
     unit_bytes,
 )
 from node.model.units import is_block
 from node.stage.schedule import Kind, schedule
+from wire.errors import RunError
 
 BFLOAT16 = TrainingSection(precision="bfloat16", microbatch=1)
 PAPER = ModelSection(layers=1, hidden=4096, heads=32, kv_heads=32, ffn=4 * 4096, sequence=8192)
+LLAMA3_8B = ModelSection(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, sequence=8192)
 LLAMA2_13B = ModelSection(layers=1, hidden=5120, heads=40, kv_heads=40, ffn=13824, sequence=8192)
 CONFIG = RunConfig(
     model=ModelSection(layers=12, hidden=64, heads=4, kv_heads=2, ffn=96, sequence=32),
@@ -67,7 +69,8 @@ def test_keys_replace_the_presets_forms() -> None:
     section = StorageSection(preset="agoq", ffn_input="3", attention="none")
     assert configured(section) == replace(PRESETS["agoq"], ffn_input="3", attention="none")
     assert configured(StorageSection()) == Storage() and Storage().is_off
-    assert stage_storage(StorageSection(preset="compact"), (9, 1)) == (PRESETS["compact"],) * 2
+    same = replace(CONFIG, storage=StorageSection(preset="compact"))
+    assert stage_storages(same, 4) == (PRESETS["compact"],) * 4
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,6 +107,7 @@ def test_bits_are_the_papers_for_its_pipeline() -> None:
     assert stage_bits((11, 9, 7, 5), 4) == (4, 4, 6, 8)
     assert stage_bits((4, 3, 2, 1), 4) == (4, 5, 8, 16)
     assert stage_bits((3, 3), 3) == (3, 3) and stage_bits((12, 9), 3) == (3, 4)
+    assert stage_bits((4, 3, 2, 1), 4, widest=6) == (4, 5, 6, 6) and stage_bits((4, 1), 8, widest=4) == (8, 8)
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=40), st.sampled_from((3, 4, 5, 6, 8)))
@@ -160,6 +164,77 @@ def test_bits_follow_from_the_run_file_and_the_number_of_stages() -> None:
     assert forms == [["4"], ["4", "8"], ["4", "5", "8", "bf16"]]
     other = replace(CONFIG, run=replace(CONFIG.run, seed=9, steps=7))
     assert stage_storages(other, 4) == stage_storages(CONFIG, 4)
+
+
+ARRANGEMENTS = [
+    Devices(count=rows * ranks, tensor_parallel=ranks, on_cpu=on_cpu)
+    for rows, ranks in ((1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (4, 1), (1, 8), (2, 4))
+    for on_cpu in (True, False)
+]
+
+
+def can_compute(config: RunConfig, devices: Devices) -> bool:
+    try:
+        check_shards(config, devices.tensor_parallel)
+    except RunError:
+        return False
+    return config.training.microbatch % devices.rows == 0
+
+
+SHAPES = {
+    "large vocabulary": (LLAMA3_8B, 4),
+    "small vocabulary": (replace(LLAMA2_13B, layers=16), 4),
+    "GPT-2": (replace(PAPER, family="gpt2", layers=8, hidden=768, heads=8, ffn=3072, vocab=50257), 2),
+    "no head to speak of": (replace(CONFIG.model, heads=8, kv_heads=8), 2),
+}
+STORES: dict[str, dict[str, str]] = {
+    "float32": {},
+    "fp8 gradients": {"gradients": "fp8"},
+    "bfloat16 weights": {"gradients": "fp8", "moments": "fp8", "weights": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("stores", STORES.values(), ids=STORES)
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize(("model", "microbatch"), SHAPES.values(), ids=SHAPES)
+def test_bits_by_stage_never_raise_what_the_heaviest_stage_is_estimated_to_take(
+    model: ModelSection, microbatch: int, stages: int, chunks: int, stores: dict[str, str]
+) -> None:
+    """All of it: weights, gradients and moments, the head at work, and what is kept."""
+    config = replace(
+        CONFIG,
+        model=model,
+        training=replace(BFLOAT16, global_batch=8 * microbatch, microbatch=microbatch, **stores),
+        pipeline=PipelineSection(stages=stages, chunks=chunks, window=0),
+    )
+    plain = replace(config, storage=StorageSection(preset="agoq"))
+    possible = [devices for devices in ARRANGEMENTS if can_compute(config, devices)]
+    assert len(possible) >= 4
+    for devices in possible:
+        assert max(stage_bytes(config, stages, devices)) <= max(stage_bytes(plain, stages, devices)), devices
+
+
+def test_a_stage_with_a_large_head_keeps_to_its_bits_and_others_get_theirs() -> None:
+    # Four equal stages: only what a head adds differs.
+    split = replace(CONFIG.pipeline, split=(3, 3, 3, 3))
+    large = replace(CONFIG, model=replace(CONFIG.model, vocab=50257), pipeline=split)
+    assert [storage.norm_input for storage in stage_storages(large, 4)] == ["4", "5", "8", "4"]
+
+
+@pytest.mark.parametrize("stages", [3, 4])
+def test_what_a_codec_remembers_does_not_make_more_bits_raise_the_peak(stages: int) -> None:
+    """It grows with the text, and stages between two others remember at both ends."""
+    pipeline = PipelineSection(stages=stages, window=0, forward_codec="aqsgd-4")
+    config = replace(CONFIG, pipeline=pipeline)
+    plain = replace(config, storage=StorageSection(preset="agoq"))
+    assert stage_storages(config, stages) != stage_storages(plain, stages)
+    for windows in (0, 1, 16, 100, 1000, 10**6):
+        for devices in ARRANGEMENTS[:2]:
+            most, before = (
+                max(stage_bytes(run, stages, devices, windows=windows)) for run in (config, plain)
+            )
+            assert most <= before, (windows, devices)
 
 
 def test_the_estimate_counts_what_is_kept() -> None:
