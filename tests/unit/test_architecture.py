@@ -4,7 +4,8 @@ which commands do without torch."""
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -70,25 +71,33 @@ def used(tree: ast.AST) -> Iterator[str]:
         if alias.asname
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            first, _, rest = ast.unparse(node).partition(".")
-            yield f"{aliases.get(first, first)}.{rest}"
+        if isinstance(node, ast.Attribute) and (names := dotted(node)):
+            yield ".".join([aliases.get(names[0], names[0]), *names[1:]])
 
 
-def wrong_imports(source: str, module: Path) -> list[str]:
+def dotted(node: ast.expr) -> list[str]:
+    """The names of an attribute of an attribute of a name; none of what is no such chain, as nothing is
+    forbidden of what a call gives."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return [node.id, *reversed(names)] if isinstance(node, ast.Name) else []
+
+
+def wrong_imports(tree: ast.AST, module: Path) -> list[str]:
     """Imports that `module` must not have: of our packages above it, of a network, of generated code."""
     package = module.parts[0]
     strange = MAY_IMPORT.keys() - MAY_IMPORT[package] | (NETWORK if package == "kernels" else set())
     return [
         name
-        for name in imported(ast.parse(source), module)
+        for name in imported(tree, module)
         if name.split(".")[0] in strange or (f"{name}.".startswith(f"{GENERATED}.") and module not in EDGE)
     ]
 
 
-def forbidden_names(source: str, module: Path) -> list[str]:
+def forbidden_names(tree: ast.AST, module: Path) -> list[str]:
     """Imports and attributes that are, or lie in, something forbidden."""
-    tree = ast.parse(source)
     names = {*imported(tree, module), *used(tree)}
     return sorted(n for n in names if any(n == bad or n.startswith(bad + ".") for bad in FORBIDDEN))
 
@@ -101,10 +110,11 @@ def test_all_packages_are_looked_at() -> None:
 @pytest.mark.parametrize("module", MODULES, ids=str)
 def test_module_keeps_the_rules(module: Path) -> None:
     source = (ROOT / module).read_text(encoding="utf-8")
-    assert wrong_imports(source, module) == [], (
+    tree = ast.parse(source)
+    assert wrong_imports(tree, module) == [], (
         "imports point one way: node -> wire -> kernels, which knows no network; protobuf stays at the edge"
     )
-    assert forbidden_names(source, module) == [], "no pickle, no torch.load, no time.sleep"
+    assert forbidden_names(tree, module) == [], "no pickle, no torch.load, no time.sleep"
     assert len(source.splitlines()) <= LINES, "split the module: one subject each"
 
 
@@ -129,7 +139,7 @@ def test_a_script_is_no_longer_than_a_module(script: Path) -> None:
     ],
 )
 def test_imports_against_the_direction_are_found(module: str, source: str, found: list[str]) -> None:
-    assert wrong_imports(source, Path(module)) == found
+    assert wrong_imports(ast.parse(source), Path(module)) == found
 
 
 @pytest.mark.parametrize(
@@ -146,7 +156,7 @@ def test_imports_against_the_direction_are_found(module: str, source: str, found
     ],
 )
 def test_forbidden_names_are_found(source: str, found: list[str]) -> None:
-    assert forbidden_names(source, Path("node/a.py")) == found
+    assert forbidden_names(ast.parse(source), Path("node/a.py")) == found
 
 
 class _AtRuntime(ast.NodeTransformer):
@@ -156,17 +166,23 @@ class _AtRuntime(ast.NodeTransformer):
         return node.orelse if ast.unparse(node.test) == "TYPE_CHECKING" else node
 
 
+@cache
+def imported_at_runtime(module: Path) -> tuple[str, ...]:
+    """As `imported`, without what only a type checker imports."""
+    tree = _AtRuntime().visit(ast.parse((ROOT / module).read_text(encoding="utf-8")))
+    return tuple(imported(tree, module))
+
+
 def brought_in(start: Path) -> dict[str, Path]:
     """Each dotted name that running `start` may import, within functions too, and a module that does so.
 
-    As `imported`; what our modules import is followed, what others do is not.
+    As `imported_at_runtime`; what our modules import is followed, what others do is not.
     """
     found: dict[str, Path] = {}
     waiting, seen = [start], {start}
     while waiting:
         module = waiting.pop()
-        tree = _AtRuntime().visit(ast.parse((ROOT / module).read_text(encoding="utf-8")))
-        for name in imported(tree, module):
+        for name in imported_at_runtime(module):
             found.setdefault(name, module)
             for one in (name, name.rpartition(".")[0]):
                 if (ours := Path(f"{one.replace('.', '/')}.py")) in MODULES and ours not in seen:
@@ -175,35 +191,46 @@ def brought_in(start: Path) -> dict[str, Path]:
     return found
 
 
-def loaded_by(names: list[str]) -> list[str]:
-    """What of `HEAVY` a new interpreter has loaded that imports all of these; not ours may be missing."""
+def loaded_by(names: Iterable[str]) -> list[str]:
+    """What of `HEAVY` a new interpreter has loaded that imports all of these, and which name did: "torch by
+    kernels.fp8". Not ours may be missing."""
     script = (
         "import contextlib, pkgutil, sys\n"
+        f"heavy = {HEAVY!r}\n"
         "for name in sys.argv[1:]:\n"
         f"    ours = name.split('.')[0] in {set(MAY_IMPORT)!r}\n"
         "    with contextlib.nullcontext() if ours else contextlib.suppress(ImportError):\n"
         "        pkgutil.resolve_name(name)\n"
-        f"print(*sorted({HEAVY!r} & sys.modules.keys()))"
+        "    for found in sorted(heavy & sys.modules.keys()):\n"
+        "        print(found, 'by', name)\n"
+        "        heavy.remove(found)"
     )
     command = [sys.executable, "-c", script, *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    return done.stdout.splitlines()
 
 
 @pytest.mark.parametrize("command", TORCH_FREE)
-def test_a_command_without_tensors_loads_no_torch(command: str) -> None:
-    """Neither by what our modules say, nor by what is there when all of it has been imported."""
+def test_a_command_without_tensors_names_no_torch(command: str) -> None:
+    """By what our modules say that it may import."""
     names = brought_in(Path(f"node/cli/{command}.py"))
     said = {name: str(where) for name, where in names.items() if name.split(".")[0] in HEAVY}
     assert said == {}, "sizes and names have modules without torch: wire/codecs/forms.py, kernels/*_layout.py"
-    assert loaded_by(["node.cli.main", f"node.cli.{command}", *names]) == []
+
+
+def test_commands_without_tensors_load_no_torch() -> None:
+    """By what is there when all that they may import has been, by them and by what is not ours."""
+    names = ["node.cli.main"]
+    for command in TORCH_FREE:
+        names += [f"node.cli.{command}", *brought_in(Path(f"node/cli/{command}.py"))]
+    assert loaded_by(dict.fromkeys(names)) == []
 
 
 def test_a_command_with_tensors_is_found_to_load_torch() -> None:
     names = brought_in(Path("node/cli/join.py"))
-    assert "torch" in names
-    assert "torch" in loaded_by([name for name in names if not name.startswith("torch")])
+    assert "torch" in names and any(name.startswith("kernels.fp8.") for name in names)
+    assert "torch by kernels.fp8" in loaded_by(["node.cli.main", "kernels.fp8"])
 
 
 def test_what_only_a_type_checker_imports_brings_nothing_in() -> None:

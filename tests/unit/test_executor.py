@@ -14,7 +14,8 @@ from tests.support.memory_pipeline import MemoryIO, MemoryPipeline, reference_ru
 from wire.spec import Direction, TensorKey
 
 STEPS = 8
-CODEC_STEPS = 4
+TRAINED = 4
+"""Steps that equality is shown for: warm-up's three, and one after it; they begin, commit and end alike."""
 
 CONFIG = RunConfig(
     run=RunSection(steps=STEPS, seed=7),
@@ -55,12 +56,13 @@ def name(value: object) -> str:
 
 @cache
 def unsplit(layers: int, family: str, tied: bool) -> tuple[list[Step], str]:
-    return reference_run(model(layers, family, tied), STEPS)
+    return reference_run(model(layers, family, tied), TRAINED)
 
 
 def test_the_reference_learns() -> None:
     """Equality with a trainer that stands still would show nothing."""
-    steps, _ = unsplit(5, "llama", False)
+    steps, _ = reference_run(model(5, "llama", False), STEPS)
+    assert steps[:TRAINED] == unsplit(5, "llama", False)[0]
     assert steps[-1].loss < 0.8 * steps[0].loss
     assert len({step.loss for step in steps}) == STEPS
 
@@ -74,7 +76,7 @@ def test_every_split_and_schedule_is_the_unsplit_model(
 ) -> None:
     expected, weights = unsplit(layers, family, tied)
     with MemoryPipeline(placed(model(layers, family, tied), pipeline, ("fp32", "fp32"))) as stages:
-        assert stages.train(STEPS) == expected
+        assert stages.train(TRAINED) == expected
         assert stages.weights_sha256() == weights
 
 
@@ -93,11 +95,11 @@ def test_codecs_are_deterministic_and_sit_where_the_reference_has_them(
 ) -> None:
     config = placed(model(4, "llama", False), pipeline, codecs)
     groups = split_units(config.model, pipeline.stages * pipeline.chunks)
-    expected, weights = reference_run(config, CODEC_STEPS, groups)
-    assert expected != reference_run(config, CODEC_STEPS)[0]
+    expected, weights = reference_run(config, TRAINED, groups)
+    assert expected != reference_run(config, TRAINED)[0]
     for _ in range(2):
         with MemoryPipeline(config) as stages:
-            assert stages.train(CODEC_STEPS) == expected
+            assert stages.train(TRAINED) == expected
             assert stages.weights_sha256() == weights
 
 
@@ -131,7 +133,7 @@ def test_gradients_that_overtake_late_forwards_change_no_bit(codecs: tuple[str, 
     def run(late: bool) -> tuple[list[Step], str, list[Direction]]:
         with MemoryPipeline(config) as stages:
             steps = []
-            for _ in range(CODEC_STEPS):
+            for _ in range(TRAINED):
                 if late:
                     stages.ios[1] = LateIO(stages.ios[1])
                 steps += stages.train(1)
