@@ -4,11 +4,14 @@ from math import prod
 
 from node.config.explain import framed_bytes
 from node.config.schema import RunConfig
+from node.telemetry.remedies import LADDER
 from wire.codecs.forms import codec_names, form
 
 
 def codec_bits(config: RunConfig) -> dict[str, float]:
-    """Bits an element of a boundary tensor, headers and frames included, of every codec without a memory."""
+    """Bits an element of a boundary tensor, headers and frames included, of every codec without a memory and
+    of whatever else may be proposed."""
     training, model = config.training, config.model
     shape = (training.microbatch, model.sequence, model.hidden)
-    return {name: 8 * framed_bytes(form(name).packed_bytes(shape)) / prod(shape) for name in codec_names()}
+    names = dict.fromkeys((*codec_names(), *LADDER))
+    return {name: 8 * framed_bytes(form(name).packed_bytes(shape)) / prod(shape) for name in names}

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from node.telemetry.floor import Floor, ResourceKind
 from node.telemetry.remedies import Remedy, better_codec, better_split
 from node.telemetry.run_view import LinkView, RunView, StageView
-from node.telemetry.step_model import FULL, SharedUpload, StepModel, shared_uploads
+from node.telemetry.step_model import FULL, LITTLE, SharedUpload, StepModel, shared_uploads
 from node.telemetry.units import duration_text
 
 PACE = 0.7
@@ -35,7 +35,7 @@ def bottleneck(
         here, wanted = len(view.members), view.stages_wanted
         if here >= wanted:
             return (f"waiting for a stage's node: {here} nodes are here and none fits or is back yet",)
-        return (f"waiting for nodes: {here} of {wanted} are here",)
+        return (f"waiting for nodes: {here} of {wanted} are here; {_how_to_join(view.token_uses)}",)
     model = StepModel.of(view)
     if model is None:
         return ()
@@ -68,7 +68,8 @@ def _links(view: RunView, model: StepModel, floor: Floor, codec_bits: Mapping[st
         and floor.seconds >= PACE * model.seconds
     ):
         pair = floor.binds.stage, floor.binds.peer_stage
-        full = [link for link in view.links if (link.source, link.target) == pair and link.use is not None]
+        known = [link for link in view.links if link.use is not None and link.use >= LITTLE]
+        full = [link for link in known if (link.source, link.target) == pair]
         what = "sets the pace"
     sentences = [_upload(upload) for upload in uploads]
     for link in full:
@@ -179,6 +180,19 @@ def _nothing(view: RunView) -> str:
 
 
 # ---- words
+
+
+def _how_to_join(token_uses: int | None) -> str:
+    """The join line holds a secret, so it is not said, only where it is."""
+    if token_uses is None:
+        return "paste the join line on another machine; `thinwire token create RUN_DIR` makes a new one"
+    if token_uses == 0:
+        return "no join token is left: `thinwire token create RUN_DIR` makes a join line for one more"
+    nodes = "one more node" if token_uses == 1 else f"{token_uses} more nodes"
+    return (
+        f"paste the join line that the coordinator printed on another machine (tokens are left for {nodes}; "
+        "`thinwire token create RUN_DIR` makes a new line)"
+    )
 
 
 def _who_waits(stages: Sequence[StageView]) -> str:

@@ -65,6 +65,14 @@ class JoinLine(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TokenUses(Event):
+    """How many nodes the run's join tokens still admit, told when it changes."""
+
+    event: ClassVar[str] = "token-uses"
+    left: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class PageServed(Event):
     """The run's page can be looked at."""
 

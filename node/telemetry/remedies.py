@@ -11,8 +11,12 @@ WORTH = 1.05
 """A change that gives less is not worth a word."""
 PLENTY = 1.1
 """The first codec on the ladder that gives this is the one to name: it costs the least precision."""
-LADDER = ("fixed-8", "fixed-6", "tah", "trellis-4")
-"""Codecs to name, the most precise first."""
+LADDER = ("fixed-8", "fixed-6", "trellis-4.41", "trellis-4", "tah")
+"""Codecs to name, the most precise first, as measured on tensors between stages (scripts/results/rivals.json,
+boundary_error.json). On processors `trellis-R` takes many times as long to pack as the others: where that
+would cost more than it saves, what comes after it is named."""
+LOSS_FORWARD = {"trellis-4.41": "nothing that could be measured", "tah": "1.4 %"}
+"""What a codec for activations cost in loss, of those of which the README says it."""
 WAYS = {"activation": "forward", "gradient": "backward"}
 
 
@@ -22,17 +26,19 @@ class Remedy:
 
     change: str
     gain: float
+    how: str = ""
+    """What it costs besides, and how to make it."""
 
     @classmethod
-    def of(cls, change: str, model: StepModel, changed: StepModel) -> Self | None:
+    def of(cls, change: str, model: StepModel, changed: StepModel, how: str = "") -> Self | None:
         """None if it would not be worth a word."""
         gain = model.gain(changed)
-        return cls(change, gain) if gain >= WORTH else None
+        return cls(change, gain, how) if gain >= WORTH else None
 
     @property
     def text(self) -> str:
         digits = 2 if self.gain < 1.15 else 1
-        return f"{self.change} would give about {self.gain:.{digits}f} x"
+        return f"{self.change} would give about {self.gain:.{digits}f} x{self.how}"
 
 
 def better_codec(
@@ -70,12 +76,19 @@ def _with(
     smaller = [flow for flow in flows if 0 < bits < flow.bits_per_element]
     if not smaller:
         return None
-    changed = model.with_codecs(**{flow.direction: bits / flow.bits_per_element for flow in smaller})
+    packing = model.more_packing({flow.direction: (flow.codec, name) for flow in smaller})
+    factors = {flow.direction: bits / flow.bits_per_element for flow in smaller}
+    changed = model.with_codecs(**factors, packing=packing)
     ways: dict[str, list[str]] = {}
     for flow in smaller:
         ways.setdefault(flow.codec, []).append(WAYS[flow.direction])
     change = " and ".join(f"`{codec}` to `{name}` {' and '.join(way)}" for codec, way in ways.items())
-    return Remedy.of(change, model, changed)
+    directions = [flow.direction for flow in smaller]
+    loss = ""
+    if "activation" in directions and name in LOSS_FORWARD:
+        loss = f" (measured cost in loss, `{name}` forward: {LOSS_FORWARD[name]})"
+    keys = " ".join(f"pipeline.{WAYS[direction]}_codec={name}" for direction in directions)
+    return Remedy.of(change, model, changed, f"{loss}: `thinwire resume RUN_DIR {keys}`, once it is stopped")
 
 
 def better_split(view: RunView, model: StepModel, ends_in_blocks: Sequence[float]) -> Remedy | None:

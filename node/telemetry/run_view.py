@@ -74,6 +74,11 @@ class LinkView:
     rejects: int
     """Damaged frames since the run began."""
     queued_bytes: int
+    full: bool = False
+    """It carries what it can, alone or with others that share its upload (`node.telemetry.step_model`)."""
+    little_used: bool = False
+    """It carries so little of `capacity_mbit` that this may be far off, and is shown to nobody: too high, as
+    bursts pass a limit that a steady stream meets, or too low, as few bytes bring no link to its speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +165,8 @@ class RunView:
     recoveries: int
     replayed: int
     """Steps that ran again after a rollback, though they had been committed."""
+    token_uses: int | None = None
+    """Nodes that the run's join tokens still admit; None is not known."""
     bottleneck: tuple[str, ...]
     """What holds the run back, in words, the most important first."""
     events: tuple[EventView, ...]

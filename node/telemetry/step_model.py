@@ -1,18 +1,22 @@
 """A run's recent steps as inputs of the floor model: times a microbatch, bytes a tensor, rates. Pure."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from node.telemetry.clock import TimeKind
 from node.telemetry.floor import Floor, LinkRate, step_floor
+from node.telemetry.packing import is_processor, nanoseconds, packing_seconds
 from node.telemetry.run_view import LinkView, RunView
 
 FULL = 0.85
-"""A link that carries this share of its measured capacity is full, a stage this busy has no time left."""
+"""A link that carries this share of its measured capacity is full, a stage this busy has no time left. The
+page and `top` follow `LinkView.full`; the alert in deploy/prometheus/alerts.yml has the same number."""
 FULL_TOGETHER = 0.75
 """Links that take turns are full at less: each is measured while the other is silent, too."""
+LITTLE = 0.2
+"""A link that carries less than this share of its measured capacity tells nothing of it (`LinkView`)."""
 UNLIKE = 1.15
 """Capacities that differ by this factor are not those of two equal links."""
 
@@ -39,6 +43,11 @@ class StepModel:
     """As `step_floor` takes them: what a stage's links seem to share. Their own capacities count no more."""
     after_seconds: float
     """The optimizer's."""
+    elements: Mapping[str, float] = field(default_factory=dict)
+    """Of a microbatch's tensor at one boundary, by its direction."""
+    slowness: tuple[float, ...] = ()
+    """Packing takes each stage so many times what `node.telemetry.packing` says of a core; 0 for a GPU, on
+    which it is taken to cost nothing. Empty is not known."""
 
     @classmethod
     def of(cls, view: RunView) -> Self | None:
@@ -60,7 +69,14 @@ class StepModel:
             flows = (flow for link in view.links for flow in link.flows if flow.direction == direction)
             return sum(flow.mbit for flow in flows) / 8e-6 * seconds / crossings if crossings else 0.0
 
+        def tensor_elements(direction: str) -> float:
+            flows = [flow for link in view.links for flow in link.flows if flow.direction == direction]
+            counts = (flow.mbit / flow.bits_per_element for flow in flows if flow.bits_per_element > 0)
+            return 1e6 * sum(counts) * seconds / crossings if crossings else 0.0
+
         optimizer = spent(TimeKind.OPTIMIZER)
+        packing = spent(TimeKind.ENCODE, TimeKind.DECODE)
+        elements = {direction: tensor_elements(direction) for direction in ("activation", "gradient")}
         uploads = {upload.stage: upload for upload in shared_uploads(view)}
         return cls(
             seconds=seconds,
@@ -68,7 +84,7 @@ class StepModel:
             chunks=chunks,
             forward=spent(TimeKind.FORWARD),
             backward=spent(TimeKind.BACKWARD),
-            packing=spent(TimeKind.ENCODE, TimeKind.DECODE),
+            packing=packing,
             activation_bytes=tensor_bytes("activation"),
             gradient_bytes=tensor_bytes("gradient"),
             links=_rates([link for link in view.links if link.source not in uploads], stages, chunks),
@@ -77,6 +93,8 @@ class StepModel:
                 for stage in range(stages)
             ),
             after_seconds=max(optimizer) * view.microbatches,
+            elements=elements,
+            slowness=_slowness(view, chunks, elements, packing),
         )
 
     @property
@@ -110,13 +128,32 @@ class StepModel:
         then = changed.floor().seconds + now - floor
         return now / then if then > 0 else 1.0
 
-    def with_codecs(self, *, activation: float = 1.0, gradient: float = 1.0) -> "StepModel":
-        """Tensors of each kind take so many times their bytes."""
+    def with_codecs(
+        self, *, activation: float = 1.0, gradient: float = 1.0, packing: Sequence[float] = ()
+    ) -> "StepModel":
+        """Tensors of each kind take so many times their bytes, and `packing` seconds more at each stage."""
+        more = packing or (0.0,) * len(self.packing)
         return replace(
             self,
             activation_bytes=activation * self.activation_bytes,
             gradient_bytes=gradient * self.gradient_bytes,
+            packing=tuple(now + extra for now, extra in zip(self.packing, more, strict=True)),
         )
+
+    def more_packing(self, codecs: Mapping[str, tuple[str, str]]) -> tuple[float, ...]:
+        """Seconds a microbatch that packing takes each stage longer with other codecs: 0 on GPUs.
+
+        `codecs`: the present one and the other, by direction. A codec that is quicker saves nothing: its
+        packing ran beside compute.
+        """
+        costs = {}
+        for direction, (present, other) in codecs.items():
+            pairs = zip(nanoseconds(present), nanoseconds(other), strict=True)
+            encode, decode = (max(0.0, after - before) for before, after in pairs)
+            costs[direction] = encode, decode
+        on_a_core = packing_seconds(len(self.forward), self.chunks, self.elements, costs)
+        slowness = self.slowness or (0.0,) * len(on_a_core)
+        return tuple(slow * seconds for slow, seconds in zip(slowness, on_a_core, strict=True))
 
     def with_blocks(self, before: Sequence[float], after: Sequence[float]) -> "StepModel":
         """Stages compute other numbers of blocks; a block takes its stage as long as before."""
@@ -163,6 +200,26 @@ def shared_uploads(view: RunView) -> tuple[SharedUpload, ...]:
         sent = sum(link.mbit for link in links)
         found.append(SharedUpload(stage=stage, links=links, mbit=sent, capacity_mbit=sent / max(uses)))
     return tuple(found)
+
+
+def full_links(view: RunView) -> set[tuple[int, int]]:
+    """Which links are full, as source and target: by themselves, or because they share an upload."""
+    alone = {(link.source, link.target) for link in view.links if (link.use or 0.0) >= FULL}
+    return alone | {(x.source, x.target) for upload in shared_uploads(view) for x in upload.links}
+
+
+def _slowness(
+    view: RunView, chunks: int, elements: Mapping[str, float], packing: Sequence[float]
+) -> tuple[float, ...]:
+    """As `StepModel.slowness`. Stages report what compute waits for packing, which is a part of it; so a
+    stage that waits for longer than all of it should take is slower than the core that was measured."""
+    flows = (flow for link in view.links for flow in link.flows if flow.direction in elements)
+    costs = {flow.direction: nanoseconds(flow.codec) for flow in flows}
+    expected = packing_seconds(len(view.stages), chunks, elements, costs)
+    return tuple(
+        max(1.0, told / should if should > 0 else 1.0) if is_processor(stage.device) else 0.0
+        for stage, told, should in zip(view.stages, packing, expected, strict=True)
+    )
 
 
 def _rates(links: Sequence[LinkView], stages: int, chunks: int) -> tuple[LinkRate, ...]:

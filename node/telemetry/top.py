@@ -105,8 +105,8 @@ def _link_table(links: tuple[LinkView, ...]) -> list[str]:
             f"{link.source} to {link.target}",
             ", ".join(dict.fromkeys(flow.codec for flow in link.flows)) or "-",
             f"{link.mbit:.1f}",
-            f"{link.capacity_mbit:.1f}" if link.capacity_mbit else "-",
-            _percent(link.use) if link.use is not None else "-",
+            f"{link.capacity_mbit:.1f}" if link.capacity_mbit and not link.little_used else "-",
+            _use(link),
             "/".join(f"{flow.bits_per_element:.2f}" for flow in link.flows) or "-",
             duration_text(link.round_trip_seconds) if link.round_trip_seconds else "-",
             bytes_text(link.bytes),
@@ -116,6 +116,12 @@ def _link_table(links: tuple[LinkView, ...]) -> list[str]:
         for link in links
     ]
     return table_lines(header, rows)
+
+
+def _use(link: LinkView) -> str:
+    if link.use is None:
+        return "-"
+    return "little" if link.little_used else _percent(link.use) + (" full" if link.full else "")
 
 
 def _people(view: RunView, now: float) -> str:

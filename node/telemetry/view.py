@@ -26,6 +26,7 @@ from node.telemetry.run_view import (
     StageView,
 )
 from node.telemetry.series import Series
+from node.telemetry.step_model import LITTLE, full_links
 from node.telemetry.units import bytes_text, duration_text, printable
 
 __all__ = ["RunView", "RunViewBuilder", "view"]
@@ -62,6 +63,7 @@ class RunViewBuilder:
         self._recoveries = 0
         self._snapshot: SnapshotView | None = None
         self._finished: events.RunFinished | None = None
+        self._token_uses: int | None = None
         self._loss = Series()
         self._speed = Series()
         self._recent: deque[events.StepCosts] = deque(maxlen=RECENT_STEPS)
@@ -91,6 +93,8 @@ class RunViewBuilder:
                 self._restoring = True
             case events.Recovered():
                 self._recoveries += 1
+            case events.TokenUses():
+                self._token_uses = event.left
             case events.SnapshotStored():
                 self._snapshot = SnapshotView(step=event.step, bytes=event.bytes, at=at)
             case events.RunFinished():
@@ -172,9 +176,13 @@ class RunViewBuilder:
             aborted=self._aborted,
             recoveries=self._recoveries,
             replayed=self._replayed,
+            token_uses=self._token_uses,
             bottleneck=(),
             events=tuple(self._events),
         )
+        full = full_links(so_far)
+        links = tuple(replace(link, full=(link.source, link.target) in full) for link in so_far.links)
+        so_far = replace(so_far, links=links)
         if started is None:
             return replace(so_far, bottleneck=bottleneck(so_far, {}))
         words = bottleneck(so_far, started.codec_bits, started.ends_in_blocks)
@@ -326,6 +334,7 @@ class _LinkSums:
             retransmits=self._retransmits,
             rejects=self._rejects,
             queued_bytes=newest.queued_bytes,
+            little_used=use is not None and use < LITTLE,
         )
 
 

@@ -67,7 +67,9 @@ class PageWatch:
             port = parts.port
         except ValueError:
             parts, port = urllib.parse.urlsplit(""), None
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        # A bare word is a folder that is not there, more likely than a host whose page is at port 80.
+        bare = "://" not in address and port is None
+        if parts.scheme not in ("http", "https") or not parts.hostname or bare:
             raise UserError(
                 f"{address!r} is neither a run's directory nor its page's address, such as 127.0.0.1:7702"
             )

@@ -41,7 +41,11 @@ pytestmark = [
     pytest.mark.timeout(180),
 ]
 
-SCREENS = {"wide": {"width": 1280, "height": 900}, "phone": {"width": 390, "height": 844, "phone": True}}
+SCREENS = {
+    "wide": {"width": 1280, "height": 900},
+    "phone": {"width": 390, "height": 844, "phone": True},
+    "narrow": {"width": 360, "height": 740, "phone": True},
+}
 
 
 @asynccontextmanager
@@ -171,8 +175,15 @@ async def assert_shows(tab: Tab, view: dict[str, Any]) -> None:
         lane = await tab.text(f".lane[data-way='{link['source']}-{link['target']}']")
         for flow in link["flows"]:
             assert f"{flow['codec']}, {flow['bits_per_element']:.2f}\xa0bits an element" in lane
-        if link["capacity_mbit"]:
+        if link["little_used"]:
+            assert "Mbit/s, little used" in lane and f" of {link['capacity_mbit']:.0f}" not in lane
+        elif link["capacity_mbit"]:
             assert f"{round(100 * link['use'])}\xa0%" in lane
+    # What is marked as full is what the view calls full.
+    marked = await tab.evaluate(
+        "[...document.querySelectorAll('.lane.full')].map((lane) => lane.dataset.way)"
+    )
+    assert marked == [f"{link['source']}-{link['target']}" for link in view["links"] if link["full"]] != []
     nodes = await tab.text("#nodes")
     assert all(member["node_id"] in nodes for member in view["members"])
     newest = view["events"][-1]

@@ -15,11 +15,15 @@ from node.telemetry.bottleneck import WAITING, bottleneck
 from node.telemetry.clock import TimeKind
 from node.telemetry.remedies import LADDER
 from node.telemetry.run_view import FlowView, LinkView, RunView, StageView
-from node.telemetry.step_model import FULL, FULL_TOGETHER, StepModel, shared_uploads
+from node.telemetry.step_model import FULL, FULL_TOGETHER, StepModel, full_links, shared_uploads
 from node.telemetry.view import view
 from tests.support.run_events import history, joined, opening, started, step
 
-BITS = {"fp32": 32.03, "fixed-8": 8.26, "fixed-6": 6.26, "fixed-4": 4.26, "tah": 4.42, "trellis-4": 4.0}
+BITS = {"fp32": 32.03, "fixed-8": 8.26, "fixed-6": 6.26, "fixed-4": 4.26, "tah": 4.42} | {
+    "trellis-4": 4.0,
+    "trellis-4.41": 4.41,
+}
+GPU = "NVIDIA H200"
 MICROBATCHES = 8
 
 
@@ -89,6 +93,15 @@ def says(run: RunView, bits: Mapping[str, float] = BITS, ends: Sequence[float] =
     return " | ".join(bottleneck(run, bits, ends))
 
 
+def on(device: str, run: RunView) -> RunView:
+    return replace(run, stages=tuple(replace(stage, device=device) for stage in run.stages))
+
+
+def promised(text: str) -> float:
+    """The gain in a sentence."""
+    return float(re.findall(r"would give about ([\d.]+) x", text)[0])
+
+
 def test_a_full_link_who_waits_for_it_and_what_would_help() -> None:
     stages = [stage(0, forward=0.25, backward=0.25), stage(1, forward=0.2, backward=0.2)]
     run = seen(stages, [link(0, 1, 30, 100), link(1, 0, 96, 100)])
@@ -99,7 +112,7 @@ def test_a_full_link_who_waits_for_it_and_what_would_help() -> None:
     )
     model = StepModel.of(run)
     assert model is not None
-    gain = float(text.rpartition("about ")[2].removesuffix(" x"))
+    gain = promised(text)
     assert gain == pytest.approx(model.gain(model.with_codecs(gradient=4.42 / 6.26)), rel=0.05)
     assert 1.1 < gain < 6.26 / 4.42
 
@@ -141,7 +154,7 @@ def test_links_that_share_an_upload() -> None:
         "stage 1 sends 0.8 Mbit/s to stages 0 and 2 together, and its links to them are all full: they seem "
         "to share its upload; stages 0, 1 and 2 wait 87 % of the time; `fixed-8` to `fixed-6` backward would"
     )
-    gain = float(text.rpartition("about ")[2].removesuffix(" x"))
+    gain = promised(text)
     # Both kinds of tensors take their turns there, so a smaller gradient saves its part of the sum.
     assert gain == pytest.approx(0.8 / (0.28 + 0.52 * BITS["fixed-6"] / BITS["fixed-8"]), rel=0.06)
     assert "link 1 to" not in text
@@ -263,7 +276,44 @@ def test_nothing_stands_out() -> None:
 
 
 def test_waiting_for_members() -> None:
-    assert view(history(started(), joined("node-x"))).bottleneck == ("waiting for nodes: 1 of 2 are here",)
+    """How to help is said, by what is known of the tokens."""
+    untold = view(history(started(), joined("node-x"))).bottleneck
+    assert untold == (
+        "waiting for nodes: 1 of 2 are here; paste the join line on another machine; `thinwire token create "
+        "RUN_DIR` makes a new one",
+    )
+    for left, words in (
+        (0, "1 of 2 are here; no join token is left: `thinwire token create RUN_DIR` makes a join line for"),
+        (1, "paste the join line that the coordinator printed on another machine (tokens are left for one m"),
+        (3, "(tokens are left for 3 more nodes; `thinwire token create RUN_DIR` makes a new line)"),
+    ):
+        (said,) = view(
+            history(started(), events.TokenUses(left=2), joined("node-x"), events.TokenUses(left=left))
+        ).bottleneck
+        assert words in said
+
+
+def test_a_link_that_is_little_used_sets_no_pace() -> None:
+    stages = [stage(n, forward=0.05, backward=0.05) for n in range(2)]
+    run = replace(seen(stages, [link(0, 1, 15, 100), link(1, 0, 1, 1000)]), microbatches=1)
+    model = StepModel.of(run)
+    assert model is not None
+    assert "sets the pace" not in says(run) and "is full" not in says(run)
+    wider = replace(run, links=(link(0, 1, 70, 100), link(1, 0, 1, 1000)))
+    assert "link 0 to 1 sets the pace: 70 % of 100 Mbit/s" in says(wider)
+
+
+def test_what_is_full_is_told_once_for_all() -> None:
+    """`LinkView.full` is what the page and `top` follow; links that share an upload are full together."""
+    for use, full in ((FULL - 0.01, False), (FULL, True)):
+        run = seen([stage(0), stage(1)], [link(0, 1, 100 * use, 100), link(1, 0, 10, 100)])
+        assert (full_links(run) == {(0, 1)}) is full
+        assert ("is full" in says(run)) is full
+    shared = seen(
+        [stage(n) for n in range(3)],
+        [link(1, 0, 78, 100), link(1, 2, 39, 50)],
+    )
+    assert full_links(shared) == {(1, 0), (1, 2)}
 
 
 def test_nothing_is_said_before_the_first_step() -> None:

@@ -29,6 +29,7 @@ from node.telemetry.events import (
     StepAborted,
     StepCosts,
     StepDone,
+    TokenUses,
     from_json,
 )
 from node.telemetry.render import (
@@ -99,6 +100,7 @@ EVENTS: tuple[Event, ...] = (
     STARTED,
     PageServed(url="http://192.0.2.7:7702/", key_file="runs/demo-1/operator.key"),
     JoinLine(line="thinwire join tw1_abc"),
+    TokenUses(left=2),
     NodeJoined(node_id="node-a", device="cpu", address="127.0.0.1:5"),
     NodeLeft(node_id="node-a", reason="Ctrl-C"),
     PlacementMade(epoch=2, nodes=("node-a", "node-b"), resume_step=7),

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import math
+import re
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -24,7 +25,7 @@ from node.telemetry.run_view import RunView
 from node.telemetry.top import sparkline, step_line, view_lines
 from node.telemetry.view import RunViewBuilder, view
 from node.telemetry.watch import HistoryWatch, PageWatch
-from tests.support.run_events import BEGAN, aborted, history, opening, started, step
+from tests.support.run_events import BEGAN, aborted, history, link_cost, opening, started, step
 from wire.errors import LinkError, ProtocolViolationError, RunError, UserError
 from wire.identity.authority import CertificateAuthority
 
@@ -57,6 +58,23 @@ def test_everything_is_on_the_screen() -> None:
     ):
         assert words in text, words
     assert "192.0.2" not in text
+
+
+def test_links_say_what_is_known_of_them() -> None:
+    """A million bytes a second each; the last one's capacity was measured with too little to tell it."""
+    capacities = [1.1e6, 2e6, 0.0, 9e6]
+    pairs = [(0, 1), (1, 0), (1, 2), (2, 1)]
+    links = tuple(link_cost(*pair, capacity=c) for pair, c in zip(pairs, capacities, strict=True))
+    cost = events.StepCosts(**{**vars(step(1)[0]), "links": links})
+    lines = [line.strip() for line in view_lines(view(history(opening(), cost, step(1)[1])), BEGAN)]
+    rows = {line[:6]: line.split()[4:] for line in lines if re.match(r"\d to \d ", line)}
+    assert [rows[f"{a} to {b}"][:3] for a, b in pairs] == [
+        ["8.0", "8.8", "91%"],
+        ["8.0", "16.0", "50%"],
+        ["8.0", "-", "-"],
+        ["8.0", "-", "little"],
+    ]
+    assert rows["0 to 1"][3] == "full" and "full" not in rows["1 to 0"]
 
 
 def test_a_run_that_has_not_begun_is_shown_too() -> None:
@@ -115,10 +133,20 @@ def test_a_history_is_followed_while_it_grows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("address", ["nowhere", "ftp://127.0.0.1:1", "http://", "127.0.0.1:port", "[::1"])
 def test_what_is_neither_a_directory_nor_an_address(address: str) -> None:
-    if address == "nowhere":
-        return  # a host's name
     with pytest.raises(UserError, match="neither a run's directory nor its page's address"):
         PageWatch(address)
+
+
+def test_a_folder_that_is_missing_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And is not looked for in the network."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["top", "nope"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert "'nope' is neither a run's directory nor its page's address, such as 127.0.0.1:7702" in line
 
 
 def test_a_page_that_does_not_answer_is_one_line() -> None:

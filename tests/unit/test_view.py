@@ -19,6 +19,7 @@ from tests.support.run_events import (
     done,
     history,
     joined,
+    link_cost,
     opening,
     placed,
     started,
@@ -61,6 +62,17 @@ def test_a_running_run() -> None:
     assert back.flows[0].codec == "fixed-8" and back.flows[0].bytes == 3_000_000
 
 
+@pytest.mark.parametrize(
+    ("capacity", "little", "full"),
+    [(0.0, False, False), (5.1e6, True, False), (4.9e6, False, False), (1.17e6, False, True)],
+)
+def test_what_a_capacity_is_worth(capacity: float, little: bool, full: bool) -> None:
+    """A million bytes a second: under a fifth of the measure it tells little, from 0.85 on it is full."""
+    cost = events.StepCosts(**{**vars(costs(1)), "links": (link_cost(0, 1, capacity=capacity),)})
+    seen = view(history(opening(), cost, done(1)))
+    assert [(one.little_used, one.full) for one in seen.links] == [(little, full)]
+
+
 def test_the_view_is_plain_json_without_addresses() -> None:
     text = view(history(opening(), step(1), aborted(2))).to_json()
     fields_of_view = json.loads(text)
@@ -98,7 +110,7 @@ def test_a_run_that_waits_says_how_many_nodes_are_missing() -> None:
     assert seen.state == "waiting for nodes"
     assert not seen.stages[1].present
     waiting = view(history(started(), joined(NODES[0])))
-    assert waiting.bottleneck == ("waiting for nodes: 1 of 2 are here",)
+    assert waiting.bottleneck[0].startswith("waiting for nodes: 1 of 2 are here; paste the join line")
 
 
 @pytest.mark.parametrize(

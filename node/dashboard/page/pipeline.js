@@ -13,8 +13,7 @@ export const KINDS = {
   "wait-downstream": "waits for the stage after",
   "wait-coordinator": "waits for the coordinator",
 };
-// As node/telemetry/bottleneck.py says it in words.
-const FULL = 0.85, BUSY = 0.7;
+const BUSY = 0.7;
 const MOST_ABREAST = 3;
 
 export function pipeline(view) {
@@ -102,8 +101,9 @@ function linkCard(source, target, there, back) {
 
 function lane(link) {
   const forward = link.source < link.target;
-  const level = link.use == null ? "" : link.use >= FULL ? " full" : link.use >= BUSY ? " high" : "";
-  const known = link.capacity_mbit > 0;
+  // What is full, the view says: page, words, `thinwire top` and the alert have one number for it.
+  const level = link.full ? " full" : (link.use ?? 0) >= BUSY ? " high" : "";
+  const known = link.capacity_mbit > 0 && !link.little_used;
   const bar = element("div", { class: "use" }, styled(element("span"), { width: `${100 * (link.use ?? 0)}%` }));
   const flows = link.flows.map((flow) => `${flow.codec}, ${bits(flow.bits_per_element)}\u00a0bits an element`);
   return element(
@@ -114,7 +114,7 @@ function lane(link) {
       { class: "lane-head" },
       element("span", { class: "arrow", "aria-hidden": "true" }, forward ? "→" : "←"),
       element("strong", {}, `${link.source} to ${link.target}`),
-      element("span", { class: "rate" }, known ? `${mbit(link.mbit)} of ${mbit(link.capacity_mbit)}\u00a0Mbit/s` : `${mbit(link.mbit)}\u00a0Mbit/s, capacity not known yet`),
+      element("span", { class: "rate" }, known ? `${mbit(link.mbit)} of ${mbit(link.capacity_mbit)}\u00a0Mbit/s` : `${mbit(link.mbit)}\u00a0Mbit/s, ${link.little_used ? "little used" : "capacity not known yet"}`),
       element("span", { class: "use-text" }, known ? percent(link.use) : ""),
     ),
     bar,
