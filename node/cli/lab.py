@@ -6,10 +6,13 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from node.cli.parser import UsageError
+
+DEFAULT_PARENT = Path("lab")
 
 
 def add_parser(commands: Any) -> None:
@@ -42,7 +45,7 @@ def add_parser(commands: Any) -> None:
     )
     run_.add_argument("--no-plots", action="store_true", help="draw no figures")
     run_.add_argument(
-        "--pack", action="store_true", help="put raw/ and logs/ into one logs.tar.xz at the end"
+        "--pack", action="store_true", help="put raw/, logs/ and runs/ into one logs.tar.xz at the end"
     )
     run_.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     merge_ = actions.add_parser("merge", help="results of several parts of one profile as one file")
@@ -56,7 +59,12 @@ def add_parser(commands: Any) -> None:
         action.add_argument(
             "results", metavar="RESULTS", nargs="+", type=Path, help="of `lab run`: files or folders"
         )
-    plot.add_argument("--out", type=Path, help="figures go here (default: beside the results)")
+    plot.add_argument(
+        "--out",
+        type=Path,
+        help="figures go here (default: beside a results.json, in lab/NAME for another file's NAME.json); of "
+        "several results each has a folder there",
+    )
     check = actions.add_parser("check", help="what this machine can do for the lab")
     check.add_argument("--json", action="store_true", help="one JSON object instead of text")
     actions_ = ((run_, _run), (merge_, _merge), (table, _table), (plot, _plot), (check, _check))
@@ -72,13 +80,15 @@ def _run(args: argparse.Namespace) -> int:
         raise UsageError(f"--time-limit must be a number of seconds of at least 0, got {args.time_limit:g}")
     profile = load_profile(args.profile, args.overrides)
     check_only(profile, args.only)
-    out = args.out or Path("lab") / profile.lab.name
+    out = args.out or DEFAULT_PARENT / profile.lab.name
     if args.inside:
         return _run_inside(args, out)
     from node.lab.archive import pack_logs
     from node.lab.private import run_inside
     from node.lab.results import RESULTS_FILE
+    from node.lab.support import check_devices
 
+    check_devices(profile)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -91,7 +101,7 @@ def _run(args: argparse.Namespace) -> int:
         if args.pack and (packed := pack_logs(out)) is not None:
             _tell(f"packed {packed}")
     if code == 0 and not args.no_plots:
-        _draw([out / RESULTS_FILE], out, must=False)
+        _draw(out / RESULTS_FILE, out, must=False)
     return code
 
 
@@ -132,24 +142,47 @@ def _table(args: argparse.Namespace) -> int:
     from node.lab.results import read_results
     from node.lab.table import tables_text
 
-    sys.stdout.write(tables_text([read_results(path) for path in args.results]) + "\n")
+    sys.stdout.write(tables_text([(str(path), read_results(path)) for path in args.results]) + "\n")
     return 0
 
 
 def _plot(args: argparse.Namespace) -> int:
-    first = args.results[0]
-    _draw(args.results, args.out or (first if first.is_dir() else first.parent), must=True)
+    for path, folder in zip(args.results, figure_folders(args.results, args.out), strict=True):
+        _draw(path, folder, must=True)
     return 0
 
 
-def _draw(results: list[Path], out: Path, *, must: bool) -> None:
+def figure_folders(results: Sequence[Path], out: Path | None) -> list[Path]:
+    """Where the figures of each results file or folder go.
+
+    An output folder of `lab run` has them beside its results.json. A file of another name lies among others,
+    perhaps recorded ones: its figures go where `lab run` would put a profile of that name. `out` is a folder
+    for one, and of a folder for each of several; names that come again get a number.
+    """
+    from node.lab.results import RESULTS_FILE
+
+    folders: list[Path] = []
+    for path in results:
+        ours = path.is_dir() or path.name == RESULTS_FILE
+        home = path if path.is_dir() else path.parent
+        name = home.resolve().name if ours else path.stem
+        if out is not None:
+            folder = out / name if len(results) > 1 else out
+        else:
+            folder = home if ours else DEFAULT_PARENT / name
+        numbered = (folder.with_name(f"{folder.name}-{number}") for number in range(2, len(results) + 1))
+        folders.append(folder if folder not in folders else next(f for f in numbered if f not in folders))
+    return folders
+
+
+def _draw(results: Path, out: Path, *, must: bool) -> None:
     """Draw the figures; without matplotlib that is an error only if it is what the user asked for."""
     from node.lab.plots import draw
     from node.lab.results import read_results
     from wire.errors import UserError
 
     try:
-        for path in draw([read_results(path) for path in results], out):
+        for path in draw(read_results(results), out):
             _tell(f"drew {path}")
     except UserError as error:
         if must:

@@ -1,14 +1,14 @@
-"""One file in place of many: the raw steps and the words of a laboratory's processes, packed."""
+"""One file in place of many: the raw steps, the histories and the words of a laboratory's runs, packed."""
 
 import shutil
 import tarfile
 from pathlib import Path
 
-FOLDERS = ("raw", "logs")
+FOLDERS = ("raw", "logs", "runs")
 
 
 def pack_logs(out: Path) -> Path | None:
-    """Move `raw/` and `logs/` of an output directory into one `logs.tar.xz`; None when there is nothing.
+    """Move the `FOLDERS` of an output directory into one `logs.tar.xz`; None when there is nothing.
 
     A laboratory that goes on in the same directory makes new folders, and the next archive has a number.
     The folders go only once the archive is whole.

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sqlite3
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 from node.config.schema import RunConfig
 from node.lab import private
 from node.lab.calibration import Calibration, calibrate
+from node.lab.kept import keep_run
 from node.lab.measure import (
     Compute,
     PhaseSteps,
@@ -115,7 +117,7 @@ class _Laboratory:
         )
         machine = describe_machine()
         if path.exists():
-            results = Results.go_on(path, profile, machine)
+            results = Results.go_on(path, profile, machine, self._only)
         else:
             results = self._new_results(path, machine, method)
         runs = plan_runs(profile, results.done, self._only)
@@ -186,7 +188,7 @@ class _Laboratory:
             "congestion_control": congestion_control(section.congestion_control),
             "control": "the coordinator's wires are not shaped",
         }
-        return Results.new(path, self._profile, machine, network)
+        return Results.new(path, self._profile, machine, network, self._only)
 
     async def _calibrate(self, network: Network, runs: tuple[PlannedRun, ...], results: Results) -> None:
         """All shapes before the first run, while the wires are idle."""
@@ -264,8 +266,23 @@ class _Run:
     async def measure(self, ahead: "_Run | None") -> None:
         """From the start, or from the joining if `prepare` came before, to the last cell.
 
-        `ahead` is prepared once this run trains.
+        `ahead` is prepared once this run trains. The run's history and trace are kept, however it ends.
         """
+        try:
+            await self._measure(ahead)
+        finally:
+            self._keep()
+
+    def _keep(self) -> None:
+        """A convenience: the figures stand without it."""
+        if self._processes is None:
+            return
+        try:
+            keep_run(self._processes.run_directory, self._lab._out / "runs" / self.name)
+        except (OSError, sqlite3.Error) as error:
+            self._lab._tell(f"{self.name}: its history and trace could not be kept ({error})")
+
+    async def _measure(self, ahead: "_Run | None") -> None:
         lab, run, section = self._lab, self._run, self._lab._profile.lab
         raw = lab._out / "raw" / f"{self.name}.jsonl"
         raw.parent.mkdir(parents=True, exist_ok=True)

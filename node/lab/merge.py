@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from node.lab.plan import CellKey
-from node.lab.results import differing
+from node.lab.results import differing, joined_only
 from wire.errors import UserError
 
 SAME = ("format", "profile", "profile_sha256", "model", "training", "text", "stages", "device", "seeds")
@@ -40,10 +40,12 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             runs.append({**run, "name": names[run["name"]]})
         for cell in part["cells"]:
             cells[CellKey(**cell["key"])] = {**cell, "run": names[cell["run"]]}
+    asked = {"only": joined_only([part["only"] for part in parts])} if all("only" in p for p in parts) else {}
     return {
         **first,
+        **asked,
         "network": network,
-        "finished": any(part["finished"] for part in parts),
+        "finished": any(part["finished"] for part in parts) or len(cells) == first.get("planned_cells"),
         "calibrations": [found for part in parts for found in part["calibrations"]],
         "runs": runs,
         "cells": list(cells.values()),

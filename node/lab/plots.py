@@ -30,8 +30,8 @@ STYLE: Mapping[Any, Any] = {
 Cell = Mapping[str, Any]
 
 
-def draw(results: Sequence[Mapping[str, Any]], directory: Path) -> list[Path]:
-    """Write every figure that the results give; returns the files.
+def draw(results: Mapping[str, Any], directory: Path) -> list[Path]:
+    """Write every figure that one results file gives; makes `directory`, returns the files.
 
     Raises UserError when matplotlib is missing, or when there is nothing to draw.
     """
@@ -45,11 +45,12 @@ def draw(results: Sequence[Mapping[str, Any]], directory: Path) -> list[Path]:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    cells = [cell for result in results for cell in result["cells"]]
+    cells = results["cells"]
     if not cells:
         raise UserError("there is nothing to draw: no cell has been measured")
     colours = {pair: COLOURS[i % len(COLOURS)] for i, pair in enumerate(dict.fromkeys(map(_pair, cells)))}
     files = []
+    directory.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(dict(STYLE)):
         for name, plot in (("tokens", _tokens), ("loss", _loss), ("use", _use)):
             for setting, group in _settings(cells, by_shape=name == "loss").items():

@@ -79,6 +79,8 @@ class RunProcesses:
         listen = f"{COORDINATOR_ADDRESS}:{port}"
         self._config = replace(config, coordinator=replace(config.coordinator, listen=listen, advertise=()))
         self._directory = directory
+        self.run_directory = directory / "run"
+        """The coordinator's."""
         self._logs = logs
         self._device = device
         self._threads = threads
@@ -93,8 +95,7 @@ class RunProcesses:
         run_file.write_text(to_toml(self._config), encoding="utf-8")
         for stage in range(self._stages):
             await self._spawn(node_name(stage), ["-m", "node.lab.gate", self._device_of(stage)])
-        run_dir = self._directory / "run"
-        command = ["coordinator", str(run_file), "--run-dir", str(run_dir), "--json"]
+        command = ["coordinator", str(run_file), "--run-dir", str(self.run_directory), "--json"]
         await self._spawn(COORDINATOR, ["-m", "node.cli.main", *command])
         self._events = self._read_events()
 
@@ -111,7 +112,18 @@ class RunProcesses:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is None:
+            await self._end_coordinator()
         await self.close()
+
+    async def _end_coordinator(self) -> None:
+        """Let it write what it holds back of history and trace; asked twice it takes no snapshot first."""
+        child = self._children[COORDINATOR]
+        with contextlib.suppress(ProcessLookupError, TimeoutError):
+            child.send_signal(signal.SIGTERM)
+            child.send_signal(signal.SIGINT)
+            async with asyncio.timeout(GRACE_SECONDS):
+                await child.wait()
 
     async def close(self) -> None:
         """Kill every process."""

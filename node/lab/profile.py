@@ -111,4 +111,8 @@ class Profile:
     config: RunConfig
     """What every run is a variation of."""
     sha256: str
-    """Of the profile, its run file and its matrix: results of different files do not mix."""
+    """Of the profile, its overrides, its run file and its matrix: results of different ones do not mix."""
+    file: str
+    """The profile's name, without its folders."""
+    overrides: tuple[str, ...]
+    """As given, but for the folders of absolute paths, which only this machine has."""

@@ -74,7 +74,15 @@ def load_profile(path: Path, overrides: Sequence[str] = ()) -> Profile:
         *(file.read_bytes() for file in (base, matrix_path) if file),
     ]
     digest = sha256(b"\0".join(sha256(data).digest() for data in files)).hexdigest()
-    return Profile(lab=lab, network=network, sweeps=sweeps, config=config, sha256=digest)
+    return Profile(
+        lab=lab,
+        network=network,
+        sweeps=sweeps,
+        config=config,
+        sha256=digest,
+        file=path.name,
+        overrides=tuple(map(_without_folders, overrides)),
+    )
 
 
 def closing_link(config: RunConfig) -> bool:
@@ -101,6 +109,13 @@ def _override(raw: dict[str, Any], override: str) -> None:
     table = raw.setdefault(section, {})
     if isinstance(table, dict):
         table[key] = toml_scalar(text, text.strip())
+
+
+def _without_folders(override: str) -> str:
+    """`data.path=/some/where/text.txt` as `data.path=text.txt`; anything else as it is."""
+    name, equals, value = override.partition("=")
+    path = value.strip().strip("\"'")
+    return f"{name}{equals}{Path(path).name}" if path.startswith(("/", "~")) else override
 
 
 def _section(kind: type[Section], table: Any, name: str, where: str) -> Section:

@@ -4,12 +4,12 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from node.lab.plan import CellKey
+from node.lab.plan import CellKey, plan_runs
 from node.lab.profile import Profile
 from wire.errors import UserError
 from wire.version import VERSION
@@ -29,12 +29,22 @@ class Results:
 
     @classmethod
     def new(
-        cls, path: Path, profile: Profile, machine: Mapping[str, Any], network: Mapping[str, Any]
+        cls,
+        path: Path,
+        profile: Profile,
+        machine: Mapping[str, Any],
+        network: Mapping[str, Any],
+        only: Sequence[str] = (),
     ) -> "Results":
+        """Without a cell. `only` is as `node.lab.plan.plan_runs` takes it."""
         model, training = profile.config.model, profile.config.training
         values: dict[str, Any] = {
             "format": FORMAT,
             "profile": profile.lab.name,
+            "profile_file": profile.file,
+            "overrides": list(profile.overrides),
+            "only": list(only),
+            "planned_cells": sum(len(run.cells) for run in plan_runs(profile)),
             "profile_sha256": profile.sha256,
             "machine": dict(machine),
             "network": dict(network),
@@ -53,8 +63,13 @@ class Results:
         return cls(path, values)
 
     @classmethod
-    def go_on(cls, path: Path, profile: Profile, machine: Mapping[str, Any]) -> "Results":
-        """Raises UserError if what is there comes from another profile, or from another machine or commit."""
+    def go_on(
+        cls, path: Path, profile: Profile, machine: Mapping[str, Any], only: Sequence[str] = ()
+    ) -> "Results":
+        """What `path` holds; `only` is added to what was asked for before.
+
+        Raises UserError if what is there comes from another profile, or from another machine or commit.
+        """
         values = read_results(path)
         if values["profile_sha256"] != profile.sha256:
             raise UserError(
@@ -66,6 +81,9 @@ class Results:
                 f"{path} was measured elsewhere (its {', '.join(other)} differ): results of both do not mix; "
                 "give another --out"
             )
+        # Results of before it was recorded do not tell what was asked for.
+        if "only" in values:
+            values["only"] = joined_only([values["only"], only])
         return cls(path, values)
 
     @property
@@ -92,6 +110,13 @@ def read_results(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise UserError(f"{path} holds no laboratory results of this version ({FORMAT})")
     return values
+
+
+def joined_only(asked: Sequence[Sequence[str]]) -> list[str]:
+    """The cells that several invocations asked for, each once; empty, as everywhere, is all of them."""
+    if not all(asked):
+        return []
+    return list(dict.fromkeys(words for one in asked for words in one))
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from node.lab import private, tools
+from node.lab.profile import Profile
 from node.lab.relay import PACKET_VNET_HDR, SOL_PACKET
 from node.lab.topology import LAB
 from wire.errors import RunError, ThinwireError, UserError
@@ -57,6 +58,21 @@ def congestion_control(wanted: str) -> str:
             f"{', '.join(sorted(known))}, or load its module"
         )
     return wanted
+
+
+def check_devices(profile: Profile) -> None:
+    """Raises UserError when a profile's nodes need GPUs that are not here."""
+    stages = profile.config.pipeline.stages
+    if profile.lab.device != "cuda":
+        return
+    import torch
+
+    here = torch.cuda.device_count()
+    if here < stages:
+        raise UserError(
+            f"{profile.file} needs {stages} GPUs, one a stage, and torch {torch.__version__} sees "
+            f'{here or "none"} here: use a machine that has them, or a profile with lab.device = "cpu"'
+        )
 
 
 def find_in_private() -> list[Finding]:

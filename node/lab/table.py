@@ -2,11 +2,12 @@
 file of the paper's numbers.
 
 Machines differ from the paper's, so what compares is the ratio between codecs on one machine, over one
-network; each is given beside the paper's own. The share of the floor says how much of what was possible was
-reached.
+network; each is given beside the paper's own. A results file is one such measurement: nothing is pooled or
+divided across files. The share of the floor says how much of what was possible was reached.
 """
 
 import importlib.resources
+import shlex
 import statistics
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -66,22 +67,23 @@ def paper_tables() -> tuple[str, tuple[PaperTable, ...]]:
     return raw["source"], tables
 
 
-def tables_text(results: Sequence[Mapping[str, Any]]) -> str:
-    """Everything for a terminal."""
+def tables_text(results: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """Everything for a terminal: (name, results) one after the other, each under its name."""
     blocks = []
-    for table in all_tables(results):
-        lines = [table.title]
-        lines += table_lines(list(table.headings), [list(row) for row in table.rows], left=table.left)
-        blocks.append("\n".join(lines))
-    return "\n\n".join([*blocks, *(provenance(result) for result in results)])
+    for name, result in results:
+        for table in all_tables(result):
+            lines = [f"{name}: {table.title}"]
+            lines += table_lines(list(table.headings), [list(row) for row in table.rows], left=table.left)
+            blocks.append("\n".join(lines))
+        blocks.append(provenance(result))
+    return "\n\n".join(blocks)
 
 
-def all_tables(results: Sequence[Mapping[str, Any]]) -> list[Table]:
+def all_tables(result: Mapping[str, Any]) -> list[Table]:
     """Every measured cell, then the paper's tables 3, 5 and 6 with what was measured at their settings."""
     _, papers = paper_tables()
-    cells = [cell for result in results for cell in result["cells"]]
-    tables = [measured_table(cells)]
-    return tables + [paper_table(paper, cells) for paper in papers]
+    cells = result["cells"]
+    return [measured_table(cells), *(paper_table(paper, cells) for paper in papers)]
 
 
 def measured_table(cells: Cells) -> Table:
@@ -102,26 +104,29 @@ def measured_table(cells: Cells) -> Table:
                 f"{group[0]['bits_forward']:.2f} / {group[0]['bits_backward']:.2f}",
                 f"{100 * statistics.fmean(max(w['use'] for w in cell['wires']) for cell in group):.0f} %",
                 _share_text(group),
+                _binding_text(group),
+                _unthrottled_text(group),
             )
         )
     headings = (
         *("Mbit/s", "microbatch", "window", "codecs", "tokens/s", "s a step"),
         *(f"/ {baseline}" for baseline in BASELINES),
-        *("bits out / back", "link use", "of the floor"),
+        *("bits out / back", "link use", "of the floor", "binding", "of unthrottled"),
     )
     return Table(title="measured", headings=headings, rows=tuple(rows), left=4)
 
 
 def paper_table(paper: PaperTable, cells: Cells) -> Table:
-    """The paper's rows; ours beside them where they were measured without delay."""
+    """The paper's rows; ours beside them where they were measured without delay, at the same rate both ways
+    and with the window that adapts."""
     rows = []
     for row in paper.rows:
         ours = {
             _pair(group[0]["key"]): group
             for group in _grouped(cells)
-            if group[0]["mbit"] == row["mbit"]
-            and group[0]["rtt_ms"] == 0
+            if group[0]["key"]["shape"] == f"{row['mbit']}"
             and group[0]["key"]["microbatch"] == row["microbatch"]
+            and group[0]["key"]["window"] == "auto"
         }
         paper_base = paper.tokens(row, "fp32/fp32")
         base = ours.get("fp32/fp32")
@@ -137,6 +142,7 @@ def paper_table(paper: PaperTable, cells: Cells) -> Table:
                     _rate_text(group) if group else "-",
                     f"{_tokens(group) / _tokens(base):.2f}" if group and base else "-",
                     _share_text(group) if group else "-",
+                    _unthrottled_text(group) if group else "-",
                 )
             )
     headings = (
@@ -150,7 +156,7 @@ def paper_table(paper: PaperTable, cells: Cells) -> Table:
     )
     return Table(
         title=f"table {paper.number} of the paper ({paper.place}): {paper.what}",
-        headings=(*headings, "of the floor"),
+        headings=(*headings, "of the floor", "of unthrottled"),
         rows=tuple(rows),
         left=3,
     )
@@ -179,9 +185,37 @@ def provenance(result: Mapping[str, Any]) -> str:
         f"{where}; {network['topology']} shaped by {network['qdisc']}, {delay[network['delay_method']]}, "
         f"{network['congestion_control']}{pauses}, kernel {machine['kernel']}, "
         f"calibrated to {100 * worst:.1f} %; "
-        f"{len(result['runs'])} runs, {seeds} seed{'s' if seeds > 1 else ''}; {versions}; "
+        f"{len(result['runs'])} runs, {seeds} seed{'s' if seeds > 1 else ''}{_steps_text(result['cells'])}"
+        f"{_unfinished_text(result)}; {_command_text(result)}{versions}; "
         f"commit {machine['commit'][:12]}{' with changes' if machine['commit'].endswith('changes') else ''}"
     )
+
+
+def _steps_text(cells: Cells) -> str:
+    """`, each figure the median of 2 to 4 steps`: of how many measured steps of one seed."""
+    counts = sorted({cell["measured_steps"] for cell in cells})
+    if not counts:
+        return ""
+    many = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f", each figure the median of {many} step{'s' if counts[-1] > 1 else ''}"
+
+
+def _unfinished_text(result: Mapping[str, Any]) -> str:
+    if result["finished"]:
+        return ""
+    # Results of before it was counted do not have it.
+    planned = result.get("planned_cells")
+    of = f"{planned} cells" if planned else "cells"
+    return f"; not finished: {len(result['cells'])} of its profile's {of} are here"
+
+
+def _command_text(result: Mapping[str, Any]) -> str:
+    """The command that measures the same again; results of before it was recorded do not have it."""
+    if "overrides" not in result:
+        return ""
+    options = [word for words in result["only"] for word in ("--only", words)]
+    command = shlex.join(["thinwire", "lab", "run", result["profile_file"], *result["overrides"], *options])
+    return f"by `{command}`; "
 
 
 def _grouped(cells: Cells) -> list[list[Mapping[str, Any]]]:
@@ -227,6 +261,17 @@ def _rate_text(group: Cells) -> str:
 
 def _share_text(group: Cells) -> str:
     shares = [cell["floor"]["share"] for cell in group if "floor" in cell]
+    return f"{statistics.fmean(shares):.2f}" if shares else "-"
+
+
+def _binding_text(group: Cells) -> str:
+    """What the floor of the cell hangs on: a link, a line or a stage's compute."""
+    return ", ".join(dict.fromkeys(cell["floor"]["binds"] for cell in group if "floor" in cell)) or "-"
+
+
+def _unthrottled_text(group: Cells) -> str:
+    """The rate as a share of the one that the same run had before its links were shaped."""
+    shares = [cell["of_unthrottled"] for cell in group if "of_unthrottled" in cell]
     return f"{statistics.fmean(shares):.2f}" if shares else "-"
 
 

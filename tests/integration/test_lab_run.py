@@ -16,7 +16,10 @@ from typing import Any
 
 import pytest
 
+from node.cli.main import main
 from node.lab import private
+from node.telemetry.trace import align
+from node.telemetry.trace_files import read_batches
 from tests.support.paths import ROOT, python_path
 from wire.errors import UserError
 
@@ -93,9 +96,40 @@ def wait_end(pids: list[int], seconds: float) -> None:
             os.close(handle)
 
 
+def most_in_flight(run: Path, cell: dict[str, Any]) -> int:
+    """Microbatches between their two passes at the first stage, the most in a measured step: by the trace of
+    the run that was kept. Window 0 allows as many as there are stages."""
+    measured = [step for step, _, _ in cell["curve"]][-cell["measured_steps"] :]
+    # Steps are told from 1, spans from 0.
+    spans = align(read_batches(run, measured[0] - 2, measured[-1]), measured[0] - 1, measured[-1] - 1).spans
+    most = now = 0
+    for one in sorted((one for one in spans if one.stage == 0), key=lambda one: one.start):
+        now += {"forward": 1, "backward": -1}.get(one.span.kind, 0)
+        most = max(most, now)
+    return most
+
+
+def look_at(first: Path, second: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs that the lab kept, by the commands for runs."""
+    capsys.readouterr()
+
+    def ask(*words: str) -> dict[str, Any]:
+        assert main([*words, "--json"]) == 0
+        return dict(json.loads(capsys.readouterr().out))
+
+    traced = ask("trace", str(first))
+    assert traced["stages"] == 2 and traced["spans"] > 50
+    assert Path(traced["file"]).parent == first
+    compared = ask("compare", str(first), str(second))
+    assert compared["config"]["pipeline.forward_codec"] == ["fp32", "tah"]
+    bits = compared["bits"]["activation"]
+    assert bits[0] > 5 * bits[1]
+    assert min(compared["steps"]) >= 15
+
+
 @pytest.mark.timeout(280)
 def test_the_smoke_profile_measures_what_a_slow_link_costs(
-    laboratory: None, mark: str, tmp_path: Path
+    laboratory: None, mark: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = host()
     out = tmp_path / "out"
@@ -127,8 +161,10 @@ def test_the_smoke_profile_measures_what_a_slow_link_costs(
     assert marked(mark) == []
     results: dict[str, Any] = json.loads((out / "results.json").read_text())
     assert results["finished"]
-    fp32, tah = results["cells"]
-    assert (fp32["key"]["forward_codec"], tah["key"]["forward_codec"]) == ("fp32", "tah")
+    fp32, tah, fixed = results["cells"]
+    told = [(cell["key"]["forward_codec"], cell["key"]["window"]) for cell in results["cells"]]
+    assert told == [("fp32", "auto"), ("tah", "auto"), ("tah", 0)]
+    assert (results["profile_file"], results["overrides"], results["only"]) == ("smoke.toml", [], [])
 
     assert tah["tokens_per_second"]["median"] > 3 * fp32["tokens_per_second"]["median"]
     assert fp32["bits_forward"] == pytest.approx(32, abs=0.1)
@@ -136,7 +172,7 @@ def test_the_smoke_profile_measures_what_a_slow_link_costs(
     # The slow link binds what is not packed, and no step can beat its floor.
     assert fp32["floor"]["binds"].startswith("link")
     assert 0.2 < fp32["floor"]["share"] < 1.1
-    for cell in (fp32, tah):
+    for cell in results["cells"]:
         assert [link["asked_mbit"] for link in cell["wires"]] == [10.0, 10.0]
         for link in cell["wires"]:
             assert 0.02 < link["use"] <= 1.02
@@ -155,7 +191,13 @@ def test_the_smoke_profile_measures_what_a_slow_link_costs(
         assert raw is not None
         lines = [json.loads(line) for line in raw]
         assert f"logs/{tah['run']}/node0.log" in archive.getnames()
+        kept = [member for member in archive.getmembers() if member.name.startswith("runs/")]
+        assert sum(member.size for member in kept) < 3 * 300_000
+        archive.extractall(tmp_path, members=kept, filter="data")
     assert {line["kind"] for line in lines} == {"warmup", "measured"}
+    assert most_in_flight(tmp_path / "runs" / fixed["run"], fixed) == 2
+    assert most_in_flight(tmp_path / "runs" / fp32["run"], fp32) > 2
+    look_at(tmp_path / "runs" / fp32["run"], tmp_path / "runs" / tah["run"], capsys)
 
     table = subprocess.run(
         command("table", str(out / "results.json")),
@@ -197,6 +239,22 @@ def test_a_lab_that_ends_early_takes_everything_along(
     assert child.wait(20.0) == code
     assert marked(mark) == []
     assert host() == before
+
+
+def test_a_profile_for_gpus_says_at_once_that_there_are_none(tmp_path: Path, mark: str) -> None:
+    done = subprocess.run(
+        command("run", str(SMOKE.with_name("gpt2-xl-4gpu.toml"))),
+        env={**environment(mark), "CUDA_VISIBLE_DEVICES": ""},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "gpt2-xl-4gpu.toml needs 4 GPUs" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lab_without_iproute2_names_the_package(tmp_path: Path, mark: str) -> None:

@@ -14,6 +14,7 @@ from node.lab import private, tools
 from node.lab.calibration import Measured, measure
 from node.lab.network import Network
 from node.lab.shape import shaper_commands, uniform
+from node.lab.support import delay_method
 from node.lab.topology import Topology, lay_out
 from wire.errors import RunError
 
@@ -28,12 +29,16 @@ def main() -> None:
 
 
 def measured(values: dict[str, str]) -> Any:
-    """Two stages at one shape: every direction as found."""
-    topology, relay = values.get("topology", "links"), values.get("relay") == "1"
+    """Two stages at one shape: every direction as found. `delay` is as in a profile."""
+    method = delay_method(values["delay"]) if "delay" in values else "none"
     plan = lay_out(
-        2, ENDS, topology=topology, relay=relay, congestion_control=values.get("congestion_control", "")
+        2,
+        ENDS,
+        topology=values.get("topology", "links"),
+        relay=method == "relay",
+        congestion_control=values.get("congestion_control", ""),
     )
-    with network(plan, values) as laboratory:
+    with network(plan, values, method) as laboratory:
         wires = len(laboratory.topology.wires)
         shape = uniform(values["rate"], float(values.get("rtt", 0)), wires)
         laboratory.shape(shape)
@@ -41,7 +46,12 @@ def measured(values: dict[str, str]) -> Any:
         laboratory.shape(shape)
         counts = laboratory.relay_counts
         resumes = [tools.inside(name, _slow_start_after_idle) for name in plan.namespaces]
-    return {"links": [described(one) for one in found], "relay": counts, "slow_start_after_idle": resumes}
+    return {
+        "links": [described(one) for one in found],
+        "method": method,
+        "relay": counts,
+        "slow_start_after_idle": resumes,
+    }
 
 
 def _slow_start_after_idle() -> str:
@@ -84,11 +94,10 @@ def again(values: dict[str, str]) -> Any:
     }
 
 
-def network(topology: Topology, values: dict[str, str]) -> Network:
-    method = "relay" if topology.ways else "none"
+def network(topology: Topology, values: dict[str, str], method: str = "") -> Network:
     return Network(
         topology,
-        method=method,
+        method=method or ("relay" if topology.ways else "none"),
         kind=values.get("kind", "tbf"),
         socket_buffer=8_000_000,
         slow_start_after_idle=values.get("slow_start_after_idle", "1") == "1",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from node.cli.lab import figure_folders
 from node.lab.archive import pack_logs
 from node.lab.calibration import Calibration, Measured
 from node.lab.measure import (
@@ -191,11 +192,13 @@ def cell(codecs: str, mbit: float, tokens: float, **key: Any) -> dict[str, Any]:
         "mbit": mbit,
         "rtt_ms": 0.0,
         "tokens_per_second": spread,
+        "measured_steps": 3,
         "step_seconds": {"median": 1000 / tokens, "least": 1.0, "most": 1.0},
         "bits_forward": 4.41,
         "bits_backward": 6.25,
         "wires": [{"use": 0.5}, {"use": 0.97}],
-        "floor": {"share": 0.93},
+        "floor": {"share": 0.93, "binds": "link 0 to 1"},
+        "of_unthrottled": tokens / 2000,
         "curve": [[step, 0.5, 5.0 / (step + 1)] for step in range(20)],
     }
 
@@ -221,6 +224,7 @@ def results(*cells: dict[str, Any]) -> dict[str, Any]:
         "stages": 4,
         "device": "cpu",
         "seeds": [0],
+        "finished": True,
         "calibrations": [calibration(shape).as_json()],
         "runs": [{}],
         "cells": list(cells),
@@ -235,7 +239,7 @@ def test_ratios_are_over_the_same_setting_and_shares_are_told() -> None:
         cell("fp32/fp32", 500, 900.0),
         cell("bf16/bf16", 500, 1800.0),
     )
-    measured, table3, *_ = all_tables([found])
+    measured, table3, *_ = all_tables(found)
     rows = {(row[0], row[3]): dict(zip(measured.headings, row, strict=True)) for row in measured.rows}
     assert len(rows) == 4
     tah = rows["100", "tah/fixed-6"]
@@ -246,12 +250,43 @@ def test_ratios_are_over_the_same_setting_and_shares_are_told() -> None:
         "0.93",
         "97 %",
     )
+    assert (tah["binding"], tah["of unthrottled"]) == ("link 0 to 1", "0.55")
     assert rows["500", "bf16/bf16"]["/ fp32"] == "2.00"
     ours = {(row[0], row[2]): dict(zip(table3.headings, row, strict=True)) for row in table3.rows}
     assert ours["100", "tah/fixed-6"]["paper / fp32"] == "5.39"
     assert ours["100", "tah/fixed-6"]["here / fp32"] == "5.50"
+    assert ours["100", "tah/fixed-6"]["of unthrottled"] == "0.55"
     assert ours["1000", "tah/fixed-6"]["here, tokens/s"] == "-"
     assert ours["500", "bf16/bf16"]["paper, tokens/s"] == "-"
+
+
+def test_results_of_two_files_are_never_pooled() -> None:
+    """What one network and another gave is no ratio: each has its own rows, under its own name."""
+    shared = results(cell("tah/fixed-6", 100, 900.0), cell("fp32/fp32", 100, 150.0))
+    own = {**results(cell("tah/fixed-6", 100, 1500.0)), "profile": "other"}
+    text = tables_text([("shared.json", shared), ("lab/own", own)])
+    ratios = [line.split() for line in text.splitlines() if "tah/fixed-6" in line and "(" in line]
+    assert text.index("shared.json: measured") < text.index("lab/own: measured") < text.index("other: gpt2")
+    # Each file's own row, and its line in the paper's table 3: 900 over 150, and nothing to divide 1500 by.
+    assert [line[4] for line in ratios if line[2] == "auto"] == ["900", "1500"]
+    assert "6.00" in ratios[0] and "6.00" in ratios[1]
+    assert text.count("6.00") == 2
+    assert "8.00" not in text and "10.00" not in text
+    assert text.count("table 3 of the paper") == 2
+
+
+def test_beside_the_paper_stands_what_was_measured_as_the_paper_did() -> None:
+    """Its links are as fast both ways, and no window of ours is set by hand."""
+    found = results(
+        cell("tah/fixed-6", 100, 1000.0),
+        cell("tah/fixed-6", 100, 700.0, shape="500/100"),
+        cell("tah/fixed-6", 100, 600.0, window=0),
+        {**cell("tah/fixed-6", 100, 500.0, shape="100 + 20 ms"), "rtt_ms": 20.0},
+    )
+    measured, table3, *_ = all_tables(found)
+    assert len(measured.rows) == 4
+    here = [dict(zip(table3.headings, row, strict=True))["here, tokens/s"] for row in table3.rows]
+    assert [words for words in here if words != "-"] == ["1000 (900 to 1100)"]
 
 
 def test_the_papers_own_speedups_follow_from_its_numbers() -> None:
@@ -268,10 +303,14 @@ def test_the_papers_own_speedups_follow_from_its_numbers() -> None:
 
 
 def test_the_text_says_where_figures_come_from() -> None:
-    text = tables_text([results(cell("fp32/fp32", 100, 200.0))])
+    found = results(cell("fp32/fp32", 100, 200.0), {**cell("tah/fixed-6", 100, 9.0), "measured_steps": 2})
+    found |= {"profile_file": "cpu.toml", "overrides": ["lab.steps=3"], "only": ["@10 + 100 ms"]}
+    text = tables_text([("results.json", found)])
     line = text.splitlines()[-1]
-    assert line == provenance(results())
+    assert line == provenance(found)
     for words in (
+        "each figure the median of 2 to 3 steps",
+        "by `thinwire lab run cpu.toml lab.steps=3 --only '@10 + 100 ms'`",
         "text books.txt, the first 2300 bytes",
         "tbf",
         "bbr",
@@ -281,6 +320,16 @@ def test_the_text_says_where_figures_come_from() -> None:
         "commit 0123456789ab with changes",
     ):
         assert words in line
+
+
+def test_results_that_are_not_whole_say_so() -> None:
+    part = {**results(cell("fp32/fp32", 100, 200.0)), "finished": False, "planned_cells": 25}
+    assert "; not finished: 1 of its profile's 25 cells are here;" in provenance(part)
+    # Results of before these were recorded.
+    del part["planned_cells"]
+    assert "; not finished: 1 of its profile's cells are here;" in provenance(part)
+    assert "lab run" not in provenance(part)
+    assert "not finished" not in provenance({**part, "finished": True})
 
 
 def test_results_are_written_whole_and_read_strictly(tmp_path: Path) -> None:
@@ -319,6 +368,16 @@ def test_parts_of_a_profile_merge_into_one() -> None:
     assert len(whole["calibrations"]) == 3
     assert parts[0]["network"]["delay_method"] == "none"
     assert "3 runs" in provenance(whole)
+    assert (whole["finished"], "only" in whole) == (False, False)
+    asked = (["tah/fixed-6", "@30"], ["fp32/fp32", "@30"], ["@30"])
+    named = [
+        {**part, "only": list(only), "planned_cells": 3} for part, only in zip(parts, asked, strict=True)
+    ]
+    assert merge(named)["only"] == ["tah/fixed-6", "@30", "fp32/fp32"]
+    # All three of the profile's cells are there now, though no part has them all.
+    assert merge(named)["finished"]
+    assert merge([named[0], {**named[1], "only": []}])["only"] == []
+    assert not merge(named[:1])["finished"]
 
 
 @pytest.mark.parametrize(
@@ -354,6 +413,20 @@ def test_results_name_the_text_without_this_machines_folders(tmp_path: Path) -> 
     profile = load_profile(SMOKE, ["data.path=/some/where/books.txt.xz", "lab.text_bytes=2300"])
     found = Results.new(tmp_path / "results.json", profile, {}, {})
     assert found.values["text"] == "books.txt.xz, the first 2300 bytes"
+    assert found.values["overrides"] == ["data.path=books.txt.xz", "lab.text_bytes=2300"]
+
+
+def test_results_record_what_the_command_line_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    profile = load_profile(SMOKE, ["lab.steps=9"])
+    found = Results.new(path, profile, {}, {}, ["fp32/fp32"])
+    assert found.values["planned_cells"] == 3
+    assert (found.values["profile_file"], found.values["overrides"]) == ("smoke.toml", ["lab.steps=9"])
+    found.write()
+    # The same command with other cells goes on in the same file; with none named it asks for all.
+    again = Results.go_on(path, profile, {}, ["@10", "fp32/fp32"])
+    assert again.values["only"] == ["fp32/fp32", "@10"]
+    assert Results.go_on(path, profile, {}).values["only"] == []
 
 
 def test_raw_steps_and_logs_become_one_archive(tmp_path: Path) -> None:
@@ -363,12 +436,14 @@ def test_raw_steps_and_logs_become_one_archive(tmp_path: Path) -> None:
         (tmp_path / "raw" / "00-run.jsonl").write_text(f"steps {number}")
         (tmp_path / "logs" / "00-run").mkdir(parents=True)
         (tmp_path / "logs" / "00-run" / "node0.log").write_text("words")
+        (tmp_path / "runs" / "00-run").mkdir(parents=True)
+        (tmp_path / "runs" / "00-run" / "history.jsonl").write_text("{}")
         pack_logs(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs-2.tar.xz", "logs.tar.xz"]
     with tarfile.open(tmp_path / "logs-2.tar.xz") as archive:
         steps = archive.extractfile("raw/00-run.jsonl")
         assert steps is not None and steps.read() == b"steps 2"
-        assert "logs/00-run/node0.log" in archive.getnames()
+        assert {"logs/00-run/node0.log", "runs/00-run/history.jsonl"} < set(archive.getnames())
 
 
 def test_figures_are_drawn(tmp_path: Path) -> None:
@@ -379,7 +454,8 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
         cell("tah/fixed-6", 500, 1200.0),
         {**cell("fp32/fp32", 100, 150.0, shape="100 + 20 ms"), "rtt_ms": 20.0, "curve": [[0, 1.0, 5.0]]},
     )
-    files = draw([found], tmp_path)
+    files = draw(found, tmp_path / "made")
+    assert {path.parent for path in files} == {tmp_path / "made"}
     assert {path.name for path in files} == {
         "tokens-microbatch-1-window-auto.svg",
         "tokens-microbatch-1-window-auto-round-trip-20-ms.svg",
@@ -388,10 +464,25 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
         "loss-microbatch-1-window-auto-100-Mbit-s.svg",
         "loss-microbatch-1-window-auto-500-Mbit-s.svg",
     }
-    text = (tmp_path / "tokens-microbatch-1-window-auto.svg").read_text()
+    text = (tmp_path / "made" / "tokens-microbatch-1-window-auto.svg").read_text()
     assert "tah/fixed-6" in text and "tokens/s" in text and "Mbit/s" in text
     with pytest.raises(UserError, match="nothing to draw"):
-        draw([results()], tmp_path)
+        draw(results(), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_figures_lie_where_nobody_is_surprised(tmp_path: Path) -> None:
+    """An output folder of `lab run` has its own; recorded results elsewhere are left as they are."""
+    recorded, lab = Path("scripts/results/lab_cpu.json"), tmp_path / "smoke"
+    lab.mkdir()
+    assert figure_folders([lab / "results.json", lab, recorded], None) == [
+        lab,
+        tmp_path / "smoke-2",
+        Path("lab/lab_cpu"),
+    ]
+    assert figure_folders([recorded], Path("here")) == [Path("here")]
+    several = figure_folders([recorded, lab, Path("copy/lab_cpu.json")], Path("here"))
+    assert several == [Path("here/lab_cpu"), Path("here/smoke"), Path("here/lab_cpu-2")]
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,5 +495,5 @@ def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(UserError, match=r"pip install 'thinwire\[lab\]'"):
-        draw([results(cell("fp32/fp32", 100, 200.0))], tmp_path)
+        draw(results(cell("fp32/fp32", 100, 200.0)), tmp_path)
     assert list(tmp_path.iterdir()) == []
