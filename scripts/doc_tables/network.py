@@ -1,5 +1,6 @@
 """Tables of links: the laboratory, the floor of a step, all-reduce, and what a trace costs."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from node.lab.results import read_results
@@ -11,6 +12,8 @@ PIPELINE_FLOOR = RESULTS / "pipeline_floor.json"
 ALL_REDUCE = RESULTS / "all_reduce.json"
 ALL_REDUCE_LINKS = RESULTS / "all_reduce_links.json"
 TRACE_COST = RESULTS / "trace_cost.json"
+GOAL = 0.9
+"""Of the floor, wherever a link binds."""
 PAPER_SHAPE = (48, 1600)
 """Layers and width of the model in the paper's tables of throughput."""
 
@@ -22,7 +25,7 @@ def lab() -> str:
         result = read_results(path)
         model = result["model"]
         paper = (model["layers"], model["hidden"]) == PAPER_SHAPE
-        for table in all_tables([result])[: None if paper else 1]:
+        for table in all_tables(result)[: None if paper else 1]:
             # Of the paper's rows those whose setting was measured; a table without a ratio says nothing.
             beside = table.headings.index("here / fp32") if "here / fp32" in table.headings else None
             measured = beside is None or any(row[beside] not in ("-", "1.00") for row in table.rows)
@@ -31,15 +34,41 @@ def lab() -> str:
                 continue
             sides = ["left" if i < table.left else "right" for i in range(len(table.headings))]
             text = markdown(list(zip(table.headings, sides, strict=True)), shown)
-            blocks.append(f"{table.title[0].upper()}{table.title[1:]}:\n\n{text}")
+            blocks.append(f"{path.name}, {table.title}:\n\n{text}")
         blocks.append(f"{provenance(result)}.")
     return "\n\n".join(blocks) or "Nothing has been recorded yet."
+
+
+def lab_floor() -> str:
+    """How near each results file comes to the floor, apart for cells that hang on a link and on compute."""
+    rows = []
+    for path in sorted(RESULTS.glob("lab_*.json")):
+        cells = [cell for cell in read_results(path)["cells"] if "floor" in cell]
+        compute = [cell for cell in cells if cell["floor"]["binds"].startswith("compute")]
+        link = [cell for cell in cells if cell not in compute]
+        near = [cell for cell in link if cell["floor"]["share"] >= GOAL]
+        if cells:
+            rows.append([path.name, f"{len(near)} of {len(link)}", _least(link), _least(compute)])
+    columns = [("file", "left"), (f"link binds: cells at {GOAL} or more", "right")]
+    columns += [("the least there", "left"), ("the least where compute binds", "left")]
+    return markdown(columns, rows)
+
+
+def _least(cells: Sequence[Mapping[str, Any]]) -> str:
+    """The cell furthest from its floor, in words."""
+    if not cells:
+        return "-"
+    cell = min(cells, key=lambda cell: float(cell["floor"]["share"]))
+    key = cell["key"]
+    where = f"{key['forward_codec']}/{key['backward_codec']} at {key['shape']}"
+    microbatch = f", microbatch {key['microbatch']}" if key["microbatch"] > 1 else ""
+    return f"{cell['floor']['share']:.2f} ({where}{microbatch})"
 
 
 def throughput() -> str:
     """The paper's table 3 in short: its best codec pair against fp32, there and here."""
     result = read_results(RESULTS / "lab_gpt2-xl-4gpu-nic.json")
-    table = next(t for t in all_tables([result]) if t.title.startswith("table 3 "))
+    table = next(t for t in all_tables(result) if t.title.startswith("table 3 "))
     named = [dict(zip(table.headings, row, strict=True)) for row in table.rows]
     by_rate: dict[str, dict[str, dict[str, str]]] = {}
     for row in named:
@@ -52,11 +81,12 @@ def throughput() -> str:
             pairs["tah/fixed-6"]["here / fp32"],
             pairs["tah/fixed-6"]["paper / fp32"],
             pairs["tah/fixed-6"]["of the floor"],
+            pairs["tah/fixed-6"]["of unthrottled"],
         )
         for rate, pairs in by_rate.items()
     ]
     columns = [(word, "right") for word in ("Mbit/s", "fp32, tokens/s", "`tah`/`fixed-6`, tokens/s")]
-    columns += [(word, "right") for word in ("times fp32", "in the paper", "of the floor")]
+    columns += [(word, "right") for word in ("times fp32", "in the paper", "of the floor", "of unthrottled")]
     return f"{markdown(columns, rows)}\n\n{provenance(result)}."
 
 
@@ -210,6 +240,7 @@ def trace_cost() -> str:
 
 TABLES: Tables = {
     "lab": lab,
+    "lab_floor": lab_floor,
     "throughput": throughput,
     "pipeline_floor": pipeline_floor,
     "all_reduce": all_reduce,
