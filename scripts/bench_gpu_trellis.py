@@ -4,7 +4,11 @@ First bytes and values are compared with the CPU's, for many shapes, dtypes and 
 a CUDA graph; nothing is timed if one differs. Then tensors like a boundary's are timed: of low rank plus
 noise, rows of different sizes, bf16. Times are wall time around synchronised calls of `pack` and `unpack`, of
 replays of a graph of `pack`, and the time of the kernels alone, from a trace, which also counts launches. A
-copy is device to device, timed in the same run; the CPU's times are of 2 threads.
+copy is device to device, timed in the same run.
+
+`--cpu --out scripts/results/trellis_cpu.json` times two threads of a machine without a GPU instead: beside a GPU
+there are more cores than in a node of two. It records the median and the least wall time, processor time of all
+threads, which holds on a busy machine, too, and the load before each row.
 """
 
 import argparse
@@ -21,14 +25,15 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from node.lab.results import commit
+from node.lab.results import commit, hardware
 from wire.codecs.header import CHECKSUM, EXPONENT
 from wire.codecs.registry import codec
 from wire.spec import TensorSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = ((1, 1024, 768), (8, 1024, 768), (2, 4096, 2048), (64, 1024, 768))
-CPU_SHAPES = ((1, 1024, 768), (4, 1024, 1024))
+CPU_SHAPES = ((1, 256, 256), (1, 1024, 768), (4, 1024, 1024))
+THREADS = 2
 RATES = ("trellis-3.45", "trellis-4.41")
 CHECKED_RATES = ("trellis-2", "trellis-3.45", "trellis-4.41", "trellis-8.125")
 CHECKED_SHAPES = (
@@ -100,26 +105,45 @@ def sealed_alike(packed: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.equal(again, expected)
 
 
-def check() -> list[str]:
-    """What differs from the CPU, encoded at once or by a graph, or decoded; says how many were compared."""
-    wrong, compared = [], 0
+def check() -> dict[str, int]:
+    """How many tensors were compared with the CPU's, encoded at once and by a graph, and decoded; and of how
+    many anything differs."""
+    wrong: list[str] = []
+    found = {"compared": 0, "different": 0}
     for what, x, name in checked():
         which, spec = codec(name), TensorSpec(x.dtype, tuple(x.shape))
         expected = which.encode(x)
         on_gpu = x.cuda()
-        found = {"eager": which.pack(on_gpu)}
+        packs = {"eager": which.pack(on_gpu)}
         held = torch.zeros_like(on_gpu)
         graph, packed = graph_of(name, held)
         held.copy_(on_gpu)
         graph.replay()
-        found["graph"] = packed
-        wrong += [f"{what} {name} {way}" for way, made in found.items() if not sealed_alike(made, expected)]
+        packs["graph"] = packed
+        before = len(wrong)
+        wrong += [f"{what} {name} {way}" for way, made in packs.items() if not sealed_alike(made, expected)]
         decoded = which.decode(expected.cuda(), spec).cpu()
         if not torch.equal(decoded.view(torch.uint8), which.decode(expected, spec).view(torch.uint8)):
             wrong.append(f"{what} {name} decoded")
-        compared += 1
-    print(f"{compared} tensors compared with the CPU, {len(wrong)} differences", *wrong[:20], sep="\n")
-    return wrong
+        found["compared"] += 1
+        found["different"] += len(wrong) > before
+    print(f"{found['compared']} tensors compared, {found['different']} differ", *wrong[:20], sep="\n")
+    return found
+
+
+def wall_and_processor(call: Callable[[], object], runs: int) -> dict[str, float]:
+    """Seconds of a call on a CPU: the median and the least wall time, and of all threads' processor time."""
+    taken, busy = [], []
+    for _ in range(runs):
+        started, before = time.perf_counter(), time.process_time()
+        call()
+        busy.append(time.process_time() - before)
+        taken.append(time.perf_counter() - started)
+    return {
+        "seconds": statistics.median(taken),
+        "least_seconds": min(taken),
+        "processor_seconds": statistics.median(busy),
+    }
 
 
 def wall(call: Callable[[], object], runs: int, wait: Callable[[], None]) -> float:
@@ -146,7 +170,7 @@ def on_device(call: Callable[[], object]) -> tuple[float, int]:
 
 def time_one(name: str, x: torch.Tensor, runs: int) -> dict[str, Any]:
     which, spec = codec(name), TensorSpec(x.dtype, tuple(x.shape))
-    wait = torch.cuda.synchronize if x.is_cuda else lambda: None
+    load = os.getloadavg()[0]
     packed = which.pack(x)
     header = replace(which._header(spec), exponent=int(packed[EXPONENT].view(torch.int32)))
     decoded = which.unpack(packed, spec, header)
@@ -157,66 +181,73 @@ def time_one(name: str, x: torch.Tensor, runs: int) -> dict[str, Any]:
         "codec": name,
         "bits_per_element": which.bits_per_element(spec),
         "relative_error": float(f"{error.item():.4g}"),
-        "encode_seconds": wall(lambda: which.pack(x), runs, wait),
-        "decode_seconds": wall(lambda: which.unpack(packed, spec, header), runs, wait),
-        "load_before": os.getloadavg()[0],
+        "load_before": load,
     }
+    ways = {"encode": lambda: which.pack(x), "decode": lambda: which.unpack(packed, spec, header)}
+    for way, call in ways.items():
+        if x.is_cuda:
+            row[f"{way}_seconds"] = wall(call, runs, torch.cuda.synchronize)
+        else:
+            row |= {f"{way}_{key}": value for key, value in wall_and_processor(call, runs).items()}
     if x.is_cuda:
         graph, again = graph_of(name, x)
-        row["encode_graph_seconds"] = wall(graph.replay, runs, wait)
+        row["encode_graph_seconds"] = wall(graph.replay, runs, torch.cuda.synchronize)
         row["bits_equal"] = torch.equal(again, packed)
         row["encode_kernel_seconds"], row["encode_launches"] = on_device(lambda: which.pack(x))
         row["decode_kernel_seconds"], row["decode_launches"] = on_device(
             lambda: which.unpack(packed, spec, header)
         )
         room = torch.empty_like(x)
-        row["copy_seconds"] = wall(lambda: room.copy_(x), runs, wait)
+        row["copy_seconds"] = wall(lambda: room.copy_(x), runs, torch.cuda.synchronize)
     return row
 
 
+def printed(row: dict[str, Any]) -> str:
+    elements = TensorSpec(torch.bfloat16, tuple(row["shape"])).elements
+    return (
+        f"{row['device']:4} {row['shape']!s:18} {row['codec']:13} error {row['relative_error']:.4f} "
+        f"encode {row['encode_seconds'] * 1e3:7.2f} ms, graph "
+        f"{row.get('encode_graph_seconds', 0) * 1e3:.2f}, kernels "
+        f"{row.get('encode_kernel_seconds', 0) * 1e3:.2f} in {row.get('encode_launches', 0)} launches, "
+        f"decode {row['decode_seconds'] * 1e3:6.2f} ms "
+        f"({row.get('decode_kernel_seconds', 0) * 1e3:.2f}), "
+        f"{elements / (row['encode_seconds'] + row['decode_seconds']) / 1e6:.0f} M elements/s both ways"
+    )
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Check and time trellis-R on this GPU and this CPU.")
+    parser = argparse.ArgumentParser(description="Check and time trellis-R on this GPU, or time two threads.")
     parser.add_argument("--out", type=Path, required=True, help="where the report goes, as JSON")
     parser.add_argument("--runs", type=int, default=9, help="timed calls of each")
     parser.add_argument("--check", action="store_true", help="compare bits only")
+    parser.add_argument("--cpu", action="store_true", help="time two threads of this CPU only")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("needs an NVIDIA GPU")
-    torch.set_num_threads(2)
-    if check():
-        return 1
-    if arguments.check:
-        return 0
-    rows = [
-        time_one(name, boundary(shape, device), arguments.runs)
-        for device, shapes in (("cuda", SHAPES), ("cpu", CPU_SHAPES))
-        for shape in shapes
-        for name in RATES
-    ]
-    for row in rows:
-        elements = TensorSpec(torch.bfloat16, tuple(row["shape"])).elements
-        print(
-            f"{row['device']:4} {row['shape']!s:18} {row['codec']:13} error {row['relative_error']:.4f} "
-            f"encode {row['encode_seconds'] * 1e3:7.2f} ms, graph "
-            f"{row.get('encode_graph_seconds', 0) * 1e3:.2f}, kernels "
-            f"{row.get('encode_kernel_seconds', 0) * 1e3:.2f} in {row.get('encode_launches', 0)} launches, "
-            f"decode {row['decode_seconds'] * 1e3:6.2f} ms "
-            f"({row.get('decode_kernel_seconds', 0) * 1e3:.2f}), "
-            f"{elements / (row['encode_seconds'] + row['decode_seconds']) / 1e6:.0f} M elements/s both ways"
-        )
-    report = {
+    if not arguments.cpu and not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU, or --cpu")
+    torch.set_num_threads(THREADS)
+    report: dict[str, Any] = {
         "commit": commit(),
-        "hardware": torch.cuda.get_device_name(),
+        "hardware": hardware() if arguments.cpu else torch.cuda.get_device_name(),
         "cores": os.cpu_count(),
-        "threads": 2,
+        "threads": THREADS,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "runs": arguments.runs,
-        "rows": rows,
     }
+    if not arguments.cpu:
+        report["bits"] = check()
+        if report["bits"]["different"]:
+            return 1
+        if arguments.check:
+            return 0
+    device, shapes = ("cpu", CPU_SHAPES) if arguments.cpu else ("cuda", SHAPES)
+    report["rows"] = [
+        time_one(name, boundary(shape, device), arguments.runs) for shape in shapes for name in RATES
+    ]
+    print(*map(printed, report["rows"]), sep="\n")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if all(row.get("bits_equal", True) for row in rows) else 1
+    return 0 if all(row.get("bits_equal", True) for row in report["rows"]) else 1
 
 
 if __name__ == "__main__":

@@ -10,13 +10,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from doc_tables import codecs, losses, memory, network, program
+from doc_tables import codecs, losses, memory, network, passes, program
 from doc_tables.markdown import Tables
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("", "kernels", "wire", "node", "node/telemetry", "deploy", "deploy/lab", "scripts", "tests")
 BLOCK = re.compile(r"(<!-- table:([a-z_]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
-TABLES: Tables = program.TABLES | codecs.TABLES | losses.TABLES | memory.TABLES | network.TABLES
+TABLES: Tables = (
+    program.TABLES | codecs.TABLES | losses.TABLES | memory.TABLES | network.TABLES | passes.TABLES
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,6 +18,7 @@ from wire.codecs.layout import Layout
 class Checks:
     def __init__(self) -> None:
         self.done = 0
+        self.cases = 0
         self.failed: list[str] = []
 
     def that(self, good: bool, what: str) -> None:
@@ -28,9 +29,11 @@ class Checks:
 
     def guard(self, what: str, work: Callable[[], None]) -> None:
         """Run `work`; an exception is a failure with its last lines, not the end."""
+        self.cases += 1
         try:
             work()
-            torch.cuda.synchronize()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
         except Exception as problem:  # whatever it is, the other checks are to run
             lines = traceback.format_exception(problem)
             self.that(False, f"{what}: {one_line(problem, 600)}\n{''.join(lines)[-1500:]}")

@@ -11,13 +11,11 @@ import torch
 
 from gpu_codecs.check import Checks, check_fixed, check_tah
 from gpu_codecs.check_graph import check_graph
+from gpu_codecs.sanitized import SANITIZED, run_sanitized
 from gpu_codecs.tensors import cases
 from kernels.triton_launch import Launch
 
 PROGRAM = Path(__file__).resolve().parents[1] / "bench_gpu_codecs.py"
-SANITIZED = "sanitized"
-"""Few and small tensors that take every path: for a sanitizer, under which all is slow."""
-_SANITIZED_CASES = ("mixed", "outliers", "width 200", "every other row", "wide", "zeros")
 PARTS = ("tah-bf16", "tah-fp32", "tah-fp16", "fixed-flat", "fixed-dtypes", "fixed-odd", "graph")
 
 
@@ -55,12 +53,9 @@ def run_part(part: str) -> Checks:
                         )
     elif part == "graph":
         check_graph(checks)
-    elif part == SANITIZED:
-        for name, x in cases(torch.bfloat16):
-            if name in _SANITIZED_CASES:
-                check_tah(checks, name, x, 2.0, [{"launch": few[0]}, {"launch": few[1]}])
-                for width in (4, 8, 10):
-                    check_fixed(checks, name, x, width, 1.0, few[:1])
+    elif part in SANITIZED:
+        run_sanitized(part, checks)
+        print(f"{part}: {checks.cases} cases")
     print(f"{part}: {checks.done} checks, {len(checks.failed)} failed", flush=True)
     return checks
 

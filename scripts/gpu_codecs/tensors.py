@@ -87,8 +87,8 @@ def on_gpu(x: torch.Tensor) -> torch.Tensor:
 class Guarded:
     """A payload between guards, poisoned, on the GPU."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.whole = torch.full((nbytes + 2 * GUARD,), POISON, dtype=torch.uint8, device="cuda")
+    def __init__(self, nbytes: int, device: str = "cuda") -> None:
+        self.whole = torch.full((nbytes + 2 * GUARD,), POISON, dtype=torch.uint8, device=device)
         self.payload = self.whole[GUARD : GUARD + nbytes]
 
     def intact(self) -> bool:

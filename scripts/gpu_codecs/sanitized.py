@@ -1,0 +1,101 @@
+"""Few and small tensors that take every path, for a sanitizer, under which all is slow.
+
+Bits are compared with the CPU's, between poisoned guards; for `trellis` scratch has guards, too. Three parts,
+each for a process of its own, so that they can run side by side.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from gpu_codecs.check import Checks, check_fixed, check_tah
+from gpu_codecs.scratch import GuardedScratch
+from gpu_codecs.tensors import Guarded, bits, cases, on_gpu
+from kernels.triton_launch import Launch
+from wire.codecs.header import EXPONENT, HEADER_BYTES
+from wire.codecs.registry import codec
+from wire.codecs.trellis import TrellisCodec
+from wire.spec import TensorSpec
+
+SANITIZED = ("sanitized-tah", "sanitized-fixed", "sanitized-trellis")
+LAUNCHES = (Launch(16, 1), Launch(32, 4))
+_PATHS = ("mixed", "outliers", "width 200", "every other row", "wide", "zeros")
+# A dtype more is its kernels compiled once more: fewer paths do.
+_SHORT = ("mixed", "width 200", "vector", "fp16's range")
+
+
+def run_sanitized(part: str, checks: Checks) -> None:
+    """Run one of `SANITIZED`."""
+    if part == "sanitized-trellis":
+        for name, x, rate in trellis_cases():
+            check_trellis(checks, name, x, rate)
+        return
+    for dtype, paths, launches, widths in (
+        (torch.bfloat16, _PATHS, LAUNCHES, (4, 8, 10)),
+        (torch.float32, _SHORT, LAUNCHES[:1], (9,)),
+        (torch.float16, _SHORT, LAUNCHES[1:], (3,)),
+    ):
+        for name, x in cases(dtype):
+            if name not in paths:
+                continue
+            if part == "sanitized-tah":
+                variants: list[dict[str, Any]] = [{"launch": launch} for launch in launches]
+                check_tah(checks, name, x, 2.0, variants)
+            else:
+                for width in widths:
+                    check_fixed(checks, name, x, width, 1.0, list(launches[:1]))
+
+
+def trellis_cases() -> Iterator[tuple[str, torch.Tensor, str]]:
+    """Name, tensor on the CPU and codec: odd shapes, all dtypes, with and without a prediction, one lane and
+    two groups, escapes, zeros."""
+    generator = torch.Generator().manual_seed(7)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    low_rank = normal(141, 5) @ normal(5, 133) + 0.05 * normal(141, 133)
+    far = normal(3, 41, 67)
+    far[..., 17] = 3000
+    far[1, 7, 9] = -1e6
+    yield "low rank", low_rank, "trellis-4.41"
+    yield "low rank", low_rank.bfloat16(), "trellis-3.45"
+    yield "outliers", far, "trellis-2"
+    yield "odd", normal(33, 31).bfloat16(), "trellis-4.41"
+    yield "a vector", normal(77).half(), "trellis-8.125"
+    yield "a column", normal(5003, 1).half(), "trellis-3.45"
+    yield "one element", torch.tensor([-3.25]), "trellis-10"
+    yield "two groups", normal(2, 271, 131).bfloat16(), "trellis-3.45"
+    yield "not contiguous", normal(40, 30, 9).transpose(0, 2)[:, :, ::3], "trellis-4.41"
+    yield "zeros", torch.zeros(5, 64, dtype=torch.bfloat16), "trellis-4.41"
+    yield "subnormal", normal(13, 64) * 1e-43, "trellis-4.41"
+
+
+def check_trellis(checks: Checks, name: str, x: torch.Tensor, rate: str, device: str = "cuda") -> None:
+    """Encode and decode x, on the CPU, on `device`: the CPU's bits, and nothing written outside."""
+    which, spec = codec(rate), TensorSpec(x.dtype, tuple(x.shape))
+    assert isinstance(which, TrellisCodec)
+    expected = which.encode(x)
+    decoded = which.decode(expected, spec)
+    what = f"{rate} {name} {x.dtype}"
+
+    def work() -> None:
+        there = on_gpu(x) if device == "cuda" else x
+        made = Guarded(expected.numel() - HEADER_BYTES, device)
+        with GuardedScratch(device) as scratch:
+            exponent = int(which._pack(there, made.payload))
+        wanted = int(expected[EXPONENT].view(torch.int32))
+        checks.that(exponent == wanted, f"{what}: exponent {exponent}, not {wanted}")
+        checks.that(torch.equal(made.payload.cpu(), expected[HEADER_BYTES:]), f"{what}: encode differs")
+        checks.that(made.intact(), f"{what}: encode wrote outside")
+        checks.that(scratch.made > 0 and scratch.intact(), f"{what}: encode wrote outside its scratch")
+        target = Guarded(x.numel() * x.element_size(), device)
+        out = target.payload.view(x.dtype).view(x.shape)
+        with GuardedScratch(device) as scratch:
+            which._unpack(expected[HEADER_BYTES:].to(device), out, exponent)
+        checks.that(torch.equal(bits(out), bits(decoded)), f"{what}: decode differs")
+        checks.that(target.intact(), f"{what}: decode wrote outside")
+        checks.that(scratch.intact(), f"{what}: decode wrote outside its scratch")
+
+    checks.guard(what, work)
