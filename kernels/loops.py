@@ -35,7 +35,10 @@ def forget_older(cache: Path, sources: Iterable[Path]) -> None:
 
 
 _HERE = Path(__file__).parent
-_SOURCES = "loops.py tah.py fixed.py tiles.py trellis_code.py trellis_grid.py trellis_tables.py"
+_SOURCES = (
+    "loops.py tah.py fixed.py tiles.py trellis_code.py trellis_grid.py trellis_tables.py"
+    " trellis_matrix_loops.py trellis_space_loops.py"
+)
 forget_older(_HERE / "__pycache__", [_HERE / name for name in _SOURCES.split()])
 
 ONE = np.float32(1.0)
@@ -62,8 +65,8 @@ _RANGES_A_THREAD = 8
 
 compiled = numba.njit(nogil=True, cache=True, error_model="numpy")
 inlined = numba.njit(nogil=True, cache=True, error_model="numpy", inline="always")
-# Products and their sum with one rounding: for what is exact anyway, and nothing else.
-contracted = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
+# Sums in any order, of products that are not rounded before: for what is exact anyway, and nothing else.
+exact = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc"})
 
 
 @inlined

@@ -56,7 +56,12 @@ def step_of(code: int) -> float:
 def step_logarithm(code: int) -> int:
     """log2 of a step in 2**-16, rounded."""
     whole = (code // 1024 + _SMALLEST_STEP) << COST_BITS
-    return whole + (2 << COST_BITS) - int(bits_of_counts()[1024 + code % 1024])
+    return whole + (2 << COST_BITS) - _step_bits()[code % 1024]
+
+
+@cache
+def _step_bits() -> list[int]:
+    return [int(bits) for bits in bits_of_counts()[1024:2048]]
 
 
 def sixteenths(code: int) -> int:
@@ -87,9 +92,8 @@ class Scales:
     def class_bits(self, code: int) -> tuple[int, int]:
         """Bits that row and column classes take, counted from the least."""
         offset = _CLASS_OF_MEAN - sixteenths(code) + 2
-        (low, high), (left, right) = self._bounds
-        spans = ((high + offset) >> 2) - ((low + offset) >> 2), ((right + 2) >> 2) - ((left + 2) >> 2)
-        return spans[0].bit_length(), spans[1].bit_length()
+        low, high, column_bits = self._bounds
+        return (((high + offset) >> 2) - ((low + offset) >> 2)).bit_length(), column_bits
 
     def cost(self, code: int, family: int) -> float:
         """Bits of all elements by their classes. Between 16ths of an octave they change with the step."""
@@ -110,8 +114,11 @@ class Scales:
         return known
 
     @cached_property
-    def _bounds(self) -> list[tuple[int, int]]:
-        return [(int(side.min()), int(side.max())) for side in (self.row, self.column)]
+    def _bounds(self) -> tuple[int, int, int]:
+        """The least and the largest of the rows' scales, and the bits of columns' classes."""
+        low, high = int(self.column.min()), int(self.column.max())
+        span = ((high + 2) >> 2) - ((low + 2) >> 2)
+        return int(self.row.min()), int(self.row.max()), span.bit_length()
 
     @cached_property
     def _known(self) -> dict[tuple[int, int], float]:
@@ -121,13 +128,19 @@ class Scales:
     def _counts(self) -> list[tuple[Int64Array, int]]:
         """How many elements have each sum of a row's and a column's class, without looking at them, and the
         least; for each part of a class that a step may add."""
+        low = self._bounds[0]
         column = (self.column + np.int32(2)) >> 2
-        columns = np.bincount(column - column.min())
+        left = int(column.min())
+        columns = np.bincount(column - left)
+        rows = np.bincount(self.row - np.int32(low))
         found = []
         for phase in range(4):
-            row = (self.row + np.int32(phase + 2)) >> 2
-            counts = np.convolve(np.bincount(row - row.min()), columns)
-            found.append((counts, int(row.min()) + int(column.min())))
+            # Four scales to a class, which begins with a multiple of four.
+            first, before = divmod(low + phase + 2, 4)
+            scales = np.zeros((before + rows.size + 3) // 4 * 4, dtype=np.int64)
+            scales[before : before + rows.size] = rows
+            counts = np.convolve(scales.reshape(-1, 4).sum(1), columns)
+            found.append((counts, first + left))
         return found
 
 

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels import trellis_matrix_loops, trellis_space_loops
+from kernels import trellis_left_loops, trellis_space_loops
+from kernels.trellis_left_loops import Fit
 from kernels.trellis_matrix_loops import Prediction
-from kernels.trellis_scales import OCTAVE, row_scales, scales
+from kernels.trellis_scales import OCTAVE, logarithms, of_sums, row_scales, scales
 
 Float64Array = NDArray[np.float64]
 Int32Array = NDArray[np.int32]
@@ -77,6 +78,7 @@ class Space:
     """What a sample of a matrix's rows says of all of them."""
 
     v: torch.Tensor  # [C, K], fp64 of integers
+    sent: torch.Tensor  # the same, int8
     energy: torch.Tensor  # [K], of v's columns
     bits: int
     multiplier: Int32Array
@@ -84,12 +86,53 @@ class Space:
     row_base: int
     column_exponent: torch.Tensor
     column_base: int
+    row_exponent: torch.Tensor
+    """Of the sample's rows."""
+    u: torch.Tensor
+    """Their coefficients, int8 `[S, K]`."""
+
+    @property
+    def exponent(self) -> int:
+        """Of the whole prediction."""
+        return self.base - _MEAN_BITS + self.fine
+
+    @property
+    def base(self) -> int:
+        """What exponents of rows and columns count from, together."""
+        return self.row_base + self.column_base
+
+    @property
+    def sample(self) -> Factors:
+        """Of the sample's rows."""
+        return self.factors(self.u, self.row_exponent)
+
+    def factors(self, u: torch.Tensor, row_exponent: torch.Tensor) -> Factors:
+        """Of rows with these coefficients and exponents."""
+        return Factors(
+            self.bits,
+            u,
+            self.sent,
+            torch.from_numpy(self.multiplier).to(u.device),
+            row_exponent,
+            self.column_exponent,
+            self.exponent,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a prediction leaves of a matrix."""
+
+    factors: Factors
+    residual: torch.Tensor  # fp32 [R, C]
+    row: torch.Tensor  # its scales, int32 [R]
+    column: torch.Tensor  # [C]
+    peak: torch.Tensor  # its largest magnitude, fp32 []
 
 
 def most_multipliers(bits: int) -> int:
     """What multipliers may add up to, so that no sum can leave fp32's integers."""
-    limit = (1 << (bits - 1)) - 1
-    return ((1 << 24) - 1) // (limit * limit)
+    return ((1 << 24) - 1) // _limit(bits) ** 2
 
 
 def predict(factors: Factors) -> torch.Tensor:
@@ -119,41 +162,50 @@ def prediction(factors: Factors) -> Prediction:
     )
 
 
-def residual(x: torch.Tensor, factors: Factors) -> torch.Tensor:
-    """What fp32 `[R, C]` is beside its prediction."""
+def left_scales(x: torch.Tensor, factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
+    """`kernels.trellis_scales.scales` of what a prediction leaves of fp32 `[R, C]`."""
     if x.device.type == "cpu":
-        return trellis_matrix_loops.subtract(x, prediction(factors))
-    return x - predict(factors)
+        return of_sums(*trellis_left_loops.left_scales(x, prediction(factors), logarithms()))
+    return scales(x - predict(factors))
 
 
-def spaces(sample: torch.Tensor, rank: int, kinds: list[tuple[int, int]]) -> list[Space]:
+def spaces(
+    sample: torch.Tensor,
+    rank: int,
+    kinds: list[tuple[int, int]],
+    known: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> list[Space]:
     """A space of each of `kinds`, (rank at most `rank`, bits), for rows like those of fp32 `[S, C]`.
 
-    The sample's elements lie below 2**13 in magnitude.
+    The sample's elements lie below 2**13 in magnitude; `known` are its scales, if they are.
     """
-    row, column = scales(sample)
+    row, column = scales(sample) if known is None else known
     row_exponent, row_base = _exponents(row)
     column_exponent, column_base = _exponents(column)
-    white = _whitened(sample, row_exponent, column_exponent, row_base + column_base)
+    white, turned = _whitened(sample, row_exponent, column_exponent, row_base + column_base)
     basis = signs(sample.shape[1], rank, sample.device)
     for _ in range(2):
         image = _to_integers(_product(white, basis), _FACTOR, _FACTOR / 4)
-        whole = _orthogonal(_turned_product(white, image))
+        whole = _orthogonal(_product(turned, image))
         basis = _to_integers(whole, _FACTOR, _FACTOR / 4)
-    vs, energies, spreads = [], [], []
-    for dimensions, bits in kinds:
-        limit = (1 << (bits - 1)) - 1
-        v = _to_integers(whole[:, :dimensions], limit, limit / 3.2)
-        energy = (v * v).sum(0).clamp_min(1)
-        vs.append(v)
-        energies.append(energy)
-        spreads.append((_product(white, v) / energy).abs().mul_(2.0**16).round_().sum(0))
+    # Dimensions do not depend on those behind them: of the same bits, one product does for all.
+    images: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for bits in {bits for _, bits in kinds}:
+        limit = _limit(bits)
+        most = max(dimensions for dimensions, others in kinds if others == bits)
+        v = _to_integers(_first(whole, most), limit, limit / 3.2)
+        images[bits] = v, _product(white, v)
+    vs = [_first(images[bits][0], dimensions) for dimensions, bits in kinds]
+    energies = [_energy(v) for v in vs]
+    spreads = [_spread(images[bits][1], energy) for (_, bits), energy in zip(kinds, energies, strict=True)]
     found = []
     all_spreads = torch.cat(spreads).cpu().numpy()
     for (dimensions, bits), v, energy in zip(kinds, vs, energies, strict=True):
         spread, all_spreads = all_spreads[:dimensions], all_spreads[dimensions:]
         multiplier, fine = _multipliers(spread * 2.0**-16 / sample.shape[0], bits)
-        found.append(Space(v, energy, bits, multiplier, fine, row_base, column_exponent, column_base))
+        u = _rounded(images[bits][1], energy, multiplier, fine, bits)
+        model = bits, multiplier, fine, row_base, column_exponent, column_base
+        found.append(Space(v, _bytes(v), energy, *model, row_exponent, u))
     return found
 
 
@@ -161,53 +213,49 @@ def fit(x: torch.Tensor, space: Space) -> Factors:
     """Factors in a space for all rows of a matrix `[R, C]`."""
     octaves = torch.div(row_scales(x) + OCTAVE // 2, OCTAVE, rounding_mode="floor")
     row_exponent = (octaves - space.row_base).clamp(0, MAX_EXPONENT_STEP)
-    multiplier = torch.from_numpy(space.multiplier).to(x.device)
-    return Factors(
-        space.bits,
-        _coefficients(x, space, row_exponent),
-        space.v.to(torch.int8),
-        multiplier,
-        row_exponent,
-        space.column_exponent,
-        space.row_base + space.column_base - _MEAN_BITS + space.fine,
-    )
-
-
-def _coefficients(x: torch.Tensor, space: Space, row_exponent: torch.Tensor) -> torch.Tensor:
-    """Of every row in the space's directions, int8 `[R, K]`."""
-    base, limit = space.row_base + space.column_base, (1 << (space.bits - 1)) - 1
-    unit = np.ldexp(np.maximum(space.multiplier, 1).astype(np.float64), space.fine)
-    told = space.multiplier > 0
-    if x.device.type == "cpu":
-        powers = _whitening(row_exponent, space.column_exponent, base)
-        divisors = space.energy, torch.from_numpy(unit)
-        return trellis_space_loops.fit(x, *powers, _LARGEST, space.v, divisors, told, limit)
-    units, chosen = torch.from_numpy(unit).to(x.device), torch.from_numpy(told).to(x.device)
-    u = torch.empty(len(x), unit.size, dtype=torch.int8, device=x.device)
+    u = torch.empty(len(x), space.multiplier.size, dtype=torch.int8, device=x.device)
     step = max(1, _AT_ONCE // x.shape[1])
     for start in range(0, len(x), step):
         some = slice(start, start + step)
-        white = _whitened(x[some], row_exponent[some], space.column_exponent, base)
-        found = (_product(white, space.v) / space.energy / units).round_().clamp_(-limit, limit)
-        u[some] = torch.where(chosen, found, 0.0).to(torch.int8)
-    return u
+        white, _ = _whitened(x[some], row_exponent[some], space.column_exponent, space.base)
+        u[some] = _rounded(_product(white, space.v), space.energy, space.multiplier, space.fine, space.bits)
+    return space.factors(u, row_exponent)
+
+
+def fitted(x: torch.Tensor, space: Space) -> Left:
+    """What a prediction in a space leaves of fp32 `[R, C]`."""
+    if x.device.type != "cpu":
+        factors = fit(x, space)
+        residual = x - predict(factors)
+        return Left(factors, residual, *scales(residual), residual.abs().amax())
+    way = Fit(
+        row_base=space.row_base,
+        most_exponent=MAX_EXPONENT_STEP,
+        white_bits=_MEAN_BITS - space.base,
+        white_columns=_powers(-space.column_exponent).numpy(),
+        white_limit=np.float32(_LARGEST),
+        energy=space.energy.numpy(),
+        unit=_unit(space.multiplier, space.fine),
+        limit=float(_limit(space.bits)),
+        told=space.multiplier > 0,
+        multiplier=space.multiplier.astype(np.float32),
+        exponent=space.exponent,
+        columns=_powers(space.column_exponent).numpy(),
+    )
+    found = trellis_left_loops.fitted(x, way, space.v, logarithms())
+    scaled = of_sums(found.row, found.column_sums)
+    return Left(space.factors(found.u, found.row_exponent), found.left, *scaled, found.peak)
 
 
 def _whitened(
     x: torch.Tensor, row_exponent: torch.Tensor, column_exponent: torch.Tensor, base: int
-) -> torch.Tensor:
-    """x with rows and columns of mean magnitude 2**_MEAN_BITS, in integers."""
-    row_power, column_power = _whitening(row_exponent, column_exponent, base)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x with rows and columns of mean magnitude 2**_MEAN_BITS, in integers; and its transpose."""
+    row_power, column_power = _powers(_MEAN_BITS - base - row_exponent), _powers(-column_exponent)
     if x.device.type == "cpu":
         return trellis_space_loops.whitened(x, row_power, column_power, _LARGEST)
-    return (x * row_power.unsqueeze(1)).mul_(column_power).round_().clamp_(-_LARGEST, _LARGEST)
-
-
-def _whitening(
-    row_exponent: torch.Tensor, column_exponent: torch.Tensor, base: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What rows and columns are multiplied with, fp32."""
-    return _powers(_MEAN_BITS - base - row_exponent), _powers(-column_exponent)
+    white = (x * row_power.unsqueeze(1)).mul_(column_power).round_().clamp_(-_LARGEST, _LARGEST)
+    return white, white.T
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -215,14 +263,58 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return trellis_space_loops.product(a, b) if a.device.type == "cpu" else a.double() @ b
 
 
-def _turned_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a.T @ b of the same."""
-    return trellis_space_loops.turned_product(a, b) if a.device.type == "cpu" else a.double().T @ b
+# By numpy on a CPU: torch might wake its threads, which then keep cores busy for a while.
+def _first(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """The first columns, contiguous."""
+    if x.device.type == "cpu":
+        return torch.from_numpy(np.ascontiguousarray(x.numpy()[:, :columns]))
+    return x[:, :columns].contiguous()
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """Small integers in int8."""
+    return torch.from_numpy(x.numpy().astype(np.int8)) if x.device.type == "cpu" else x.to(torch.int8)
+
+
+def _energy(v: torch.Tensor) -> torch.Tensor:
+    """The squares of each column's integers, at least 1."""
+    if v.device.type == "cpu":
+        return torch.from_numpy(np.maximum(np.square(v.numpy()).sum(0), 1))
+    return (v * v).sum(0).clamp_min(1)
+
+
+def _spread(image: torch.Tensor, energy: torch.Tensor) -> torch.Tensor:
+    """Of the first columns over `energy`, fp64 `[K]`: the sums of their magnitudes in 2**-16."""
+    if image.device.type == "cpu":
+        return trellis_space_loops.spread(image, energy)
+    return (image[:, : energy.numel()] / energy).abs().mul_(2.0**16).round_().sum(0)
+
+
+def _rounded(
+    image: torch.Tensor, energy: torch.Tensor, multiplier: Int32Array, fine: int, bits: int
+) -> torch.Tensor:
+    """Coefficients of rows with these products with the directions, int8 `[R, K]`."""
+    unit, told, limit = _unit(multiplier, fine), multiplier > 0, _limit(bits)
+    if image.device.type == "cpu":
+        return trellis_space_loops.factors(image, energy, unit, told, limit)
+    units, chosen = torch.from_numpy(unit).to(image.device), torch.from_numpy(told).to(image.device)
+    found = (image[:, : energy.numel()] / energy / units).round_().clamp_(-limit, limit)
+    return torch.where(chosen, found, 0.0).to(torch.int8)
+
+
+def _unit(multiplier: Int32Array, fine: int) -> Float64Array:
+    """What coefficients count, `[K]`."""
+    return np.ldexp(np.maximum(multiplier, 1).astype(np.float64), fine)
+
+
+def _limit(bits: int) -> int:
+    """The largest factor."""
+    return (1 << (bits - 1)) - 1
 
 
 def _multipliers(spread: Float64Array, bits: int) -> tuple[Int32Array, int]:
     """Multipliers of dimensions whose coefficients have a mean magnitude of `spread`, and their exponent."""
-    limit = (1 << (bits - 1)) - 1
+    limit = _limit(bits)
     # A coefficient of mean magnitude takes a quarter of the range.
     unit = spread * 4 / limit
     # The multipliers' own unit: the largest takes the top of what the bound allows.
@@ -275,24 +367,9 @@ def _to_parts(x: torch.Tensor) -> torch.Tensor:
 def _orthogonal(x: torch.Tensor) -> torch.Tensor:
     """Orthogonal columns that span the columns of x; zero where one depends on those before it."""
     # Integers below 2**53: exact in any order.
-    if x.device.type == "cpu":
-        q = trellis_space_loops.to_parts(x, _PRECISE)
-        gram = trellis_space_loops.gram(q)
-    else:
-        q = _to_parts(x)
-        gram = (q.T @ q).cpu().numpy().copy()
-    # Gram-Schmidt on the columns of products, and the columns of a unit matrix.
-    turn = np.eye(q.shape[1])
-    for k in range(q.shape[1]):
-        pivot = gram[k, k]
-        if pivot <= 2.0**-20 * _PRECISE**2:
-            turn[:, k] = 0
-            gram[k] = gram[:, k] = 0
-            continue
-        share = gram[k, k + 1 :] / pivot
-        turn[:, k + 1 :] -= turn[:, k : k + 1] * share
-        gram[k + 1 :, k + 1 :] -= share[:, None] * gram[k, k + 1 :]
+    on_cpu = x.device.type == "cpu"
+    q = trellis_space_loops.to_parts(x, _PRECISE) if on_cpu else _to_parts(x)
+    gram = trellis_space_loops.gram(q) if on_cpu else (q.T @ q).cpu().numpy()
+    turn = trellis_space_loops.gram_schmidt(gram, 2.0**-20 * _PRECISE**2)
     integers = np.clip(np.rint(turn * _TURN), -_LARGEST_TURN, _LARGEST_TURN)
-    if x.device.type == "cpu":
-        return trellis_space_loops.turned(q, integers)
-    return q @ torch.from_numpy(integers).to(x.device)
+    return trellis_space_loops.turned(q, integers) if on_cpu else q @ torch.from_numpy(integers).to(x.device)

@@ -18,7 +18,7 @@ from kernels.loops import (
     bits_to_fill,
     bits_to_read,
     compiled,
-    contracted,
+    exact,
     exponent_of,
     float_of,
     peak_of,
@@ -30,8 +30,8 @@ from kernels.tiles import NON_FINITE
 
 Floats = NDArray[np.float32]
 
-# Elements that a thread takes at a time, at least, where one takes as little as can be: to hand over takes as
-# long as many of them.
+# Elements that are worth a thread's time, where one takes as little as can be: to hand over takes as long as
+# many of them.
 _FEWEST = 1 << 19
 # Several to a thread, because one that has to share its core is slower than the others.
 _RANGES_A_THREAD = 4
@@ -39,29 +39,26 @@ _RANGES_A_THREAD = 4
 PRODUCTS = 4
 # Columns that are worked on together: what belongs to them stays in the innermost cache.
 _BLOCK = 64
-_PART = np.float32(2.0**9)
-_WIDE = 8
+_FACTOR1, _FACTOR2, _FACTOR3 = (np.uint64(n * _BLOCK) for n in (1, 2, 3))
+PART = np.float32(2.0**9)
+# Rows that are worked on together, so that what belongs to columns is read from there.
+ROWS = 8
 # Elements that are written with one call.
 _AT_ONCE = 1 << 12
 
 
+@exact
+def sum_of_parts(row):
+    total = 0.0
+    for c in range(row.size):
+        total += np.float64(np.rint(np.abs(row[c]) * PART))
+    return total
+
+
 @compiled
 def _row_sums(x, first, last, sums):
-    part = np.empty(_WIDE, dtype=np.float64)
     for r in range(first, last):
-        row = x[r]
-        part[:] = 0
-        whole = row.size - row.size % _WIDE
-        for start in range(0, whole, _WIDE):
-            some = row[start : start + _WIDE]
-            for k in range(_WIDE):
-                part[k] += np.float64(np.rint(np.abs(some[k]) * _PART))
-        for c in range(whole, row.size):
-            part[0] += np.float64(np.rint(np.abs(row[c]) * _PART))
-        total = 0.0
-        for k in range(_WIDE):
-            total += part[k]
-        sums[r] = total
+        sums[r] = sum_of_parts(x[r])
 
 
 @compiled
@@ -69,50 +66,59 @@ def _column_sums(x, weight, first, last, sums):
     for r in range(first, last):
         row, w = x[r], weight[r]
         for c in range(row.size):
-            sums[c] += np.float64(np.rint(np.rint(np.abs(row[c]) * _PART) * w))
+            sums[c] += np.float64(np.rint(np.rint(np.abs(row[c]) * PART) * w))
 
 
-@contracted
-def _multiply(u, v, place, sums):
-    """sums[c] = sum_k u[k] v[place + k * _BLOCK + c]; as many u as a multiple of 4."""
-    for c in range(_BLOCK):
-        sums[c] = 0
-    for k in range(0, u.size, 4):
-        u0, u1, u2, u3 = u[k], u[k + 1], u[k + 2], u[k + 3]
-        v0 = np.uint64(place + k * _BLOCK)
-        v1, v2, v3 = v0 + np.uint64(_BLOCK), v0 + np.uint64(2 * _BLOCK), v0 + np.uint64(3 * _BLOCK)
+@exact
+def _multiply(a, b, v, place, sums):
+    """sums[c] = sum_k a[k] v[place + k * _BLOCK + c], and behind them b's; as many of each as a multiple of
+    4. Two rows, because to read v takes longer than to multiply by it."""
+    sums[:] = 0
+    for k in range(0, a.size, 4):
+        a0, a1, a2, a3 = a[k], a[k + 1], a[k + 2], a[k + 3]
+        b0, b1, b2, b3 = b[k], b[k + 1], b[k + 2], b[k + 3]
+        first = np.uint64(place + k * _BLOCK)
         for c in range(_BLOCK):
             n = np.uint64(c)
-            sums[n] += u0 * v[v0 + n] + u1 * v[v1 + n] + u2 * v[v2 + n] + u3 * v[v3 + n]
+            at = first + n
+            v0, v1, v2, v3 = v[at], v[at + _FACTOR1], v[at + _FACTOR2], v[at + _FACTOR3]
+            sums[n] += a0 * v0 + a1 * v1 + a2 * v2 + a3 * v3
+            sums[n + _FACTOR1] += b0 * v0 + b1 * v1 + b2 * v2 + b3 * v3
 
 
-# The same frame twice: with the block's prediction in a function of its own both are measurably slower.
 @compiled
-def _subtract(x, u, v, row_power, column_power, first, last, out):
-    sums = np.empty(_BLOCK, dtype=np.float32)
-    depth = u.shape[1]
-    for r in range(first, last):
-        factors, power = u[r], row_power[r]
-        for start in range(0, out.shape[1], _BLOCK):
-            _multiply(factors, v, start * depth, sums)
-            stop = min(start + _BLOCK, out.shape[1])
-            block, near, powers = out[r, start:stop], x[r, start:stop], column_power[start:stop]
-            for c in range(block.size):
-                block[c] = near[c] - sums[c] * power * powers[c]
+def subtract(x, u, v, row_power, column_power, out):
+    """Fill `out`, `[n, C]`, with rows less their predictions."""
+    sums = np.empty(2 * _BLOCK, dtype=np.float32)
+    rows, depth = u.shape
+    for start in range(0, out.shape[1], _BLOCK):
+        powers = column_power[start : start + _BLOCK]
+        for r in range(0, rows, 2):
+            # A last row without a neighbour is its own.
+            _multiply(u[r], u[min(r + 1, rows - 1)], v, start * depth, sums)
+            for one in range(min(2, rows - r)):
+                sides = slice(start, start + powers.size)
+                block, near, power = out[r + one, sides], x[r + one, sides], row_power[r + one]
+                own = sums[one * _BLOCK : one * _BLOCK + powers.size]
+                for c in range(powers.size):
+                    block[c] = near[c] - own[c] * power * powers[c]
 
 
 @compiled
 def _reconstruct(n, step, u, v, row_power, column_power, first, last):
-    sums = np.zeros(_BLOCK, dtype=np.float32)
+    sums = np.empty(2 * _BLOCK, dtype=np.float32)
     depth = u.shape[1]
-    for r in range(first, last):
-        factors, power = u[r], row_power[r]
+    for begin in range(first, last, ROWS):
+        end = min(begin + ROWS, last)
         for start in range(0, n.shape[1], _BLOCK):
-            _multiply(factors, v, start * depth, sums)
-            stop = min(start + _BLOCK, n.shape[1])
-            block, powers = n[r, start:stop], column_power[start:stop]
-            for c in range(block.size):
-                block[c] = bits_of(np.float32(block[c]) * step + sums[c] * power * powers[c])
+            powers = column_power[start : start + _BLOCK]
+            for r in range(begin, end, 2):
+                _multiply(u[r], u[min(r + 1, end - 1)], v, start * depth, sums)
+                for one in range(min(2, end - r)):
+                    block, power = n[r + one, start : start + powers.size], row_power[r + one]
+                    own = sums[one * _BLOCK : one * _BLOCK + powers.size]
+                    for c in range(powers.size):
+                        block[c] = bits_of(np.float32(block[c]) * step + own[c] * power * powers[c])
 
 
 @compiled
@@ -232,17 +238,15 @@ def peak(x: torch.Tensor) -> torch.Tensor:
     return torch.tensor(peak_of(bits_to_read(x)))
 
 
-def packed(values: torch.Tensor, bias: int, bits: int) -> torch.Tensor:
-    """Integers plus `bias`, from 0 up, as `bits` bits each, lowest first, uint8."""
-    out = np.empty(-(-values.numel() * bits // 8), dtype=np.uint8)
-    _pack(values.contiguous().view(-1).numpy(), bias, bits, out)
-    return torch.from_numpy(out)
+def pack(values: torch.Tensor, bias: int, bits: int, out: torch.Tensor) -> None:
+    """Fill uint8 `out` with integers plus `bias`, from 0 up, as `bits` bits each, lowest first."""
+    _pack(values.contiguous().view(-1).numpy(), bias, bits, out.numpy())
 
 
 def unpacked(
     data: torch.Tensor, count: int, bias: int, bits: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, bool]:
-    """`packed`, back, and whether nothing but zeros follows."""
+    """What `pack` was given, and whether nothing but zeros follows."""
     out = torch.empty(count, dtype=dtype)
     return out, bool(_unpack(data.numpy(), bias, bits, out.numpy()))
 
@@ -256,24 +260,13 @@ def classes(row: torch.Tensor, column: torch.Tensor, highest: int) -> torch.Tens
     return torch.from_numpy(out)
 
 
-def subtract(x: torch.Tensor, prediction: Prediction) -> torch.Tensor:
-    """fp32 `[R, C]` less its prediction."""
-    values, factors = x.contiguous().numpy(), _operands(prediction)
-    out = np.empty_like(values)
-    run(
-        lambda first, last: _subtract(values, *factors, first, last, out),
-        ranges(len(values), values.shape[1], PRODUCTS),
-    )
-    return torch.from_numpy(out)
-
-
 def reconstruct(n: torch.Tensor, step: float, prediction: Prediction | None) -> torch.Tensor:
     """n * step, plus the prediction, each rounded to fp32, `[E]`, where int32 n `[E]` was."""
     words, by = n.numpy(), np.float32(step)
     if prediction is None:
         run(lambda first, last: _scale(words, by, first, last), ranges(n.numel(), 1))
     else:
-        factors = _operands(prediction)
+        factors = operands(prediction)
         rows = words.reshape(len(prediction.u), -1)
         run(
             lambda first, last: _reconstruct(rows, by, *factors, first, last),
@@ -294,22 +287,35 @@ def restore(values: torch.Tensor, exponent: int, out: torch.Tensor) -> None:
     )
 
 
-def _operands(prediction: Prediction) -> tuple[Floats, Floats, Floats, Floats]:
-    """The factors in fp32: u filled up with zeros to a multiple of 4, v in blocks of columns, flat."""
-    rank, columns = prediction.v.shape[1], len(prediction.v)
-    depth, blocks = -(-rank // 4) * 4, -(-columns // _BLOCK)
-    u = np.zeros((len(prediction.u), depth), dtype=np.float32)
+def operands(prediction: Prediction) -> tuple[Floats, Floats, Floats, Floats]:
+    """What `subtract` takes: u times multipliers, filled up with zeros to a multiple of 4, v as `blocks` has
+    it, and powers."""
+    rank = prediction.v.shape[1]
+    u = np.zeros((len(prediction.u), filled_up(rank)), dtype=np.float32)
     np.multiply(prediction.u.numpy(), prediction.multiplier.numpy().astype(np.float32), out=u[:, :rank])
-    v = np.zeros((blocks * _BLOCK, depth), dtype=np.float32)
-    v[:columns, :rank] = prediction.v.numpy()
-    # A block's columns beside each other, one factor after the other.
-    packed = np.ascontiguousarray(v.reshape(blocks, _BLOCK, depth).transpose(0, 2, 1)).ravel()
-    return u, packed, prediction.row_power.numpy(), prediction.column_power.numpy()
+    return u, blocks(prediction.v), prediction.row_power.numpy(), prediction.column_power.numpy()
+
+
+def blocks(v: torch.Tensor) -> Floats:
+    """`[C, K]` in blocks of columns, flat: of a block all columns' first factors, then all second ones."""
+    columns, rank = v.shape
+    depth, count = filled_up(rank), -(-columns // _BLOCK)
+    filled = np.zeros((count * _BLOCK, depth), dtype=np.float32)
+    filled[:columns, :rank] = v.numpy()
+    return np.ascontiguousarray(filled.reshape(count, _BLOCK, depth).transpose(0, 2, 1)).ravel()
+
+
+def filled_up(rank: int) -> int:
+    """The next multiple of 4."""
+    return -(-rank // 4) * 4
 
 
 def ranges(rows: int, columns: int, work: int = 1) -> list[tuple[int, int]]:
     """Ranges of rows that threads take in turn, at least one. `work`: how much an element takes."""
-    whole = rows * columns
-    fewest = max(_FEWEST // work, whole // (torch.get_num_threads() * _RANGES_A_THREAD))
-    each = max(1, min(rows, -(-fewest // max(columns, 1))))
+    whole, threads = rows * columns, torch.get_num_threads()
+    count = min(-(-whole * work // _FEWEST), threads * _RANGES_A_THREAD, rows)
+    if count > threads:
+        # As many for each.
+        count -= count % threads
+    each = -(-rows // max(count, 1)) if rows else 1
     return [(first, min(first + each, rows)) for first in range(0, max(rows, 1), each)]

@@ -44,8 +44,12 @@ def join(coded: Coded, out: torch.Tensor) -> None:
 
         triton_trellis.join(coded, out)
         return
-    capacity = coded.words.shape[1]
+    whole = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype)
+    # By numpy: torch's copy might wake its threads, which then keep cores busy for a while.
+    words, joined = coded.words.cpu().numpy(), whole.numpy()
     used = 0
     for group, count in enumerate(coded.counts.tolist()):
-        out[used : used + count] = coded.words[group, capacity - count :]
+        joined[used : used + count] = words[group, words.shape[1] - count :]
         used += count
+    if whole is not out:
+        out.copy_(whole)

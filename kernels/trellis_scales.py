@@ -11,7 +11,8 @@ from functools import cache
 import numpy as np
 import torch
 
-from kernels import trellis_matrix_loops
+from kernels import trellis_left_loops, trellis_matrix_loops
+from kernels.trellis_left_loops import Logarithms
 
 OCTAVE = 16
 # Elements count in these parts; normalised ones lie below 2**14, so that the integers are exact in fp32.
@@ -41,6 +42,13 @@ def scales(
 
     Rows or columns that are not told apart all get one scale.
     """
+    if by_row and by_column and x.device.type == "cpu":
+        return of_sums(*trellis_left_loops.scales(x, logarithms()))
+    return in_turn(x, by_row, by_column)
+
+
+def in_turn(x: torch.Tensor, by_row: bool, by_column: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """`scales`, first all rows', then the columns'."""
     rows, columns = x.shape
     sums = _row_sums(x)
     if by_row:
@@ -54,8 +62,13 @@ def scales(
         # 2**(-row / 16): the power of two below, times a root of two.
         down = octave + (part > 0)
         weight = roots(x.device)[torch.where(part > 0, OCTAVE - part, 0)] * _power_of_two(-down) * _WEIGHTED
-        column = logarithm(_column_sums(x, weight.float()) / sums.new_full((1,), rows * _WEIGHTED))
+        return of_sums(row - _PART_BITS * OCTAVE, _column_sums(x, weight.float()))
     return row - _PART_BITS * OCTAVE, column
+
+
+def of_sums(row: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows' scales, and columns' by the sums of their weighted parts, fp64 `[C]`."""
+    return row, logarithm(sums / sums.new_full((1,), row.numel() * _WEIGHTED))
 
 
 def row_scales(x: torch.Tensor) -> torch.Tensor:
@@ -86,6 +99,19 @@ def parts(x: torch.Tensor) -> torch.Tensor:
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     """2**exponent in fp64, from int32."""
     return ((exponent.long() + 1023) << 52).view(torch.float64)
+
+
+@cache
+def logarithms() -> Logarithms:
+    """The same for loops on a CPU."""
+    device = torch.device("cpu")
+    return Logarithms(
+        2.0**_NOTHING,
+        thresholds(device).numpy(),
+        roots(device).numpy(),
+        float(_WEIGHTED),
+        _PART_BITS * OCTAVE,
+    )
 
 
 @cache

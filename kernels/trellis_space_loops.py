@@ -11,255 +11,276 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels.loops import compiled, contracted, run
-from kernels.trellis_matrix_loops import PRODUCTS, ranges
+from kernels.loops import compiled, exact, inlined, run
+from kernels.trellis_matrix_loops import PRODUCTS, ROWS, filled_up, ranges
 
 # Products of a whitened element and a factor, below 2**14, that add up within fp32's integers.
 CHUNK = 1024
-# Directions at a time, so that a loop over them is vectors of known number.
-WIDE = 32
 _FOUR = 4
-_ROW1, _ROW2, _ROW3 = (np.uint64(n * WIDE) for n in (1, 2, 3))
-_ZERO = np.float32(0)
+# Whitening, and its transpose, beside a sum of magnitudes.
+_WHITENING = 3
 
 
-@contracted
-def _multiply_row(row, b, part, total):
-    """total[k] = sum_c row[c] b[c, k]; b flat, with three rows of zeros at its end."""
-    total[:] = 0
-    for start in range(0, row.size, CHUNK):
-        part[:] = 0
-        stop = min(start + CHUNK, row.size)
-        for c in range(start, stop, _FOUR):
-            left, place = stop - c, np.uint64(c * WIDE)
-            a0, a1, a2, a3 = row[c], _ZERO, _ZERO, _ZERO
-            if left >= _FOUR:
-                a1, a2, a3 = row[c + 1], row[c + 2], row[c + 3]
-            elif left > 1:
-                a1 = row[c + 1]
-                a2 = row[c + 2] if left > 2 else _ZERO
-            for i in range(WIDE):
-                k = np.uint64(i)
-                n = place + k
-                part[k] += a0 * b[n] + a1 * b[n + _ROW1] + a2 * b[n + _ROW2] + a3 * b[n + _ROW3]
-        for k in range(WIDE):
-            total[k] += np.float64(part[k])
-
-
-@contracted
-def _add_rows(a, start, stop, first, last, b, part):
-    """part[c, k] += sum_r a[r, first + c] b[r, k], four rows at a time; part and b flat."""
-    for r in range(start, stop, _FOUR):
-        left, place = stop - r, np.uint64(r * WIDE)
-        a0 = a[r, first:last]
-        a1 = a[min(r + 1, stop - 1), first:last]
-        a2 = a[min(r + 2, stop - 1), first:last]
-        a3 = a[min(r + 3, stop - 1), first:last]
-        # Behind the last row nothing is added.
-        m1, m2, m3 = np.float32(left > 1), np.float32(left > 2), np.float32(left > 3)
-        for c in range(a0.size):
-            w0, w1, w2, w3 = a0[c], a1[c] * m1, a2[c] * m2, a3[c] * m3
-            at = np.uint64(c * WIDE)
-            for i in range(WIDE):
-                k = np.uint64(i)
-                n = place + k
-                part[at + k] += w0 * b[n] + w1 * b[n + _ROW1] + w2 * b[n + _ROW2] + w3 * b[n + _ROW3]
+@exact
+def _dots(a, b, c0, c1, c2, c3, part):
+    """Sums of products of two rows with four. As many of either as there are registers to add in."""
+    s0 = s1 = s2 = s3 = t0 = t1 = t2 = t3 = np.float32(0)
+    for i in range(a.size):
+        x, y = a[i], b[i]
+        s0 += x * c0[i]
+        s1 += x * c1[i]
+        s2 += x * c2[i]
+        s3 += x * c3[i]
+        t0 += y * c0[i]
+        t1 += y * c1[i]
+        t2 += y * c2[i]
+        t3 += y * c3[i]
+    part[0], part[1], part[2], part[3] = s0, s1, s2, s3
+    part[4], part[5], part[6], part[7] = t0, t1, t2, t3
 
 
 @compiled
-def _multiply(a, b, first, last, out):
-    part, total = np.empty(WIDE, dtype=np.float32), np.empty(WIDE, dtype=np.float64)
-    for r in range(first, last):
-        for block in range(len(b)):
-            _multiply_row(a[r], b[block], part, total)
-            some = out[r, block * WIDE : (block + 1) * WIDE]
-            for k in range(some.size):
-                some[k] = total[k]
+def multiply(a, b, out):
+    """out[r, k] = a[r] . b[k], of rows that the innermost caches hold; as many b as a multiple of 4."""
+    part, total = np.empty(2 * _FOUR, dtype=np.float32), np.empty(2 * _FOUR, dtype=np.float64)
+    rows, columns = a.shape
+    for k in range(0, b.shape[0], _FOUR):
+        for r in range(0, rows, 2):
+            near = min(r + 1, rows - 1)
+            total[:] = 0
+            for start in range(0, columns, CHUNK):
+                some = slice(start, min(start + CHUNK, columns))
+                _dots(
+                    a[r, some],
+                    a[near, some],
+                    b[k, some],
+                    b[k + 1, some],
+                    b[k + 2, some],
+                    b[k + 3, some],
+                    part,
+                )
+                for i in range(2 * _FOUR):
+                    total[i] += np.float64(part[i])
+            for i in range(min(_FOUR, out.shape[1] - k)):
+                out[r, k + i], out[near, k + i] = total[i], total[_FOUR + i]
 
 
 @compiled
-def _multiply_turned(a, b, first, last, out):
-    part = np.empty((last - first) * WIDE, dtype=np.float32)
-    for block in range(len(b)):
-        some = out[first:last, block * WIDE : (block + 1) * WIDE]
-        for start in range(0, a.shape[0], CHUNK):
-            part[:] = 0
-            _add_rows(a, start, min(start + CHUNK, a.shape[0]), first, last, b[block], part)
-            for c in range(last - first):
-                for k in range(some.shape[1]):
-                    some[c, k] += np.float64(part[c * WIDE + k])
+def _multiply_all(a, b, first, last, out):
+    for start in range(first, last, ROWS):
+        stop = min(start + ROWS, last)
+        multiply(a[start:stop], b, out[start:stop])
 
 
 @compiled
-def _whiten(row, power, column_power, limit, white):
+def whiten(row, power, column_power, limit, white):
     for c in range(row.size):
         white[c] = min(max(np.rint(row[c] * power * column_power[c]), -limit), limit)
 
 
 @compiled
-def _whiten_all(x, row_power, column_power, limit, first, last, out):
-    for r in range(first, last):
-        _whiten(x[r], row_power[r], column_power, limit, out[r])
+def _whiten_all(x, row_power, column_power, limit, first, last, out, turned):
+    for start in range(first, last, ROWS):
+        stop = min(start + ROWS, last)
+        for r in range(start, stop):
+            whiten(x[r], row_power[r], column_power, limit, out[r])
+        for c in range(x.shape[1]):
+            for r in range(start, stop):
+                turned[c, r] = out[r, c]
+
+
+@inlined
+def factor(product, energy, unit, most):
+    """A row's coefficient, from its product with a direction."""
+    return min(max(np.rint(product / energy / unit), -most), most)
 
 
 @compiled
-def _fit(x, row_power, column_power, limit, v, energy, unit, told, most, first, last, u):
-    part, total = np.empty(WIDE, dtype=np.float32), np.empty(WIDE, dtype=np.float64)
-    white = np.empty(x.shape[1], dtype=np.float32)
-    for r in range(first, last):
-        _whiten(x[r], row_power[r], column_power, limit, white)
-        for block in range(len(v)):
-            _multiply_row(white, v[block], part, total)
-            for k in range(block * WIDE, min((block + 1) * WIDE, u.shape[1])):
-                found = min(max(np.rint(total[k % WIDE] / energy[k] / unit[k]), -most), most)
-                u[r, k] = np.int8(found) if told[k] else np.int8(0)
+def _spread(image, energy, total):
+    """Of the magnitudes of coefficients, in 2**-16."""
+    for r in range(image.shape[0]):
+        row = image[r]
+        for k in range(energy.size):
+            total[k] += np.rint(np.abs(row[k] / energy[k]) * 65536.0)
 
 
 @compiled
-def _to_parts(x, precise, out):
-    for k in range(x.shape[1]):
-        largest = 0.0
-        for c in range(x.shape[0]):
-            largest = max(largest, abs(x[c, k]))
-        factor = precise / max(largest, 1e-300) if largest > 0 else 0.0
-        for c in range(x.shape[0]):
-            out[c, k] = np.rint(x[c, k] * factor)
+def _factors(image, energy, unit, told, most, u):
+    for r in range(image.shape[0]):
+        for k in range(energy.size):
+            u[r, k] = np.int8(factor(image[r, k], energy[k], unit[k], most)) if told[k] else np.int8(0)
 
 
 @compiled
-def _to_integers(parts, limit, of_mean):
+def _to_parts(x, precise, by, out):
+    by[:] = 0
+    for c in range(x.shape[0]):
+        row = x[c]
+        for k in range(by.size):
+            by[k] = max(by[k], abs(row[k]))
+    for k in range(by.size):
+        by[k] = precise / max(by[k], 1e-300) if by[k] > 0 else 0.0
+    for c in range(x.shape[0]):
+        row, parts = x[c], out[c]
+        for k in range(by.size):
+            parts[k] = np.rint(row[k] * by[k])
+
+
+@compiled
+def _to_integers(parts, limit, of_mean, by):
     """In place."""
-    for k in range(parts.shape[1]):
-        total = 0.0
-        for c in range(parts.shape[0]):
-            total += abs(parts[c, k])
-        mean = total / parts.shape[0]
-        factor = of_mean / max(mean, 1e-300) if mean > 0 else 0.0
-        for c in range(parts.shape[0]):
-            parts[c, k] = min(max(np.rint(parts[c, k] * factor), -limit), limit)
+    by[:] = 0
+    for c in range(parts.shape[0]):
+        row = parts[c]
+        for k in range(by.size):
+            by[k] += abs(row[k])
+    for k in range(by.size):
+        mean = by[k] / parts.shape[0]
+        by[k] = of_mean / max(mean, 1e-300) if mean > 0 else 0.0
+    for c in range(parts.shape[0]):
+        row = parts[c]
+        for k in range(by.size):
+            row[k] = min(max(np.rint(row[k] * by[k]), -limit), limit)
 
 
-@contracted
+@exact
 def _gram(q, out):
+    """Rows of q as many as a multiple of 4. What is above the diagonal, and then what is below it."""
+    for c in range(0, q.shape[0], _FOUR):
+        for i in range(q.shape[1]):
+            w0, w1, w2, w3 = q[c, i], q[c + 1, i], q[c + 2, i], q[c + 3, i]
+            line, q0, q1, q2, q3 = out[i, i:], q[c, i:], q[c + 1, i:], q[c + 2, i:], q[c + 3, i:]
+            for k in range(line.size):
+                line[k] += w0 * q0[k] + w1 * q1[k] + w2 * q2[k] + w3 * q3[k]
+    for i in range(out.shape[0]):
+        for k in range(i):
+            out[i, k] = out[k, i]
+
+
+@compiled
+def _make_orthogonal(gram, least, turn):
+    """Gram-Schmidt on the columns of products, which are lost, and on those of a unit matrix."""
+    share = np.empty(len(gram), dtype=np.float64)
+    for k in range(len(gram)):
+        pivot = gram[k, k]
+        if pivot <= least:
+            turn[:, k] = 0
+            gram[k] = 0
+            gram[:, k] = 0
+            continue
+        for j in range(k + 1, len(gram)):
+            share[j] = gram[k, j] / pivot
+        # Below the diagonal there are zeros.
+        for i in range(k + 1):
+            for j in range(k + 1, len(gram)):
+                turn[i, j] -= turn[i, k] * share[j]
+        for i in range(k + 1, len(gram)):
+            for j in range(k + 1, len(gram)):
+                gram[i, j] -= share[i] * gram[k, j]
+
+
+@exact
+def _turn(q, by, out):
+    """q times an upper triangular matrix with as many rows as a multiple of 4."""
     for c in range(q.shape[0]):
         row = q[c]
-        for i in range(row.size):
-            line = out[i]
-            for k in range(row.size):
-                line[k] += row[i] * row[k]
-
-
-@contracted
-def _turn(q, by, out):
-    for c in range(q.shape[0]):
-        row, turned = q[c], out[c]
-        for i in range(row.size):
-            line = by[i]
-            for k in range(row.size):
-                turned[k] += row[i] * line[k]
+        for i in range(0, by.shape[0], _FOUR):
+            w0, w1, w2, w3 = row[i], row[i + 1], row[i + 2], row[i + 3]
+            b0, b1, b2, b3 = by[i, i:], by[i + 1, i:], by[i + 2, i:], by[i + 3, i:]
+            turned = out[c, i:]
+            for k in range(turned.size):
+                turned[k] += w0 * b0[k] + w1 * b1[k] + w2 * b2[k] + w3 * b3[k]
 
 
 def whitened(
     x: torch.Tensor, row_power: torch.Tensor, column_power: torch.Tensor, limit: int
-) -> torch.Tensor:
-    """x, fp32 `[R, C]`, times fp32 of its rows and columns, rounded and clipped."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, fp32 `[R, C]`, times fp32 of its rows and columns, rounded and clipped; and it turned, `[C, R]`."""
     values, by_row, by_column = x.contiguous().numpy(), row_power.numpy(), column_power.numpy()
-    out = np.empty_like(values)
+    out, turned = np.empty_like(values), np.empty(values.shape[::-1], dtype=np.float32)
     most = np.float32(limit)
     run(
-        lambda first, last: _whiten_all(values, by_row, by_column, most, first, last, out),
-        ranges(*x.shape),
+        lambda first, last: _whiten_all(values, by_row, by_column, most, first, last, out, turned),
+        ranges(len(values), values.shape[1], _WHITENING),
     )
-    return torch.from_numpy(out)
+    return torch.from_numpy(out), torch.from_numpy(turned)
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b, fp64 `[R, K]`, of whitened fp32 `[R, C]` and integers up to 63, fp64 `[C, K]`."""
-    values, right = a.contiguous().numpy(), _filled(b)
+    values, right = a.contiguous().numpy(), across(b)
     out = np.empty((len(values), b.shape[1]))
     run(
-        lambda first, last: _multiply(values, right, first, last, out),
+        lambda first, last: _multiply_all(values, right, first, last, out),
         ranges(len(values), values.shape[1], PRODUCTS),
     )
     return torch.from_numpy(out)
 
 
-def turned_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a^T @ b, fp64 `[C, K]`, of whitened fp32 `[R, C]` and integers up to 63, fp64 `[R, K]`."""
-    values, right = a.contiguous().numpy(), _filled(b)
-    rows, columns = values.shape
-    out = np.zeros((columns, b.shape[1]))
-    run(
-        lambda first, last: _multiply_turned(values, right, first, last, out),
-        ranges(columns, rows, PRODUCTS),
-    )
-    return torch.from_numpy(out)
+def across(b: torch.Tensor) -> NDArray[np.float32]:
+    """The columns of fp64 `[C, K]` one after the other in fp32, filled up with zeros to a multiple of 4."""
+    rows, columns = b.shape
+    out = np.zeros((filled_up(columns), rows), dtype=np.float32)
+    out[:columns] = b.numpy().T
+    return out
 
 
-def fit(
-    x: torch.Tensor,
-    row_power: torch.Tensor,
-    column_power: torch.Tensor,
-    limit: int,
-    v: torch.Tensor,
-    divisors: tuple[torch.Tensor, torch.Tensor],
-    told: NDArray[np.bool_],
-    most: int,
+def spread(image: torch.Tensor, energy: torch.Tensor) -> torch.Tensor:
+    """Of as many columns of fp64 `[R, N]` as fp64 `[K]` has elements, over which they are taken: the sums of
+    their magnitudes in 2**-16, rounded one by one, fp64 `[K]`."""
+    total = np.zeros(energy.numel())
+    _spread(image.numpy(), energy.numpy(), total)
+    return torch.from_numpy(total)
+
+
+def factors(
+    image: torch.Tensor, energy: torch.Tensor, unit: NDArray[np.float64], told: NDArray[np.bool_], limit: int
 ) -> torch.Tensor:
-    """The whitened rows times v, divided by both divisors, rounded and clipped to `most`: int8 `[R, K]`.
-
-    Dimensions that are not told get zeros.
-    """
-    values, right = x.contiguous().numpy(), _filled(v)
-    by_row, by_column = row_power.numpy(), column_power.numpy()
-    energy, unit = (divisor.numpy() for divisor in divisors)
-    u = np.empty((len(values), v.shape[1]), dtype=np.int8)
-    clip, largest = np.float32(limit), np.float64(most)
-    run(
-        lambda first, last: _fit(
-            values, by_row, by_column, clip, right, energy, unit, told, largest, first, last, u
-        ),
-        ranges(len(values), values.shape[1], PRODUCTS),
-    )
+    """The same columns over both, rounded and clipped, int8 `[R, K]`; zeros where nothing is told."""
+    u = np.empty((len(image), energy.numel()), dtype=np.int8)
+    _factors(image.numpy(), energy.numpy(), unit, told, float(limit), u)
     return torch.from_numpy(u)
 
 
 def to_parts(x: torch.Tensor, precise: int) -> torch.Tensor:
     """fp64 `[C, K]` with columns scaled so that their largest element becomes `precise`, rounded."""
     out = np.empty(tuple(x.shape))
-    _to_parts(x.contiguous().numpy(), float(precise), out)
+    _to_parts(x.contiguous().numpy(), float(precise), np.empty(x.shape[1]), out)
     return torch.from_numpy(out)
 
 
 def to_integers(x: torch.Tensor, precise: int, limit: int, of_mean: float) -> torch.Tensor:
     """As `to_parts`, then scaled to a mean magnitude of `of_mean`, rounded and clipped to `limit`."""
     parts = to_parts(x, precise)
-    _to_integers(parts.numpy(), float(limit), of_mean)
+    _to_integers(parts.numpy(), float(limit), of_mean, np.empty(x.shape[1]))
     return parts
 
 
 def gram(q: torch.Tensor) -> NDArray[np.float64]:
     """q^T q of integers in fp64 `[C, K]`, exact below 2**53."""
     values = q.contiguous().numpy()
+    if len(values) % _FOUR:
+        values = np.pad(values, ((0, -len(values) % _FOUR), (0, 0)))
     out = np.zeros((values.shape[1], values.shape[1]))
     _gram(values, out)
     return out
 
 
+def gram_schmidt(gram: NDArray[np.float64], least: float) -> NDArray[np.float64]:
+    """What turns columns with these products, fp64 `[K, K]`, into orthogonal ones: upper triangular.
+
+    Columns of which no more than `least`, squared, is beside those before them become zero.
+    """
+    turn = np.eye(len(gram))
+    _make_orthogonal(gram.copy(), least, turn)
+    return turn
+
+
 def turned(q: torch.Tensor, by: NDArray[np.float64]) -> torch.Tensor:
-    """q times integers `[K, K]`, exact below 2**53."""
-    values = q.contiguous().numpy()
+    """q times integers `[K, K]`, nothing below their diagonal, exact below 2**53."""
+    values, more = q.contiguous().numpy(), -by.shape[0] % _FOUR
     out = np.zeros_like(values)
+    if more:
+        values, by = np.pad(values, ((0, 0), (0, more))), np.pad(by, ((0, more), (0, 0)))
     _turn(values, by, out)
     return torch.from_numpy(out)
-
-
-def _filled(b: torch.Tensor) -> NDArray[np.float32]:
-    """b in fp32, `[blocks, n]`: `WIDE` columns at a time, filled up with zeros and three rows of them."""
-    rows, columns = b.shape
-    blocks = -(-columns // WIDE)
-    filled = np.zeros((blocks, rows + _FOUR - 1, WIDE), dtype=np.float32)
-    for block in range(blocks):
-        some = b[:, block * WIDE : (block + 1) * WIDE]
-        filled[block, :rows, : some.shape[1]] = some.numpy()
-    return filled.reshape(blocks, -1)

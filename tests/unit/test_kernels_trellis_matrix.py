@@ -1,6 +1,8 @@
 """The loops over a matrix of the `trellis` codec on a CPU against torch's operations, which a GPU without
 Triton uses: the same bits."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -62,36 +64,44 @@ def test_a_matrix_that_is_not_contiguous() -> None:
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_scales_of_rows_and_columns_at_once(rows: int, columns: int) -> None:
+    x = matrix(rows, columns, 15)
+    for found, expected in zip(trellis_scales.scales(x), trellis_scales.in_turn(x, True, True), strict=True):
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
 def test_whitening_rounds_and_clips(rows: int, columns: int) -> None:
     x = matrix(rows, columns, 4)
     row, column = (2.0 ** torch.arange(n).remainder(9).sub(4).float() for n in (rows, columns))
     expected = (x * row.unsqueeze(1)).mul_(column).round_().clamp_(-255, 255)
-    assert torch.equal(trellis_space_loops.whitened(x, row, column, 255), expected)
+    white, turned = trellis_space_loops.whitened(x, row, column, 255)
+    assert torch.equal(white, expected) and torch.equal(turned, expected.T)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (1030, 1029)])
+@pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (1030, 1029), (1029, 2051)])
 @pytest.mark.parametrize("rank", [1, 8, 32, 33, 64])
 def test_products_with_directions(rows: int, columns: int, rank: int) -> None:
     generator = torch.Generator().manual_seed(9)
     white = torch.randint(-255, 256, (rows, columns), generator=generator).float()
-    right, left = (torch.randint(-63, 64, (n, rank), generator=generator).double() for n in (columns, rows))
-    white[0], right[0], left[0] = 255, 63, 63
+    right = torch.randint(-63, 64, (columns, rank), generator=generator).double()
+    # The largest sums that there may be.
+    white[0], right[:, 0] = 255, 63
     assert torch.equal(trellis_space_loops.product(white, right), white.double() @ right)
-    assert torch.equal(trellis_space_loops.turned_product(white, left), white.double().T @ left)
 
 
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
-@pytest.mark.parametrize("rank", [1, 8, 64])
-def test_coefficients_are_those_of_the_whitened_rows(rows: int, columns: int, rank: int) -> None:
+@pytest.mark.parametrize("rank", [1, 8, 33])
+def test_coefficients_of_products_and_their_magnitudes(rank: int) -> None:
     generator = torch.Generator().manual_seed(10)
-    x = matrix(rows, columns, 11)
-    row, column = (2.0 ** torch.arange(n).remainder(9).sub(4).float() for n in (rows, columns))
-    v = torch.randint(-31, 32, (columns, rank), generator=generator).double()
-    divisors = torch.randint(1, 4000, (2, rank), generator=generator).double()
-    told = np.arange(rank) % 3 != 1
-    white = trellis_space_loops.whitened(x, row, column, 255)
-    expected = (white.double() @ v / divisors[0] / divisors[1] * 512).round_().clamp_(-7, 7)
-    found = trellis_space_loops.fit(x, row, column, 255, v, (divisors[0], divisors[1] / 512), told, 7)
+    image = torch.randint(-(2**18), 2**18, (301, 40), generator=generator).double()
+    energy, unit = torch.randint(1, 4000, (2, rank), generator=generator).double()
+    told, unit = np.arange(rank) % 3 != 1, unit / 256
+    first = image[:, :rank]
+    assert torch.equal(
+        trellis_space_loops.spread(image, energy), (first / energy).abs().mul_(2.0**16).round_().sum(0)
+    )
+    expected = (first / energy / unit).round_().clamp_(-7, 7)
+    found = trellis_space_loops.factors(image, energy, unit.numpy(), told, 7)
     assert torch.equal(found, torch.where(torch.from_numpy(told), expected, 0.0).to(torch.int8))
 
 
@@ -106,8 +116,28 @@ def test_columns_become_integers_and_orthogonal_as_torch_has_them(rank: int) -> 
     expected = (parts * factor).round_().clamp_(-63, 63)
     assert torch.equal(trellis_space_loops.to_integers(x, 1 << 17, 63, 15.75), expected)
     assert np.array_equal(trellis_space_loops.gram(parts), (parts.T @ parts).numpy())
-    by = np.arange(rank * rank, dtype=np.float64).reshape(rank, rank) - 17
+    by = np.triu(np.arange(rank * rank, dtype=np.float64).reshape(rank, rank) - 17)
     assert torch.equal(trellis_space_loops.turned(parts, by), parts @ torch.from_numpy(by))
+
+
+@pytest.mark.parametrize("rank", [1, 8, 33])
+def test_gram_schmidt_is_that_of_numpy_and_leaves_out_what_depends(rank: int) -> None:
+    x = torch.randint(-(2**17), 2**17, (120, rank), generator=torch.Generator().manual_seed(14)).double()
+    if rank > 1:
+        x[:, 3] = 2 * x[:, 1] - x[:, 2]
+        x[:, 5] = 0
+    gram = (x.T @ x).numpy()
+    least, left, expected = 2.0**14, gram.copy(), np.eye(rank)
+    for k in range(rank):
+        if left[k, k] <= least:
+            expected[:, k] = left[k] = left[:, k] = 0
+            continue
+        share = left[k, k + 1 :] / left[k, k]
+        expected[:, k + 1 :] -= expected[:, k : k + 1] * share
+        left[k + 1 :, k + 1 :] -= share[:, None] * left[k, k + 1 :]
+    found = trellis_space_loops.gram_schmidt(gram, least)
+    assert np.array_equal(found, expected) and np.array_equal(gram, (x.T @ x).numpy())
+    assert not rank > 1 or (not found[:, [3, 5]].any() and found[:, [0, 1, 2, 4]].any(0).all())
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -115,7 +145,8 @@ def test_columns_become_integers_and_orthogonal_as_torch_has_them(rank: int) -> 
 def test_packed_bits_come_back_and_a_filled_up_end_is_seen(bits: int, count: int) -> None:
     bias = (1 << (bits - 1)) - 1
     values = torch.arange(count).remainder(1 << bits).sub(bias).to(torch.int32)
-    packed = trellis_matrix_loops.packed(values, bias, bits)
+    packed = torch.full((-(-count * bits // 8),), 255, dtype=torch.uint8)
+    trellis_matrix_loops.pack(values, bias, bits, packed)
     whole = sum((value + bias) << (bits * place) for place, value in enumerate(values.tolist()))
     assert packed.numpy().tobytes() == whole.to_bytes(-(-count * bits // 8), "little")
     back, clear = trellis_matrix_loops.unpacked(packed, count, bias, bits, torch.int32)
@@ -143,13 +174,31 @@ def test_normalised_elements_and_their_peak(dtype: torch.dtype, magnitude: float
 def test_what_is_left_of_a_prediction_and_back(rows: int, columns: int, rank: int) -> None:
     x, by = matrix(rows, columns, 5), factors(rows, columns, rank, 6)
     predicted = trellis_factors.predict(by)
-    left = trellis_factors.residual(x, by)
-    assert torch.equal(left, x - predicted)
+    told = trellis_factors.left_scales(x, by), trellis_scales.in_turn(x - predicted, True, True)
+    assert all(torch.equal(found, expected) for found, expected in zip(*told, strict=True))
     code = 12345
     n = torch.randint(-(2**25), 2**25, (rows * columns,), dtype=torch.int32)
     n[::2] %= 64
     expected = n.float().mul_(trellis.step_of(code)).add_(predicted.view(-1))
     assert torch.equal(trellis.reconstruct(n.clone(), code, by), expected)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(40, 30), (47, 65), (301, 200), (1100, 401)])
+@pytest.mark.parametrize("kind", [(1, 3), (4, 4), (7, 6)])
+def test_a_matrix_fitted_at_once_is_what_torch_fits(rows: int, columns: int, kind: tuple[int, int]) -> None:
+    x = matrix(rows, columns, 16)
+    sample = x[::3].contiguous()
+    space = trellis_factors.spaces(sample, 9, [(9, 4), kind])[1]
+    found, expected = trellis_factors.fitted(x, space), trellis_factors.fit(x, space)
+    for field in dataclasses.fields(expected):
+        one, other = getattr(found.factors, field.name), getattr(expected, field.name)
+        assert torch.equal(one, other) if isinstance(other, torch.Tensor) else one == other
+    assert expected.u.any() and torch.equal(space.sample.u, expected.u[::3])
+    assert torch.equal(space.sample.row_exponent, expected.row_exponent[::3])
+    left = x - trellis_factors.predict(expected)
+    assert torch.equal(found.residual, left) and found.peak == left.abs().amax()
+    row, column = trellis_scales.in_turn(left, True, True)
+    assert torch.equal(found.row, row) and torch.equal(found.column, column)
 
 
 @pytest.mark.parametrize("elements", [1, 63, 4097, 1 << 19])

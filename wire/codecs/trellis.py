@@ -10,16 +10,16 @@ the tensor and never waits to encode; to decode it waits twice.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels import loops, ops, trellis, trellis_ops
+from kernels import ops, trellis, trellis_ops
 from kernels.tiles import MAX_EXPONENT, MIN_EXPONENT, NON_FINITE
 from kernels.trellis import Scales
-from kernels.trellis_factors import Factors, Space, fit, most_multipliers, residual, spaces
+from kernels.trellis_factors import Factors, Space, fitted, left_scales, most_multipliers, spaces
 from kernels.trellis_grid import grid
 from kernels.trellis_scales import scales
 from kernels.trellis_settings import LANE_BITS, Settings
@@ -141,19 +141,21 @@ class _Model:
     # Largest row and column exponents.
     exponents: tuple[int, int]
 
-    def widths(self, code: int) -> Widths:
+    def widths(self, row: int, column: int) -> Widths:
+        """Bits of everything, if classes of rows and columns take so many."""
         if self.factors is None:
-            return Widths(*self.scales.class_bits(code))
+            return Widths(row, column)
         return Widths(
-            *self.scales.class_bits(code),
+            row,
+            column,
             self.factors.rank,
             self.factors.bits,
             *(top.bit_length() for top in self.exponents),
         )
 
-    def fixed_bits(self, code: int) -> int:
-        """Bits beside the words."""
-        return _fixed_bits(self.widths(code), *self.residual.shape)
+    def fixed_bits(self, row: int, column: int) -> int:
+        """Bits beside the words, if classes take so many."""
+        return _fixed_bits(self.widths(row, column), *self.residual.shape)
 
 
 def _fixed_bits(widths: Widths, rows: int, columns: int) -> int:
@@ -192,7 +194,8 @@ def _fill(model: _Model, payload: torch.Tensor) -> bool:
         coded = trellis_ops.encode(flat, number, trellis.gain(code), where, family)
         words = int(coded.counts.sum())
         share = (16 * words + 8 * where.groups * where.lanes) / max(model.scales.cost(code, family), 1.0)
-        whole = Payload(family, code, row, column, model.factors, model.widths(code))
+        widths = model.widths(*model.scales.class_bits(code))
+        whole = Payload(family, code, row, column, model.factors, widths)
         left = size - whole.side_bytes - group_bytes(where, words)
         if left >= 0:
             trellis_payload.write(whole, coded, where, words, payload)
@@ -206,16 +209,18 @@ def _fill(model: _Model, payload: torch.Tensor) -> bool:
 
 
 def _smallest_step(
-    of: Scales, bits: float, family: int, share: float, fixed_bits: Callable[[int], int]
+    of: Scales, bits: float, family: int, share: float, fixed_bits: Callable[[int, int], int]
 ) -> int:
     """The smallest step's code that does with `bits`, if words take `share` of what is expected.
 
-    The largest if none does.
+    The largest if none does. `fixed_bits` are those beside the words, by the bits of the classes of rows and
+    columns.
     """
     low, high = 0, trellis.STEP_CODES - 1
+    fixed_bits = cache(fixed_bits)
     while low < high:
         middle = (low + high) // 2
-        if fixed_bits(middle) + share * of.cost(middle, family) <= bits:
+        if fixed_bits(*of.class_bits(middle)) + share * of.cost(middle, family) <= bits:
             high = middle
         else:
             low = middle + 1
@@ -225,55 +230,53 @@ def _smallest_step(
 def _best_plan(y: torch.Tensor, budget: int) -> _Plan | None:
     """The plan with which the smallest step fits the budget, as some rows have it; None if they are zeros."""
     rows, columns = y.shape
-    sample = y[:: _every(rows)].contiguous()
-    plans = [_Plan()]
+    sample = _rows(y, _every(rows))
+    plans, told = [_Plan()], scales(sample)
     if min(rows, columns) < _MANY:
         # Then the other side's scales cost much and tell little.
-        plans += [_Plan(None, *told) for told in ((True, False), (False, True), (False, False))]
+        plans += [_Plan(None, *sides) for sides in ((True, False), (False, True), (False, False))]
     kinds = _kinds(rows, columns, len(sample), budget)
     if kinds:
-        plans += [_Plan(space) for space in spaces(sample, max(rank for rank, _ in kinds), list(kinds))]
-    # One wait for what all plans leave; on a CPU, threads take the plans in turn.
-    found = [torch.empty(0)] * len(plans)
-
-    def tell(first: int, last: int) -> None:
-        for place, plan in enumerate(plans[first:last], first):
-            left = sample if plan.space is None else residual(sample, fit(sample, plan.space))
-            found[place] = torch.cat(scales(left, by_row=plan.by_row, by_column=plan.by_column))
-
-    if y.device.type == "cpu":
-        loops.run(tell, [(place, place + 1) for place in range(len(plans))])
-    else:
-        tell(0, len(plans))
+        plans += [_Plan(space) for space in spaces(sample, max(rank for rank, _ in kinds), list(kinds), told)]
+    # One wait for what all plans leave.
+    found = [torch.cat(told)]
+    for plan in plans[1:]:
+        if plan.space is not None:
+            told = left_scales(sample, plan.space.sample)
+        else:
+            told = scales(sample, by_row=plan.by_row, by_column=plan.by_column)
+        found.append(torch.cat(told))
     several = torch.stack(found).cpu().numpy()
     best: tuple[int, _Plan] | None = None
     for plan, both in zip(plans, several, strict=True):
         of = Scales.of(both[: len(sample)], both[len(sample) :])
-        fixed_bits = partial(_expected_bits, of, plan, rows, columns)
+        fixed_bits = partial(_expected_bits, plan, rows, columns)
         code = _smallest_step(of, budget, 0, rows / len(sample), fixed_bits)
         if best is None or code < best[0]:
             best = code, plan
     return None if best is None else best[1]
 
 
-def _expected_bits(of: Scales, plan: _Plan, rows: int, columns: int, code: int) -> int:
-    """`_Model.fixed_bits` of the plan for a matrix, by the scales of a sample."""
-    widths = Widths(*of.class_bits(code))
+def _expected_bits(plan: _Plan, rows: int, columns: int, row: int, column: int) -> int:
+    """`_Model.fixed_bits` of the plan for a matrix, by what a sample says."""
+    widths = Widths(row, column)
     if plan.space is not None:
         # Exponents mostly span a few octaves.
-        widths = Widths(widths.row, widths.column, plan.space.multiplier.size, plan.space.bits, 2, 3)
+        widths = Widths(row, column, plan.space.multiplier.size, plan.space.bits, 2, 3)
     return _fixed_bits(widths, rows, columns)
 
 
 def _model(y: torch.Tensor, plan: _Plan) -> _Model | None:
     """The plan carried out for all rows; None for zeros."""
-    factors, left, tops = None, y, torch.zeros(3, dtype=torch.int32, device=y.device)
     if plan.space is not None:
-        factors = fit(y, plan.space)
-        left, tops = residual(y, factors), factors.tops
-    row, column = scales(left, by_row=plan.by_row, by_column=plan.by_column)
-    largest = trellis.peak(left).ceil_().int().view(1)
-    seen = torch.cat((tops, largest, row, column)).cpu().numpy()
+        found = fitted(y, plan.space)
+        factors, residual, row, column = found.factors, found.residual, found.row, found.column
+        tops, largest = factors.tops, found.peak
+    else:
+        factors, residual, tops = None, y, torch.zeros(3, dtype=torch.int32, device=y.device)
+        row, column = scales(y, by_row=plan.by_row, by_column=plan.by_column)
+        largest = trellis.peak(y)
+    seen = torch.cat((tops, largest.ceil().int().view(1), row, column)).cpu().numpy()
     exponents, multipliers, peak = (int(seen[0]), int(seen[1])), int(seen[2]), int(seen[3])
     if factors is None and peak == 0:
         return None
@@ -283,14 +286,14 @@ def _model(y: torch.Tensor, plan: _Plan) -> _Model | None:
         and multipliers <= most_multipliers(factors.bits)
     ):
         return _model(y, _Plan())
-    return _Model(factors, left, Scales.of(seen[4 : 4 + len(y)], seen[4 + len(y) :]), exponents)
+    return _Model(factors, residual, Scales.of(seen[4 : 4 + len(y)], seen[4 + len(y) :]), exponents)
 
 
 def _measure(model: _Model, budget: int) -> tuple[int, float]:
     """The family of tables that codes some rows in the fewest bits, and the share of the expected cost."""
     every = _measured(*model.residual.shape)
     some = Scales(model.scales.row[::every], model.scales.column)
-    sample = model.residual[::every].reshape(-1)
+    sample = _rows(model.residual, every).view(-1)
     where = grid(sample.numel())
     code = _smallest_step(model.scales, budget * (1 - _FREE), 0, 1.0, model.fixed_bits)
     number = _classes(*some.classes(code), sample.device)
@@ -306,6 +309,14 @@ def _measure(model: _Model, budget: int) -> tuple[int, float]:
             best = step, family, share
     assert best is not None
     return best[1:]
+
+
+def _rows(x: torch.Tensor, every: int) -> torch.Tensor:
+    """One row in so many."""
+    if x.device.type == "cpu":
+        # Torch's copy would wake its threads, which then keep cores busy for a while.
+        return torch.from_numpy(np.ascontiguousarray(x.numpy()[::every]))
+    return x[::every].contiguous()
 
 
 def _classes(row: Int32Array, column: Int32Array, device: torch.device) -> torch.Tensor:

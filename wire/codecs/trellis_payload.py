@@ -144,10 +144,13 @@ def write(payload: Payload, coded: Coded, where: Grid, words: int, out: torch.Te
             (factors.u, limit, factors.bits),
             (factors.v, limit, factors.bits),
         ]
-    head = torch.frombuffer(bytearray(prefix), dtype=torch.uint8).to(out.device)
-    front = torch.cat([head, *(_packed(*side) for side in sides)])
-    out[: front.numel()] = front
-    out[front.numel() : start].zero_()
+    out[:PREFIX_BYTES].copy_(torch.frombuffer(bytearray(prefix), dtype=torch.uint8))
+    place = PREFIX_BYTES
+    for values, more, bits in sides:
+        size = -(-values.numel() * bits // 8)
+        _pack(values, more, bits, out[place : place + size])
+        place += size
+    out[place:start].zero_()
     states = start + 4 * where.groups
     out[start:states].view(torch.int32).copy_(coded.counts)
     first = states + 4 * where.groups * where.lanes
@@ -285,16 +288,17 @@ def _check(right: bool | torch.Tensor, what: str) -> None:
         raise PackedMismatchError(f"a packed trellis tensor has {what}: refused")
 
 
-def _packed(values: torch.Tensor, more: int, bits: int) -> torch.Tensor:
-    """Integers plus `more`, from 0 up, as `bits` bits each, lowest first, uint8."""
+def _pack(values: torch.Tensor, more: int, bits: int, out: torch.Tensor) -> None:
+    """Fill uint8 `out` with integers plus `more`, from 0 up, as `bits` bits each, lowest first."""
     if bits == 0:
-        return torch.zeros(0, dtype=torch.uint8, device=values.device)
+        return
     if values.device.type == "cpu":
-        return trellis_matrix_loops.packed(values, more, bits)
+        trellis_matrix_loops.pack(values, more, bits, out)
+        return
     octets = F.pad(values.reshape(-1).long() + more, (0, -values.numel() % 8)).view(-1, 8)
     words = (octets << _places(8, bits, values.device)).sum(1)
     spread = words.unsqueeze(1) >> _places(bits, 8, values.device) & 255
-    return spread.to(torch.uint8).view(-1)[: -(-values.numel() * bits // 8)]
+    out.copy_(spread.to(torch.uint8).view(-1)[: out.numel()])
 
 
 def _places(count: int, step: int, device: torch.device) -> torch.Tensor:
