@@ -15,8 +15,16 @@ from typing import Any
 
 import pytest
 
-from node.telemetry.events import PageServed, RunFinished, RunStarted, StepDone, from_json
-from tests.support.deploy import DEPLOY, ROOT, compose, container_arguments, exec_start, instructions
+from node.telemetry.events import NodeJoined, PageServed, RunFinished, RunStarted, StepDone, from_json
+from tests.support.deploy import (
+    DEPLOY,
+    ROOT,
+    commands,
+    compose,
+    container_arguments,
+    exec_start,
+    instructions,
+)
 from tests.support.fault_prefork import Prefork
 from tests.support.ports import free_port
 from tests.support.process import Process
@@ -24,7 +32,7 @@ from tests.support.run_harness import SMALL, Run
 
 CONFIG = replace(
     SMALL,
-    run=replace(SMALL.run, steps=80, snapshot_every=40),
+    run=replace(SMALL.run, steps=120, snapshot_every=40),
     pipeline=replace(SMALL.pipeline, stages=1),
 )
 
@@ -66,12 +74,31 @@ def seen(process: Process, kind: type[Any], number: int = 1) -> Any:
     return [from_json(line) for line in process.lines if name in line][number - 1]
 
 
-def token_for(run: Run, directory: Path) -> None:
-    """As deploy/README.md has it made, into the file that the nodes' commands read."""
-    (line,) = re.findall(r"thinwire (token create .*30d)", (DEPLOY / "README.md").read_text())
-    made = run.command(*here(line.split(), directory), name="token")
+class Written:
+    """The commands of deploy/README.md, each of which is to be carried out."""
+
+    def __init__(self) -> None:
+        self.left = [one.arguments for one in commands() if one.where == "README.md"]
+
+    def take(self, *words: str) -> list[str]:
+        """The one that has all these words."""
+        (found,) = (one for one in self.left if set(words) <= set(one))
+        self.left.remove(found)
+        return list(found)
+
+
+def token_by(run: Run, directory: Path, written: Sequence[str]) -> None:
+    """Make a token by that command, into the file that the nodes' commands read."""
+    made = run.command(*here(written, directory), name="token")
     assert made.wait_exit() == 0, made.report()
     (directory / "etc" / "token").write_text(made.lines[0] + "\n")
+
+
+def said(run: Run, *arguments: str) -> str:
+    """What a command that ends by itself prints."""
+    process = run.command(*arguments, name=arguments[0])
+    assert process.wait_exit() == 0, process.report()
+    return "\n".join(process.lines)
 
 
 @pytest.mark.timeout(240)
@@ -79,27 +106,58 @@ def test_a_coordinator_and_nodes_as_deployed(prefork: Prefork, tmp_path: Path) -
     with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
         (tmp_path / "etc").mkdir()
         shutil.copy(run.run_file, tmp_path / "etc" / "run.toml")
+        written = Written()
+        # What they are parsed for elsewhere is all that can be done with a name and a token that are made up.
+        assert written.take("config", "FILE") and written.take("join", "TOKEN")
         start = here(container_arguments("StatefulSet"), tmp_path)
         assert start[:1] == ["coordinator"] and "--resume" in start and "--stay" in start
 
         coordinator = run.command(*start, "--json", name="first")
         page = seen(coordinator, PageServed).url
         assert healthy(f"{page}healthz") and not healthy(f"{page}nothing")
-        token_for(run, tmp_path)
+        token_by(run, tmp_path, written.take("token", "create", "30d"))
+        assert said(run, *here(written.take("token", "list"), tmp_path)).count("usable") == 2
+        address = page.removeprefix("http://").rstrip("/")
+        top = here(written.take("top", "203.0.113.7:7702"), tmp_path, **{"203.0.113.7:7702": address})
+        assert "waiting for nodes: 0 of 1 are here; paste the join line" in said(run, *top, "--once")
         port = free_port()
         pool = here(container_arguments("Job"), tmp_path, **{"0.0.0.0:7703": f"127.0.0.1:{port}"})
         node = run.command(*pool, name="pool")
         node.wait_line(lambda line: "stage 0" in line)
         assert healthy(health_url_of_a_pod().replace("7703", str(port)))
+
+        # A container of its own is one more node, and a spare; its health check asks for its metrics.
+        token, metrics = str(tmp_path / "etc" / "token"), f"127.0.0.1:{free_port()}"
+        line = here(written.take("--token-file", "/token"), tmp_path, **{"127.0.0.1:7703": metrics})
+        container = run.command(
+            *(token if word == "/token" else word for word in line),
+            *("--listen", "127.0.0.1:0", "--device", "cpu", "--state-dir", str(tmp_path / "container")),
+            name="container",
+        )
+        seen(coordinator, NodeJoined, 2)
+        assert healthy(f"http://{metrics}/metrics")
         seen(coordinator, StepDone, 5)
         coordinator.send(signal.SIGTERM)
         assert coordinator.wait_exit() == 130, coordinator.report()
         assert node.wait_exit() == 0, node.report()
+        assert container.wait_exit() == 0, container.report()
+
+        # Its coordinator is gone; its page comes from its history.
+        history = written.take("dashboard")
+        shown = run.command(
+            *here(history, tmp_path, **{"runs/books-1": str(tmp_path / "state" / "run")}),
+            *("--listen", "127.0.0.1:0"),
+            name="dashboard",
+        )
+        served = re.findall(r"http://\S+", shown.wait_line(lambda line: "page at" in line))[0]
+        assert view_at(served)["state"] == "stopped"
+        shown.send(signal.SIGINT)
+        shown.wait_exit()
 
         # The same command goes on with the run; the volunteer's service takes the stage this time.
         again = run.command(*start, "--json", name="second")
         assert seen(again, RunStarted).first_step >= 5
-        token_for(run, tmp_path)
+        token_by(run, tmp_path, written.take("token", "create", "7d"))
         service = here(exec_start(DEPLOY / "systemd" / "thinwire-node.service"), tmp_path)
         volunteer = run.command(*service, "--device", "cpu", name="volunteer")
         assert not seen(again, RunFinished).failed
@@ -109,8 +167,7 @@ def test_a_coordinator_and_nodes_as_deployed(prefork: Prefork, tmp_path: Path) -
         last = run.command(*start, "--json", name="third")
         for process, number in ((again, 2), (last, 1)):
             served = seen(process, PageServed, number)
-            with urllib.request.urlopen(f"{served.url}api/view", timeout=60) as answer:
-                view = json.load(answer)["view"]
+            view = view_at(served.url)
             assert (view["state"], view["step"]) == ("finished", CONFIG.run.steps)
             # From the first step on, which another coordinator told of.
             assert view["loss_curve"]["steps"] == list(range(1, CONFIG.run.steps + 1))
@@ -118,7 +175,26 @@ def test_a_coordinator_and_nodes_as_deployed(prefork: Prefork, tmp_path: Path) -
             assert healthy(f"{served.url}healthz")
             process.send(signal.SIGTERM)
             assert process.wait_exit() == 0, process.report()
+
+        # Over TLS, as whoever has the run's CA certificate looks at it from elsewhere.
+        safe = run.command(*start, "--json", "dashboard.tls=true", name="tls")
+        places = {
+            "https://203.0.113.7:7702": seen(safe, PageServed).url.rstrip("/"),
+            "ca.pem": str(tmp_path / "state" / "run" / "authority" / "ca.pem"),
+        }
+        assert places["https://203.0.113.7:7702"].startswith("https://127.0.0.1:")
+        assert "finished" in said(run, *here(written.take("--ca"), tmp_path, **places), "--once")
+        safe.send(signal.SIGTERM)
+        assert safe.wait_exit() == 0, safe.report()
+        assert written.left == []
         run.assert_quiet()
+
+
+def view_at(url: str) -> dict[str, Any]:
+    """The view that a page has."""
+    with urllib.request.urlopen(f"{url.rstrip('/')}/api/view", timeout=60) as answer:
+        view: dict[str, Any] = json.load(answer)["view"]
+    return view
 
 
 def health_url_of_a_pod() -> str:

@@ -24,6 +24,10 @@ MAY_BE_ABSENT = {"link_capacity_bytes_per_second", "node_link_capacity_bytes_per
 """A quick machine's links may never be busy for long enough to be measured."""
 
 
+MAY_BE_EMPTY = {"Use of each link", "Measured capacity", "The five busiest links"}
+"""The same of panels: those that divide by a capacity. Every other one shows something of a healthy run."""
+
+
 def suffixes(definition: Definition) -> tuple[str, ...]:
     return ("_bucket", "_sum", "_count") if definition.kind is MetricKind.HISTOGRAM else ("",)
 
@@ -50,6 +54,12 @@ def test_a_real_prometheus_scrapes_a_real_run(prefork: Prefork, tmp_path: Path) 
             prometheus.wait_for("thinwire_snapshot_steps > 0")
             sent = prometheus.wait_for("sum(thinwire_link_bytes_total) > 0")[0][1]
             steps = prometheus.wait_for("thinwire_steps_total > 0")[0][1]
+            panels = [query for query in queries() if query.panel]
+            assert {query.panel for query in panels} > MAY_BE_EMPTY
+            for query in panels:
+                if query.panel not in MAY_BE_EMPTY:
+                    prometheus.wait_for(query.plain)  # raises when it stays empty
+
             doomed.kill()
             run.add_node(token, state_dir=run.state_dir(0))
             coordinator.wait_event(PlacementMade, lambda placement: placement.epoch >= 2)

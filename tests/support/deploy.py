@@ -98,9 +98,21 @@ def commands() -> Iterator[Command]:
     for one in instructions():
         if one["instruction"] == "CMD":
             yield Command("Dockerfile", tuple(json.loads(one["value"])))
-    text = (DEPLOY / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    for arguments in written(DEPLOY / "README.md"):
+        yield Command("README.md", arguments)
+
+
+def written(path: Path) -> Iterator[tuple[str, ...]]:
+    """The commands of a document: of blocks, what is run in containers, and whole ones within the text."""
+    text = path.read_text(encoding="utf-8").replace("\\\n", " ")
     for line in text.splitlines():
         if found := re.search(r"thinwire:cuda (join .*)", line):
-            yield Command("README.md", tuple(shlex.split(found[1])))
+            yield tuple(shlex.split(found[1]))
         elif line.startswith("    ") and (found := re.search(r"(?:^ +|-- |/)thinwire (.*)", line)):
-            yield Command("README.md", tuple(shlex.split(found[1], comments=True)))
+            yield tuple(shlex.split(found[1], comments=True))
+    # Within the text a command may be named without what it needs, or its program be elsewhere.
+    for span in re.findall(r"(?<!`)`([^`]+)`", text):
+        if found := re.fullmatch(
+            r"(?:docker compose exec \w+ )?thinwire ((?:[a-z]+ )+[A-Z/].*)", span, re.DOTALL
+        ):
+            yield tuple(shlex.split(found[1]))

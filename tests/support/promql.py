@@ -20,6 +20,8 @@ class Query:
 
     where: str
     expression: str
+    panel: str = ""
+    """Of a dashboard: the panel's title; empty for its annotations, and for rules."""
 
     @property
     def plain(self) -> str:
@@ -39,9 +41,12 @@ def queries() -> list[Query]:
 def _dashboards() -> Iterator[Query]:
     for path in sorted(DEPLOY.rglob("*.json")):
         whole = json.loads(path.read_text(encoding="utf-8"))
-        for node in _objects(whole):
+        for panel in whole["panels"]:
+            for target in panel.get("targets", []):
+                yield Query(f"{path.name}: {target['legendFormat']}", target["expr"], panel["title"])
+        for node in _objects(whole["annotations"]):
             if isinstance(node.get("expr"), str):
-                yield Query(f"{path.name}: {node.get('legendFormat', '')}", node["expr"])
+                yield Query(f"{path.name}: {node.get('name', '')}", node["expr"])
 
 
 def _rules() -> Iterator[Query]:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from compose_spec import PyCompose
 
+from node.cli.main import build_parser
 from node.config.loader import load_config
 from tests.support.deploy import (
     COMPOSE,
@@ -30,7 +31,9 @@ from tests.support.deploy import (
     instructions,
     manifests,
     unit,
+    written,
 )
+from wire.errors import UserError
 
 KUBERNETES_VERSION = "1.34"
 MOST_EXPOSURE = 20
@@ -69,6 +72,28 @@ def test_every_command_exists_with_its_options(command: Command) -> None:
     assert done.returncode == 0 and not done.stderr, done.stderr[-500:]
 
 
+@pytest.mark.parametrize("document", ["README.md", "deploy/lab/README.md"])
+def test_every_command_of_the_other_documents_exists_with_its_options(document: str) -> None:
+    found = list(written(ROOT / document))
+    assert len(found) > 7
+    for arguments in found:
+        try:
+            build_parser().parse(["40" if word == "MBIT" else word for word in arguments])
+        except UserError as error:
+            raise AssertionError(f"{document}: thinwire {' '.join(arguments)}: {error}") from error
+
+
+def test_a_command_in_a_document_that_does_not_exist_is_noticed(tmp_path: Path) -> None:
+    document = tmp_path / "README.md"
+    document.write_text(
+        "Do `thinwire token creat RUN_DIR`, or\n\n    thinwire top --twice RUN_DIR  # often\n"
+    )
+    assert list(written(document)) == [("top", "--twice", "RUN_DIR"), ("token", "creat", "RUN_DIR")]
+    for arguments in written(document):
+        with pytest.raises(UserError):
+            build_parser().parse(arguments)
+
+
 def test_the_commands_are_found() -> None:
     found = [(one.where, one.arguments[0]) for one in commands()]
     for where, word in (
@@ -80,6 +105,7 @@ def test_the_commands_are_found() -> None:
         ("README.md", "token"),
         ("README.md", "join"),
         ("README.md", "dashboard"),
+        ("README.md", "top"),
     ):
         assert (where, word) in found
 

@@ -14,6 +14,7 @@ import yaml
 from node.coordinator.metrics import STATES
 from node.telemetry.clock import TimeKind
 from node.telemetry.metrics import PREFIX, RUN_METRICS, MetricKind
+from node.telemetry.step_model import FULL, LITTLE
 from tests.support.deploy import GRAFANA
 from tests.support.promql import Query, queries
 
@@ -120,6 +121,25 @@ def test_every_query_asks_for_what_there_is(query: Query) -> None:
 def test_wrong_queries_are_noticed(expression: str, complaint: str) -> None:
     with pytest.raises((AssertionError, KeyError, ValueError), match=complaint):
         check(Query("here", expression))
+
+
+def thresholds(where: str) -> list[float]:
+    """The numbers that the named query, of an alert or of a panel by its title, compares with."""
+    (query,) = [one for one in queries() if where in (one.where.partition(": ")[2], one.panel)]
+
+    def compared(node: Node) -> Iterator[float]:
+        if isinstance(node, promql.BinaryExpr):
+            if isinstance(node.rhs, promql.NumberLiteral):
+                yield node.rhs.val
+            yield from compared(node.lhs)
+            yield from compared(node.rhs)
+
+    return list(compared(parse(query)))
+
+
+def test_full_and_little_used_are_what_the_page_calls_so() -> None:
+    assert thresholds("ThinwireLinkSaturated") == [FULL]
+    assert thresholds("Measured capacity") == [LITTLE]
 
 
 def test_most_metrics_are_shown_or_watched() -> None:
