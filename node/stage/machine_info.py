@@ -1,6 +1,8 @@
 """What this machine offers to a run: its device, and how fast that multiplies."""
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 
@@ -11,6 +13,9 @@ from wire.identity.enrolment import CPU, Hardware
 
 MATRIX = 1024
 MEASURE_SECONDS = 0.2
+ASK_SECONDS = 120.0
+"""torch is loaded first, perhaps from a slow disk."""
+_ASK = "import sys, torch; print(min(torch.cuda.mem_get_info(int(index))[0] for index in sys.argv[1:]))"
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -30,18 +35,22 @@ def choose_device(wanted: str) -> torch.device:
 def describe(chosen: Sequence[torch.device], *, tensor_parallel: int = 1, most_bytes: int = 0) -> Hardware:
     """The devices' name and memory, and the machine's cores.
 
-    Of several devices it is the smallest's memory, as each of their processes holds as much as the others;
-    processes on a CPU have an equal share of its memory each.
+    Of a GPU it is what others have left of it, and of several that of the one with the least, as each of
+    their processes holds as much as the others; processes on a CPU have an equal share of its memory each.
 
     Args:
         most_bytes: above 0 all the memory that the owner offers, of each GPU, or of the machine: no stage
             that needs more comes here, and on a GPU torch refuses to take more.
+
+    Raises UserError for a GPU that cannot be used.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     first = chosen[0]
     if first.type == "cuda":
         name = torch.cuda.get_device_properties(first).name
-        memory = min(torch.cuda.get_device_properties(device).total_memory for device in chosen)
+        memory, _ = torch.cuda.mem_get_info(first)
+        if len(chosen) > 1:
+            memory = min(memory, _free_elsewhere(chosen[1:]))
         limit_memory(first, most_bytes)
         memory = min(memory, most_bytes or memory)
     else:
@@ -54,6 +63,22 @@ def describe(chosen: Sequence[torch.device], *, tensor_parallel: int = 1, most_b
         devices=len(chosen),
         tensor_parallel=tensor_parallel,
     )
+
+
+def _free_elsewhere(others: Sequence[torch.device]) -> int:
+    """Bytes that are free on the fullest of these GPUs.
+
+    A process of its own asks: whoever asks takes hundreds of megabytes of that GPU, until it ends.
+
+    Raises UserError.
+    """
+    words = [sys.executable, "-c", _ASK, *(str(device.index) for device in others)]
+    asked = subprocess.run(words, capture_output=True, text=True, timeout=ASK_SECONDS, check=False)
+    if asked.returncode != 0:
+        names = ", ".join(map(str, others))
+        why = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
+        raise UserError(f"this node cannot use {names} ({why}): lower --gpus, or look at nvidia-smi")
+    return int(asked.stdout)
 
 
 def limit_memory(device: torch.device, most_bytes: int) -> None:

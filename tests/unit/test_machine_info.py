@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from node.stage import machine_info
 from node.stage.machine_info import choose_device, describe, limit_memory
 from wire.errors import UserError
 
@@ -15,15 +16,26 @@ CPU = torch.device("cpu")
 class FakeGpu:
     name: str
     total_memory: int
+    free: int
 
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[FakeGpu]:
-    """Two GPUs of one model, of which the second has less memory left to it."""
-    there = [FakeGpu("a model", 80_000), FakeGpu("a model", 60_000)]
+    """Two GPUs of one model; others use the second more than the first."""
+    there = [FakeGpu("a model", 80_000, 70_000), FakeGpu("a model", 80_000, 60_000)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(there))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: there[device.index])
+
+    def asked(device: torch.device) -> tuple[int, int]:
+        assert device.index == 0, "asking takes memory of a GPU that another process is to have"
+        return there[0].free, there[0].total_memory
+
+    def free_elsewhere(others: tuple[torch.device, ...]) -> int:
+        return min(there[device.index].free for device in others)
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", asked)
+    monkeypatch.setattr(machine_info, "_free_elsewhere", free_elsewhere)
     return there
 
 
@@ -32,11 +44,18 @@ def cuda(*indices: int) -> tuple[torch.device, ...]:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_the_smallest_of_several_gpus_counts() -> None:
+def test_what_is_free_on_the_fullest_of_several_gpus_counts() -> None:
     found = describe(cuda(0, 1), tensor_parallel=2)
     assert (found.device, found.memory_bytes) == ("a model", 60_000)
     assert (found.devices, found.tensor_parallel) == (2, 2)
-    assert describe(cuda(0)).memory_bytes == 80_000
+    assert describe(cuda(0)).memory_bytes == 70_000
+
+
+def test_a_gpu_that_cannot_be_asked_is_one_line() -> None:
+    """By a real process, which finds no such GPU on any machine."""
+    with pytest.raises(UserError, match="this node cannot use cuda:99 ") as caught:
+        machine_info._free_elsewhere(cuda(99))
+    assert "\n" not in str(caught.value) and "Traceback" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("gpus")
@@ -47,10 +66,10 @@ def test_what_the_owner_allows_is_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -
     )
     assert describe(cuda(0, 1), most_bytes=40_000).memory_bytes == 40_000
     assert limits == [(0.5, cuda(0)[0])]  # the others limit themselves, in processes of their own
-    limit_memory(cuda(1)[0], 30_000)
-    assert limits[1] == (0.5, cuda(1)[0])
+    limit_memory(cuda(1)[0], 20_000)
+    assert limits[1] == (0.25, cuda(1)[0])
     limit_memory(cuda(1)[0], 0)
-    limit_memory(cuda(1)[0], 70_000)
+    limit_memory(cuda(1)[0], 90_000)
     limit_memory(CPU, 5)
     assert len(limits) == 2
 
