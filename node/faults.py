@@ -50,6 +50,8 @@ class Kind(StrEnum):
     """The node's connections to its neighbours are reset."""
     CUT_CONTROL = "cut-control"
     """The node's connections to the coordinator are reset."""
+    MEMORY = "memory"
+    """An allocation fails."""
     NAN = "nan"
     """A tensor becomes not-a-number: in `forward` an activation, in `backward` a gradient."""
 
@@ -93,7 +95,7 @@ class Phase(StrEnum):
     """The node has asked to leave, and the state it holds is being saved."""
 
 
-_AT_NODE = frozenset({Kind.KILL, Kind.STOP, Kind.LEAVE, Kind.CUT, Kind.CUT_CONTROL})
+_AT_NODE = frozenset({Kind.KILL, Kind.STOP, Kind.LEAVE, Kind.CUT, Kind.CUT_CONTROL, Kind.MEMORY})
 _ON_FRAMES = frozenset(
     {Kind.STALL, Kind.DELAY, Kind.CORRUPT, Kind.DUPLICATE, Kind.REORDER, Kind.TRUNCATE, Kind.NONSENSE}
 )
@@ -300,6 +302,8 @@ def _happen(fault: Fault, control_port: int) -> None:
             _reset_connections(lambda port: port != control_port)
         case Kind.CUT_CONTROL:
             _reset_connections(lambda port: port == control_port)
+        case Kind.MEMORY:
+            raise MemoryError(fault.name)
 
 
 def _signal_self(number: signal.Signals) -> None:

@@ -15,6 +15,7 @@
     │   └── LinkLostError            gone, and not back within the time allowed
     └── RunError                     the run cannot go on; its newest snapshot is intact
         └── DeviceLostError          one of this node's devices is gone, and the node with it
+            └── MemoryExhaustedError its memory did not suffice for the stage that it was given
 
 Messages name what was wrong, what was expected and what to do, in one line.
 """
@@ -104,3 +105,12 @@ class RunError(ThinwireError):
 
 class DeviceLostError(RunError):
     """One of this node's devices is gone. The node ends with it; the run goes on with another."""
+
+
+class MemoryExhaustedError(DeviceLostError):
+    """A device's memory did not suffice. The node ends: in another epoch it would not suffice either."""
+
+    def __init__(self, message: str, *, need: int = 0) -> None:
+        """`need`: bytes that the stage was estimated to need on each device; 0 if there was no stage."""
+        super().__init__(message)
+        self.need = need

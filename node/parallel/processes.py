@@ -15,7 +15,7 @@ from node.config.loader import to_json
 from node.config.schema import RunConfig
 from node.model.shard_shapes import check_sizes
 from node.parallel.group import Leader
-from node.parallel.ranks import Ranks, arrival
+from node.parallel.ranks import Ranks, arrival, farewell
 from node.parallel.together import together
 from node.stage.machine_info import choose_device
 from node.stage.watchdog import StuckError
@@ -108,7 +108,7 @@ class DeviceGroup:
         count = len(self._devices)
         check_sizes(config, count, self._tensor_parallel)
         self._folder = tempfile.TemporaryDirectory(prefix="thinwire-ranks-")  # readable to its owner alone
-        meet = Path(self._folder.name) / "meet"
+        meet = self._meeting_place
         for rank, device in enumerate(self._devices[1:], start=1):
             words = ["--rank", str(rank), "--count", str(count), "--device", str(device)]
             words += ["--threads", str(self._threads), "--meet", str(meet)]
@@ -128,6 +128,11 @@ class DeviceGroup:
                 worker.stdin.flush()
         self._leader = Leader(config, self._meet(meet))
         return self._leader
+
+    @property
+    def _meeting_place(self) -> Path:
+        assert self._folder is not None, "start() comes first"
+        return Path(self._folder.name) / "meet"
 
     def _meet(self, meeting_place: Path) -> Ranks:
         """Become rank 0 among all of them. torch would wait minutes for one that has ended."""
@@ -169,6 +174,14 @@ class DeviceGroup:
             if not self._ending and (ended := self._ended()) is not None:
                 raise StuckError(f"{ended}; the node ends with it")
 
+    def exhausted(self) -> tuple[torch.device, str] | None:
+        """The first device whose process ended for want of memory, and what it said that the device has."""
+        if self._folder is not None:
+            for rank, device in enumerate(self._devices[1:], start=1):
+                with contextlib.suppress(FileNotFoundError):
+                    return device, farewell(self._meeting_place, rank).read_text(encoding="utf-8")
+        return None
+
     def lost(self) -> bool:
         """Whether one has ended, so that a collective may never return."""
         return self._ended() is not None
@@ -183,11 +196,15 @@ class DeviceGroup:
                 )
         return None
 
-    def close(self) -> None:
-        """End all, in good order if all are there. On the compute thread, or once that is done for."""
+    def close(self, *, broken: bool = False) -> None:
+        """End all, in good order if all are there. On the compute thread, or once that is done for.
+
+        Args:
+            broken: they no longer do the same, whoever is there: one may wait for what never comes.
+        """
         self._ending = True
         in_order = False
-        if self._leader is not None and not self.lost():
+        if self._leader is not None and not broken and not self.lost():
             # One that is just dying is not yet seen to be lost.
             with contextlib.suppress(DeviceLostError):
                 self._leader.close()

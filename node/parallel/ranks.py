@@ -258,6 +258,11 @@ def arrival(meeting_place: Path, rank: int) -> Path:
     return meeting_place.with_name(f"rank-{rank}")
 
 
+def farewell(meeting_place: Path, rank: int) -> Path:
+    """A file in which a rank that ran out of memory says what its device has, before it ends."""
+    return meeting_place.with_name(f"rank-{rank}-ran-out")
+
+
 def number(value: float) -> int:
     """A float's bits, to travel in a command."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])

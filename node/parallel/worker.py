@@ -4,10 +4,12 @@ The run file comes as JSON on stdin, which then stays open for as long as the no
 node's end, and ends this process too, whatever it is waiting for.
 
 The node says in one line why it ends. So this process says nothing, unless the node lives on after a
-collective failed here: then the reason is known here alone.
+collective failed here: then the reason is known here alone. If memory does not suffice here, it leaves a note
+for the node beside the place where they met, and ends.
 """
 
 import argparse
+import contextlib
 import os
 import sys
 import threading
@@ -16,10 +18,12 @@ from pathlib import Path
 import torch
 
 from node.config.loader import from_json
+from node.config.schema import RunConfig
 from node.parallel.group import Follower
-from node.parallel.ranks import Ranks, arrival
+from node.parallel.ranks import Ranks, arrival, farewell
 from node.stage.fixed_order import fix_order
 from node.stage.machine_info import limit_memory
+from node.stage.out_of_memory import ran_out, room
 from wire.errors import DeviceLostError
 
 GRACE_SECONDS = 1.0
@@ -42,6 +46,22 @@ def main() -> int:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
+    try:
+        return _serve(arguments, config, device, end)
+    except Exception as error:
+        if not ran_out(error):
+            raise
+        # Whole, or not there: the node looks as soon as it sees this process's sockets close.
+        written = arguments.meet.with_name(f"rank-{arguments.rank}-writes")
+        with contextlib.suppress(OSError):  # the node is gone, and its folder with it
+            written.write_text(room(device), encoding="utf-8")
+            written.replace(farewell(arguments.meet, arguments.rank))
+        os._exit(1)
+
+
+def _serve(
+    arguments: argparse.Namespace, config: RunConfig, device: torch.device, end: threading.Thread
+) -> int:
     fix_order(device)
     limit_memory(device, arguments.most_bytes)
     if device.type == "cuda":

@@ -142,6 +142,11 @@ class StageExecutor:
             self.voted = False
         return self.state_step
 
+    @property
+    def widest_window(self) -> int:
+        """Extra microbatches in flight on the link that has the most."""
+        return max(self._windows, default=self.config.pipeline.first_window)
+
     def use_windows(self, link_windows: tuple[int, ...]) -> None:
         """Run steps from here on with these extra microbatches in flight on each link; empty: the run file's.
 

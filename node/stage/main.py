@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -23,15 +24,17 @@ from node.local.doctor import (
     package_owners,
 )
 from node.local.join import enrol
-from node.local.state_directory import claim
+from node.local.state_directory import StateDirectory, claim
 from node.parallel.processes import DeviceGroup, choose_devices
 from node.stage.fixed_order import fix_order
 from node.stage.machine_info import describe, measure_flops
+from node.stage.memory_note import MemoryNote
 from node.stage.node_metrics import serve_metrics
 from node.stage.node_settings import IdentityHolder, NodeSettings
+from node.stage.out_of_memory import ran_out, room
 from node.stage.runtime import NodeRuntime
 from node.stage.watchdog import StuckError
-from wire.errors import DeviceLostError, UserError
+from wire.errors import DeviceLostError, MemoryExhaustedError, ThinwireError, UserError
 from wire.identity.token import JoinToken
 from wire.messages import Finish
 from wire.pacing import Pacer
@@ -52,13 +55,24 @@ def run_node(token_text: str, options: JoinOptions) -> int:
     try:
         return asyncio.run(_serve(token, options, chosen, directory.path))
     except (StuckError, DeviceLostError) as error:
-        # The interpreter would wait for the thread that does not come back, or for a device's last kernels.
-        sys.stderr.write(f"thinwire: error: {error}\n")
-        sys.stderr.flush()
-        directory.release()
-        os._exit(1)
+        _end(error, directory)
+    except Exception as error:
+        if not ran_out(error):
+            raise
+        first = chosen[0]
+        _end(
+            MemoryExhaustedError(f"{first} ran out of memory before it had a stage: {room(first)}"), directory
+        )
     finally:
         directory.release()
+
+
+def _end(error: ThinwireError, directory: StateDirectory) -> NoReturn:
+    """At once: the interpreter would wait for a thread that does not come back, or for a device's kernels."""
+    sys.stderr.write(f"thinwire: error: {error}\n")
+    sys.stderr.flush()
+    directory.release()
+    os._exit(error.exit_code)
 
 
 def _check_machine() -> None:
@@ -81,10 +95,9 @@ async def _serve(
 ) -> int:
     device = chosen[0]
     fix_order(device)
-    hardware = describe(
-        chosen,
-        tensor_parallel=options.tensor_parallel,
-        most_bytes=_most_bytes(options),
+    note = MemoryNote(directory, _most_bytes(options))
+    hardware = note.limit(
+        describe(chosen, tensor_parallel=options.tensor_parallel, most_bytes=note.most_bytes)
     )
     identity, control_address = await enrol(token, directory, hardware)
     settings = NodeSettings(
@@ -105,7 +118,12 @@ async def _serve(
         if options.metrics:
             address = await stack.enter_async_context(serve_metrics(options.metrics, runtime.metrics))
             tell(f"metrics at http://{address}/metrics")
-        finish, interrupted = await _until_done(runtime)
+        try:
+            finish, interrupted = await _until_done(runtime)
+        except MemoryExhaustedError as error:
+            if error.need:
+                note.write(hardware, error.need)
+            raise
     tell(finish.reason)
     if interrupted:
         return INTERRUPTED

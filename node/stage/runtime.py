@@ -2,17 +2,20 @@
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
 from node import faults
 from node.config.loader import from_json
 from node.config.schema import RunConfig
+from node.model.memory import devices_of, stage_bytes
 from node.stage.batches import Batches
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.epoch_links import EpochLinks
@@ -23,13 +26,14 @@ from node.stage.inbox import Inbox
 from node.stage.measure import NodeMeter
 from node.stage.node_metrics import NodeMetrics
 from node.stage.node_settings import IdentityHolder, NodeSettings
+from node.stage.out_of_memory import exhausted, ran_out, room
 from node.stage.snapshot_cache import SnapshotCache
 from node.stage.snapshot_transfer import SnapshotTransfer
 from node.stage.stage_io import TensorLink
 from node.stage.watchdog import StuckError, watch
 from node.telemetry.clock import StageClock
 from node.telemetry.traced_steps import TracedSteps
-from wire.errors import LinkError, LinkLostError, RunError
+from wire.errors import DeviceLostError, LinkError, LinkLostError, RunError
 from wire.identity.enrolment import Refusal
 from wire.link import LinkSettings
 from wire.messages import (
@@ -107,7 +111,7 @@ class NodeRuntime:
 
         After a StuckError the compute thread still runs, and the process will not end by itself.
         """
-        stuck = False
+        stuck = broken = False
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
@@ -132,14 +136,39 @@ class NodeRuntime:
             return self._finish
         except BaseExceptionGroup as errors:
             stuck = errors.subgroup(StuckError) is not None
-            raise first_error(errors) from None
+            reason = self._reason(errors)
+            broken = isinstance(reason, (StuckError, DeviceLostError))
+            raise reason from None
         finally:
             self.inbox.interrupt("the node is stopping")
             await self._links.stop()
             await self._client.close()
             if self._settings.devices is not None:
-                await (asyncio.to_thread if stuck else self.compute)(self._settings.devices.close)
+                close = functools.partial(self._settings.devices.close, broken=broken)
+                await (asyncio.to_thread if stuck else self.compute)(close)
             self._pool.shutdown(wait=not stuck)
+
+    def _reason(self, errors: BaseExceptionGroup[BaseException]) -> BaseException:
+        """The first of them; or one line, if memory did not suffice on one of the node's devices."""
+        settings, first = self._settings, first_error(errors)
+        device, there = settings.device, None
+        if settings.devices is not None and (ended := settings.devices.exhausted()) is not None:
+            device, there = ended
+        elif errors.subgroup(ran_out) is not None:
+            there = room(device)
+        if there is None:
+            return first
+        offered = settings.hardware.memory_bytes
+        if self._welcome is None or self.executor.stage < 0:
+            return exhausted(device, there, offered=offered)
+        executor = self.executor
+        config = executor.config
+        wide = replace(config, pipeline=replace(config.pipeline, window=executor.widest_window))
+        stages = stage_bytes(
+            wide, executor.stages, devices_of(settings.hardware), windows=self._welcome.windows
+        )
+        stage = executor.stage
+        return exhausted(device, there, offered=offered, stage=stage, stages=len(stages), need=stages[stage])
 
     def leave(self, reason: str) -> None:
         """Ask the coordinator to let this node go; `run` returns once it has, or after a bounded wait."""

@@ -244,6 +244,48 @@ def test_one_that_ends_before_all_have_met_is_seen_at_once(monkeypatch: pytest.M
         leader.build(1, 3)
 
 
+RUNS_OUT = """
+import sys
+import torch
+from node.parallel import worker
+from node.stage.stage_model import StageModel
+
+def {method}(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+StageModel.{method} = {method}
+sys.exit(worker.main())
+"""
+
+
+@pytest.mark.parametrize("method", ["build", "forward", "backward", "apply"])
+def test_a_rank_that_runs_out_of_memory_leaves_its_node_a_note(
+    method: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And says nothing itself: no traceback beside the node's one line."""
+    start = subprocess.Popen
+
+    def runs_out(words: list[str], **settings: Any) -> subprocess.Popen[str]:
+        return start([sys.executable, "-c", RUNS_OUT.format(method=method), *words[3:]], **settings)
+
+    group = DeviceGroup((CPU, CPU), threads=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(processes.subprocess, "Popen", runs_out)
+        leader = group.start(CONFIG)
+    assert group.exhausted() is None
+    with pytest.raises(DeviceLostError, match="another of this node's devices is gone"):
+        run_step(pipeline(CONFIG, leader), 0)
+        # A command is sent before it is known that nobody hears it.
+        for _ in range(100):
+            leader.begin_step()
+    # The note is there before the process is seen to be gone.
+    found = group.exhausted()
+    assert found is not None and found[0] == CPU and found[1].startswith("the machine has ")
+    group.close(broken=True)
+    assert capfd.readouterr().err == ""
+    assert group.exhausted() is None
+
+
 def test_microbatches_that_cannot_be_shared_are_refused_before_anything_starts() -> None:
     with pytest.raises(RunError, match="3 devices cannot share microbatches of 4"):
         DeviceGroup((CPU,) * 3, threads=1).start(CONFIG)

@@ -1,0 +1,71 @@
+"""Memory that does not suffice after all: how that is told from a fault of the program, and what is said.
+
+The estimate keeps away stages that cannot fit, before anything is allocated. But others use a device too, and
+estimates err. A node that runs out ends, with one line: another step or epoch would fail on it likewise.
+"""
+
+import errno
+import os
+
+import torch
+
+from node.telemetry.units import bytes_text
+from wire.errors import MemoryExhaustedError
+
+_SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""In messages of torch's CPU allocator, CUDA, cuBLAS, NCCL and Triton, which raise plain RuntimeErrors."""
+
+REMEDY = (
+    "end what else uses that memory, or join with more (another --device, --gpus with --tensor-parallel), or "
+    "let the run take a smaller training.microbatch, a narrower pipeline.window, storage.preset agoq or "
+    "compact, or more pipeline.stages"
+)
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an allocation failed, in main memory or on a device."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+def room(device: torch.device) -> str:
+    """What a device has, and who has taken it, in words. Ask in the process that computes there."""
+    if device.type == "cuda":
+        try:
+            free, total = torch.cuda.mem_get_info(device)
+            own = torch.cuda.memory_reserved(device)
+        except RuntimeError:
+            return f"{device} does not say how much it has"
+        return (
+            f"{device} has {bytes_text(total)}, of which {bytes_text(own)} are this process's and "
+            f"{bytes_text(free)} free"
+        )
+    page = os.sysconf("SC_PAGE_SIZE")
+    words = f"the machine has {bytes_text(page * os.sysconf('SC_PHYS_PAGES'))}"
+    if "SC_AVPHYS_PAGES" in os.sysconf_names:
+        words += f", of which {bytes_text(page * os.sysconf('SC_AVPHYS_PAGES'))} are free"
+    return words
+
+
+def exhausted(
+    device: torch.device, there: str, *, offered: int, stage: int = -1, stages: int = 0, need: int = 0
+) -> MemoryExhaustedError:
+    """The line for a node whose `device` ran out.
+
+    Args:
+        there: what `room` says.
+        offered: bytes that the node offered of each device when it joined.
+        stage: of `stages`; below 0 if it had none yet.
+        need: what that stage was estimated to need on each device.
+    """
+    at = "before it had a stage"
+    if stage >= 0:
+        at = f"at stage {stage} of {stages}, which was estimated to need {bytes_text(need)}"
+    return MemoryExhaustedError(
+        f"{device} ran out of memory {at}, and this node ends; it offered {bytes_text(offered)}, and "
+        f"{there}: {REMEDY}",
+        need=need,
+    )

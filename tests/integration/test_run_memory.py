@@ -1,0 +1,130 @@
+"""A node whose memory does not suffice while the run is on ends in one line; the run goes on without it."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from node.faults import Fault, Kind, Phase
+from node.model.memory import stage_bytes
+from node.stage.memory_note import NOTE_FILE
+from node.telemetry.events import PlacementMade, StepDone
+from node.telemetry.units import bytes_text
+from tests.support.fault_prefork import Prefork
+from tests.support.fault_run import FaultRun, small
+from tests.support.run_harness import SMALL, Process, Run, undisturbed
+
+pytestmark = pytest.mark.timeout(240)
+
+RANK_RUNS_OUT = """
+import os
+import sys
+
+if "node.parallel.worker" in sys.orig_argv and not os.path.exists(MARKER):
+    import torch
+    from node.stage.stage_model import StageModel
+
+    backward, calls = StageModel.backward, []
+
+    def runs_out(*arguments):
+        calls.append(1)
+        if len(calls) == 9:
+            open(MARKER, "w").close()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return backward(*arguments)
+
+    StageModel.backward = runs_out
+"""
+
+
+def said(node: Process) -> str:
+    """The one line that a node ended with."""
+    assert "Traceback" not in node.stderr and "bug" not in node.stderr, node.report()
+    (line,) = [line for line in node.stderr.splitlines() if line.startswith("thinwire: ")]
+    return line
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD, Phase.COMMIT_APPLY])
+def test_a_spare_takes_the_stage_of_a_node_that_ran_out(
+    phase: Phase, tmp_path: Path, prefork: Prefork
+) -> None:
+    fault = Fault(kind=Kind.MEMORY, phase=phase, stage=1, step=3)
+    with FaultRun(tmp_path, small(), [fault], launch=prefork.popen) as run:
+        run.start()
+        nodes = [*run.add_nodes(3), run.add_spare()]
+        assert run.tend(restart=False) == 0
+        run.assert_all_happened()
+        run.assert_undisturbed(codes=(0, 1))
+        assert sorted(node.wait_exit() for node in nodes) == [0, 0, 0, 1]
+        (victim,) = [node for node in nodes if node.wait_exit() == 1]
+        estimate = bytes_text(stage_bytes(run.config, 3)[1])
+        assert said(victim).startswith(
+            "thinwire: error: cpu ran out of memory at stage 1 of 3, which was estimated to need "
+            f"{estimate}, and this node ends; it offered "
+        )
+        before, after = run.all(PlacementMade)
+        number = nodes.index(victim)
+        assert before.nodes[1] == run.node_id(number) and run.node_id(number) not in after.nodes
+
+
+def test_it_is_not_given_that_stage_again(tmp_path: Path, prefork: Prefork) -> None:
+    """A service manager starts it again; the stage between the others needs the least, so none is left."""
+    fault = Fault(kind=Kind.MEMORY, phase=Phase.FORWARD, stage=1, step=3)
+    with FaultRun(tmp_path, small(), [fault], launch=prefork.popen) as run:
+        coordinator = run.start()
+        nodes = run.add_nodes(3)
+        needs = stage_bytes(run.config, 3)
+        assert min(needs) == needs[1]
+        coordinator.wait_step(1)
+        victim = run.node_at(1)
+        number = nodes.index(victim)
+        assert victim.wait_exit() == 1
+        assert json.loads((run.state_dir(number) / NOTE_FILE).read_bytes())["need"] == needs[1]
+        again = run.add_node(state_dir=run.state_dir(number))
+        assert again.wait_exit() == 1
+        assert any("the smallest of 3 stages needs an estimated" in line for line in again.lines)
+        assert "this node offers less than that for a day" in again.stderr
+        assert len(coordinator.all(PlacementMade)) == 1
+        run.add_spare()
+        assert coordinator.wait_exit() == 0
+        run.assert_undisturbed(codes=(0, 1))
+
+
+class RankRunsOut(Run):
+    """Once in the run, the process of a node's second device runs out of memory."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        inherited = super().environment
+        folder = self.directory / "site"
+        folder.mkdir(exist_ok=True)
+        marker = repr(str(self.directory / "ran-out"))
+        (folder / "sitecustomize.py").write_text(RANK_RUNS_OUT.replace("MARKER", marker), encoding="utf-8")
+        return {**inherited, "PYTHONPATH": f"{folder}{os.pathsep}{inherited['PYTHONPATH']}"}
+
+
+def test_another_rank_that_ran_out_is_its_nodes_one_line(tmp_path: Path, prefork: Prefork) -> None:
+    config = replace(
+        SMALL,
+        run=replace(SMALL.run, steps=8, snapshot_every=4),
+        pipeline=replace(SMALL.pipeline, stages=2),
+    )
+    with RankRunsOut(tmp_path, config, launch=prefork.popen) as run:
+        coordinator = run.start()
+        shared = run.add_node(options=("--gpus", "2"))
+        run.add_node()
+        assert shared.wait_exit() == 1
+        line = said(shared)
+        assert line.startswith("thinwire: error: cpu ran out of memory at stage 0 of 2, which was estimated ")
+        assert "Connection closed by peer" not in shared.stderr
+        # On one device: it offered too much as two.
+        run.add_node(state_dir=run.state_dir(0))
+        assert coordinator.wait_exit() == 0
+        expected = undisturbed(run.config).losses
+        done = [(step.step, step.loss) for step in coordinator.all(StepDone)]
+        assert {step for step, _ in done} == expected.keys()
+        for step, loss in done:
+            # Sums over two devices were added in another order.
+            assert loss == pytest.approx(expected[step], rel=1e-4), f"step {step}"
