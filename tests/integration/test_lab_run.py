@@ -18,6 +18,8 @@ import pytest
 
 from node.cli.main import main
 from node.lab import private
+from node.telemetry.events import RunFinished
+from node.telemetry.history import read_history
 from node.telemetry.trace import align
 from node.telemetry.trace_files import read_batches
 from tests.support.paths import ROOT, python_path
@@ -111,6 +113,9 @@ def most_in_flight(run: Path, cell: dict[str, Any]) -> int:
 
 def look_at(first: Path, second: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Runs that the lab kept, by the commands for runs."""
+    # The coordinator wrote to the end: it was asked to, before it was killed.
+    *_, last = read_history(first)
+    assert isinstance(last.event, RunFinished)
     capsys.readouterr()
 
     def ask(*words: str) -> dict[str, Any]:

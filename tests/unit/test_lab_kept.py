@@ -5,13 +5,18 @@ import sqlite3
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from node.cli.main import main
+from node.config.schema import RunConfig
 from node.coordinator.store import DATABASE_FILE, Store
 from node.lab import support
 from node.lab.kept import keep_run
+from node.lab.laboratory import _Run
+from node.lab.plan import PlannedRun
 from node.lab.profile_file import load_profile
 from node.telemetry.history import read_history
 from node.telemetry.trace_files import TraceWriter, read_batches
@@ -71,6 +76,23 @@ def test_what_is_kept_holds_no_secret_and_replaces_what_was_there(tmp_path: Path
     assert secret not in (place / DATABASE_FILE).read_bytes()
     assert not keep_run(tmp_path / "none", tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
+
+
+def test_a_run_that_cannot_be_kept_costs_no_figure(tmp_path: Path) -> None:
+    said: list[str] = []
+    lab: Any = SimpleNamespace(_out=tmp_path, _tell=said.append)
+    nothing: Any = None
+    run = _Run(lab, nothing, PlannedRun(name="fp32", config=RunConfig(), cells=()), nothing, 0)
+    processes: Any = SimpleNamespace(run_directory=run_directory(tmp_path / "run"))
+    (tmp_path / "runs").write_text("no folder")
+    run._processes = processes
+    run._keep()
+    (line,) = said
+    assert line.startswith("00-fp32: its history and trace could not be kept (")
+    (tmp_path / "runs").unlink()
+    run._keep()
+    assert said == [line]
+    assert (tmp_path / "runs" / "00-fp32" / "run.db").exists()
 
 
 @pytest.mark.parametrize(("here", "words"), [(0, "sees none here"), (3, "sees 3 here")])
