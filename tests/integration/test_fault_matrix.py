@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from node.config.schema import RunConfig
 from node.faults import Fault, Kind, Phase
+from node.model.memory import stage_storages
 from node.telemetry.events import Event, NodeJoined, NodeLeft, Notice, PlacementMade, StepAborted
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import KILLED, FaultRun, small
-from tests.support.run_harness import Process
+from tests.support.run_harness import Process, packed
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -58,8 +60,22 @@ def test_a_spare_takes_the_stage_of_a_killed_node(
     stage: int, phase: Phase, tmp_path: Path, prefork: Prefork
 ) -> None:
     """Death is noticed within two seconds, and the spare goes on from the newest snapshot."""
-    kill = at(Kind.KILL, phase, stage)
-    with FaultRun(tmp_path, small(), [kill], launch=prefork.popen) as run:
+    replace_a_killed_node(small(), at(Kind.KILL, phase, stage), tmp_path, prefork)
+
+
+def test_a_spare_takes_the_stage_of_a_killed_node_that_kept_few_bits(
+    tmp_path: Path, prefork: Prefork
+) -> None:
+    """e4m3 gradients and moments, weights in bfloat16, 4-bit activations, on each stage in other bits."""
+    config = packed(small())
+    assert len({storage.ffn_input for storage in stage_storages(config, 3)}) > 1
+    replace_a_killed_node(config, at(Kind.KILL, Phase.BACKWARD), tmp_path, prefork)
+
+
+def replace_a_killed_node(config: RunConfig, kill: Fault, tmp_path: Path, prefork: Prefork) -> None:
+    stage = kill.stage
+    assert stage is not None
+    with FaultRun(tmp_path, config, [kill], launch=prefork.popen) as run:
         run.start()
         nodes = [*run.add_nodes(3), run.add_spare()]
         assert run.tend(restart=False) == 0

@@ -10,7 +10,7 @@ import pytest
 
 from node.telemetry.events import PlacementMade, StepDone
 from tests.support.fault_prefork import Prefork
-from tests.support.run_harness import SMALL, Run, undisturbed
+from tests.support.run_harness import SMALL, TINY, Run, packed, undisturbed
 
 CONFIG = replace(
     SMALL,
@@ -68,6 +68,29 @@ def test_a_dead_device_is_the_nodes_death_and_the_run_goes_on(prefork: Prefork, 
         for step, loss in done:
             assert loss == pytest.approx(expected[step], rel=1e-4), f"step {step}"
         assert workers(run) == []
+
+
+def test_a_killed_node_of_two_devices_comes_back_to_the_same_bits(prefork: Prefork, tmp_path: Path) -> None:
+    """kill -9 of its leader; everything that can be is kept in few bits, and summed so over the devices."""
+    config = packed(replace(CONFIG, run=replace(CONFIG.run, steps=10), model=replace(TINY, ffn=96)))
+    ended = []
+    for name, kill in (("undisturbed", False), ("killed", True)):
+        with Run(tmp_path / name, config, launch=prefork.popen) as run:
+            coordinator = run.start()
+            shared = run.add_node(options=("--gpus", "2"))
+            run.add_node()
+            if kill:
+                coordinator.wait_step(5)
+                shared.kill()
+                assert shared.wait_exit() == -signal.SIGKILL
+                run.add_node(state_dir=run.state_dir(0), options=("--gpus", "2"))
+            assert coordinator.wait_exit() == 0
+            placements = coordinator.all(PlacementMade)
+            assert len(placements) == 1 + kill and placements[-1].resume_step in ((4, 8) if kill else (0,))
+            run.assert_quiet()
+            ended.append((run.losses, run.weights_sha256))
+    assert ended[0] == ended[1]
+    assert ended[0][0] == pytest.approx(undisturbed(config).losses, rel=5e-3)
 
 
 def test_sizes_that_devices_cannot_share_are_refused_and_use_no_token(

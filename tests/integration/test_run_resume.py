@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from node.config.schema import RunConfig
+from node.model.memory import stage_storages
 from node.telemetry.events import Notice, PlacementMade, RunFinished, RunStarted
 from tests.support.fault_prefork import Prefork
-from tests.support.run_harness import SMALL, Run
+from tests.support.run_harness import SMALL, TINY, Run, packed
 
 CONFIG = replace(SMALL, pipeline=replace(SMALL.pipeline, stages=2))
+PACKED = packed(replace(CONFIG, run=replace(CONFIG.run, steps=10), model=replace(TINY, ffn=96)))
 TIED_RING = replace(
     SMALL,
     model=replace(SMALL.model, tied=True),
@@ -19,9 +22,10 @@ TIED_RING = replace(
 pytestmark = pytest.mark.timeout(240)
 
 
-def test_stop_and_resume(prefork: Prefork, tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [CONFIG, PACKED], ids=["float32", "packed"])
+def test_stop_and_resume(config: RunConfig, prefork: Prefork, tmp_path: Path) -> None:
     """Ctrl-C at the coordinator ends the run after the step and a snapshot; half of the nodes change."""
-    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
+    with Run(tmp_path, config, launch=prefork.popen) as run:
         first = run.start()
         nodes = run.add_nodes(2)
         first.wait_step(5)
@@ -32,7 +36,7 @@ def test_stop_and_resume(prefork: Prefork, tmp_path: Path) -> None:
         assert [event.reason for event in finished] == ["stopped by the operator"]
         assert not finished[0].failed
         (stopped_at,) = run.snapshots
-        assert 5 <= stopped_at < CONFIG.run.steps
+        assert 5 <= stopped_at < config.run.steps
         assert stopped_at == max(run.losses)
         run.assert_quiet()
 
@@ -47,8 +51,12 @@ def test_stop_and_resume(prefork: Prefork, tmp_path: Path) -> None:
         third = run.resume()
         assert third.wait_exit() == 0
         assert [notice.text for notice in third.all(Notice)] == [
-            f"all {CONFIG.run.steps} steps are done; the weights are in {run.run_dir}"
+            f"all {config.run.steps} steps are done; the weights are in {run.run_dir}"
         ]
+
+
+def test_the_packed_runs_stages_differ_in_bits() -> None:
+    assert [storage.ffn_input for storage in stage_storages(PACKED, 2)] == ["4", "8"]
 
 
 def test_resume_on_another_number_of_stages(prefork: Prefork, tmp_path: Path) -> None:

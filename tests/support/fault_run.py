@@ -31,6 +31,7 @@ from tests.support.ports import free_port
 from tests.support.run_harness import (
     SECONDS,
     SMALL,
+    TINY,
     Coordinator,
     Expected,
     Launch,
@@ -60,7 +61,7 @@ def small(
     return replace(
         SMALL,
         run=replace(SMALL.run, steps=steps, snapshot_every=snapshot_every),
-        model=replace(SMALL.model, layers=3, hidden=16, heads=2, kv_heads=1, ffn=24, sequence=16),
+        model=TINY,
         pipeline=replace(
             SMALL.pipeline,
             stages=3,

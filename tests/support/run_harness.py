@@ -33,8 +33,10 @@ from node.config.schema import (
     PipelineSection,
     RunConfig,
     RunSection,
+    StorageSection,
     TrainingSection,
 )
+from node.model.placement import chunk_units
 from node.telemetry.events import PlacementMade, SnapshotStored, StepDone
 from tests.support.memory_pipeline import TEXT, reference_run
 from tests.support.paths import python_path
@@ -44,12 +46,14 @@ from wire.identity.credentials import NodeIdentity
 __all__ = [
     "SECONDS",
     "SMALL",
+    "TINY",
     "Coordinator",
     "Expected",
     "Launch",
     "Process",
     "Run",
     "StuckError",
+    "packed",
     "undisturbed",
 ]
 
@@ -64,6 +68,9 @@ SMALL = RunConfig(
 )
 """A run of a few seconds beyond the start of its processes. Its data path is filled in by `Run`."""
 
+TINY = replace(SMALL.model, layers=3, hidden=16, heads=2, kv_heads=1, ffn=24, sequence=16)
+"""Steps of a few milliseconds."""
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -74,19 +81,39 @@ class Expected:
     weights_sha256: str
 
 
+def packed(config: RunConfig) -> RunConfig:
+    """The same run with everything that a node can keep in few bits kept so, and bits by stage."""
+    return replace(
+        config,
+        training=replace(
+            config.training, precision="bfloat16", weights="bfloat16", gradients="fp8", moments="fp8"
+        ),
+        storage=StorageSection(preset="agoq", bits_by_stage=True),
+        pipeline=replace(config.pipeline, window=config.pipeline.first_window),
+    )
+
+
 def undisturbed(config: RunConfig) -> Expected:
-    """Computed by the unsplit trainer in this process; valid for lossless codecs and any pipeline."""
+    """Computed by the unsplit trainer in this process; valid for lossless codecs.
+
+    And for any pipeline, but for bits by stage: they are those of the config's own.
+    """
     training = RunConfig(
         run=replace(RunSection(), seed=config.run.seed, steps=config.run.steps),
         model=config.model,
         training=config.training,
+        storage=config.storage,
     )
+    if config.storage.bits_by_stage:
+        training = replace(training, pipeline=config.pipeline)
     return _undisturbed(training)
 
 
 @cache
 def _undisturbed(config: RunConfig) -> Expected:
-    steps, weights = reference_run(config, config.run.steps)
+    by_stage = config.storage.bits_by_stage
+    groups = chunk_units(config, config.pipeline.stages) if by_stage else None
+    steps, weights = reference_run(config, config.run.steps, groups)
     return Expected({number: step.loss for number, step in enumerate(steps, start=1)}, weights)
 
 
