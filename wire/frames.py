@@ -24,6 +24,7 @@ from hashlib import sha256
 from typing import NamedTuple
 
 import google_crc32c
+import numpy as np
 
 from wire.errors import LinkError, ProtocolViolationError
 from wire.spec import Direction, TensorKey
@@ -59,14 +60,17 @@ class DamagedFrameError(LinkError):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One piece of a tensor. `payload` lies at `offset` of the tensor's `total` bytes."""
+    """One piece of a tensor. `payload` lies at `offset` of the tensor's `total` bytes.
+
+    It may be a view of the sender's tensor, or of the message that arrived: nothing is copied for it.
+    """
 
     session: int
     sequence: int
     key: TensorKey
     total: int
     offset: int
-    payload: bytes
+    payload: bytes | memoryview
 
 
 def run_tag(run_id: str) -> int:
@@ -95,12 +99,12 @@ def pack_frame(frame: Frame, tag: int) -> bytes:
         )
     except struct.error as error:
         raise LinkError(f"cannot pack a frame of {key}: a number does not fit its field ({error})") from error
-    crc = google_crc32c.extend(google_crc32c.value(fields), frame.payload)
+    crc = _checksum(fields, frame.payload)
     return b"".join((fields, _CRC.pack(crc), frame.payload))
 
 
 def parse_frame(data: bytes, tag: int) -> Frame:
-    """Check everything that one frame alone can show.
+    """Check everything that one frame alone can show. The frame's payload is a view of `data`.
 
     Raises:
         DamagedFrameError: too short, or the checksum differs.
@@ -111,9 +115,9 @@ def parse_frame(data: bytes, tag: int) -> Frame:
     if len(data) < HEADER_BYTES:
         sequence = _SEQUENCE.unpack_from(data, _SEQUENCE_AT)[0] if len(data) >= _SEQUENCE_AT + 8 else None
         raise DamagedFrameError(f"a frame of {len(data)} bytes is shorter than its header", sequence)
-    fields, payload = data[: _FIELDS.size], data[HEADER_BYTES:]
+    fields, payload = data[: _FIELDS.size], memoryview(data)[HEADER_BYTES:]
     (crc,) = _CRC.unpack_from(data, _FIELDS.size)
-    if google_crc32c.extend(google_crc32c.value(fields), payload) != crc:
+    if _checksum(fields, payload) != crc:
         sequence = _SEQUENCE.unpack_from(data, _SEQUENCE_AT)[0]
         raise DamagedFrameError(f"the checksum of a frame, number {sequence} as it says, differs", sequence)
     magic, version, direction, run, session, sequence, *place, total, offset, length = _FIELDS.unpack(fields)
@@ -133,6 +137,11 @@ def parse_frame(data: bytes, tag: int) -> Frame:
     epoch, step, microbatch, boundary = place
     key = TensorKey(epoch, step, microbatch, boundary, Direction(direction))
     return Frame(session, sequence, key, total, offset, payload)
+
+
+def _checksum(fields: bytes, payload: bytes | memoryview) -> int:
+    # Of buffers that are no bytes the library takes arrays alone.
+    return int(google_crc32c.extend(google_crc32c.value(fields), np.frombuffer(payload, dtype=np.uint8)))
 
 
 class FramePlace(NamedTuple):

@@ -3,7 +3,8 @@
 **Memory.** A frame holds its place in the window from its arrival until its tensor is released. At most a
 window of frames may be sent beyond the released ones, except that a tensor that has begun may always be
 finished. So buffers never exceed `window_bytes` plus one tensor, however slow the consumer, and a tensor
-larger than the window passes.
+larger than the window passes. Buffers of released tensors are kept for the next of their size, as long as all
+together take no more than `window_bytes` plus the most that tensors have taken.
 
 **No deadlock.** The sender fixes the order of tensors, the consumer may take them in another. A tensor that
 has begun always completes (above). For one that has not begun, the consumer says that it waits (`want`);
@@ -28,8 +29,9 @@ the epoch that is still to come, or it is lost.
 """
 
 MAX_DAMAGED_IN_A_ROW = 64
-MOST_SPARE = 4
-"""Buffers kept for the next tensors, so that a busy link allocates nothing."""
+MOST_SPARE = 8
+"""Buffers kept for the next tensors, so that a busy link allocates nothing, though its tensors be of several
+sizes."""
 
 
 class Completed(NamedTuple):
@@ -109,9 +111,8 @@ class StreamReceiver:
         self._limit = self._window
         self._incoming: dict[int, _Incoming] = {}  # by first sequence
         self._held: dict[TensorKey, _Incoming] = {}  # complete or not, until released
-        self._spare: list[
-            bytearray
-        ] = []  # buffers of released tensors; those of a link are mostly of one size
+        self._window_bytes = window_bytes
+        self._spare: list[bytearray] = []  # buffers of released tensors, the newest last
         self._wanted: TensorKey | None = None
         self._damaged_in_a_row = 0
 
@@ -162,7 +163,8 @@ class StreamReceiver:
             self.stale += 1
             self._retired += 1
         else:
-            tensor.buffer[frame.offset : frame.offset + len(frame.payload)] = frame.payload
+            # Straight into its place: a bytearray would first make one of what is assigned to it.
+            memoryview(tensor.buffer)[frame.offset : frame.offset + len(frame.payload)] = frame.payload
         if tensor.missing == 0:
             del self._incoming[tensor.first]
             self._complete = max(self._complete, tensor.end)
@@ -180,8 +182,9 @@ class StreamReceiver:
             raise ValueError(f"{key} is not a complete tensor of this link that still waits for its release")
         del self._held[key]
         self.held_bytes -= tensor.total
-        if tensor.buffer is not None and len(self._spare) < MOST_SPARE:
+        if tensor.buffer is not None:
             self._spare.append(tensor.buffer)
+            self._bound_spare()
         self._retired += tensor.end - tensor.first
         self._update(now)
 
@@ -248,20 +251,28 @@ class StreamReceiver:
                 )
             if frame.key in self._held:
                 raise ProtocolViolationError(f"{frame.key} is sent a second time")
-            buffer = self._spare.pop() if self._spare_fits(frame.total) else bytearray(frame.total)
+            buffer = self._room(frame.total)
         tensor = _Incoming(frame.key, buffer, frame.total, first, end, frames)
         self._incoming[first] = tensor
         if buffer is not None:
             self._held[frame.key] = tensor
             self.held_bytes += frame.total
             self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
+            self._bound_spare()
         return tensor
 
-    def _spare_fits(self, size: int) -> bool:
-        """Whether the newest spare buffer has this size; of another size, all are dropped."""
-        if self._spare and len(self._spare[-1]) != size:
-            self._spare.clear()
-        return bool(self._spare)
+    def _room(self, size: int) -> bytearray:
+        """The newest spare buffer of this size, or a new one."""
+        for place in reversed(range(len(self._spare))):
+            if len(self._spare[place]) == size:
+                return self._spare.pop(place)
+        return bytearray(size)
+
+    def _bound_spare(self) -> None:
+        """Drop the oldest spare buffers beyond the bounds."""
+        room = self._window_bytes + self.peak_held_bytes - self.held_bytes
+        while self._spare and (len(self._spare) > MOST_SPARE or sum(map(len, self._spare)) > room):
+            del self._spare[0]
 
     def _mark_arrived(self, sequence: int, now: float) -> None:
         self.frames += 1

@@ -1,8 +1,8 @@
 """The sending end of a bulk stream as a state machine without I/O: tensors in, frames out, in order.
 
 Frames are cut when they are asked for, from the caller's own buffer, so a tensor that waits or is not yet
-acknowledged costs no second copy. What is asked for again, and what a reconnection brings back, is simply
-cut once more.
+acknowledged costs no second copy, and a frame is copied once, into the message that gRPC takes. What is asked
+for again, and what a reconnection brings back, is simply cut once more.
 """
 
 from bisect import bisect_right
@@ -175,7 +175,7 @@ class StreamSender:
     def _cut(self, sequence: int) -> bytes:
         tensor = self._tensors[bisect_right(self._tensors, sequence, key=lambda t: t.first) - 1]
         offset = (sequence - tensor.first) * self._payload_bytes
-        payload = bytes(tensor.data[offset : offset + self._payload_bytes])
+        payload = tensor.data[offset : offset + self._payload_bytes]
         return pack_frame(
             Frame(self.session, sequence, tensor.key, len(tensor.data), offset, payload), self._tag
         )

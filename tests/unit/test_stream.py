@@ -2,15 +2,24 @@
 
 import random
 import struct
+import tracemalloc
 from collections.abc import Callable
+from functools import partial
 
 import google_crc32c
 import pytest
 
 from wire.errors import LinkError, ProtocolViolationError
-from wire.frames import HEADER_BYTES, Frame, pack_frame, parse_frame, run_tag
+from wire.frames import HEADER_BYTES, PAYLOAD_BYTES, Frame, pack_frame, parse_frame, run_tag
 from wire.spec import Direction, TensorKey
-from wire.stream_receiver import MAX_DAMAGED_IN_A_ROW, Acknowledge, Completed, SendAgain, StreamReceiver
+from wire.stream_receiver import (
+    MAX_DAMAGED_IN_A_ROW,
+    MOST_SPARE,
+    Acknowledge,
+    Completed,
+    SendAgain,
+    StreamReceiver,
+)
 from wire.stream_sender import StreamSender
 
 TAG = run_tag("test-run")
@@ -384,22 +393,28 @@ def test_forged_but_intact_frames_never_crash_nor_deliver_wrong_bytes() -> None:
     assert delivered > 100
 
 
-def test_released_buffers_are_used_again_and_never_before() -> None:
-    sizes = {key(i): 3 * PIECE for i in range(4)} | {key(9): 2 * PIECE}
-    receiver = make_receiver(sizes, window=100)
-    sequence = 0
+class Arrivals:
+    """Whole tensors, one after the other, at a receiver whose window is `window` frames."""
 
-    def arrive(microbatch: int) -> bytearray:
-        nonlocal sequence
-        data = content(microbatch, sizes[key(microbatch)])
+    def __init__(self, sizes: dict[TensorKey, int], window: int) -> None:
+        self.receiver = make_receiver(sizes, window)
+        self._sizes = sizes
+        self._sequence = 0
+
+    def __call__(self, microbatch: int) -> bytearray:
+        data = content(microbatch, self._sizes[key(microbatch)])
         completed = None
         for offset in range(0, len(data), PIECE):
-            piece = frame(sequence, microbatch, offset, data[offset : offset + PIECE], len(data))
-            completed = receiver.receive(piece, 0.0)
-            sequence += 1
+            piece = frame(self._sequence, microbatch, offset, data[offset : offset + PIECE], len(data))
+            completed = self.receiver.receive(piece, 0.0)
+            self._sequence += 1
         assert completed is not None and completed.buffer == data
         return completed.buffer
 
+
+def test_released_buffers_are_used_again_and_never_before() -> None:
+    arrive = Arrivals({key(i): 3 * PIECE for i in range(4)} | {key(9): 2 * PIECE}, window=100)
+    receiver = arrive.receiver
     first, second = arrive(0), arrive(1)
     assert first is not second, "both are held"
     receiver.release(key(0), 0.0)
@@ -407,4 +422,64 @@ def test_released_buffers_are_used_again_and_never_before() -> None:
     assert second == content(1, 3 * PIECE)
     receiver.release(key(1), 0.0)
     assert len(arrive(9)) == 2 * PIECE, "a tensor of another size gets a buffer of its own"
-    assert arrive(3) is not second
+    assert arrive(3) is second
+
+
+def test_sizes_that_alternate_allocate_nothing_after_the_first_of_each() -> None:
+    sizes = {key(i): (3 if i % 2 else 2) * PIECE for i in range(40)}
+    arrive = Arrivals(sizes, window=10)
+    # All are kept alive here, so that none can come again but from the receiver.
+    seen = []
+    for microbatch in range(40):
+        seen.append(arrive(microbatch))
+        arrive.receiver.release(key(microbatch), 0.0)
+    assert len({id(buffer) for buffer in seen}) == 2
+
+
+def test_spare_buffers_are_bounded_and_the_oldest_go_first() -> None:
+    """By bytes, window and the most that was held, and by number."""
+    sizes = {key(i): (i + 1) * PIECE for i in range(20)}
+    arrive = Arrivals(sizes, window=8)
+    receiver = arrive.receiver
+    for microbatch in range(5, 20):
+        arrive(microbatch)
+        receiver.release(key(microbatch), 0.0)
+        kept = [len(buffer) for buffer in receiver._spare]
+        assert sum(kept) <= 8 * PIECE + receiver.peak_held_bytes
+        assert kept[-1] == sizes[key(microbatch)]
+    arrive(0)
+    assert sum(map(len, receiver._spare)) + receiver.held_bytes <= 8 * PIECE + receiver.peak_held_bytes
+    arrive = Arrivals({key(i): PIECE for i in range(20)}, window=100)
+    for microbatch in range(20):
+        arrive(microbatch)
+    for microbatch in range(20):
+        arrive.receiver.release(key(microbatch), 0.0)
+    assert len(arrive.receiver._spare) == MOST_SPARE
+
+
+def test_a_frame_is_copied_once_on_its_way_out_and_once_on_its_way_in() -> None:
+    size = 4 * PAYLOAD_BYTES
+    sender = StreamSender(tag=TAG, outbox_bytes=2 * size, resend_seconds=1.0)
+    receiver = StreamReceiver(tag=TAG, expect=lambda _: size, window_bytes=size, resend_seconds=1.0)
+    sender.send(key(0), memoryview(content(0, size)))
+    sender.acknowledge(0, 4)
+
+    def allocated(work: Callable[[], object]) -> int:
+        """The most bytes that there were beyond those before, what `work` returns included."""
+        tracemalloc.start()
+        try:
+            result = work()
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        frames.append(result)
+        return peak
+
+    frames: list[object] = []
+    for _ in range(4):
+        assert PAYLOAD_BYTES < allocated(lambda: sender.next_frame(0.0)) < 1.1 * PAYLOAD_BYTES
+    for piece in frames[:4]:
+        assert isinstance(piece, bytes)
+        added = size if piece is frames[0] else 0  # the tensor's own buffer
+        assert allocated(partial(receiver.receive, piece, 0.0)) < added + 0.1 * PAYLOAD_BYTES
+    assert isinstance(frames[-1], Completed) and frames[-1].buffer == content(0, size)
