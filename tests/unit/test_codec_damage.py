@@ -205,6 +205,16 @@ def test_raw_values_that_are_not_finite_are_refused(name: str) -> None:
         codec(name).decode(reseal(forged), SPEC)
 
 
+@pytest.mark.parametrize("value", [66048.0, -66048.0, 1e30, torch.inf, torch.nan])
+def test_what_no_encoder_makes_of_fp16_is_refused(value: float) -> None:
+    """The first is the smallest bf16 beyond what fp16's largest is rounded to."""
+    packed = codec("bf16").encode(torch.ones(3, 70, dtype=torch.float16))
+    packed[HEADER_BYTES:].view(torch.bfloat16)[77] = value
+    seal(packed.numpy())
+    with pytest.raises(NonFiniteError):
+        codec("bf16").decode(packed, TensorSpec(torch.float16, (3, 70)))
+
+
 def test_another_spec_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> torch.Tensor:
         raise AssertionError("allocated for bytes that were not checked")

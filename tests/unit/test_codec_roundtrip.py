@@ -123,6 +123,15 @@ def test_fp16_keeps_eleven_bits_at_any_size(which: str) -> None:
         assert (off == 0).all()
 
 
+def test_bf16_takes_the_largest_of_fp16() -> None:
+    """Rounded to bf16 they are 65536, which fp16 does not have: they come out as its largest."""
+    x = torch.tensor([65504.0, -65504.0, 65408.0, 65376.0, 1.0]).half()
+    packed = codec("bf16").encode(x)
+    assert packed[64:].view(torch.bfloat16).tolist() == [65536.0, -65536.0, 65536.0, 65280.0, 1.0]
+    decoded = codec("bf16").decode(packed, TensorSpec(torch.float16, (5,)))
+    assert decoded.tolist() == [65504.0, -65504.0, 65504.0, 65280.0, 1.0]
+
+
 def test_values_beyond_a_raw_codecs_range_are_refused() -> None:
     with pytest.raises(NonFiniteError):
         codec("bf16").encode(torch.tensor([3.4028235e38]))

@@ -15,7 +15,11 @@ _LARGEST_EXPONENT = 128 - 16 + 1
 
 
 class RawCodec(Codec):
-    """Sends every element in one dtype. Values beyond that dtype's range are refused, not clipped."""
+    """Sends every element in one dtype. Values beyond that dtype's range are refused, not clipped.
+
+    Rounded up, the largest of a narrower dtype may lie beyond its own range (bf16's 65536 of fp16's 65504):
+    it comes out as that dtype's largest.
+    """
 
     exponents = range(1)
 
@@ -29,9 +33,18 @@ class RawCodec(Codec):
         return torch.where(_finite(elements), 0, NON_FINITE).int()
 
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
-        out.copy_(payload.view(self._dtype).view(out.shape))
-        if not _finite(out):
+        elements = payload.view(self._dtype)
+        limit = torch.finfo(out.dtype).max
+        out.copy_(elements.view(out.shape))
+        if limit >= torch.finfo(self._dtype).max:
+            if not _finite(out):
+                self._refuse(out)
+            return
+        low, high = torch.aminmax(elements)
+        # As it is rounded where it is packed; NaNs fail too.
+        if not torch.maximum(-low, high) <= torch.tensor(limit).to(self._dtype):
             self._refuse(out)
+        out.clamp_(-limit, limit)
 
     def _refuse(self, out: torch.Tensor) -> NoReturn:
         raise NonFiniteError(
