@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from node.stage.host_buffers import HostBuffers
 from wire.codecs import header
 from wire.codecs.base import Codec
 from wire.spec import TensorSpec
@@ -56,7 +57,10 @@ class DeviceTransfer(ABC):
 
 
 class CpuTransfer(DeviceTransfer):
-    """The tensor is on the host already."""
+    """The tensor is on the host already. Memory of large tensors is used again."""
+
+    def __init__(self) -> None:
+        self._buffers = HostBuffers()
 
     def mark(self) -> None:
         return None
@@ -65,10 +69,12 @@ class CpuTransfer(DeviceTransfer):
         pass
 
     def pack(self, codec: Codec, tensor: Tensor, mark: Mark | None) -> Tensor:
-        return codec.encode(tensor)
+        size = codec.packed_bytes(TensorSpec(tensor.dtype, tuple(tensor.shape)))
+        return codec.encode(tensor, self._buffers.empty((size,), torch.uint8))
 
     def unpack(self, codec: Codec, packed: Tensor, spec: TensorSpec) -> tuple[Tensor, None]:
-        return codec.decode(packed, spec), None
+        found = codec.open(packed.numpy(), spec)
+        return codec.unpack(packed, spec, found, self._buffers.empty(spec.shape, spec.dtype)), None
 
 
 class Streams(Protocol):

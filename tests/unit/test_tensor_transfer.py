@@ -143,6 +143,7 @@ class Recorder(CpuTransfer):
     """Notes what is packed and unpacked; refuses one codec."""
 
     def __init__(self, refused: str = "") -> None:
+        super().__init__()
         self.packed: list[tuple[str, TensorSpec]] = []
         self.unpacked: list[tuple[str, TensorSpec]] = []
         self._refused = refused

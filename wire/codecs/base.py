@@ -60,12 +60,12 @@ class Codec(ABC):
         """True bits an element: header, metadata and payload over elements."""
         return 8 * self.packed_bytes(spec) / spec.elements
 
-    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Pack fp32, bf16 or fp16 `[...]` into uint8 `[packed_bytes]` on the same device.
+    def encode(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Pack fp32, bf16 or fp16 `[...]` into uint8 `[packed_bytes]` on the same device: `out`, if given.
 
         `NonFiniteError` if the tensor holds infinities or NaNs, `CodecError` for other dtypes or no elements.
         """
-        packed = self.pack(tensor)
+        packed = self.pack(tensor, out)
         host = packed.cpu()
         wire_header.seal(host.numpy())
         if packed is not host:
@@ -84,11 +84,12 @@ class Codec(ABC):
             )
         return self.unpack(packed, spec, self.open(packed.cpu().numpy(), spec))
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """As `encode`, but the checksum is zero and what is not finite is not refused: `seal` does both."""
         tensor = tensor.detach()
         spec = TensorSpec(tensor.dtype, tuple(tensor.shape))
-        packed = torch.empty(self.packed_bytes(spec), dtype=torch.uint8, device=tensor.device)
+        size = self.packed_bytes(spec)
+        packed = torch.empty(size, dtype=torch.uint8, device=tensor.device) if out is None else out
         header = self._header(spec)
         # What a codec remembers changes with every tensor.
         head = _kept_head if tensor.is_cuda and header.memory is None else _head
@@ -112,11 +113,17 @@ class Codec(ABC):
             )
         return header
 
-    def unpack(self, packed: torch.Tensor, spec: TensorSpec, header: Header) -> torch.Tensor:
-        """As `decode`, after `open` has checked the same bytes and returned `header`."""
+    def unpack(
+        self, packed: torch.Tensor, spec: TensorSpec, header: Header, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As `decode`, after `open` has checked the same bytes and returned `header`.
+
+        Into `out`, a contiguous tensor of `spec` on the same device, if given.
+        """
         if packed.data_ptr() % 16 or packed.storage_offset() % 16:
             packed = packed.clone()
-        out = torch.empty(spec.shape, dtype=spec.dtype, device=packed.device)
+        if out is None:
+            out = torch.empty(spec.shape, dtype=spec.dtype, device=packed.device)
         self._unpack(packed[HEADER_BYTES:], out, header.exponent)
         return out
 
