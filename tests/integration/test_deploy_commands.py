@@ -15,7 +15,15 @@ from typing import Any
 
 import pytest
 
-from node.telemetry.events import NodeJoined, PageServed, RunFinished, RunStarted, StepDone, from_json
+from node.telemetry.events import (
+    NodeJoined,
+    PageServed,
+    RunFinished,
+    RunStarted,
+    StepDone,
+    TokenUses,
+    from_json,
+)
 from tests.support.deploy import (
     DEPLOY,
     ROOT,
@@ -115,6 +123,7 @@ def test_a_coordinator_and_nodes_as_deployed(prefork: Prefork, tmp_path: Path) -
         coordinator = run.command(*start, "--json", name="first")
         page = seen(coordinator, PageServed).url
         assert healthy(f"{page}healthz") and not healthy(f"{page}nothing")
+        assert seen(coordinator, TokenUses).left == CONFIG.pipeline.stages
         token_by(run, tmp_path, written.take("token", "create", "30d"))
         assert said(run, *here(written.take("token", "list"), tmp_path)).count("usable") == 2
         address = page.removeprefix("http://").rstrip("/")
