@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-from node.stage.device_transfer import CudaTransfer
+from node.stage.device_transfer import CpuTransfer, CudaTransfer, DeviceTransfer
+from wire.codecs.aqsgd import AqsgdCodec, AqsgdTensorCodec, SampleBatch
+from wire.codecs.base import Codec
 from wire.codecs.registry import codec
+from wire.codecs.sample_cache import SampleCache
 from wire.errors import NonFiniteError
 from wire.spec import TensorSpec
 
@@ -42,14 +45,76 @@ def test_compute_sees_what_was_unpacked(name: str) -> None:
         assert torch.allclose(total.cpu(), expected, rtol=1e-12)
 
 
-def test_the_steady_state_allocates_nothing() -> None:
+class Remembering:
+    """`aqsgd-4` with the two ends of a boundary, whose four samples come two at a time, and a transfer."""
+
+    def __init__(self, transfer: DeviceTransfer, shape: tuple[int, ...] = SPEC.shape[1:]) -> None:
+        self.ends = [SampleCache(4, shape, since=0) for _ in range(2)]
+        self.transfer = transfer
+        found = codec("aqsgd-4")
+        assert isinstance(found, AqsgdCodec)
+        self._codec = found
+
+    def codec(self, end: int, place: int) -> AqsgdTensorCodec:
+        cache, samples = self.ends[end], (3 - place, place)
+        return self._codec.of(SampleBatch(cache, samples, tuple(map(cache.knows, samples)), place))
+
+    def step(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What was packed and what came out, of each microbatch; then the commit."""
+        made = []
+        for place, x in enumerate(tensors):
+            packed = self.transfer.pack(self.codec(0, place), x, self.transfer.mark())
+            out, mark = self.transfer.unpack(self.codec(1, place), packed.clone(), SPEC)
+            self.transfer.wait(out, mark)
+            made += [packed, out]
+        for end in self.ends:
+            end.commit()
+        return made
+
+
+def test_aqsgd_remembers_the_cpus_bits() -> None:
+    """First pass, then changes: what is sent, what comes out and what both ends remember."""
+    gpu, cpu = Remembering(CudaTransfer(DEVICE)), Remembering(CpuTransfer())
+    base = torch.randn((2, *SPEC.shape), generator=torch.Generator().manual_seed(3))
+    for step in range(4):
+        drift = torch.randn(base.shape, generator=torch.Generator().manual_seed(10 + step))
+        tensors = list(base + 0.1 * step * drift)
+        expected = cpu.step(tensors)
+        for got, wanted in zip(gpu.step([x.to(DEVICE) for x in tensors]), expected, strict=True):
+            assert torch.equal(got.cpu(), wanted)
+        for end in (0, 1):
+            there, here = (each.ends[end].recall(range(4), torch.device("cpu")) for each in (gpu, cpu))
+            assert torch.equal(there.view(torch.int16), here.view(torch.int16))
+            assert gpu.ends[end].crc(range(4)) == cpu.ends[end].crc(range(4))
+
+
+def test_a_step_called_off_on_a_gpu_teaches_nothing() -> None:
+    gpu = Remembering(CudaTransfer(DEVICE))
+    x = torch.randn((2, *SPEC.shape), generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    gpu.step(list(x))
+    before = gpu.ends[0].recall(range(4), torch.device("cpu"))
+    gpu.transfer.pack(gpu.codec(0, 0), x[1], gpu.transfer.mark())
+    gpu.ends[0].rollback()
+    gpu.ends[0].commit()
+    assert torch.equal(gpu.ends[0].recall(range(4), torch.device("cpu")), before)
+
+
+@pytest.mark.parametrize("name", ["tah", "fixed-8", "trellis-4", "aqsgd-4"])
+def test_the_steady_state_allocates_nothing(name: str) -> None:
     transfer = CudaTransfer(DEVICE)
     x = torch.randn(SPEC.shape, device=DEVICE)
+    remembering = Remembering(transfer)
+
+    def stateless(chosen: Codec) -> None:
+        packed = transfer.pack(chosen, x, transfer.mark())
+        tensor, mark = transfer.unpack(chosen, packed, SPEC)
+        transfer.wait(tensor, mark)
 
     def round_trip() -> None:
-        packed = transfer.pack(codec("tah"), x, transfer.mark())
-        tensor, mark = transfer.unpack(codec("tah"), packed, SPEC)
-        transfer.wait(tensor, mark)
+        if name == "aqsgd-4":
+            remembering.step([x, x])
+        else:
+            stateless(codec(name))
 
     for _ in range(4):
         round_trip()

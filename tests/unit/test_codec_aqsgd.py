@@ -5,6 +5,7 @@ import torch
 
 from wire.codecs.aqsgd import AqsgdCodec, SampleBatch
 from wire.codecs.header import HEADER_BYTES, seal
+from wire.codecs.host_copies import HostCopies
 from wire.codecs.registry import codec
 from wire.codecs.sample_cache import SampleCache
 from wire.errors import (
@@ -118,6 +119,81 @@ def test_what_is_left_over_is_made_up_for() -> None:
     assert errors[0] > 0.3 and errors[-1] < 0.004
     stateless = codec("fixed-2")
     assert (stateless.decode(stateless.encode(x), spec(x)) - x).norm() / x.norm() > 0.5
+
+
+class FakeEvent:
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def record(self, stream: str) -> None:
+        self._log.append(f"mark on {stream}")
+
+    def synchronize(self) -> None:
+        self._log.append("thread waits")
+
+
+class FakeStreams:
+    """Stands in for `torch.cuda`; `log` is the order of what a GPU would be told."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def Event(self, *, blocking: bool) -> FakeEvent:
+        assert blocking, "an event that spins keeps Python's lock from the other threads"
+        return FakeEvent(self.log)
+
+    def current_stream(self, device: torch.device) -> str:
+        return "current"
+
+
+class LoggedCopies(HostCopies):
+    """As on a GPU, but for the page-locked memory that there is none of here."""
+
+    def __init__(self) -> None:
+        self.streams = FakeStreams()
+        super().__init__(self.streams, page_locked=False)
+
+    def _room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self.streams.log.append(f"room for {list(shape)} {dtype}")
+        return super()._room(shape, dtype)
+
+
+def test_a_gpu_is_waited_for_at_the_commit_alone() -> None:
+    """What is remembered travels both ways through memory of its own; the bits are a CPU's."""
+    boundary, other = Boundary(4, (3, 64)), Boundary(4, (3, 64))
+    copies = [LoggedCopies(), LoggedCopies()]
+    boundary.ends = [SampleCache(6, (3, 64), since=0, copies=one) for one in copies]
+    room = "room for [2, 3, 64] torch.bfloat16"
+    for step in range(3):
+        for place, samples in enumerate([(0, 1), (4, 2)]):
+            x = activations((3, 64), 2 * step + place, 2)
+            packed, decoded = boundary.send(x, samples, place)
+            for got, wanted in zip((packed, decoded), other.send(x, samples, place), strict=True):
+                assert torch.equal(got, wanted)
+        boundary.commit()
+        other.commit()
+        boundary.assert_equal([0, 1, 2, 4])
+        one_tensor = [room, "mark on current"] if step == 0 else [room, room, "mark on current"]
+        recalled = "room for [4, 3, 64] torch.bfloat16"
+        for one in copies:
+            assert one.streams.log == [*one_tensor, *one_tensor, "thread waits", "thread waits", recalled]
+            one.streams.log.clear()
+    boundary.send(activations((3, 64), 9, 2), (0, 1))
+    for end in boundary.ends:
+        end.rollback()
+    boundary.commit()
+    assert all("thread waits" not in one.streams.log for one in copies)
+    boundary.assert_equal([0, 1, 2, 4])
+
+
+def test_what_a_gpu_learnt_may_change_once_it_is_staged() -> None:
+    """Its memory is used again by what the stream does next; the copy was made before."""
+    cache = SampleCache(2, (4,), since=0, copies=LoggedCopies())
+    learnt = torch.ones(1, 4, dtype=torch.bfloat16)
+    cache.stage(0, (1,), learnt)
+    learnt.zero_()
+    cache.commit()
+    assert cache.recall([1], torch.device("cpu")).tolist() == [[1.0] * 4]
 
 
 def test_an_aborted_step_teaches_nothing() -> None:

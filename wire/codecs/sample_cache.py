@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import google_crc32c
 import torch
 
+from wire.codecs.host_copies import HostCopies, Mark
 from wire.errors import MemoryMismatchError, RunError
 
 VALUES, SAMPLES, SINCE = "values", "samples", "since"
@@ -23,11 +24,16 @@ class SampleCache:
     read by any.
     """
 
-    def __init__(self, samples: int, shape: tuple[int, ...], since: int) -> None:
+    def __init__(
+        self, samples: int, shape: tuple[int, ...], since: int, copies: HostCopies | None = None
+    ) -> None:
+        """`copies` carries values from and to another device; if not given, a GPU's tensors bring it."""
+        self._copies = copies
         self.since = since
         self._values = torch.empty((samples, *shape), dtype=torch.bfloat16)
         self._crc: list[int | None] = [None] * samples
-        self._staged: dict[int, tuple[tuple[int, ...], torch.Tensor]] = {}
+        # On the host; not all there before the mark, if there is one.
+        self._staged: dict[int, tuple[tuple[int, ...], torch.Tensor, Mark | None]] = {}
 
     def knows(self, sample: int) -> bool:
         """Whether a committed step has sent this sample."""
@@ -36,7 +42,10 @@ class SampleCache:
     def recall(self, samples: Sequence[int], device: torch.device) -> torch.Tensor:
         """bf16 `[n, *shape]` of samples that are all known, as the last committed step left them."""
         self.crc(samples)
-        return self._values[torch.tensor(samples, dtype=torch.int64)].to(device)
+        rows = torch.tensor(samples, dtype=torch.int64)
+        if (copies := self._copies_of(device)) is not None:
+            return copies.rows(self._values, rows, device)
+        return self._values[rows].to(device)
 
     def crc(self, samples: Sequence[int]) -> int:
         """CRC32C over the remembered values of these samples; 0 for none.
@@ -55,13 +64,22 @@ class SampleCache:
         return total
 
     def stage(self, place: int, samples: Sequence[int], values: torch.Tensor) -> None:
-        """Keep bf16 `[n, *shape]`, on any device, for `commit`. `place` orders the tensors of a step."""
-        self._staged[place] = (tuple(samples), values)
+        """Keep bf16 `[n, *shape]`, on any device, for `commit`. `place` orders the tensors of a step.
+
+        A GPU's begin to travel to the host, behind what its current stream has to do.
+        """
+        mark = None
+        if (copies := self._copies_of(values.device)) is not None:
+            values, mark = copies.fetch(values)
+        self._staged[place] = (tuple(samples), values, mark)
 
     def commit(self) -> None:
         """The step is done: remember what it sent. Of a sample that it sent twice the last tensor counts."""
-        for _, (samples, values) in sorted(self._staged.items()):
-            for sample, value in zip(samples, _on_cpu(values), strict=True):
+        for place in sorted(self._staged):
+            samples, values, mark = self._staged[place]
+            if mark is not None:
+                mark.synchronize()
+            for sample, value in zip(samples, values, strict=True):
                 self._values[sample] = value
                 self._crc[sample] = _crc(self._values[sample])
         self._staged.clear()
@@ -109,13 +127,11 @@ class SampleCache:
             self._values[sample] = value
             self._crc[sample] = _crc(value)
 
+    def _copies_of(self, device: torch.device) -> HostCopies | None:
+        if self._copies is None and device.type == "cuda":
+            self._copies = HostCopies()
+        return self._copies
+
 
 def _crc(value: torch.Tensor) -> int:
     return int(google_crc32c.extend(0, value.contiguous().view(torch.uint8).numpy()))
-
-
-def _on_cpu(values: torch.Tensor) -> torch.Tensor:
-    if values.device.type == "cuda":
-        # They may have been made on a stream of their own.
-        torch.cuda.synchronize(values.device)
-    return values.cpu()
