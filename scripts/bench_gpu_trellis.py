@@ -6,9 +6,9 @@ noise, rows of different sizes, bf16. Times are wall time around synchronised ca
 replays of a graph of `pack`, and the time of the kernels alone, from a trace, which also counts launches. A
 copy is device to device, timed in the same run.
 
-`--cpu --out scripts/results/trellis_cpu.json` times two threads of a machine without a GPU instead: beside a GPU
-there are more cores than in a node of two. It records the median and the least wall time, processor time of all
-threads, which holds on a busy machine, too, and the load before each row.
+`--cpu --out scripts/results/trellis_cpu.json` times two threads of a machine without a GPU instead, as beside
+a GPU there are more cores than in a node of two. It records the median and the least wall time, processor
+time of all threads, which holds on a busy machine, too, and the load before each row.
 """
 
 import argparse

@@ -29,14 +29,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from code_lengths import TILE, histogram_bits, rice_bits, static_bits, table_bits
 from safetensors.torch import load_file
 
-from kernels.trellis_tables import ESCAPE, FAMILIES, MAX_CLASS, MIDDLE, bits_of_counts, split, tables
 from node.lab.results import commit
 from wire.codecs.header import HEADER_BYTES
 from wire.codecs.registry import codec
@@ -45,11 +46,8 @@ from wire.spec import TensorSpec
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "scripts" / "results" / "codec_choices.json"
 RATES = (4.41, 3.45)
-TILE = 64
 RANKS = ((8, 4), (16, 4), (32, 4), (32, 6), (64, 6))
 PRODUCT = "trellis-R"
-ESCAPED = 40.0
-"""Bits of an index that a distribution gives next to nothing."""
 CLOSE = 2e-3
 """Bits an element below the wanted rate that are near enough."""
 PATH_NOISE = 0.07
@@ -118,72 +116,6 @@ def scales_of(x: torch.Tensor, which: str) -> tuple[torch.Tensor, float]:
     return torch.exp2(row / 4)[:, None] * torch.exp2(column / 4), bits
 
 
-def static_bits(index: torch.Tensor, scale: torch.Tensor, half: torch.Tensor | float, extra: float) -> float:
-    """Bits of indices by distributions of mean magnitude `scale` indices; `half`: of a quantizer between."""
-    totals = []
-    deviation = torch.sqrt((scale * math.sqrt(math.pi / 2)).square() + extra)
-    for gaussian in (True, False):
-        if gaussian:
-            edges = [(index + half + side) / deviation * math.sqrt(0.5) for side in (-0.5, 0.5)]
-            # Tails by the complement, mirrored, as a difference of numbers near one says nothing.
-            flip = edges[0] > 0
-            low = torch.where(flip, -edges[1], edges[0])
-            high = torch.where(flip, -edges[0], edges[1])
-            share = 0.5 * (torch.erfc(-high) - torch.erfc(-low))
-        else:
-            width = deviation / math.sqrt(math.pi / 2)
-            low, high = ((index + half + side) / width for side in (-0.5, 0.5))
-            flip = low > 0
-            low, high = torch.where(flip, -high, low), torch.where(flip, -low, high)
-            share = torch.where(
-                high <= 0,
-                0.5 * (torch.exp(high.clamp_max(0)) - torch.exp(low.clamp_max(0))),
-                1 - 0.5 * torch.exp(-high.clamp_min(0)) - 0.5 * torch.exp(low.clamp_max(0)),
-            )
-        totals.append(float(-torch.log2(share.clamp_min(2.0**-ESCAPED)).sum(dtype=torch.float64)))
-    return min(totals)
-
-
-def histogram_bits(index: torch.Tensor) -> float:
-    """The entropy of the symbols that occur."""
-    _, counts = torch.unique(index, return_counts=True)
-    return float(-(counts * torch.log2(counts.double() / counts.sum())).sum())
-
-
-def table_bits(index: torch.Tensor, scale: torch.Tensor) -> float:
-    """Bits by the product's tables of 12 bits for even multiples of a step."""
-    deviation = scale * math.sqrt(math.pi / 2)
-    number = torch.round(12 + 4 * torch.log2(deviation.clamp_min(1e-9))).clamp(0, MAX_CLASS)
-    table, shift = (torch.from_numpy(part).long() for part in split(number.numpy().astype(np.int32)))
-    symbol = (index.long() >> shift) + MIDDLE
-    totals = []
-    for family in range(FAMILIES):
-        counts = tables(family).frequency
-        cost = torch.from_numpy(np.where(counts > 0, bits_of_counts()[counts], 0) / (1 << 16))
-        known = (symbol >= 0) & (symbol < ESCAPE)
-        place = torch.where(known, symbol, ESCAPE)
-        known &= torch.from_numpy(counts)[2 * table, place] > 0
-        place = torch.where(known, place, ESCAPE)
-        totals.append(float((cost[2 * table, place] + torch.where(known, shift, 26)).sum()))
-    return min(totals)
-
-
-def rice_bits(index: torch.Tensor, scale: torch.Tensor, tiles: bool) -> float:
-    """Lengths of Rice codes; the parameter is the best of a tile, or follows from the scale."""
-    symbol = 2 * index.abs() - (index > 0).to(index.dtype)
-    if tiles:
-        lengths = torch.stack([(torch.floor(symbol / 2**k) + 1 + k).view(-1, TILE).sum(1) for k in range(12)])
-        least, chosen = lengths.min(0)
-        # What says the parameter takes the place of the scale.
-        return float(least.sum()) + histogram_bits(chosen)
-    mean = torch.log2((2 * scale).clamp_min(2.0**-8))
-    totals = []
-    for offset in (-1.0, -0.75, -0.5, -0.25, 0.0, 0.25):
-        k = torch.round(mean + offset).clamp(0, 20)
-        totals.append(float((torch.floor(symbol / torch.exp2(k)) + 1 + k).sum(dtype=torch.float64)))
-    return min(totals) + 8
-
-
 def path(x: np.ndarray, step: float) -> np.ndarray:
     """Multiples of a step, `[R, C]`, on each row's path of least error: the quantizer (even or odd multiples)
     of an element follows from the parities before it."""
@@ -233,26 +165,39 @@ def token_prediction(x: torch.Tensor, ids: torch.Tensor, later: bool) -> tuple[t
     return mean, 16.0 * int(bucket.max() + 1), float((count > 0).double().mean())
 
 
-def low_rank(x: torch.Tensor, step: float) -> tuple[torch.Tensor, float]:
-    """The prediction, of a few ranks, with which x takes the fewest bits at this step, and its own bits."""
-    scale, _ = scales_of(x, "rows and columns")
-    u, s, v = torch.linalg.svd(x / scale, full_matrices=False)
-    best: tuple[float, torch.Tensor, float] | None = None
-    for rank, bits in RANKS:
-        sides = []
-        for side in (u[:, :rank] * s[:rank].sqrt(), v[:rank].T * s[:rank].sqrt()):
-            limit = 2 ** (bits - 1) - 1
-            unit = 3.2 * side.abs().mean(0) / limit
-            sides.append(torch.round(side / unit).clamp(-limit, limit) * unit)
-        prediction = scale * (sides[0] @ sides[1].T)
-        own = float(rank * (bits * sum(x.shape) + 32) + 4 * sum(x.shape))
-        left = x - prediction
-        size, more = scales_of(left, "rows and columns")
-        total = own + more + static_bits(torch.round(left / step), size / step, 0.0, 0.0)
-        if best is None or total < best[0]:
-            best = total, prediction, own
-    assert best is not None
-    return best[1:]
+@dataclass(frozen=True)
+class Singular:
+    """The singular vectors of a matrix over its scales."""
+
+    x: torch.Tensor
+    scale: torch.Tensor
+    u: torch.Tensor
+    s: torch.Tensor
+    v: torch.Tensor
+
+    @staticmethod
+    def of(x: torch.Tensor) -> "Singular":
+        scale, _ = scales_of(x, "rows and columns")
+        return Singular(x, scale, *torch.linalg.svd(x / scale, full_matrices=False))
+
+    def prediction(self, step: float) -> tuple[torch.Tensor, float]:
+        """The one, of a few ranks, with which x takes the fewest bits at this step, and its own bits."""
+        best: tuple[float, torch.Tensor, float] | None = None
+        for rank, bits in RANKS:
+            sides = []
+            for side in (self.u[:, :rank], self.v[:rank].T):
+                limit = 2 ** (bits - 1) - 1
+                unit = 3.2 * side.abs().mean(0) / limit
+                sides.append(torch.round(side / unit).clamp(-limit, limit) * unit)
+            found = self.scale * (sides[0] * self.s[:rank] @ sides[1].T)
+            own = float(rank * (bits * sum(self.x.shape) + 32) + 4 * sum(self.x.shape))
+            left = self.x - found
+            size, more = scales_of(left, "rows and columns")
+            total = own + more + static_bits(torch.round(left / step), size / step, 0.0, 0.0)
+            if best is None or total < best[0]:
+                best = total, found, own
+        assert best is not None
+        return best[1:]
 
 
 def coded(x: torch.Tensor, way: Way, step: float, fixed: float) -> tuple[float, torch.Tensor]:
@@ -279,10 +224,13 @@ def at_rate(
     x: torch.Tensor, way: Way, rate: float, predicted: Callable[[Way, float], tuple[torch.Tensor, float]]
 ) -> tuple[float, float]:
     """Bits an element and relative error of a tensor `[R, C]` with the step that gives it the wanted rate."""
-    deviation = float(x.square().mean().sqrt())
-    step = deviation * 2.0 ** (2.05 - rate) / (2 if way.trellis else 1)
-    prediction, fixed = predicted(way, 2 * step if way.trellis else step)
-    left = x - prediction
+    left, fixed = x, 0.0
+    # The first prediction tells about how small the step will be, by which the second is chosen.
+    for _ in range(2):
+        step = float(left.square().mean().sqrt()) * 2.0 ** (2.05 - rate)
+        prediction, fixed = predicted(way, step)
+        left = x - prediction
+    step /= 2 if way.trellis else 1
     best: tuple[float, torch.Tensor] | None = None
     for _ in range(10):
         bits, decoded = coded(left, way, step, fixed + 8 * HEADER_BYTES)
@@ -304,17 +252,23 @@ def predictor(
 ) -> Callable[[Way, float], tuple[torch.Tensor, float]]:
     """What gives a way's prediction of x and its bits, by the step that the rest is quantized with."""
 
-    def predicted(way: Way, step: float) -> tuple[torch.Tensor, float]:
-        prediction, fixed = torch.zeros_like(x), 0.0
-        if way.tokens:
-            assert ids is not None
-            prediction, fixed, _ = token_prediction(x, ids, way.tokens == "all others")
-        if way.low_rank:
-            more, own = low_rank(x - prediction, step)
-            prediction, fixed = prediction + more, fixed + own
-        return prediction, fixed
+    @cache
+    def by_tokens(which: str) -> tuple[torch.Tensor, float]:
+        if not which:
+            return torch.zeros_like(x), 0.0
+        assert ids is not None
+        return token_prediction(x, ids, which == "all others")[:2]
 
-    return predicted
+    @cache
+    def singular(which: str) -> Singular:
+        return Singular.of(x - by_tokens(which)[0])
+
+    @cache
+    def both(which: str, step: float) -> tuple[torch.Tensor, float]:
+        (first, bits), (second, more) = by_tokens(which), singular(which).prediction(step)
+        return first + second, bits + more
+
+    return lambda way, step: both(way.tokens, step) if way.low_rank else by_tokens(way.tokens)
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor | None]]:
@@ -346,11 +300,12 @@ def measure(folder: Path, ways: tuple[Way, ...] = WAYS) -> dict[str, Any]:
     for file, kind, x, ids in tensors(folder):
         if ids is not None:
             shares.append(token_prediction(x, ids, False)[2])
+        predicted = predictor(x, ids)
         for rate in RATES:
             for way in ways:
                 if ids is not None or not way.tokens:
                     key = way.name, file, kind, rate
-                    found.setdefault(key, []).append(at_rate(x, way, rate, predictor(x, ids)))
+                    found.setdefault(key, []).append(at_rate(x, way, rate, predicted))
             found.setdefault((PRODUCT, file, kind, rate), []).append(product(x, rate))
         print(file, kind, flush=True)
     rows = [
