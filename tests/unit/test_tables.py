@@ -135,6 +135,73 @@ def test_the_summary_of_storage_gives_the_range_over_shapes(
     assert "-1.0 to +1.5 % time" in text and "10 to 20 % less)" in text
 
 
+def test_gradients_stand_beside_the_papers_and_what_is_missed_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = {
+        "norm": (0.05, 0.002),
+        "weights behind a norm": (0.02, 0.01),
+        "SwiGLU": (0.2, 0.1),
+        "weights behind SwiGLU": (0.026, 0.01),
+        "attention Q, attention again": (0.3, 0.2),
+    }
+    gradients = [
+        {"gradient": name, "bits": bits, "normalised_l2": error}
+        for name, both in errors.items()
+        for bits, error in zip((4, 8), both, strict=True)
+    ]
+    model = {"family": "llama", "layers": 4, "hidden": 128, "sequence": 128}
+    settings = {"model": model, "training": {"global_batch": 16}, "run.steps": 150}
+    path = tmp_path / "stored_activations_loss.json"
+    path.write_text(json.dumps({**REPORT, "settings": settings, "gradients": gradients}), encoding="utf-8")
+    monkeypatch.setattr(memory, "STORED_LOSS", path)
+    text = memory.stored_gradients()
+    assert "| norm | 0.0500 | 0.0020 | 0.003 |" in text
+    assert "| attention Q, attention again | 0.3000 | 0.2000 |  |" in text
+    assert text.endswith("Here 4 bits do not reach it; the fewest that do: norm 8, SwiGLU none.")
+
+
+def test_the_optimizers_table_says_where_others_are_better(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def row(way: str, time: float, state: float) -> dict[str, Any]:
+        return {"way": way, "microseconds": time, "state_bytes_a_parameter": state}
+
+    report = {
+        **REPORT,
+        "versions": dict.fromkeys(("torch", "triton", "torchao", "bitsandbytes"), "1.0"),
+        "elements": 1024,
+        "runs": 30,
+        "train_steps": 60,
+        "speed": [
+            row("copy", 100, 0),
+            row(memory.OURS, 1000, 2.05),
+            row("torch.optim.AdamW, fused", 900, 8),
+            row("torchao AdamWFp8", 1100, 2.03),
+            row("bitsandbytes AdamW8bit", 1900, 2.05),
+        ],
+        "update_error": dict(zip(memory.UPDATE_ERRORS.values(), (0.02, 0.03, 0.01), strict=True)),
+        "tuned": {
+            "commit": "abc",
+            "note": "median of 10",
+            "copy_microseconds": 90.0,
+            "microseconds": {memory.OURS: 600},
+        },
+    }
+    path = tmp_path / "optimizer.json"
+    path.write_text(json.dumps(report), encoding="utf-8")
+    monkeypatch.setattr(memory, "OPTIMIZER", path)
+    text = memory.optimizer()
+    assert f"| {memory.OURS} | 1000 | 600 | 2.050 | 0.0200 |" in text
+    assert "| torchao AdamWFp8 | 1100 |  | 2.030 | 0.0300 |" in text
+    assert "a copy took 90 microseconds there and 100 here" in text
+    assert text.endswith(
+        f"Others are better than `{memory.OURS}`: torch.optim.AdamW, fused in time (900 against 1000), "
+        "torchao AdamWFp8 in state (2.030 against 2.050), bitsandbytes AdamW8bit in error of the update "
+        "(0.0100 against 0.0200)."
+    )
+
+
 def test_links_in_the_documents_lead_somewhere() -> None:
     links = [
         (path, target)
