@@ -10,6 +10,7 @@ import torch
 
 from kernels import fixed, ops, tah
 from kernels.triton_launch import Launch
+from tests.support.operators import check_operators
 from wire.codecs import tah as tah_codec
 from wire.codecs.fixed import FixedCodec
 from wire.codecs.layout import Layout
@@ -178,22 +179,6 @@ def test_a_graph_packs_what_its_input_holds_and_nothing_waits(name: str, no_wait
         assert torch.equal(bits(out), bits(codec(name).decode(packed, TensorSpec(x.dtype, shape))))
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", ["tah", "fixed-8"])
-def test_operators_say_what_they_do(name: str, device: str) -> None:
-    x = sample((4, 10, 128), torch.float32).to(device)
-    shape = tuple(x.shape)
-    exponent = torch.zeros(1, dtype=torch.int32, device=device)
-    payload = codec(name).encode(x)[64:]
-    sections = [section.clone() for section in sections_of(name, payload, shape)]
-    if name == "tah":
-        # Sections in buffers of their own, of whole words.
-        for index in (2, 3):
-            padded = torch.zeros(-(-sections[index].numel() // 16) * 16, dtype=torch.uint8, device=device)
-            padded[: sections[index].numel()] = sections[index]
-            sections[index] = padded[: sections[index].numel()]
-        torch.library.opcheck(ops.tah_encode, (x, *sections, exponent, *split(shape), 2.0))
-        torch.library.opcheck(ops.tah_decode, (*sections, torch.empty_like(x), exponent, *split(shape)))
-    else:
-        torch.library.opcheck(ops.fixed_encode, (x, *sections, exponent, 1.0))
-        torch.library.opcheck(ops.fixed_decode, (*sections, torch.empty_like(x), exponent, 1.0))
+def test_operators_say_what_they_do(name: str) -> None:
+    check_operators(name, sample((4, 10, 128), torch.float32).cuda())
