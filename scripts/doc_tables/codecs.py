@@ -1,6 +1,7 @@
 """Tables of what codecs take and lose, from recorded benchmarks."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,8 +10,11 @@ from .markdown import RESULTS, Tables, commit, if_recorded, markdown, read_repor
 CODEC_SPEED = RESULTS / "codec_speed.json"
 GPU_CODEC_SPEED = RESULTS / "gpu_codecs.json"
 GPU_TRELLIS = RESULTS / "gpu_trellis.json"
+CPU_TRELLIS = RESULTS / "trellis_cpu.json"
 PACKING_OVERHEAD = RESULTS / "packing_overhead.json"
 TAH_ABLATION = RESULTS / "tah_ablation.json"
+CODEC_CHOICES = RESULTS / "codec_choices.json"
+SANITIZER = RESULTS / "sanitizer.json"
 RIVALS = RESULTS / "rivals.json"
 RIVALS_GPU = RESULTS / "rivals_gpu.json"
 
@@ -56,42 +60,128 @@ def gpu_codec_speed() -> str:
     ]
     columns = [("shape", "left"), ("codec", "left"), ("way", "left")]
     columns += [("microseconds", "right"), ("of a copy's bandwidth", "right")]
+    said = [re.search(r"(\d+) checks, (\d+) failed", part["last"][-1]) for part in report["checks"].values()]
+    checks, failed = (sum(int(one[place]) for one in said if one) for place in (1, 2))
     caption = (
         f"{report['dtype']}, CUDA graphs, {report['hardware']}, median of {report['runs']} runs, "
         f"torch {report['torch']}, Triton {report['triton']}, commit {commit(report)}. Bandwidth "
-        "counts the bytes that must move; the copy is device to device, timed in the same run."
+        "counts the bytes that must move; the copy is device to device, timed in the same run. Before, "
+        f"{checks} checks of bits and guards, {failed} failed."
     )
     return markdown(columns, rows) + "\n\n" + caption
+
+
+def gpu_codec_kernels() -> str:
+    """The kernels of the same report, each by itself."""
+    report = read_report(GPU_CODEC_SPEED)
+    rows = [
+        [
+            " x ".join(map(str, row["shape"])),
+            f"`{row['codec']}`",
+            row["way"],
+            ", ".join(f"`{name}` {taken:.1f}" for name, taken in row["kernels_microseconds"].items()),
+        ]
+        for row in report["times"]
+        if row["codec"] in ("fixed-4", "tah")
+    ]
+    columns = [("shape", "left"), ("codec", "left"), ("way", "left"), ("kernels, microseconds", "left")]
+    caption = (
+        "From a trace of calls on one tensor, so that some of the smaller one is still in the cache; the "
+        f"same run, commit {commit(report)}."
+    )
+    return markdown(columns, rows) + "\n\n" + caption
+
+
+def trellis_bits() -> str:
+    """How many tensors scripts/bench_gpu_trellis.py compared with the CPU's."""
+    report = read_report(GPU_TRELLIS)
+    where = f"{report['hardware']}, commit {commit(report)}"
+    if "bits" not in report:
+        # A report older than the count: what differs in any tensor is not timed.
+        return f"It times nothing if any bit differs; how many tensors it compared is not recorded ({where})."
+    bits = report["bits"]
+    return f"{bits['compared']} tensors compared, {bits['different']} differ ({where})."
 
 
 def trellis_speed() -> str:
-    """What scripts/bench_gpu_trellis.py recorded, on a GPU and on a CPU of the same machine."""
+    """What scripts/bench_gpu_trellis.py recorded on a GPU."""
     report = read_report(GPU_TRELLIS)
-    graphs = any("encode_graph_seconds" in row for row in report["rows"])
     rows = []
     for row in report["rows"]:
+        # Reports of earlier versions of the script have a CPU's rows, too.
+        if row["device"] != "cuda":
+            continue
         elements = math.prod(row["shape"])
-        line = ["GPU" if row["device"] == "cuda" else "CPU", " x ".join(map(str, row["shape"]))]
-        line += [f"`{row['codec']}`", f"{row['relative_error']:.4f}"]
+        line = [" x ".join(map(str, row["shape"])), f"`{row['codec']}`", f"{row['relative_error']:.4f}"]
         for way in ("encode", "decode"):
-            alone = row.get(f"{way}_kernel_seconds")
-            line += [f"{1e3 * row[f'{way}_seconds']:.1f}", "" if alone is None else f"{1e3 * alone:.1f}"]
+            line += [f"{1e3 * row[f'{way}_{which}']:.1f}" for which in ("seconds", "kernel_seconds")]
             line += [f"{elements / row[f'{way}_seconds'] / 1e6:.0f}"]
-            if graphs and way == "encode":
-                graph = row.get("encode_graph_seconds")
-                line += ["" if graph is None else f"{1e3 * graph:.1f}", str(row.get("encode_launches", ""))]
+            if way == "encode":
+                line += [f"{1e3 * row['encode_graph_seconds']:.1f}", str(row["encode_launches"])]
         rows.append(line)
-    columns = [("on", "left"), ("shape", "left"), ("codec", "left"), ("relative error", "right")]
+    columns = [("shape", "left"), ("codec", "left"), ("relative error", "right")]
     for way in ("encode", "decode"):
         columns += [(f"{way}, ms", "right"), ("kernels alone", "right"), ("M elements/s", "right")]
-        if graphs and way == "encode":
+        if way == "encode":
             columns += [("in a graph, ms", "right"), ("launches", "right")]
     caption = (
-        f"bf16, {report['hardware']}; the CPU's rows: {report['cores']} cores, {report['threads']} threads. "
-        f"Wall time, waits for the device included, median of {report['runs']} runs, torch "
+        f"bf16, {report['hardware']}. Wall time, waits for the device included, median of {report['runs']} "
+        f"runs, torch {report['torch']}, Python {report['python']}, commit {commit(report)}."
+    )
+    return markdown(columns, rows) + "\n\n" + caption
+
+
+def trellis_cpu() -> str:
+    """The same script's `--cpu`: two threads, and the link that they fill."""
+    report = read_report(CPU_TRELLIS)
+    rows = []
+    for row in report["rows"]:
+        elements, threads = math.prod(row["shape"]), report["threads"]
+        line = [" x ".join(map(str, row["shape"])), f"`{row['codec']}`", f"{row['relative_error']:.4f}"]
+        for way in ("encode", "decode"):
+            least, busy = row[f"{way}_least_seconds"], row[f"{way}_processor_seconds"]
+            line += [f"{1e3 * least:.1f}", f"{elements / least / 1e6:.1f}"]
+            line += [f"{elements / busy * threads / 1e6:.1f}"]
+            if way == "encode":
+                line += [f"{row['bits_per_element'] * elements / least / 1e6:.0f}"]
+        rows.append(line)
+    columns = [("shape", "left"), ("codec", "left"), ("relative error", "right")]
+    for way in ("encode", "decode"):
+        columns += [(f"{way}, ms", "right"), ("M elements/s", "right"), ("by processor time", "right")]
+        if way == "encode":
+            columns += [("fills, Mbit/s", "right")]
+    loads = [row["load_before"] for row in report["rows"]]
+    caption = (
+        f"bf16, {report['hardware']}, {report['threads']} threads, load average {min(loads):.1f} to "
+        f"{max(loads):.1f} before. The least wall time of {report['runs']} runs; *by processor time*: what "
+        "two cores would do whose threads never wait, by the median. torch "
         f"{report['torch']}, Python {report['python']}, commit {commit(report)}."
     )
     return markdown(columns, rows) + "\n\n" + caption
+
+
+def sanitizer() -> str:
+    """What `scripts/bench_gpu_codecs.py --sanitize` recorded: a sentence a tool."""
+    if not SANITIZER.exists():
+        return "No run under compute-sanitizer is recorded."
+    report = read_report(SANITIZER)
+    said = []
+    for tool in ("memcheck", "racecheck"):
+        rows = [row for row in report["parts"] if row["tool"] == tool]
+        if not rows:
+            continue
+        whole = [row for row in rows if row["errors"] is not None]
+        late = f"; {len(rows) - len(whole)} of {len(rows)} parts did not finish" if whole != rows else ""
+        cases, checks, failed = (sum(row[key] for row in whole) for key in ("cases", "checks", "failed"))
+        said.append(
+            f"{tool}: {sum(row['errors'] for row in whole)} errors in {cases} cases ({checks} checks of "
+            f"bits and guards, {failed} failed){late}."
+        )
+    return (
+        f"Under compute-sanitizer {report['sanitizer']}, `tah`, `fixed-b` and `trellis`, small odd shapes, "
+        f"three dtypes, every tensor an allocation of its own: {' '.join(said)}\n\n"
+        f"{report['hardware']}, torch {report['torch']}, Triton {report['triton']}, commit {commit(report)}."
+    )
 
 
 def packing_overhead() -> str:
@@ -171,6 +261,35 @@ def tah_ablation() -> str:
     return markdown(columns, rows) + "\n\n" + caption
 
 
+def codec_choices() -> str:
+    """What scripts/exp_codec_choices.py recorded: a line a way of coding, by kinds of tensors and rates."""
+    report = read_report(CODEC_CHOICES)
+    by_key = {
+        (row["way"], row["kind"], row["file"], row["rate"]): row["relative_error"]
+        for row in report["results"]
+    }
+    rates = list(dict.fromkeys(row["rate"] for row in report["results"]))
+    kinds = list(dict.fromkeys((row["kind"], row["file"]) for row in report["results"]))
+    columns = [("way of coding", "left")]
+    columns += [
+        (f"{kind}s, {file.removeprefix('boundaries-').partition('.')[0]}, {rate} bits", "right")
+        for rate in rates
+        for kind, file in kinds
+    ]
+    rows = []
+    for way in dict.fromkeys(row["way"] for row in report["results"]):
+        cells = [by_key.get((way, *kind, rate)) for rate in rates for kind in kinds]
+        rows.append([way, *("-" if one is None else f"{one:.4f}" for one in cells)])
+    tensors = max(row["tensors"] for row in report["results"])
+    share = report["rows_with_their_token_before"]
+    caption = (
+        f"Relative error of {tensors} tensors of each kind at most at these bits, all metadata counted. "
+        f"{100 * share:.0f} % of the rows have an earlier one of their token. torch {report['torch']}, "
+        f"Python {report['python']}, commit {commit(report)}."
+    )
+    return markdown(columns, rows) + "\n\n" + caption
+
+
 def rivals() -> str:
     """What scripts/bench_rivals.py recorded on a CPU."""
     report = read_report(RIVALS)
@@ -238,8 +357,13 @@ def _skipped(report: dict[str, Any]) -> str:
 TABLES: Tables = {
     "codec_speed": codec_speed,
     "gpu_codec_speed": gpu_codec_speed,
+    "gpu_codec_kernels": gpu_codec_kernels,
+    "trellis_bits": trellis_bits,
     "trellis_speed": trellis_speed,
+    "trellis_cpu": trellis_cpu,
+    "sanitizer": sanitizer,
     "packing_overhead": packing_overhead,
     "tah_ablation": tah_ablation,
+    "codec_choices": codec_choices,
     "rivals": rivals,
 } | if_recorded(RIVALS_GPU, "rivals_gpu", rivals_gpu)

@@ -3,8 +3,11 @@
 import argparse
 import ast
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 from pathlib import Path
+
+import torch
 
 import node.config.schema
 import node.lab.profile
@@ -13,6 +16,8 @@ from node.config.loader import section_types, toml_value
 from node.lab.profile import LabSection, NetworkSection, SweepSection
 from node.telemetry.metrics import NODE_METRICS, PREFIX, RUN_METRICS, Definition
 from wire.codecs.forms import AqsgdForm, codec_names, form
+from wire.codecs.registry import codec
+from wire.spec import TensorSpec
 
 from .markdown import Tables, markdown
 
@@ -101,6 +106,30 @@ def codec_sizes() -> str:
     return markdown([("codec", "left"), ("bits an element", "right")], rows)
 
 
+CONSTANT_SHAPES = ((8,), (64,), (16, 16), (33, 31), (64, 96), (128, 256))
+CONSTANT_RATES = ("2", "3.45", "4.41", "8")
+CONSTANTS = (1.0, 1.999, 7.25, 1 / 3, 0.7071, -2.71828, 1e-20, 3e5)
+
+
+@cache
+def trellis_constants() -> str:
+    """What `trellis-R` makes of tensors of equal elements, made now: the largest error over some values."""
+    rows = []
+    for shape in CONSTANT_SHAPES:
+        row = [" x ".join(map(str, shape))]
+        for rate in CONSTANT_RATES:
+            which, spec = codec(f"trellis-{rate}"), TensorSpec(torch.float32, shape)
+            errors = [
+                abs(which.decode(which.encode(torch.full(shape, value)), spec).double() / value - 1)
+                for value in CONSTANTS
+            ]
+            row.append(f"{max(float(error.square().mean().sqrt()) for error in errors):.4f}")
+        rows.append(row)
+    columns = [("elements, all equal", "left")]
+    columns += [(f"`trellis-{rate}`", "right") for rate in CONSTANT_RATES]
+    return markdown(columns, rows)
+
+
 def _bits(packed_bytes: int) -> float:
     return 8 * packed_bytes / prod(SIZED_SHAPE)
 
@@ -112,4 +141,5 @@ TABLES: Tables = {
     "run_metrics": run_metrics,
     "node_metrics": node_metrics,
     "codec_sizes": codec_sizes,
+    "trellis_constants": trellis_constants,
 }
