@@ -7,6 +7,7 @@ where there is time left, under racecheck.
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gpu_codecs.sanitized import SANITIZED
+from gpu_codecs.sanitized import OWN_ALLOCATIONS, SANITIZED
 
 PROGRAM = Path(__file__).resolve().parents[1] / "bench_gpu_codecs.py"
 PLACES = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer")
@@ -41,20 +42,22 @@ def find() -> str | None:
 
 
 def run(command: Sequence[str], environment: dict[str, str], seconds: float) -> tuple[int | None, str]:
-    try:
-        done = subprocess.run(
-            command,
-            env={**os.environ, "OMP_NUM_THREADS": "2", **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=max(1.0, seconds),
-            check=False,
-        )
-    except subprocess.TimeoutExpired as late:
-        said = late.stdout or b""
-        return None, said.decode(errors="replace") if isinstance(said, bytes) else said
-    return done.returncode, done.stdout
+    with subprocess.Popen(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "2", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as child:
+        try:
+            said, _ = child.communicate(timeout=max(1.0, seconds))
+        except subprocess.TimeoutExpired:
+            # The sanitizer's own child holds the pipe, too.
+            os.killpg(child.pid, signal.SIGKILL)
+            return None, child.communicate()[0]
+    return child.returncode, said
 
 
 def sanitize(program: str, seconds: float, run: Run = run) -> dict[str, Any]:
@@ -74,8 +77,7 @@ def sanitize(program: str, seconds: float, run: Run = run) -> dict[str, Any]:
                 continue
             started = time.monotonic()
             command = own if tool is None else [program, "--tool", tool, *options, *own]
-            # Without torch's cache every tensor is an allocation of its own.
-            environment = {} if tool is None else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+            environment = {} if tool is None else {OWN_ALLOCATIONS: "1"}
             status, said = run(command, environment, left)
             taken = time.monotonic() - started
             found.append(

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,26 @@ def test_trellis_is_what_it_is_between_guards() -> None:
     # But for scratch that the CPU's encoder does not ask torch for.
     assert [said for said in checks.failed if "its scratch" not in said] == []
     assert checks.cases == len(names) and checks.done == 7 * len(names)
+
+
+def test_own_allocations_have_no_guards_that_hide_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(sanitized.OWN_ALLOCATIONS, "1")
+    checks = Checks()
+    name, x, rate = few()[1]
+    sanitized.check_trellis(checks, name, x, rate, device="cpu")
+    assert checks.failed == [] and checks.done == 5
+
+
+def test_a_run_that_takes_too_long_ends_with_all_its_children() -> None:
+    # The child's child would keep the pipe open.
+    slow = "import subprocess, sys; print('begun', flush=True); subprocess.run(['sleep', '60'])"
+    started = time.monotonic()
+    status, said = sanitizer.run([sys.executable, "-c", slow], {}, 3.0)
+    assert (status, said) == (None, "begun\n") and time.monotonic() - started < 30
+    status, said = sanitizer.run(
+        [sys.executable, "-c", "import os; print(os.environ['A'])"], {"A": "b"}, 30.0
+    )
+    assert (status, said) == (0, "b\n")
 
 
 @pytest.mark.parametrize("way", ["_pack", "_unpack"])
