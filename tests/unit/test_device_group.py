@@ -1,5 +1,6 @@
 """A stage over several processes of a node, on CPUs by gloo, against the stage on one device."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -284,6 +285,28 @@ def test_a_rank_that_runs_out_of_memory_leaves_its_node_a_note(
     group.close(broken=True)
     assert capfd.readouterr().err == ""
     assert group.exhausted() is None
+
+
+def test_a_leader_that_breaks_off_takes_the_others_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One waits for what it was told to expect, and a word of parting would wait for it."""
+    group = DeviceGroup((CPU, CPU), threads=1)
+    leader = group.start(CONFIG)
+    leader.build(1, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(leader._ranks, "scatter", runs_out)
+        with pytest.raises(torch.OutOfMemoryError):
+            leader.forward(0, 0, torch.zeros(4, 16, 32))
+    (worker,) = group._workers
+    assert worker.poll() is None
+    group.close(broken=True)
+    assert worker.returncode == -signal.SIGKILL
+    # Nothing is left in this process that a next group would run into.
+    with leading(CONFIG, 2) as leader:
+        leader.build(1, 3)
+
+
+def runs_out(*_: object) -> Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
 def test_microbatches_that_cannot_be_shared_are_refused_before_anything_starts() -> None:
