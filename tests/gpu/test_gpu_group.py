@@ -1,4 +1,4 @@
-"""A stage over two GPUs of a node, by NCCL, against the stage on one."""
+"""A stage over GPUs of a node that each take some samples, by NCCL, against the stage on one."""
 
 from dataclasses import replace
 
@@ -50,11 +50,14 @@ def tokens(step: int, microbatch: int) -> Tensor:
 
 
 @pytest.mark.parametrize("config", [CONFIG, PACKED], ids=["float32", "fp8"])
-def test_two_gpus_do_as_one(config: RunConfig) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gpus_do_as_one(config: RunConfig, ranks: int) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
     expected = losses(StageModel(config, FIRST), 5)
     results = []
     for _ in range(2):
-        group = DeviceGroup(devices(FIRST, 2), threads=1)
+        group = DeviceGroup(devices(FIRST, ranks), threads=1)
         leader = group.start(config)
         try:
             results.append(losses(leader, 5))

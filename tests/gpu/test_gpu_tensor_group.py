@@ -21,10 +21,13 @@ STORED = replace(PACKED, storage=StorageSection(preset="agoq"))
 
 
 @pytest.mark.parametrize("config", [CONFIG, GPT2, PACKED, STORED], ids=["llama", "gpt2", "fp8", "stored"])
-@pytest.mark.parametrize(("ranks", "tensor_parallel"), [(2, 2), (4, 2)], ids=["2", "2 x 2"])
+@pytest.mark.parametrize(("ranks", "tensor_parallel"), [(2, 2), (4, 2), (4, 4)], ids=["2", "2 x 2", "4"])
 def test_gpus_that_share_blocks_do_as_one(config: RunConfig, ranks: int, tensor_parallel: int) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
+    if tensor_parallel == 4:
+        # A rank's share of a row is whole blocks of 128, for moments in e4m3.
+        config = replace(config, model=replace(config.model, hidden=512))
     expected = losses(StageModel(config, FIRST), 5)
     results = []
     for _ in range(2):
