@@ -1,5 +1,6 @@
 """`fp32`, `bf16` and `fp16`: the elements as they are, or rounded to nearest even. Baselines."""
 
+from collections.abc import Iterator
 from typing import NoReturn
 
 import torch
@@ -12,6 +13,8 @@ from wire.errors import NonFiniteError
 # Those of fp32's smallest number and of its largest.
 _SMALLEST_EXPONENT = -148 - 16
 _LARGEST_EXPONENT = 128 - 16 + 1
+PIECE = 1 << 17
+"""Elements."""
 
 
 class RawCodec(Codec):
@@ -68,18 +71,26 @@ class HalfCodec(RawCodec):
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
         exponent, finite = _half_exponent(tensor)
-        scaled = normalised(tensor, powers_of_two(-exponent))
-        payload.view(torch.float16).view(tensor.shape).copy_(scaled)
+        factors = powers_of_two(-exponent)
+        for halves, piece in _pieces(payload.view(torch.float16), tensor.reshape(-1)):
+            halves.copy_(normalised(piece, factors))
         return torch.where(finite, exponent, NON_FINITE).int()
 
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
         halves = payload.view(torch.float16)
         if not _finite(halves):
             self._refuse(out)
-        values = multiply_all(halves.float(), powers_of_two(torch.tensor(exponent, dtype=torch.int32)))
+        factors = powers_of_two(torch.tensor(exponent, dtype=torch.int32))
         # Rounded up, the largest may lie beyond the dtype of a tensor whose largest does not.
         limit = torch.finfo(out.dtype).max
-        out.copy_(values.clamp_(-limit, limit).view(out.shape))
+        for values, piece in _pieces(out.view(-1), halves):
+            values.copy_(multiply_all(piece.to(torch.float32, copy=True), factors).clamp_(-limit, limit))
+
+
+def _pieces(to: torch.Tensor, of: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Two flat tensors in pieces whose fp32 form lies in a CPU's cache; whole on a GPU."""
+    size = PIECE if to.device.type == "cpu" else max(1, to.numel())
+    return zip(torch.split(to, size), torch.split(of, size), strict=True)
 
 
 def _half_exponent(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
