@@ -294,13 +294,15 @@ def test_waiting_for_members() -> None:
 
 
 def test_a_link_that_is_little_used_sets_no_pace() -> None:
-    stages = [stage(n, forward=0.05, backward=0.05) for n in range(2)]
-    run = replace(seen(stages, [link(0, 1, 15, 100), link(1, 0, 1, 1000)]), microbatches=1)
-    model = StepModel.of(run)
-    assert model is not None
-    assert "sets the pace" not in says(run) and "is full" not in says(run)
-    wider = replace(run, links=(link(0, 1, 70, 100), link(1, 0, 1, 1000)))
-    assert "link 0 to 1 sets the pace: 70 % of 100 Mbit/s" in says(wider)
+    """Eight stages and two microbatches: most of a step is filling and draining, and a link that serves each
+    microbatch a little longer than a stage does makes the floor, at a fifth of its capacity."""
+    stages = [stage(n, forward=0.09, backward=0.09) for n in range(8)]
+    for mbit, pace in ((19, False), (21, True)):
+        links = [link(n, n + 1, mbit, 1000 if n else 100) for n in range(7)]
+        run = replace(seen(stages, links), microbatches=2)
+        model = StepModel.of(run)
+        assert model is not None and str(model.floor().binds) == "link 0 to 1"
+        assert (f"link 0 to 1 sets the pace: {mbit} % of 100 Mbit/s" in says(run)) is pace
 
 
 def test_what_is_full_is_told_once_for_all() -> None:
