@@ -54,12 +54,13 @@ def gpu_codec_speed() -> str:
             f"`{row['codec']}`",
             row["way"],
             f"{1e6 * row['seconds']:.1f}",
-            f"{100 * row['of_copy']:.0f} %",
+            f"{100 * row['of_copy']:.1f} %",
+            f"{100 * row['target']:.0f} %",
         ]
         for row in report["times"]
     ]
     columns = [("shape", "left"), ("codec", "left"), ("way", "left")]
-    columns += [("microseconds", "right"), ("of a copy's bandwidth", "right")]
+    columns += [("microseconds", "right"), ("of a copy's bandwidth", "right"), ("aim", "right")]
     said = [re.search(r"(\d+) checks, (\d+) failed", part["last"][-1]) for part in report["checks"].values()]
     checks, failed = (sum(int(one[place]) for one in said if one) for place in (1, 2))
     caption = (

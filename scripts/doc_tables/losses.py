@@ -1,6 +1,7 @@
 """Tables of losses: what codecs between stages cost in training."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from .markdown import LOSSES, RESULTS, Tables, against, commit, markdown, read_report, spaced
@@ -112,14 +113,20 @@ def convergence() -> str:
     columns = [("trained on", "left"), ("activations", "left"), ("gradients", "left"), ("seed", "right")]
     columns += [("error of activations", "right"), ("training loss", "right"), ("held-out loss", "right")]
     columns += [("against fp16, seed 0", "right"), ("perplexity", "right")]
+    shown = [run for run in report["runs"] if run["suite"] in SUITES]
     return f"""{markdown(columns, rows)}
 
 A Llama of 124 million parameters, 4 stages, GPT-2's tokens of books, {report["tokens_a_step"]:,} tokens a
-step, {report["hardware"]}, torch {report["versions"]["torch"]}, commit {commit(report)}.
+step, {report["hardware"]}, torch {report["versions"]["torch"]}, commit {_commits(report, shown)}.
 Training loss: the mean of the last 20 steps, through the codecs. Held out: the final weights without codecs,
 on {report["validation_windows"]} windows of other books. `naive-4`: 4 bits, one scale for a whole tensor.
 `aqsgd-4`: by a stand-in that the script has for the codec of that name; it remembers samples in
 {_remembered(report["runs"])}."""
+
+
+def _commits(report: dict[str, Any], runs: Sequence[dict[str, Any]]) -> str:
+    """Of the runs: some are older than the report's newest."""
+    return ", ".join(sorted({commit({"commit": run.get("commit") or report["commit"]}) for run in runs}))
 
 
 def _remembered(runs: list[dict[str, Any]]) -> str:
@@ -186,11 +193,10 @@ def convergence_memory() -> str:
     columns = [("kept", "left"), ("boundaries", "left"), ("seed", "right"), ("training loss", "right")]
     columns += [("held-out loss", "right"), ("peak memory, GiB", "right")]
     tokens = runs[0]["steps"] * report["tokens_a_step"] / 1e6
-    commits = {commit({"commit": run.get("commit", report["commit"])}) for run in runs}
     return f"""{markdown(columns, rows)}
 
 The model of 124 million parameters, {tokens:.1f} million tokens, eight microbatches a step, all of it on one
-{report["hardware"]}, torch {report["versions"]["torch"]}, commit {", ".join(sorted(commits))}."""
+{report["hardware"]}, torch {report["versions"]["torch"]}, commit {_commits(report, runs)}."""
 
 
 TABLES: Tables = {

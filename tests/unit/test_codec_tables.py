@@ -99,7 +99,7 @@ def test_a_gpus_table_has_the_gpus_rows_alone(tmp_path: Path, monkeypatch: pytes
 def test_kernels_stand_with_their_times_and_checks_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = {"shape": [8, 64], "way": "encode", "seconds": 1e-5, "of_copy": 0.8}
+    row = {"shape": [8, 64], "way": "encode", "seconds": 1e-5, "of_copy": 0.8444, "target": 0.85}
     times = [
         {**row, "codec": "tah", "kernels_microseconds": {"_measure": 36.79, "_rank": 8.85}},
         {**row, "codec": "fixed-6", "kernels_microseconds": {"_quantize": 1.0}},
@@ -111,6 +111,7 @@ def test_kernels_stand_with_their_times_and_checks_are_counted(
         "| 8 x 64 | `tah` | encode | `_measure` 36.8, `_rank` 8.8 |",
         "",
     ]
+    assert codecs.gpu_codec_speed().splitlines()[2] == "| 8 x 64 | `tah` | encode | 10.0 | 84.4 % | 85 % |"
     assert "329 checks of bits and guards, 1 failed." in codecs.gpu_codec_speed()
 
 

@@ -109,3 +109,8 @@ def test_what_stands_in_for_aqsgd_is_said() -> None:
     assert losses._remembered(RUNS) == "float16, the codec in bf16"
     assert losses._remembered([*RUNS, aqsgd]) == "bfloat16 and float16, the codec in bf16"
     assert losses._remembered([aqsgd]) == "bf16, as the codec does"
+
+
+def test_commits_are_those_of_the_runs() -> None:
+    runs = [{"commit": "b" * 40}, {"commit": None}, {}]
+    assert losses._commits({"commit": "a" * 40}, runs) == f"{'a' * 12}, {'b' * 12}"
