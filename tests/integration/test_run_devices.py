@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from node.telemetry.events import PlacementMade, StepDone
+from node.telemetry.events import NodeJoined, PlacementMade, StepDone
 from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, TINY, Run, packed, undisturbed
 
@@ -78,6 +78,8 @@ def test_a_killed_node_of_two_devices_comes_back_to_the_same_bits(prefork: Prefo
         with Run(tmp_path / name, config, launch=prefork.popen) as run:
             coordinator = run.start()
             shared = run.add_node(options=("--gpus", "2"))
+            # Bits depend on which stage it has, and stages are given out in the order in which nodes come.
+            coordinator.wait_event(NodeJoined)
             run.add_node()
             if kill:
                 coordinator.wait_step(5)

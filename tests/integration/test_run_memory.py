@@ -10,7 +10,7 @@ import pytest
 from node.faults import Fault, Kind, Phase
 from node.model.memory import stage_bytes
 from node.stage.memory_note import NOTE_FILE
-from node.telemetry.events import PlacementMade, StepDone
+from node.telemetry.events import NodeJoined, PlacementMade, StepDone
 from node.telemetry.units import bytes_text
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, small
@@ -114,6 +114,7 @@ def test_another_rank_that_ran_out_is_its_nodes_one_line(tmp_path: Path, prefork
     with RankRunsOut(tmp_path, config, launch=prefork.popen) as run:
         coordinator = run.start()
         shared = run.add_node(options=("--gpus", "2"))
+        coordinator.wait_event(NodeJoined)  # so that it has stage 0
         run.add_node()
         assert shared.wait_exit() == 1
         line = said(shared)
