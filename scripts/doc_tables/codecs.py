@@ -140,11 +140,11 @@ def trellis_cpu() -> str:
         elements, threads = math.prod(row["shape"]), report["threads"]
         line = [" x ".join(map(str, row["shape"])), f"`{row['codec']}`", f"{row['relative_error']:.4f}"]
         for way in ("encode", "decode"):
-            least, busy = row[f"{way}_least_seconds"], row[f"{way}_processor_seconds"]
-            line += [f"{1e3 * least:.1f}", f"{elements / least / 1e6:.1f}"]
+            taken, busy = row[f"{way}_seconds"], row[f"{way}_processor_seconds"]
+            line += [f"{1e3 * taken:.1f}", f"{elements / taken / 1e6:.1f}"]
             line += [f"{elements / busy * threads / 1e6:.1f}"]
             if way == "encode":
-                line += [f"{row['bits_per_element'] * elements / least / 1e6:.0f}"]
+                line += [f"{row['bits_per_element'] * elements / taken / 1e6:.0f}"]
         rows.append(line)
     columns = [("shape", "left"), ("codec", "left"), ("relative error", "right")]
     for way in ("encode", "decode"):
@@ -154,8 +154,8 @@ def trellis_cpu() -> str:
     loads = [row["load_before"] for row in report["rows"]]
     caption = (
         f"bf16, {report['hardware']}, {report['threads']} threads, load average {min(loads):.1f} to "
-        f"{max(loads):.1f} before. The least wall time of {report['runs']} runs; *by processor time*: what "
-        "two cores would do whose threads never wait, by the median. torch "
+        f"{max(loads):.1f} before. Wall time; *by processor time*: what "
+        f"two cores would do whose threads never wait; medians of {report['runs']} runs. torch "
         f"{report['torch']}, Python {report['python']}, commit {commit(report)}."
     )
     return markdown(columns, rows) + "\n\n" + caption
