@@ -173,30 +173,37 @@ def spread(losses: list[float]) -> str:
 
 
 def convergence_memory() -> str:
-    """The suite `memory` of the same script: what a node keeps in few bits."""
+    """The suite `memory` of the same script: what a node keeps in few bits, by seed."""
     report = read_report(CONVERGENCE)
     runs = [run for run in report["runs"] if run["suite"] == "memory"]
-    by_seed = {run["seed"]: run for run in runs if run["memory"] == "plain" and run["forward"] == "fp32"}
-    rows = []
+    seeds = sorted({run["seed"] for run in runs})
+    ways: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for run in runs:
-        baseline = by_seed.get(run["seed"])
+        ways.setdefault((run["memory"], run["forward"]), {})[run["seed"]] = run
+    plain = ways["plain", "fp32"]
+    rows = []
+    for (memory, forward), by_seed in ways.items():
+        # Each against the plain run of its own seed.
+        changes = [run["loss_valid"] / plain[seed]["loss_valid"] - 1 for seed, run in by_seed.items()]
         rows.append(
-            (
-                KEPT[run["memory"]],
-                f"`{run['forward']}`",
-                str(run["seed"]),
-                f"{run['loss_last']:.4f}",
-                against(run, baseline, "loss_valid"),
-                f"{run['peak_memory_bytes'] / 2**30:.1f}",
-            )
+            [
+                KEPT[memory],
+                f"`{forward}`",
+                *(f"{by_seed[seed]['loss_valid']:.4f}" if seed in by_seed else "" for seed in seeds),
+                "" if by_seed is plain else f"{100 * sum(changes) / len(changes):+.2f} %",
+                f"{max(run['peak_memory_bytes'] for run in by_seed.values()) / 2**30:.1f}",
+            ]
         )
-    columns = [("kept", "left"), ("boundaries", "left"), ("seed", "right"), ("training loss", "right")]
-    columns += [("held-out loss", "right"), ("peak memory, GiB", "right")]
+    columns = [("kept", "left"), ("boundaries", "left")]
+    columns += [(f"held-out loss, seed {seed}", "right") for seed in seeds]
+    columns += [("against the first line, mean", "right"), ("peak memory, GiB", "right")]
+    losses = [run["loss_valid"] for run in plain.values()]
     tokens = runs[0]["steps"] * report["tokens_a_step"] / 1e6
     return f"""{markdown(columns, rows)}
 
 The model of 124 million parameters, {tokens:.1f} million tokens, eight microbatches a step, all of it on one
-{report["hardware"]}, torch {report["versions"]["torch"]}, commit {_commits(report, runs)}."""
+{report["hardware"]}, torch {report["versions"]["torch"]}, commit {_commits(report, runs)}. The first line's
+{len(losses)} seeds lie {100 * (max(losses) / min(losses) - 1):.2f} % apart."""
 
 
 TABLES: Tables = {
