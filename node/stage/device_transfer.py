@@ -19,15 +19,8 @@ from torch import Tensor
 from node.stage.host_buffers import HostBuffers
 from wire.codecs import header
 from wire.codecs.base import Codec
+from wire.codecs.host_copies import Mark
 from wire.spec import TensorSpec
-
-
-class Mark(Protocol):
-    """A place in a device's queue of work."""
-
-    def synchronize(self) -> None:
-        """Hold up the calling thread until the device has come to it."""
-        ...
 
 
 class DeviceTransfer(ABC):

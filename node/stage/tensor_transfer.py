@@ -15,9 +15,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from node.stage.device_transfer import DeviceTransfer, Mark
+from node.stage.device_transfer import DeviceTransfer
 from node.telemetry.spans import WorkKind
 from wire.codecs.base import Codec
+from wire.codecs.host_copies import Mark
 from wire.errors import NonFiniteError
 from wire.spec import TensorKey, TensorSpec
 

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from node.config.schema import PipelineSection, RunConfig
 from node.stage import executor
-from node.stage.device_transfer import CpuTransfer, CudaTransfer, DeviceTransfer, Mark
+from node.stage.device_transfer import CpuTransfer, CudaTransfer, DeviceTransfer
 from node.stage.tensor_transfer import Incoming, TensorTransfer
 from node.telemetry.clock import StageClock
 from wire.codecs.base import Codec
+from wire.codecs.host_copies import Mark
 from wire.codecs.registry import codec
 from wire.errors import NonFiniteError, PackedMismatchError
 from wire.spec import Direction, TensorKey, TensorSpec
