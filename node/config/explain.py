@@ -10,7 +10,7 @@ from math import ceil, prod
 from typing import Any
 
 from node.config.explain_data import TextPlan, text_lines
-from node.config.explain_memory import StageNeed, memory_lines, stage_needs
+from node.config.explain_memory import StageNeed, memory_lines, memory_needs
 from node.config.loader import section_types, toml_value
 from node.config.schema import RunConfig
 from node.model.memory import stage_storages
@@ -145,7 +145,7 @@ def explain(config: RunConfig, text: TextPlan | None = None) -> Explanation:
         tokens_per_step=training.global_batch * model.sequence,
         parameters=sum(plan.parameters for plan in stages),
         stages=tuple(stages),
-        memory=stage_needs(config, text.samples if text is not None else 0),
+        memory=memory_needs(config, text.samples if text is not None else 0),
         flows=_flows(config),
         text=text,
     )

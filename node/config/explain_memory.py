@@ -32,7 +32,7 @@ class StageNeed:
     """In main memory snapshots are copied too, and kernels' references make tensors that a GPU's do not."""
 
 
-def stage_needs(config: RunConfig, windows: int) -> tuple[StageNeed, ...]:
+def memory_needs(config: RunConfig, windows: int) -> tuple[StageNeed, ...]:
     """Of each stage, first stage first.
 
     Args:

@@ -29,8 +29,8 @@ FIXED_BYTES = 256 * 1024 * 1024
 """Interpreter, libraries and packed tensors in flight, of each process."""
 TRAVELLING = 4
 """Boundary tensors in float32 that are unpacked ahead, or wait to be packed."""
-MOST_DEVICES = 8
-"""Of one node, as far as bits by stage look."""
+COMPARED_DEVICES = 8
+"""The most of one node that bits by stage look at."""
 MEMORY_SHARE = 0.8
 """Of a node's memory that a wider window may fill, as the estimate counts it."""
 _GRADIENT_BYTES = 1 + 1 / BLOCK
@@ -118,7 +118,8 @@ def stage_storages(config: RunConfig, stages: int) -> tuple[Storage, ...]:
     A function of the run file and the number of stages alone: it decides a run's bits, and every node and the
     coordinator come to the same. With `bits_by_stage` a stage has as much of what `storages_by_load` gives it
     as leaves its estimate at or below the heaviest stage's without: one with few activations may be heaviest
-    for its head. That holds for nodes that are alike, CPUs or GPUs, of up to `MOST_DEVICES` each.
+    for its head. That holds for nodes that are alike, CPUs or GPUs, of up to `COMPARED_DEVICES` each, with or
+    without CUDA graphs: whether there are any must change no bit.
     """
     base = (configured(config.storage),) * stages
     if not config.storage.bits_by_stage:
@@ -129,8 +130,8 @@ def stage_storages(config: RunConfig, stages: int) -> tuple[Storage, ...]:
     # A codec's memory grows with a text that is not known here: a stage is compared with those that remember
     # as much or more.
     remembered = stage_cache_bytes(config, stages, 1)
-    for devices in _arrangements(config):
-        found = _estimate(config, stages, base, devices)
+    for arranged, devices in _arrangements(config):
+        found = _estimate(arranged, stages, base, devices)
         plain = stored_bytes(config.model, config.training, base[0]).total // devices.count
         for stage, own in enumerate(found):
             heaviest = max(f.total for f, r in zip(found, remembered, strict=True) if r >= remembered[stage])
@@ -143,18 +144,23 @@ def stage_storages(config: RunConfig, stages: int) -> tuple[Storage, ...]:
     return tuple(forms[number][stage] for stage, number in enumerate(widest))
 
 
-def _arrangements(config: RunConfig) -> list[Devices]:
-    """Every one of up to `MOST_DEVICES` that can compute a stage of this run."""
+def _arrangements(config: RunConfig) -> list[tuple[RunConfig, Devices]]:
+    """Every one of up to `COMPARED_DEVICES` that can compute a stage of this run, with graphs and without."""
+    training = config.training
+    graphs, plain = (replace(config, training=replace(training, cuda_graphs=on)) for on in (True, False))
     found = []
-    for ranks in range(1, MOST_DEVICES + 1):
+    for ranks in range(1, COMPARED_DEVICES + 1):
         try:
             check_shards(config, ranks)
         except RunError:
             continue
-        for rows in range(1, MOST_DEVICES // ranks + 1):
+        for rows in range(1, COMPARED_DEVICES // ranks + 1):
             if config.training.microbatch % rows == 0:
-                shape = Devices(count=rows * ranks, tensor_parallel=ranks)
-                found += [shape, replace(shape, on_cpu=False)]
+                cpu = Devices(count=rows * ranks, tensor_parallel=ranks)
+                gpu = replace(cpu, on_cpu=False)
+                found += [(plain, cpu), (plain, gpu)]
+                if gpu.captures(graphs.training):
+                    found.append((graphs, gpu))
     return found
 
 

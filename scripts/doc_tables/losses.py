@@ -203,7 +203,7 @@ def convergence_memory() -> str:
 
 The model of 124 million parameters, {tokens:.1f} million tokens, eight microbatches a step, all of it on one
 {report["hardware"]}, torch {report["versions"]["torch"]}, commit {_commits(report, runs)}. The first line's
-{len(losses)} seeds lie {100 * (max(losses) / min(losses) - 1):.2f} % apart."""
+{len(losses)} seeds lie {spread(losses)} apart."""
 
 
 TABLES: Tables = {

@@ -222,6 +222,20 @@ def test_a_stage_with_a_large_head_keeps_to_its_bits_and_others_get_theirs() -> 
     assert [storage.norm_input for storage in stage_storages(large, 4)] == ["4", "5", "8", "4"]
 
 
+def test_whether_passes_are_captured_changes_no_bits_by_stage() -> None:
+    """Graphs take memory of their own, and the heaviest stage may be another one with them."""
+    model = ModelSection(layers=8, hidden=256, heads=8, kv_heads=8, ffn=768, vocab=8192, sequence=128)
+    training = TrainingSection(global_batch=16, microbatch=4, precision="bfloat16")
+    pipeline = PipelineSection(stages=2, window=2)
+    graphs = replace(CONFIG, model=model, training=training, pipeline=pipeline)
+    plain = replace(graphs, training=replace(training, cuda_graphs=False))
+    assert stage_storages(graphs, 2) == stage_storages(plain, 2)
+    gpu = Devices(on_cpu=False)
+    for run in (graphs, plain):
+        base = replace(run, storage=StorageSection(preset="agoq"))
+        assert max(stage_bytes(run, 2, gpu)) <= max(stage_bytes(base, 2, gpu))
+
+
 @pytest.mark.parametrize("stages", [3, 4])
 def test_what_a_codec_remembers_does_not_make_more_bits_raise_the_peak(stages: int) -> None:
     """It grows with the text, and stages between two others remember at both ends."""
