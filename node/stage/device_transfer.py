@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from node.stage.host_buffers import HostBuffers
-from wire.codecs import header
+from wire.codecs import header, host_copies
 from wire.codecs.base import Codec
-from wire.codecs.host_copies import Mark
+from wire.codecs.host_copies import HostCopies, Mark
 from wire.spec import TensorSpec
 
 
@@ -70,16 +70,12 @@ class CpuTransfer(DeviceTransfer):
         return codec.unpack(packed, spec, found, self._buffers.empty(spec.shape, spec.dtype)), None
 
 
-class Streams(Protocol):
+class Streams(host_copies.Streams, Protocol):
     """The part of `torch.cuda` that is used here; tests put another in its place."""
 
     def Stream(self, device: torch.device) -> Any: ...
 
-    def Event(self, *, blocking: bool) -> Any: ...
-
     def stream(self, stream: Any) -> AbstractContextManager[Any]: ...
-
-    def current_stream(self, device: torch.device) -> Any: ...
 
 
 class CudaTransfer(DeviceTransfer):
@@ -91,7 +87,7 @@ class CudaTransfer(DeviceTransfer):
         """`page_locked` is False only where there is no GPU to lock pages for."""
         self._device = device
         self._streams = streams
-        self._page_locked = page_locked
+        self._copies = HostCopies(streams, page_locked=page_locked)
         self._packing = streams.Stream(device)
         self._unpacking = streams.Stream(device)
 
@@ -111,10 +107,7 @@ class CudaTransfer(DeviceTransfer):
         with self._streams.stream(self._packing):
             self._packing.wait_event(mark)
             packed = codec.pack(tensor)
-            host = self._host(packed.numel())
-            host.copy_(packed, non_blocking=True)
-            done = self._streams.Event(blocking=True)
-            done.record(self._packing)
+            host, done = self._copies.fetch(packed)
         # A blocking event sleeps and lets other threads run; `tensor` and `packed` live until it is over.
         done.synchronize()
         header.seal(host.numpy())
@@ -122,7 +115,7 @@ class CudaTransfer(DeviceTransfer):
 
     def unpack(self, codec: Codec, packed: Tensor, spec: TensorSpec) -> tuple[Tensor, Any]:
         found = codec.open(packed.numpy(), spec)
-        host = self._host(packed.numel())
+        host = self._copies.room(packed.shape, packed.dtype)
         host.copy_(packed)
         with self._streams.stream(self._unpacking):
             on_device = torch.empty_like(host, device=self._device)
@@ -131,9 +124,6 @@ class CudaTransfer(DeviceTransfer):
             there = self._streams.Event(blocking=True)
             there.record(self._unpacking)
         return tensor, there
-
-    def _host(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._page_locked)
 
 
 def device_transfer(device: torch.device) -> DeviceTransfer:

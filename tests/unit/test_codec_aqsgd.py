@@ -153,9 +153,9 @@ class LoggedCopies(HostCopies):
         self.streams = FakeStreams()
         super().__init__(self.streams, page_locked=False)
 
-    def _room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         self.streams.log.append(f"room for {list(shape)} {dtype}")
-        return super()._room(shape, dtype)
+        return super().room(shape, dtype)
 
 
 def test_a_gpu_is_waited_for_at_the_commit_alone() -> None:

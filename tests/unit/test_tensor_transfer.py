@@ -92,6 +92,8 @@ class FakeStreams:
     def __init__(self) -> None:
         self.log: list[str] = []
         self._made = iter(("packing", "unpacking"))
+        self._current = threading.local()
+        """Of each thread, as in torch."""
 
     def Stream(self, device: torch.device) -> FakeStream:
         return FakeStream(self.log, next(self._made))
@@ -103,10 +105,12 @@ class FakeStreams:
     @contextlib.contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
         self.log.append(f"on {stream.name}")
+        self._current.stream = stream
         yield
+        del self._current.stream
 
     def current_stream(self, device: torch.device) -> Any:
-        return FakeStream(self.log, "compute")
+        return getattr(self._current, "stream", FakeStream(self.log, "compute"))
 
 
 def devices() -> list[DeviceTransfer]:

@@ -35,17 +35,18 @@ class HostCopies:
 
     def rows(self, values: torch.Tensor, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
         """`values[rows]` of a tensor on the host, on `device`; `rows` is int64 `[n]`."""
-        host = self._room((len(rows), *values.shape[1:]), values.dtype)
+        host = self.room((len(rows), *values.shape[1:]), values.dtype)
         torch.index_select(values, 0, rows, out=host)
         return host.to(device, non_blocking=True)
 
     def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, Mark]:
         """A copy of `values` on the host, and when it is there. `values` may be dropped at once."""
-        host = self._room(tuple(values.shape), values.dtype)
+        host = self.room(values.shape, values.dtype)
         host.copy_(values, non_blocking=True)
         there = self._streams.Event(blocking=True)
         there.record(self._streams.current_stream(values.device))
         return host, there
 
-    def _room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """As `torch.empty` on the host."""
         return torch.empty(shape, dtype=dtype, pin_memory=self._page_locked)
