@@ -7,26 +7,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
+from node.config.schema import ModelSection, PipelineSection, RunConfig
 from node.stage.captured_passes import CapturedPasses, Work
 from node.stage.stage_model import StageModel
+from tests.support.passes import CASES
 
 GPU = torch.device("cuda", 0)
 SHAPE = (2, 512)
 HIDDEN = 256
 ORDER = ("f0", "f1", "b0", "f2", "b1", "f3", "b2", "b3")
 """Never more than two microbatches between their passes."""
-PLAIN = TrainingSection(global_batch=8, microbatch=2, warmup_steps=0, precision="bfloat16")
-FP8 = replace(PLAIN, gradients="fp8", moments="fp8")
-CASES = {
-    "float32": (replace(PLAIN, precision="float32"), StorageSection()),
-    "autocast": (PLAIN, StorageSection()),
-    "fp8": (FP8, StorageSection()),
-    "agoq": (PLAIN, StorageSection(preset="agoq")),
-    "compact": (PLAIN, StorageSection(preset="compact")),
-    "recompute": (PLAIN, StorageSection(preset="agoq", attention="recompute", ffn_input="recompute")),
-    "agoq, fp8, bf16": (replace(FP8, weights="bfloat16"), StorageSection(preset="agoq")),
-}
 
 
 def run_file(case: str, family: str, *, graphs: bool) -> RunConfig:

@@ -5,14 +5,13 @@ when it is recorded, as a capture does.
 """
 
 import logging
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.fp8 import Fp8Gradient
-from node.config.schema import ModelSection, RunConfig, StorageSection, TrainingSection
+from node.config.schema import ModelSection
 from node.model.chunk import build_chunk, weight_dtype
 from node.model.storage import configured
 from node.model.units import unit_names
@@ -20,21 +19,13 @@ from node.stage.captured_passes import CapturedPasses, Work
 from node.stage.passes import AutogradPasses, ChunkCall, Passes
 from node.training.gradients import Gradients
 from node.training.optimizer import StageOptimizer
+from tests.support.passes import CASES
 
 CPU = torch.device("cpu")
 SHAPE = (2, 16)
 SHARES = 3
 ORDER = ("f0", "f1", "b0", "f2", "b1", "b2")
 """Never more than two microbatches between their passes."""
-PLAIN = TrainingSection(global_batch=6, microbatch=2, precision="bfloat16")
-FP8 = replace(PLAIN, gradients="fp8", moments="fp8")
-CASES = {
-    "float32": (replace(PLAIN, precision="float32"), StorageSection()),
-    "autocast": (PLAIN, StorageSection()),
-    "fp8": (FP8, StorageSection()),
-    "agoq": (PLAIN, StorageSection(preset="agoq")),
-    "agoq, fp8, bf16": (replace(FP8, weights="bfloat16"), StorageSection(preset="agoq")),
-}
 
 
 class Again:
@@ -76,7 +67,6 @@ class Half:
     def __init__(self, case: str, family: str, *, last: bool, captured: bool, fail_at: int = -1) -> None:
         training, storage = CASES[case]
         model = ModelSection(family=family, layers=2, hidden=64, heads=2, kv_heads=2, ffn=96, sequence=16)
-        self.config = RunConfig(model=model, training=training, storage=storage)
         units = unit_names(model)
         self.last = last
         chunk = build_chunk(

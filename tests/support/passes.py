@@ -1,0 +1,17 @@
+"""What captured passes are compared with autograd's in: `[training]` and `[storage]`, by name."""
+
+from dataclasses import replace
+
+from node.config.schema import StorageSection, TrainingSection
+
+PLAIN = TrainingSection(global_batch=8, microbatch=2, warmup_steps=0, precision="bfloat16")
+FP8 = replace(PLAIN, gradients="fp8", moments="fp8")
+CASES = {
+    "float32": (replace(PLAIN, precision="float32"), StorageSection()),
+    "autocast": (PLAIN, StorageSection()),
+    "fp8": (FP8, StorageSection()),
+    "agoq": (PLAIN, StorageSection(preset="agoq")),
+    "compact": (PLAIN, StorageSection(preset="compact")),
+    "recompute": (PLAIN, StorageSection(preset="agoq", attention="recompute", ffn_input="recompute")),
+    "agoq, fp8, bf16": (replace(FP8, weights="bfloat16"), StorageSection(preset="agoq")),
+}
