@@ -246,19 +246,20 @@ def test_a_lab_that_ends_early_takes_everything_along(
     assert host() == before
 
 
-def test_a_profile_for_gpus_says_at_once_that_there_are_none(tmp_path: Path, mark: str) -> None:
+def refusal(words: list[str], env: dict[str, str], folder: Path) -> str:
+    """The one line with which a command ends with exit code 2."""
     done = subprocess.run(
-        command("run", str(SMOKE.with_name("gpt2-xl-4gpu.toml"))),
-        env={**environment(mark), "CUDA_VISIBLE_DEVICES": ""},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
+        words, env=env, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False
     )
     assert done.returncode == 2
-    assert "gpt2-xl-4gpu.toml needs 4 GPUs" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+    return done.stderr
+
+
+def test_a_profile_for_gpus_says_at_once_that_there_are_none(tmp_path: Path, mark: str) -> None:
+    words = command("run", str(SMOKE.with_name("gpt2-xl-4gpu.toml")))
+    said = refusal(words, {**environment(mark), "CUDA_VISIBLE_DEVICES": ""}, tmp_path)
+    assert "gpt2-xl-4gpu.toml needs 4 GPUs" in said
     assert list(tmp_path.iterdir()) == []
 
 
@@ -270,18 +271,8 @@ def test_a_lab_without_iproute2_names_the_package(tmp_path: Path, mark: str) -> 
         "import sys; import node.lab.tools; node.lab.tools.SBIN = (); from node.cli.main import main; "
         f"sys.exit(main({['lab', 'run', str(SMOKE)]!r}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**environment(mark), "PATH": str(bare)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "install iproute2" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    said = refusal([sys.executable, "-c", program], {**environment(mark), "PATH": str(bare)}, tmp_path)
+    assert "install iproute2" in said
 
 
 @pytest.mark.parametrize(
@@ -299,16 +290,5 @@ def test_a_lab_without_iproute2_names_the_package(tmp_path: Path, mark: str) -> 
 def test_bad_input_is_one_line_and_exit_code_2(
     arguments: list[str], words: str, tmp_path: Path, mark: str
 ) -> None:
-    done = subprocess.run(
-        command(*arguments),
-        env=environment(mark),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert words in refusal(command(*arguments), environment(mark), tmp_path)
     assert list(tmp_path.iterdir()) == []
