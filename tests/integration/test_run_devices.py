@@ -67,7 +67,9 @@ def test_a_dead_device_is_the_nodes_death_and_the_run_goes_on(prefork: Prefork, 
 
 def test_a_killed_node_of_two_devices_comes_back_to_the_same_bits(prefork: Prefork, tmp_path: Path) -> None:
     """kill -9 of its leader; everything that can be is kept in few bits, and summed so over the devices."""
-    config = packed(replace(CONFIG, run=replace(CONFIG.run, steps=10), model=replace(TINY, ffn=96)))
+    config = packed(
+        replace(CONFIG, run=replace(CONFIG.run, steps=10), model=replace(TINY, ffn=256, sequence=32))
+    )
     ended = []
     for name, kill in (("undisturbed", False), ("killed", True)):
         with Run(tmp_path / name, config, launch=prefork.popen) as run:

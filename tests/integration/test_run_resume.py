@@ -12,7 +12,7 @@ from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, TINY, Run, packed
 
 CONFIG = replace(SMALL, pipeline=replace(SMALL.pipeline, stages=2))
-PACKED = packed(replace(CONFIG, run=replace(CONFIG.run, steps=10), model=replace(TINY, ffn=96)))
+PACKED = packed(replace(CONFIG, run=replace(CONFIG.run, steps=10), model=replace(TINY, ffn=256, sequence=32)))
 TIED_RING = replace(
     SMALL,
     model=replace(SMALL.model, tied=True),
