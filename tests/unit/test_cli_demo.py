@@ -28,8 +28,9 @@ STAND_IN = textwrap.dedent(
     role, plan = sys.argv[1], {plan!r}
     directory = pathlib.Path({directory!r})
     name = role if role == "coordinator" else pathlib.Path(sys.argv[sys.argv.index("--state-dir") + 1]).name
-    (directory / f"{{name}}.pid").write_text(str(os.getpid()))
     (directory / f"{{name}}.args").write_text(" ".join(sys.argv[1:]))
+    (directory / f"{{name}}.written").write_text(str(os.getpid()))
+    (directory / f"{{name}}.written").rename(directory / f"{{name}}.pid")  # whoever sees the name reads it whole
     interrupted, over = threading.Event(), directory / "over"
     signal.signal(signal.SIGINT, lambda *_: interrupted.set())
 
@@ -167,13 +168,14 @@ def test_signals_end_every_process(stage: Stage, number: signal.Signals) -> None
             sys.exit(130)
         """
     )
-    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    while '"nodes are here"' not in child.stdout.readline():
-        pass
-    assert set(stage.alive()) == {"coordinator", "node-0", "node-1"}
-    child.send_signal(number)
-    rest, _ = child.communicate(timeout=30)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            assert any('"nodes are here"' in line for line in child.stdout)
+            assert set(stage.alive()) == {"coordinator", "node-0", "node-1"}
+        finally:
+            child.send_signal(number)
+        rest, _ = child.communicate(timeout=30)
     assert child.returncode == 130
     assert '"reason": "stopped"' in rest
     assert stage.alive() == []
