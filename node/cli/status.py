@@ -97,7 +97,7 @@ def run_state(status: "RunStatus | None", alive: bool | None, *, complete: bool)
 
 def _live_lines(status: "RunStatus", now: float, alive: bool | None) -> list[str]:
     """What the coordinator last said; `alive` as for `run_state`."""
-    from node.telemetry.render import stage_rows, table_lines
+    from node.telemetry.render import SHORT_ID, stage_rows, table_lines
     from node.telemetry.units import count_text, duration_text, printable
 
     lines = [
@@ -109,6 +109,7 @@ def _live_lines(status: "RunStatus", now: float, alive: bool | None) -> list[str
     nodes = status.placement.nodes if status.placement else ()
     if alive is not False:
         lines.append(f"connected {len(status.nodes)} nodes for {len(nodes) or status.started.stages} stages")
+    lines += [printable(f"gone      {left.node_id[:SHORT_ID]}: {left.reason}") for left in status.gone]
     if status.step:
         lines.append(f"speed     {count_text(status.step.tokens_per_second)} tokens/s")
         lines += table_lines(*stage_rows(status.step, nodes))

@@ -289,8 +289,9 @@ class RunFinished(Event):
 def from_json(line: str) -> Event:
     """Read one line that `Event.to_json` wrote.
 
-    Raises ProtocolViolationError for anything else: bad JSON, an unknown kind, a missing, extra or mistyped
-    field. A field that has a default may be missing: an older version did not write it.
+    A field that has a default may be missing: an older version did not write it. Unknown fields are left out:
+    a later version writes more. Raises ProtocolViolationError for anything else: bad JSON, an unknown kind,
+    another field that is missing, a mistyped one.
     """
     try:
         raw = json.loads(line)
@@ -313,7 +314,10 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def read_value(value: Any, hint: Any, name: str) -> Any:
-    """`value`, fresh from JSON, as the type `hint` of the field `name`. Raises ProtocolViolationError."""
+    """`value`, fresh from JSON, as the type `hint` of the field `name`; of objects as `from_json` says.
+
+    Raises ProtocolViolationError.
+    """
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):  # only `X | None` occurs
         return None if value is None else read_value(value, get_args(hint)[0], name)
@@ -323,11 +327,12 @@ def read_value(value: Any, hint: Any, name: str) -> Any:
         return {key: read_value(item, get_args(hint)[1], name) for key, item in value.items()}
     if is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):
         known = {one.name: _optional(one) for one in fields(hint)}
-        odd = {key for key in known.keys() ^ value.keys() if not known.get(key)}
-        if odd:
-            raise ProtocolViolationError(f"event {name}: missing or extra fields: {', '.join(sorted(odd))}")
+        missing = sorted(key for key, optional in known.items() if not optional and key not in value)
+        if missing:
+            raise ProtocolViolationError(f"{name} has no {', '.join(missing)}")
+        types_of = _hints(hint)
         return hint(
-            **{key: read_value(item, _hints(hint)[key], f"{name}.{key}") for key, item in value.items()}
+            **{key: read_value(value[key], types_of[key], f"{name}.{key}") for key in known if key in value}
         )
     if hint is float:
         if value is None:
@@ -336,7 +341,7 @@ def read_value(value: Any, hint: Any, name: str) -> Any:
             return float(value)
     elif hint in (int, str, bool) and type(value) is hint:
         return value
-    raise ProtocolViolationError(f"event field {name} has the wrong type: {value!r}")
+    raise ProtocolViolationError(f"{name} has the wrong type: {str(value)[:80]!r}")
 
 
 def _optional(one: "Field[Any]") -> bool:

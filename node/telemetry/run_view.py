@@ -2,6 +2,10 @@
 
 `node.telemetry.view` makes it from events. Times are Unix seconds. Where nodes can be reached is left out: a
 page may be public, and a volunteer's address is nobody's business.
+
+Its readers may be of another version than its writer. They leave out fields that they do not know, and take
+the default of one that is missing, which says that nothing is known. So a new field needs a default; a view
+without one of the others is refused, as a number that is not there must not be shown as 0.
 """
 
 import json
@@ -20,8 +24,8 @@ class StageView:
 
     stage: int
     node_id: str
-    device: str
-    blocks: int
+    device: str = ""
+    blocks: int = 0
     """Transformer blocks of the stage; 0 is not known."""
     present: bool
     """Whether its node is connected."""
@@ -29,10 +33,10 @@ class StageView:
     """By kind of time; they sum to 1, or are empty before the first step."""
     busy: float
     waiting: float
-    memory_bytes: int
-    peak_memory_bytes: int
-    gpu_memory_bytes: int
-    gpu_peak_memory_bytes: int
+    memory_bytes: int = 0
+    peak_memory_bytes: int = 0
+    gpu_memory_bytes: int = 0
+    gpu_peak_memory_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +65,14 @@ class LinkView:
     """Since the run began."""
     mbit: float
     """Mbit/s over the recent steps."""
-    capacity_mbit: float
+    capacity_mbit: float = 0.0
     """Measured; 0 while not known."""
-    use: float | None
+    use: float | None = None
     """`mbit` over `capacity_mbit`, 0 to 1; None while the capacity is not known."""
     busy: float
     """Share of the recent steps in which something waited to be sent or acknowledged."""
     flows: tuple[FlowView, ...]
-    round_trip_seconds: float
+    round_trip_seconds: float = 0.0
     retransmits: int
     """Frames sent again since the run began."""
     rejects: int
@@ -121,7 +125,7 @@ class RunView:
     name: str
     state: str
     """`starting`, `waiting for nodes`, `restoring`, `training`, `stopped`, `finished` or `failed`."""
-    ended: str
+    ended: str = ""
     """Why the run is over; empty while it is not."""
     started: float
     """When the run began; 0 before it has."""
@@ -139,15 +143,15 @@ class RunView:
     """Model chunks a stage."""
     forward_codec: str
     backward_codec: str
-    loss: float | None
+    loss: float | None = None
     """Of the newest step, nats a token."""
-    lr: float | None
-    grad_norm: float | None
-    tokens_per_second: float | None
+    lr: float | None = None
+    grad_norm: float | None = None
+    tokens_per_second: float | None = None
     """Over the recent steps."""
-    step_seconds: float | None
+    step_seconds: float | None = None
     """Mean over the recent steps."""
-    eta_seconds: float | None
+    eta_seconds: float | None = None
     """From `updated` on; None while it cannot be told."""
     loss_curve: Curve
     speed_curve: Curve
@@ -158,7 +162,7 @@ class RunView:
     members: tuple[MemberView, ...]
     spares: int
     """Members without a stage while every stage has its node; 0 while one has none."""
-    snapshot: SnapshotView | None
+    snapshot: SnapshotView | None = None
     """Its age is the reader's clock minus `at`."""
     aborted: int
     """Steps that were aborted and ran again."""
@@ -167,9 +171,9 @@ class RunView:
     """Steps that ran again after a rollback, though they had been committed."""
     token_uses: int | None = None
     """Nodes that the run's join tokens still admit; None is not known."""
-    bottleneck: tuple[str, ...]
+    bottleneck: tuple[str, ...] = ()
     """What holds the run back, in words, the most important first."""
-    events: tuple[EventView, ...]
+    events: tuple[EventView, ...] = ()
     """Oldest first."""
 
     def to_json(self) -> str:
@@ -178,7 +182,7 @@ class RunView:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """What `to_json` wrote. Raises ProtocolViolationError for anything else."""
+        """What `to_json` wrote, in this version or one like it. Raises ProtocolViolationError for others."""
         try:
             raw = json.loads(text)
         except ValueError as error:
@@ -189,7 +193,7 @@ class RunView:
 
     @classmethod
     def from_fields(cls, raw: Mapping[str, object]) -> Self:
-        """What `to_fields` gave, read from JSON. Raises ProtocolViolationError for anything else."""
+        """What `to_fields` gave, read from JSON; as `from_json`."""
         return cast(Self, events.read_value(raw, cls, "view"))
 
     def to_fields(self) -> dict[str, object]:

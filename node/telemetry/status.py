@@ -26,6 +26,9 @@ from wire.errors import ProtocolViolationError, RunError
 STATUS_FILE = "status.json"
 WRITE_INTERVAL = 1.0
 """Seconds between writes for steps alone; every other event is written at once."""
+_REMEDY = "remove it, the coordinator writes it anew"
+MOST_GONE = 3
+"""So many of those that have left are remembered; the history has all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,8 @@ class RunStatus(Event):
     started: RunStarted
     nodes: tuple[NodeJoined, ...] = ()
     """Those that joined and have not left."""
+    gone: tuple[NodeLeft, ...] = ()
+    """Those that left last and have not come back, with why; the newest last."""
     placement: PlacementMade | None = None
     step: StepDone | None = None
     aborted: int = 0
@@ -53,10 +58,11 @@ def after(status: RunStatus, event: Event) -> RunStatus:
     """The status once `event` has happened."""
     match event:
         case NodeJoined():
-            others = tuple(node for node in status.nodes if node.node_id != event.node_id)
-            return replace(status, nodes=(*others, event))
+            nodes, gone = _without(event.node_id, status)
+            return replace(status, nodes=(*nodes, event), gone=gone)
         case NodeLeft():
-            return replace(status, nodes=tuple(n for n in status.nodes if n.node_id != event.node_id))
+            nodes, gone = _without(event.node_id, status)
+            return replace(status, nodes=nodes, gone=(*gone, event)[-MOST_GONE:])
         case PageServed():
             return replace(status, page=event)
         case PlacementMade():
@@ -71,6 +77,14 @@ def after(status: RunStatus, event: Event) -> RunStatus:
             return replace(status, finished=event)
         case _:
             return status
+
+
+def _without(node_id: str, status: RunStatus) -> tuple[tuple[NodeJoined, ...], tuple[NodeLeft, ...]]:
+    """The nodes that are here and those that are gone, without one of them."""
+    return (
+        tuple(node for node in status.nodes if node.node_id != node_id),
+        tuple(node for node in status.gone if node.node_id != node_id),
+    )
 
 
 class StatusWriter:
@@ -116,17 +130,16 @@ class StatusWriter:
 def read_status(directory: Path) -> RunStatus | None:
     """The newest status of the run in `directory`; None before its first event. RunError if unreadable."""
     path = directory / STATUS_FILE
-    status: Event | None
     try:
         status = from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from error
-    except (ProtocolViolationError, UnicodeDecodeError):
-        status = None
+    except (ProtocolViolationError, UnicodeDecodeError) as error:
+        raise RunError(f"{path} is not a run's status ({error}); {_REMEDY}") from None
     if not isinstance(status, RunStatus):
-        raise RunError(f"{path} is not a run's status; remove it, the coordinator writes it anew")
+        raise RunError(f"{path} is not a run's status; {_REMEDY}")
     return status
 
 

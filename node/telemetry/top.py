@@ -84,7 +84,7 @@ def _stage_table(stages: tuple[StageView, ...]) -> list[str]:
     waits = ("wait-upstream", "wait-downstream", "wait-coordinator")
     rows = []
     for stage in stages:
-        shares = [_percent(stage.shares[kind]) if stage.shares else "-" for kind in (*kinds, *waits)]
+        shares = [_percent(stage.shares[k]) if k in stage.shares else "-" for k in (*kinds, *waits)]
         rows.append(
             [
                 str(stage.stage),

@@ -49,7 +49,10 @@ class HistoryWatch:
 
     def _dead(self) -> bool:
         """Whether the coordinator's process, on this machine, is known to have ended."""
-        status = read_status(self._directory)
+        try:
+            status = read_status(self._directory)
+        except RunError:
+            return False  # perhaps of another version; the history tells the rest
         return status is not None and coordinator_alive(status) is False
 
 
@@ -109,7 +112,9 @@ class PageWatch:
         try:
             return read_answer(body)
         except ProtocolViolationError as error:
-            raise RunError(f"{self._address}/api/view is of another version of thinwire: {error}") from None
+            raise RunError(
+                f"{self._address}/api/view is of another version of thinwire ({error}): use the coordinator's"
+            ) from None
 
 
 def _trusting(authority: Path | None) -> ssl.SSLContext:
@@ -123,7 +128,10 @@ def _trusting(authority: Path | None) -> ssl.SSLContext:
 
 
 def read_answer(body: bytes) -> RunView:
-    """The view in what a page answers to `/api/view`. Raises ProtocolViolationError for anything else."""
+    """The view in what a page answers to `/api/view`, of this version or one like it (`RunView.from_json`).
+
+    Raises ProtocolViolationError for anything else.
+    """
     try:
         answer = json.loads(body)
     except ValueError as error:

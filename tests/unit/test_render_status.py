@@ -30,6 +30,7 @@ from node.telemetry.events import (
     StepDone,
 )
 from node.telemetry.status import (
+    MOST_GONE,
     STATUS_FILE,
     WRITE_INTERVAL,
     RunStatus,
@@ -108,6 +109,35 @@ def test_the_file_follows_the_events(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [STATUS_FILE]
 
 
+def test_who_is_gone_stays_until_he_is_back(tmp_path: Path) -> None:
+    emit = StatusWriter(pytest.fail)
+    emit(started(tmp_path))
+    left = [NodeLeft(node_id=f"node-{n}", reason=f"reason {n}") for n in range(MOST_GONE + 2)]
+    for event in (*NODES, *left[:2]):
+        emit(event)
+    assert written(tmp_path).gone == (left[0], left[1])
+    emit(NodeJoined(node_id="node-0", device="cpu", address=""))
+    assert written(tmp_path).gone == (left[1],)
+    for event in left:
+        emit(event)
+    assert written(tmp_path).gone == tuple(left[-MOST_GONE:])
+    again = NodeLeft(node_id=left[-2].node_id, reason="again")
+    emit(again)
+    assert written(tmp_path).gone == (left[-3], left[-1], again)
+
+
+def test_a_status_of_another_version_is_read(tmp_path: Path) -> None:
+    emit = StatusWriter(pytest.fail)
+    for event in (started(tmp_path), *NODES, PLACED):
+        emit(event)
+    known, path = written(tmp_path), tmp_path / STATUS_FILE
+    fields = json.loads(path.read_text())
+    del fields["gone"], fields["placement"]["blocks"]  # an older one lacks them
+    fields["of_a_later_version"] = fields["nodes"][0]["of_a_later_version"] = 3
+    path.write_text(json.dumps(fields))
+    assert written(tmp_path) == known
+
+
 def test_steps_alone_are_written_once_an_interval(tmp_path: Path) -> None:
     now = [100.0]
     emit = StatusWriter(pytest.fail, clock=lambda: now[0])
@@ -132,11 +162,20 @@ def test_a_disk_that_fails_is_reported_once_and_stops_nothing(tmp_path: Path) ->
     assert "cannot be written (No such file or directory)" in warnings[0]
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"event": "notice", "text": "x"}'])
-def test_a_file_that_is_no_status_is_one_line(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", r" \(.*not JSON.*\)"),
+        ("{}", r" \(.*no known kind.*\)"),
+        ('{"event": "notice", "text": "x"}', ""),
+        ('{"event": "status", "updated": 1, "host": "h", "process_id": 1}', r" \(status has no started\)"),
+    ],
+)
+def test_a_file_that_is_no_status_is_one_line(tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / STATUS_FILE).write_text(text)
-    with pytest.raises(RunError, match=r"status\.json is not a run's status"):
+    with pytest.raises(RunError, match=rf"status\.json is not a run's status{why}; remove it, ") as caught:
         read_status(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def status(directory: Path) -> RunStatus:
@@ -202,6 +241,15 @@ def test_the_command_tells_where_the_run_stands(run_dir: Path, capsys: pytest.Ca
     assert any(line.startswith("snapshots 1, the newest ") for line in lines)
     assert "tokens    1 usable" in lines
     assert ["1", "node-b", "50%", "2.0", "1.0"] in [line.split() for line in lines]
+
+
+def test_the_command_says_who_is_gone_and_why(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    emit = StatusWriter(pytest.fail)
+    reason = "it ended: \x1b[2Jcuda:0 ran out of memory"
+    for event in (started(run_dir), *NODES, PLACED, NodeLeft(node_id="node-b" + "x" * 40, reason=reason)):
+        emit(event)
+    assert main(["status", str(run_dir)]) == 0
+    assert "gone      node-bxxxxxxxxx: it ended:  [2Jcuda:0 ran out of memory\n" in capsys.readouterr().out
 
 
 def test_the_command_as_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

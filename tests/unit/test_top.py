@@ -1,14 +1,16 @@
 """`thinwire top`: what its lines say, where its views come from, and what it says when there are none."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import math
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -22,6 +24,7 @@ from node.dashboard.tls import page_tls
 from node.telemetry import events
 from node.telemetry.history import HISTORY_FILE, HistoryWriter
 from node.telemetry.run_view import RunView
+from node.telemetry.status import STATUS_FILE
 from node.telemetry.top import sparkline, step_line, view_lines
 from node.telemetry.view import RunViewBuilder, view
 from node.telemetry.watch import HistoryWatch, PageWatch
@@ -179,6 +182,14 @@ async def test_what_answers_and_is_no_runs_page(answer: web.Response, complaint:
     async def handler(_request: web.Request) -> web.Response:
         return answer
 
+    async with answering(handler) as address:
+        with pytest.raises(RunError, match=complaint):
+            await asyncio.to_thread(PageWatch(address).view)
+
+
+@contextlib.asynccontextmanager
+async def answering(handler: Callable[[web.Request], Awaitable[web.Response]]) -> AsyncIterator[str]:
+    """The address of a server whose `/api/view` answers so."""
     application = web.Application()
     application.router.add_get("/api/view", handler)
     runner = web.AppRunner(application)
@@ -186,10 +197,67 @@ async def test_what_answers_and_is_no_runs_page(answer: web.Response, complaint:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     try:
-        with pytest.raises(RunError, match=complaint):
-            await asyncio.to_thread(PageWatch(f"127.0.0.1:{runner.addresses[0][1]}").view)
+        yield f"127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+MAY_MISS = ("loss", "eta_seconds", "snapshot", "bottleneck", "token_uses", "ended")
+
+
+def of_another_version(seen: RunView) -> dict[str, Any]:
+    """A view's fields with more of them on every level, and without those that may be missing."""
+    fields: dict[str, Any] = json.loads(seen.to_json())
+    for part in (
+        fields,
+        fields["loss_curve"],
+        *fields["stages"],
+        *fields["links"],
+        *fields["links"][0]["flows"],
+        *fields["members"],
+        *fields["events"],
+    ):
+        part["of_a_later_version"] = {"any": ["thing", None]}
+    fields["stages"][0]["shares"] = {"thinking": 1.0}
+    for name in MAY_MISS:
+        del fields[name]
+    for stage in fields["stages"]:
+        del stage["gpu_memory_bytes"], stage["blocks"]
+    for link in fields["links"]:
+        del link["use"], link["full"]
+    return fields
+
+
+async def test_a_page_of_another_version_is_shown_as_far_as_it_is_known(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    seen = view(history(opening(), step(1), STORED, aborted(2)))
+    fields = of_another_version(seen)
+
+    async def handler(_request: web.Request) -> web.Response:
+        return web.json_response({"now": BEGAN, "view": fields, "of_a_later_version": 1})
+
+    async with answering(handler) as address:
+        read = await asyncio.to_thread(PageWatch(address).view)
+        unknown = (read.loss, read.eta_seconds, read.snapshot, read.bottleneck, read.token_uses, read.ended)
+        assert unknown == (None, None, None, (), None, "")
+        assert {link.use for link in read.links} == {None} and read.stages[1].blocks == 0
+        known = {"run_id", "state", "step", "steps", "loss_curve", "members", "events", "aborted"}
+        assert {name: getattr(read, name) for name in known} == {name: getattr(seen, name) for name in known}
+        assert await asyncio.to_thread(main, ["top", address, "--once"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == "run demo (demo-abc): restoring, step 1/100"
+        rows = [line.split() for line in lines]
+        assert ["0", "node-aaaa", "80%", *"--------", "300", "MB", "-"] in rows
+        del fields["steps"], fields["state"]
+        with pytest.raises(RunError, match=r"another version of thinwire \(view has no state, steps\)"):
+            await asyncio.to_thread(PageWatch(address).view)
+
+
+def test_a_history_beside_a_status_that_cannot_be_read(tmp_path: Path) -> None:
+    write(tmp_path, *opening()[1:], *step(1))
+    (tmp_path / STATUS_FILE).write_text('{"event": "status"}')
+    assert HistoryWatch(tmp_path).view().step == 1
 
 
 def test_sentences_are_wrapped_to_the_terminal() -> None:
