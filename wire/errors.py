@@ -110,7 +110,12 @@ class DeviceLostError(RunError):
 class MemoryExhaustedError(DeviceLostError):
     """A device's memory did not suffice. The node ends: in another epoch it would not suffice either."""
 
-    def __init__(self, message: str, *, need: int = 0) -> None:
-        """`need`: bytes that the stage was estimated to need on each device; 0 if there was no stage."""
+    def __init__(self, message: str, *, need: int = 0, happened: str = "") -> None:
+        """
+        Args:
+            need: bytes that the stage was estimated to need on each device; 0 if there was no stage.
+            happened: the message without what its reader can do about it.
+        """
         super().__init__(message)
         self.need = need
+        self.happened = happened or message

@@ -11,6 +11,9 @@ from enum import IntEnum
 from wire.identity.enrolment import Hardware, Refusal
 from wire.telemetry import StepSpans, Telemetry
 
+LONGEST_REASON = 240
+"""Characters of why a node goes; what is longer is cut."""
+
 
 class FailureKind(IntEnum):
     """Why a stage could not finish a step."""
@@ -91,6 +94,8 @@ class Heartbeat:
 @dataclass(frozen=True, kw_only=True)
 class Leave:
     reason: str
+    failed: bool = False
+    """The node ends now, and what it holds with it; else it asks to go once that is saved."""
 
 
 NodeMessage = Hello | Placed | Ready | Vote | Applied | StepFailed | Heartbeat | Leave | StepSpans

@@ -9,6 +9,7 @@ import math
 from wire.errors import ProtocolViolationError, RefusalCode
 from wire.identity.enrolment import Hardware, Refusal
 from wire.messages import (
+    LONGEST_REASON,
     Abort,
     Applied,
     Begin,
@@ -134,7 +135,7 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
                 )
             )
         case Leave():
-            return control_pb2.NodeMessage(leave=control_pb2.Leave(reason=message.reason))
+            return control_pb2.NodeMessage(leave=control_pb2.Leave(**vars(message)))
         case StepSpans():
             return control_pb2.NodeMessage(step_spans=spans_to_proto(message))
 
@@ -187,7 +188,7 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
                 sent_at=finite(message.heartbeat.sent_at, "a time"),
             )
         case "leave":
-            return Leave(reason=line(message.leave.reason))
+            return Leave(reason=line(message.leave.reason)[:LONGEST_REASON], failed=message.leave.failed)
         case "step_spans":
             return spans_from_proto(message.step_spans)
         case _:

@@ -338,6 +338,10 @@ class Coordinator:
             case Heartbeat():
                 session.answer(HeartbeatReply(sent_at=message.sent_at, at=time.time()))
                 self._machine.heard(node_id, time.monotonic())
+            case Leave(failed=True):
+                # At once: it does not come back, so there is nothing to wait for.
+                why = f"it ended: {message.reason}" if message.reason else "it ended, and did not say why"
+                self._post(functools.partial(self._machine.lost, node_id, why))
             case Leave():
                 faults.reach_coordinator(faults.Phase.DRAIN)
                 self._post(lambda now: self._machine.leave(node_id, now))

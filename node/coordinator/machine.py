@@ -150,7 +150,7 @@ class RunMachine:
         return actions + self._try_place(now)
 
     def lost(self, node_id: str, reason: str, now: float) -> list[Action]:
-        """The node is dead, or was evicted."""
+        """The node is dead, was evicted, or says itself that it ends."""
         return self._gone(node_id, reason, now) + self._try_place(now)
 
     def leave(self, node_id: str, now: float) -> list[Action]:

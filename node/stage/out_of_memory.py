@@ -64,8 +64,7 @@ def exhausted(
     at = "before it had a stage"
     if stage >= 0:
         at = f"at stage {stage} of {stages}, which was estimated to need {bytes_text(need)}"
+    ran_out_at, facts = f"{device} ran out of memory {at}", f"it offered {bytes_text(offered)}, and {there}"
     return MemoryExhaustedError(
-        f"{device} ran out of memory {at}, and this node ends; it offered {bytes_text(offered)}, and "
-        f"{there}: {REMEDY}",
-        need=need,
+        f"{ran_out_at}, and this node ends; {facts}: {REMEDY}", need=need, happened=f"{ran_out_at}; {facts}"
     )

@@ -20,20 +20,21 @@ from node.stage.batches import Batches
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.epoch_links import EpochLinks
 from node.stage.epoch_task import EpochTask, State
-from node.stage.error_groups import first_error
+from node.stage.error_groups import first_error, in_short
 from node.stage.executor import StageExecutor
 from node.stage.inbox import Inbox
 from node.stage.measure import NodeMeter
 from node.stage.node_metrics import NodeMetrics
 from node.stage.node_settings import IdentityHolder, NodeSettings
 from node.stage.out_of_memory import exhausted, ran_out, room
+from node.stage.session import Session
 from node.stage.snapshot_cache import SnapshotCache
 from node.stage.snapshot_transfer import SnapshotTransfer
 from node.stage.stage_io import TensorLink
 from node.stage.watchdog import StuckError, watch
 from node.telemetry.clock import StageClock
 from node.telemetry.traced_steps import TracedSteps
-from wire.errors import DeviceLostError, LinkError, LinkLostError, RunError
+from wire.errors import DeviceLostError, LinkError, RunError
 from wire.identity.enrolment import Refusal
 from wire.link import LinkSettings
 from wire.messages import (
@@ -44,7 +45,6 @@ from wire.messages import (
     Heartbeat,
     HeartbeatReply,
     Hello,
-    Leave,
     NodeMessage,
     Placement,
     Prefetch,
@@ -94,7 +94,7 @@ class NodeRuntime:
                 on_transfer=self._meter.transferred,
             ),
         )
-        self._outbox: asyncio.Queue[NodeMessage] = asyncio.Queue()
+        self._session = Session(self._client, self._hello, self._handle)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._nonce = secrets.randbits(63)
         self._welcome: Welcome | None = None
@@ -119,7 +119,7 @@ class NodeRuntime:
                 self._download_rate = await self._client.measure_download()
                 self._peer_address = self._settings.advertise or f":{port}"
                 tasks = [
-                    group.create_task(self._keep_session()),
+                    group.create_task(self._session.run()),
                     group.create_task(self._heartbeats()),
                     group.create_task(self._renew_certificate()),
                     group.create_task(self._watch_compute()),
@@ -129,6 +129,7 @@ class NodeRuntime:
                 await self._finished.wait()
                 for task in tasks:
                     task.cancel()
+                await self._session.close()
                 if self._welcome is not None:
                     self._snapshots.cancel()
                 await self._end_epoch()
@@ -138,8 +139,10 @@ class NodeRuntime:
             stuck = errors.subgroup(StuckError) is not None
             reason = self._reason(errors)
             broken = isinstance(reason, (StuckError, DeviceLostError))
+            await self._session.farewell(in_short(reason))
             raise reason from None
         finally:
+            await self._session.close()
             self.inbox.interrupt("the node is stopping")
             await self._links.stop()
             await self._client.close()
@@ -175,7 +178,7 @@ class NodeRuntime:
         if self._leaving:
             return
         self._leaving = True
-        self.post(Leave(reason=reason))
+        self._session.leave(reason)
         goodbye = Finish(
             reason=f"the coordinator did not say goodbye within {LEAVE_SECONDS:g} s", failed=True
         )
@@ -184,10 +187,10 @@ class NodeRuntime:
     # ---- services of an epoch
 
     def post(self, message: NodeMessage) -> None:
-        self._outbox.put_nowait(message)
+        self._session.post(message)
         if isinstance(message, Applied):
             for spans in self._meter.step_spans(message.epoch, message.step, self.executor.stage):
-                self._outbox.put_nowait(spans)
+                self._session.post(spans)
 
     async def compute(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
@@ -224,44 +227,17 @@ class NodeRuntime:
 
     # ---- the session
 
-    async def _keep_session(self) -> None:
-        """Hold a control connection; dial again when it breaks, for as long as an outage may last."""
-        loop = asyncio.get_running_loop()
-        last_contact = loop.time()
-        delay = 0.1
-
-        def connected() -> None:
-            nonlocal last_contact, delay
-            last_contact, delay = loop.time(), 0.1
-            if self._leaving:
-                self.post(Leave(reason="said before, perhaps unheard"))
-
-        # Python 3.11 forgets a cancellation that meets a failing stream, so the flag is looked at too.
-        while not self._finished.is_set():
-            hello = Hello(
-                version=VERSION,
-                protocol=PROTOCOL,
-                peer_address=self._peer_address,
-                hardware=self._settings.hardware,
-                flops=self._settings.flops,
-                download_rate=self._download_rate,
-                epoch=self._epoch.number if self._epoch is not None else 0,
-                process_nonce=self._nonce,
-            )
-            began = loop.time()
-            try:
-                await self._client.session(hello, self._outbox, self._handle, connected)
-            except LinkError as error:
-                if last_contact >= began:
-                    last_contact = loop.time()
-                    log.warning("%s; connecting again", error)
-                limit = self._outage_seconds
-                if loop.time() + delay - last_contact > limit:
-                    raise LinkLostError(
-                        f"the coordinator at {self._client.address} did not answer for {limit:g} s: {error}"
-                    ) from None
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, 2.0)
+    def _hello(self) -> Hello:
+        return Hello(
+            version=VERSION,
+            protocol=PROTOCOL,
+            peer_address=self._peer_address,
+            hardware=self._settings.hardware,
+            flops=self._settings.flops,
+            download_rate=self._download_rate,
+            epoch=self._epoch.number if self._epoch is not None else 0,
+            process_nonce=self._nonce,
+        )
 
     async def _handle(self, message: CoordinatorMessage) -> None:
         match message:
@@ -347,10 +323,6 @@ class NodeRuntime:
         if self._finish is None:
             self._finish = finish
             self._finished.set()
-
-    @property
-    def _outage_seconds(self) -> float:
-        return self._client.outage_seconds
 
     # ---- in the background
 

@@ -10,8 +10,10 @@ import pytest
 from node.faults import Fault, Kind, Phase
 from node.model.memory import stage_bytes
 from node.stage.memory_note import NOTE_FILE
-from node.telemetry.events import NodeJoined, PlacementMade
+from node.telemetry.events import NodeJoined, NodeLeft, PlacementMade
+from node.telemetry.render import SHORT_ID
 from node.telemetry.units import bytes_text
+from node.telemetry.watch import PageWatch
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, small
 from tests.support.run_harness import SMALL, Process, Run, assert_near_undisturbed
@@ -67,6 +69,42 @@ def test_a_spare_takes_the_stage_of_a_node_that_ran_out(
         before, after = run.all(PlacementMade)
         number = nodes.index(victim)
         assert before.nodes[1] == run.node_id(number) and run.node_id(number) not in after.nodes
+        (left,) = run.all(NodeLeft)
+        assert left.node_id == run.node_id(number)
+        assert left.reason.startswith(
+            f"it ended: cpu ran out of memory at stage 1 of 3, which was estimated to need {estimate}; it "
+        )
+        assert "and this node ends" not in left.reason and "pipeline.window" not in left.reason
+
+
+def answer(run: FaultRun, *command: str) -> str:
+    """What a command prints that ends by itself."""
+    process = run.command(*command)
+    assert process.wait_exit() == 0, process.report()
+    return "\n".join(process.lines)
+
+
+def test_operators_read_why_it_is_gone(tmp_path: Path, prefork: Prefork) -> None:
+    """While the run is on, and once it is over."""
+    fault = Fault(kind=Kind.MEMORY, phase=Phase.BACKWARD, stage=1, step=3)
+    with FaultRun(tmp_path, small(), [fault], launch=prefork.popen) as run:
+        run.start()
+        run.add_nodes(3)
+        assert run.tend(until=lambda event: isinstance(event, NodeLeft)) is None
+        (left,) = run.all(NodeLeft)
+        directory, gone = str(run.run_dir), f"gone      {left.node_id[:SHORT_ID]}: {left.reason}"
+        assert left.reason.startswith("it ended: cpu ran out of memory at stage 1 of 3, ")
+        assert gone in answer(run, "status", directory)
+        run.add_spare()
+        assert run.tend(restart=False) == 0
+        run.assert_undisturbed(codes=(0, 1))
+        assert gone in answer(run, "status", directory)
+        page = run.command("dashboard", directory, "--listen", "127.0.0.1:0")
+        url = page.wait_line(lambda line: line.startswith("page at ")).split()[2]
+        (seen,) = [event for event in PageWatch(url).view().events if event.kind == "left"]
+        assert (seen.level, seen.text) == ("warning", f"{left.node_id} left: {left.reason}")
+        page.interrupt()
+        assert page.wait_exit() == 0
 
 
 def test_it_is_not_given_that_stage_again(tmp_path: Path, prefork: Prefork) -> None:
@@ -120,6 +158,8 @@ def test_another_rank_that_ran_out_is_its_nodes_one_line(tmp_path: Path, prefork
         line = said(shared)
         assert line.startswith("thinwire: error: cpu ran out of memory at stage 0 of 2, which was estimated ")
         assert "Connection closed by peer" not in shared.stderr
+        left = coordinator.wait_event(NodeLeft)
+        assert left.reason.startswith("it ended: cpu ran out of memory at stage 0 of 2, ")
         # On one device: it offered too much as two.
         run.add_node(state_dir=run.state_dir(0))
         assert coordinator.wait_exit() == 0

@@ -187,6 +187,13 @@ class SimNode:
         assert self.session is not None
         self.session.to_coordinator.append(self.outbox.popleft())
 
+    def give_up(self) -> None:
+        """It ends, and says so if it still can: as `node.stage.session` does, nothing else is said before."""
+        connected = self.session is not None and not self.session.broken
+        if connected and self.session is not None:
+            self.session.to_coordinator.append(Leave(reason="invented", failed=True))
+        self.die()
+
     def leave(self) -> None:
         self.leaving = True
         self.outbox.append(Leave(reason="asked to"))

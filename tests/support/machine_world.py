@@ -307,7 +307,9 @@ class World:
         node_id = session.node.node_id
         if self.open.get(node_id) is not session:
             return
-        if isinstance(message, Leave):
+        if isinstance(message, Leave) and message.failed:
+            self.happen(lambda machine: machine.lost(node_id, message.reason, self.now))
+        elif isinstance(message, Leave):
             self.happen(lambda machine: machine.leave(node_id, self.now))
         else:
             self.happen(lambda machine: machine.message(node_id, message, self.now))

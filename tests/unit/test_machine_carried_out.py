@@ -221,6 +221,39 @@ async def test_of_two_processes_of_one_node_the_newer_stays(tmp_path: Path) -> N
         assert not [event for event in run.events if isinstance(event, events.NodeLeft)]
 
 
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        ("cpu ran out of memory at stage 0 of 1", "it ended: cpu ran out of memory at stage 0 of 1"),
+        ("", "it ended, and did not say why"),
+    ],
+)
+async def test_a_node_that_ends_is_let_go_at_once_and_its_reason_told(
+    tmp_path: Path, reason: str, told: str
+) -> None:
+    async with scene(tmp_path) as run:
+        node = run.peer("a")
+        await node.into_step()
+        node.say(Leave(reason=reason, failed=True))
+        assert await node.hear() is None, "the end of its session is the answer"
+        (left,) = [event for event in run.events if isinstance(event, events.NodeLeft)]
+        assert (left.node_id, left.reason) == ("a", told)
+        (over,) = [event for event in run.events if isinstance(event, events.StepAborted)]
+        assert (over.kind, over.reason) == ("lost", f"node a is gone: {told}")
+        again = run.peer("a", nonce=2)
+        await again.into_step(epoch=2)
+
+
+async def test_the_last_word_of_an_older_process_does_not_end_the_newer(tmp_path: Path) -> None:
+    async with scene(tmp_path) as run:
+        older = run.peer("a", nonce=1)
+        await older.into_step()
+        newer = run.peer("a", nonce=2)
+        older.say(Leave(reason="out of memory", failed=True))
+        await newer.into_step(epoch=2)
+        assert not [event for event in run.events if isinstance(event, events.NodeLeft)]
+
+
 async def test_a_session_opened_again_goes_on_where_it_was(tmp_path: Path) -> None:
     async with scene(tmp_path) as run:
         first = run.peer("a")

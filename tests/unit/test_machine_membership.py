@@ -4,6 +4,7 @@ import pytest
 
 from node.coordinator.actions import (
     Aborted,
+    AbortKind,
     Action,
     OpenSnapshot,
     RecordPlacement,
@@ -37,6 +38,23 @@ def end_of_step(run: Driver) -> list[Action]:
     if run.epoch.phase is Phase.STEPPING:
         run.all_vote()
     return run.all_applied()
+
+
+# ---- a node ends
+
+
+@EVERY_PHASE
+def test_a_stage_that_says_that_it_ends_is_replaced_without_a_wait(phase: Phase) -> None:
+    """What it held is gone with it; who only lost its connection is waited for."""
+    run = in_phase(phase)
+    run.hello("x")
+    actions = run.machine.lost("b", "it ended: out of memory", run.time)
+    assert actions[0] == Released(node_id="b", reason="it ended: out of memory")
+    (over,) = of_kind(actions, Aborted)
+    assert (over.kind, over.reason) == (AbortKind.LOST, "node b is gone: it ended: out of memory")
+    assert aborts(actions) == ["a", "c"] and finishes(actions) == {}
+    assert placement_of(actions) == ("a", "x", "c")
+    assert run.machine.lost("b", "it ended: again", run.time) == []
 
 
 # ---- a node leaves

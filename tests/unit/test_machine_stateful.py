@@ -98,6 +98,11 @@ class RunWorld(RuleBasedStateMachine):
             node.die()
 
     @rule(which=INDEX)
+    def give_up(self, which: int) -> None:
+        if (node := self.pick(which)).running:
+            node.give_up()
+
+    @rule(which=INDEX)
     def start_again(self, which: int) -> None:
         """As a new process; the old one may still be there."""
         node = self.pick(which)

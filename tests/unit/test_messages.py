@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from wire.errors import ProtocolViolationError, RefusalCode
 from wire.identity.enrolment import Hardware, Refusal
 from wire.messages import (
+    LONGEST_REASON,
     Abort,
     Applied,
     Begin,
@@ -166,7 +167,7 @@ NODE_MESSAGES: dict[type, st.SearchStrategy[NodeMessage]] = {
         peer_stage=st.integers(-1, 2**31 - 1),
     ),
     Heartbeat: st.builds(Heartbeat, telemetry=TELEMETRY, sent_at=FINITE),
-    Leave: st.builds(Leave, reason=LINE),
+    Leave: st.builds(Leave, reason=LINE, failed=st.booleans()),
     StepSpans: SPANS,
 }
 COORDINATOR_MESSAGES: dict[type, st.SearchStrategy[CoordinatorMessage]] = {
@@ -353,9 +354,17 @@ def test_text_for_people_becomes_one_harmless_line() -> None:
     refused = coordinator_round_trip(Refusal(RefusalCode.EVICTED, HOSTILE))
     assert isinstance(failed, StepFailed) and isinstance(left, Leave)
     assert isinstance(aborted, Abort) and isinstance(finished, Finish) and isinstance(refused, Refusal)
-    for text in (failed.message, left.reason, aborted.reason, finished.reason, refused.message):
-        assert text.isprintable() and len(text) == LONGEST_LINE
+    lines = (failed.message, aborted.reason, finished.reason, refused.message)
+    assert {len(text) for text in lines} == {LONGEST_LINE} and len(left.reason) == LONGEST_REASON
+    for text in (*lines, left.reason):
+        assert text.isprintable()
         assert "thinwire: all is well" in text
+
+
+def test_a_node_that_does_not_say_that_it_ends_asks_to_go() -> None:
+    """As one did before it could say so."""
+    plain = control_pb2.NodeMessage(leave=control_pb2.Leave(reason="asked to"))
+    assert node_message_from_proto(plain) == Leave(reason="asked to", failed=False)
 
 
 def test_devices_that_are_no_whole_rows_are_refused() -> None:

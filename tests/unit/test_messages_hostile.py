@@ -99,7 +99,7 @@ FROM_NODES = [
         Applied(epoch=3, step=41, telemetry=TELEMETRY),
         StepFailed(epoch=3, step=41, kind=FailureKind.PEER, message="damaged frame", peer_stage=2),
         Heartbeat(telemetry=TELEMETRY),
-        Leave(reason="the volunteer asked to leave"),
+        Leave(reason="cuda:0 ran out of memory", failed=True),
         SPANS,
     )
 ]

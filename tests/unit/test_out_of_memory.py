@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from node.parallel.together import together
+from node.stage.error_groups import in_short
 from node.stage.memory_note import NOTE_FILE, VALID_SECONDS, MemoryNote
 from node.stage.out_of_memory import exhausted, ran_out, room
 from wire.errors import DeviceLostError
@@ -72,6 +73,11 @@ def test_the_line_names_the_stage_the_estimate_the_device_and_what_to_do(
     for remedy in ("training.microbatch", "pipeline.window", "storage.preset", "pipeline.stages"):
         assert remedy in str(error)
     assert "\n" not in str(error)
+    assert error.happened == (
+        "cuda:1 ran out of memory at stage 2 of 4, which was estimated to need 65 kB; it offered 70 kB, and "
+        "cuda:1 has 80 kB, of which 60 kB are this process's and 5 kB free"
+    )
+    assert in_short(error) == error.happened, "it is not cut"
     assert (error.need, error.exit_code) == (65_000, 1)
     early = exhausted(GPU, "", offered=1)
     assert early.need == 0 and str(early).startswith("cuda:1 ran out of memory before it had a stage, ")

@@ -218,10 +218,12 @@ class StepSpans(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., stage: _Optional[int] = ..., clock_offset: _Optional[float] = ..., clock_error: _Optional[float] = ..., dropped: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ..., kinds: _Optional[_Iterable[int]] = ..., starts: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., directions: _Optional[_Iterable[int]] = ..., microbatches: _Optional[_Iterable[int]] = ..., boundaries: _Optional[_Iterable[int]] = ..., steps: _Optional[_Iterable[int]] = ..., peers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Leave(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "failed")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    failed: bool
+    def __init__(self, reason: _Optional[str] = ..., failed: bool = ...) -> None: ...
 
 class NodeMessage(_message.Message):
     __slots__ = ("hello", "placed", "ready", "vote", "applied", "step_failed", "heartbeat", "leave", "step_spans")
