@@ -10,7 +10,7 @@ import pytest
 
 from node.coordinator.store import Store
 from tests.support.fault_prefork import Prefork
-from tests.support.run_harness import SMALL, Process, Run
+from tests.support.run_harness import SMALL, Process, Run, Still
 from wire.identity.token import JoinToken
 
 CONFIG = replace(
@@ -125,8 +125,8 @@ def test_a_coordinator_that_goes_away(prefork: Prefork, tmp_path: Path) -> None:
         coordinator = run.start()
         waiting = run.add_node()
         waiting.wait_line(lambda line: "waiting for a stage" in line)
-        coordinator.kill()
         began = time.monotonic()
+        coordinator.kill()
         assert waiting.wait_exit() == 1
         assert time.monotonic() - began > CONFIG.coordinator.outage_seconds / 2
         (complaint,) = waiting.complaints
@@ -138,11 +138,12 @@ def test_a_coordinator_that_goes_away(prefork: Prefork, tmp_path: Path) -> None:
 def test_a_coordinator_that_goes_away_in_the_middle_of_a_step(prefork: Prefork, tmp_path: Path) -> None:
     """Nodes at work do the same, and what the coordinator had on record is where a resumed run begins."""
     config = replace(CONFIG, run=replace(CONFIG.run, snapshot_every=3))
-    with Run(tmp_path, config, launch=prefork.popen) as run:
+    with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=0, steps=5)) as run:
         first = run.start()
         nodes = run.add_nodes(2)
-        first.wait_step(5)
+        still = run.wait_still()
         first.kill()
+        still.go_on()
         assert [node.wait_exit() for node in nodes] == [1, 1]
         for node in nodes:
             (complaint,) = node.complaints

@@ -7,7 +7,7 @@ import pytest
 
 from node.telemetry.events import NodeLeft
 from tests.support.fault_prefork import Prefork
-from tests.support.run_harness import SMALL, Run
+from tests.support.run_harness import SMALL, Run, Still
 
 CONFIG = replace(
     SMALL,
@@ -19,10 +19,10 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def test_an_evicted_node_is_out_at_once_and_for_good(prefork: Prefork, tmp_path: Path) -> None:
-    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
+    with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=0, steps=5)) as run:
         coordinator = run.start()
         nodes = run.add_nodes(2)
-        coordinator.wait_step(5)
+        still = run.wait_still()
         victim = run.node_at(1)
         number = nodes.index(victim)
         node_id = run.node_id(number)
@@ -33,6 +33,7 @@ def test_an_evicted_node_is_out_at_once_and_for_good(prefork: Prefork, tmp_path:
         assert '"you were evicted from this run by its operator"' in victim.lines[-1]
         left = coordinator.wait_event(NodeLeft)
         assert (left.node_id, left.reason) == (node_id, "it was evicted")
+        still.go_on()
         again = run.add_node(state_dir=run.state_dir(number))
         assert again.wait_exit() == 1
         assert "evicted" in again.complaints[-1]

@@ -7,7 +7,7 @@ import pytest
 
 from node.telemetry.events import NodeLeft, PlacementMade, StepAborted
 from tests.support.fault_prefork import Prefork
-from tests.support.run_harness import SMALL, Run
+from tests.support.run_harness import SMALL, Run, Still
 
 CONFIG = replace(
     SMALL,
@@ -20,11 +20,10 @@ pytestmark = pytest.mark.timeout(240)
 
 def test_a_killed_node_started_again_goes_on(tmp_path: Path) -> None:
     """kill -9 of the middle stage; the same machine joins again with the same token. Nothing is forked."""
-    with Run(tmp_path, CONFIG) as run:
+    with Run(tmp_path, CONFIG, still=Still(stage=1, steps=6)) as run:
         coordinator = run.start()
         nodes = run.add_nodes(3)
-        coordinator.wait_step(6)
-        victim = run.node_at(1)
+        victim = run.wait_still()
         number = nodes.index(victim)
         victim.kill()
         again = run.add_node(state_dir=run.state_dir(number))
@@ -38,12 +37,10 @@ def test_a_killed_node_started_again_goes_on(tmp_path: Path) -> None:
 
 def test_a_replacement_from_elsewhere_takes_a_dead_nodes_stage(prefork: Prefork, tmp_path: Path) -> None:
     """kill -9 of the last stage; a machine that was never there joins with a token made meanwhile."""
-    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
+    with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=2, steps=5)) as run:
         coordinator = run.start()
         run.add_nodes(3)
-        coordinator.wait_step(5)
-        victim = run.node_at(2)
-        victim.kill()
+        run.wait_still().kill()
         create = run.command("token", "create", str(run.run_dir))
         assert create.wait_exit() == 0
         token = create.lines[0].removeprefix("thinwire join ")
@@ -59,12 +56,13 @@ def test_a_replacement_from_elsewhere_takes_a_dead_nodes_stage(prefork: Prefork,
 def test_a_node_that_leaves_loses_nothing(prefork: Prefork, tmp_path: Path) -> None:
     """Ctrl-C: the step ends, a snapshot of it is taken, exit code 130; a replacement goes on from there."""
     config = replace(CONFIG, run=replace(CONFIG.run, snapshot_every=100))
-    with Run(tmp_path, config, launch=prefork.popen) as run:
+    with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=1, steps=5)) as run:
         coordinator = run.start()
         run.add_nodes(3)
-        coordinator.wait_step(5)
+        still = run.wait_still()
         leaving = run.node_at(0)
         leaving.interrupt()
+        still.go_on()
         assert leaving.wait_exit() == 130
         assert leaving.lines[-1] == '{"event": "node", "text": "you have left the run"}'
         left = coordinator.wait_event(NodeLeft)
@@ -96,12 +94,11 @@ def test_a_node_that_waits_for_a_stage_leaves_at_once(prefork: Prefork, tmp_path
 def test_a_frozen_node_is_dropped_and_may_come_back(prefork: Prefork, tmp_path: Path) -> None:
     """Nothing dies: one stage says nothing for longer than `silent_seconds`, then wakes in a later epoch."""
     coordinator_section = replace(CONFIG.coordinator, heartbeat_seconds=0.5, silent_seconds=4.0)
-    with Run(tmp_path, replace(CONFIG, coordinator=coordinator_section), launch=prefork.popen) as run:
+    config = replace(CONFIG, coordinator=coordinator_section)
+    with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=1, steps=6)) as run:
         coordinator = run.start()
         nodes = run.add_nodes(3)
-        coordinator.wait_step(6)
-        frozen = run.node_at(1)
-        frozen.stop()
+        frozen = run.wait_still()
         left = coordinator.wait_event(NodeLeft)
         assert left.node_id == run.node_id(nodes.index(frozen))
         assert left.reason == "it has been silent for more than 4 s"

@@ -16,7 +16,7 @@ from node.telemetry.trace import align
 from node.telemetry.trace_files import read_batches
 from node.telemetry.view import view
 from tests.support.fault_prefork import Prefork
-from tests.support.run_harness import SMALL, Run
+from tests.support.run_harness import SMALL, Run, Still
 
 STEPS = 12
 CONFIG = replace(
@@ -31,11 +31,10 @@ MICROSECOND = 1.01
 
 @pytest.mark.timeout(240)
 def test_a_run_can_be_looked_at_when_it_is_over(prefork: Prefork, tmp_path: Path) -> None:
-    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
+    with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=1, steps=6)) as run:
         coordinator = run.start()
         run.add_nodes(3)
-        coordinator.wait_step(6)
-        doomed = run.node_at(1)
+        doomed = run.wait_still()
         doomed.kill()
         run.add_node(state_dir=run.state_dir(run.nodes.index(doomed)))
         assert coordinator.wait_exit() == 0

@@ -9,7 +9,7 @@ from node.config.schema import RunConfig
 from node.model.memory import stage_storages
 from node.telemetry.events import Notice, PlacementMade, RunFinished, RunStarted
 from tests.support.fault_prefork import Prefork
-from tests.support.run_harness import SMALL, TINY, Run, packed
+from tests.support.run_harness import SMALL, TINY, Run, Still, packed
 
 CONFIG = replace(SMALL, pipeline=replace(SMALL.pipeline, stages=2))
 PACKED = packed(replace(CONFIG, run=replace(CONFIG.run, steps=10), model=replace(TINY, ffn=256, sequence=32)))
@@ -25,11 +25,12 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.mark.parametrize("config", [CONFIG, PACKED], ids=["float32", "packed"])
 def test_stop_and_resume(config: RunConfig, prefork: Prefork, tmp_path: Path) -> None:
     """Ctrl-C at the coordinator ends the run after the step and a snapshot; half of the nodes change."""
-    with Run(tmp_path, config, launch=prefork.popen) as run:
+    with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=0, steps=5)) as run:
         first = run.start()
         nodes = run.add_nodes(2)
-        first.wait_step(5)
+        still = run.wait_still()
         first.interrupt()
+        still.go_on()
         assert first.wait_exit() == 130
         assert [node.wait_exit() for node in nodes] == [0, 0]
         finished = first.all(RunFinished)
@@ -61,11 +62,12 @@ def test_the_packed_runs_stages_differ_in_bits() -> None:
 
 def test_resume_on_another_number_of_stages(prefork: Prefork, tmp_path: Path) -> None:
     """Two stages of two chunks, then three of one with a window; only the split of the layers changes."""
-    with Run(tmp_path, TIED_RING, launch=prefork.popen) as run:
+    with Run(tmp_path, TIED_RING, launch=prefork.popen, still=Still(stage=0, steps=3)) as run:
         first = run.start()
         run.add_nodes(2)
-        first.wait_step(3)
+        still = run.wait_still()
         first.interrupt()
+        still.go_on()
         run.assert_quiet()
         (stopped_at,) = run.snapshots
 

@@ -1,5 +1,6 @@
 """One `thinwire` command as a real process: its lines as they come, bounded waits, signals, its end."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -124,6 +125,15 @@ class Process:
 
     def go_on(self) -> None:
         self.send(signal.SIGCONT)
+
+    def wait_frozen(self) -> None:
+        """Until a SIGSTOP, whoever sent it, has taken effect: a SIGCONT before that would be lost.
+
+        The kernel tells its parent, which is this process; the test's own time is the bound.
+        """
+        found = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        if found is None or found.si_code != os.CLD_STOPPED:
+            raise StuckError(f"{self.name} ended and never froze\n{self.report()}")
 
     def wait_exit(self, seconds: float = SECONDS) -> int:
         """Wait for the end of the process and of its output; returns the exit code."""

@@ -12,6 +12,14 @@
 Nothing here sleeps: waits are for a line of a process or for its end, each with a bound after which the test
 fails with all that every process said. Leaving the `with` block kills and reaps whatever still runs, also
 what the processes themselves started: all carry a mark in their environment.
+
+A run of a few steps may be over before a busy machine lets the test do what it does to it: such a run is told
+where to stand still until the test goes on.
+
+    with Run(tmp_path, CONFIG, still=Still(stage=1, steps=6)) as run:
+        coordinator = run.start()
+        run.add_nodes(3)
+        run.wait_still().kill()
 """
 
 import json
@@ -38,6 +46,7 @@ from node.config.schema import (
     StorageSection,
     TrainingSection,
 )
+from node.faults import VARIABLE, Fault, Kind, Phase, Plan
 from node.model.placement import chunk_units
 from node.telemetry.events import PlacementMade, SnapshotStored, StepDone
 from tests.support.memory_pipeline import TEXT, reference_run
@@ -54,6 +63,7 @@ __all__ = [
     "Launch",
     "Process",
     "Run",
+    "Still",
     "StuckError",
     "packed",
     "undisturbed",
@@ -81,6 +91,21 @@ class Expected:
     losses: Mapping[int, float]
     """By step, the first being 1, as `StepDone` counts."""
     weights_sha256: str
+
+
+@dataclass(frozen=True)
+class Still:
+    """Where a run stands still, once: the node of `stage` freezes as it begins the step after `steps` others.
+
+    It is silent then, so a test that goes on only after `coordinator.silent_seconds` finds it given up.
+    """
+
+    stage: int
+    steps: int
+
+    @property
+    def fault(self) -> Fault:
+        return Fault(kind=Kind.STOP, phase=Phase.FORWARD, stage=self.stage, step=self.steps)
 
 
 def packed(config: RunConfig) -> RunConfig:
@@ -145,9 +170,11 @@ class Run:
         text: bytes = TEXT,
         launch: Launch = subprocess.Popen,
         listener: Listener | None = None,
+        still: Still | None = None,
     ) -> None:
         self._launch = launch
         self._listener = listener
+        self._still = still
         self.directory = directory
         self.run_dir = directory / "run"
         self.run_file = directory / "run.toml"
@@ -160,6 +187,11 @@ class Run:
         self.text_file.write_bytes(text)
         self.config = replace(config, data=replace(config.data, path=str(self.text_file)))
         self.run_file.write_text(to_toml(self.config), encoding="utf-8")
+        self._variables: dict[str, str] = {}
+        if still is not None:
+            markers = directory / "still"
+            markers.mkdir()
+            self._variables[VARIABLE] = Plan(directory=str(markers), faults=(still.fault,)).to_json()
 
     def __enter__(self) -> Self:
         return self
@@ -181,6 +213,7 @@ class Run:
         """Of every process: state and crash reports stay inside `directory`."""
         return {
             **os.environ,
+            **self._variables,
             MARK: self._mark,
             "PYTHONFAULTHANDLER": "1",
             "PYTHONPATH": python_path(),
@@ -256,6 +289,14 @@ class Run:
             if node.running and self.node_id(number) == wanted:
                 return node
         raise AssertionError(f"no running process hosts stage {stage} ({wanted})")
+
+    def wait_still(self) -> Process:
+        """Until the run stands still; the process that froze, to be killed or to `go_on`."""
+        assert self._still is not None, "the run was not told where"
+        self.coordinators[-1].wait_step(self._still.steps)
+        node = self.node_at(self._still.stage)
+        node.wait_frozen()
+        return node
 
     def node_id(self, number: int) -> str | None:
         """The id of the `number`-th node that was added; None before it is enrolled."""

@@ -1,6 +1,5 @@
 """Stages joined by memory give the unsplit trainer's losses and weights, bit for bit, on every split."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
 from node.model.split import split_units
+from node.stage.inbox import Inbox
 from node.training.reference import Step
 from tests.support.memory_pipeline import MemoryIO, MemoryPipeline, reference_run
 from wire.spec import Direction, TensorKey
@@ -103,26 +103,42 @@ def test_codecs_are_deterministic_and_sit_where_the_reference_has_them(
             assert stages.weights_sha256() == weights
 
 
+class LateInbox(Inbox):
+    """Over one step, every activation comes once the stage has sent the gradient of the microbatch before.
+
+    Not once it has got that gradient: however fast others are, the stage's next turn is then the backward.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._late: dict[int, tuple[TensorKey, bytearray]] = {}
+        self._sent: set[int] = {-1}
+
+    def put(self, key: TensorKey, buffer: bytearray) -> None:
+        with self._arrived:
+            if key.direction is Direction.ACTIVATION and key.microbatch - 1 not in self._sent:
+                self._late[key.microbatch] = key, buffer
+            else:
+                super().put(key, buffer)
+
+    def gradient_sent(self, microbatch: int) -> None:
+        with self._arrived:
+            self._sent.add(microbatch)
+            if (late := self._late.pop(microbatch + 1, None)) is not None:
+                super().put(*late)
+
+
 class LateIO(MemoryIO):
-    """Holds every activation back until the gradient of the microbatch before it was taken."""
+    """Of the stage whose inbox is late."""
 
-    def __init__(self, inner: MemoryIO) -> None:
+    def __init__(self, inner: MemoryIO, inbox: LateInbox) -> None:
         vars(self).update(vars(inner))
-        self._taken: set[tuple[Direction, int]] = set()
+        self._inbox = inbox
 
-    def holds(self, key: TensorKey) -> bool:
-        return not self._late(key) and super().holds(key)
-
-    def wait_any(self, keys: Sequence[TensorKey]) -> None:
-        super().wait_any([key for key in keys if not self._late(key)])
-
-    def take(self, key: TensorKey) -> Tensor:
-        self._taken.add((key.direction, key.microbatch))
-        return super().take(key)
-
-    def _late(self, key: TensorKey) -> bool:
-        before = (Direction.GRADIENT, key.microbatch - 1)
-        return key.direction is Direction.ACTIVATION and key.microbatch > 0 and before not in self._taken
+    def send(self, key: TensorKey, packed: Tensor, elements: int) -> None:
+        super().send(key, packed, elements)
+        if key.direction is Direction.GRADIENT:
+            self._inbox.gradient_sent(key.microbatch)
 
 
 @pytest.mark.parametrize("codecs", [("fp32", "fp32"), ("tah", "fixed-6"), ("aqsgd-4", "fixed-8")], ids=name)
@@ -135,7 +151,8 @@ def test_gradients_that_overtake_late_forwards_change_no_bit(codecs: tuple[str, 
             steps = []
             for _ in range(TRAINED):
                 if late:
-                    stages.ios[1] = LateIO(stages.ios[1])
+                    inbox = LateInbox()
+                    stages.inboxes[1], stages.ios[1] = inbox, LateIO(stages.ios[1], inbox)
                 steps += stages.train(1)
             return steps, stages.weights_sha256(), [key.direction for key, _ in stages.ios[1].sent]
 
