@@ -29,8 +29,9 @@ STAND_IN = textwrap.dedent(
     directory = pathlib.Path({directory!r})
     name = role if role == "coordinator" else pathlib.Path(sys.argv[sys.argv.index("--state-dir") + 1]).name
     (directory / f"{{name}}.args").write_text(" ".join(sys.argv[1:]))
+    # Whoever sees the name reads it whole.
     (directory / f"{{name}}.written").write_text(str(os.getpid()))
-    (directory / f"{{name}}.written").rename(directory / f"{{name}}.pid")  # whoever sees the name reads it whole
+    (directory / f"{{name}}.written").rename(directory / f"{{name}}.pid")
     interrupted, over = threading.Event(), directory / "over"
     signal.signal(signal.SIGINT, lambda *_: interrupted.set())
 
@@ -55,8 +56,8 @@ STAND_IN = textwrap.dedent(
             wait_until(lambda: False)
         if "die" in plan:
             sys.exit(3)
-        over.touch()
         say(RunFinished(reason="stopped" if interrupted.is_set() else "done", failed="fail" in plan))
+        over.touch()  # not before: nodes end at once, and a demo that has not heard why takes it for trouble
         sys.exit(1 if "fail" in plan else 130 if interrupted.is_set() else 0)
     if "node dies" in plan and name == "node-1":
         sys.stderr.write("something before\\nthinwire: error: out of memory\\n\\n")
