@@ -29,6 +29,8 @@ from tests.support.fault_run import FaultRun, small
 from tests.support.run_harness import Coordinator
 
 RESULTS = Path(__file__).parent / "results" / "soak.json"
+SILENT_SECONDS = 3.0
+"""After which a node that says nothing is given up: how long each that freezes holds up its run."""
 NODE_PHASES = (
     Phase.STATE_FETCH,
     Phase.FORWARD,
@@ -72,6 +74,7 @@ class Schedule:
             snapshot_every=chance.randrange(2, 8),
             min_stages=2 if fewer else 0,
             codecs=("fp32", "fp32") if lossless else ("tah", "fixed-8"),
+            silent_seconds=SILENT_SECONDS,
         )
         config = replace(
             config,
@@ -234,7 +237,7 @@ def _report(first_seed: int, totals: Totals, began: float) -> dict[str, object]:
         "faults": dict(sorted(totals.faults.items())),
         "seconds": round(time.monotonic() - began),
         "cores": os.cpu_count(),
-        "silent_seconds": small().coordinator.silent_seconds,
+        "silent_seconds": SILENT_SECONDS,
         "seconds_to_detect_a_death": spread(totals.detect_death),
         "seconds_to_detect_silence": spread(totals.detect_silence),
         "seconds_to_recover_from_a_node": spread(totals.recover_node),

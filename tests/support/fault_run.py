@@ -9,6 +9,7 @@ with FaultRun(tmp_path, CONFIG, [kill], launch=prefork.popen) as run:
 """
 
 import contextlib
+import os
 import queue
 import signal
 import subprocess
@@ -55,9 +56,13 @@ def small(
     min_stages: int = 0,
     codecs: tuple[str, str] = ("fp32", "fp32"),
     heartbeat_seconds: float = 0.25,
-    silent_seconds: float = 3.0,
+    silent_seconds: float = 20.0,
 ) -> RunConfig:
-    """Three stages that take a few milliseconds a step, and patience to match."""
+    """Three stages that take a few milliseconds a step, and little patience but with who is silent.
+
+    A busy machine may keep a process from running for seconds, one that compiles for longer: only who tests
+    silence itself has a node given up sooner.
+    """
     return replace(
         SMALL,
         run=replace(SMALL.run, steps=steps, snapshot_every=snapshot_every),
@@ -205,6 +210,12 @@ class FaultRun(Run):
 
     def _listen(self, process: Process, line: str | None) -> None:
         self._news.put((time.time(), process, line))
+
+    def wait_frozen(self) -> Process:
+        """Until a fault has frozen one more node; its process, to be sent on its way by `go_on`."""
+        stopped = os.waitid(os.P_ALL, 0, os.WSTOPPED | os.WNOWAIT)
+        assert stopped is not None
+        return next(process for process in self.processes if process.pid == stopped.si_pid)
 
     # ---- results
 
