@@ -13,6 +13,7 @@ from node.coordinator.enrolment import EnrolmentDesk
 from node.coordinator.enrolment_service import open_join_port
 from node.coordinator.store import Store
 from node.local.join import enrol
+from tests.support.ports import free_port
 from wire.errors import Refused
 from wire.identity.authority import CertificateAuthority
 from wire.identity.enrolment import Hardware
@@ -34,7 +35,7 @@ async def main(directory, day=datetime.timedelta(hours=24)):
     store = Store.create(directory, run_id="run-a", config_json="{}", pin=authority.pin, now=time.time())
     desk = EnrolmentDesk(store, authority, day, time.time)
     credentials = authority.coordinator_credentials(day, time.time())
-    server, port = await open_join_port(desk, "127.0.0.1:0", credentials, 7701)
+    server, port = await open_join_port(desk, sys.argv[2], credentials, 7701)
     store.set_addresses([f"127.0.0.1:{port}"])
     print(store.create_token(time.time(), day, 1)[1].encode(), flush=True)
     await server.wait_for_termination()
@@ -46,12 +47,14 @@ asyncio.run(main(pathlib.Path(sys.argv[1])))
 @pytest.mark.parametrize("attempt", range(3))
 async def test_an_acknowledged_join_survives_kill_9(tmp_path: Path, attempt: int) -> None:
     directory = tmp_path / "run"
+    # Of those that nobody is given while the coordinator is down.
+    address = f"127.0.0.1:{free_port()}"
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", COORDINATOR, str(directory), stdout=asyncio.subprocess.PIPE
+        sys.executable, "-c", COORDINATOR, str(directory), address, stdout=asyncio.subprocess.PIPE
     )
     try:
         assert process.stdout is not None
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             token = JoinToken.parse((await process.stdout.readline()).decode())
         identity, _ = await enrol(token, tmp_path / "node", HARDWARE)
     finally:
@@ -72,9 +75,11 @@ async def _go_on(directory: Path, store: Store, token: JoinToken, tmp_path: Path
     desk = EnrolmentDesk(store, authority, DAY, time.time)
     credentials = authority.coordinator_credentials(DAY, time.time())
     server, _ = await open_join_port(desk, token.addresses[0], credentials, 7701)
-    (tmp_path / "node" / "identity.json").unlink()
-    again, _ = await enrol(token, tmp_path / "node", HARDWARE)
-    assert [member.node_id for member in store.members()] == [again.node_id]
-    with pytest.raises(Refused, match="used up"):
-        await enrol(token, tmp_path / "other", HARDWARE)
-    await server.stop(None)
+    try:
+        (tmp_path / "node" / "identity.json").unlink()
+        again, _ = await enrol(token, tmp_path / "node", HARDWARE)
+        assert [member.node_id for member in store.members()] == [again.node_id]
+        with pytest.raises(Refused, match="used up"):
+            await enrol(token, tmp_path / "other", HARDWARE)
+    finally:
+        await server.stop(None)

@@ -15,8 +15,8 @@ MIB = 1024 * 1024
 async def test_warm_link_has_two_sockets_and_a_round_trip() -> None:
     async with make_pair(1000) as pair:
         assert len(pair.relay.connections) == 2
-        assert 0 < pair.lower.stats.rtt_seconds < 1
-        assert 0 < pair.upper.stats.rtt_seconds < 1
+        assert 0 < pair.lower.stats.rtt_seconds < SECONDS
+        assert 0 < pair.upper.stats.rtt_seconds < SECONDS
         assert pair.lower.up and pair.upper.up
 
 
@@ -123,7 +123,8 @@ async def test_silent_connection_is_replaced() -> None:
         pair.relay.flowing.set()
         await pair.upper_end.until(1)
         assert pair.upper_end.arrived == [key(0)]
-        assert pair.lower.stats.reconnects == 1
+        # Or more: while nothing gets through, and in half a second of a machine that is busy elsewhere.
+        assert pair.lower.stats.reconnects >= 1
 
 
 async def test_damaged_frame_is_asked_for_and_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:

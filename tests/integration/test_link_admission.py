@@ -9,6 +9,7 @@ import pytest
 import wire.link
 from tests.support.links import EPOCH, SECONDS, End, eventually, quick
 from tests.support.pki import RUN_ID, new_authority, new_node
+from tests.support.ports import free_port
 from wire.errors import LinkLostError, RefusalCode, Refused, ThinwireError, UserError
 from wire.identity.credentials import NodeIdentity
 from wire.link import DialledLink, dial_link
@@ -56,10 +57,11 @@ def dial(
     )
 
 
-async def outcome(link: DialledLink, seconds: float = SECONDS) -> ThinwireError:
-    """Run the link until it gives up, and say with what."""
+async def outcome(link: DialledLink, seconds: float = SECONDS, trouble: str = "") -> ThinwireError:
+    """Run the link until it gives up, by itself or `seconds` after it had that `trouble`; say with what."""
     async with asyncio.TaskGroup() as group:
         group.create_task(link.run())
+        await eventually(lambda: trouble in link.trouble)
         with pytest.raises(ThinwireError) as failure:
             await link.ready(seconds)
         await link.close()
@@ -77,28 +79,28 @@ async def test_stranger_of_the_same_run_is_refused() -> None:
 
 async def test_node_of_another_run_gets_no_connection() -> None:
     outsider = new_node(new_authority())
+    trouble = "the other side's certificate is not of this run"
     async with serving() as (server, port):
         expect(server, outsider)
-        error = await outcome(dial(outsider, port), seconds=1.0)
+        error = await outcome(dial(outsider, port), 0.1, trouble)
     assert isinstance(error, LinkLostError)
-    assert "the other side's certificate is not of this run" in str(error)
+    assert trouble in str(error)
 
 
 async def test_dialler_rejects_a_node_that_is_not_the_placed_one() -> None:
+    trouble = "another node answers there: its certificate has another name"
     async with serving() as (server, port):
         link = expect(server, LOWER)
-        error = await outcome(dial(LOWER, port, peer=STRANGER), seconds=1.0)
+        error = await outcome(dial(LOWER, port, peer=STRANGER), 0.1, trouble)
         assert link._session is None  # no call came through
     assert isinstance(error, LinkLostError)
-    assert "another node answers there: its certificate has another name" in str(error)
+    assert trouble in str(error)
 
 
 async def test_nobody_there_is_told_when_waiting_ends() -> None:
-    async with serving() as (_, port):
-        pass
-    error = await outcome(dial(LOWER, port), seconds=0.5)
+    error = await outcome(dial(LOWER, free_port()), 0.1, "Connection refused")
     assert isinstance(error, LinkLostError)
-    assert "was not up within 0.5 s: Failed to connect to remote host: Connection refused;" in str(error)
+    assert "was not up within 0.1 s: Failed to connect to remote host: Connection refused;" in str(error)
 
 
 async def test_epoch_that_is_not_known_yet_is_waited_for() -> None:
