@@ -19,9 +19,6 @@ CONFIG = replace(
     training=replace(SMALL.training, microbatch=4),
     pipeline=replace(SMALL.pipeline, stages=STAGES, forward_codec="tah", backward_codec="fixed-8"),
 )
-MESSAGE_SECONDS = 0.1
-"""A stage's time begins when it hears of the first step and ends when it reports the last: the coordinator's
-is longer by one message each way, which a busy machine may delay by this much."""
 
 
 @pytest.mark.timeout(180)
@@ -45,7 +42,10 @@ def test_time_and_bytes_are_accounted_for(prefork: Prefork, tmp_path: Path) -> N
         assert times.seconds.keys() == {kind.value for kind in TimeKind}
         assert min(times.seconds.values()) >= 0
         assert sum(times.seconds.values()) == pytest.approx(times.wall_seconds, rel=0.02)
-        assert times.wall_seconds == pytest.approx(seconds, rel=0.02, abs=MESSAGE_SECONDS)
+        # It begins when the stage hears of the first step, and ends when it reports the last. A busy machine
+        # may delay these two messages, but each by no more than its step takes at the coordinator.
+        ends = steps[0].seconds + steps[-1].seconds
+        assert seconds - ends <= times.wall_seconds <= 1.02 * seconds
         for kind in ("forward", "backward", "encode", "decode", "optimizer"):
             assert times.seconds[kind] > 0
         for step in steps:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from node.config.schema import RunConfig
 from node.faults import Fault, Kind, Phase
 from node.model.memory import stage_bytes
 from node.stage.memory_note import NOTE_FILE
@@ -16,7 +17,7 @@ from node.telemetry.units import bytes_text
 from node.telemetry.watch import PageWatch
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, small
-from tests.support.run_harness import SMALL, Process, Run, assert_near_undisturbed
+from tests.support.run_harness import SMALL, Launch, Process, Run, assert_near_undisturbed
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -115,10 +116,10 @@ def test_it_is_not_given_that_stage_again(tmp_path: Path, prefork: Prefork) -> N
         nodes = run.add_nodes(3)
         needs = stage_bytes(run.config, 3)
         assert min(needs) == needs[1]
-        coordinator.wait_step(1)
-        victim = run.node_at(1)
-        number = nodes.index(victim)
-        assert victim.wait_exit() == 1
+        # It may be gone before anybody looks: who has the stage is told by its id.
+        placed = coordinator.wait_event(PlacementMade).nodes[1]
+        (number,) = [number for number in range(3) if run.node_id(number) == placed]
+        assert nodes[number].wait_exit() == 1
         assert json.loads((run.state_dir(number) / NOTE_FILE).read_bytes())["need"] == needs[1]
         again = run.add_node(state_dir=run.state_dir(number))
         assert again.wait_exit() == 1
@@ -133,14 +134,18 @@ def test_it_is_not_given_that_stage_again(tmp_path: Path, prefork: Prefork) -> N
 class RankRunsOut(Run):
     """Once in the run, the process of a node's second device runs out of memory."""
 
+    def __init__(self, directory: Path, config: RunConfig, *, launch: Launch) -> None:
+        super().__init__(directory, config, launch=launch)
+        self._site = directory / "site"
+        self._site.mkdir()
+        # Once, before any process is there that could read it half written.
+        program = RANK_RUNS_OUT.replace("MARKER", repr(str(directory / "ran-out")))
+        (self._site / "sitecustomize.py").write_text(program, encoding="utf-8")
+
     @property
     def environment(self) -> dict[str, str]:
         inherited = super().environment
-        folder = self.directory / "site"
-        folder.mkdir(exist_ok=True)
-        marker = repr(str(self.directory / "ran-out"))
-        (folder / "sitecustomize.py").write_text(RANK_RUNS_OUT.replace("MARKER", marker), encoding="utf-8")
-        return {**inherited, "PYTHONPATH": f"{folder}{os.pathsep}{inherited['PYTHONPATH']}"}
+        return {**inherited, "PYTHONPATH": f"{self._site}{os.pathsep}{inherited['PYTHONPATH']}"}
 
 
 def test_another_rank_that_ran_out_is_its_nodes_one_line(tmp_path: Path, prefork: Prefork) -> None:
