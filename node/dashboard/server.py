@@ -188,6 +188,9 @@ class _Routes:
             if patch := difference(sent, newest):
                 await _send(response, "patch", self._message(patch))
             sent = newest
+        # The run may have ended while that was being written.
+        if patch := difference(sent, self._feed.newest()[1]):
+            await _send(response, "patch", self._message(patch))
         await _send(response, "end", self._message({}))
 
     def _message(self, view: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from node.config.loader import to_json
 from node.config.schema import CoordinatorSection, DashboardSection, RunConfig
@@ -133,6 +134,26 @@ async def test_a_stream_begins_with_the_whole_and_goes_on_with_what_changed(
         assert await response.content.read() == b""
 
 
+async def test_an_end_that_comes_while_something_is_being_written_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    feed = feed_of_a_run()
+    write = server._write
+
+    async def ends_meanwhile(response: web.StreamResponse, data: bytes) -> None:
+        await write(response, data)
+        if not feed.closed:
+            feed.apply(events.RunFinished(reason="enough", failed=False), run_events.BEGAN + 100)
+            feed.close()
+
+    monkeypatch.setattr(server, "_write", ends_meanwhile)
+    async with serving(Page(feed=feed)) as session, session.get("/api/stream") as response:
+        _, view = await next_event(response)
+        name, patch = await next_event(response)
+        assert name == "patch" and apply(view, patch) == feed.newest()[1]
+        assert (await next_event(response))[0] == "end"
+
+
 async def test_a_quiet_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "STREAM_SECONDS", 0.01)
     monkeypatch.setattr(server, "KEEPALIVE_SECONDS", 0.05)
@@ -144,8 +165,11 @@ async def test_a_quiet_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> 
 
 async def test_streams_are_bounded_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MOST_STREAMS", 2)
-    async with serving(Page(feed=feed_of_a_run())) as session:
-        first, second = await session.get("/api/stream"), await session.get("/api/stream")
+    async with (
+        serving(Page(feed=feed_of_a_run())) as session,
+        session.get("/api/stream") as first,
+        session.get("/api/stream") as second,
+    ):
         await next_event(first)
         await next_event(second)
         async with session.get("/api/stream") as third:
@@ -156,20 +180,21 @@ async def test_streams_are_bounded_and_freed(monkeypatch: pytest.MonkeyPatch) ->
                 async with session.get("/api/stream") as again:
                     if again.status == 200:
                         break
-        second.close()
 
 
 async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MOST_CONNECTIONS", 3)
     async with serve_page(Page(feed=feed_of_a_run()), "127.0.0.1", 0) as port:
-        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        async with asyncio.timeout(20):
-            assert await reader.read() == b""  # closed without a word
-        writer.close()
-        for _, one in idle:
-            one.close()
-            await one.wait_closed()
+        connections: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        try:
+            for _ in range(4):
+                connections.append(await asyncio.open_connection("127.0.0.1", port))
+            async with asyncio.timeout(20):
+                assert await connections[-1][0].read() == b""  # closed without a word
+        finally:
+            for _, one in connections:
+                one.close()
+                await one.wait_closed()
         async with asyncio.timeout(20):
             while True:
                 try:
