@@ -32,6 +32,7 @@ from node.telemetry.view import RunViewBuilder
 from tests.support.browser import Browser, chromium
 from tests.support.browser import Page as Tab
 from tests.support.fault_prefork import Prefork
+from tests.support.ports import free_port
 from tests.support.recorded_run import HOSTILE, append, write_run
 from tests.support.recorded_run import step as recorded_step
 from tests.support.run_harness import SMALL, Run
@@ -49,12 +50,12 @@ SCREENS = {
 
 
 @asynccontextmanager
-async def recorded(directory: Path, **kind: Any) -> AsyncIterator[tuple[str, Feed]]:
-    """The address of the page of an invented run, and what feeds it."""
+async def recorded(directory: Path, *, port: int = 0, **kind: Any) -> AsyncIterator[tuple[str, Feed]]:
+    """The address of the page of an invented run, and what feeds it. `port` 0 is any free one."""
     write_run(directory, **kind)
     feed = Feed(past(directory))
-    async with serve_page(Page(feed=feed), "127.0.0.1", 0) as port:
-        yield f"http://127.0.0.1:{port}/", feed
+    async with serve_page(Page(feed=feed), "127.0.0.1", port) as bound:
+        yield f"http://127.0.0.1:{bound}/", feed
 
 
 async def shown(tab: Tab) -> None:
@@ -256,9 +257,9 @@ async def test_many_stages_and_a_run_that_is_over(tmp_path: Path) -> None:
 
 
 async def test_a_page_comes_back_when_its_server_does(tmp_path: Path) -> None:
+    port = free_port()  # that nobody is given while the server is away
     async with Browser(tmp_path) as browser:
-        async with recorded(tmp_path / "run") as (url, _):
-            port = int(url.rstrip("/").rpartition(":")[2])
+        async with recorded(tmp_path / "run", port=port) as (url, _):
             tab = await browser.open(url)
             await shown(tab)
         await tab.wait_for("document.querySelector('#connection').className.includes('lost')")
@@ -393,6 +394,6 @@ async def type_key(tab: Tab, text: str) -> None:
 
 
 async def press(tab: Tab, *actions: str) -> None:
-    """The button of an action; twice what asks whether it is meant."""
-    for action in actions:
-        await tab.evaluate(f"document.querySelector('button[data-action={action}]').click()")
+    """The button of an action; twice what asks whether it is meant, which it does for a few seconds alone."""
+    clicks = (f"document.querySelector('button[data-action={action}]').click();" for action in actions)
+    await tab.evaluate("".join(clicks))

@@ -19,6 +19,8 @@ CONFIG = replace(
     model=replace(SMALL.model, layers=2),
     pipeline=replace(SMALL.pipeline, stages=2, forward_codec="tah", backward_codec="fixed-8"),
     dashboard=DashboardSection(listen="127.0.0.1:0"),
+    # A node that was not told of the end gives up before its test does.
+    coordinator=replace(SMALL.coordinator, outage_seconds=10.0),
 )
 MAY_BE_ABSENT = {"link_capacity_bytes_per_second", "node_link_capacity_bytes_per_second"}
 """A quick machine's links may never be busy for long enough to be measured."""
@@ -63,9 +65,10 @@ def test_a_real_prometheus_scrapes_a_real_run(prefork: Prefork, tmp_path: Path) 
             doomed.kill()
             run.add_node(token, state_dir=run.state_dir(0))
             coordinator.wait_event(PlacementMade, lambda placement: placement.epoch >= 2)
-            prometheus.wait_for("thinwire_recoveries_total == 1")
+            # A busy machine may have given up another node, too.
+            prometheus.wait_for("thinwire_recoveries_total >= 1")
             prometheus.wait_for(f"thinwire_steps_total > {steps + 5}")
-            prometheus.wait_for("thinwire_node_epoch == 2")
+            prometheus.wait_for("thinwire_node_epoch >= 2")
 
             names = prometheus.names()
             for definition in (*RUN_METRICS, *NODE_METRICS):
@@ -90,18 +93,23 @@ def test_a_real_prometheus_scrapes_a_real_run(prefork: Prefork, tmp_path: Path) 
             assert prometheus.query("sum(thinwire_link_bytes_total)")[0][1] > sent
 
             # What the metrics say is what the run is: bits an element, kinds that sum to wall time.
-            bits = prometheus.query(
-                "8 * sum by (codec) (thinwire_link_tensor_bytes_total)"
-                " / sum by (codec) (thinwire_link_elements_total)"
+            # By one query, for what is of one scrape: between two of them many steps may be done.
+            sent_bytes = "sum by (codec) (thinwire_link_tensor_bytes_total)"
+            elements = "sum by (codec) (thinwire_link_elements_total)"
+            both = prometheus.query(
+                f"label_replace(8 * {sent_bytes} / {elements}, 'of', 'bits', '', '')"
+                f" or label_replace({elements}, 'of', 'elements', '', '')"
             )
-            per_codec = {labels["codec"]: value for labels, value in bits}
+            per_codec, counts = (
+                {labels["codec"]: value for labels, value in both if labels["of"] == of}
+                for of in ("bits", "elements")
+            )
             foretold = coordinator.all(RunStarted)[0].codec_bits
             assert per_codec.keys() == {"tah", "fixed-8"}
             step = CONFIG.training.global_batch * CONFIG.model.sequence * CONFIG.model.hidden
-            for labels, count in prometheus.query("sum by (codec) (thinwire_link_elements_total)"):
+            for codec, count in counts.items():
                 # A tensor's elements count when it is queued, its bytes when they leave: those of a step may
                 # be on their way, and the node that died took as many with it.
-                codec = labels["codec"]
                 assert per_codec[codec] == pytest.approx(foretold[codec], rel=2 * step / count)
             mine = prometheus.query("sum(thinwire_node_seconds_total)")[0][1]
             assert mine > 0

@@ -131,7 +131,9 @@ class Browser:
         async for message in self._socket:
             said = message.json()
             if "id" in said:
-                self._answers.pop(said["id"]).set_result(said)
+                answer = self._answers.pop(said["id"])
+                if not answer.done():  # nobody waits for one that came too late
+                    answer.set_result(said)
             elif (page := self._pages.get(said.get("sessionId", ""))) is not None:
                 page.heard(said["method"], said["params"])
 

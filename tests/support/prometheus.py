@@ -83,9 +83,9 @@ class Prometheus:
             with urllib.request.urlopen(f"{self._url}/api/v1/{path}?{query}", timeout=10) as answer:
                 body = json.load(answer)
         except urllib.error.HTTPError as error:
-            if error.code == 503:
-                raise ConnectionError("Prometheus is not ready yet") from error
             with error:
+                if error.code == 503:
+                    raise ConnectionError("Prometheus is not ready yet") from None
                 raise QueryError(f"{path} {parameters}: {error.read().decode()}") from None
         if body["status"] != "success":
             raise QueryError(f"{path} {parameters}: {body}")
