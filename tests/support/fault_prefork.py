@@ -196,8 +196,8 @@ def _serve(requests: socket.socket) -> None:
     gc.freeze()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would be lost in the fork"
     forked: list[int] = []
-    # Whoever asks may be gone at any time.
-    with contextlib.suppress(BrokenPipeError):
+    # Whoever asks may be gone at any time: before it is told, and before it has read what it is told.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         requests.send(_READY)
         while True:
             message, descriptors, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 3)

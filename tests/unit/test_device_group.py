@@ -131,18 +131,28 @@ def test_a_restored_state_reaches_every_rank_and_an_unfinished_step_leaves_nothi
         assert run_step(shared, 1)[0] == pytest.approx(run_step(alone, 1)[0], rel=1e-5)
 
 
+@contextmanager
+def closed_at_last(group: DeviceGroup) -> Iterator[DeviceGroup]:
+    """Whatever goes wrong meanwhile, no process is left; a test may close it before, in its own way."""
+    try:
+        yield group
+    except BaseException:
+        group.close(broken=True)
+        raise
+
+
 def test_a_dead_rank_is_told_of() -> None:
-    group = DeviceGroup((CPU, CPU), threads=1)
-    leader = group.start(CONFIG)
-    leader.build(1, 3)
-    (worker,) = group._workers
-    worker.kill()
-    worker.wait()
-    assert group.lost()
-    with pytest.raises(DeviceLostError, match="another of this node's devices is gone"):
-        for _ in range(100):
-            leader.begin_step()
-    group.close()
+    with closed_at_last(DeviceGroup((CPU, CPU), threads=1)) as group:
+        leader = group.start(CONFIG)
+        leader.build(1, 3)
+        (worker,) = group._workers
+        worker.kill()
+        worker.wait()
+        assert group.lost()
+        with pytest.raises(DeviceLostError, match="another of this node's devices is gone"):
+            for _ in range(100):
+                leader.begin_step()
+        group.close()
     # Nothing is left in this process that a next group would run into.
     with leading(CONFIG, 2) as leader:
         leader.build(1, 3)
@@ -231,15 +241,16 @@ def test_one_that_ends_before_all_have_met_is_seen_at_once(monkeypatch: pytest.M
     def ends(words: list[str], **settings: Any) -> subprocess.Popen[str]:
         return subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(3)"], **settings)
 
-    group = DeviceGroup((CPU,) * 4, threads=1)
-    began = time.monotonic()
-    with monkeypatch.context() as patch:
-        patch.setattr(processes.subprocess, "Popen", ends)
-        with pytest.raises(DeviceLostError, match=r"cpu \(rank [123]\) ended with exit code 3 before all"):
-            group.start(CONFIG)
-    assert time.monotonic() - began < 60
-    assert group.lost()
-    group.close()
+    with closed_at_last(DeviceGroup((CPU,) * 4, threads=1)) as group:
+        began = time.monotonic()
+        with monkeypatch.context() as patch:
+            patch.setattr(processes.subprocess, "Popen", ends)
+            early = r"cpu \(rank [123]\) ended with exit code 3 before all"
+            with pytest.raises(DeviceLostError, match=early):
+                group.start(CONFIG)
+        assert time.monotonic() - began < 60
+        assert group.lost()
+        group.close()
     # What was left waiting is in nobody's way.
     with leading(CONFIG, 2) as leader:
         leader.build(1, 3)
@@ -269,37 +280,37 @@ def test_a_rank_that_runs_out_of_memory_leaves_its_node_a_note(
     def runs_out(words: list[str], **settings: Any) -> subprocess.Popen[str]:
         return start([sys.executable, "-c", RUNS_OUT.format(method=method), *words[3:]], **settings)
 
-    group = DeviceGroup((CPU, CPU), threads=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(processes.subprocess, "Popen", runs_out)
-        leader = group.start(CONFIG)
-    assert group.exhausted() is None
-    with pytest.raises(DeviceLostError, match="another of this node's devices is gone"):
-        run_step(pipeline(CONFIG, leader), 0)
-        # A command is sent before it is known that nobody hears it.
-        for _ in range(100):
-            leader.begin_step()
-    # The note is there before the process is seen to be gone.
-    found = group.exhausted()
-    assert found is not None and found[0] == CPU and found[1].startswith("the machine has ")
-    group.close(broken=True)
-    assert capfd.readouterr().err == ""
-    assert group.exhausted() is None
+    with closed_at_last(DeviceGroup((CPU, CPU), threads=1)) as group:
+        with monkeypatch.context() as patch:
+            patch.setattr(processes.subprocess, "Popen", runs_out)
+            leader = group.start(CONFIG)
+        assert group.exhausted() is None
+        with pytest.raises(DeviceLostError, match="another of this node's devices is gone"):
+            run_step(pipeline(CONFIG, leader), 0)
+            # A command is sent before it is known that nobody hears it.
+            for _ in range(100):
+                leader.begin_step()
+        # The note is there before the process is seen to be gone.
+        found = group.exhausted()
+        assert found is not None and found[0] == CPU and found[1].startswith("the machine has ")
+        group.close(broken=True)
+        assert capfd.readouterr().err == ""
+        assert group.exhausted() is None
 
 
 def test_a_leader_that_breaks_off_takes_the_others_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """One waits for what it was told to expect, and a word of parting would wait for it."""
-    group = DeviceGroup((CPU, CPU), threads=1)
-    leader = group.start(CONFIG)
-    leader.build(1, 3)
-    with monkeypatch.context() as patch:
-        patch.setattr(leader._ranks, "scatter", runs_out)
-        with pytest.raises(torch.OutOfMemoryError):
-            leader.forward(0, 0, torch.zeros(4, 16, 32))
-    (worker,) = group._workers
-    assert worker.poll() is None
-    group.close(broken=True)
-    assert worker.returncode == -signal.SIGKILL
+    with closed_at_last(DeviceGroup((CPU, CPU), threads=1)) as group:
+        leader = group.start(CONFIG)
+        leader.build(1, 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(leader._ranks, "scatter", runs_out)
+            with pytest.raises(torch.OutOfMemoryError):
+                leader.forward(0, 0, torch.zeros(4, 16, 32))
+        (worker,) = group._workers
+        assert worker.poll() is None
+        group.close(broken=True)
+        assert worker.returncode == -signal.SIGKILL
     # Nothing is left in this process that a next group would run into.
     with leading(CONFIG, 2) as leader:
         leader.build(1, 3)
