@@ -93,11 +93,16 @@ def _create(config: RunConfig, directory: Path, corpus: Corpus) -> _Run:
     now = time.time()
     authority = CertificateAuthority.create(run_id, now)
     authority.save(directory / "authority")
-    (directory / "run.toml").write_text(to_toml(config), encoding="utf-8")
+    _write_run_file(directory, config)
     write_private(_corpus_file(directory), json.dumps({"sha256": corpus.fingerprint()}).encode())
     # The database comes last: a directory that has one has all the rest.
     store = Store.create(directory, run_id=run_id, config_json=to_json(config), pin=authority.pin, now=now)
     return _Run(run_id=run_id, store=store, authority=authority, corpus=corpus, past=Past())
+
+
+def _write_run_file(directory: Path, config: RunConfig) -> None:
+    """For people to read, and whole at any time, also while it is replaced or if that fails."""
+    write_private(directory / "run.toml", to_toml(config).encode())
 
 
 def _reopen(config: RunConfig, directory: Path, corpus: Corpus) -> _Run:
@@ -113,7 +118,7 @@ def _reopen(config: RunConfig, directory: Path, corpus: Corpus) -> _Run:
     store = Store.open(directory)
     if (config_json := to_json(config)) != store.run().config_json:
         store.set_config(config_json)
-        (directory / "run.toml").write_text(to_toml(config), encoding="utf-8")
+        _write_run_file(directory, config)
     authority = CertificateAuthority.load(directory / "authority")
     snapshots = directory / "snapshots"
     discard_incomplete(snapshots)

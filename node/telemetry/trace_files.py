@@ -108,6 +108,8 @@ def read_batches(directory: Path, first: int, last: int) -> Iterator[Batch]:
     for path in segments(directory / TRACE_DIRECTORY):
         try:
             data = path.read_bytes()
+        except FileNotFoundError:
+            continue  # the oldest go while a run is on
         except OSError as error:
             raise RunError(f"{path} cannot be read: {error.strerror}") from error
         for line in (line for member in _members(data) for line in member.splitlines()):

@@ -71,11 +71,16 @@ def test_resume_on_another_number_of_stages(prefork: Prefork, tmp_path: Path) ->
         run.assert_quiet()
         (stopped_at,) = run.snapshots
 
-        second = run.resume(
-            "pipeline.stages=3", "pipeline.chunks=1", "pipeline.window=1", "coordinator.regroup_seconds=0.5"
-        )
-        run.add_nodes(3)
-        assert second.wait_exit() == 0
+        with (run.run_dir / "run.toml").open() as reader:
+            second = run.resume(
+                *("pipeline.stages=3", "pipeline.chunks=1", "pipeline.window=1"),
+                "coordinator.regroup_seconds=0.5",
+            )
+            run.add_nodes(3)
+            assert second.wait_exit() == 0
+            # Replaced, not written over: whoever reads it meanwhile reads the whole of one or the other.
+            assert "\nstages = 2\n" in reader.read()
+        assert "\nstages = 3\n" in (run.run_dir / "run.toml").read_text()
         (placed,) = second.all(PlacementMade)
         assert placed.resume_step == stopped_at
         assert len(placed.nodes) == 3

@@ -234,6 +234,15 @@ def test_the_trace_never_exceeds_its_limit_by_more_than_a_segment(tmp_path: Path
     assert kept == list(range(kept[0], 400)) and kept[0] > 0, "the oldest are gone, the newest are there"
 
 
+def test_segments_that_go_while_they_are_read_are_left_out(tmp_path: Path) -> None:
+    for step in range(3):
+        write(TraceWriter(tmp_path, 10**6), batch(step))
+    reading = read_batches(tmp_path, 0, 9)
+    assert next(reading) == batch(0)
+    segments(tmp_path / "trace")[1].unlink()
+    assert list(reading) == [batch(2)]
+
+
 def test_a_disk_that_is_full_ends_the_trace_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "trace").write_text("in the way")
     writer = TraceWriter(tmp_path, 10**6)
