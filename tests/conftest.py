@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from node.parallel import processes
 from tests.support.fault_prefork import Prefork
@@ -14,8 +14,8 @@ from tests.support.interpreter import Interpreted
 
 torch.set_num_threads(1)
 
-# A busy machine is slow at times: how long a test may take is pytest-timeout's to say.
-settings.register_profile("thinwire", deadline=None)
+# A busy machine is slow at times, in making examples too: how long a test may take, pytest-timeout says.
+settings.register_profile("thinwire", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("thinwire")
 
 

@@ -12,7 +12,7 @@ from tests.support.fault_prefork import Prefork
 from tests.support.ports import free_port
 from tests.support.run_harness import SMALL, Process, Run
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 def one_line(process: Process, code: int = 2) -> str:

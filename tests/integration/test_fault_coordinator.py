@@ -13,7 +13,7 @@ from node.training.snapshot import list_snapshots
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import KILLED, FaultRun, small
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 STEP = 3
 SNAPSHOT = 2

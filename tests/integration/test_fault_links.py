@@ -12,7 +12,7 @@ from node.training.snapshot import list_snapshots
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, small
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 FAILED = 1
 FRAMES = (Kind.CORRUPT, Kind.DUPLICATE, Kind.REORDER, Kind.TRUNCATE, Kind.STALL, Kind.DELAY)

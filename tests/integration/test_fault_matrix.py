@@ -15,7 +15,7 @@ from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import KILLED, FaultRun, small
 from tests.support.run_harness import Process, packed
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 SILENT_SECONDS = 3.0
 """Where a node is to be given up for its silence."""

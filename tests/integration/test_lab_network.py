@@ -36,7 +36,7 @@ def inside(flags: tuple[str, ...], case: str, *settings: str) -> dict[str, Any]:
         case,
         *settings,
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
 
@@ -65,7 +65,7 @@ def netem(flags: tuple[str, ...]) -> bool:
     script = "ip link add probe0 type veth peer name probe1 && tc qdisc add dev probe0 root netem delay 1ms"
     path = os.pathsep.join((os.environ.get("PATH", ""), *tools.SBIN))
     command = [tools.tool("unshare"), *flags, "env", f"PATH={path}", "sh", "-c", script]
-    return subprocess.run(command, capture_output=True, timeout=50, check=False).returncode == 0
+    return subprocess.run(command, capture_output=True, timeout=150, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("delay", ["auto", "relay"])
@@ -131,7 +131,7 @@ def test_networks_follow_each_other_without_a_trace(flags: tuple[str, ...]) -> N
 
 def test_check_tells_what_this_machine_can_do(flags: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "node.cli.main", "lab", "check", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     found = {finding["name"]: finding for finding in json.loads(done.stdout)}
     assert {"ip", "tc", "unshare", "nsenter", "namespaces", "tbf", "htb", "netem", "relay"} <= found.keys()

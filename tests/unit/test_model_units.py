@@ -119,4 +119,4 @@ def test_the_coordinators_modules_do_not_import_torch() -> None:
     modules = ["node.model.split", "node.model.units"]
     modules += ["node.training.rng", "node.training.data"]
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0

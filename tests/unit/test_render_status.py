@@ -184,8 +184,8 @@ def status(directory: Path) -> RunStatus:
 
 
 def test_whether_the_coordinator_lives(tmp_path: Path) -> None:
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait(timeout=30)
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        pass  # it has ended, and was waited for
     assert coordinator_alive(status(tmp_path)) is True
     assert coordinator_alive(replace(status(tmp_path), process_id=child.pid)) is False
     assert coordinator_alive(replace(status(tmp_path), host="elsewhere")) is None
@@ -280,8 +280,8 @@ def test_a_coordinator_that_was_killed_has_no_page_and_no_nodes(
     assert main(["status", str(run_dir)]) == 0
     out = capsys.readouterr().out
     assert "page      http://127.0.0.1:7702/" in out and "connected 2 nodes" in out
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        pass  # it has ended, and was waited for
     status = read_status(run_dir)
     assert status is not None
     (run_dir / STATUS_FILE).write_text(replace(status, process_id=dead.pid).to_json())

@@ -287,4 +287,4 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_the_coordinators_side_does_not_import_torch() -> None:
     code = "import sys, node.training.snapshot, node.training.manifest; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0

@@ -95,7 +95,11 @@ characters = st.sampled_from([*"ab .,'s1\n\n\n\r\t\u00a0\u2028\u4e2d", "\n\n", "
 documents = st.lists(st.lists(characters, max_size=60).map("".join), min_size=1, max_size=4)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(documents=documents, size=st.integers(1, 40))
 def test_pieces_do_not_change_the_ids(
     tables: Path, monkeypatch: pytest.MonkeyPatch, documents: list[str], size: int
