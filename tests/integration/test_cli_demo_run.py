@@ -59,10 +59,13 @@ def test_ctrl_c_ends_the_demo_on_the_users_text_and_all_of_its_processes(tmp_pat
     (library / "cover.png").write_bytes(bytes(range(256)))
     with Run(tmp_path) as run:
         demo = run.command(
-            *("demo", "--json", "--data", str(library), "--run-dir", str(run.run_dir), "run.steps=5000"),
+            *("demo", "--json", "--data", str(library), "--run-dir", str(run.run_dir)),
+            # However late the Ctrl-C comes, it comes before the end and before the first snapshot.
+            *("run.steps=100000", "run.snapshot_every=100000"),
             *SMALLER,
         )
-        demo.wait_line(lambda line: '"event": "step"' in line)
+        # Five processes start from nothing, and compile what they lack.
+        demo.wait_line(lambda line: '"event": "step"' in line, 180)
         # In a run that trains: a small machine is enough for a coordinator.
         assert with_torch(run) == {"demo": False, "coordinator": False, "join": True}
         demo.interrupt()

@@ -20,7 +20,7 @@ CONFIG = replace(
 )
 DAY = timedelta(days=1)
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(240)
 
 
 def truncated(run: Run, token: JoinToken) -> str:

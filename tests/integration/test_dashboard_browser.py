@@ -39,7 +39,7 @@ from tests.support.run_harness import SMALL, Run
 
 pytestmark = [
     pytest.mark.skipif(chromium() is None, reason="needs Chromium (Debian: apt install chromium)"),
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(240),
 ]
 
 SCREENS = {

@@ -228,7 +228,7 @@ def test_the_others_start_a_coordinator_alike() -> None:
     assert plain(kinds[0]) == plain(kinds[1]) == plain(kinds[2])
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 def test_what_the_image_copies_installs_and_starts(tmp_path: Path) -> None:
     """As the Dockerfile's RUN, but for the dependencies: they are here already, and large."""
     context = tmp_path / "context"

@@ -74,8 +74,8 @@ def test_a_delay_takes_nothing_of_the_rate(flags: tuple[str, ...], delay: str) -
     found = inside(flags, "measured", "rate=20", "rtt=20", f"delay={delay}")
     assert found["method"] == ("netem" if delay == "auto" and netem(flags) else "relay")
     for link in found["links"]:
-        # What a busy machine adds is not the delay's doing, but it can never be less.
-        assert 20.0 <= link["rtt_ms"] < 24.0
+        # What a busy machine adds is not the delay's doing, but it can never be less; twice it would be.
+        assert 20.0 <= link["rtt_ms"] < 36.0
         assert link["share"] == pytest.approx(1.0, abs=0.05)
     if found["method"] == "relay":
         assert found["relay"]["frames"] > 1000

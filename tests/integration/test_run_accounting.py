@@ -21,7 +21,7 @@ CONFIG = replace(
 )
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 def test_time_and_bytes_are_accounted_for(prefork: Prefork, tmp_path: Path) -> None:
     with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
         coordinator = run.start()

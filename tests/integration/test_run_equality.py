@@ -20,7 +20,7 @@ RING = replace(
 )
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("config", [PLAIN, RING], ids=["four-stages", "two-stages-two-chunks-tied"])
 def test_a_run_is_the_unsplit_model(config: RunConfig, prefork: Prefork, tmp_path: Path) -> None:
     with Run(tmp_path, config, launch=prefork.popen) as run:

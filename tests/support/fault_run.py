@@ -30,7 +30,6 @@ from node.telemetry.events import Event, NodeLeft, Notice, RunFinished, from_jso
 from tests.support.memory_pipeline import TEXT, reference_run
 from tests.support.ports import free_port
 from tests.support.run_harness import (
-    SECONDS,
     SMALL,
     TINY,
     Coordinator,
@@ -44,6 +43,8 @@ from tests.support.run_harness import (
 from wire.identity.credentials import NodeIdentity
 
 SPARE_USES = 50
+NEWS_SECONDS = 60.0
+"""Without any from a run that is looked after; for half of it, whoever froze is let lie."""
 KILLED = -signal.SIGKILL
 
 E = TypeVar("E", bound=Event)
@@ -145,7 +146,7 @@ class FaultRun(Run):
     def tend(
         self,
         *,
-        seconds: float = SECONDS,
+        seconds: float = NEWS_SECONDS,
         until: Callable[[Event], bool] = lambda event: isinstance(event, RunFinished),
         restart: bool = True,
     ) -> int | None:

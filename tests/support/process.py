@@ -11,7 +11,7 @@ from typing import IO, Protocol, TypeVar
 
 from node.telemetry.events import Event, JoinLine, RunFinished, RunSummary, StepDone, from_json
 
-SECONDS = 60.0
+SECONDS = 150.0
 """How long a single wait may take; far more than anything takes on a busy two-core machine."""
 
 E = TypeVar("E", bound=Event)

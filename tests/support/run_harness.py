@@ -22,6 +22,7 @@ where to stand still until the test goes on.
         run.wait_still().kill()
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -200,9 +201,14 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for process in self.processes:
-            process.reap()
+            if process.running:
+                process.kill()
+        # What they started may hold the other end of their output, and may be ending by itself.
         for pid in self.survivors():
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in self.processes:
+            process.reap()
         if error is not None:
             error.add_note("\n".join(process.report() for process in self.processes))
 

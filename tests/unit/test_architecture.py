@@ -206,7 +206,7 @@ def loaded_by(names: Iterable[str]) -> list[str]:
         "        heavy.remove(found)"
     )
     command = [sys.executable, "-c", script, *names]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

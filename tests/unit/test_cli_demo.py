@@ -101,7 +101,7 @@ class Stage:
 
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
-    monkeypatch.setattr(demo, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(demo, "GRACE_SECONDS", 30.0)
     monkeypatch.setattr(demo, "STOP_SECONDS", 30.0)
     return Stage(tmp_path)
 
@@ -142,7 +142,8 @@ def test_a_coordinator_that_dies_takes_its_nodes_along(stage: Stage, monkeypatch
     assert stage.alive() == []
 
 
-def test_a_node_that_dies_ends_the_demo_and_is_quoted(stage: Stage) -> None:
+def test_a_node_that_dies_ends_the_demo_and_is_quoted(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "GRACE_SECONDS", 0.2)
     with pytest.raises(RunError, match=r"^out of memory \(node-1 ended with exit code 7; .*node-1\.log\)$"):
         stage.run("node dies", "go on")
     assert stage.alive() == []

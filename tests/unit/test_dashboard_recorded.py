@@ -81,7 +81,7 @@ def get(url: str) -> Any:
         return json.load(answer)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_the_command_serves_and_follows_a_history(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     process = Process(

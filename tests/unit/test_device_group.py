@@ -32,7 +32,7 @@ CONFIG = RunConfig(
 )
 PACKED = replace(CONFIG, training=replace(CONFIG.training, gradients="fp8", moments="fp8"))
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("forked_workers")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("forked_workers")]
 
 
 def run_step(stages: list[StageModel], step: int) -> tuple[float, dict[str, float]]:

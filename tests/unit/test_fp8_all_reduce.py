@@ -57,7 +57,7 @@ def gradients(rank: int) -> list[Fp8Gradient]:
     return made
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("ranks", "bucket"), [(1, 7), (2, 7), (3, 1), (4, 1 << 18)])
 def test_every_rank_ends_with_the_sum_in_the_order_of_ranks(
     ranks: int, bucket: int, tmp_path: Path, prefork: Prefork
@@ -77,7 +77,7 @@ def test_every_rank_ends_with_the_sum_in_the_order_of_ranks(
             assert torch.equal(result[f"exponents.{index}"], expected.exponents)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_bytes_on_the_wire_are_a_quarter_of_float32s(tmp_path: Path, prefork: Prefork) -> None:
     run_ranks(SCRIPT.format(sizes=(1 << 18,), bucket=1 << 18), 2, tmp_path, prefork.popen)
     sent = int(load_file(tmp_path / "0.safetensors")["wire"])

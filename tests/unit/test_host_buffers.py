@@ -110,7 +110,7 @@ thread.join()
 """
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ["tah", "fixed-8", "bf16", "fp16", "fp32"])
 def test_packing_and_unpacking_take_no_new_pages(name: str) -> None:
     """One tensor is 8704 pages; what a codec uses meanwhile is some bytes for each of the 139,264 tiles."""

@@ -127,7 +127,7 @@ def test_a_window_takes_what_is_estimated() -> None:
     assert kept[1] == 2 * kept[0]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(("form", "tensor_parallel"), [("compact, fp8 gradients", 1), ("plain", 2)])
 def test_each_of_two_devices_takes_what_is_estimated(form: str, tensor_parallel: int) -> None:

@@ -195,7 +195,7 @@ def test_a_mutated_message_is_a_message_or_refused(
     assert tally.refused > MUTATIONS // 200
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("samples", "parse", "convert"), DIRECTIONS)
 def test_nothing_is_kept_of_mutated_messages(
     samples: list[bytes],

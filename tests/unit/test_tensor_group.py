@@ -44,7 +44,7 @@ PACKED = replace(
 
 State = dict[str, dict[str, Tensor]]
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("forked_workers")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("forked_workers")]
 
 
 def run_step(model: StageModel, step: int) -> tuple[float, dict[str, float]]:
