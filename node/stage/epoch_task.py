@@ -236,6 +236,7 @@ class EpochTask:
             links=self._links,
             inbox=services.inbox,
             elements_sent=services.elements_sent,
+            over=lambda: self._over,
         )
 
         def work() -> StepOutcome:

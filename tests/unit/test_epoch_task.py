@@ -6,16 +6,18 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import pytest
+import torch
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig
 from node.stage.batches import Batches
 from node.stage.epoch_task import EpochTask, State
 from node.stage.executor import StageExecutor, StepOutcome
-from node.stage.inbox import Inbox
-from node.stage.stage_io import TensorLink
+from node.stage.inbox import Inbox, StepInterrupted
+from node.stage.stage_io import LoopIO, TensorLink
 from node.telemetry.clock import StageClock
 from wire.errors import (
     DeviceLostError,
+    LinkError,
     LinkLostError,
     MemoryMismatchError,
     NonFiniteError,
@@ -77,7 +79,8 @@ class Stage:
     def use_windows(self, link_windows: tuple[int, ...]) -> None:
         self.windows = link_windows
 
-    def run_step(self, epoch: int, step: int, io: object, **batch: object) -> StepOutcome:
+    def run_step(self, epoch: int, step: int, io: LoopIO, **batch: object) -> StepOutcome:
+        self.io = io
         if self.trouble is not None:
             raise self.trouble
         self.log.append(("step", step))
@@ -111,6 +114,7 @@ class Node:
         self.linked: list[tuple[int, ...]] = []
         self.fetched: list[tuple[int, str]] = []
         self.missing: ThinwireError | None = None
+        self.links: dict[int, TensorLink] = {}
 
     def post(self, message: NodeMessage) -> None:
         self.said.put_nowait(message)
@@ -139,7 +143,7 @@ class Node:
     ) -> AsyncIterator[Mapping[int, TensorLink]]:
         self.linked.append(peers)
         try:
-            yield {}
+            yield self.links
         finally:
             self.linked.append(())
 
@@ -346,6 +350,37 @@ async def test_a_lost_link_fails_the_step_and_names_a_peer_at_fault(
             talk.node.inbox.check()
         talk.node.stage.trouble = interruption.value
         assert await talk.ask(Begin(epoch=4, step=3)) == failure(kind, str(error), step=3, peer=peer)
+
+
+class ClosedLink:
+    def send(self, key: TensorKey, payload: memoryview) -> None:
+        raise LinkError("the link was closed here")
+
+    def want(self, key: TensorKey | None) -> None:
+        pass
+
+    def release(self, key: TensorKey) -> None:
+        pass
+
+
+async def test_what_a_step_sends_as_its_epoch_ends_is_no_trouble_of_the_next() -> None:
+    """A tensor is handed over to the event loop, which may come to that later than to the epoch's end."""
+
+    async def send() -> None:
+        key = TensorKey(epoch=4, step=0, microbatch=0, boundary=1, direction=Direction.ACTIVATION)
+        talk.node.stage.io.send(key, torch.zeros(64, dtype=torch.uint8), 64)
+        await asyncio.sleep(0)
+
+    async with epoch() as talk:
+        talk.node.links = {0: ClosedLink(), 2: ClosedLink()}
+        await talk.begun()
+        await talk.ask(Begin(epoch=4, step=0))
+        await send()
+        with pytest.raises(StepInterrupted, match="the link was closed here"):
+            talk.node.inbox.check()
+    talk.node.inbox.reset()  # as the next epoch begins
+    await send()
+    talk.node.inbox.check()
 
 
 async def test_tensors_are_expected_of_this_epochs_neighbours_for_this_step_and_the_next() -> None:
