@@ -1,4 +1,4 @@
-"""The kernels of gradients and moments in e4m3 give the reference's bits under Triton's interpreter, on a CPU;
+"""The kernels of gradients and moments in e4m3 give the reference's bits under Triton's interpreter, on CPUs;
 moments but for the last bits of logarithms.
 
 In a process of their own, which `test_in_a_process_of_their_own` starts (`tests.support.interpreter`).
