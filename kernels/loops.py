@@ -25,21 +25,23 @@ from kernels.tiles import NON_FINITE, NORMAL_BITS, SMALLEST_STEP, TILE, powers_o
 
 
 def forget_older(cache: Path, sources: Iterable[Path]) -> None:
-    """Remove from `cache` the indices of compiled loops that are older than any of `sources`."""
+    """Remove from `cache` what was compiled of loops before any of `sources` changed: indices and code.
+
+    Numba writes a new index before new code: until then another process would find old code by it.
+    """
     newest = max(source.stat().st_mtime for source in sources)
-    for index in cache.glob("*loops*.nbi"):
+    for path in cache.glob("*loops*.nb[ic]"):
         # Another process may do so too; a folder that cannot be written is not where numba keeps them.
         with contextlib.suppress(OSError):
-            if index.stat().st_mtime < newest:
-                index.unlink()
+            if path.stat().st_mtime < newest:
+                path.unlink()
 
 
 _HERE = Path(__file__).parent
-_SOURCES = (
-    "loops.py tah.py fixed.py tiles.py trellis_code.py trellis_grid.py trellis_tables.py"
-    " trellis_matrix_loops.py trellis_space_loops.py"
+_CONSTANTS = "tah.py fixed.py tiles.py trellis_code.py trellis_grid.py trellis_tables.py"
+forget_older(
+    _HERE / "__pycache__", [*_HERE.glob("*loops*.py"), *(_HERE / name for name in _CONSTANTS.split())]
 )
-forget_older(_HERE / "__pycache__", [_HERE / name for name in _SOURCES.split()])
 
 ONE = np.float32(1.0)
 LEAST_STEP = np.float32(SMALLEST_STEP)

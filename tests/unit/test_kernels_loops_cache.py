@@ -9,20 +9,21 @@ from kernels.loops import forget_older
 
 
 @pytest.mark.parametrize(("age", "kept"), [(-1, False), (1, True)])
-def test_an_index_older_than_any_source_is_removed(age: int, kept: bool, tmp_path: Path) -> None:
+def test_what_is_older_than_any_source_is_removed(age: int, kept: bool, tmp_path: Path) -> None:
     sources = [tmp_path / "loops.py", tmp_path / "tiles.py"]
     for number, source in enumerate(sources):
         source.write_text("")
         os.utime(source, (1000 + number, 1000 + number))
     cache = tmp_path / "cache"
     cache.mkdir()
-    index, other = cache / "tah_loops.encode-1.py311.nbi", cache / "trellis_lanes.search-1.py311.nbi"
-    for path in (index, other):
+    loops = [cache / f"tah_loops.encode-1.py311.{end}" for end in ("nbi", "1.nbc", "2.nbc")]
+    others = [cache / f"trellis_lanes.search-1.py311.{end}" for end in ("nbi", "1.nbc")]
+    for path in (*loops, *others):
         path.write_text("")
         os.utime(path, (1001 + age, 1001 + age))
     forget_older(cache, sources)
-    assert index.exists() is kept
-    assert other.exists()
+    assert [path.exists() for path in loops] == [kept] * 3
+    assert all(path.exists() for path in others)
 
 
 def test_nothing_compiled_yet_is_fine(tmp_path: Path) -> None:
