@@ -15,8 +15,8 @@ MIB = 1024 * 1024
 async def test_warm_link_has_two_sockets_and_a_round_trip() -> None:
     async with make_pair(1000) as pair:
         assert len(pair.relay.connections) == 2
-        assert 0 < pair.lower.stats.rtt_seconds < SECONDS
-        assert 0 < pair.upper.stats.rtt_seconds < SECONDS
+        assert 0 < pair.lower.stats.rtt_seconds < 1
+        assert 0 < pair.upper.stats.rtt_seconds < 1
         assert pair.lower.up and pair.upper.up
 
 
@@ -116,15 +116,15 @@ async def test_one_cut_socket_takes_the_other_along() -> None:
 
 async def test_silent_connection_is_replaced() -> None:
     """No reset, no close: the path just swallows everything."""
-    async with make_pair(MIB, quick(silent_seconds=0.5, connect_seconds=0.5)) as pair:
+    # Longer than a busy machine leaves a process waiting: that would be a silence, too.
+    async with make_pair(MIB, quick(silent_seconds=2.0, connect_seconds=2.0)) as pair:
         pair.relay.flowing.clear()
         pair.lower.send(key(0), content(key(0), MIB))
         await eventually(lambda: not pair.lower.up and not pair.upper.up)
         pair.relay.flowing.set()
         await pair.upper_end.until(1)
         assert pair.upper_end.arrived == [key(0)]
-        # Or more: while nothing gets through, and in half a second of a machine that is busy elsewhere.
-        assert pair.lower.stats.reconnects >= 1
+        assert pair.lower.stats.reconnects == 1
 
 
 async def test_damaged_frame_is_asked_for_and_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
