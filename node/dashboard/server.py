@@ -176,7 +176,8 @@ class _Routes:
     async def _tell(self, response: web.StreamResponse) -> None:
         version, sent = self._feed.newest()
         await _send(response, "view", self._message(sent))
-        while not self._feed.closed:
+        over = False
+        while not over:
             await self._feed.pause(STREAM_SECONDS)
             try:
                 async with asyncio.timeout(KEEPALIVE_SECONDS):
@@ -184,13 +185,12 @@ class _Routes:
             except TimeoutError:
                 await _write(response, b": still here\n\n")
                 continue
+            # As it is now: an end that comes while this is being written is told in a turn of its own.
+            over = self._feed.closed
             version, newest = self._feed.newest()
             if patch := difference(sent, newest):
                 await _send(response, "patch", self._message(patch))
             sent = newest
-        # The run may have ended while that was being written.
-        if patch := difference(sent, self._feed.newest()[1]):
-            await _send(response, "patch", self._message(patch))
         await _send(response, "end", self._message({}))
 
     def _message(self, view: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Gradients, moments and AdamW in e4m3 against the reference, for kernels on a GPU and under the interpreter.
 
-Kernels are given as `kernels.fp8` and `kernels.adamw` have them, with tensors on `device`; the reference is on
-the CPU, but for moments, whose logarithms are those of the device.
+Kernels are given as `kernels.fp8` and `kernels.adamw` have them, with tensors on `device`. The reference is
+on the CPU, but for moments, whose logarithms are the device's.
 """
 
 from collections.abc import Callable
