@@ -1,12 +1,13 @@
-"""The inner loops of the `trellis` codec by device: numba's on a CPU, Triton's on a GPU, the same words.
+"""The loops of the `trellis` codec by device: numba's on a CPU, Triton's on a GPU, the same bits.
 
 A GPU without Triton has its lanes coded by the CPU.
 """
 
 import torch
 
-from kernels import ops, trellis_lanes
+from kernels import ops, trellis, trellis_lanes
 from kernels.trellis_code import Coded
+from kernels.trellis_factors import Factors
 from kernels.trellis_grid import Grid
 
 
@@ -30,9 +31,9 @@ def decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`kernels.trellis_lanes.decode`; on a GPU with kernels for any states and counts, without waiting."""
     if ops.has_kernels(classes.device.type):
-        from kernels import triton_trellis
+        from kernels import triton_trellis_decode
 
-        return triton_trellis.decode(states, counts, words, classes, where, family)
+        return triton_trellis_decode.decode(states, counts, words, classes, where, family)
     n, whole = trellis_lanes.decode(states.cpu(), counts.cpu(), words.cpu(), classes.cpu(), where, family)
     return n.to(classes.device), whole.to(classes.device)
 
@@ -53,3 +54,23 @@ def join(coded: Coded, out: torch.Tensor) -> None:
         used += count
     if whole is not out:
         out.copy_(whole)
+
+
+def classes(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    """`kernels.trellis.classes` of int32 `[R]` and `[C]`."""
+    if ops.has_kernels(row.device.type):
+        from kernels import triton_trellis_restore
+
+        return triton_trellis_restore.classes(row, column)
+    return trellis.classes(row, column)
+
+
+def restore(n: torch.Tensor, code: int, factors: Factors | None, exponent: int, out: torch.Tensor) -> None:
+    """Fill contiguous `out` `[..., C]` with what a step's code and a prediction make of n, int32 `[E]`, which
+    is lost, times 2**exponent."""
+    if ops.has_kernels(n.device.type):
+        from kernels import triton_trellis_restore
+
+        triton_trellis_restore.restore(n, code, factors, exponent, out)
+    else:
+        trellis.restore(trellis.reconstruct(n, code, factors), exponent, out)

@@ -1,8 +1,9 @@
 """`kernels.blockfloat` in Triton: the same bits, alone or inside the kernels that produce the tensor.
 
-T blocks are `[T, 16, 8]`: element 8 k + j of block t lies at [t, k, j], so that the 8 elements that share a
-word of a shard belong to one thread. Every reduction here is a maximum of integers, exact in any order; the
-rest is elementwise, one rounding an operation. Compile with `enable_fp_fusion=False`.
+T blocks are `[T, 128]`, as they lie in memory, so that neighbouring threads read neighbouring bytes; the 8
+elements that share a word of a shard belong to one thread if rows begin where 16 bytes do. Every reduction
+here is a maximum of integers, exact in any order; the rest is elementwise, one rounding an operation. Compile
+with `enable_fp_fusion=False`.
 """
 
 import torch
@@ -21,7 +22,7 @@ from kernels.blockfloat_layout import (
     packed_bytes,
     payload_offset,
 )
-from kernels.triton_common import MAGIC, MAGIC_BITS, as_bits
+from kernels.triton_common import MAGIC, MAGIC_BITS, as_bits, reciprocal
 
 _SMALLEST = tl.constexpr(SMALLEST_BITS)
 _TOO_LARGE = tl.constexpr(TOO_LARGE_BITS)
@@ -30,18 +31,13 @@ _THRESHOLDS = tuple(tl.constexpr(value) for value in SMALL_THRESHOLDS)
 _FIRST, _SECOND, _THIRD = _THRESHOLDS
 _SMALL_0, _SMALL_1, _SMALL_2, _SMALL_3 = (tl.constexpr(value) for value in SMALL_MAGNITUDES)
 
-# Triton compiles anew for sizes that are 1 or multiples of 16, which gains nothing here.
-SIZES = ("n", "rows", "width", "per_row", "stride")
+# Triton compiles anew for sizes that are 1 or multiples of 16. That gains something for `width` and `stride`
+# alone, by which it knows that a thread may read several elements at once.
+SIZES = ("n", "rows", "per_row")
 
 # Blocks of a program, and its warps; no bit depends on them.
 BLOCKS = 8
 WARPS = 4
-
-
-@triton.jit
-def place(T: tl.constexpr):
-    """The index in its block of every place of `[T, 16, 8]`, int32 `[1, 16, 8]`."""
-    return tl.arange(0, 16)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
 
 
 @triton.jit
@@ -85,7 +81,7 @@ def _scale_bits(largest, LIMIT: tl.constexpr):
 def _codes(y, inverse, BITS: tl.constexpr, LIMIT: tl.constexpr):
     """Codes, int32 like y, of blocks whose scales have these reciprocals `[T]`."""
     bits = y.to(tl.int32, bitcast=True)
-    scaled = tl.abs(y) * inverse[:, None, None]
+    scaled = tl.abs(y) * inverse[:, None]
     # A NaN fails the comparison.
     scaled = tl.where(scaled < LIMIT, scaled, LIMIT)
     if BITS == 3:
@@ -102,32 +98,30 @@ def _codes(y, inverse, BITS: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def _store_shard(start, block, inside, codes, WIDTH: tl.constexpr):
-    """The lowest WIDTH bits of codes `[T, 16, 8]` to the shard at `start`."""
-    k = tl.arange(0, 16)[None, :]
-    j = tl.arange(0, 8)[None, None, :]
+    """The lowest WIDTH bits of codes `[T, 128]` to the shard at `start`."""
     if WIDTH == 8:
-        where = block[:, None, None] * 128 + place(1)
-        tl.store(start + where, codes.to(tl.uint8), mask=inside[:, None, None] & (where >= 0))
+        where = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+        tl.store(start + where, codes.to(tl.uint8), mask=inside[:, None] & (where >= 0))
     else:
-        words = tl.sum((codes & ((1 << WIDTH) - 1)) << (j * WIDTH), 2)
+        j = tl.arange(0, 8)[None, None, :]
+        eights = tl.reshape(codes & ((1 << WIDTH) - 1), (codes.shape[0], 16, 8))
+        words = tl.sum(eights << (j * WIDTH), 2)
         if WIDTH == 4:
             target = start.to(tl.pointer_type(tl.int32), bitcast=True)
         elif WIDTH == 2:
             target = start.to(tl.pointer_type(tl.int16), bitcast=True)
         else:
             target = start
-        where = block[:, None] * 16 + k
+        where = block[:, None] * 16 + tl.arange(0, 16)[None, :]
         tl.store(target + where, words.to(target.dtype.element_ty), mask=inside[:, None] & (where >= 0))
 
 
 @triton.jit
 def _load_shard(start, block, inside, WIDTH: tl.constexpr):
-    """Inverse of `_store_shard`: int32 `[T, 16, 8]`."""
-    k = tl.arange(0, 16)[None, :]
-    j = tl.arange(0, 8)[None, None, :]
+    """Inverse of `_store_shard`: int32 `[T, 128]`."""
     if WIDTH == 8:
-        where = block[:, None, None] * 128 + place(1)
-        codes = tl.load(start + where, mask=inside[:, None, None] & (where >= 0), other=0).to(tl.int32)
+        where = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+        codes = tl.load(start + where, mask=inside[:, None] & (where >= 0), other=0).to(tl.int32)
     else:
         if WIDTH == 4:
             source = start.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -135,9 +129,10 @@ def _load_shard(start, block, inside, WIDTH: tl.constexpr):
             source = start.to(tl.pointer_type(tl.int16), bitcast=True)
         else:
             source = start
-        where = block[:, None] * 16 + k
+        where = block[:, None] * 16 + tl.arange(0, 16)[None, :]
         words = tl.load(source + where, mask=inside[:, None] & (where >= 0), other=0).to(tl.int32)
-        codes = (words[:, :, None] >> (j * WIDTH)) & ((1 << WIDTH) - 1)
+        j = tl.arange(0, 8)[None, None, :]
+        codes = tl.reshape((words[:, :, None] >> (j * WIDTH)) & ((1 << WIDTH) - 1), (block.shape[0], 128))
     return codes
 
 
@@ -149,20 +144,19 @@ def _payload(n):
 
 @triton.jit
 def store_blocks(packed, n, block, inside, y, BITS: tl.constexpr, LIMIT: tl.constexpr):
-    """Store y, fp32 `[T, 16, 8]`, zeros where there is padding, as blocks `block` (int64 `[T]`) of n."""
+    """Store y, fp32 `[T, 128]`, zeros where there is padding, as blocks `block` (int64 `[T]`) of n."""
     if BITS == 16:
         bits = y.to(tl.int32, bitcast=True)
         rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, _NAN_SCALE, half_bits(y)).to(tl.int16)
-        where = block[:, None, None] * 128 + place(1)
+        where = block[:, None] * 128 + tl.arange(0, 128)[None, :]
         target = packed.to(tl.pointer_type(tl.int16), bitcast=True)
-        tl.store(target + where, rounded, mask=inside[:, None, None] & (where >= 0))
+        tl.store(target + where, rounded, mask=inside[:, None] & (where >= 0))
     else:
         magnitudes = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        scale = _scale_bits(tl.max(tl.max(magnitudes, 2), 1), LIMIT)
+        scale = _scale_bits(tl.max(magnitudes, 1), LIMIT)
         tl.store(packed.to(tl.pointer_type(tl.int16), bitcast=True) + block, scale.to(tl.int16), mask=inside)
         value = (scale << 16).to(tl.float32, bitcast=True)
-        ones = tl.full(value.shape, 1.0, tl.float32)
-        inverse = tl.where(scale == 0, 0.0, tl.div_rn(ones, tl.where(scale == 0, 1.0, value)))
+        inverse = tl.where(scale == 0, 0.0, reciprocal(tl.where(scale == 0, 1.0, value)))
         codes = _codes(y, inverse, BITS, LIMIT)
         start = packed + _payload(n)
         if BITS == 8:
@@ -178,16 +172,16 @@ def store_blocks(packed, n, block, inside, y, BITS: tl.constexpr, LIMIT: tl.cons
 
 @triton.jit
 def load_blocks(packed, n, block, inside, BITS: tl.constexpr):
-    """Inverse of `store_blocks`: fp32 `[T, 16, 8]`, zeros for blocks outside."""
+    """Inverse of `store_blocks`: fp32 `[T, 128]`, zeros for blocks outside."""
     if BITS == 16:
-        where = block[:, None, None] * 128 + place(1)
+        where = block[:, None] * 128 + tl.arange(0, 128)[None, :]
         source = packed.to(tl.pointer_type(tl.int16), bitcast=True)
-        bits = tl.load(source + where, mask=inside[:, None, None] & (where >= 0), other=0).to(tl.int32)
+        bits = tl.load(source + where, mask=inside[:, None] & (where >= 0), other=0).to(tl.int32)
         y = (bits << 16).to(tl.float32, bitcast=True)
     else:
         scales = packed.to(tl.pointer_type(tl.int16), bitcast=True)
         bits = tl.load(scales + block, mask=inside, other=0).to(tl.int32)
-        scale = (bits << 16).to(tl.float32, bitcast=True)[:, None, None]
+        scale = (bits << 16).to(tl.float32, bitcast=True)[:, None]
         start = packed + _payload(n)
         if BITS == 8:
             codes = _load_shard(start, block, inside, 8)
@@ -219,8 +213,10 @@ def load_blocks(packed, n, block, inside, BITS: tl.constexpr):
 @triton.jit
 def block_columns(block, per_row):
     """Each block's row (int64) and first column."""
-    row = block // per_row
-    return row, (block - row * per_row).to(tl.int32) * 128
+    # There are never so many blocks that 32 bits, whose division is several times as fast, cannot count them.
+    narrow = block.to(tl.int32)
+    row = narrow // per_row
+    return row.to(tl.int64), (narrow - row * per_row) * 128
 
 
 def store_jit(function):
@@ -233,9 +229,9 @@ def _pack(x, packed, n, width, per_row, stride, BITS: tl.constexpr, LIMIT: tl.co
     block = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     inside = block < n
     row, column = block_columns(block, per_row)
-    columns = column[:, None, None] + place(T)
-    real = inside[:, None, None] & (columns < width)
-    y = load_wide(x + (row * stride)[:, None, None] + columns, real)
+    columns = column[:, None] + tl.arange(0, 128)[None, :]
+    real = inside[:, None] & (columns < width)
+    y = load_wide(x + (row * stride)[:, None] + columns, real)
     store_blocks(packed, n, block, inside, y, BITS, LIMIT)
 
 
@@ -245,9 +241,9 @@ def _unpack(packed, out, n, width, per_row, BITS: tl.constexpr, T: tl.constexpr)
     inside = block < n
     y = load_blocks(packed, n, block, inside, BITS)
     row, column = block_columns(block, per_row)
-    columns = column[:, None, None] + place(T)
-    real = inside[:, None, None] & (columns < width)
-    store_rounded(out + (row * width)[:, None, None] + columns, y, real)
+    columns = column[:, None] + tl.arange(0, 128)[None, :]
+    real = inside[:, None] & (columns < width)
+    store_rounded(out + (row * width)[:, None] + columns, y, real)
 
 
 def row_view(x: torch.Tensor) -> torch.Tensor:

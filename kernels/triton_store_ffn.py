@@ -13,7 +13,6 @@ from kernels.triton_store import (
     empty_packed,
     load_blocks,
     load_wide,
-    place,
     row_view,
     store_blocks,
     store_jit,
@@ -55,9 +54,9 @@ def _forward(
     block = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     inside = block < n
     row, column = block_columns(block, per_row)
-    columns = column[:, None, None] + place(T)
-    real = inside[:, None, None] & (columns < width)
-    source = (row * stride)[:, None, None] + columns
+    columns = column[:, None] + tl.arange(0, 128)[None, :]
+    real = inside[:, None] & (columns < width)
+    source = (row * stride)[:, None] + columns
     g = load_wide(gate + source, real)
     store_blocks(packed_gate, n, block, inside, g, BITS, LIMIT)
     if GATED:
@@ -66,7 +65,7 @@ def _forward(
         result = g * _sigmoid(g) * u
     else:
         result = 0.5 * g * (1.0 + _gelu_tanh(g))
-    store_rounded(inner + (row * width)[:, None, None] + columns, result, real)
+    store_rounded(inner + (row * width)[:, None] + columns, result, real)
 
 
 @store_jit
@@ -88,9 +87,9 @@ def _backward(
     block = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     inside = block < n
     row, column = block_columns(block, per_row)
-    columns = column[:, None, None] + place(T)
-    real = inside[:, None, None] & (columns < width)
-    where = (row * width)[:, None, None] + columns
+    columns = column[:, None] + tl.arange(0, 128)[None, :]
+    real = inside[:, None] & (columns < width)
+    where = (row * width)[:, None] + columns
     upstream = load_wide(grad + where, real)
     g = load_blocks(packed_gate, n, block, inside, BITS)
     if GATED:

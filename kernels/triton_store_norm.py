@@ -14,7 +14,6 @@ from kernels.triton_store import (
     empty_packed,
     load_blocks,
     load_wide,
-    place,
     row_view,
     store_blocks,
     store_jit,
@@ -27,7 +26,7 @@ PROGRAMS = 264
 
 @triton.jit
 def _total(v):
-    return tl.sum(tl.sum(tl.sum(v, 2), 1), 0)
+    return tl.sum(tl.sum(v, 1), 0)
 
 
 @triton.jit
@@ -62,8 +61,8 @@ def _forward(
     row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, T)
     inside = t < per_row
-    columns = t[:, None, None] * 128 + place(T)
-    real = inside[:, None, None] & (columns < width)
+    columns = t[:, None] * 128 + tl.arange(0, 128)[None, :]
+    real = inside[:, None] & (columns < width)
     if AGAIN:
         y = load_blocks(packed, n, row * per_row + t, inside, BITS)
         y = tl.where(real, y, 0.0)
@@ -99,11 +98,11 @@ def _backward(
     program = tl.program_id(0)
     t = tl.arange(0, T)
     inside = t < per_row
-    columns = t[:, None, None] * 128 + place(T)
-    real = inside[:, None, None] & (columns < width)
+    columns = t[:, None] * 128 + tl.arange(0, 128)[None, :]
+    real = inside[:, None] & (columns < width)
     scale = load_wide(weight + columns, real)
-    sum_weight = tl.zeros((T, 16, 8), tl.float32)
-    sum_bias = tl.zeros((T, 16, 8), tl.float32)
+    sum_weight = tl.zeros((T, 128), tl.float32)
+    sum_bias = tl.zeros((T, 128), tl.float32)
     row = program.to(tl.int64)
     while row < rows:
         y = tl.where(real, load_blocks(packed, n, row * per_row + t, inside, BITS), 0.0)

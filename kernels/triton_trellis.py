@@ -1,15 +1,18 @@
-"""The inner loops of the `trellis` codec on a GPU: `kernels.trellis_lanes` in Triton, the same words.
+"""Coding the lanes of the `trellis` codec on a GPU: `kernels.trellis_lanes.encode` in Triton, the same words.
 
-A group of lanes is a program of one warp, a lane a thread: states, costs and the places in a trellis stay in
-registers, decisions are kept as four bits an element, and which lane takes which word of a step follows from
-a sum over the warp. Nothing waits for another group, and nothing for the host.
+A group of lanes is a warp, a lane a thread: states, costs and the places in a trellis stay in registers,
+decisions are kept as four bits an element, and which lane takes which word of a step follows from a vote of
+the warp. Nothing waits for the host. A lane's steps are a long chain, so a program lasts; sixteen warps to a
+program keep it to few of the GPU's multiprocessors, whose others are a stage's that computes meanwhile.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import libdevice
 
 from kernels import triton_trellis_state as at
 from kernels.trellis_code import (
@@ -22,11 +25,13 @@ from kernels.trellis_code import (
     Coded,
 )
 from kernels.trellis_grid import Grid
-from kernels.trellis_tables import CLASSES, ESCAPE, MIDDLE, PRECISION, ROW, TOTAL, all_codes_on, slots_on
+from kernels.trellis_tables import CLASSES, ESCAPE, MIDDLE, PRECISION, ROW, TOTAL, all_codes_on
+from kernels.triton_common import INTERPRETED
 
-_LANES = tl.constexpr(32)
+_INTERPRETED = tl.constexpr(INTERPRETED)
+LANES = tl.constexpr(32)
 # Elements of a lane whose decisions share a word.
-_AT_ONCE = tl.constexpr(8)
+AT_ONCE = tl.constexpr(8)
 _ONCE = 8
 _LOW = tl.constexpr(LOW)
 _STATE_BITS = tl.constexpr(STATE_BITS)
@@ -46,6 +51,8 @@ _PRECISION = tl.constexpr(PRECISION)
 _ROW = tl.constexpr(ROW)
 _TOTAL = tl.constexpr(TOTAL)
 _JOIN = 1024
+# Groups of a program, a warp each; no bit depends on it.
+TOGETHER = 16
 _CODES = tl.constexpr(2 * CLASSES * ROW)
 _ACTIVE = tl.constexpr(at.ACTIVE)
 _OF_FAMILY = tl.constexpr(at.OF_FAMILY)
@@ -67,17 +74,57 @@ def _full(wide):
 
 
 @triton.jit
-def _put(state, full, some, words, used, capacity):
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def ones(bits):
+    """How many bits of uint32 are set, int32."""
+    if _INTERPRETED:
+        bits -= (bits >> 1) & 0x55555555
+        bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+        return ((((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+    return libdevice.popc(bits.to(tl.int32))
+
+
+@triton.jit
+def ballot(some, lane):
+    """Which lanes of a group, a bit each: uint32 `[1, GROUPS]`."""
+    bit = tl.full(some.shape, 1, tl.uint32) << lane.to(tl.uint32)
+    return tl.reduce(tl.where(some, bit, 0), 0, _either)[None, :]
+
+
+@triton.jit
+def _put(state, full, some, lane, words, used, capacity):
     """Make room in the states of `some` lanes that must stay below `full`: a word more, if there must be one.
 
     Words fill their room from its end, so those of earlier lanes come to lie before those of later ones.
     """
     spill = some & (state >= full)
-    count = spill.to(tl.int32)
+    spilling = ballot(spill, lane)
     # Of a lane and those after it.
-    after = tl.sum(count, 0) - tl.cumsum(count, 0) + count
+    after = ones(spilling >> lane.to(tl.uint32))
     tl.store(words + (capacity - used - after), (state & 0xFFFF).to(tl.int16), mask=spill)
-    return tl.where(spill, state >> 16, state), used + tl.sum(count, 0)
+    return tl.where(spill, state >> 16, state), used + ones(spilling)
+
+
+@triton.jit
+def _put_bits(state, wide, bits, some, lane, words, used, capacity):
+    """Put the lowest `wide` bits, which `bits` holds, of `some` lanes into their states."""
+    has = some & (wide > 0)
+    state, used = _put(state, _full(wide), has, lane, words, used, capacity)
+    return tl.where(has, (state << wide) | bits, state), used
+
+
+@triton.jit
+def _put_symbol(state, code, some, lane, words, used, capacity):
+    frequency = tl.maximum(code >> _PRECISION, 1)
+    state, used = _put(state, frequency << (_STATE_BITS - _PRECISION), some, lane, words, used, capacity)
+    # States are not negative, and dividing takes less without a sign.
+    share = (state.to(tl.uint32) // frequency.to(tl.uint32)).to(tl.int32)
+    grown = state + (code & (_TOTAL - 1)) + share * (_TOTAL - frequency)
+    return tl.where(some, grown, state), used
 
 
 @triton.jit(do_not_specialize=("elements", "groups", "group_elements", "lanes", "chunks", "capacity"))
@@ -97,35 +144,38 @@ def _encode(
     lanes,
     chunks,
     capacity,
+    GROUPS: tl.constexpr,
 ):
-    """A group of the elements that `control` (of the second program number) says, if there are any."""
-    group = tl.program_id(0).to(tl.int64)
+    """`GROUPS` groups of the elements that `control` (of the second program number) says, if any."""
     control += tl.program_id(1) * _CONTROLS
     if tl.load(control + _ACTIVE) == 0:
         return
     gain = tl.load(gains).to(tl.float32)
+    group = (tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)).to(tl.int64)[None, :]
+    lane = tl.arange(0, LANES)[:, None]
+    known = (group < groups) & (lane < lanes)
     slot = tl.load(control + _TO_SLOT) * groups + group
-    lane = tl.arange(0, _LANES)
     start = group * group_elements
+    # Below zero behind the last group.
     size = tl.minimum(elements - start, group_elements).to(tl.int32)
     residual += tl.load(control + _OFFSET) + start
     numbers += start
     codes += tl.load(control + _OF_FAMILY) * _CODES
-    decisions += (tl.program_id(1) * groups.to(tl.int64) + group) * chunks * _LANES
+    decisions += (tl.program_id(1) * groups.to(tl.int64) + group) * chunks * LANES
     states += slot * lanes
     counts += slot
     words += slot * capacity
     # Costs of the best paths to a quantizer after another (the second digit).
-    b00 = tl.zeros((_LANES,), tl.int32)
+    b00 = tl.zeros((LANES, GROUPS), tl.int32)
     b01 = b00 + _FAR
     b10 = b00 + _FAR
     b11 = b00 + _FAR
     # Triton's interpreter knows no `range` of an argument.
     chunk = 0
     while chunk < chunks:
-        made = tl.zeros((_LANES,), tl.int32)
-        for j in tl.static_range(_AT_ONCE):
-            place = (chunk * _AT_ONCE + j) * lanes + lane
+        made = tl.zeros((LANES, GROUPS), tl.int32)
+        for j in tl.static_range(AT_ONCE):
+            place = (chunk * AT_ONCE + j) * lanes + lane
             real = (lane < lanes) & (place < size)
             v = _value(tl.load(residual + place, mask=real, other=0.0), gain)
             d0 = tl.abs(((v + _PERIOD // 2) & (_PERIOD - 1)) - _PERIOD // 2)
@@ -151,10 +201,10 @@ def _encode(
             bits = (y00 < x00).to(tl.int32) | ((y01 < x01).to(tl.int32) << 1)
             bits |= ((y10 < x10).to(tl.int32) << 2) | ((y11 < x11).to(tl.int32) << 3)
             made |= bits << (4 * j)
-        tl.store(decisions + chunk * _LANES + lane, made)
+        tl.store(decisions + chunk * LANES + lane, made, mask=known)
         chunk += 1
     least = b00
-    end = tl.zeros((_LANES,), tl.int32)
+    end = tl.zeros((LANES, GROUPS), tl.int32)
     end = tl.where(b01 < least, 1, end)
     least = tl.minimum(least, b01)
     end = tl.where(b10 < least, 2, end)
@@ -162,14 +212,17 @@ def _encode(
     end = tl.where(b11 < least, 3, end)
     following = end >> 1
     current = end & 1
-    state = tl.zeros((_LANES,), tl.int32) + _LOW
-    used = 0
+    state = tl.zeros((LANES, GROUPS), tl.int32) + _LOW
+    used = tl.zeros((1, GROUPS), tl.int32)
     while chunk > 0:
         chunk -= 1
-        made = tl.load(decisions + chunk * _LANES + lane)
-        for i in tl.static_range(_AT_ONCE):
-            j = _AT_ONCE - 1 - i
-            place = (chunk * _AT_ONCE + j) * lanes + lane
+        made = tl.load(decisions + chunk * LANES + lane, mask=known, other=0)
+        # The path does not depend on states: all of a chunk's codes are asked for before the first is put.
+        found: "tuple[Any, ...]" = ()  # noqa: UP037 Triton would look the name up
+        rare = tl.zeros((LANES, GROUPS), tl.int1)
+        for i in tl.static_range(AT_ONCE):
+            j = AT_ONCE - 1 - i
+            place = (chunk * AT_ONCE + j) * lanes + lane
             real = (lane < lanes) & (place < size)
             v = _value(tl.load(residual + place, mask=real, other=0.0), gain)
             number = tl.load(numbers + place, mask=real, other=0).to(tl.int32)
@@ -179,114 +232,36 @@ def _encode(
             following = tl.where(real, current, following)
             current = tl.where(real, before, current)
             shift = tl.maximum((number - _SHIFTED) >> 2, 0)
-            index = n >> 1
-            symbol = (index >> shift) + _MIDDLE
+            symbol = (n >> 1 >> shift) + _MIDDLE
             row = (2 * (number - 4 * shift) + (n & 1)) * _ROW
-            known = (symbol >= 0) & (symbol < _ESCAPE)
-            code = tl.load(codes + row + symbol, mask=real & known, other=0)
-            escaped = code == 0
-            if tl.max((real & (escaped | (shift > 0))).to(tl.int32), 0) > 0:
+            coded = real & (symbol >= 0) & (symbol < _ESCAPE)
+            code = tl.load(codes + row + symbol, mask=coded, other=0)
+            rare |= real & ((code == 0) | (shift > _PIECE))
+            found += ((n, shift, row, code, real),)
+        if tl.max(tl.max(rare.to(tl.int32), 1), 0) > 0:
+            for i in tl.static_range(AT_ONCE):
+                n, shift, row, code, real = found[i]
+                escaped = code == 0
                 code = tl.where(escaped, tl.load(codes + row + _ESCAPE), code)
+                index = n >> 1
                 low = index - ((index >> shift) << shift)
                 raw = n + _ESCAPE_BIAS
                 wide = tl.where(escaped, _ESCAPE_PIECE, tl.maximum(shift - _PIECE, 0))
-                low_piece = tl.where(escaped, raw >> _ESCAPE_PIECE, low >> _PIECE)
-                has = real & (wide > 0)
-                state, used = _put(state, _full(wide), has, words, used, capacity)
-                state = tl.where(has, (state << wide) | low_piece, state)
+                bits = tl.where(escaped, raw >> _ESCAPE_PIECE, low >> _PIECE)
+                state, used = _put_bits(state, wide, bits, real, lane, words, used, capacity)
                 wide = tl.where(escaped, _ESCAPE_PIECE, tl.minimum(shift, _PIECE))
-                low_piece = tl.where(escaped, raw & (_ESCAPE_SPAN - 1), low & (_SPAN - 1))
-                has = real & (wide > 0)
-                state, used = _put(state, _full(wide), has, words, used, capacity)
-                state = tl.where(has, (state << wide) | low_piece, state)
-            frequency = tl.maximum(code >> _PRECISION, 1)
-            state, used = _put(state, frequency << (_STATE_BITS - _PRECISION), real, words, used, capacity)
-            grown = state + (code & (_TOTAL - 1)) + (state // frequency) * (_TOTAL - frequency)
-            state = tl.where(real, grown, state)
-    tl.store(states + lane, state, mask=lane < lanes)
-    tl.store(counts, used)
-
-
-@triton.jit
-def _take(state, some, words, position, end):
-    """A word for every one of `some` lanes whose state is below 2**15; none beyond `end`."""
-    taking = some & (state < _LOW)
-    count = taking.to(tl.int32)
-    place = position + tl.cumsum(count, 0) - count
-    word = tl.load(words + place, mask=taking & (place < end), other=0).to(tl.int32) & 0xFFFF
-    return tl.where(taking, (state << 16) | word, state), position + tl.sum(count, 0)
-
-
-@triton.jit(do_not_specialize=("elements", "group_elements", "lanes", "chunks", "total"))
-def _decode(
-    numbers,
-    slots,
-    states,
-    counts,
-    starts,
-    words,
-    out,
-    whole,
-    elements,
-    group_elements,
-    lanes,
-    chunks,
-    total,
-):
-    group = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, _LANES)
-    start = group * group_elements
-    size = tl.minimum(elements - start, group_elements).to(tl.int32)
-    numbers += start
-    out += start
-    # Whatever the counts say, nothing beyond the words is read.
-    first = tl.minimum(tl.maximum(tl.load(starts + group), 0), total)
-    end = tl.minimum(tl.load(counts + group), total - first).to(tl.int32)
-    words += first
-    state = tl.load(states + group * lanes + lane, mask=lane < lanes, other=_LOW)
-    current = tl.zeros((_LANES,), tl.int32)
-    before = tl.zeros((_LANES,), tl.int32)
-    position = 0
-    chunk = 0
-    while chunk < chunks:
-        for j in tl.static_range(_AT_ONCE):
-            place = (chunk * _AT_ONCE + j) * lanes + lane
-            real = (lane < lanes) & (place < size)
-            number = tl.load(numbers + place, mask=real, other=0).to(tl.int32)
-            shift = tl.maximum((number - _SHIFTED) >> 2, 0)
-            row = 2 * (number - 4 * shift) + current
-            entry = tl.load(slots + row * _TOTAL + (state & (_TOTAL - 1)))
-            frequency = ((entry >> _PRECISION) & (_TOTAL - 1)) + 1
-            shrunk = frequency * (state >> _PRECISION) + (entry & (_TOTAL - 1))
-            state = tl.where(real, shrunk, state)
-            state, position = _take(state, real, words, position, end)
-            symbol = entry >> (2 * _PRECISION)
-            index = symbol - _MIDDLE
-            escaped = symbol == _ESCAPE
-            if tl.max((real & (escaped | (shift > 0))).to(tl.int32), 0) > 0:
-                wide = tl.where(escaped, _ESCAPE_PIECE, tl.minimum(shift, _PIECE))
-                has = real & (wide > 0)
-                low = state - ((state >> wide) << wide)
-                state = tl.where(has, state >> wide, state)
-                state, position = _take(state, has, words, position, end)
-                more = tl.where(escaped, _ESCAPE_PIECE, tl.maximum(shift - _PIECE, 0))
-                has = real & (more > 0)
-                high = state - ((state >> more) << more)
-                state = tl.where(has, state >> more, state)
-                state, position = _take(state, has, words, position, end)
-                low |= high << tl.where(escaped, _ESCAPE_PIECE, _PIECE)
-                # An escaped n is of its quantizer, but a forged one need not be.
-                index = tl.where(escaped, (low - _ESCAPE_BIAS) >> 1, (index << shift) + low)
-                n = tl.where(escaped, low - _ESCAPE_BIAS, 2 * index + current)
-            else:
-                n = 2 * index + current
-            tl.store(out + place, n, mask=real)
-            following = (index & 1) ^ before
-            before = tl.where(real, current, before)
-            current = tl.where(real, following, current)
-        chunk += 1
-    wrong = tl.sum((state != _LOW).to(tl.int32), 0) + (position != end).to(tl.int32)
-    tl.store(whole + group, wrong)
+                bits = tl.where(escaped, raw & (_ESCAPE_SPAN - 1), low & (_SPAN - 1))
+                state, used = _put_bits(state, wide, bits, real, lane, words, used, capacity)
+                state, used = _put_symbol(state, code, real, lane, words, used, capacity)
+        else:
+            for i in tl.static_range(AT_ONCE):
+                n, shift, row, code, real = found[i]
+                index = n >> 1
+                low = index - ((index >> shift) << shift)
+                state, used = _put_bits(state, shift, low, real, lane, words, used, capacity)
+                state, used = _put_symbol(state, code, real, lane, words, used, capacity)
+    tl.store(states + lane, state, mask=known)
+    tl.store(counts, used, mask=group < groups)
 
 
 @triton.jit(do_not_specialize=("capacity",))
@@ -299,7 +274,7 @@ def _join(words, counts, starts, out, capacity, BLOCK: tl.constexpr):
     tl.store(out + tl.load(starts + group) + place, found, mask=inside)
 
 
-def _chunks(where: Grid) -> int:
+def chunks(where: Grid) -> int:
     return -(-where.steps // _ONCE)
 
 
@@ -326,7 +301,7 @@ class Lanes:
     @staticmethod
     def empty(where: Grid, device: torch.device, *, slots: int, at_once: int) -> "Lanes":
         groups = where.groups
-        decisions = at_once * groups * _chunks(where) * _LANES.value
+        decisions = at_once * groups * chunks(where) * LANES.value
         return Lanes(
             where,
             at_once,
@@ -342,8 +317,8 @@ class Lanes:
         """Code `residual` as `control` says (`kernels.triton_trellis_state`, int64 `[at_once * CONTROLS]`),
         elements times `gains` (fp64 of an fp32 number)."""
         of = self.where
-        sizes = of.elements, of.groups, of.group_elements, of.lanes, _chunks(of), of.capacity
-        _encode[(of.groups, self.at_once)](
+        sizes = of.elements, of.groups, of.group_elements, of.lanes, chunks(of), of.capacity
+        _encode[(triton.cdiv(of.groups, TOGETHER), self.at_once)](
             residual,
             classes,
             all_codes_on(residual.device),
@@ -354,40 +329,10 @@ class Lanes:
             control,
             gains,
             *sizes,
-            num_warps=1,
+            GROUPS=TOGETHER,
+            num_warps=TOGETHER,
             enable_fp_fusion=False,
         )
-
-
-def decode(
-    states: torch.Tensor,
-    counts: torch.Tensor,
-    words: torch.Tensor,
-    classes: torch.Tensor,
-    where: Grid,
-    family: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`kernels.trellis_lanes.decode` on the device of `classes`, for any states and counts."""
-    device = classes.device
-    out = torch.empty(classes.numel(), dtype=torch.int32, device=device)
-    wrong = torch.empty(where.groups, dtype=torch.int32, device=device)
-    _decode[(where.groups,)](
-        classes,
-        slots_on(device, family),
-        states,
-        counts,
-        counts.cumsum(0) - counts,
-        words,
-        out,
-        wrong,
-        where.elements,
-        where.group_elements,
-        where.lanes,
-        _chunks(where),
-        words.numel(),
-        num_warps=1,
-    )
-    return out, ~wrong.any()
 
 
 def join(coded: Coded, out: torch.Tensor) -> None:

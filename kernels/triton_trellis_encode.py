@@ -21,6 +21,7 @@ from kernels.triton_trellis_plan import MODEL, PLANS, Planner
 # Programs' shares; no bit depends on them.
 _BLOCK = 1024
 _OCTETS = 128
+_CLASS_ROWS, _CLASS_COLUMNS = 32, 256
 _WORD_PROGRAMS = 8
 
 
@@ -83,34 +84,33 @@ def _fill(planner: Planner, payload: torch.Tensor) -> None:
             enable_fp_fusion=False,
         )
 
-    def classes(elements: int, every: int, some: bool) -> None:
-        writing.classes[(triton.cdiv(elements, _BLOCK),)](
+    def classes(count: int, every: int, some: bool) -> None:
+        programs = triton.cdiv(count, _CLASS_ROWS), triton.cdiv(settings.columns, _CLASS_COLUMNS)
+        writing.classes[programs](
             planner.field,
             planner.row_scales,
             planner.column_scales,
-            planner.zeros["row_bins"],
-            planner.zeros["column_bins"],
             planner.zeros["state"],
             control,
             planner.constants.count_bits,
             values,
             numbers,
+            count,
             settings.rows,
             settings.columns,
             every,
-            MODEL,
             PLANS,
-            elements,
             SOME=some,
-            BLOCK=_BLOCK,
+            ROWS=_CLASS_ROWS,
+            BLOCK=_CLASS_COLUMNS,
         )
 
     advance(searching.START, 0)
-    classes(some_grid.elements, settings.measured, some=True)
+    classes(some_rows, settings.measured, some=True)
     some.encode(values, numbers, control, gains)
     for attempt in range(1, settings.attempts + 1):
         advance(searching.MEASURED if attempt == 1 else searching.TRIED, attempt)
-        classes(settings.grid.elements, 1, some=False)
+        classes(settings.rows, 1, some=False)
         lanes.encode(planner.field, numbers, control, gains)
     advance(searching.LAST, settings.attempts + 1)
     _write(planner, lanes, payload)

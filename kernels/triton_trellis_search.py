@@ -28,6 +28,8 @@ _BEST = tl.constexpr(at.BEST)
 _BEST_CODE = tl.constexpr(at.BEST_CODE)
 _BEST_WORDS = tl.constexpr(at.BEST_WORDS)
 _FAMILY = tl.constexpr(at.FAMILY)
+_ROW_LEAST = tl.constexpr(at.ROW_LEAST)
+_COLUMN_LEAST = tl.constexpr(at.COLUMN_LEAST)
 _SHARE = tl.constexpr(at.SHARE)
 _FREE = tl.constexpr(at.FREE)
 _ACTIVE = tl.constexpr(at.ACTIVE)
@@ -229,6 +231,8 @@ def advance(
     something = tl.load(state + _PEAK) > 0
     active = something & (tl.load(state + _PEAK) < 0x7F800000)
     if WHAT == _START:
+        tl.store(state + _ROW_LEAST, low.to(tl.int64))
+        tl.store(state + _COLUMN_LEAST, left.to(tl.int64))
         # Without families told apart, words are expected to take what they cost.
         free = least_free
         shares_of = lane.to(tl.float64) * 0.0 + 1.0

@@ -30,7 +30,9 @@ ORIGIN = 512
     BEST_CODE,
     BEST_WORDS,
     FAMILY,
-) = range(21)
+    ROW_LEAST,  # the lowest scale that the model tells apart, of rows and of columns
+    COLUMN_LEAST,
+) = range(23)
 STATE = 32
 
 # And fp64.

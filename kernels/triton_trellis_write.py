@@ -42,6 +42,8 @@ _BEST = tl.constexpr(at.BEST)
 _BEST_CODE = tl.constexpr(at.BEST_CODE)
 _BEST_WORDS = tl.constexpr(at.BEST_WORDS)
 _FAMILY = tl.constexpr(at.FAMILY)
+_ROW_LEAST = tl.constexpr(at.ROW_LEAST)
+_COLUMN_LEAST = tl.constexpr(at.COLUMN_LEAST)
 _ACTIVE = tl.constexpr(at.ACTIVE)
 
 
@@ -54,49 +56,47 @@ def _row_scale(row_scales, row, inside, state, rows, low):
     return tl.maximum(scale, low)
 
 
-@triton.jit(do_not_specialize=("rows", "columns", "every", "row_slot", "column_slot", "elements"))
+@triton.jit(do_not_specialize=("count", "rows", "columns", "every", "column_slot"))
 def classes(
     field,
     row_scales,
     column_scales,
-    row_bins,
-    column_bins,
     state,
     control,
     count_bits,
     values,
     numbers,
+    count,
     rows,
     columns,
     every,
-    row_slot,
     column_slot,
-    elements,
     SOME: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The class of every element for the step that is tried, uint8; of every `every`-th row also the elements
-    themselves, if only `SOME` are measured."""
+    """The class of every element of `count` rows, one in `every`, for the step that is tried, uint8; also the
+    elements themselves, if only `SOME` are measured. A program has `ROWS` x `BLOCK`."""
     if tl.load(control + _ACTIVE) == 0:
         return
-    low, _ = bounds(row_bins + row_slot * BINS)
-    left, _ = bounds(column_bins + column_slot * BINS)
+    low = tl.load(state + _ROW_LEAST).to(tl.int32)
+    left = tl.load(state + _COLUMN_LEAST).to(tl.int32)
     code = tl.load(state + _CODE).to(tl.int32)
     offset = CLASS_OF_MEAN - sixteenths(code, count_bits) + 2
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < elements
-    row = i // columns
-    column = i - row * columns
-    row *= every
-    scale = tl.load(column_scales + column_slot.to(tl.int64) * columns + column, mask=inside, other=0)
-    number = (_row_scale(row_scales, row, inside, state, rows, low) + offset) >> 2
-    number += (tl.maximum(scale, left) + 2) >> 2
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    in_rows, in_columns = row < count, column < columns
+    of_row = (_row_scale(row_scales, row * every, in_rows, state, rows, low) + offset) >> 2
+    scale = tl.load(column_scales + column_slot.to(tl.int64) * columns + column, mask=in_columns, other=0)
+    number = of_row[:, None] + ((tl.maximum(scale, left) + 2) >> 2)[None, :]
     number = tl.minimum(tl.maximum(number, 0), _MAX_CLASS)
-    tl.store(numbers + i, number.to(tl.uint8), mask=inside)
+    inside = in_rows[:, None] & in_columns[None, :]
+    place = row[:, None] * columns + column[None, :]
+    tl.store(numbers + place, number.to(tl.uint8), mask=inside)
     if SOME:
         field += tl.load(state + _USED) * rows * columns
-        x = tl.load(field + row * columns + column, mask=inside, other=0.0)
-        tl.store(values + i, x, mask=inside)
+        x = tl.load(field + (row * every)[:, None] * columns + column[None, :], mask=inside, other=0.0)
+        tl.store(values + place, x, mask=inside)
 
 
 @triton.jit

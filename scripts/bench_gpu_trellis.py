@@ -157,15 +157,19 @@ def wall(call: Callable[[], object], runs: int, wait: Callable[[], None]) -> flo
     return statistics.median(taken)
 
 
-def on_device(call: Callable[[], object]) -> tuple[float, int]:
-    """Seconds of all kernels, copies and fills of a call, and their number."""
+def on_device(call: Callable[[], object]) -> dict[str, Any]:
+    """Seconds of all kernels, copies and fills of a call, their number, and microseconds by name, the most
+    first."""
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         call()
         torch.cuda.synchronize()
-    events = trace.key_averages()
-    return sum(event.device_time_total for event in events) / 1e6, sum(
-        event.count for event in events if event.device_time_total > 0
-    )
+    events = [event for event in trace.key_averages() if event.device_time_total > 0]
+    taken = {event.key: event.device_time_total for event in events}
+    return {
+        "kernel_seconds": sum(taken.values()) / 1e6,
+        "launches": sum(event.count for event in events),
+        "kernels_microseconds": dict(sorted(taken.items(), key=lambda item: -item[1])),
+    }
 
 
 def time_one(name: str, x: torch.Tensor, runs: int) -> dict[str, Any]:
@@ -193,10 +197,8 @@ def time_one(name: str, x: torch.Tensor, runs: int) -> dict[str, Any]:
         graph, again = graph_of(name, x)
         row["encode_graph_seconds"] = wall(graph.replay, runs, torch.cuda.synchronize)
         row["bits_equal"] = torch.equal(again, packed)
-        row["encode_kernel_seconds"], row["encode_launches"] = on_device(lambda: which.pack(x))
-        row["decode_kernel_seconds"], row["decode_launches"] = on_device(
-            lambda: which.unpack(packed, spec, header)
-        )
+        for way, call in ways.items():
+            row |= {f"{way}_{key}": value for key, value in on_device(call).items()}
         room = torch.empty_like(x)
         row["copy_seconds"] = wall(lambda: room.copy_(x), runs, torch.cuda.synchronize)
     return row

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from kernels.blockfloat_layout import BLOCK, blocks_of, limit
 from kernels.triton_common import INTERPRETED, as_bits
-from kernels.triton_store import load_wide, place, store_blocks, store_rounded
+from kernels.triton_store import load_wide, store_blocks, store_rounded
 
 BITS = 4
 
@@ -106,8 +106,8 @@ def _pack_again(x, packed, n, first_row, rows, index, per_row, ROWS: tl.constexp
     for part in tl.static_range(ROWS // 32):
         row = first_row.to(tl.int64) + part * 32 + tl.arange(0, 32)
         inside = row < rows
-        where = (row * per_row + index)[:, None, None] * 128 + place(32)
-        y = load_wide(x + where, inside[:, None, None] & (where >= 0))
+        where = (row * per_row + index)[:, None] * 128 + tl.arange(0, 128)[None, :]
+        y = load_wide(x + where, inside[:, None] & (where >= 0))
         store_blocks(packed, n, row * per_row + index, inside, y, 4, LIMIT)
 
 
@@ -115,7 +115,7 @@ def _pack_again(x, packed, n, first_row, rows, index, per_row, ROWS: tl.constexp
 def _pack_tile(y, packed, n, first_row, rows, index, per_row, ROWS: tl.constexpr, LIMIT: tl.constexpr):
     """Store blocks that a program holds, fp32 `[ROWS, 128]`."""
     row = first_row.to(tl.int64) + tl.arange(0, ROWS)
-    store_blocks(packed, n, row * per_row + index, row < rows, tl.reshape(y, (ROWS, 16, 8)), 4, LIMIT)
+    store_blocks(packed, n, row * per_row + index, row < rows, y, 4, LIMIT)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ def test_in_a_process_of_their_own(interpreted: Interpreted) -> None:
     ids=str,
 )
 def test_lanes_give_the_cpus_words(where: Grid, highest: int) -> None:
-    from kernels import triton_trellis
+    from kernels import triton_trellis, triton_trellis_decode
 
     family = where.groups % 2
     generator = torch.Generator().manual_seed(where.elements)
@@ -42,12 +42,12 @@ def test_lanes_give_the_cpus_words(where: Grid, highest: int) -> None:
     joined = torch.full_like(words, -23131)
     triton_trellis.join(made, joined)
     assert torch.equal(joined, words)
-    n, whole = triton_trellis.decode(made.states, counts, joined, number, where, family)
+    n, whole = triton_trellis_decode.decode(made.states, counts, joined, number, where, family)
     found, right = trellis_lanes.decode(expected.states, counts, words, number, where, family)
     assert whole and right and torch.equal(n, found)
     # Counts that no encoder sends: refused, nothing read outside.
     for wrong in (counts - 1, *((counts + 1, counts + (1 << 31)) if where.groups > 1 else ())):
-        assert not triton_trellis.decode(made.states, wrong, joined, number, where, family)[1]
+        assert not triton_trellis_decode.decode(made.states, wrong, joined, number, where, family)[1]
 
 
 @inside

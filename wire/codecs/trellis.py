@@ -73,11 +73,11 @@ class TrellisCodec(Codec):
 
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
         columns = out.shape[-1]
-        values = trellis_payload.read(payload, out.numel() // columns, columns)
-        if values is None:
+        decoded = trellis_payload.read(payload, out.numel() // columns, columns)
+        if decoded is None:
             out.zero_()
             return
-        trellis.restore(values, exponent, out)
+        trellis_ops.restore(decoded.n, decoded.step_code, decoded.factors, exponent, out)
 
 
 def settings(rows: int, columns: int, size: int) -> Settings:

@@ -159,8 +159,17 @@ def write(payload: Payload, coded: Coded, where: Grid, words: int, out: torch.Te
     out[used:].zero_()
 
 
-def read(data: torch.Tensor, rows: int, columns: int) -> torch.Tensor | None:
-    """Decode the payload of `rows` x `columns` elements: the normalised tensor, fp32 `[rows * columns]`.
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What a payload says of a tensor's elements: multiples of a step, beside a prediction if it has one."""
+
+    n: torch.Tensor  # int32 [R * C]
+    step_code: int
+    factors: Factors | None
+
+
+def read(data: torch.Tensor, rows: int, columns: int) -> Decoded | None:
+    """Decode the payload of `rows` x `columns` elements.
 
     None for a tensor of zeros. `PackedMismatchError` for what `write` does not write. Nothing is allocated
     beyond what the shape and the buffer account for. On a GPU waits twice: for the prefix, and for what all
@@ -229,11 +238,11 @@ def read(data: torch.Tensor, rows: int, columns: int) -> torch.Tensor | None:
     reader.require(counts.sum() * 2 == used - first, "a wrong length")
     if data.device.type == "cpu":
         reader.settle()
-    number = trellis.classes(row, column)
+    number = trellis_ops.classes(row, column)
     n, whole = trellis_ops.decode(states, counts, data[first:used].view(torch.int16), number, where, family)
     reader.require(whole, "a wrong code")
     reader.settle()
-    return trellis.reconstruct(n, step_code, factors)
+    return Decoded(n, step_code, factors)
 
 
 class _Reader:
