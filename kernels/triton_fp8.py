@@ -7,16 +7,19 @@ integers, the same under the interpreter.
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import libdevice
 
 from kernels.adamw import AdamWStep
 from kernels.fp8 import Fp8Gradient, Moment
 from kernels.fp8_layout import blocks
-from kernels.triton_common import MAGIC, MAGIC_BITS
+from kernels.triton_common import INTERPRETED, MAGIC, MAGIC_BITS
 
 ROWS = 4
 WARPS = 2
 
-_SIZES = ("n", "count")
+_INTERPRETED = tl.constexpr(INTERPRETED)
+# Triton compiles anew for sizes that are 1 or multiples of 16. For the number of elements that gains
+# something: it then knows that a thread may read several at once.
 
 
 def accumulate_gradient(gradient: Fp8Gradient, addend: Tensor, rows: int = ROWS, warps: int = WARPS) -> None:
@@ -99,7 +102,7 @@ def adamw_step(
     )
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=("count",))
 def _accumulate(codes, exponents, addend, n, count, ROWS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = row[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -109,7 +112,7 @@ def _accumulate(codes, exponents, addend, n, count, ROWS: tl.constexpr):
     _store_gradient(codes, exponents, value, row, place, inside, count)
 
 
-@triton.jit(do_not_specialize=(*_SIZES, "code_stride", "exponent_stride"))
+@triton.jit(do_not_specialize=("count", "exponent_stride"))
 def _sum(
     codes,
     exponents,
@@ -147,7 +150,7 @@ def _store_gradient(codes, exponents, value, row, place, inside, count):
     tl.store(exponents + row, tl.where(finite, exponent, -128).to(tl.int8), mask=row < count)
 
 
-@triton.jit(do_not_specialize=(*_SIZES, "salt"))
+@triton.jit(do_not_specialize=("count", "salt"))
 def _adamw(
     parameter,
     gradient,
@@ -209,13 +212,22 @@ def _gradient(codes, exponents, row, place, inside, count):
 
 
 @triton.jit
+def _log2(x):
+    """Within 2**-22, of the logarithm or of 1: far less than a step of e4m3. Correctly rounded it would take
+    most of an update's instructions."""
+    if _INTERPRETED:
+        return tl.log2(x)
+    return libdevice.fast_log2f(x)
+
+
+@triton.jit
 def _moment(codes, scales, powers, row, place, inside, real):
     code = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
     scale = tl.load(scales + row, mask=real, other=0.0).to(tl.float32)[:, None]
     power = tl.load(powers + row, mask=real, other=16).to(tl.float32)[:, None]
     value = _decode(code & 0x7F)
     # 8.807... is log2(448).
-    logarithm = (tl.log2(value) - 8.807354922057604) * (16.0 / power) + tl.log2(scale)
+    logarithm = (_log2(value) - 8.807354922057604) * (16.0 / power) + _log2(scale)
     # Not above zero for a code of 0, whose logarithm is minus infinity.
     bits = tl.exp2(logarithm).to(tl.int32, bitcast=True) | ((code & 0x80) << 24)
     return bits.to(tl.float32, bitcast=True)
@@ -230,11 +242,11 @@ def _store_moment(codes, scales, powers, value, row, place, inside, real):
     largest = bits.to(tl.float32, bitcast=True)
     smallest = tl.min(tl.where(magnitude > 0, magnitude, float("inf")), 1)
     some = largest > 0
-    top = tl.log2(tl.where(some, largest, 1.0))
-    octaves = top - tl.log2(tl.where(some, smallest, 1.0))
+    top = _log2(tl.where(some, largest, 1.0))
+    octaves = top - _log2(tl.where(some, smallest, 1.0))
     power = tl.floor(16 * 16.614709844115207 / tl.maximum(octaves, 1.0))
     power = tl.where(some, tl.minimum(tl.maximum(power, 1.0), 255.0), 16.0)
-    exponent = (tl.log2(magnitude) - top[:, None]) * (power * 0.0625)[:, None] + 8.807354922057604
+    exponent = (_log2(magnitude) - top[:, None]) * (power * 0.0625)[:, None] + 8.807354922057604
     # Of nothing the logarithm is minus infinity, and its code 0.
     code = _encode(tl.exp2(exponent)) | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)
     tl.store(codes + place, tl.where(magnitude > 0, code, 0).to(tl.uint8), mask=inside)
