@@ -34,7 +34,7 @@ def prediction_exponent(state, fine):
     return base_exponent(state) + tl.load(fine)
 
 
-@triton.jit(do_not_specialize=("rows", "columns", "every", "plain", "some_every", "all_rows", "first_slot"))
+@triton.jit(do_not_specialize=("rows", "every", "plain", "some_every", "all_rows", "first_slot"))
 def residual(
     field,
     row_scales,
@@ -118,7 +118,7 @@ def residual(
             largest = tl.maximum(largest, tl.max(rest.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
             columns_top = tl.maximum(columns_top, tl.where(real, across, 0))
         start += BLOCK
-    rest_scale = logarithm(total.to(tl.float64) / columns.to(tl.float64), numbers) - _PART_SCALE
+    rest_scale = logarithm(total.to(tl.float64) / tl.cast(columns, tl.float64), numbers) - _PART_SCALE
     tl.store(scales_out + row, rest_scale, mask=inside)
     ones = tl.zeros((ROWS,), tl.int64) + 1
     if SAMPLE:

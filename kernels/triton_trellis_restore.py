@@ -23,7 +23,7 @@ _ROWS, _COLUMNS = 16, 64
 _CLASS_ROWS, _CLASS_COLUMNS = 16, 256
 
 
-@triton.jit(do_not_specialize=("rows", "columns"))
+@triton.jit(do_not_specialize=("rows",))
 def _classes(row_classes, column_classes, out, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -34,7 +34,7 @@ def _classes(row_classes, column_classes, out, rows, columns, ROWS: tl.constexpr
     tl.store(out + row[:, None] * columns + column[None, :], number.to(tl.uint8), mask=inside)
 
 
-@triton.jit(do_not_specialize=("step", "near", "far", "limit", "rows", "columns", "rank"))
+@triton.jit(do_not_specialize=("step", "near", "far", "limit", "rows", "rank"))
 def _restore(
     n,
     u,

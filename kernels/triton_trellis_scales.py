@@ -78,7 +78,7 @@ def _exponent(bits):
     return tl.where(bits > 0, exponent, 0) - _NORMAL_BITS
 
 
-@triton.jit(do_not_specialize=("rows", "columns", "sample_every", "some_every", "whole_slot"))
+@triton.jit(do_not_specialize=("rows", "sample_every", "some_every", "whole_slot"))
 def normalise(
     x,
     state,
@@ -117,7 +117,7 @@ def normalise(
         total += parts(y).to(tl.int64)
         start += BLOCK
     whole = tl.sum(total, 0)
-    scale = logarithm(whole.to(tl.float64) / columns.to(tl.float64), numbers) - _PART_SCALE
+    scale = logarithm(whole.to(tl.float64) / tl.cast(columns, tl.float64), numbers) - _PART_SCALE
     tl.store(row_scales + row, scale)
     place = row_bins + scale + ORIGIN
     sampled = row % sample_every == 0
@@ -136,7 +136,7 @@ def untold_scale(total, numbers, rows, columns):
     return logarithm(total.to(tl.float64) / (rows.to(tl.int64) * columns).to(tl.float64), numbers)
 
 
-@triton.jit(do_not_specialize=("rows", "columns", "first", "plain", "all_rows", "every"))
+@triton.jit(do_not_specialize=("rows", "first", "plain", "all_rows", "every"))
 def column_sums(
     field,
     row_scales,

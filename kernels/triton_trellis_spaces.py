@@ -116,7 +116,7 @@ def bases(row_bins, column_bins, state):
         tl.store(state + (_ROW_BASE if side == 0 else _COLUMN_BASE), base.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=("rows", "columns", "every"))
+@triton.jit(do_not_specialize=("rows", "every"))
 def project(
     field,
     row_scales,
@@ -138,7 +138,7 @@ def project(
     tl.store(out + place, found, mask=inside[:, None])
 
 
-@triton.jit(do_not_specialize=("rows", "columns", "every"))
+@triton.jit(do_not_specialize=("rows", "every"))
 def combine(
     field,
     row_scales,
@@ -212,7 +212,7 @@ def integers(x, out, n, BLOCK: tl.constexpr):
         start += BLOCK
 
 
-@triton.jit(do_not_specialize=("columns", "plain"))
+@triton.jit(do_not_specialize=("plain",))
 def dimensions(x, plans, out, energies, columns, plain, BLOCK: tl.constexpr):
     """Directions of every kind of prediction, fp32 `[kinds, RANK, C]`, zeros beyond its rank; energies."""
     k = tl.program_id(0)
@@ -298,7 +298,7 @@ def orthogonal(q, products, out, n, BLOCK: tl.constexpr):
         start += BLOCK
 
 
-@triton.jit(do_not_specialize=("rows", "columns", "every"))
+@triton.jit(do_not_specialize=("rows", "every"))
 def spread(
     field,
     row_scales,

@@ -56,7 +56,7 @@ def _row_scale(row_scales, row, inside, state, rows, low):
     return tl.maximum(scale, low)
 
 
-@triton.jit(do_not_specialize=("count", "rows", "columns", "every", "column_slot"))
+@triton.jit(do_not_specialize=("count", "rows", "every", "column_slot"))
 def classes(
     field,
     row_scales,
