@@ -126,7 +126,7 @@ def _backward(
 
 def _launch(width: int) -> dict[str, int]:
     blocks = triton.next_power_of_2(-(-width // BLOCK))
-    return {"T": blocks, "num_warps": min(max(blocks // 4, 1), 16)}
+    return {"T": blocks, "num_warps": min(max(blocks // 4, 1), 8)}
 
 
 def norm_store(

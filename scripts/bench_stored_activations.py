@@ -73,6 +73,15 @@ def main() -> int:
             print(f"no time for {name} at {thousands}K tokens", flush=True)
             continue
         rows += measure(name, thousands * 1024, ways)
+        _write(arguments.out, rows, failed)
+    _write(arguments.out, rows, failed)
+    return 1 if failed else 0
+
+
+def _write(out: Path | None, rows: list[dict[str, Any]], failed: int) -> None:
+    """The report so far: a lease may end before the last shape."""
+    if out is None:
+        return
     report = {
         "rows": rows,
         "failed_checks": failed,
@@ -84,9 +93,7 @@ def main() -> int:
             "python": platform.python_version(),
         },
     }
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 1 if failed else 0
+    out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def _named_storage(text: str) -> tuple[str, Storage]:

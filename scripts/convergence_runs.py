@@ -114,6 +114,6 @@ RUNS = (
     *(
         Run(suite="memory", forward="fp32", backward="fp32", memory=way, seed=seed)
         for seed in (1, 2)
-        for way in ("compact", "three")
+        for way in ("compact", "three", "gradients", "moments")
     ),
 )

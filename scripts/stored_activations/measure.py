@@ -43,6 +43,7 @@ def measure(name: str, tokens: int, ways: dict[str, Storage | None]) -> list[dic
         runs[way] = functools.partial(_forward, blocks, way, storage or Storage())
     facts = {}
     for way, run in runs.items():
+        gc.collect()
         try:
             facts[way] = _memory(run, blocks, source, upstream, count)
         except torch.OutOfMemoryError:
@@ -154,7 +155,8 @@ def _saved(run: Callable[[Tensor], Tensor], blocks: list[nn.Module], source: Ten
 def _seconds(run: Callable[[Tensor], Tensor], source: Tensor, upstream: Tensor) -> float:
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     leaf = source.detach().requires_grad_()
-    leaf.grad = None
+    # Checkpointing leaves cycles behind, and with them what selective checkpointing kept.
+    gc.collect()
     torch.cuda.synchronize()
     first.record()
     torch.autograd.backward(run(leaf), upstream)
