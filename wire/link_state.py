@@ -37,7 +37,7 @@ class LinkSettings:
     """Tensors that wait to be sent and acknowledged may take this much."""
     frame_bytes: int = FRAME_BYTES
     """A frame with its header."""
-    ping_seconds: float = 2.0
+    ping_seconds: float = 0.5
     """Between pings on the control stream."""
     silent_seconds: float = 10.0
     """A connection whose peer says nothing for this long is given up."""

@@ -5,8 +5,10 @@ import asyncio
 import pytest
 
 from tests.support.links import SECONDS, content, eventually, key, make_pair, quick
+from wire import keep_warm
 from wire.errors import LinkError, LinkLostError, ProtocolViolationError
 from wire.frames import PAYLOAD_BYTES
+from wire.keep_warm import KeepWarm
 from wire.spec import Direction
 
 MIB = 1024 * 1024
@@ -52,6 +54,31 @@ async def test_counted_bytes_are_those_on_the_sockets() -> None:
         assert pair.lower.stats.frames_sent == frames
         assert pair.lower.stats.direction_bytes_sent[Direction.ACTIVATION] == count * size + 64 * frames
         assert pair.lower.stats.direction_bytes_sent[Direction.GRADIENT] == 0
+
+
+async def test_a_paused_stream_sends_a_byte_now_and_then_which_is_no_frame(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(keep_warm, "LEAST_ROUND_TRIP", 0.0)
+    monkeypatch.setattr(keep_warm, "PERIOD_SECONDS", 0.01)
+    left: list[float] = []
+    sent = KeepWarm.sent
+
+    def counted(warm: KeepWarm, now: float) -> None:
+        left.append(now)
+        sent(warm, now)
+
+    monkeypatch.setattr(KeepWarm, "sent", counted)
+    size = 1000
+    async with make_pair(size) as pair:
+        pair.lower.send(key(0), content(key(0), size))
+        await pair.upper_end.until(1)
+        await eventually(lambda: len(left) >= 5)
+        pair.lower.send(key(1), content(key(1), size))
+        await pair.upper_end.until(2)
+        assert pair.upper_end.buffers[key(1)] == content(key(1), size)
+        assert pair.upper.stats.frames_received == pair.lower.stats.frames_sent == 2
+        assert pair.upper.stats.rejects == pair.lower.stats.retransmits == 0
 
 
 async def test_slow_consumer_stops_the_sender_and_bounds_memory() -> None:
