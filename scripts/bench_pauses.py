@@ -54,7 +54,7 @@ def main() -> int:
     parser.add_argument("--plan", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.end is not None:
-        asyncio.run(end(arguments.end, arguments.plan))
+        asyncio.run(end(arguments.end, arguments.plan, json.loads(arguments.plan.read_text("utf-8"))))
     elif arguments.inside is not None:
         arguments.inside.write_text(json.dumps(all_bursts()), encoding="utf-8")
     else:
@@ -138,9 +138,8 @@ def bursts(mbit: str, round_trip: float, pause: float, way: str) -> list[float]:
     return [last - first for first, last in zip(began, ended, strict=True)]
 
 
-async def end(index: int, plan: Path) -> None:
+async def end(index: int, plan: Path, values: dict[str, Any]) -> None:
     """One end of the link: 0 sends, 1 receives. Both write wall-clock times beside the plan."""
-    values = json.loads(plan.read_text(encoding="utf-8"))
     if not values["warm"]:
         keep_warm.LEAST_ROUND_TRIP = SECONDS
     ours, theirs = (_identity(values["nodes"][of]) for of in (index, 1 - index))
