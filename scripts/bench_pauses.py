@@ -183,6 +183,8 @@ async def end(index: int, plan: Path, values: dict[str, Any]) -> None:
             times = await _send(link, values["pause"])
         else:
             times = [await _receive(arrived) for _ in range(BURSTS)]
+            # Its last acknowledgements are still to leave; the sender closes first.
+            await asyncio.sleep(values["pause"] + 1.0)
         name = "began.json" if index == 0 else "ended.json"
         plan.with_name(name).write_text(json.dumps(times), encoding="utf-8")  # at the end
         await link.close()
