@@ -190,8 +190,9 @@ def quantize_gemm() -> str:
 def optimizer() -> str:
     """What scripts/bench_optimizer.py recorded: AdamW on moments in e4m3, and those of others."""
     report = read_report(OPTIMIZER)
-    tuned = report["tuned"]
-    found = {row["way"]: row for row in report["speed"] if "AdamW" in row["way"]}
+    # Of a run in which they were installed.
+    rivals = report.get("rivals", {"speed": []})
+    found = {row["way"]: row for row in (*report["speed"], *rivals["speed"]) if "AdamW" in row["way"]}
 
     def error(way: str) -> float | None:
         kept = next((kept for begins, kept in UPDATE_ERRORS.items() if way.startswith(begins)), None)
@@ -199,28 +200,31 @@ def optimizer() -> str:
 
     rows = []
     for way, row in found.items():
-        after, wrong = tuned["microseconds"].get(way), error(way)
+        wrong = error(way)
         rows.append(
             [
                 way,
                 f"{row['microseconds']:.0f}",
-                "" if after is None else f"{after:.0f}",
                 f"{row['state_bytes_a_parameter']:.3f}",
                 "" if wrong is None else f"{wrong:.4f}",
             ]
         )
-    columns = [("optimizer", "left"), ("step, microseconds", "right"), ("tuned since", "right")]
+    columns = [("optimizer", "left"), ("step, microseconds", "right")]
     columns += [("state, bytes a parameter", "right"), ("error of the update", "right")]
-    versions = report["versions"]
+    versions = {**report["versions"], **rivals.get("versions", {})}
     named = ", ".join(f"{name} {versions[name]}" for name in ("torchao", "bitsandbytes"))
     caption = (
         f"One parameter of {report['elements']:,} elements, {report['hardware']}, median of {report['runs']} "
-        f"turns in one run, torch {versions['torch']}, Triton {versions['triton']}, {named}, commit "
-        f"{commit(report)}. The others step from fp32 weights and gradients. *Tuned since*, commit "
-        f"{tuned['commit']}: {tuned['note']}; a copy took {tuned['copy_microseconds']:.0f} microseconds "
-        f"there and {_copy(report):.0f} here. Errors are those of m / (sqrt(v) + eps), normalised, for "
-        f"moments of {report['train_steps']} steps of training in fp32, packed as each packs them."
+        f"turns in one run, torch {versions['torch']}, Triton {versions['triton']}, commit "
+        f"{commit(report)}. The others step from fp32 weights and gradients. Errors are those of "
+        f"m / (sqrt(v) + eps), normalised, for moments of {report['train_steps']} steps of training in fp32, "
+        "packed as each packs them."
     )
+    if "rivals" in report:
+        caption += (
+            f" {named} at commit {rivals['commit'][:12]}, in a run in which a copy took "
+            f"{rivals['copy_microseconds']:.0f} microseconds, where it took {_copy(report):.0f} here."
+        )
     ours, better = found[OURS], []
     for way, row in found.items():
         if way.startswith("AdamW e4m3"):

@@ -12,6 +12,7 @@ PIPELINE_FLOOR = RESULTS / "pipeline_floor.json"
 ALL_REDUCE = RESULTS / "all_reduce.json"
 ALL_REDUCE_LINKS = RESULTS / "all_reduce_links.json"
 TRACE_COST = RESULTS / "trace_cost.json"
+PAUSES = RESULTS / "pauses.json"
 GOAL = 0.9
 """Of the floor, wherever a link binds."""
 PAPER_SHAPE = (48, 1600)
@@ -70,6 +71,17 @@ def throughput() -> str:
     result = read_results(RESULTS / "lab_gpt2-xl-4gpu-nic.json")
     table = next(t for t in all_tables(result) if t.title.startswith("table 3 "))
     named = [dict(zip(table.headings, row, strict=True)) for row in table.rows]
+    measured = {
+        (cell["key"]["forward_codec"], cell["key"]["shape"]): cell
+        for cell in result["cells"]
+        if cell["key"]["microbatch"] == 1
+    }
+
+    def times_its_floor(rate: str) -> float:
+        """What packing is worth against fp32 as fast as its bytes allow."""
+        packed, plain = measured["tah", rate], measured["fp32", rate]
+        return float(plain["floor"]["seconds"]) / float(packed["step_seconds"]["median"])
+
     by_rate: dict[str, dict[str, dict[str, str]]] = {}
     for row in named:
         by_rate.setdefault(row["Mbit/s"], {})[row["codecs"]] = row
@@ -79,6 +91,7 @@ def throughput() -> str:
             pairs["fp32/fp32"]["here, tokens/s"].split(" ")[0],
             pairs["tah/fixed-6"]["here, tokens/s"].split(" ")[0],
             pairs["tah/fixed-6"]["here / fp32"],
+            f"{times_its_floor(rate):.2f}",
             pairs["tah/fixed-6"]["paper / fp32"],
             pairs["tah/fixed-6"]["of the floor"],
             pairs["tah/fixed-6"]["of unthrottled"],
@@ -86,7 +99,8 @@ def throughput() -> str:
         for rate, pairs in by_rate.items()
     ]
     columns = [(word, "right") for word in ("Mbit/s", "fp32, tokens/s", "`tah`/`fixed-6`, tokens/s")]
-    columns += [(word, "right") for word in ("times fp32", "in the paper", "of the floor", "of unthrottled")]
+    columns += [("times fp32", "right"), ("times fp32 at its floor", "right")]
+    columns += [(word, "right") for word in ("in the paper", "of the floor", "of unthrottled")]
     return f"{markdown(columns, rows)}\n\n{provenance(result)}."
 
 
@@ -218,6 +232,32 @@ def all_reduce_links() -> str:
     return f"{markdown(columns, rows)}\n\n{caption}{notes}"
 
 
+def pauses() -> str:
+    """What scripts/bench_pauses.py recorded: a burst after a pause, with and without what keeps links warm."""
+    report = read_report(PAUSES)
+    found = {
+        (row["mbit"], row["round_trip_ms"], row["pause"], row["way"]): row["seconds"]
+        for row in report["rows"]
+    }
+    ways = list(dict.fromkeys(row["way"] for row in report["rows"]))
+    places = {
+        (row["mbit"], row["round_trip_ms"], row["pause"]): row["least_seconds"] for row in report["rows"]
+    }
+    rows = [
+        [*(f"{value:g}" for value in place), f"{least:.2f}", *(f"{found[*place, way]:.2f}" for way in ways)]
+        for place, least in places.items()
+    ]
+    columns = [("Mbit/s", "right"), ("round trip, ms", "right"), ("pause, s", "right")]
+    columns += [("least, s", "right"), *((f"{way}, s", "right") for way in ways)]
+    caption = (
+        f"{report['tensors']} tensors of {report['bytes']:,} bytes, from the first send until the last has "
+        f"arrived; *least* is their bytes at the rate and half a round trip. Median of {report['runs']} bursts "
+        f"behind a first; tbf, the lab's packet relay, CUBIC, kernel {report['kernel']}, "
+        f"{spaced(report['hardware'])}, grpcio {report['versions']['grpcio']}, commit {commit(report)}."
+    )
+    return markdown(columns, rows) + "\n\n" + caption
+
+
 def trace_cost() -> str:
     """What scripts/bench_trace.py recorded."""
     report = read_report(TRACE_COST)
@@ -245,5 +285,6 @@ TABLES: Tables = {
     "pipeline_floor": pipeline_floor,
     "all_reduce": all_reduce,
     "all_reduce_links": all_reduce_links,
+    "pauses": pauses,
     "trace_cost": trace_cost,
 }

@@ -177,24 +177,23 @@ def test_the_optimizers_table_says_where_others_are_better(
             row("copy", 100, 0),
             row(memory.OURS, 1000, 2.05),
             row("torch.optim.AdamW, fused", 900, 8),
-            row("torchao AdamWFp8", 1100, 2.03),
-            row("bitsandbytes AdamW8bit", 1900, 2.05),
         ],
         "update_error": dict(zip(memory.UPDATE_ERRORS.values(), (0.02, 0.03, 0.01), strict=True)),
-        "tuned": {
+        "rivals": {
             "commit": "abc",
-            "note": "median of 10",
             "copy_microseconds": 90.0,
-            "microseconds": {memory.OURS: 600},
+            "versions": {"torchao": "1.1", "bitsandbytes": "1.2"},
+            "speed": [row("torchao AdamWFp8", 1100, 2.03), row("bitsandbytes AdamW8bit", 1900, 2.05)],
         },
     }
     path = tmp_path / "optimizer.json"
     path.write_text(json.dumps(report), encoding="utf-8")
     monkeypatch.setattr(memory, "OPTIMIZER", path)
     text = memory.optimizer()
-    assert f"| {memory.OURS} | 1000 | 600 | 2.050 | 0.0200 |" in text
-    assert "| torchao AdamWFp8 | 1100 |  | 2.030 | 0.0300 |" in text
-    assert "a copy took 90 microseconds there and 100 here" in text
+    assert f"| {memory.OURS} | 1000 | 2.050 | 0.0200 |" in text
+    assert "| torchao AdamWFp8 | 1100 | 2.030 | 0.0300 |" in text
+    assert "torchao 1.1, bitsandbytes 1.2 at commit abc" in text
+    assert "a copy took 90 microseconds, where it took 100 here" in text
     assert text.endswith(
         f"Others are better than `{memory.OURS}`: torch.optim.AdamW, fused in time (900 against 1000), "
         "torchao AdamWFp8 in state (2.030 against 2.050), bitsandbytes AdamW8bit in error of the update "
