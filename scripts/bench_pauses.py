@@ -40,7 +40,7 @@ SHAPES = (("300", 100.0), ("1000", 100.0), ("1000", 20.0))
 """Mbit/s, and the round trip in ms."""
 PAUSES = (0.4, 1.5)
 WAYS = ("as links are", "not kept warm", "not kept warm, no slow start after idle")
-TENSORS, BYTES, BURSTS = 32, 900_000, 6
+TENSORS, BYTES, BURSTS, RUNS = 32, 900_000, 5, 3
 """Tensors of a burst: GPT-2 XL's activations of 1024 tokens in `tah` have about so many bytes."""
 PORT = 7700
 SECONDS = 120.0
@@ -70,7 +70,8 @@ def main() -> int:
                 "versions": {"python": platform.python_version(), "grpcio": grpc.__version__},
                 "tensors": TENSORS,
                 "bytes": BYTES,
-                "runs": BURSTS - 1,
+                "runs": RUNS,
+                "bursts": BURSTS,
                 "rows": json.loads(rows.read_text(encoding="utf-8")),
             }
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -84,7 +85,7 @@ def all_bursts() -> list[dict[str, Any]]:
     for mbit, round_trip in SHAPES:
         for pause in PAUSES:
             for way in WAYS:
-                seconds = bursts(mbit, round_trip, pause, way)
+                found = [bursts(mbit, round_trip, pause, way) for _ in range(RUNS)]
                 least = TENSORS * BYTES * 8 / 1e6 / float(mbit) + round_trip / 2e3
                 rows.append(
                     {
@@ -93,16 +94,17 @@ def all_bursts() -> list[dict[str, Any]]:
                         "pause": pause,
                         "way": way,
                         "least_seconds": least,
-                        "seconds": statistics.median(seconds[1:]),
-                        "times": seconds,
+                        "seconds": statistics.median(statistics.median(times[1:]) for times, _ in found),
+                        "times": [times for times, _ in found],
+                        "lost_frames": [lost for _, lost in found],
                     }
                 )
                 print(rows[-1], flush=True)
     return rows
 
 
-def bursts(mbit: str, round_trip: float, pause: float, way: str) -> list[float]:
-    """Seconds of each burst, the first included."""
+def bursts(mbit: str, round_trip: float, pause: float, way: str) -> tuple[list[float], float]:
+    """Seconds of each burst, the first included, and frames that were lost on the way."""
     authority = new_authority()
     nodes = [new_node(authority), new_node(authority)]
     topology = lay_out(2, ((0, 1),), topology="interfaces", relay=True, congestion_control="cubic")
@@ -133,9 +135,11 @@ def bursts(mbit: str, round_trip: float, pause: float, way: str) -> list[float]:
         codes = [process.wait(SECONDS) for process in ends]
         if any(codes):
             raise SystemExit(f"the link's ends ended with {codes}")
+        network.shape(None)
+        lost = network.relay_counts["missed"] + network.relay_counts["refused"]
         began: list[float] = json.loads(Path(folder, "began.json").read_text(encoding="utf-8"))
         ended: list[float] = json.loads(Path(folder, "ended.json").read_text(encoding="utf-8"))
-    return [last - first for first, last in zip(began, ended, strict=True)]
+    return [last - first for first, last in zip(began, ended, strict=True)], lost
 
 
 async def end(index: int, plan: Path, values: dict[str, Any]) -> None:

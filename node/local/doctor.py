@@ -29,6 +29,7 @@ PROBE_BYTES = 16 << 20
 MIN_OPEN_FILES = 256
 MIN_MEMORY_BYTES = 1_000_000_000
 CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 """Where Linux says it."""
 OUR_PACKAGES = ("kernels", "wire", "node")
 CONTACT_SECONDS = 5.0
@@ -65,6 +66,7 @@ def examine(*, token: str | None = None, state_dir: Path | None = None) -> list[
         check_packages(package_owners()),
         check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)),
         *check_congestion_control(CONGESTION_CONTROL),
+        *check_slow_start(SLOW_START),
         *check_disk(directory),
         *(check_token(token) if token is not None else ()),
     ]
@@ -119,6 +121,22 @@ def check_congestion_control(setting: Path) -> Iterator[Check]:
         ),
         fix="where one line serves both neighbours: sysctl -w net.ipv4.tcp_congestion_control=cubic",
     )
+
+
+def check_slow_start(setting: Path) -> Iterator[Check]:
+    """Whether TCP forgets a link's rate between steps. Nothing where the system does not say.
+
+    It is so on every Linux until somebody changes it, and of no weight on short ways: no warning.
+    """
+    if (said := _said(setting)) is None:
+        return
+    detail = "after a pause connections go on at their rate"
+    if said == "1":
+        detail = (
+            "after a pause connections begin slowly again; with round trips of tens of milliseconds it helps "
+            f"to change that: sysctl -w net.ipv4.{setting.name}=0"
+        )
+    yield Check(name="tcp pauses", status=Status.OK, detail=detail)
 
 
 def _said(setting: Path) -> str | None:

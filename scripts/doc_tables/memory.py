@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from kernels.fp8 import BLOCK, Fp8Gradient, Moment
+from kernels.fp8 import Fp8Gradient, Moment
+from kernels.fp8_layout import BLOCK
 
 from .markdown import LOSSES, RESULTS, Tables, against, commit, if_recorded, markdown, read_report
 

@@ -233,7 +233,7 @@ def all_reduce_links() -> str:
 
 
 def pauses() -> str:
-    """What scripts/bench_pauses.py recorded: a burst after a pause, with and without what keeps links warm."""
+    """What scripts/bench_pauses.py recorded: bursts after pauses, with and without what keeps links warm."""
     report = read_report(PAUSES)
     found = {
         (row["mbit"], row["round_trip_ms"], row["pause"], row["way"]): row["seconds"]
@@ -251,8 +251,8 @@ def pauses() -> str:
     columns += [("least, s", "right"), *((f"{way}, s", "right") for way in ways)]
     caption = (
         f"{report['tensors']} tensors of {report['bytes']:,} bytes, from the first send until the last has "
-        f"arrived; *least* is their bytes at the rate and half a round trip. Median of {report['runs']} bursts "
-        f"behind a first; tbf, the lab's packet relay, CUBIC, kernel {report['kernel']}, "
+        f"arrived; *least* is their bytes at the rate and half a round trip. Median of {report['runs']} "
+        f"bursts behind a first; tbf, the lab's packet relay, CUBIC, kernel {report['kernel']}, "
         f"{spaced(report['hardware'])}, grpcio {report['versions']['grpcio']}, commit {commit(report)}."
     )
     return markdown(columns, rows) + "\n\n" + caption

@@ -28,6 +28,7 @@ from node.local.doctor import (
     check_open_files,
     check_packages,
     check_python,
+    check_slow_start,
     check_token,
     checks_json,
     checks_text,
@@ -151,6 +152,18 @@ def test_congestion_control_that_shares_a_line_badly_is_named(
     (check,) = check_congestion_control(setting)
     assert check.status is status and content.strip() in check.detail
     assert ("cubic" in check.fix) == (status is Status.WARN)
+
+
+@pytest.mark.parametrize(("content", "helps"), [("1\n", True), ("0\n", False)])
+def test_what_tcp_does_after_a_pause_is_told_without_a_warning(
+    content: str, helps: bool, tmp_path: Path
+) -> None:
+    setting = tmp_path / "tcp_slow_start_after_idle"
+    setting.write_text(content)
+    (check,) = check_slow_start(setting)
+    assert check.status is Status.OK
+    assert ("sysctl -w net.ipv4.tcp_slow_start_after_idle=0" in check.detail) is helps
+    assert list(check_slow_start(tmp_path / "absent")) == []
 
 
 def test_a_system_that_does_not_tell_its_congestion_control_is_not_asked_further(tmp_path: Path) -> None:
