@@ -1,5 +1,6 @@
 """Tables of links: the laboratory, the floor of a step, all-reduce, and what a trace costs."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -235,27 +236,31 @@ def all_reduce_links() -> str:
 def pauses() -> str:
     """What scripts/bench_pauses.py recorded: bursts after pauses, with and without what keeps links warm."""
     report = read_report(PAUSES)
-    found = {
-        (row["mbit"], row["round_trip_ms"], row["pause"], row["way"]): row["seconds"]
-        for row in report["rows"]
-    }
+    found = {(row["mbit"], row["round_trip_ms"], row["pause"], row["way"]): row for row in report["rows"]}
     ways = list(dict.fromkeys(row["way"] for row in report["rows"]))
     places = {
         (row["mbit"], row["round_trip_ms"], row["pause"]): row["least_seconds"] for row in report["rows"]
     }
     rows = [
-        [*(f"{value:g}" for value in place), f"{least:.2f}", *(f"{found[*place, way]:.2f}" for way in ways)]
+        [*(f"{value:g}" for value in place), f"{least:.2f}", *(_bursts(found[*place, way]) for way in ways)]
         for place, least in places.items()
     ]
     columns = [("Mbit/s", "right"), ("round trip, ms", "right"), ("pause, s", "right")]
     columns += [("least, s", "right"), *((f"{way}, s", "right") for way in ways)]
     caption = (
         f"{report['tensors']} tensors of {report['bytes']:,} bytes, from the first send until the last has "
-        f"arrived; *least* is their bytes at the rate and half a round trip. Median of {report['runs']} "
-        f"bursts behind a first; tbf, the lab's packet relay, CUBIC, kernel {report['kernel']}, "
-        f"{spaced(report['hardware'])}, grpcio {report['versions']['grpcio']}, commit {commit(report)}."
+        f"arrived; *least* is their bytes at the rate and half a round trip. Of {report['runs']} "
+        f"connections the median, in brackets the least and the most, each the median of "
+        f"{report['bursts'] - 1} bursts behind a first; tbf, the lab's packet relay, CUBIC, kernel "
+        f"{report['kernel']}, {spaced(report['hardware'])}, "
+        f"grpcio {report['versions']['grpcio']}, commit {commit(report)}."
     )
     return markdown(columns, rows) + "\n\n" + caption
+
+
+def _bursts(row: Mapping[str, Any]) -> str:
+    each = [statistics.median(times[1:]) for times in row["times"]]
+    return f"{row['seconds']:.2f} ({min(each):.2f} to {max(each):.2f})"
 
 
 def trace_cost() -> str:
