@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -119,17 +118,10 @@ def bursts(mbit: str, round_trip: float, pause: float, way: str) -> tuple[list[f
         ) as network,
     ):
         network.shape(uniform(mbit, round_trip, len(topology.wires)))
+        for index, node in enumerate(nodes):
+            node.save(Path(folder, str(index)))
         plan = Path(folder, "plan.json")
-        identities = [
-            {
-                name: value.decode() if isinstance(value, bytes) else value
-                for name, value in asdict(node).items()
-            }
-            for node in nodes
-        ]
-        plan.write_text(
-            json.dumps({"nodes": identities, "pause": pause, "warm": way == WAYS[0]}), encoding="utf-8"
-        )
+        plan.write_text(json.dumps({"pause": pause, "warm": way == WAYS[0]}), encoding="utf-8")
         words = [sys.executable, "-m", "scripts.bench_pauses", "--plan", str(plan), "--end"]
         ends = [subprocess.Popen([*tools.prefix(node_name(index)), *words, str(index)]) for index in (1, 0)]
         codes = [process.wait(SECONDS) for process in ends]
@@ -143,10 +135,12 @@ def bursts(mbit: str, round_trip: float, pause: float, way: str) -> tuple[list[f
 
 
 async def end(index: int, plan: Path, values: dict[str, Any]) -> None:
-    """One end of the link: 0 sends, 1 receives. Both write wall-clock times beside the plan."""
+    """One end of the link: 0 sends, 1 receives. Identities lie beside the plan; both write wall-clock times
+    there."""
     if not values["warm"]:
         keep_warm.LEAST_ROUND_TRIP = SECONDS
-    ours, theirs = (_identity(values["nodes"][of]) for of in (index, 1 - index))
+    ours, theirs = (NodeIdentity.load(plan.with_name(str(of))) for of in (index, 1 - index))
+    assert ours is not None and theirs is not None, "both were saved"
     settings, address = LinkSettings(), f"{node_address(1)}:{PORT}"
     arrived: asyncio.Queue[TensorKey] = asyncio.Queue()
 
@@ -190,7 +184,7 @@ async def end(index: int, plan: Path, values: dict[str, Any]) -> None:
             # Its last acknowledgements are still to leave; the sender closes first.
             await asyncio.sleep(values["pause"] + 1.0)
         name = "began.json" if index == 0 else "ended.json"
-        plan.with_name(name).write_text(json.dumps(times), encoding="utf-8")  # at the end
+        plan.with_name(name).write_text(json.dumps(times), encoding="utf-8")
         await link.close()
     if server is not None:
         await server.stop()
@@ -214,12 +208,6 @@ async def _receive(arrived: asyncio.Queue[TensorKey]) -> float:
     for _ in range(TENSORS):
         await arrived.get()
     return time.time()
-
-
-def _identity(values: dict[str, str]) -> NodeIdentity:
-    return NodeIdentity(
-        **{name: value.encode() if name.endswith("_pem") else value for name, value in values.items()}  # type: ignore[arg-type]
-    )
 
 
 if __name__ == "__main__":

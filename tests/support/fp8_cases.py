@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kernels import fp8
 from kernels.adamw import AdamWStep, reference_step
-from kernels.fp8 import Fp8Gradient, Moment, blocks, pack_gradient, unpack_moment
+from kernels.fp8 import Fp8Gradient, Moment, pack_gradient, unpack_moment
+from kernels.fp8_layout import blocks
 
 Accumulate = Callable[[Fp8Gradient, Tensor], None]
 Sum = Callable[[Tensor, Tensor, Fp8Gradient], None]
