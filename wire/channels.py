@@ -68,20 +68,36 @@ class LinkIdentity(Protocol):
         ...
 
 
-def open_channel(address: str, *, identity: LinkIdentity, server_name: str) -> grpc.aio.Channel:
-    """A channel to `address`, on a socket of its own, to the one node whose certificate has `server_name`."""
+def open_channel(
+    address: str, *, identity: LinkIdentity, server_name: str, unread_bytes: int | None = None
+) -> grpc.aio.Channel:
+    """A channel to `address`, on a socket of its own, to the one node whose certificate has `server_name`.
+
+    Args:
+        unread_bytes: how much of a stream the other end may send beyond what was read here; None leaves it to
+            gRPC, which widens it past 4 MiB only while the rate that it sees grows. On a link that was once
+            faster or nearer it stays there: at a round trip of 100 ms that is 340 Mbit/s.
+    """
     credentials = grpc.ssl_channel_credentials(
         root_certificates=identity.ca_pem,
         private_key=identity.key_pem,
         certificate_chain=identity.certificate_pem,
     )
-    options = (*_CLIENT_OPTIONS, *server_name_options(server_name))
+    options = (*_CLIENT_OPTIONS, *server_name_options(server_name), *_flow_control(unread_bytes))
     return grpc.aio.secure_channel(address, credentials, options=options)
 
 
-def make_server(handlers: Sequence[grpc.GenericRpcHandler]) -> grpc.aio.Server:
-    """A server with this package's options. Call it on the running loop."""
-    return grpc.aio.server(handlers=handlers, options=_SERVER_OPTIONS)
+def make_server(
+    handlers: Sequence[grpc.GenericRpcHandler], *, unread_bytes: int | None = None
+) -> grpc.aio.Server:
+    """A server with this package's options; `unread_bytes` as for a channel. Call it on the running loop."""
+    return grpc.aio.server(handlers=handlers, options=(*_SERVER_OPTIONS, *_flow_control(unread_bytes)))
+
+
+def _flow_control(unread_bytes: int | None) -> tuple[tuple[str, int], ...]:
+    if unread_bytes is None:
+        return ()
+    return ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", unread_bytes)
 
 
 def listen_mutual_tls(server: grpc.aio.Server, listen: str, identity: LinkIdentity) -> int:

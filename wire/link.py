@@ -268,10 +268,14 @@ class DialledLink(Link):
             "attempt": connection.attempt,
         }
         metadata = tuple((METADATA_PREFIX + key, str(value)) for key, value in numbers.items())
-        async with (
-            open_channel(self.peer_address, identity=self._identity, server_name=name) as bulk_channel,
-            open_channel(self.peer_address, identity=self._identity, server_name=name) as control_channel,
-        ):
+        unread_bytes = state.settings.unread_bytes
+
+        def channel() -> grpc.aio.Channel:
+            return open_channel(
+                self.peer_address, identity=self._identity, server_name=name, unread_bytes=unread_bytes
+            )
+
+        async with channel() as bulk_channel, channel() as control_channel:
             bulk = ClientStream(_call(bulk_channel, BULK_METHOD, metadata))
             control = ClientStream(_call(control_channel, CONTROL_METHOD, metadata))
             try:

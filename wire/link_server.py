@@ -128,7 +128,7 @@ class LinkServer:
 
         Raises `UserError` when the address cannot be bound.
         """
-        server = make_server([_Handlers(self._serve)])
+        server = make_server([_Handlers(self._serve)], unread_bytes=self._settings.unread_bytes)
         port = listen_mutual_tls(server, listen, self._identity)
         await server.start()
         self._server = server

@@ -56,6 +56,11 @@ class LinkSettings:
     on_transfer: Callable[[int, TransferKind, TensorKey, float, float], None] | None = None
     """Told of each tensor's way, with the peer's stage; see `wire.transfers`."""
 
+    @property
+    def unread_bytes(self) -> int:
+        """HTTP/2's own window of a stream, which must never bind before `window_bytes` does."""
+        return 2 * self.window_bytes
+
 
 @dataclass(kw_only=True)
 class LinkStats:

@@ -1,0 +1,63 @@
+"""HTTP/2's flow control on the connections of links."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from tests.support.links import SECONDS
+from tests.support.pki import new_authority, new_node
+from wire.byte_stream import ClientCall
+from wire.channels import listen_mutual_tls, make_server, open_channel
+from wire.link import LinkSettings
+
+METHOD = "/test/Unread"
+MESSAGE = bytes(256 * 1024)
+
+
+class _Unread(grpc.GenericRpcHandler):
+    """Writes `writes` messages and reads none."""
+
+    def __init__(self, writes: int) -> None:
+        self.writes = writes
+        self.wrote = asyncio.Event()
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[bytes, bytes]":
+        async def handle(_requests: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+            for _ in range(self.writes):
+                await context.write(MESSAGE)
+            self.wrote.set()
+            await asyncio.Event().wait()
+
+        return grpc.stream_stream_rpc_method_handler(handle)
+
+
+@pytest.mark.parametrize("upward", [True, False])
+async def test_http2_holds_a_links_window_of_what_nobody_has_read(upward: bool) -> None:
+    """If gRPC had its own way, the writer would wait for the reader after 64 KiB, and after 4 MiB at best."""
+    settings = LinkSettings()
+    messages = settings.window_bytes // len(MESSAGE)
+    authority = new_authority()
+    server_node, client_node = new_node(authority), new_node(authority)
+    handler = _Unread(0 if upward else messages)
+    server = make_server([handler], unread_bytes=settings.unread_bytes)
+    port = listen_mutual_tls(server, "127.0.0.1:0", server_node)
+    await server.start()
+    name = client_node.server_name(server_node.node_id)
+    try:
+        async with (
+            asyncio.timeout(SECONDS),
+            open_channel(
+                f"127.0.0.1:{port}",
+                identity=client_node,
+                server_name=name,
+                unread_bytes=settings.unread_bytes,
+            ) as channel,
+        ):
+            call: ClientCall = channel.stream_stream(METHOD)()
+            for _ in range(messages if upward else 0):
+                await call.write(MESSAGE)
+            await handler.wrote.wait()
+            call.cancel()
+    finally:
+        await server.stop(None)
