@@ -300,6 +300,7 @@ class _Run:
                     self._network,
                     processes,
                     warmup_steps=section.warmup_steps,
+                    warmup_round_trips=section.warmup_round_trips,
                     spare_steps=run.spare_steps,
                     step_seconds=section.step_seconds,
                     log=log,
@@ -326,7 +327,9 @@ class _Run:
             unthrottled.step_seconds,
             transfer_seconds(unthrottled, cell.shape, self._network.topology.wires),
         )
-        return step * (self._lab._profile.lab.warmup_steps + cell.steps)
+        section = self._lab._profile.lab
+        settling = section.warmup_round_trips * cell.shape.rtt_ms / 1e3
+        return max(settling, step * section.warmup_steps) + step * cell.steps
 
     async def _cell(
         self,

@@ -33,6 +33,8 @@ class Phases:
 
     Args:
         warmup_steps: discarded after each change of the links.
+        warmup_round_trips: for so many at least, as long as the run has steps to spare: TCP finds a rate in
+            round trips, not in steps.
         spare_steps: of the run, beyond those that its phases were planned with: they make up for steps that
             went by, beyond the warmup's, while links changed. So short steps do not cost a cell, nor does the
             run end before its last one.
@@ -46,6 +48,7 @@ class Phases:
         steps: Steps,
         *,
         warmup_steps: int,
+        warmup_round_trips: int,
         spare_steps: int,
         step_seconds: float,
         log: TextIO,
@@ -53,6 +56,7 @@ class Phases:
         self._links = links
         self._steps = steps
         self._warmup = warmup_steps
+        self._round_trips = warmup_round_trips
         self._spare = spare_steps
         self._step_seconds = step_seconds
         self._log = log
@@ -66,6 +70,10 @@ class Phases:
         shaped = time.monotonic()
         label = shape.label if shape else None
         steps = [await self._next(label, "warmup") for _ in range(self._warmup)]
+        settling = self._round_trips * shape.rtt_ms / 1e3 if shape else 0.0
+        while settling and steps[-1].at < shaped + settling and self._spare > 0:
+            self._spare -= 1
+            steps.append(await self._next(label, "warmup"))
         while True:
             before, since = await asyncio.to_thread(self._links.counters), time.monotonic()
             step = await self._steps.next_step(self._step_seconds)

@@ -22,6 +22,8 @@ class LabSection:
     """Steps measured in each cell."""
     warmup_steps: int = 2
     """Steps discarded after each change of the links."""
+    warmup_round_trips: int = 120
+    """Steps are discarded for so many round trips at least: TCP finds a rate in round trips, not in steps."""
     unthrottled_steps: int = 3
     """Steps measured without any shaping at the start of each run, for the compute time; 0 leaves them
     out."""

@@ -163,7 +163,8 @@ def _defaults(overrides: list[str]) -> RunConfig:
 
 
 def _check_lab(lab: LabSection, where: str) -> None:
-    least = {"steps": 1, "warmup_steps": 1, "unthrottled_steps": 0, "threads": 0, "text_bytes": 0}
+    least = {"steps": 1, "warmup_steps": 1, "warmup_round_trips": 0}
+    least |= {"unthrottled_steps": 0, "threads": 0, "text_bytes": 0}
     for key, value in least.items():
         if getattr(lab, key) < value:
             raise ConfigError(f"{where}: lab.{key} must be at least {value}, got {getattr(lab, key)}")

@@ -55,6 +55,7 @@ class Results:
             "device": profile.lab.device,
             "seeds": list(profile.lab.seeds),
             "warmup_steps": profile.lab.warmup_steps,
+            "warmup_round_trips": profile.lab.warmup_round_trips,
             "finished": False,
             "calibrations": [],
             "runs": [],

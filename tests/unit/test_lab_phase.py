@@ -34,7 +34,8 @@ class Network:
 
 
 class Run:
-    """Steps of 0.1 s that send 1000 bytes each. `stale` of them began before the links had changed."""
+    """Steps of 0.1 s that send 1000 bytes each, a second apart. `stale` of them began before the links had
+    changed."""
 
     def __init__(self, network: Network, stale: int, steps: int) -> None:
         self.network, self.stale, self.steps = network, stale, steps
@@ -45,7 +46,7 @@ class Run:
             raise RunError("the run in the lab ended")
         self.number += 1
         self.network.sent += 1000
-        began = time.monotonic() + (-1.0 if self.number <= self.stale else 1.0)
+        began = time.monotonic() + (-1.0 if self.number <= self.stale else self.number)
         done = StepDone(
             step=self.number,
             steps=self.steps,
@@ -64,10 +65,19 @@ class Run:
         return Step(done=done, costs=costs, at=began + 0.1)
 
 
-def phases(stale: int, *, warmup: int, spare: int, steps: int) -> tuple[Phases, Network, io.StringIO]:
+def phases(
+    stale: int, *, warmup: int, spare: int, steps: int, round_trips: int = 0
+) -> tuple[Phases, Network, io.StringIO]:
     network, log = Network(), io.StringIO()
-    run = Run(network, stale, steps)
-    measured = Phases(network, run, warmup_steps=warmup, spare_steps=spare, step_seconds=1.0, log=log)
+    measured = Phases(
+        network,
+        Run(network, stale, steps),
+        warmup_steps=warmup,
+        warmup_round_trips=round_trips,
+        spare_steps=spare,
+        step_seconds=1.0,
+        log=log,
+    )
     return measured, network, log
 
 
@@ -95,3 +105,14 @@ def test_phases_share_what_a_run_has_to_spare() -> None:
     with pytest.raises(RunError, match=r"no more to spare: raise lab.warmup_steps \(now 2\)"):
         asyncio.run(which.measure(None, 1))
     assert network.checked == []
+
+
+@pytest.mark.parametrize(
+    ("round_trips", "spare", "discarded"), [(0, 50, 2), (10, 50, 2), (40, 50, 4), (75, 50, 8), (75, 3, 5)]
+)
+def test_steps_are_discarded_for_round_trips(round_trips: int, spare: int, discarded: int) -> None:
+    """A round trip of 0.1 s and steps that end 1.1, 2.1, 3.1... s after the links changed."""
+    which, _, _ = phases(0, warmup=2, spare=spare, steps=100, round_trips=round_trips)
+    phase, steps = asyncio.run(which.measure(uniform("100", 100.0, 1), 2))
+    assert [costs.step for costs in phase.costs] == [discarded + 1, discarded + 2]
+    assert len(steps) == discarded + 2
