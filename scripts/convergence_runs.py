@@ -25,6 +25,7 @@ MODEL = ModelSection(
 EPOCH_WINDOWS = 4960
 """Of the suite `epochs`: 310 steps see each of them four times."""
 VALIDATION_WINDOWS = 256
+MEMORY_SUITES = ("memory", "memory-long")
 NAIVE = "naive-4"
 """4 bits, symmetric, one scale for the whole tensor: what the paper calls naive."""
 
@@ -48,7 +49,7 @@ class Run:
 
     @property
     def microbatch(self) -> int:
-        return 8 if self.suite == "memory" else MICROBATCH
+        return 8 if self.suite in MEMORY_SUITES else MICROBATCH
 
 
 _FEW: dict[str, Any] = {"gradients": "fp8", "moments": "fp8"}
@@ -115,5 +116,10 @@ RUNS = (
         Run(suite="memory", forward="fp32", backward="fp32", memory=way, seed=seed)
         for seed in (1, 2)
         for way in ("compact", "three", "gradients", "moments")
+    ),
+    *(
+        Run(suite="memory-long", forward="fp32", backward="fp32", memory=way, seed=seed, steps=900)
+        for way in ("plain", "three", "gradients", "moments")
+        for seed in (0, 1, 2)
     ),
 )

@@ -15,6 +15,7 @@ Suites (65,536 tokens a step, AdamW, bf16 autocast):
     backward  310 steps with 4-bit gradients, activations in fp16
     memory    310 steps with activations, gradients, moments or weights in few bits; boundaries uncompressed
               but in one run; eight microbatches a step, over which gradients add up
+    memory-long    the same over 900 steps
 """
 
 import argparse

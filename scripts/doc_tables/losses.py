@@ -173,9 +173,13 @@ def spread(losses: list[float]) -> str:
 
 
 def convergence_memory() -> str:
-    """The suite `memory` of the same script: what a node keeps in few bits, by seed."""
+    """The suites `memory` and `memory-long` of the same script: what a node keeps in few bits, by seed."""
     report = read_report(CONVERGENCE)
-    runs = [run for run in report["runs"] if run["suite"] == "memory"]
+    return "\n\n".join(_memory(report, suite) for suite in ("memory", "memory-long"))
+
+
+def _memory(report: dict[str, Any], suite: str) -> str:
+    runs = [run for run in report["runs"] if run["suite"] == suite]
     seeds = sorted({run["seed"] for run in runs})
     ways: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for run in runs:

@@ -121,20 +121,27 @@ def _check_block(family: str, name: str, that: Callable[[bool, str], None]) -> N
     results = [_gradients(model, storage, x, grad) for storage in (Storage(), PRESETS[name], PRESETS[name])]
     plain, stored, again = results
     what = f"{family} block, {name}"
-    for part, twice in zip(stored, again, strict=True):
-        that(torch.equal(part, twice), what + ": other bits the second time")
-    distances = [_distance(part, want) for part, want in zip(stored, plain, strict=True)]
-    that(distances[0] < 0.004 and max(distances) < 0.25, f"{what}: {[f'{d:.3f}' for d in distances]}")
+    for part, tensor in stored.items():
+        count, distance = int((tensor != again[part]).sum()), _distance(again[part], tensor)
+        off = f"{count} of {tensor.numel()} elements of {part}, by {distance:.1e}"
+        that(torch.equal(tensor, again[part]), f"{what}: other bits the second time: {off}")
+    distances = {part: _distance(tensor, plain[part]) for part, tensor in stored.items()}
+    far = {part: f"{distance:.3f}" for part, distance in distances.items()}
+    that(distances["result"] < 0.004 and max(distances.values()) < 0.25, f"{what}: {far}")
 
 
-def _gradients(model: ModelSection, storage: Storage, x: Tensor, grad: Tensor) -> list[Tensor]:
+def _gradients(model: ModelSection, storage: Storage, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
+    """The block's result and all gradients, by name."""
     block = random_block(model, storage)
     leaf = x.clone().requires_grad_()
     with torch.autocast("cuda", torch.bfloat16), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         result = block(leaf)
     torch.autograd.backward(result, grad)
-    gradients = [leaf.grad, *(parameter.grad for parameter in block.parameters())]
-    return [result.detach(), *(part for part in gradients if part is not None)]
+    gradients = {"x": leaf.grad, **{name: parameter.grad for name, parameter in block.named_parameters()}}
+    return {
+        "result": result.detach(),
+        **{name: part for name, part in gradients.items() if part is not None},
+    }
 
 
 def _bits(x: Tensor) -> Tensor:
