@@ -4,14 +4,15 @@ The plan is made by simulating the schedule (`node.stage.schedule_simulation`) w
 windows of growing width: too narrow, and stages wait for round trips; too wide, and they hold memory for
 nothing (and in an interleaved schedule let gradients wait behind forwards that must come first). The smallest
 window within `TOLERANCE` of the best step time wins, then each link's is lowered for as long as that stays
-so. Real steps are less even than simulated ones, so each link gets `MARGIN` more where memory allows.
+so. A link's measured rate may be what a narrow window left of it, so no window is narrower than round trips
+ask for. Real steps are less even than simulated ones, so each link gets `MARGIN` more where memory allows.
 
 The result of a step does not depend on its window, so a plan may come late, or be lost with the coordinator.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from node.stage.schedule import Kind, held_activations, schedule
 from node.stage.schedule_simulation import simulate
@@ -116,49 +117,104 @@ def plan_windows(
     stages = len(measures.forward)
     if stages == 1:
         return ()
-    simulated = min(microbatches, MOST_SIMULATED)
-    links = [
-        LinkRate(
-            up=link.up / CAUTION,
-            down=link.down / CAUTION,
-            latency=link.latency * CAUTION,
-            full_duplex=link.full_duplex,
-        )
-        for link in measures.links
-    ]
-    network = Network(stages, links)
-    sizes = {Kind.FORWARD: measures.activation_bytes, Kind.BACKWARD: measures.gradient_bytes}
-    known: dict[Windows, float] = {}
-
-    def seconds(windows: Windows) -> float:
-        if windows not in known:
-            known[windows] = simulate(
-                schedule(stages, chunks, simulated, windows),
-                lambda chunk, _: measures.forward[chunk % stages] / chunks,
-                lambda chunk, _: measures.backward[chunk % stages] / chunks,
-                network=network,
-                sizes=sizes,
-                swap=chunks == 1,
-            ).total
-        return known[windows]
 
     def fits(windows: Windows) -> bool:
         orders = schedule(stages, chunks, microbatches, windows)
         return all(held_activations(o) <= most for o, most in zip(orders, most_held, strict=True))
 
+    simulated = min(microbatches, MOST_SIMULATED)
     even = [(width,) * (stages - 1) for width in _widths(simulated)]
     allowed = [even[0], *(windows for windows in even[1:] if fits(windows))]
-    best = min(map(seconds, allowed))
-    enough = best * (1 + TOLERANCE)
-    found = next(windows for windows in allowed if seconds(windows) <= enough)
-    good = len(current) == stages - 1 and fits(current) and seconds(current) <= enough * (1 + KEEP)
+    steps = _Steps(measures, allowed, chunks=chunks, microbatches=simulated)
+    good = len(current) == stages - 1 and fits(current) and steps.near_best(current, KEEP)
     if chunks > 1:
-        return current if good else found
-    found = _narrowed(found, lambda windows: seconds(windows) <= enough)
+        return current if good else steps.smallest_even()
+    fast = _Steps(_with_fast_links(measures), allowed, chunks=chunks, microbatches=simulated)
+
+    def suits(windows: Windows) -> bool:
+        return fits(windows) and steps.near_best(windows)
+
+    found = _raised(steps.smallest(), fast.smallest(), suits)
     near = all(
         least <= now <= least + 2 * MARGIN for now, least in zip(current, found, strict=False) if least
     )
-    return current if good and near else _widened(found, fits)
+    margins = tuple(window + MARGIN if window else 0 for window in found)
+    return current if good and near else _raised(found, margins, suits)
+
+
+class _Steps:
+    """How long a step takes, by its windows, at measured rates with `CAUTION`; which of them are enough.
+
+    Args:
+        allowed: even windows, the smallest first.
+    """
+
+    def __init__(
+        self, measures: StepMeasures, allowed: Sequence[Windows], *, chunks: int, microbatches: int
+    ) -> None:
+        self._measures = measures
+        self._allowed = allowed
+        self._chunks = chunks
+        self._microbatches = microbatches
+        links = [
+            LinkRate(
+                up=link.up / CAUTION,
+                down=link.down / CAUTION,
+                latency=link.latency * CAUTION,
+                full_duplex=link.full_duplex,
+            )
+            for link in measures.links
+        ]
+        self._network = Network(len(measures.forward), links)
+        self._known: dict[Windows, float] = {}
+        self._enough = min(map(self._seconds, allowed)) * (1 + TOLERANCE)
+
+    def near_best(self, windows: Windows, beyond: float = 0.0) -> bool:
+        """Whether a step takes at most `TOLERANCE`, and `beyond` that, longer than with the best allowed."""
+        return self._seconds(windows) <= self._enough * (1 + beyond)
+
+    def smallest_even(self) -> Windows:
+        return next(filter(self.near_best, self._allowed))
+
+    def smallest(self) -> Windows:
+        """The same, then each link's lowered, the last link's first: all stages before it hold less by it."""
+        windows = self.smallest_even()
+        for link in reversed(range(len(windows))):
+            while windows[link] > 0:
+                lower = (*windows[:link], windows[link] - 1, *windows[link + 1 :])
+                if not self.near_best(lower):
+                    break
+                windows = lower
+        return windows
+
+    def _seconds(self, windows: Windows) -> float:
+        if windows not in self._known:
+            measures, chunks = self._measures, self._chunks
+            stages = len(measures.forward)
+            self._known[windows] = simulate(
+                schedule(stages, chunks, self._microbatches, windows),
+                lambda chunk, _: measures.forward[chunk % stages] / chunks,
+                lambda chunk, _: measures.backward[chunk % stages] / chunks,
+                network=self._network,
+                sizes={
+                    Kind.FORWARD: measures.activation_bytes,
+                    Kind.BACKWARD: measures.gradient_bytes,
+                },
+                swap=chunks == 1,
+            ).total
+        return self._known[windows]
+
+
+def _with_fast_links(measures: StepMeasures) -> StepMeasures:
+    """The same with links as fast as can be, so that windows are what round trips alone ask for.
+
+    A window that is too narrow for the round trip leaves the link idle, and TCP, which then never has more
+    than a few tensors to carry, does not find its rate: it is measured as slow as the window makes it, and a
+    plan by that rate alone would keep the window narrow.
+    """
+    return replace(
+        measures, links=tuple(replace(link, up=math.inf, down=math.inf) for link in measures.links)
+    )
 
 
 def _widths(microbatches: int) -> list[int]:
@@ -169,20 +225,15 @@ def _widths(microbatches: int) -> list[int]:
     return [width for width in widths if width <= microbatches]
 
 
-def _widened(windows: Windows, fits: Callable[[Windows], bool]) -> Windows:
-    """`MARGIN` more on each link that needs a window at all, the last link's first, while it fits."""
-    for link in reversed(range(len(windows))):
-        wider = (*windows[:link], windows[link] + MARGIN, *windows[link + 1 :])
-        windows = wider if windows[link] and fits(wider) else windows
-    return windows
+def _raised(windows: Windows, wanted: Windows, suits: Callable[[Windows], bool]) -> Windows:
+    """Each link's window raised to what is wanted, the last link's first, or to the widest below that suits.
 
-
-def _narrowed(windows: Windows, good: Callable[[Windows], bool]) -> Windows:
-    """Each link's window lowered, the last link's first: all stages before it hold less by it."""
+    Not every wider window does: an order of work that one link's window changes can make another stage wait.
+    """
     for link in reversed(range(len(windows))):
-        while windows[link] > 0:
-            lower = (*windows[:link], windows[link] - 1, *windows[link + 1 :])
-            if not good(lower):
+        for width in range(wanted[link], windows[link], -1):
+            wider = (*windows[:link], width, *windows[link + 1 :])
+            if suits(wider):
+                windows = wider
                 break
-            windows = lower
     return windows

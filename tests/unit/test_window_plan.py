@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from node.coordinator.window_plan import KEEP, TOLERANCE, StepMeasures, Windows, measured, plan_windows
@@ -12,6 +12,7 @@ from node.stage.schedule import Kind, held_activations, schedule
 from node.stage.schedule_simulation import simulate
 from node.telemetry.events import FlowCost, LinkCost, StageCost, StepCosts
 from node.telemetry.floor import LinkRate, Network, step_floor
+from tests.support.examples import examples
 from wire.telemetry import LinkReport
 
 PLENTY = 10**6
@@ -61,6 +62,16 @@ def test_a_round_trip_is_covered_by_compute() -> None:
     assert seconds(measures(latency=4.5), (first, *rest)) < 0.5 * seconds(measures(latency=4.5), (0, 0, 0))
 
 
+def test_a_link_that_its_window_made_slow_gets_a_wider_one() -> None:
+    """30 s there and back, one tensor on its way: the link seems to take 30 s for each."""
+    starved = measures(rate=10 / 30, latency=15.0)
+    windows = plan(starved, current=(1, 1, 1))
+    assert windows == plan(measures(latency=15.0))
+    narrow = (5, 5, 5)
+    assert min(windows) > max(narrow)
+    assert seconds(starved, narrow) < 1.01 * seconds(starved, windows)
+
+
 def test_a_slow_link_gets_the_widest_window() -> None:
     given = measures()
     given = replace(given, links=(LinkRate(), LinkRate(latency=9.0), LinkRate()))
@@ -96,7 +107,16 @@ def test_interleaved_schedules_have_one_window() -> None:
     assert len(set(windows)) == 1 and windows[0] > 0
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
+@example(  # (0, 0, 2) makes a step longer than (0, 0, 0) does
+    stages=4,
+    chunks=1,
+    microbatches=3,
+    most=3,
+    times=[1.0, 1.0, 4.0] + [1.0] * 7,
+    rates=[2.0, 2.0, 6.0, 1.0, 1.0, 1.0, 1.0, 5.0, 1.0, 1.0],
+    latencies=[0.0, 0.0, 1.0, 0.0, 0.0],
+)
 @given(
     st.integers(2, 5),
     st.integers(1, 2),
