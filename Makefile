@@ -5,6 +5,7 @@
 #   make test-gpu                           tests that need one
 #   make check                              lint, types, generated code
 #   make bench [BENCH_ARGS=...]             codec speeds
+#   make fuzz [FUZZ=20]                     properties on other examples, FUZZ times as many as in make test
 #   make soak [SOAK_ARGS=...]               200 kills by random schedules, results compared bit for bit
 #   make proto                              generate wire/v1 from proto/
 #   make constraints                        pin what .venv holds, after trying newer versions there
@@ -18,10 +19,11 @@ DEMO_ARGS =
 TEST_ARGS =
 BENCH_ARGS =
 SOAK_ARGS =
+FUZZ = 20
 # Triton's kernels are tested under its interpreter. torch brings Triton where it brings CUDA: that one is used.
 TRITON = triton==3.6.0
 
-.PHONY: demo test test-gpu check bench soak proto constraints clean
+.PHONY: demo test test-gpu check bench fuzz soak proto constraints clean
 # Two installations at once would spoil each other.
 .NOTPARALLEL:
 
@@ -39,6 +41,9 @@ check: .venv/installed-dev
 
 bench: .venv/installed
 	.venv/bin/python scripts/bench_codecs.py $(BENCH_ARGS)
+
+fuzz: .venv/installed-dev
+	THINWIRE_FUZZ=$(FUZZ) scripts/test -m "hypothesis and not gpu" --timeout 36000 tests/unit
 
 soak: .venv/installed-dev
 	.venv/bin/python -m scripts.soak $(SOAK_ARGS)

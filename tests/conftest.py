@@ -9,13 +9,20 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from node.parallel import processes
+from tests.support.examples import FUZZ, examples
 from tests.support.fault_prefork import Prefork
 from tests.support.interpreter import Interpreted
 
 torch.set_num_threads(1)
 
 # A busy machine is slow at times, in making examples too: how long a test may take, pytest-timeout says.
-settings.register_profile("thinwire", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "thinwire",
+    deadline=None,
+    derandomize=not FUZZ,
+    max_examples=examples(100),
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("thinwire")
 
 

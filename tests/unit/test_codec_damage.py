@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from wire.codecs.header import HEADER_BYTES, seal
 from wire.codecs.registry import codec, codec_names
 from wire.errors import CodecError, NonFiniteError, PackedMismatchError
@@ -19,7 +20,7 @@ names = st.sampled_from(codec_names())
 offsets = st.integers(0, 2**31)
 
 
-@settings(max_examples=2000, deadline=None, derandomize=True)
+@settings(max_examples=examples(2000))
 @given(name=names, changes=st.lists(st.tuples(offsets, st.integers(1, 255)), min_size=1, max_size=8))
 def test_changed_bytes_are_refused(name: str, changes: list[tuple[int, int]]) -> None:
     damaged = PACKED[name].clone()
@@ -31,7 +32,7 @@ def test_changed_bytes_are_refused(name: str, changes: list[tuple[int, int]]) ->
         codec(name).decode(damaged, SPEC)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300))
 @given(name=names, keep=offsets, more=st.binary(max_size=80))
 def test_other_lengths_are_refused(name: str, keep: int, more: bytes) -> None:
     start = PACKED[name][: keep % PACKED[name].numel()]
@@ -42,7 +43,7 @@ def test_other_lengths_are_refused(name: str, keep: int, more: bytes) -> None:
         codec(name).decode(damaged, SPEC)
 
 
-@settings(max_examples=2000, deadline=None, derandomize=True)
+@settings(max_examples=examples(2000))
 @given(
     name=names,
     start=offsets,

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from wire.codecs.aqsgd import AqsgdCodec, SampleBatch
 from wire.codecs.form import HEADER_BYTES
 from wire.codecs.forms import AqsgdForm, FixedForm, TrellisForm, codec_names, form
@@ -22,7 +23,7 @@ SHAPES = [(1,), (63,), (64, 65), (2, 3, 130), (1, 1, 1, 200), (2, 2, 1, 3, 65)]
 extents = st.lists(st.integers(1, 2**12), min_size=1, max_size=5).map(tuple)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300))
 @given(name=st.sampled_from(NAMES), shape=extents)
 def test_a_form_has_its_codecs_name_parameters_and_sizes(name: str, shape: tuple[int, ...]) -> None:
     known, which = form(name), codec(name)
@@ -46,7 +47,7 @@ def test_the_first_pass_of_a_codec_with_a_memory() -> None:
     assert packed.numel() == known.first_pass_bytes(shape) == HEADER_BYTES + 2112
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300))
 @given(rate=st.floats(1.9, 10.1) | st.sampled_from([float("nan"), float("inf"), 0.0, -4.0]))
 def test_a_trellis_form_takes_rates_from_2_to_10_in_thousandths(rate: float) -> None:
     if not (math.isfinite(rate) and 2000 <= round(rate * 1000) <= 10000):
@@ -58,7 +59,6 @@ def test_a_trellis_form_takes_rates_from_2_to_10_in_thousandths(rate: float) -> 
     assert form(known.name).parameters == TrellisCodec(known.rate).parameters == known.parameters
 
 
-@settings(derandomize=True)
 @given(constant=st.floats(2.0**-64, 2.0**64))
 def test_a_constant_is_what_torch_makes_of_it_in_fp32(constant: float) -> None:
     rounded = torch.tensor(constant, dtype=torch.float32).item()

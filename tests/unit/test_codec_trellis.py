@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from tests.support.examples import examples
 from wire.codecs.header import seal
 from wire.codecs.registry import codec, codec_names
 from wire.codecs.trellis import TrellisCodec
@@ -90,7 +91,7 @@ def test_rates_out_of_range_are_refused(rate: float) -> None:
         TrellisCodec(rate)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300))
 @given(thousandths=st.integers(2000, 10000), elements=st.integers(1, 2**34))
 def test_bytes_never_exceed_the_rate_of_tensors_that_are_not_small(thousandths: int, elements: int) -> None:
     which = TrellisCodec(thousandths / 1000)
@@ -223,7 +224,7 @@ def made(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return x
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=examples(120))
 @given(
     kind=kinds,
     shape=st.lists(st.integers(1, 40), min_size=1, max_size=4).map(tuple),
@@ -274,7 +275,7 @@ FORGEABLE = {
 PACKED = {name: codec(which).encode(x) for name, (which, x) in FORGEABLE.items()}
 
 
-@settings(max_examples=2000, deadline=None, derandomize=True)
+@settings(max_examples=examples(2000))
 @given(
     name=st.sampled_from(tuple(FORGEABLE)),
     changes=st.lists(
@@ -298,7 +299,7 @@ def test_forged_payloads_give_a_finite_tensor_or_a_refusal(name: str, changes: l
     assert decoded.isfinite().all()
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300))
 @given(name=st.sampled_from(tuple(FORGEABLE)), seed=st.integers(0, 2**32 - 1), keep=st.integers(0, 400))
 def test_payloads_of_noise_are_refused(name: str, seed: int, keep: int) -> None:
     which, x = FORGEABLE[name]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from node.config.loader import (
@@ -185,13 +185,11 @@ def test_the_resolved_config_survives_json_and_toml(tmp_path: Path) -> None:
     assert "\n" not in to_json(config)
 
 
-@settings(deadline=None)
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["Cs"])))
 def test_any_string_survives_toml(text: str) -> None:
     assert tomllib.loads(f"value = {toml_value(text)}") == {"value": text}
 
 
-@settings(deadline=None)
 @given(st.floats(allow_nan=False))
 def test_any_float_survives_toml(number: float) -> None:
     assert tomllib.loads(f"value = {toml_value(number)}") == {"value": number}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kernels import fixed, fixed_loops
 from kernels.tiles import MAX_EXPONENT, MIN_EXPONENT, NON_FINITE, TILE, tiles_per_row
+from tests.support.examples import examples
 
 BITS = range(2, 11)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -209,7 +210,7 @@ def test_threads_do_not_meet(width: int, dtype: torch.dtype) -> None:
         check(normal(3, rows, width).to(dtype), 6)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     shape=st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 140)),
     dtype=st.sampled_from(DTYPES),
@@ -234,7 +235,7 @@ def test_any_tensor(
     check(x.nan_to_num(1.0, 2.0, 3.0), bits, constant)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     shape=st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 140)),
     dtype=st.sampled_from(DTYPES),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kernels import tah, tah_loops
 from kernels.tiles import NON_FINITE, TILE, tiles_per_row
+from tests.support.examples import examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INTEGERS = {4: torch.int32, 2: torch.int16}
@@ -192,7 +193,7 @@ def test_threads_do_not_meet(width: int) -> None:
         check(normal(3, rows, width), samples=3)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     shape=st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 140)),
     dtype=st.sampled_from(DTYPES),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kernels import bitplanes, tah, tah_loops_decode
 from kernels.tiles import MAX_EXPONENT, MIN_EXPONENT, TILE, tiles_per_row
+from tests.support.examples import examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INFINITY = 0x7C00  # the bits of fp16's
@@ -170,7 +171,7 @@ def test_threads_do_not_meet(width: int, dtype: torch.dtype) -> None:
         check(sections, 0, (3, rows, width), dtype)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     shape=st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 140)),
     dtype=st.sampled_from(DTYPES),

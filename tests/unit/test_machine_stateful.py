@@ -18,20 +18,18 @@ Whatever happens, in whatever order:
     one right state in the last snapshot, or, if the step itself is not finite, with the line that says so.
 """
 
-import os
 import random
 
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from node.coordinator.epoch import Phase
+from tests.support.examples import examples
 from tests.support.machine_nodes import SimNode, chain
 from tests.support.machine_world import World
 from wire.messages import FailureKind
 
-LONG = bool(os.environ.get("THINWIRE_LONG"))
 MOST_NODES = 8
 INDEX = st.integers(0, 999)
 
@@ -204,9 +202,8 @@ class RunWorld(RuleBasedStateMachine):
 
 
 RunWorld.TestCase.settings = settings(
-    max_examples=20_000 if LONG else 300,
+    max_examples=examples(300),
     stateful_step_count=80,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
-TestRunWorld = pytest.mark.timeout(36_000 if LONG else 300)(RunWorld.TestCase)
+TestRunWorld = RunWorld.TestCase

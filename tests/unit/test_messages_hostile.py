@@ -1,7 +1,6 @@
 """Mutated control messages of both directions: a message, a refusal, and nothing else; nothing grows."""
 
 import gc
-import os
 import random
 import tracemalloc
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 from google.protobuf.message import DecodeError, Message
 
+from tests.support.examples import examples
 from wire.errors import ProtocolViolationError, RefusalCode
 from wire.identity.enrolment import Hardware, Refusal
 from wire.messages import (
@@ -44,7 +44,7 @@ from wire.spec import Direction, TensorKey
 from wire.telemetry import FlowReport, LinkReport, Span, StepSpans, Telemetry
 from wire.v1 import control_pb2
 
-MUTATIONS = 2_000_000 if os.environ.get("THINWIRE_LONG") else 100_000
+MUTATIONS = examples(100_000)
 """For each direction."""
 
 TELEMETRY = Telemetry(

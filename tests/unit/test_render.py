@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from node.telemetry.events import (
@@ -157,7 +157,6 @@ def test_a_diverged_loss_is_valid_json_and_reads_as_nan(loss: float) -> None:
     assert math.isnan(event.loss)
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_any_text_stays_on_its_line(text: str) -> None:
     line = Notice(text=text).to_json()

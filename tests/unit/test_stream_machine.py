@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.examples import examples
 from wire.frames import run_tag
 from wire.spec import Direction, TensorKey
 from wire.stream_receiver import Acknowledge, SendAgain, StreamReceiver
@@ -192,4 +193,4 @@ class StreamMachine(RuleBasedStateMachine):
 
 
 TestStreamMachine = StreamMachine.TestCase
-TestStreamMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestStreamMachine.settings = settings(max_examples=examples(150), stateful_step_count=60)

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from node.coordinator.records import Member
 from node.coordinator.store import Store
+from tests.support.examples import examples
 from wire.errors import RefusalCode
 from wire.identity.enrolment import Hardware
 from wire.identity.names import node_id_of
@@ -126,6 +127,4 @@ class TokenMachine(RuleBasedStateMachine):
 
 
 TestTokenMachine = TokenMachine.TestCase
-TestTokenMachine.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestTokenMachine.settings = settings(max_examples=examples(60), stateful_step_count=30)

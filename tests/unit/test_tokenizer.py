@@ -16,6 +16,7 @@ from node.training.data import Corpus
 from node.training.text import SEPARATOR, read_text
 from node.training.token_cache import tokens_of
 from node.training.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer, pieces_of
+from tests.support.examples import examples
 from wire.errors import ConfigError, DataError
 
 LINES = [
@@ -96,8 +97,7 @@ documents = st.lists(st.lists(characters, max_size=60).map("".join), min_size=1,
 
 
 @settings(
-    max_examples=300,
-    deadline=None,
+    max_examples=examples(300),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(documents=documents, size=st.integers(1, 40))
