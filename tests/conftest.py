@@ -11,9 +11,11 @@ from hypothesis import HealthCheck, settings
 from node.parallel import processes
 from tests.support.examples import FUZZ, examples
 from tests.support.fault_prefork import Prefork
-from tests.support.interpreter import Interpreted
+from tests.support.interpreter import INTERPRETED, Interpreted, sure_of_sums
 
 torch.set_num_threads(1)
+if INTERPRETED:
+    sure_of_sums()
 
 # A busy machine is slow at times, in making examples too: how long a test may take, pytest-timeout says.
 settings.register_profile(

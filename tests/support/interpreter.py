@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -28,6 +29,17 @@ _in_front = pytest.mark.skipif(INTERPRETED, reason="this is the process")
 def outside(test: Callable[..., None]) -> Callable[..., None]:
     """Mark the test that asks for those of its file; whichever is first waits for all files."""
     return pytest.mark.timeout(SECONDS + 30)(_in_front(test))
+
+
+def sure_of_sums() -> None:
+    """Have the interpreter no longer work out whether sums and products overflow.
+
+    Outside its debugging it does not look at what it found, and that takes half of its time.
+    """
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 class Interpreted:
