@@ -48,6 +48,8 @@ class Placed:
     """The state this process holds for exactly the layers of its new place, or -1."""
     voted: bool
     """Whether it also holds the gradients of step `held_step`, voted for and not yet applied."""
+    branch: int = 0
+    """The epoch that loaded what the held state grew from; a step may be taken again, on another branch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +162,8 @@ class Restore:
     """The commit of the step before, for stages that voted for it and never heard the outcome."""
     uncompressed: bool = False
     """Use `fp32` on every link of this epoch, to tell quantization from divergence."""
+    branch: int = 0
+    """Of the state that counts as held. Who holds none of it loads `step`, and is on this branch then."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -157,7 +157,9 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
             )
         case "placed":
             placed = message.placed
-            return Placed(epoch=placed.epoch, held_step=placed.held_step, voted=placed.voted)
+            return Placed(
+                epoch=placed.epoch, held_step=placed.held_step, voted=placed.voted, branch=placed.branch
+            )
         case "ready":
             return Ready(epoch=message.ready.epoch, telemetry=telemetry_from_proto(message.ready.telemetry))
         case "vote":
@@ -215,6 +217,7 @@ def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.Coo
                     step=message.step,
                     missed=missed,
                     uncompressed=message.uncompressed,
+                    branch=message.branch,
                 )
             )
         case Begin():
@@ -269,7 +272,11 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
             restore = message.restore
             missed = _commit_from_proto(restore.missed) if restore.HasField("missed") else None
             return Restore(
-                epoch=restore.epoch, step=restore.step, missed=missed, uncompressed=restore.uncompressed
+                epoch=restore.epoch,
+                step=restore.step,
+                missed=missed,
+                uncompressed=restore.uncompressed,
+                branch=restore.branch,
             )
         case "begin":
             begin = message.begin

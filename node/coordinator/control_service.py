@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from node.training.manifest import UnitEntry
 from wire.errors import ProtocolViolationError, RefusalCode, RunError, ThinwireError
 from wire.identity.credentials import peer_node_id
 from wire.identity.enrolment import Refusal
@@ -78,6 +79,10 @@ class Desk(Protocol):
 
     async def batch(self, node_id: str, step: int, *, labels: bool) -> bytes:
         """Raises ProtocolViolationError if the node's stage has no business with it."""
+        ...
+
+    async def layer_entry(self, step: int, unit: str) -> UnitEntry:
+        """What the manifest of a complete snapshot says of a unit's file."""
         ...
 
     async def layer(self, node_id: str, step: int, unit: str) -> bytes: ...
@@ -172,6 +177,10 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
     ) -> AsyncIterator[control_pb2.DataChunk]:
         node_id = await self._member(context)
         try:
+            entry = await self._desk.layer_entry(request.step, request.unit)
+            if request.held_sha256 == entry.sha256:
+                yield control_pb2.DataChunk(total_bytes=entry.bytes, sha256=entry.sha256)
+                return
             data = await self._desk.layer(node_id, request.step, request.unit)
         except ThinwireError as error:
             await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))

@@ -48,7 +48,7 @@ from node.model.memory import devices_of
 from node.model.placement import stage_units
 from node.telemetry import events
 from node.training.data import Corpus
-from node.training.manifest import Manifest
+from node.training.manifest import Manifest, UnitEntry
 from node.training.schedule import clip_coefficient, learning_rate
 from wire.errors import ProtocolViolationError, RefusalCode, RunError
 from wire.identity.enrolment import Refusal
@@ -370,6 +370,9 @@ class Coordinator:
         tokens = await asyncio.to_thread(self._corpus.batch, step)
         wanted = tokens[:, 1:] if labels else tokens[:, :-1]
         return np.ascontiguousarray(wanted).astype("<i4").tobytes()
+
+    async def layer_entry(self, step: int, unit: str) -> UnitEntry:
+        return await self._snapshots.layer_entry(step, unit)
 
     async def layer(self, node_id: str, step: int, unit: str) -> bytes:
         return await self._snapshots.layer(step, unit)

@@ -10,7 +10,7 @@ A message with another epoch's number never reaches this object: `RunMachine` dr
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -60,6 +60,8 @@ class Committed:
     step: int
     clip_coefficient: float
     lr: float
+    branch: int | None = None
+    """Of the states that it leads from and to; not on record."""
 
 
 class Epoch:
@@ -74,15 +76,22 @@ class Epoch:
         newest_snapshot: int,
         newest_state: int,
         committed: Committed | None,
+        branches: Collection[int] | None = None,
         suspect_step: int | None,
         plan: StepPlan,
     ) -> None:
+        """
+        Args:
+            branches: of states that are the run's; None: it is not known, so any that all stages are on.
+        """
         self.number = number
         self.seats = seats
         self.step = max(newest_snapshot, newest_state)
         """The step that runs, or runs next; until all are placed, where the record says that the run is."""
         self.phase = Phase.PLACING
         self.committed = committed
+        self.branch: int | None = None
+        """The epoch that loaded what its states grew from: this one, where not all were held."""
         self.uncompressed = False
         """The epoch repeats a step that was not finite, with fp32 on every link; it never commits."""
         self.planned_windows: tuple[int, ...] = ()
@@ -90,6 +99,7 @@ class Epoch:
         self.addresses = addresses
         self._newest_snapshot = newest_snapshot
         self._newest_state = self.step
+        self._branches = branches
         self._plan = plan
         self._suspect_step = suspect_step
         self._placed: dict[str, Placed] = {}
@@ -150,8 +160,11 @@ class Epoch:
         if len(self._placed) < len(self.seats):
             return []
         # Stages that can agree go on from where they are; otherwise all go back to what is on disk.
+        # Which is a branch of its own: with other stages or links the same steps may end in other bits.
         common = set.intersection(*(self._reachable(answer) for answer in self._placed.values()))
-        self.step = max(common | {self._newest_snapshot})
+        self.step, self.branch = max(common, default=(-1, 0))
+        if self.step < self._newest_snapshot:
+            self.step, self.branch = self._newest_snapshot, self.number
         missed = self.committed is not None and self.committed.step == self.step - 1
         self.uncompressed = self.step == self._suspect_step
         self._restore = Restore(
@@ -159,6 +172,7 @@ class Epoch:
             step=self.step,
             missed=self._commit() if missed else None,
             uncompressed=self.uncompressed,
+            branch=self.branch,
         )
         self.phase = Phase.RESTORING
         self._answered.clear()
@@ -203,7 +217,7 @@ class Epoch:
             return FiniteUncompressed()
         loss = next((vote.loss for vote in self._votes.values() if vote.loss is not None), math.nan)
         clip, lr = self._plan(self.step, grad_norm)
-        self.committed = Committed(step=self.step, clip_coefficient=clip, lr=lr)
+        self.committed = Committed(step=self.step, clip_coefficient=clip, lr=lr, branch=self.branch)
         self.phase = Phase.APPLYING
         self._answered.clear()
         record = RecordCommit(
@@ -211,14 +225,19 @@ class Epoch:
         )
         return [record, *self._to_all(self._commit())]
 
-    def _reachable(self, placed: Placed) -> set[int]:
-        """The states that a stage can be at without fetching anything.
+    def _reachable(self, placed: Placed) -> set[tuple[int, int]]:
+        """The (step, branch) of the states that a stage can be at without fetching anything.
 
-        A state that no commit on record leads to is not the run's, whoever claims to hold it.
+        A state that no commit on record leads to is not the run's, whoever claims to hold it, and neither is
+        one of a branch that the run has left.
         """
-        states = {placed.held_step} if 0 <= placed.held_step <= self._newest_state else set()
-        if placed.voted and self.committed is not None and self.committed.step == placed.held_step:
-            states.add(placed.held_step + 1)
+        held, branch, committed = placed.held_step, placed.branch, self.committed
+        if self._branches is not None and branch not in self._branches:
+            return set()
+        states = {(held, branch)} if 0 <= held <= self._newest_state else set()
+        known = committed is not None and committed.step == held and committed.branch in (None, branch)
+        if placed.voted and known:
+            states.add((held + 1, branch))
         return states
 
     def _all_answered(self, node_id: str, phase: Phase) -> bool:

@@ -19,6 +19,8 @@ class EpochSeries:
         self._last_number = past.last_epoch
         self._committed = past.committed
         self._newest_state = past.committed.step + 1 if past.committed is not None else 0
+        self._branches: set[int] | None = None
+        """That of the newest commit, and those that began since; unknown before a commit is heard of."""
         self._windows: tuple[int, ...] = ()
         """The newest plan for the links; empty before there is one."""
         self._began = 0.0
@@ -35,6 +37,8 @@ class EpochSeries:
         """The next epoch. Its nodes are about to be told their places."""
         self._last_number += 1
         self._began = now
+        if self._branches is not None and self.ended is not None and self.ended.branch is not None:
+            self._branches.add(self.ended.branch)
         self.current = Epoch(
             number=self._last_number,
             seats=seats,
@@ -42,6 +46,7 @@ class EpochSeries:
             newest_snapshot=newest_snapshot,
             newest_state=self._newest_state,
             committed=self._committed,
+            branches=None if self._branches is None else frozenset(self._branches),
             suspect_step=suspect_step,
             plan=self._step_plan,
         )
@@ -58,6 +63,7 @@ class EpochSeries:
     def committed(self, committed: Committed) -> None:
         """A step of the epoch is committed."""
         self._committed = committed
+        self._branches = None if committed.branch is None else {committed.branch}
         self._newest_state = max(self._newest_state, committed.step + 1)
 
     def plan_windows(self, number: int, windows: tuple[int, ...]) -> None:

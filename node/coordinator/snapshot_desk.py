@@ -13,8 +13,8 @@ from node.coordinator.records import SnapshotRecord
 from node.coordinator.store import Store
 from node.model.placement import most_layer_bytes
 from node.model.units import unit_names
-from node.training.manifest import Manifest
-from node.training.snapshot import SnapshotWriter, prune, read_unit, snapshot_directory
+from node.training.manifest import Manifest, UnitEntry
+from node.training.snapshot import SnapshotWriter, prune, read_manifest, read_unit, snapshot_directory
 from wire.errors import ProtocolViolationError, RunError, ThinwireError
 
 
@@ -88,6 +88,12 @@ class SnapshotDesk:
     def path(self, step: int) -> Path:
         """The directory of a snapshot."""
         return snapshot_directory(self._directory, step)
+
+    async def layer_entry(self, step: int, unit: str) -> UnitEntry:
+        """What the manifest of a complete snapshot says of a unit's file."""
+        self._check_unit(unit)
+        manifest = await asyncio.to_thread(read_manifest, self.path(step))
+        return manifest.entry(unit)
 
     async def layer(self, step: int, unit: str) -> bytes:
         """A unit's file of a complete snapshot."""

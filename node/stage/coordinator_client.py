@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 
 from node.stage.error_groups import first_error
+from node.stage.snapshot_cache import LayerFile
 from wire.channels import open_channel
 from wire.errors import (
     LinkError,
@@ -132,15 +133,21 @@ class CoordinatorClient:
             )
         )
 
-    async def layer(self, step: int, unit: str, limit: int) -> bytes:
-        """One layer unit's snapshot file, at most `limit` bytes, its SHA-256 checked."""
-        request = control_pb2.GetLayerRequest(step=step, unit=unit)
+    async def layer(self, step: int, unit: str, limit: int, kept: LayerFile | None = None) -> bytes:
+        """One layer unit's snapshot file, at most `limit` bytes, its SHA-256 checked.
+
+        Args:
+            kept: what this node has under that name, which need not travel if it is the snapshot's.
+        """
+        held = kept.sha256 if kept is not None else ""
+        request = control_pb2.GetLayerRequest(step=step, unit=unit, held_sha256=held)
         return await self._retry(
             lambda stub: _collect(
                 stub.GetLayer(request, timeout=CALL_SECONDS),
                 limit,
                 f"layer {unit} of step {step}",
                 exact=False,
+                kept=kept,
             )
         )
 
@@ -216,9 +223,17 @@ async def _probe(stub: control_pb2_grpc.CoordinatorStub, size: int) -> None:
 
 
 async def _collect(
-    stream: AsyncIterator[control_pb2.DataChunk], size: int, what: str, *, exact: bool = True
+    stream: AsyncIterator[control_pb2.DataChunk],
+    size: int,
+    what: str,
+    *,
+    exact: bool = True,
+    kept: LayerFile | None = None,
 ) -> bytes:
-    """Join a download; its claimed size is checked before anything is kept, its SHA-256 at the end."""
+    """Join a download; its claimed size is checked before anything is kept, its SHA-256 at the end.
+
+    One without data says that it is what is `kept`.
+    """
     data = bytearray()
     total = -1
     digest = ""
@@ -231,6 +246,8 @@ async def _collect(
         if len(data) + len(chunk.data) > total:
             raise ProtocolViolationError(f"{what} is longer than the {total} bytes that were announced")
         data += chunk.data
+    if not data and kept is not None and kept.sha256 == digest:
+        return kept.data
     if len(data) != total or hashlib.sha256(data).hexdigest() != digest:
         raise PackedMismatchError(f"{what} arrived damaged: {len(data)} of {total} bytes")
     return bytes(data)

@@ -201,12 +201,14 @@ class EpochTask:
             return executor.place(self.stage, stages)
 
         held = await services.compute(work)
-        self._placed = Placed(epoch=self.number, held_step=held, voted=executor.voted)
+        self._placed = Placed(epoch=self.number, held_step=held, voted=executor.voted, branch=executor.branch)
         services.post(self._placed)
 
     async def _restore(self, restore: Restore) -> None:
         services, executor, step = self._services, self._services.executor, restore.step
         missed = restore.missed
+        if executor.branch != restore.branch:
+            executor.forget()
         if missed is not None and executor.state_step == missed.step == step - 1 and executor.voted:
             await services.compute(lambda: executor.apply(missed.lr, missed.clip_coefficient))
         if executor.state_step != step:
@@ -216,6 +218,7 @@ class EpochTask:
                     faults.reach(faults.Phase.STATE_FETCH, stage=self.stage, step=step)
                     files[unit] = await services.fetch_layer(step, unit)
             await services.compute(lambda: executor.restore(step, lambda unit: deserialize_unit(files[unit])))
+        executor.branch = restore.branch
         executor.uncompressed = restore.uncompressed
         self._step = step
         stages = len(self.placement.stages)

@@ -79,6 +79,8 @@ class StageExecutor:
         self.stage = -1
         self.stages = 0
         self.state_step = -1
+        self.branch = 0
+        """The epoch that loaded what the state grew from; what `epoch_task` says of it."""
         self.voted = False
         """The gradients of step `state_step` are complete and wait for the commit."""
         self._orders: Orders = ()

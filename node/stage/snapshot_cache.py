@@ -2,9 +2,10 @@
 
     DIRECTORY/TAG/STEP/UNIT.layer    SHA-256 of the rest, then a unit's snapshot file
 
-A file that does not fit its SHA-256 counts as absent. A snapshot's bytes are a function of its step and the
-run's config, which the tag stands for: a run resumed with another codec goes another way, so files of another
-tag are of no use and are removed.
+A file that does not fit its SHA-256 counts as absent. It may be of a snapshot that was never completed, in
+whose place the run came to the same step again, on fewer stages say, with other bits: who has a file asks the
+coordinator whether it is the snapshot's. Under another config, which the tag stands for, a run goes another
+way in any case, so files of another tag are removed.
 """
 
 import contextlib
@@ -13,8 +14,17 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 KEPT_STEPS = 2
+
+
+class LayerFile(NamedTuple):
+    """A unit's snapshot file."""
+
+    data: bytes
+    sha256: str
+    """In hex."""
 
 
 class SnapshotCache:
@@ -25,7 +35,7 @@ class SnapshotCache:
         self._limit = limit
         self._tag = tag
 
-    def get(self, step: int, unit: str) -> bytes | None:
+    def get(self, step: int, unit: str) -> LayerFile | None:
         """The unit's file, or None if it is not here whole."""
         path = self._path(step, unit)
         try:
@@ -33,7 +43,7 @@ class SnapshotCache:
         except OSError:
             return None
         digest, data = content[:32], content[32:]
-        return data if hashlib.sha256(data).digest() == digest else None
+        return LayerFile(data, digest.hex()) if hashlib.sha256(data).digest() == digest else None
 
     def put(self, step: int, unit: str, data: bytes) -> None:
         """Keep a file if there is room. A disk that refuses is no error: the coordinator has the snapshot."""

@@ -48,13 +48,12 @@ class SnapshotTransfer:
         self._prefetching: asyncio.Task[None] | None = None
 
     async def fetch(self, step: int, unit: str) -> bytes:
-        """A layer unit's snapshot file, from this node's disk if it is there."""
+        """A layer unit's snapshot file, from this node's disk if that is the one."""
         kept = await asyncio.to_thread(self._cache.get, step, unit)
-        if kept is not None:
-            return kept
         limit = most_layer_bytes(self._config, unit, self._windows)
-        data = await self._client.layer(step, unit, limit)
-        await asyncio.to_thread(self._cache.put, step, unit, data)
+        data = await self._client.layer(step, unit, limit, kept)
+        if kept is None or data is not kept.data:
+            await asyncio.to_thread(self._cache.put, step, unit, data)
         return data
 
     def prefetch(self, wanted: Prefetch) -> None:

@@ -9,6 +9,7 @@ import grpc.aio
 import pytest
 
 from node.stage.coordinator_client import CoordinatorClient
+from node.stage.snapshot_cache import LayerFile
 from wire.errors import LinkLostError
 from wire.v1 import control_pb2, control_pb2_grpc
 
@@ -55,6 +56,29 @@ class Slow(control_pb2_grpc.CoordinatorServicer):
         self.asked.set()
         await self.answer.wait()
         yield control_pb2.DataChunk(data=BATCH, total_bytes=len(BATCH), sha256=sha256(BATCH).hexdigest())
+
+    async def GetLayer(
+        self, request: control_pb2.GetLayerRequest, context: Context
+    ) -> AsyncIterator[control_pb2.DataChunk]:
+        digest = sha256(BATCH).hexdigest()
+        data = b"" if digest == request.held_sha256 else BATCH
+        yield control_pb2.DataChunk(data=data, total_bytes=len(BATCH), sha256=digest)
+
+
+async def test_a_layer_that_is_here_does_not_travel() -> None:
+    server = grpc.aio.server()
+    control_pb2_grpc.add_CoordinatorServicer_to_server(Slow(failures=0), server)
+    client = Plain(server.add_insecure_port("127.0.0.1:0"))
+    await server.start()
+    try:
+        async with asyncio.timeout(SECONDS):
+            right = LayerFile(bytes(BATCH), sha256(BATCH).hexdigest())
+            assert await client.layer(2, "embed", len(BATCH), right) is right.data
+            for other in (None, LayerFile(b"other", sha256(b"other").hexdigest())):
+                assert await client.layer(2, "embed", len(BATCH), other) == BATCH
+    finally:
+        await client.close()
+        await server.stop(None)
 
 
 async def test_a_failed_upload_leaves_a_download_in_peace() -> None:

@@ -17,6 +17,7 @@ from wire.messages import (
     Prefetch,
     Ready,
     Restore,
+    Restore,
     StepFailed,
     Vote,
 )
@@ -79,6 +80,8 @@ class Driver:
         self.time = 100.0
         self._memory = memory or {}
         self._nonces: dict[str, int] = {}
+        self.branch = 0
+        """Of the states that nodes say they hold, unless told otherwise."""
 
     # ---- events
 
@@ -128,9 +131,16 @@ class Driver:
         assert self.machine.epoch is not None
         return self.machine.epoch
 
-    def placed(self, node_id: str, held: int = -1, *, voted: bool = False) -> list[Action]:
-        answer = Placed(epoch=self.epoch.number, held_step=held, voted=voted)
-        return self.machine.message(node_id, answer, self.time)
+    def placed(
+        self, node_id: str, held: int = -1, *, voted: bool = False, branch: int | None = None
+    ) -> list[Action]:
+        branch = self.branch if branch is None else branch
+        answer = Placed(epoch=self.epoch.number, held_step=held, voted=voted, branch=branch)
+        actions = self.machine.message(node_id, answer, self.time)
+        for action in actions:
+            if isinstance(action, Send) and isinstance(action.message, Restore):
+                self.branch = action.message.branch
+        return actions
 
     def ready(self, node_id: str) -> list[Action]:
         answer = Ready(epoch=self.epoch.number, telemetry=Telemetry())

@@ -59,6 +59,7 @@ class Stage:
         self.log: list[object] = []
         self.state_step = -1
         self.voted = False
+        self.branch = 0
         self.uncompressed = False
         self.units = self.sources = ("block.0001",)
         self.is_first = self.is_last = False
@@ -264,6 +265,19 @@ async def test_a_missed_commit_is_applied_by_one_who_voted_for_it(
         assert stage.log[1:] == expected
         assert stage.state_step == 6
         assert talk.node.fetched == ([(6, "block.0001")] if expected == [("restore", 6)] else [])
+
+
+@pytest.mark.parametrize("missed", [None, Commit(epoch=4, step=5, clip_coefficient=0.5, lr=0.25)])
+async def test_a_state_of_another_branch_is_loaded_though_its_step_is_held(missed: Commit | None) -> None:
+    step = 5 if missed is None else 6
+    stage = Stage()
+    stage.state_step, stage.voted, stage.branch = 5, True, 2
+    async with epoch(stage) as talk:
+        assert await talk.hear() == Placed(epoch=4, held_step=5, voted=True, branch=2)
+        await talk.ask(Restore(epoch=4, step=step, missed=missed, branch=4))
+        assert stage.log[1:] == ["forget", ("restore", step)]
+        assert (stage.state_step, stage.branch) == (step, 4)
+        assert talk.node.fetched == [(step, "block.0001")]
 
 
 async def test_an_uncompressed_epoch_is_told_to_the_stage() -> None:

@@ -71,7 +71,7 @@ def test_the_others_keep_their_seats_and_fetch_what_the_dead_took_along() -> Non
     assert run.epoch.seats == ("x", "b", "c")
     run.placed("b", 6)
     run.placed("c", 6, voted=True)
-    assert restore_of(run.placed("x", -1)) == Restore(epoch=2, step=4)
+    assert restore_of(run.placed("x", -1)) == Restore(epoch=2, step=4, branch=2)
     run.all_ready()
     assert run.epoch.step == 4
 
@@ -204,7 +204,7 @@ def test_a_commit_that_some_missed_is_applied_by_those_who_voted(
 ) -> None:
     run = Driver(stages=2, every=3).started("ab", 4)
     run.all_vote()
-    assert placed_again(run, first, second) == Restore(epoch=2, step=5, missed=COMMIT_4)
+    assert placed_again(run, first, second) == Restore(epoch=2, step=5, missed=COMMIT_4, branch=1)
     assert sent(run.all_ready(), "a") == [Begin(epoch=2, step=5)]
 
 
@@ -221,11 +221,30 @@ def test_stages_that_cannot_agree_go_back_to_the_snapshot(
     assert (restore.step, restore.uncompressed) == (3, False)
 
 
+def test_a_node_that_comes_back_with_a_state_of_before_gets_the_snapshots() -> None:
+    """The step is the same, but the others came to it a second time, perhaps with other bits."""
+    run = Driver(every=4).started("abc", 6)
+    run.hello("x")
+    run.die("a")
+    run.all_placed(-1)
+    run.all_ready()
+    run.steps(2)
+    run.hello("a")
+    run.die("x")
+    assert run.epoch.seats == ("a", "b", "c") and run.branch == 2
+    run.placed("b", 6)
+    run.placed("c", 6)
+    assert restore_of(run.placed("a", 6, branch=1)) == Restore(epoch=3, step=4, branch=3)
+
+
 def test_a_vote_without_a_commit_on_record_is_no_state() -> None:
     run = Driver(stages=2, every=3).started("ab", 4)
     run.vote("a")
     assert placed_again(run, (4, True), (4, True)) == Restore(
-        epoch=2, step=4, missed=Commit(epoch=2, step=3, clip_coefficient=COMMIT_4.clip_coefficient, lr=3.5)
+        epoch=2,
+        step=4,
+        missed=Commit(epoch=2, step=3, clip_coefficient=COMMIT_4.clip_coefficient, lr=3.5),
+        branch=1,
     )
 
 

@@ -1,5 +1,6 @@
 """A node's own copies of snapshots: whole or absent, the newest two steps, within a limit, of one config."""
 
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -15,27 +16,33 @@ def files(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in found)
 
 
+def held(cache: SnapshotCache, step: int, unit: str) -> bytes | None:
+    file = cache.get(step, unit)
+    assert file is None or file.sha256 == sha256(file.data).hexdigest()
+    return file.data if file is not None else None
+
+
 def test_what_was_put_is_got(tmp_path: Path) -> None:
     cache = SnapshotCache(tmp_path / "cache", ROOM, "tag")
     assert cache.get(3, "embed") is None
     cache.put(3, "embed", b"weights")
     cache.put(3, "block.0001", b"")
-    assert cache.get(3, "embed") == b"weights"
-    assert cache.get(3, "block.0001") == b""
+    assert held(cache, 3, "embed") == b"weights"
+    assert held(cache, 3, "block.0001") == b""
     assert cache.get(3, "head") is None
     assert cache.get(4, "embed") is None
 
 
 def test_a_later_process_finds_the_files(tmp_path: Path) -> None:
     SnapshotCache(tmp_path, ROOM, "tag").put(3, "embed", b"weights")
-    assert SnapshotCache(tmp_path, ROOM, "tag").get(3, "embed") == b"weights"
+    assert held(SnapshotCache(tmp_path, ROOM, "tag"), 3, "embed") == b"weights"
 
 
 def test_a_file_put_again_replaces_the_first(tmp_path: Path) -> None:
     cache = SnapshotCache(tmp_path, 100 + SUM, "tag")
     cache.put(3, "embed", b"a" * 100)
     cache.put(3, "embed", b"b" * 100)
-    assert cache.get(3, "embed") == b"b" * 100
+    assert held(cache, 3, "embed") == b"b" * 100
 
 
 @pytest.mark.parametrize("keep", [0, 1, 31, 32, 40])
@@ -69,7 +76,7 @@ def test_an_older_step_does_not_displace_newer_ones(tmp_path: Path) -> None:
     cache = SnapshotCache(tmp_path, ROOM, "tag")
     for step in (30, 40, 20):
         cache.put(step, "embed", b"x")
-    assert [cache.get(step, "embed") for step in (20, 30, 40)] == [b"x", b"x", b"x"]
+    assert [held(cache, step, "embed") for step in (20, 30, 40)] == [b"x", b"x", b"x"]
 
 
 def test_the_limit_is_kept_by_giving_up_older_steps_first(tmp_path: Path) -> None:

@@ -42,14 +42,16 @@ class Hello(_message.Message):
     def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., peer_address: _Optional[str] = ..., hardware: _Optional[_Union[_enrolment_pb2.Hardware, _Mapping]] = ..., flops: _Optional[float] = ..., download_rate: _Optional[float] = ..., epoch: _Optional[int] = ..., process_nonce: _Optional[int] = ...) -> None: ...
 
 class Placed(_message.Message):
-    __slots__ = ("epoch", "held_step", "voted")
+    __slots__ = ("epoch", "held_step", "voted", "branch")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HELD_STEP_FIELD_NUMBER: _ClassVar[int]
     VOTED_FIELD_NUMBER: _ClassVar[int]
+    BRANCH_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     held_step: int
     voted: bool
-    def __init__(self, epoch: _Optional[int] = ..., held_step: _Optional[int] = ..., voted: bool = ...) -> None: ...
+    branch: int
+    def __init__(self, epoch: _Optional[int] = ..., held_step: _Optional[int] = ..., voted: bool = ..., branch: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("epoch", "telemetry")
@@ -286,16 +288,18 @@ class HeartbeatReply(_message.Message):
     def __init__(self, sent_at: _Optional[float] = ..., at: _Optional[float] = ...) -> None: ...
 
 class Restore(_message.Message):
-    __slots__ = ("epoch", "step", "missed", "uncompressed")
+    __slots__ = ("epoch", "step", "missed", "uncompressed", "branch")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     MISSED_FIELD_NUMBER: _ClassVar[int]
     UNCOMPRESSED_FIELD_NUMBER: _ClassVar[int]
+    BRANCH_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     missed: Commit
     uncompressed: bool
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., missed: _Optional[_Union[Commit, _Mapping]] = ..., uncompressed: bool = ...) -> None: ...
+    branch: int
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., missed: _Optional[_Union[Commit, _Mapping]] = ..., uncompressed: bool = ..., branch: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
     __slots__ = ("epoch", "step", "link_windows")
@@ -406,12 +410,14 @@ class GetBatchRequest(_message.Message):
     def __init__(self, step: _Optional[int] = ..., labels: bool = ...) -> None: ...
 
 class GetLayerRequest(_message.Message):
-    __slots__ = ("step", "unit")
+    __slots__ = ("step", "unit", "held_sha256")
     STEP_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
+    HELD_SHA256_FIELD_NUMBER: _ClassVar[int]
     step: int
     unit: str
-    def __init__(self, step: _Optional[int] = ..., unit: _Optional[str] = ...) -> None: ...
+    held_sha256: str
+    def __init__(self, step: _Optional[int] = ..., unit: _Optional[str] = ..., held_sha256: _Optional[str] = ...) -> None: ...
 
 class DataChunk(_message.Message):
     __slots__ = ("data", "total_bytes", "sha256")
