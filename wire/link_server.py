@@ -21,6 +21,9 @@ from wire.link_state import LinkSettings, LinkState, OnTensor
 from wire.stream_receiver import Expect
 from wire.version import PROTOCOL
 
+_NUMBERS = {"protocol": 2**32, "epoch": 2**32, "stage": 2**32, "session": 2**64, "attempt": 2**32}
+"""What a call's metadata must say, and what each number is below: a greeting has no room for more."""
+
 
 class _NotAdmitted(Exception):
     """The answer to a caller that is not let in."""
@@ -151,18 +154,21 @@ class LinkServer:
         peer_stage: int,
         expect: Expect,
         on_tensor: OnTensor,
+        settings: LinkSettings | None = None,
     ) -> AcceptedLink:
         """A link that the lower stage `peer_stage` will dial. Run it like any other.
 
         The first one of a new epoch ends admission to the epoch before. Announce all neighbours of an epoch
         without awaiting in between: once one is known, a caller that is not is refused for good.
+
+        `settings` are this link's, if not the server's; the port's `unread_bytes` stay.
         """
         state = LinkState.create(
             run_id=self._run_id,
             epoch=epoch,
             stage=stage,
             peer_stage=peer_stage,
-            settings=self._settings,
+            settings=settings or self._settings,
             expect=expect,
             on_tensor=on_tensor,
         )
@@ -217,15 +223,17 @@ class LinkServer:
 
 
 def _numbers(context: ServerContext) -> dict[str, int]:
-    """The call's metadata. Raises `_NotAdmitted` when one is missing or no number."""
+    """The call's metadata. Raises `_NotAdmitted` when one is missing, no number or too large."""
     given = dict(context.invocation_metadata() or ())
     numbers = {}
-    for name in ("protocol", "epoch", "stage", "session", "attempt"):
+    for name, end in _NUMBERS.items():
         value = given.get(METADATA_PREFIX + name, "")
-        if not isinstance(value, str) or not value.isdecimal() or len(value) > 20:
+        # The length first: Python refuses to read numbers of thousands of digits.
+        known = isinstance(value, str) and value.isdecimal() and len(value) <= 20
+        if not known or int(value) >= end:
             raise _NotAdmitted(
                 grpc.StatusCode.INVALID_ARGUMENT,
-                f"the call's metadata has no number {METADATA_PREFIX}{name}",
+                f"the call's metadata has no number {METADATA_PREFIX}{name} below {end}",
                 RefusalCode.BAD_REQUEST,
             )
         numbers[name] = int(value)

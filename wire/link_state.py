@@ -34,7 +34,8 @@ class LinkSettings:
     """Received tensors that are incomplete or not released may take this much, plus one tensor. It should
     exceed what fits on the wire in one round trip: 1 Gbit/s times 100 ms is 12.5 MB."""
     outbox_bytes: int = 1024 * 1024 * 1024
-    """Tensors that wait to be sent and acknowledged may take this much."""
+    """Tensors that wait to be sent and acknowledged may take this much. It is the least: a node allows what
+    its run may need (`node.stage.epoch_links`)."""
     frame_bytes: int = FRAME_BYTES
     """A frame with its header."""
     ping_seconds: float = 0.5

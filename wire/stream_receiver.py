@@ -4,13 +4,18 @@
 window of frames may be sent beyond the released ones, except that a tensor that has begun may always be
 finished. So buffers never exceed `window_bytes` plus one tensor, however slow the consumer, and a tensor
 larger than the window passes. Buffers of released tensors are kept for the next of their size, as long as all
-together take no more than `window_bytes` plus the most that tensors have taken.
+together take no more than `window_bytes` plus the most that tensors have taken. What is remembered of the
+frames themselves is bounded as well: none may be sent a window, or what its tensor still needs, beyond the
+lowest that is missing. A correct sender never waits for that: missing frames are sent again without credit.
 
 **No deadlock.** The sender fixes the order of tensors, the consumer may take them in another. A tensor that
 has begun always completes (above). For one that has not begun, the consumer says that it waits (`want`);
-until that tensor is complete, the window counts from the newest arrival instead of the oldest unreleased
-frame, so everything that was sent before it gets through. What is then held beyond the bound is only what the
-sender sent ahead of the tensor that the consumer needs, which any receiver would have to hold.
+until that tensor is complete, the window counts from the lowest missing frame instead of the oldest
+unreleased one, so everything that was sent before it gets through. What is then held beyond the bound is only
+what the sender sent ahead of the tensor that the consumer needs, which any receiver would have to hold.
+
+**Once each.** A key that was taken in the two newest steps is refused when it comes again; `expect` drops
+those of older steps.
 """
 
 from collections.abc import Callable
@@ -25,7 +30,8 @@ Expect = Callable[[TensorKey], int | None]
 """The exact length in bytes that a tensor must have; None when it is stale or unknown, so to be dropped.
 
 Keys come from the network. A tensor may arrive before this node has begun its step: answer for every key of
-the epoch that is still to come, or it is lost.
+the epoch that is still to come, or it is lost. Drop what is two steps older than the newest that was
+expected: its keys are forgotten.
 """
 
 MAX_DAMAGED_IN_A_ROW = 64
@@ -111,6 +117,8 @@ class StreamReceiver:
         self._limit = self._window
         self._incoming: dict[int, _Incoming] = {}  # by first sequence
         self._held: dict[TensorKey, _Incoming] = {}  # complete or not, until released
+        self._newest_step = 0  # of the tensors that were expected
+        self._taken: set[TensorKey] = set()  # expected and begun, in that step and the one before
         self._window_bytes = window_bytes
         self._spare: list[bytearray] = []  # buffers of released tensors, the newest last
         self._wanted: TensorKey | None = None
@@ -249,9 +257,10 @@ class StreamReceiver:
                 raise ProtocolViolationError(
                     f"{frame.key} is announced with {frame.total} bytes; {allowed} were negotiated"
                 )
-            if frame.key in self._held:
+            if frame.key in self._taken or frame.key in self._held:
                 raise ProtocolViolationError(f"{frame.key} is sent a second time")
             buffer = self._room(frame.total)
+            self._remember(frame.key)
         tensor = _Incoming(frame.key, buffer, frame.total, first, end, frames)
         self._incoming[first] = tensor
         if buffer is not None:
@@ -260,6 +269,12 @@ class StreamReceiver:
             self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
             self._bound_spare()
         return tensor
+
+    def _remember(self, key: TensorKey) -> None:
+        if key.step > self._newest_step:
+            self._newest_step = key.step
+            self._taken = {taken for taken in self._taken if taken.step >= key.step - 1}
+        self._taken.add(key)
 
     def _room(self, size: int) -> bytearray:
         """The newest spare buffer of this size, or a new one."""
@@ -287,9 +302,10 @@ class StreamReceiver:
             self._next += 1
 
     def _update(self, now: float) -> None:
-        limit = self._retired + self._window
-        if self._wanted is not None:
-            limit = max(limit, self._highest + self._window)
+        # Room that became free beyond a missing frame counts when that frame is here: a sender that withholds
+        # it could go on for ever with frames that take no room, each of which is remembered.
+        start = self._next if self._wanted is not None else min(self._next, self._retired)
+        limit = start + self._window
         self._limit = max(self._limit, limit, max((t.end for t in self._incoming.values()), default=0))
         news = max(self._next - self._told.next_sequence, self._limit - self._told.credit_limit)
         if news == 0:

@@ -164,4 +164,6 @@ class Limiter:
 
 
 def _hash(text: str) -> bytes:
-    return hashlib.sha256("".join(text.split()).lower().encode()).digest()
+    # Bytes of a header that are no UTF-8 are surrogates in `text`: no key has them, and they must not raise.
+    plain = "".join(text.split()).lower().encode(errors="surrogatepass")
+    return hashlib.sha256(plain).digest()

@@ -240,9 +240,13 @@ class CapturedPasses:
         }
 
     def _adding_to(self, parameter: nn.Parameter) -> Callable[[Tensor], None]:
+        # A hook that leads back to its leaf, as `self` would, keeps both for good: torch tells Python's
+        # collector of cycles nothing of hooks.
+        gradients = self._gradients
+
         def add(leaf: Tensor) -> None:
             assert leaf.grad is not None
-            self._gradients.add(parameter, leaf.grad)
+            gradients.add(parameter, leaf.grad)
             leaf.grad = None
 
         return add

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -32,7 +33,9 @@ from wire.v1 import control_pb2, control_pb2_grpc
 CHUNK_BYTES = 256 * 1024
 PROBE_BYTES = 1024 * 1024
 CALL_SECONDS = 600.0
-"""The longest that one bulk call may take; a layer of a large model over a slow link takes minutes."""
+"""That one bulk call may take besides the time for its bytes."""
+LEAST_RATE = 32 * 1024
+"""Bytes a second: what comes slower is not waited for."""
 
 _FATAL = {
     grpc.StatusCode.PERMISSION_DENIED,
@@ -143,7 +146,7 @@ class CoordinatorClient:
         request = control_pb2.GetLayerRequest(step=step, unit=unit, held_sha256=held)
         return await self._retry(
             lambda stub: _collect(
-                stub.GetLayer(request, timeout=CALL_SECONDS),
+                stub.GetLayer(request, timeout=_call_seconds(limit)),
                 limit,
                 f"layer {unit} of step {step}",
                 exact=False,
@@ -153,7 +156,7 @@ class CoordinatorClient:
 
     async def put_layer(self, step: int, unit: str, data: bytes) -> None:
         """Upload one layer unit's snapshot file; returns when the coordinator has it on disk."""
-        digest = hashlib.sha256(data).hexdigest()
+        digest = await asyncio.to_thread(_sha256, data)
 
         async def chunks() -> AsyncIterator[control_pb2.PutLayerChunk]:
             yield control_pb2.PutLayerChunk(
@@ -165,7 +168,7 @@ class CoordinatorClient:
                 yield control_pb2.PutLayerChunk(data=data[offset : offset + CHUNK_BYTES])
 
         async def call(stub: control_pb2_grpc.CoordinatorStub) -> None:
-            reply = _parsed(await stub.PutLayer(chunks(), timeout=CALL_SECONDS))
+            reply = _parsed(await stub.PutLayer(chunks(), timeout=_call_seconds(len(data))))
             if not reply.stored:
                 raise RunError(reply.message)
 
@@ -189,9 +192,12 @@ class CoordinatorClient:
             self._bulk = None
 
     async def _retry(self, call: Callable[[control_pb2_grpc.CoordinatorStub], Awaitable[Result]]) -> Result:
-        """Run one bulk call, again after each lost connection, until the outage has lasted too long."""
+        """Run one bulk call, again after each lost connection, until the outage has lasted too long.
+
+        That counts from the first loss: before it a call may have run for any time.
+        """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.outage_seconds
+        deadline = math.inf
         delay = 0.2
         while True:
             bulk = self._bulk = self._bulk or _Shared(self._dial())
@@ -202,6 +208,7 @@ class CoordinatorClient:
                 failure = _as_error(error)
                 if isinstance(failure, Refused | RunError):
                     raise failure from None
+                deadline = min(deadline, loop.time() + self.outage_seconds)
                 if loop.time() + delay > deadline:
                     raise LinkLostError(
                         f"the coordinator at {self.address} did not answer for {self.outage_seconds:g} s"
@@ -248,9 +255,19 @@ async def _collect(
         data += chunk.data
     if not data and kept is not None and kept.sha256 == digest:
         return kept.data
-    if len(data) != total or hashlib.sha256(data).hexdigest() != digest:
+    # Layers may have gigabytes, and the loop has links to serve.
+    if len(data) != total or await asyncio.to_thread(_sha256, data) != digest:
         raise PackedMismatchError(f"{what} arrived damaged: {len(data)} of {total} bytes")
-    return bytes(data)
+    return await asyncio.to_thread(bytes, data)
+
+
+def _sha256(data: bytes | bytearray) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _call_seconds(size: int) -> float:
+    """The longest that a call with this many bytes may take."""
+    return CALL_SECONDS + size / LEAST_RATE
 
 
 def _parsed(message: Result | None) -> Result:

@@ -4,18 +4,39 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 
+from node.config.schema import RunConfig
+from node.model.placement import chunks_of
 from node.stage.epoch_task import EpochTask
 from node.stage.error_groups import first_error
 from node.stage.node_settings import IdentityHolder
 from node.stage.stage_io import TensorLink
+from wire.codecs.forms import FP32
 from wire.errors import ThinwireError
 from wire.link import Link, LinkSettings, LinkStats, dial_link
 from wire.link_server import LinkServer
 from wire.spec import TensorKey
 
 LINK_SECONDS = 60.0
-"""How long the links of a new epoch may take to come up; neighbours may still be fetching their state."""
+"""How long the links of a new epoch may take to come up; a neighbour may still be ending what it did."""
+
+
+def outbox_bytes(config: RunConfig, stages: int) -> int:
+    """The most that a correct stage has waiting in one link of such a placement, in bytes.
+
+    Two steps' tensors in one direction, uncompressed: however far stages run ahead, a step begins when that
+    before has arrived as a whole, though its acknowledgements may still be on their way.
+    """
+    model, training = config.model, config.training
+    boundary = FP32.packed_bytes((training.microbatch, model.sequence, model.hidden))
+    # Of a microbatch, one way: an activation or a gradient for each chunk. Where there are two stages, those
+    # of the ring's other half, one less, go the same way.
+    crossings = 2 * chunks_of(config, stages) - 1
+    step = config.microbatches * crossings * boundary
+    if model.tied:
+        step += FP32.packed_bytes((model.vocab, model.hidden))
+    return 2 * step
 
 
 class EpochLinks:
@@ -40,9 +61,13 @@ class EpochLinks:
         return {stage: (link.stats, link.queued_bytes) for stage, link in self._links.items()}
 
     @contextlib.asynccontextmanager
-    async def open(self, task: EpochTask, peers: tuple[int, ...]) -> AsyncIterator[Mapping[int, TensorLink]]:
+    async def open(
+        self, task: EpochTask, peers: tuple[int, ...], config: RunConfig
+    ) -> AsyncIterator[Mapping[int, TensorLink]]:
         """Links to the stages `peers`, warm; the lower stage dials. Raises the error of one that is lost."""
-        links = {peer: self._make(task, peer) for peer in peers}
+        room = max(self._settings.outbox_bytes, outbox_bytes(config, len(task.placement.stages)))
+        settings = replace(self._settings, outbox_bytes=room)
+        links = {peer: self._make(task, peer, settings) for peer in peers}
         for peer, link in links.items():
             link.lost.add_done_callback(functools.partial(_report_lost, task, peer))
         try:
@@ -61,7 +86,7 @@ class EpochLinks:
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
 
-    def _make(self, task: EpochTask, peer: int) -> Link:
+    def _make(self, task: EpochTask, peer: int, settings: LinkSettings) -> Link:
         placement = task.placement
         other = placement.stages[peer]
 
@@ -79,7 +104,7 @@ class EpochLinks:
                 peer_address=other.address,
                 expect=expect,
                 on_tensor=task.arrived,
-                settings=self._settings,
+                settings=settings,
             )
         return self._server.expect_peer(
             epoch=placement.epoch,
@@ -88,6 +113,7 @@ class EpochLinks:
             peer_stage=peer,
             expect=expect,
             on_tensor=task.arrived,
+            settings=settings,
         )
 
 

@@ -74,6 +74,10 @@ class Services(Protocol):
         """Send a snapshot's layers in the background; a failure is reported as the epoch's."""
         ...
 
+    def uploading(self, step: int) -> bool:
+        """Whether this step's layers are on their way, or have arrived."""
+        ...
+
     def count_time(self) -> None:
         """An epoch's first step begins: telemetry counts time from here."""
         ...
@@ -116,6 +120,9 @@ class EpochTask:
         """The exact size of a tensor that may come from this neighbour, or None."""
         stages = len(self.placement.stages)
         if key.epoch != self.number or source_stage(key, stages) != peer_stage:
+            return None
+        # No step begins before every stage is ready, so nothing is on its way to one that is not.
+        if not self._ready:
             return None
         # A neighbour may have begun the next step before this stage has heard of it.
         if key.step not in (self._step, self._step + 1):
@@ -206,6 +213,11 @@ class EpochTask:
 
     async def _restore(self, restore: Restore) -> None:
         services, executor, step = self._services, self._services.executor, restore.step
+        # First, as links must come up within a time, and a stage may take any time to fetch.
+        stages = len(self.placement.stages)
+        chunks = chunks_of(executor.config, stages)
+        peers = neighbours(self.stage, stages, chunks, executor.config.model.tied)
+        self._links = await self._open.enter_async_context(services.open_links(self, peers))
         missed = restore.missed
         if executor.branch != restore.branch:
             executor.forget()
@@ -221,10 +233,6 @@ class EpochTask:
         executor.branch = restore.branch
         executor.uncompressed = restore.uncompressed
         self._step = step
-        stages = len(self.placement.stages)
-        chunks = chunks_of(executor.config, stages)
-        peers = neighbours(self.stage, stages, chunks, executor.config.model.tied)
-        self._links = await self._open.enter_async_context(services.open_links(self, peers))
         self._ready = True
 
     async def _run_step(self, begin: Begin) -> None:
@@ -267,7 +275,7 @@ class EpochTask:
 
     async def _take_snapshot(self, step: int) -> None:
         services, executor = self._services, self._services.executor
-        if executor.state_step != step or self._snapshot == step:
+        if executor.state_step != step or (self._snapshot == step and services.uploading(step)):
             return
         self._snapshot = step
 

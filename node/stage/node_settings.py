@@ -19,8 +19,9 @@ class IdentityHolder:
         self._directory = directory
 
     def replace(self, identity: NodeIdentity) -> None:
-        identity.save(self._directory)
+        """Use `identity` from here on, and keep it. Raises OSError or UserError where the disk refuses."""
         self.current = identity
+        identity.save(self._directory)
 
     @property
     def node_id(self) -> str:

@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
+import torch
+
 from node import faults
 from node.config.loader import from_json
 from node.config.schema import RunConfig
@@ -34,7 +36,7 @@ from node.stage.stage_io import TensorLink
 from node.stage.watchdog import StuckError, watch
 from node.telemetry.clock import StageClock
 from node.telemetry.traced_steps import TracedSteps
-from wire.errors import DeviceLostError, LinkError, RunError
+from wire.errors import DeviceLostError, LinkError, RunError, UserError
 from wire.identity.enrolment import Refusal
 from wire.link import LinkSettings
 from wire.messages import (
@@ -179,10 +181,16 @@ class NodeRuntime:
             return
         self._leaving = True
         self._session.leave(reason)
-        goodbye = Finish(
-            reason=f"the coordinator did not say goodbye within {LEAVE_SECONDS:g} s", failed=True
+        asyncio.get_running_loop().call_later(LEAVE_SECONDS, self._leave_unheard)
+
+    def _leave_unheard(self) -> None:
+        """End without a goodbye, but not while this node's state is on its way to the coordinator."""
+        if self._welcome is not None and self._snapshots.sending:
+            asyncio.get_running_loop().call_later(LEAVE_SECONDS, self._leave_unheard)
+            return
+        self._end(
+            Finish(reason=f"the coordinator did not say goodbye within {LEAVE_SECONDS:g} s", failed=True)
         )
-        asyncio.get_running_loop().call_later(LEAVE_SECONDS, self._end, goodbye)
 
     # ---- services of an epoch
 
@@ -202,6 +210,9 @@ class NodeRuntime:
         if self._leaving:
             faults.reach(faults.Phase.DRAIN, stage=self.executor.stage, step=step)
         self._snapshots.upload(epoch, step, state, stage=self.executor.stage)
+
+    def uploading(self, step: int) -> bool:
+        return self._snapshots.uploading(step)
 
     def count_time(self) -> None:
         """Count time from here on; what came before the epoch's first step is nobody's step."""
@@ -223,7 +234,7 @@ class NodeRuntime:
     def open_links(
         self, task: EpochTask, peers: tuple[int, ...]
     ) -> contextlib.AbstractAsyncContextManager[Mapping[int, TensorLink]]:
-        return self._links.open(task, peers)
+        return self._links.open(task, peers, self.executor.config)
 
     # ---- the session
 
@@ -292,6 +303,9 @@ class NodeRuntime:
 
     def _make_executor(self, config: RunConfig, clock: StageClock, windows: int) -> StageExecutor:
         """On the compute thread."""
+        if self._settings.device.type == "cuda":
+            # Triton launches on the thread's device, wherever the tensors are.
+            torch.cuda.set_device(self._settings.device)
         devices = self._settings.devices
         model = None if devices is None else devices.start(config)
         executor = StageExecutor(config, self._settings.device, clock, windows=windows, model=model)
@@ -348,3 +362,6 @@ class NodeRuntime:
                 await asyncio.to_thread(self._identity.replace, renewed)
             except LinkError as error:
                 log.warning("the certificate was not renewed: %s", error)
+            except (OSError, UserError) as error:
+                # It is in use; a process that starts here finds the one before.
+                log.warning("the renewed certificate was not kept on disk: %s", error)

@@ -44,7 +44,7 @@ class SnapshotTransfer:
         self._group = group
         self._post = post
         self._tell = tell
-        self._uploads: dict[int, asyncio.Task[None]] = {}
+        self._uploads: dict[int, asyncio.Task[bool]] = {}
         self._prefetching: asyncio.Task[None] | None = None
 
     async def fetch(self, step: int, unit: str) -> bytes:
@@ -72,14 +72,24 @@ class SnapshotTransfer:
             running.pop(old).cancel()
         self._uploads = {**running, step: self._group.create_task(self._upload(epoch, step, state, stage))}
 
+    def uploading(self, step: int) -> bool:
+        """Whether this step's layers are on their way, or have all arrived."""
+        task = self._uploads.get(step)
+        return task is not None and (not task.done() or (not task.cancelled() and task.result()))
+
+    @property
+    def sending(self) -> bool:
+        """Whether any layer is on its way."""
+        return any(not task.done() for task in self._uploads.values())
+
     def cancel(self) -> None:
         """Stop what is under way."""
         for task in [*self._uploads.values(), self._prefetching]:
             if task is not None:
                 task.cancel()
 
-    async def _upload(self, epoch: int, step: int, state: State, stage: int) -> None:
-        """Send every layer. One that is not stored fails the epoch: the run may be waiting for it."""
+    async def _upload(self, epoch: int, step: int, state: State, stage: int) -> bool:
+        """Send every layer; whether all arrived. One that did not fails the epoch: the run may wait for it."""
         for unit, tensors in state.items():
             faults.reach(faults.Phase.SNAPSHOT, stage=stage, step=step)
             data = await asyncio.to_thread(serialize_unit, tensors)
@@ -90,7 +100,8 @@ class SnapshotTransfer:
                 failure = f"layer {unit} of the snapshot of step {step} was not stored: {error}"
                 log.warning("%s", failure)
                 self._post(StepFailed(epoch=epoch, step=step, kind=FailureKind.INTERNAL, message=failure))
-                return
+                return False
+        return True
 
     async def _prefetch(self, wanted: Prefetch) -> None:
         for unit in wanted.units:

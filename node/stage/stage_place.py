@@ -52,7 +52,9 @@ class StagePlace:
         if target_stage(key, self.stages) != self.stage:
             return False
         if key.direction in (Direction.TIED_SHARE, Direction.TIED_SUM):
-            return self._shares_tie
+            # One a step: its key has no microbatch and no boundary, and every key that is let in may be given
+            # a buffer as large as the embedding.
+            return self._shares_tie and key.microbatch == 0 and key.boundary == 0
         return 0 <= key.boundary < self.last_chunk and 0 <= key.microbatch < self._microbatches
 
     def needed(self, epoch: int, step: int, action: Action) -> TensorKey | None:

@@ -97,7 +97,8 @@ def align(batches: Iterable[Batch], first: int, last: int) -> Aligned:
 
 def chrome_trace(aligned: Aligned, name: str) -> dict[str, Any]:
     """The trace as one JSON object; `name` is the run's."""
-    spans = aligned.spans
+    # What was in flight is drawn by its tensor; a node that names none has sent what no correct one does.
+    spans = [one for one in aligned.spans if one.span.kind != TransferKind.IN_FLIGHT or one.span.key]
     origin = spans[0].start if spans else 0.0
     return {
         "displayTimeUnit": "ms",
@@ -113,8 +114,8 @@ def chrome_trace(aligned: Aligned, name: str) -> dict[str, Any]:
             *(
                 event
                 for one in spans
-                if one.span.kind == TransferKind.IN_FLIGHT
-                for event in _flight(one, origin)
+                if one.span.kind == TransferKind.IN_FLIGHT and one.span.key is not None
+                for event in _flight(one, one.span.key, origin)
             ),
             *_arrows(spans, origin),
         ],
@@ -156,13 +157,12 @@ def _slice(one: PlacedSpan, origin: float) -> dict[str, Any]:
     }
 
 
-def _flight(one: PlacedSpan, origin: float) -> list[dict[str, Any]]:
+def _flight(one: PlacedSpan, key: TensorKey, origin: float) -> list[dict[str, Any]]:
     """From the last frame to its acknowledgement; several tensors may be on their way at once."""
-    assert one.span.key is not None
     shared = {
         "cat": one.span.kind,
         "name": f"in flight to {one.span.peer_stage}",
-        "id": _identity(one.span.key),
+        "id": _identity(key),
         "pid": one.stage,
         "tid": _SEND + one.span.peer_stage,
     }

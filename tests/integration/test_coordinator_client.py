@@ -15,6 +15,7 @@ from wire.v1 import control_pb2, control_pb2_grpc
 
 BATCH = bytes(range(16))
 SECONDS = 20.0
+OUTAGE = 0.5
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -96,6 +97,31 @@ async def test_a_failed_upload_leaves_a_download_in_peace() -> None:
             service.answer.set()
         assert not batch.cancelled()
         assert batch.result() == BATCH
+    finally:
+        await client.close()
+        await server.stop(None)
+
+
+async def test_an_outage_counts_from_when_a_call_broke() -> None:
+    """An upload may have run for longer than an outage may last before its connection is lost."""
+
+    class Late(Slow):
+        async def PutLayer(
+            self, requests: AsyncIterator[control_pb2.PutLayerChunk], context: Context
+        ) -> control_pb2.PutLayerReply:
+            if self.failures:
+                await asyncio.sleep(2 * OUTAGE)
+            return await super().PutLayer(requests, context)
+
+    service = Late(failures=1)
+    server = grpc.aio.server()
+    control_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
+    client = Plain(server.add_insecure_port("127.0.0.1:0"), outage_seconds=OUTAGE)
+    await server.start()
+    try:
+        async with asyncio.timeout(SECONDS):
+            await client.put_layer(2, "embed", b"state")
+        assert service.failures == 0
     finally:
         await client.close()
         await server.stop(None)

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+import wire.link
 from tests.support.links import SECONDS, content, eventually, key, make_pair, quick
 from wire import keep_warm
 from wire.errors import LinkError, LinkLostError, ProtocolViolationError
@@ -207,6 +208,18 @@ async def test_closed_link_takes_nothing_more() -> None:
             pair.lower.send(key(0), bytes(1000))
         assert not pair.lower.lost.done()
         await pair.lower.close()
+
+
+async def test_closing_goes_on_when_its_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does while something else holds the loop. Whoever closes links has others to close."""
+    monkeypatch.setattr(wire.link, "_CLOSE_SECONDS", 0.0)
+    async with make_pair(1000) as pair:
+        await pair.lower.close()
+        assert not pair.lower._stopped.is_set()
+        with pytest.raises(LinkError, match="was closed here"):
+            pair.lower.send(key(0), bytes(1000))
+        async with asyncio.timeout(SECONDS):
+            await pair.lower._stopped.wait()
 
 
 async def test_errors_of_a_callback_come_out_of_run() -> None:

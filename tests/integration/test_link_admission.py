@@ -10,10 +10,13 @@ import wire.link
 from tests.support.links import EPOCH, SECONDS, End, eventually, quick
 from tests.support.pki import RUN_ID, new_authority, new_node
 from tests.support.ports import free_port
+from wire.byte_stream import ClientStream, StreamDroppedError
+from wire.channels import open_channel
 from wire.errors import LinkLostError, RefusalCode, Refused, ThinwireError, UserError
 from wire.identity.credentials import NodeIdentity
-from wire.link import DialledLink, dial_link
+from wire.link import BULK_METHOD, CONTROL_METHOD, METADATA_PREFIX, DialledLink, dial_link
 from wire.link_server import AcceptedLink, LinkServer
+from wire.version import PROTOCOL
 
 AUTHORITY = new_authority()
 LOWER, UPPER, STRANGER = (new_node(AUTHORITY) for _ in range(3))
@@ -156,6 +159,45 @@ async def test_another_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         expect(server, LOWER)
         error = await outcome(dial(LOWER, port))
     assert isinstance(error, Refused) and error.code is RefusalCode.VERSION_MISMATCH
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("session", str(2**64)),
+        ("session", "9" * 20),
+        ("session", "9" * 5000),
+        ("attempt", str(2**32)),
+        ("epoch", str(2**32)),
+        ("stage", "-1"),
+        ("protocol", "one"),
+    ],
+    ids=["session-2**64", "session-20", "session-5000", "attempt", "epoch", "stage", "protocol"],
+)
+async def test_numbers_that_a_greeting_cannot_hold_are_refused(name: str, value: str) -> None:
+    """Said by a neighbour that is let in otherwise: its call ends, and the link here goes on."""
+    numbers = {"protocol": PROTOCOL, "epoch": EPOCH, "stage": 0, "session": 1, "attempt": 1}
+    metadata = tuple((METADATA_PREFIX + key, str(number)) for key, number in {**numbers, name: value}.items())
+    async with serving() as (server, port):
+        upper = expect(server, LOWER)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(upper.run())
+            for method in (BULK_METHOD, CONTROL_METHOD):
+                server_name = LOWER.server_name(UPPER.node_id)
+                async with open_channel(
+                    f"127.0.0.1:{port}", identity=LOWER, server_name=server_name
+                ) as channel:
+                    stream = ClientStream(channel.stream_stream(method)(metadata=metadata))
+                    async with asyncio.timeout(SECONDS):
+                        with pytest.raises(StreamDroppedError, match=f"no number thinwire-{name}") as refused:
+                            await stream.read()
+                assert refused.value.refusal == RefusalCode.BAD_REQUEST
+            assert not upper.lost.done()
+            honest = dial(LOWER, port)
+            group.create_task(honest.run())
+            await honest.ready(SECONDS)
+            await honest.close()
+            await upper.close()
 
 
 async def test_link_that_was_closed_there_is_not_refused_for_good() -> None:

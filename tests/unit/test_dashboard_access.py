@@ -78,7 +78,9 @@ def test_without_a_key(value: str) -> None:
     assert found.status == 401 and KEY_FILE in found.reason
 
 
-@pytest.mark.parametrize("key", [KEY[:-1], KEY + "a", KEY[::-1], "é" * 26, "x" * 4000])
+@pytest.mark.parametrize(
+    "key", [KEY[:-1], KEY + "a", KEY[::-1], "é" * 26, "x" * 4000, "\udcff\udcfe", "\ud800"]
+)
 def test_a_wrong_key(key: str) -> None:
     assert denied(with_headers(FIT, Authorization=f"Bearer {key}")).status == 401
 

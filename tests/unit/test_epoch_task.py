@@ -112,6 +112,7 @@ class Node:
         self.elements_sent: dict[Direction, int] = {}
         self.said: asyncio.Queue[NodeMessage] = asyncio.Queue()
         self.uploads: list[tuple[int, int]] = []
+        self.arrives = True
         self.linked: list[tuple[int, ...]] = []
         self.fetched: list[tuple[int, str]] = []
         self.missing: ThinwireError | None = None
@@ -131,6 +132,9 @@ class Node:
 
     def upload(self, epoch: int, step: int, state: State) -> None:
         self.uploads.append((epoch, step))
+
+    def uploading(self, step: int) -> bool:
+        return self.arrives
 
     def count_time(self) -> None:
         pass
@@ -222,6 +226,27 @@ async def test_a_command_that_comes_again_is_answered_again_and_not_done_again()
         talk.task.submit(take)
         await talk.ask(Begin(epoch=4, step=1))
         assert talk.node.uploads == [(4, 1)]
+
+
+async def test_a_snapshot_that_did_not_arrive_is_sent_when_it_is_asked_for_again() -> None:
+    """That it failed may have been said into a connection that broke."""
+    async with epoch() as talk:
+        await talk.begun(1)
+        take = TakeSnapshot(epoch=4, step=1)
+        for arrives, uploads in ((False, 1), (False, 2), (True, 3), (True, 3)):
+            talk.task.submit(take)
+            await talk.ask(Begin(epoch=4, step=1))
+            assert len(talk.node.uploads) == uploads
+            talk.node.arrives = arrives
+
+
+async def test_links_are_up_before_a_state_is_fetched() -> None:
+    """Fetching may take longer than neighbours wait for a link."""
+    async with epoch() as talk:
+        await talk.hear()
+        talk.node.missing = RunError("no complete snapshot")
+        await talk.ask(Restore(epoch=4, step=6))
+        assert talk.node.linked[0] == (0, 2)
 
 
 @pytest.mark.parametrize("step", [0, 2])
@@ -395,6 +420,16 @@ async def test_what_a_step_sends_as_its_epoch_ends_is_no_trouble_of_the_next() -
     talk.node.inbox.reset()  # as the next epoch begins
     await send()
     talk.node.inbox.check()
+
+
+async def test_nothing_is_expected_before_the_state_is_there() -> None:
+    """Links are up meanwhile, and what a stage expects rests on its state."""
+    key = TensorKey(epoch=4, step=0, microbatch=0, boundary=0, direction=Direction.ACTIVATION)
+    async with epoch() as talk:
+        await talk.hear()
+        assert talk.task.expect(0, key) is None
+        await talk.ask(Restore(epoch=4, step=0))
+        assert talk.task.expect(0, key) == 64
 
 
 async def test_tensors_are_expected_of_this_epochs_neighbours_for_this_step_and_the_next() -> None:

@@ -74,6 +74,8 @@ def test_only_tensors_of_this_placement_are_expected(stages: MemoryPipeline) -> 
         (first, key(Direction.ACTIVATION, boundary=-1)),
         (first, key(Direction.GRADIENT, boundary=1)),
         (first, key(Direction.TIED_SUM)),
+        (first, key(Direction.TIED_SHARE, microbatch=1)),
+        (first, key(Direction.TIED_SHARE, boundary=1)),
         (middle, key(Direction.ACTIVATION, boundary=1)),
         (middle, key(Direction.ACTIVATION, microbatch=4)),
         (middle, key(Direction.ACTIVATION, microbatch=-1)),
@@ -81,6 +83,8 @@ def test_only_tensors_of_this_placement_are_expected(stages: MemoryPipeline) -> 
         (last, key(Direction.GRADIENT, boundary=2)),
         (last, key(Direction.ACTIVATION, boundary=4)),
         (last, key(Direction.TIED_SHARE)),
+        (last, key(Direction.TIED_SUM, microbatch=123456)),
+        (last, key(Direction.TIED_SUM, boundary=99)),
     ]:
         assert executor.expected_bytes(refused) is None
 

@@ -13,7 +13,9 @@ import grpc.aio
 import pytest
 
 from node.coordinator.control_service import ControlService, ControlSession
+from node.coordinator.snapshot_desk import UploadPermit
 from node.stage.coordinator_client import CoordinatorClient
+from node.training.manifest import UnitEntry
 from tests.support.pki import new_authority, new_node
 from wire.channels import make_server, open_channel
 from wire.errors import ProtocolViolationError, ThinwireError
@@ -68,10 +70,13 @@ class FakeDesk:
     async def layer(self, node_id: str, step: int, unit: str) -> bytes:
         raise AssertionError("nobody asks")
 
-    def upload_limit(self, node_id: str, step: int, unit: str) -> int:
+    async def layer_entry(self, step: int, unit: str) -> UnitEntry:
         raise AssertionError("nobody asks")
 
-    async def store_layer(self, step: int, unit: str, data: bytes, digest: str) -> None:
+    def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit | None:
+        raise AssertionError("nobody asks")
+
+    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
         raise AssertionError("nobody asks")
 
 

@@ -108,6 +108,22 @@ async def test_a_layer_of_a_snapshot_that_never_was_is_not_used(tmp_path: Path) 
     assert here.coordinator.kept == 1, "the right one is kept in its place"
 
 
+async def test_it_is_known_what_is_on_its_way_and_what_has_arrived(tmp_path: Path) -> None:
+    async with scene(tmp_path) as here:
+        assert not here.transfer.uploading(3) and not here.transfer.sending
+        here.coordinator.open.clear()
+        here.transfer.upload(1, 3, STATE, stage=0)
+        await here.begun()
+        assert here.transfer.uploading(3) and here.transfer.sending
+        here.coordinator.open.set()
+    assert here.transfer.uploading(3) and not here.transfer.sending
+    async with asyncio.TaskGroup() as group:
+        lost = Scene(tmp_path, group)
+        lost.coordinator.lost = True
+        lost.transfer.upload(1, 3, STATE, stage=0)
+    assert not lost.transfer.uploading(3) and not lost.transfer.sending
+
+
 async def test_of_three_snapshots_on_the_way_the_oldest_is_given_up(tmp_path: Path) -> None:
     async with scene(tmp_path) as here:
         here.coordinator.open.clear()

@@ -164,6 +164,13 @@ class StreamMachine(RuleBasedStateMachine):
             assert held <= self.window_bytes + max(self.sizes.values(), default=0)
 
     @invariant()
+    def frames_beyond_a_missing_one_are_bounded(self) -> None:
+        """A window, and what the tensor that begins in it needs."""
+        longest = max((-(-size // PIECE) for size in self.sizes.values()), default=0)
+        beyond = self.receiver.credit_limit - self.receiver.next_sequence
+        assert beyond <= self.window_bytes // PIECE + longest
+
+    @invariant()
     def sender_keeps_what_may_be_needed(self) -> None:
         if not self.sender.unacknowledged:
             return

@@ -269,6 +269,20 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.startswith(f"{tmp_path / 'trace.json'}: ")
 
 
+def test_the_command_writes_to_stdout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it says about it goes elsewhere: the output is whole JSON."""
+    (tmp_path / "run.db").touch()
+    write(TraceWriter(tmp_path, 10**6), batch(1))
+    monkeypatch.chdir(tmp_path)
+    assert main(["trace", ".", "--steps", "2", "--out", "-"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["traceEvents"]
+    assert err.startswith("-: ") and err.count("\n") == 1
+    assert not Path("-").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -316,6 +330,13 @@ def test_spans_of_other_steps_are_left_out() -> None:
     )
     aligned = align([Batch("a", early), batch(2)], 2, 2)
     assert [one.span.kind for one in aligned.spans] == ["receive", "forward", "forward", "forward"]
+
+
+def test_what_was_in_flight_without_a_tensor_is_left_out() -> None:
+    odd = replace(batch(2).spans, spans=(Span("in-flight", 1.0, 0.5, None, 1),))
+    trace = chrome_trace(align([Batch("a", odd), batch(2)], 2, 2), "run")
+    assert trace == chrome_trace(align([batch(2)], 2, 2), "run")
+    assert trace["traceEvents"]
 
 
 def test_a_trace_of_nothing_is_empty() -> None:

@@ -1,0 +1,133 @@
+"""A node's links of one epoch: how much may wait in them, over real sockets and TLS."""
+
+import asyncio
+import contextlib
+import mmap
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
+from node.stage.epoch_links import EpochLinks, outbox_bytes
+from node.stage.epoch_task import EpochTask
+from node.stage.node_settings import IdentityHolder
+from tests.support.links import EPOCH, SECONDS, quick
+from tests.support.pki import new_authority, new_node
+from wire.codecs.registry import codec
+from wire.errors import LinkError, ThinwireError
+from wire.link import Link, LinkSettings
+from wire.messages import PlacedStage, Placement
+from wire.spec import Direction, TensorKey
+from wire.stream_sender import Payload, StreamSender
+
+LARGE = RunConfig(
+    model=ModelSection(hidden=2048, heads=16, kv_heads=16, vocab=151936, sequence=1024, tied=True),
+    training=TrainingSection(global_batch=8, microbatch=1),
+    pipeline=PipelineSection(stages=2),
+)
+"""Its tied gradient alone takes 1.2 GB."""
+SMALL = replace(
+    LARGE,
+    model=replace(LARGE.model, hidden=32, heads=4, kv_heads=4, vocab=256, sequence=16),
+    pipeline=replace(LARGE.pipeline, chunks=2),
+)
+
+
+class Task:
+    """Stands in for an epoch's task: expects nothing, so all that comes is dropped."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+
+    def expect(self, peer_stage: int, key: TensorKey) -> int | None:
+        return None
+
+    def arrived(self, key: TensorKey, buffer: bytearray) -> None:
+        raise AssertionError(f"{key} was not expected")
+
+    def link_lost(self, peer_stage: int, error: ThinwireError) -> None:
+        raise error
+
+
+@contextlib.asynccontextmanager
+async def both_ends(config: RunConfig, folder: Path, settings: LinkSettings) -> AsyncIterator[list[Link]]:
+    """The links between two stages, as each of them opens its own, the first stage's first."""
+    authority = new_authority()
+    nodes = new_node(authority), new_node(authority)
+    ends = [EpochLinks(IdentityHolder(node, folder), settings) for node in nodes]
+    ports = [await end.start("127.0.0.1:0") for end in ends]
+    stages = tuple(
+        PlacedStage(node_id=node.node_id, address=f"127.0.0.1:{port}")
+        for node, port in zip(nodes, ports, strict=True)
+    )
+    opened: list[asyncio.Future[Link]] = [asyncio.get_running_loop().create_future() for _ in ends]
+    over = asyncio.Event()
+
+    async def hold(stage: int) -> None:
+        task = cast(EpochTask, Task(Placement(epoch=EPOCH, stage=stage, stages=stages)))
+        async with ends[stage].open(task, (1 - stage,), config) as links:
+            opened[stage].set_result(cast(Link, links[1 - stage]))
+            await over.wait()
+
+    try:
+        async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
+            for stage in range(len(ends)):
+                group.create_task(hold(stage))
+            yield list(await asyncio.gather(*opened))
+            over.set()
+    finally:
+        for end in ends:
+            await end.stop()
+
+
+def of_a_step(config: RunConfig, step: int) -> list[tuple[TensorKey, Payload]]:
+    """All that the last of two stages sends the first in a step, uncompressed. No memory is touched."""
+    model, training, chunks = config.model, config.training, config.pipeline.chunks
+    packed_bytes = codec("fp32").form.packed_bytes
+    boundary = packed_bytes((training.microbatch, model.sequence, model.hidden))
+    found: list[tuple[TensorKey, Payload]] = []
+    for microbatch in range(config.microbatches):
+        for chunk in range(chunks):
+            key = TensorKey(EPOCH, step, microbatch, 2 * chunk, Direction.GRADIENT)
+            found.append((key, memoryview(mmap.mmap(-1, boundary))))
+            if chunk < chunks - 1:
+                key = TensorKey(EPOCH, step, microbatch, 2 * chunk + 1, Direction.ACTIVATION)
+                found.append((key, memoryview(mmap.mmap(-1, boundary))))
+    if model.tied:
+        tied = memoryview(mmap.mmap(-1, packed_bytes((model.vocab, model.hidden))))
+        found.append((TensorKey(EPOCH, step, 0, 0, Direction.TIED_SHARE), tied))
+    return found
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_a_large_run_keeps_in_flight_finds_room(chunks: int, tied: bool) -> None:
+    config = replace(
+        LARGE, model=replace(LARGE.model, tied=tied), pipeline=replace(LARGE.pipeline, chunks=chunks)
+    )
+    sender = StreamSender(tag=1, outbox_bytes=outbox_bytes(config, 2), resend_seconds=1.0)
+    for step in (0, 1):
+        for key, payload in of_a_step(config, step):
+            sender.send(key, payload)
+    assert sender.queued_bytes == outbox_bytes(config, 2)
+
+
+async def test_both_ends_of_a_link_take_what_the_run_may_have_in_flight(tmp_path: Path) -> None:
+    """However little the settings allow by themselves; nothing is acknowledged in between."""
+    async with both_ends(SMALL, tmp_path, replace(quick(), outbox_bytes=1)) as links:
+        for link in links:
+            for step in (0, 1):
+                for key, payload in of_a_step(SMALL, step):
+                    link.send(key, payload)
+            with pytest.raises(LinkError, match="cannot queue"):
+                link.send(TensorKey(EPOCH, 2, 0, 0, Direction.GRADIENT), b"x")
+
+
+async def test_a_small_run_keeps_the_room_of_the_settings(tmp_path: Path) -> None:
+    async with both_ends(SMALL, tmp_path, quick()) as links:
+        for link in links:
+            link.send(TensorKey(EPOCH, 0, 0, 0, Direction.GRADIENT), bytes(outbox_bytes(SMALL, 2)))
+            link.send(TensorKey(EPOCH, 0, 1, 0, Direction.GRADIENT), b"x")
