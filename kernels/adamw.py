@@ -16,10 +16,9 @@ from torch import Tensor
 
 from kernels.fp8 import Fp8Gradient, Moment, pack_moment, unpack_gradient, unpack_moment
 from kernels.ops import has_kernels
+from kernels.random_bits import random_bits
 
 _MASK = 0xFFFFFFFF
-FIRST_FACTOR = 0x7FEB352D
-SECOND_FACTOR = 0x846CA68B
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +92,3 @@ def round_stochastically(values: Tensor, salt: int) -> Tensor:
     special = (bits & 0x7F800000) == 0x7F800000
     halves = torch.where(special, bits >> 16, rounded & 0xFFFF)
     return (halves - ((halves & 0x8000) << 1)).to(torch.int16).view(torch.bfloat16)
-
-
-def random_bits(count: int, salt: int, device: torch.device) -> Tensor:
-    """16 random bits an element, int64 [count]."""
-    x = (torch.arange(count, dtype=torch.int64, device=device) & _MASK) ^ salt
-    x = ((x ^ (x >> 16)) * FIRST_FACTOR) & _MASK
-    x = ((x ^ (x >> 15)) * SECOND_FACTOR) & _MASK
-    return (x ^ (x >> 16)) & 0xFFFF

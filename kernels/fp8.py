@@ -7,6 +7,10 @@ Gradients (design section 4). A block has one exponent e; its values are code * 
 224 to 448. Scaling by a power of two is exact, so a value that an addition does not change keeps its code
 however often the block is packed again, as long as its exponent stays.
 
+Added up and packed to nearest, many small addends are lost: beside a sum that is 16 times as large, one is
+less than half of a code's step, and every time. `accumulate_gradient` therefore also rounds stochastically,
+by a hash (`kernels.random_bits`), so that a sum is right on average however many addends it has.
+
 Moments (papers/coat.txt, section 4.2). A block's magnitudes x up to its largest M are stored as
 448 (x / M)**k, with k such that the smallest comes to 448 * 2 / 448**2, near e4m3's own smallest: an
 optimizer's moments span far less than e4m3 can, and an error is divided by k on the way back. k is a multiple
@@ -23,6 +27,7 @@ from torch import Tensor
 
 from kernels.fp8_layout import BLOCK, blocks
 from kernels.ops import has_kernels
+from kernels.random_bits import mixed, random_bits
 
 LARGEST = 448.0
 """e4m3's largest number."""
@@ -33,6 +38,14 @@ SMALLEST_EXPONENT = -126
 _MOMENT_RANGE_LOG2 = 16.614709844115207  # log2(448**2 / 2)
 POWER_UNIT = 16
 _MOST_POWER = 255
+ROUNDED_BITS = 20
+"""What fp32's mantissa has beyond e4m3's: so many random bits make rounding exactly right on average."""
+_SMALLEST_NORMAL = 2.0**-6
+_SMALLEST_NORMAL_BITS = 0x3C800000
+_BIAS_BITS = 0x3C000000
+"""An fp32 number's bits less these are its e4m3 code and `ROUNDED_BITS` more, if the code is a normal one."""
+PIECE = 1 << 16
+"""Elements that a CPU rounds stochastically at a time: what hashing them takes stays in its cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +72,30 @@ class Fp8Gradient:
         self.exponents.fill_(SMALLEST_EXPONENT)
 
 
-def pack_gradient(values: Tensor, into: Fp8Gradient) -> None:
-    """Write fp32 `values` [n] over `into`, rounded to nearest, ties to even."""
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What random bits are drawn from: a microbatch's salt and a parameter's, 32 bits each.
+
+    The microbatch's is read by the device when it adds, because additions are captured into CUDA graphs: a
+    number in the call would be that of the capture at every replay.
+    """
+
+    microbatch: Tensor
+    """int64 [1], on the gradient's device."""
+    parameter: int
+
+    @property
+    def salt(self) -> int:
+        """Of both. Waits for the device."""
+        return mixed(int(self.microbatch.item()) ^ self.parameter)
+
+
+def pack_gradient(values: Tensor, into: Fp8Gradient, noise: Tensor | None = None) -> None:
+    """Write fp32 `values` [n] over `into`, rounded to nearest, ties to even.
+
+    Args:
+        noise: int32 [n], `ROUNDED_BITS` random bits each: round stochastically by these instead.
+    """
     rows = _rows(values)
     largest = rows.abs().amax(dim=1)
     finite = torch.isfinite(largest)
@@ -73,11 +108,29 @@ def pack_gradient(values: Tensor, into: Fp8Gradient) -> None:
     scaled = rows * power_of_two(-exponent)[:, None]
     if not all_finite:
         scaled.clamp_(-LARGEST, LARGEST)
-    codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+    if noise is None:
+        codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        codes = _round_stochastically(scaled, _rows(noise))
     if not all_finite:
         codes = torch.where(finite[:, None], codes, 0)
     into.codes.copy_(codes.flatten()[: values.numel()])
     into.exponents.copy_(torch.where(finite, exponent, NON_FINITE).to(torch.int8))
+
+
+def _round_stochastically(scaled: Tensor, noise: Tensor) -> Tensor:
+    """e4m3 codes, uint8, of fp32 up to 448: away from zero as often as what is cut off is long.
+
+    In integers, so that every device gives the same bits: a code and `ROUNDED_BITS` more, which say how far
+    the number is on its way to the next code.
+    """
+    magnitude = scaled.abs()
+    # Of the two the right one is the larger: below the smallest normal code, steps no longer shrink with what
+    # they are steps of.
+    fine = (magnitude + _SMALLEST_NORMAL).view(torch.int32).sub_(_SMALLEST_NORMAL_BITS)
+    torch.maximum(fine, magnitude.view(torch.int32).sub_(_BIAS_BITS), out=fine)
+    sign = (scaled.view(torch.int32) >> 24).bitwise_and_(0x80)
+    return fine.add_(noise).bitwise_right_shift_(ROUNDED_BITS).bitwise_or_(sign).to(torch.uint8)
 
 
 def unpack_gradient(gradient: Fp8Gradient) -> Tensor:
@@ -93,19 +146,40 @@ def _scales(gradient: Fp8Gradient) -> Tensor:
     return torch.where(exponent == NON_FINITE, torch.nan, powers)
 
 
-def accumulate_gradient(gradient: Fp8Gradient, addend: Tensor) -> None:
-    """Add `addend` [n], any float dtype: unpack, add in fp32, pack (papers/agoq.txt, section 5)."""
+def accumulate_gradient(gradient: Fp8Gradient, addend: Tensor, draw: Draw | None = None) -> None:
+    """Add `addend` [n], any float dtype: unpack, add in fp32, pack (papers/agoq.txt, section 5).
+
+    Args:
+        draw: round stochastically by these bits; to nearest without.
+    """
     if has_kernels(addend.device.type):
         from kernels import triton_fp8
 
-        triton_fp8.accumulate_gradient(gradient, addend)
+        triton_fp8.accumulate_gradient(gradient, addend, draw)
+    elif addend.device.type == "cpu" and draw is not None:
+        _accumulate_in_pieces(gradient, addend, draw.salt)
     else:
-        reference_accumulate(gradient, addend)
+        reference_accumulate(gradient, addend, draw)
 
 
-def reference_accumulate(gradient: Fp8Gradient, addend: Tensor) -> None:
+def reference_accumulate(gradient: Fp8Gradient, addend: Tensor, draw: Draw | None = None) -> None:
     """`accumulate_gradient` in plain torch, on any device."""
-    pack_gradient(unpack_gradient(gradient) + addend.float(), gradient)
+    noise = None
+    if draw is not None:
+        noise = random_bits(addend.numel(), draw.salt, addend.device, bits=ROUNDED_BITS)
+    pack_gradient(unpack_gradient(gradient) + addend.float(), gradient, noise)
+
+
+def _accumulate_in_pieces(gradient: Fp8Gradient, addend: Tensor, salt: int) -> None:
+    """`reference_accumulate` with `salt`, the same bits, a few blocks at a time."""
+    for start in range(0, addend.numel(), PIECE):
+        piece = addend[start : start + PIECE]
+        noise = random_bits(piece.numel(), salt, piece.device, bits=ROUNDED_BITS, first=start)
+        part = Fp8Gradient(
+            gradient.codes[start : start + PIECE],
+            gradient.exponents[start // BLOCK : blocks(start + piece.numel())],
+        )
+        pack_gradient(unpack_gradient(part) + piece.float(), part, noise)
 
 
 def sum_gradients(codes: Tensor, exponents: Tensor, into: Fp8Gradient) -> None:

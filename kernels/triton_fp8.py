@@ -10,9 +10,9 @@ from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
 from kernels.adamw import AdamWStep
-from kernels.fp8 import Fp8Gradient, Moment
+from kernels.fp8 import Draw, Fp8Gradient, Moment
 from kernels.fp8_layout import blocks
-from kernels.triton_common import INTERPRETED, MAGIC, MAGIC_BITS
+from kernels.triton_common import INTERPRETED, MAGIC, MAGIC_BITS, wrapped
 
 ROWS = 4
 WARPS = 2
@@ -22,7 +22,13 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 # something: it then knows that a thread may read several at once.
 
 
-def accumulate_gradient(gradient: Fp8Gradient, addend: Tensor, rows: int = ROWS, warps: int = WARPS) -> None:
+def accumulate_gradient(
+    gradient: Fp8Gradient,
+    addend: Tensor,
+    draw: Draw | None = None,
+    rows: int = ROWS,
+    warps: int = WARPS,
+) -> None:
     """As `kernels.fp8.accumulate_gradient`, the same bits."""
     n = addend.numel()
     count = blocks(n)
@@ -30,8 +36,11 @@ def accumulate_gradient(gradient: Fp8Gradient, addend: Tensor, rows: int = ROWS,
         gradient.codes,
         gradient.exponents,
         addend.contiguous(),
+        gradient.codes if draw is None else draw.microbatch,
+        0 if draw is None else wrapped(draw.parameter),
         n,
         count,
+        STOCHASTIC=draw is not None,
         ROWS=rows,
         num_warps=warps,
         enable_fp_fusion=False,
@@ -95,21 +104,36 @@ def adamw_step(
         step.step_size,
         1 / step.root_correction,
         step.eps,
-        step.salt - (step.salt >> 31 << 32),
+        wrapped(step.salt),
         PACKED=isinstance(gradient, Fp8Gradient),
         ROWS=rows,
         num_warps=warps,
     )
 
 
-@triton.jit(do_not_specialize=("count",))
-def _accumulate(codes, exponents, addend, n, count, ROWS: tl.constexpr):
+@triton.jit(do_not_specialize=("parameter", "count"))
+def _accumulate(
+    codes,
+    exponents,
+    addend,
+    microbatch,
+    parameter,
+    n,
+    count,
+    STOCHASTIC: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = row[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = place < n
     value = _gradient(codes, exponents, row, place, inside, count)
     value += tl.load(addend + place, mask=inside, other=0.0).to(tl.float32)
-    _store_gradient(codes, exponents, value, row, place, inside, count)
+    noise = place
+    if STOCHASTIC:
+        # `kernels.fp8.Draw.salt`; read here, as a graph that holds this launch is replayed with others.
+        salt = _mixed(tl.load(microbatch).to(tl.uint32) ^ parameter.to(tl.uint32))
+        noise = (_mixed(place.to(tl.uint32) ^ salt) & 0xFFFFF).to(tl.int32)
+    _store_gradient(codes, exponents, value, noise, row, place, inside, count, STOCHASTIC)
 
 
 @triton.jit(do_not_specialize=("count", "exponent_stride"))
@@ -134,17 +158,19 @@ def _sum(
         value += _gradient(
             codes + offset * code_stride, exponents + offset * exponent_stride, row, place, inside, count
         )
-    _store_gradient(out_codes, out_exponents, value, row, place, inside, count)
+    _store_gradient(out_codes, out_exponents, value, place, row, place, inside, count, False)
 
 
 @triton.jit
-def _store_gradient(codes, exponents, value, row, place, inside, count):
+def _store_gradient(codes, exponents, value, noise, row, place, inside, count, STOCHASTIC: tl.constexpr):
+    """To nearest, or by `noise`, 20 random bits an element, int32 [ROWS, 128]."""
     magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(magnitude, 1)
     # largest <= 448 * 2**e = 0.875 * 2**(e + 9)
     exponent = (largest >> 23) - 126 - 9 + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
     exponent = tl.maximum(exponent, -126)
-    code = _encode(value * _power_of_two(-exponent[:, None]))
+    scaled = value * _power_of_two(-exponent[:, None])
+    code = _encode_stochastically(scaled, noise) if STOCHASTIC else _encode(scaled)
     finite = largest < 0x7F800000
     tl.store(codes + place, tl.where(finite[:, None], code, 0).to(tl.uint8), mask=inside)
     tl.store(exponents + row, tl.where(finite, exponent, -128).to(tl.int8), mask=row < count)
@@ -273,14 +299,28 @@ def _encode(value):
 
 
 @triton.jit
+def _encode_stochastically(value, noise):
+    """As `kernels.fp8` does. Up to 448 but for what is not finite, whose codes nobody keeps."""
+    magnitude = tl.abs(value)
+    normal = magnitude.to(tl.int32, bitcast=True) - 0x3C000000
+    subnormal = (magnitude + 0.015625).to(tl.int32, bitcast=True) - 0x3C800000
+    return ((tl.maximum(normal, subnormal) + noise) >> 20) | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)
+
+
+@triton.jit
 def _power_of_two(exponent):
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _random(place, salt):
-    """`kernels.adamw.random_bits`."""
-    x = place.to(tl.uint32) ^ salt.to(tl.uint32)
+    """`kernels.random_bits`, 16 bits, int32."""
+    return (_mixed(place.to(tl.uint32) ^ salt.to(tl.uint32)) & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def _mixed(x):
+    """`kernels.random_bits.mixed`, of uint32."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
-    return ((x ^ (x >> 16)) & 0xFFFF).to(tl.int32)
+    return x ^ (x >> 16)

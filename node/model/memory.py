@@ -234,7 +234,7 @@ class _Share:
         """Weights, gradients and moments of these units."""
         training, devices = self._training, self._devices
         weight = 2 if training.weights == "bfloat16" else 4
-        gradient = _GRADIENT_BYTES if training.gradients == "fp8" else weight
+        gradient = _GRADIENT_BYTES if training.gradients == "fp8" else 4  # float32, whatever the weights are
         moments = 2 * _MOMENT_BYTES if training.moments == "fp8" else 8
         total = 0.0
         for elements, is_matrix, is_sharded in self._parameters(units):
@@ -269,10 +269,10 @@ class _Share:
 
     def largest_gradient(self, units: Sequence[str]) -> int:
         """One matrix's, as backward makes it, before it is added to the main gradient."""
-        weight = 2 if self._training.weights == "bfloat16" else 4
-        if self._training.gradients == "fp8" and self._devices.on_cpu:
-            weight += 12  # unpacked, added to and packed again in float32
-        return weight * self._largest_matrix(units)
+        half, packed = self._training.weights == "bfloat16", self._training.gradients == "fp8"
+        # On a CPU in float32 too: unpacked, added to and packed again; one in bfloat16 as it is added.
+        more = (12 if packed else 4 * half) if self._devices.on_cpu else 0
+        return ((2 if half else 4) + more) * self._largest_matrix(units)
 
     def applying(self, units: Sequence[str], *, tied_apart: bool) -> int:
         """What AdamW makes beside its state, or the exchange of a tied gradient's two shares."""

@@ -68,7 +68,7 @@ class Fp8AllReduce:
     """Sums the same list of gradients over the ranks of a group, in place. Buffers are made once.
 
     `complete` tells that a gradient is, and puts buckets on their way, always in the same order, so that they
-    overlap with the rest of backward; `finish` sends what is left and waits.
+    overlap with the rest of backward; `finish` sends what is left and waits. `reset` begins anew.
     """
 
     def __init__(
@@ -106,6 +106,16 @@ class Fp8AllReduce:
             if not all(id(piece.gradient) in self._complete for piece in bucket.pieces):
                 break
             self._start(bucket)
+
+    def reset(self) -> None:
+        """Drop what an aborted step has put on its way, on every rank before the next begins.
+
+        Its all-to-alls are waited for: all ranks have begun the same, and their buffers are used again.
+        """
+        for _, work in self._running:
+            work.wait()
+        self._running.clear()
+        self._complete.clear()
 
     def _start(self, bucket: _Bucket) -> None:
         for piece in bucket.pieces:

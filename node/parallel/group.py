@@ -32,6 +32,7 @@ class RankModel(StageModel):
     def __init__(self, config: RunConfig, ranks: Ranks) -> None:
         super().__init__(config, ranks.device)
         self.ranks = ranks.count
+        self.rank = ranks.rank
         self._ranks = ranks
         training, model = config.training, config.model
         self.tensor_rank = ranks.tensor_rank
@@ -41,8 +42,13 @@ class RankModel(StageModel):
         self._hidden = (samples, positions, model.hidden)
 
     def build(self, stage: int, stages: int) -> None:
+        self._ranks.forget_gradients()
         super().build(stage, stages)
         self._ranks.watch_gradients(self.optimizer)
+
+    def drop(self) -> None:
+        self._ranks.forget_gradients()
+        super().drop()
 
     def load_unit_state(self, unit: str, state: Mapping[str, Tensor]) -> None:
         """Take this rank's shard of a whole state."""
@@ -59,6 +65,10 @@ class RankModel(StageModel):
         """Those of the whole stage, for the leader; the others give their shards'."""
         ranks = self._ranks.gather_norms(self.optimizer.parameter_squared_norms())
         return self.optimizer.sum_squared_norms(ranks) if ranks else {}
+
+    def begin_step(self) -> None:
+        self._ranks.begin_step()
+        super().begin_step()
 
     def run_forward(
         self, chunk: int, microbatch: int, flags: int, fed: Tensor | None, labels: Tensor | None

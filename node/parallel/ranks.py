@@ -211,6 +211,18 @@ class Ranks:
                 reduces.append(Fp8AllReduce(shards, self._columns))
         self._reduce = optimizer, tuple(reduces)
 
+    def forget_gradients(self) -> None:
+        """Hold none of an optimizer that is to go, or two of everything would be there beside the next."""
+        self.begin_step()
+        self._reduce = None
+
+    def begin_step(self) -> None:
+        """Forget the sums that an aborted step has begun: the next one's gradients are others."""
+        if self._reduce is not None:
+            with together():
+                for reduce in self._reduce[1]:
+                    reduce.reset()
+
     def last_backward(self, optimizer: StageOptimizer, last: bool) -> None:
         """Whether gradients of the next backward are complete once made: their sums may then begin."""
         gradients = optimizer.gradients
@@ -229,9 +241,10 @@ class Ranks:
             works = []
             for parameter in optimizer.parameters:
                 sharded = optimizer.is_sharded(parameter)
-                if parameter.grad is not None and not (sharded and self.data_parallel == 1):
+                gradient = optimizer.gradients.unpacked(parameter)
+                if gradient is not None and not (sharded and self.data_parallel == 1):
                     group = self._columns if sharded else None
-                    works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+                    works.append(dist.all_reduce(gradient, group=group, async_op=True))
             for reduce in reduces:
                 reduce.finish()
             for work in works:

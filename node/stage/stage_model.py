@@ -24,6 +24,8 @@ class StageModel:
 
     ranks = 1
     """How many of these share a microbatch's tokens."""
+    rank = 0
+    """This one's number among them."""
     tensor_rank = TensorRank()
     """This one's place among those that share its blocks."""
     captures = True
@@ -39,7 +41,9 @@ class StageModel:
     def build(self, stage: int, stages: int) -> None:
         """Make this stage's chunks with their initial weights, and a fresh optimizer."""
         config = self.config
-        self._passes = []
+        # First, as a rollback in the same place would hold two of everything. Not `self.drop()`: of several
+        # devices the one that leads would tell the others to drop what they are to build.
+        StageModel.drop(self)
         self._chunks = [
             build_chunk(
                 config.model,
@@ -111,6 +115,8 @@ class StageModel:
         Returns:
             The gradient of what was fed [B, S, C], None if that was token ids.
         """
+        # Before the passes: additions to gradients may be part of a captured graph.
+        self.optimizer.begin_backward(microbatch, self.rank)
         return self._passes[chunk].backward(microbatch, gradient)
 
     def finish_step(self) -> None:

@@ -1,18 +1,31 @@
 """Where a stage's gradients add up between microbatches: beside the weights in fp32, or in e4m3.
 
+In fp32 those of fp32 weights add up in `.grad`, by autograd. Those of bf16 weights come in bf16, and would be
+added in it: they are added to main gradients the moment backward has made them, and dropped.
+
 In e4m3 (design section 4) each matrix's gradient is added to its block-wise codes the moment backward has
 made it, and dropped: no more than one matrix's gradient exists in full at a time. Vectors are few and stay
-fp32.
+fp32. Steps of more than `MOST_TO_NEAREST` microbatches add them with stochastic rounding.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from kernels.fp8 import Fp8Gradient, accumulate_gradient, pack_gradient, unpack_gradient
+from kernels.fp8 import Draw, Fp8Gradient, accumulate_gradient, pack_gradient, unpack_gradient
 from wire.errors import RunError
+
+MOST_TO_NEAREST = 16
+"""Microbatches a step up to which sums in e4m3 are rounded to nearest.
+
+Up to here that is closer to the exact sum, because stochastic rounding errs by more each time. From about 32
+on, what is added falls below half of a code's step and is lost every
+time, so that the sum stands still, where stochastic rounding keeps it right on average. And what is recorded
+of convergence was trained so, with 8.
+"""
 
 
 class Gradients(Protocol):
@@ -45,65 +58,141 @@ class Gradients(Protocol):
         """A replay has added to these."""
         ...
 
+    def begin_microbatch(self, salt: int) -> None:
+        """What is added from here on, by replays too, is rounded by random bits of this salt, of 32 bits."""
+        ...
+
+    def unpacked(self, parameter: nn.Parameter) -> Tensor | None:
+        """The one that is kept in fp32, in place; None if it is in e4m3, or if there is none."""
+        ...
+
     @property
     def nbytes(self) -> int:
         """Memory that main gradients take now."""
         ...
 
 
+def _after_adding(parameter: nn.Parameter, method: Callable[[Tensor], None]) -> None:
+    """Have autograd call `method` once it has added to the parameter's `.grad`.
+
+    For as long as its object lives otherwise: a hook that leads back to its parameter, as what holds main
+    gradients does, keeps both for good, since torch tells Python's collector of cycles nothing of hooks.
+    """
+    held = weakref.WeakMethod(method)
+
+    def hook(changed: Tensor) -> None:
+        there = held()
+        if there is not None:
+            there(changed)
+
+    parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's
+
+
 class PlainGradients:
-    """`Gradients` in each parameter's `.grad`, where autograd adds them up."""
+    """`Gradients` in fp32: those of fp32 parameters in each one's `.grad`, where autograd adds them up."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, in_place: bool = False) -> None:
         """`in_place`: gradients are there from the start and never move, as captured passes need it."""
-        self._parameters = tuple(parameters)
+        everything = tuple(parameters)
+        self._own = tuple(p for p in everything if p.dtype == torch.float32)
+        self._others = tuple(p for p in everything if p.dtype != torch.float32)
+        self._main: dict[nn.Parameter, Tensor] = {}
+        """Of `_others`, those that are there."""
         self._in_place = in_place
         if in_place:
-            for parameter in self._parameters:
+            for parameter in self._own:
                 parameter.grad = torch.zeros_like(parameter)
+            for parameter in self._others:
+                self._main[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
+        for parameter in self._others:
+            _after_adding(parameter, self._take)
 
     def clear(self) -> None:
+        for parameter in self._others:
+            parameter.grad = None
         if self._in_place:
-            torch._foreach_zero_([gradient_of(parameter) for parameter in self._parameters])
+            kept = [gradient_of(parameter) for parameter in self._own] + list(self._main.values())
+            torch._foreach_zero_(kept)
             return
-        for parameter in self._parameters:
+        self._main.clear()
+        for parameter in self._own:
             parameter.grad = None
 
     def get(self, parameter: nn.Parameter) -> Tensor:
-        return gradient_of(parameter)
+        if parameter.dtype == torch.float32:
+            return gradient_of(parameter)
+        if parameter not in self._main:
+            raise no_gradient(parameter)
+        return self._main[parameter]
 
     stored = get
 
     def put(self, parameter: nn.Parameter, value: Tensor) -> None:
         if self._in_place:
-            gradient_of(parameter).copy_(value)
+            self.get(parameter).copy_(value)
+        elif parameter.dtype == torch.float32:
+            parameter.grad = value.float()
         else:
-            parameter.grad = value.to(parameter.dtype)
+            self._main[parameter] = value.float()
 
     def add(self, parameter: nn.Parameter, value: Tensor) -> None:
-        gradient_of(parameter).add_(value)
+        self.get(parameter).add_(value)
 
     def added(self, parameters: Iterable[nn.Parameter]) -> None:
         pass
 
+    def begin_microbatch(self, salt: int) -> None:
+        pass
+
+    def unpacked(self, parameter: nn.Parameter) -> Tensor | None:
+        return self._main.get(parameter, parameter.grad)
+
     @property
     def nbytes(self) -> int:
-        return sum(0 if p.grad is None else p.grad.nbytes for p in self._parameters)
+        own = sum(0 if p.grad is None else p.grad.nbytes for p in self._own)
+        return own + sum(main.nbytes for main in self._main.values())
+
+    def _take(self, parameter: Tensor) -> None:
+        """Called by autograd once it has added to the `.grad` of a parameter that is not fp32."""
+        assert isinstance(parameter, nn.Parameter)
+        made = gradient_of(parameter)
+        parameter.grad = None
+        if parameter in self._main:
+            # In fp32, whatever is added.
+            self._main[parameter].add_(made)
+        else:
+            self._main[parameter] = made.float()
 
 
 class Fp8Gradients:
     """`Gradients` of matrices in e4m3 blocks; those of vectors in `.grad`."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, in_place: bool = False) -> None:
-        """`in_place`: as for `PlainGradients`; those of matrices never move."""
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        in_place: bool = False,
+        salts: Mapping[nn.Parameter, int] | None = None,
+    ) -> None:
+        """
+        Args:
+            in_place: as for `PlainGradients`; those of matrices never move.
+            salts: 32 bits a matrix, by which additions round stochastically; without, they round to nearest.
+        """
         everything = tuple(parameters)
         self._vectors = PlainGradients((p for p in everything if p.ndim < 2), in_place=in_place)
         self._main = {p: Fp8Gradient.zeros(p.numel(), p.device) for p in everything if p.ndim >= 2}
         self._reached: set[nn.Parameter] = set()
+        # On the device, and always there: captured additions read it at each replay.
+        self._microbatch = {
+            device: torch.zeros(1, dtype=torch.int64, device=device)
+            for device in {p.device for p in self._main if salts}
+        }
+        self._draws = {p: Draw(self._microbatch[p.device], salts[p]) for p in self._main if salts}
         self.when_added: Callable[[Fp8Gradient], None] | None = None
         """Called with each matrix's gradient once backward has added to it."""
         for parameter in self._main:
-            parameter.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]  # torch's
+            _after_adding(parameter, self._add)
 
     def clear(self) -> None:
         for parameter, main in self._main.items():
@@ -132,13 +221,21 @@ class Fp8Gradients:
 
     def add(self, parameter: nn.Parameter, value: Tensor) -> None:
         if parameter in self._main:
-            accumulate_gradient(self._main[parameter], value.flatten())
+            accumulate_gradient(self._main[parameter], value.flatten(), self._draws.get(parameter))
             self._reached.add(parameter)
         else:
             self._vectors.add(parameter, value)
 
     def added(self, parameters: Iterable[nn.Parameter]) -> None:
         self._reached.update(parameter for parameter in parameters if parameter in self._main)
+
+    def begin_microbatch(self, salt: int) -> None:
+        for microbatch in self._microbatch.values():
+            # Work of the device, in the order of its additions: what it has still to add keeps its bits.
+            microbatch.fill_(salt)
+
+    def unpacked(self, parameter: nn.Parameter) -> Tensor | None:
+        return None if parameter in self._main else self._vectors.unpacked(parameter)
 
     @property
     def nbytes(self) -> int:

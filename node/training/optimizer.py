@@ -20,7 +20,7 @@ from node.model.chunk import Chunk
 from node.model.shard_shapes import pieces
 from node.model.tensor_rank import TensorRank
 from node.model.units import HEAD, parameter_specs, tied_parameter
-from node.training.gradients import Fp8Gradients, Gradients, PlainGradients
+from node.training.gradients import MOST_TO_NEAREST, Fp8Gradients, Gradients, PlainGradients
 from node.training.rng import salt
 from wire.errors import RunError
 
@@ -46,7 +46,7 @@ class StageOptimizer:
     ) -> None:
         """
         Args:
-            seed: the run's, for stochastic rounding of bfloat16 weights.
+            seed: the run's, for stochastic rounding of bfloat16 weights and of gradients in e4m3.
             rank: that of the chunks' shards.
             gradients_in_place: gradients never move in memory.
         """
@@ -71,10 +71,14 @@ class StageOptimizer:
         everything = [parameter for unit in self._units.values() for parameter in unit.values()]
         matrices = [parameter for parameter in everything if parameter.ndim >= 2]
         vectors = [parameter for parameter in everything if parameter.ndim < 2]
-        store = Fp8Gradients if training.gradients == "fp8" else PlainGradients
-        self.gradients: Gradients = store(everything, in_place=gradients_in_place)
         self._training = training
         self._seed = seed
+        self.gradients: Gradients
+        if training.gradients == "fp8":
+            salts = self._gradient_salts() if self._rounds_stochastically else None
+            self.gradients = Fp8Gradients(everything, in_place=gradients_in_place, salts=salts)
+        else:
+            self.gradients = PlainGradients(everything, in_place=gradients_in_place)
         self._steps = dict.fromkeys(self._units, 0)
         self._packed: dict[nn.Parameter, tuple[Moment, Moment]] = {}
         if training.moments == "fp8":
@@ -110,6 +114,33 @@ class StageOptimizer:
     def zero_grad(self) -> None:
         """Drop all gradients: before a step, and when one is aborted."""
         self.gradients.clear()
+
+    def begin_backward(self, microbatch: int, rank: int = 0) -> None:
+        """The next backward is this microbatch's, whatever chunk it runs through.
+
+        Args:
+            rank: this process among those of its node that add up the same microbatch's gradients. Each
+                rounds by bits of its own, so that their errors are not alike and do not add up.
+        """
+        if self._rounds_stochastically:
+            # The step that `apply` will take. All units are at the same; an attempt of it is like the first.
+            step = 1 + next(iter(self._steps.values()), 0)
+            purpose = f"gradients of microbatch {microbatch} on rank {rank}"
+            self.gradients.begin_microbatch(salt(self._seed, step=step, layer="", purpose=purpose))
+
+    @property
+    def _rounds_stochastically(self) -> bool:
+        training = self._training
+        many = training.global_batch // training.microbatch > MOST_TO_NEAREST
+        return training.gradients == "fp8" and many
+
+    def _gradient_salts(self) -> dict[nn.Parameter, int]:
+        """By unit and name: the same on any split."""
+        return {
+            parameter: salt(self._seed, step=0, layer=unit, purpose=f"gradients of {name}")
+            for unit, parameters in self._units.items()
+            for name, parameter in parameters.items()
+        }
 
     def squared_norms(self) -> dict[str, float]:
         """Squared gradient norm of each unit, in float64, a tied weight counted once (in "embed").

@@ -159,6 +159,7 @@ class ReferenceTrainer:
             return self.chunks[-1].loss(x, labels), crossings
 
     def _backward(self, loss: Tensor, crossings: list[tuple[Tensor, Tensor]], microbatch: int) -> None:
+        self.optimizer.begin_backward(microbatch)
         torch.autograd.backward(loss)
         for index, (sent, arrived) in reversed(list(enumerate(crossings))):
             gradient = self._cross(gradient_of(arrived), microbatch, index, Direction.GRADIENT)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from kernels import fp8
 from kernels.adamw import AdamWStep, reference_step
-from kernels.fp8 import Fp8Gradient, Moment, pack_gradient, unpack_moment
+from kernels.fp8 import Draw, Fp8Gradient, Moment, pack_gradient, unpack_moment
 from kernels.fp8_layout import blocks
 
-Accumulate = Callable[[Fp8Gradient, Tensor], None]
+Accumulate = Callable[[Fp8Gradient, Tensor, Draw | None], None]
 Sum = Callable[[Tensor, Tensor, Fp8Gradient], None]
 Step = Callable[[Tensor, Tensor | Fp8Gradient, Moment, Moment, AdamWStep], None]
 
@@ -45,8 +45,19 @@ def assert_same(found: Fp8Gradient, expected: Fp8Gradient) -> None:
     assert torch.equal(found.exponents.cpu(), expected.exponents)
 
 
+def draws(salt: int, parameter: int, devices: tuple[torch.device, ...]) -> list[Draw]:
+    """The same on each device."""
+    return [Draw(torch.tensor([salt], device=device), parameter) for device in devices]
+
+
 def check_accumulation(
-    accumulate: Accumulate, device: torch.device, count: int, scale: float, dtype: torch.dtype
+    accumulate: Accumulate,
+    device: torch.device,
+    count: int,
+    scale: float,
+    dtype: torch.dtype,
+    *,
+    stochastic: bool = False,
 ) -> None:
     expected = Fp8Gradient.zeros(count, CPU)
     (codes, all_codes), (exponents, all_exponents) = (
@@ -57,21 +68,67 @@ def check_accumulation(
     found.clear()
     for seed in range(3):
         addend = values(count, seed, scale).to(dtype)
-        fp8.reference_accumulate(expected, addend)
-        accumulate(found, addend.to(device))
+        # Salts on both sides of 2**31, where their sign is.
+        own, theirs = draws(0x7FFFFFFF + seed, 0xFEDCBA98, (CPU, device)) if stochastic else (None, None)
+        fp8.reference_accumulate(expected, addend, own)
+        accumulate(found, addend.to(device), theirs)
         assert_same(found, expected)
     assert untouched(all_codes) and untouched(all_exponents)
 
 
-def check_not_finite(accumulate: Accumulate, device: torch.device, bad: float) -> None:
+def check_extremes(accumulate: Accumulate, device: torch.device) -> None:
+    """Sums at the ends of fp32 and of a block's range, rounded stochastically."""
+    largest = torch.finfo(torch.float32).max
+    rows = [
+        torch.zeros(128),
+        torch.full((128,), largest),
+        torch.full((128,), -0.0),
+        torch.tensor([2.0**-149, -(2.0**-149)] * 64),
+        # 448 of the largest code and what lies a little below and above it; code steps of all sizes.
+        torch.tensor([448.0, 447.99997, 448.00003, -464.0] * 32),
+        448 * 2.0 ** -torch.arange(128.0).remainder(40),
+        torch.logspace(-38, 38, 128),
+        torch.tensor([largest, 1.0] * 64),
+        # A last block that is not full.
+        torch.tensor([1.0, -(2.0**-6), 2.0**-15, 3.0e-5, -240.00002]),
+    ]
+    addend = torch.cat(rows)
+    own, theirs = draws(123, 456, (CPU, device))
+    expected, found = (Fp8Gradient.zeros(addend.numel(), where) for where in (CPU, device))
+    for factor in (1.0, 0.0, -0.5, 1.0 / 3, 1.0):
+        fp8.reference_accumulate(expected, addend * factor, own)
+        accumulate(found, (addend * factor).to(device), theirs)
+        assert_same(found, expected)
+    # Twice the largest number is infinite, and stays so.
+    assert expected.exponents.tolist()[1] == fp8.NON_FINITE
+
+
+def check_replays(accumulate: Accumulate, device: torch.device) -> None:
+    """The microbatch's salt is what the device holds when it adds, not what it held at some call before."""
+    microbatch = torch.zeros(1, dtype=torch.int64, device=device)
+    draw = Draw(microbatch, 77)
+    expected, found = (Fp8Gradient.zeros(1000, where) for where in (CPU, device))
+    for salt in (1, 0xFFFFFFFF, 5):
+        microbatch.fill_(salt)
+        addend = values(1000, salt & 7)
+        fp8.reference_accumulate(expected, addend, Draw(torch.tensor([salt]), 77))
+        accumulate(found, addend.to(device), draw)
+        assert_same(found, expected)
+
+
+def check_not_finite(
+    accumulate: Accumulate, device: torch.device, bad: float, *, stochastic: bool = False
+) -> None:
     addend = values(1000, 0)
     addend[300] = bad
     expected, found = (Fp8Gradient.zeros(1000, where) for where in (CPU, device))
+    own, theirs = draws(3, 4, (CPU, device)) if stochastic else (None, None)
     for _ in range(2):
-        fp8.reference_accumulate(expected, addend)
-        accumulate(found, addend.to(device))
+        fp8.reference_accumulate(expected, addend, own)
+        accumulate(found, addend.to(device), theirs)
         assert_same(found, expected)
     assert (expected.exponents == fp8.NON_FINITE).sum() == 1
+    assert bool((expected.codes[256:384] == 0).all())
 
 
 def check_sums(sum_gradients: Sum, device: torch.device, count: int, many: int) -> None:

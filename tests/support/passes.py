@@ -10,6 +10,9 @@ CASES = {
     "float32": (replace(PLAIN, precision="float32"), StorageSection()),
     "autocast": (PLAIN, StorageSection()),
     "fp8": (FP8, StorageSection()),
+    # More microbatches than are rounded to nearest.
+    "fp8, long steps": (replace(FP8, global_batch=64), StorageSection()),
+    "bf16 weights": (replace(PLAIN, moments="fp8", weights="bfloat16"), StorageSection()),
     "agoq": (PLAIN, StorageSection(preset="agoq")),
     "compact": (PLAIN, StorageSection(preset="compact")),
     "recompute": (PLAIN, StorageSection(preset="agoq", attention="recompute", ffn_input="recompute")),

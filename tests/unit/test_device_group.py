@@ -131,6 +131,60 @@ def test_a_restored_state_reaches_every_rank_and_an_unfinished_step_leaves_nothi
         assert run_step(shared, 1)[0] == pytest.approx(run_step(alone, 1)[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("global_batch", [8, 80], ids=["to nearest", "stochastic"])
+def test_a_step_that_breaks_off_after_its_last_backward_is_in_no_other(global_batch: int) -> None:
+    """Its gradients are already between the ranks. Both ranks go on, or a later loss would show it."""
+    config = replace(PACKED, training=replace(PACKED.training, global_batch=global_batch))
+
+    def half(leader: StageModel, seed: int) -> None:
+        """A step's passes up to the last backward, on other texts for other seeds."""
+        leader.begin_step()
+        for microbatch in range(config.microbatches):
+            generator = torch.Generator().manual_seed(seed + microbatch)
+            leader.forward(0, microbatch, torch.randn(4, 16, 32, generator=generator))
+            leader.backward(0, microbatch, torch.randn(4, 16, 32, generator=generator))
+
+    found = []
+    for aborted in (0, 1, 2):
+        with leading(config, 2) as leader:
+            leader.build(1, 3)
+            for attempt in range(aborted):
+                half(leader, 1000 * (attempt + 1))
+            for step in range(2):
+                half(leader, 100_000 * step)
+                leader.finish_step()
+                norms = leader.squared_norms()
+                leader.apply(1e-2, 0.5)
+            found.append((norms, leader.unit_state("block.0001")))
+    for norms, state in found[1:]:
+        assert norms == found[0][0]
+        assert all(torch.equal(state[name], tensor) for name, tensor in found[0][1].items())
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_ranks_sum_gradients_of_bfloat16_weights_in_float32(tensor_parallel: int) -> None:
+    training = replace(CONFIG.training, precision="bfloat16", weights="bfloat16", moments="fp8")
+    model = replace(CONFIG.model, kv_heads=2, hidden=256, ffn=256)
+    config = replace(CONFIG, training=training, model=model)
+
+    def gradients(stage: StageModel) -> dict[str, float]:
+        stage.build(1, 3)
+        stage.begin_step()
+        for microbatch in range(2):
+            generator = torch.Generator().manual_seed(microbatch)
+            stage.forward(0, microbatch, torch.randn(4, 16, 256, generator=generator))
+            stage.backward(0, microbatch, torch.randn(4, 16, 256, generator=generator))
+        stage.finish_step()
+        kept = [stage.optimizer.gradients.get(parameter) for parameter in stage.optimizer.parameters]
+        assert all(gradient.dtype == torch.float32 for gradient in kept)
+        # Sums that bfloat16 does not hold.
+        assert all(not torch.equal(gradient, gradient.bfloat16().float()) for gradient in kept)
+        return stage.squared_norms()
+
+    with leading(config, 2, tensor_parallel) as leader:
+        assert gradients(leader) == pytest.approx(gradients(StageModel(config, CPU)), rel=5e-3)
+
+
 @contextmanager
 def closed_at_last(group: DeviceGroup) -> Iterator[DeviceGroup]:
     """Whatever goes wrong meanwhile, no process is left; a test may close it before, in its own way."""

@@ -77,6 +77,53 @@ def test_every_rank_ends_with_the_sum_in_the_order_of_ranks(
             assert torch.equal(result[f"exponents.{index}"], expected.exponents)
 
 
+ABORTED = """
+from safetensors.torch import save_file
+from kernels.fp8 import Fp8Gradient, pack_gradient
+from node.parallel.fp8_all_reduce import Fp8AllReduce
+
+def values(attempt, index, size):
+    generator = torch.Generator().manual_seed(1000 * attempt + 100 * RANK + index)
+    return torch.randn(size, generator=generator)
+
+mine = [Fp8Gradient.zeros(size, torch.device("cpu")) for size in {sizes}]
+reduce = Fp8AllReduce(mine, bucket_blocks=7)
+for attempt, told in enumerate({told}):
+    reduce.reset()
+    for index, gradient in enumerate(mine):
+        pack_gradient(values(attempt, index, gradient.codes.numel()), gradient)
+    for gradient in mine[:told]:
+        reduce.complete(gradient)
+reduce.finish()
+result = {{f"codes.{{i}}": g.codes for i, g in enumerate(mine)}}
+result |= {{f"exponents.{{i}}": g.exponents for i, g in enumerate(mine)}}
+save_file(result, FOLDER / f"{{RANK}}.safetensors")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("told", [(6, 6), (6, 3, 6), (2, 0)], ids=str)
+def test_what_aborted_steps_put_on_its_way_is_in_no_sum(
+    told: tuple[int, ...], tmp_path: Path, prefork: Prefork
+) -> None:
+    run_ranks(ABORTED.format(sizes=SIZES, told=told), 2, tmp_path, prefork.popen)
+    found = [load_file(tmp_path / f"{rank}.safetensors") for rank in range(2)]
+    for index, size in enumerate(SIZES):
+        packed = [Fp8Gradient.zeros(size, torch.device("cpu")) for _ in range(2)]
+        for rank, gradient in enumerate(packed):
+            generator = torch.Generator().manual_seed(1000 * (len(told) - 1) + 100 * rank + index)
+            pack_gradient(torch.randn(size, generator=generator), gradient)
+        expected = Fp8Gradient.zeros(size, torch.device("cpu"))
+        codes, exponents = (
+            torch.stack([getattr(gradient, part) for gradient in packed]) for part in ("codes", "exponents")
+        )
+        sum_gradients(codes, exponents, expected)
+        for result in found:
+            assert torch.equal(result[f"codes.{index}"], expected.codes)
+            assert torch.equal(result[f"exponents.{index}"], expected.exponents)
+
+
 @pytest.mark.timeout(240)
 def test_bytes_on_the_wire_are_a_quarter_of_float32s(tmp_path: Path, prefork: Prefork) -> None:
     run_ranks(SCRIPT.format(sizes=(1 << 18,), bucket=1 << 18), 2, tmp_path, prefork.popen)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kernels.adamw import AdamWStep, adamw_step, random_bits, round_stochastically
+from kernels.adamw import AdamWStep, adamw_step, round_stochastically
 from kernels.fp8 import (
     BLOCK,
     NON_FINITE,
@@ -18,6 +18,7 @@ from kernels.fp8 import (
     unpack_gradient,
     unpack_moment,
 )
+from kernels.random_bits import random_bits
 
 CPU = torch.device("cpu")
 SIZES = (1, 127, 128, 129, 1000)

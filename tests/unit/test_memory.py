@@ -40,6 +40,8 @@ FORMS = {
     "compact, fp8": (FP8, StorageSection(preset="compact")),
     "compact, fp8 gradients": (replace(FP8, moments="float32"), StorageSection(preset="compact")),
     "agoq, fp8, bf16": (HALF, StorageSection(preset="agoq")),
+    "float32 gradients, bf16": (replace(HALF, gradients="float32"), StorageSection()),
+    "fp8, long steps": (replace(FP8, global_batch=128), StorageSection(preset="compact")),
 }
 
 
@@ -198,6 +200,24 @@ def test_moments_and_gradients_in_e4m3_are_counted_as_they_are_kept() -> None:
     tables = 2 * 4 * config.model.sequence * 32
     found = stage_memory(config, 2, Devices(on_cpu=False))[0].state
     assert found == pytest.approx(held + vectors + tables, abs=64)
+
+
+def test_sums_in_float32_are_counted_so_whatever_the_weights_are() -> None:
+    config = run("float32 gradients, bf16")
+    model = StageModel(config, CPU)
+    model.build(0, 2)
+    optimizer, elements = model.optimizer, sum(p.numel() for p in model.optimizer.parameters)
+    tables = 2 * 4 * config.model.sequence * 32
+    weights = sum(p.nbytes for p in optimizer.parameters)
+    found = stage_memory(config, 2, Devices(on_cpu=False))[0].state
+    assert found == pytest.approx(weights + optimizer.moment_bytes + 4 * elements + tables, abs=64)
+    # They come with the first microbatch, and stay for the step.
+    assert optimizer.gradients.nbytes == 0
+    model.begin_step()
+    for microbatch in range(2):
+        model.forward(0, microbatch, torch.zeros((4, 128), dtype=torch.int64))
+        model.backward(0, microbatch, torch.randn(4, 128, 128))
+        assert optimizer.gradients.nbytes == 4 * elements
 
 
 def test_what_autograd_keeps_is_what_was_measured_on_a_gpu() -> None:

@@ -203,7 +203,7 @@ def test_rounding_differs_between_steps_and_parameters() -> None:
         pair[0].fill_(1.0)
         pair[1].fill_(1.0)
     for parameter in chunk.parameters():
-        parameter.grad = torch.ones_like(parameter)
+        optimizer.gradients.put(parameter, torch.ones(parameter.shape))
     optimizer.apply(1e-3, 1.0)
     values = {float(value) for value in pair[0].detach().float().flatten()}
     assert len(values) == 2

@@ -31,19 +31,37 @@ def test_in_a_process_of_their_own(interpreted: Interpreted) -> None:
 @pytest.mark.parametrize("rows", [1, 4, 8])
 @pytest.mark.parametrize("count", SIZES)
 @pytest.mark.parametrize("scale", [1e-40, 1e-5, 1e30])
-def test_accumulation_gives_the_references_bits(count: int, scale: float, rows: int) -> None:
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_accumulation_gives_the_references_bits(
+    count: int, scale: float, rows: int, stochastic: bool
+) -> None:
     from kernels import triton_fp8
 
     accumulate = partial(triton_fp8.accumulate_gradient, rows=rows)
-    cases.check_accumulation(accumulate, CPU, count, scale, torch.float32)
+    cases.check_accumulation(accumulate, CPU, count, scale, torch.float32, stochastic=stochastic)
 
 
 @inside
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_is_marked_alike(bad: float) -> None:
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_what_is_not_finite_is_marked_alike(bad: float, stochastic: bool) -> None:
     from kernels import triton_fp8
 
-    cases.check_not_finite(triton_fp8.accumulate_gradient, CPU, bad)
+    cases.check_not_finite(triton_fp8.accumulate_gradient, CPU, bad, stochastic=stochastic)
+
+
+@inside
+def test_extremes_are_rounded_as_by_the_reference() -> None:
+    from kernels import triton_fp8
+
+    cases.check_extremes(triton_fp8.accumulate_gradient, CPU)
+
+
+@inside
+def test_the_salt_is_read_when_the_kernel_runs() -> None:
+    from kernels import triton_fp8
+
+    cases.check_replays(triton_fp8.accumulate_gradient, CPU)
 
 
 @inside
