@@ -10,17 +10,24 @@ MAX_RETRIES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunAgain:
-    """The step runs again, in a new epoch."""
+class Verdict:
+    """What is wrong with the epoch, and so why it ends."""
 
     kind: AbortKind
     reason: str
     note: str = ""
     """A line for the operator, if there is more to say."""
+    saves: bool = True
+    """If the run ends here, what its stages hold is worth a snapshot."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GiveUp:
+class RunAgain(Verdict):
+    """The step runs again, in a new epoch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GiveUp(Verdict):
     """The run ends."""
 
     why: str
@@ -47,6 +54,10 @@ class Failures:
         reason = f"stage {epoch.seats.index(node_id)}: {message}"
         if self._retries > MAX_RETRIES:
             return GiveUp(
+                kind=AbortKind.FAILED,
+                reason=reason,
+                note=f"step {epoch.step + 1} failed {self._retries} times in a row: the run ends once what "
+                "its stages hold is on disk",
                 why=f"step {epoch.step + 1} failed {self._retries} times in a row, last at {reason}",
                 remedy="mend that, then resume",
             )
@@ -56,7 +67,11 @@ class Failures:
         """First time: the same step again without compression. Second time: the run diverges."""
         what = f"{what} at stage {epoch.seats.index(node_id)} is not finite"
         if epoch.uncompressed:
+            # No snapshot: of a run that diverges, older states are worth more than the newest.
             return GiveUp(
+                kind=AbortKind.NOT_FINITE,
+                reason=what,
+                saves=False,
                 why=f"step {epoch.step + 1} was not committed: {what}, with uncompressed links too, "
                 "so the run diverges",
                 remedy="lower training.lr, then resume",
@@ -72,6 +87,9 @@ class Failures:
         """The step that was not finite is, without compression."""
         _, what = self._suspect or (epoch.step, "a tensor")
         return GiveUp(
+            kind=AbortKind.NOT_FINITE,
+            reason=what,
+            saves=False,
             why=f"step {epoch.step + 1} was not committed: {what}; with uncompressed links it is finite, "
             "so the codecs are the cause",
             remedy="use wider codecs in [pipeline], then resume",

@@ -23,26 +23,17 @@ from node.coordinator.actions import (
     Stop,
 )
 from node.coordinator.complaints import Complaints
+from node.coordinator.ending import Ending
 from node.coordinator.epoch import Epoch, FiniteUncompressed, NonFinite, Phase, StepPlan
 from node.coordinator.epoch_series import PLACING_SECONDS, EpochSeries
-from node.coordinator.failures import Failures, GiveUp, RunAgain
+from node.coordinator.failures import Failures, GiveUp, Verdict
+from node.coordinator.partings import epoch_over, let_go, run_over, sent_away
 from node.coordinator.plan import Past, RunPlan
 from node.coordinator.roster import Member, Roster
 from node.coordinator.seating import ONE, Candidate, Seating, prefetch_order
 from node.coordinator.snapshot_schedule import SnapshotSchedule
 from node.model.memory import Devices
-from wire.messages import (
-    Abort,
-    Applied,
-    FailureKind,
-    Finish,
-    NodeMessage,
-    Placed,
-    Prefetch,
-    Ready,
-    StepFailed,
-    Vote,
-)
+from wire.messages import Applied, FailureKind, NodeMessage, Placed, Prefetch, Ready, StepFailed, Vote
 
 
 class RunMachine:
@@ -64,7 +55,7 @@ class RunMachine:
             previous=past.seats,
         )
         self._complaints = Complaints()
-        self._stopping: str | None = None
+        self._ending = Ending()
         self._growing = False
 
     # ---- what may be known
@@ -108,9 +99,9 @@ class RunMachine:
         One that cannot hold any stage is sent away.
         """
         if self.stopped:
-            return [Send(node_id=node_id, message=Finish(reason="the run is over", failed=False))]
+            return run_over([node_id], "the run is over", failed=False)
         if node_id in self.quarantined:
-            return _send_away(node_id, f"quarantined: {self.quarantined[node_id]}")
+            return sent_away(node_id, f"quarantined: {self.quarantined[node_id]}")
         actions: list[Action] = []
         member = self.members.get(node_id)
         if member is not None and member.process_nonce != process_nonce:
@@ -121,11 +112,11 @@ class RunMachine:
             member = None
         offer = Candidate(node_id=node_id, memory_bytes=memory_bytes, devices=devices)
         if member is None and (line := self._seating.useless(offer)) is not None:
-            return [*actions, *_send_away(node_id, line), *self._try_place(now)]
+            return [*actions, *sent_away(node_id, line), *self._try_place(now)]
         self._roster.arrived(offer, address=address, process_nonce=process_nonce, now=now)
         current = self.epoch if self.epoch is not None and node_id in self.epoch.seats else None
         if epoch and (current is None or current.number != epoch):
-            actions.append(Send(node_id=node_id, message=Abort(epoch=epoch, reason="that epoch is over")))
+            actions += epoch_over([node_id], epoch, "that epoch is over")
         if current is not None:
             return [*actions, *(Send(node_id=node_id, message=m) for m in current.outstanding(node_id))]
         return [*actions, *self._try_place(now), *self._prefetch(node_id)]
@@ -145,8 +136,7 @@ class RunMachine:
             actions += self._gone(node_id, reason, now)
         for node_id in self._epochs.stuck(now):
             stuck = f"it did not take its place within {PLACING_SECONDS:g} s: start it again"
-            actions.append(Send(node_id=node_id, message=Finish(reason=stuck, failed=True)))
-            actions += self._gone(node_id, stuck, now)
+            actions += run_over([node_id], stuck, failed=True) + self._gone(node_id, stuck, now)
         return actions + self._try_place(now)
 
     def lost(self, node_id: str, reason: str, now: float) -> list[Action]:
@@ -154,24 +144,22 @@ class RunMachine:
         return self._gone(node_id, reason, now) + self._try_place(now)
 
     def leave(self, node_id: str, now: float) -> list[Action]:
-        """The node asks to go. It is released once the state it holds is on disk."""
+        """The node asks to go. It is released once the state it holds is on disk, or the epoch has failed."""
         member = self.members.get(node_id)
         if member is None or self.stopped:
             return []
         member.leaving = True
         epoch = self.epoch
         if epoch is not None and node_id in epoch.seats and self._holds_progress(epoch):
-            return []  # the step ends first, and `_between_steps` sees the flag
+            return []  # `_placed` or, after the step, `_between_steps` sees the flag
         return self._release(node_id, now) + self._try_place(now)
 
     def stop(self, reason: str, now: float) -> list[Action]:
         """The operator ends the run: after this step and a snapshot; asked again, at once."""
-        if self.stopped:
+        first = self._ending.ask(reason)
+        if first and self.epoch is not None and self._holds_progress(self.epoch):
             return []
-        if self._stopping is not None or self.epoch is None or not self._holds_progress(self.epoch):
-            return self._stop(reason, failed=False)
-        self._stopping = reason
-        return []
+        return self._end()
 
     # ---- what nodes say
 
@@ -188,7 +176,7 @@ class RunMachine:
             return []
         match message:
             case Placed() if message.epoch == epoch.number:
-                return epoch.placed(node_id, message)
+                return self._placed(epoch, node_id, message, now)
             case Ready() if message.epoch == epoch.number:
                 return self._progress(epoch, epoch.ready(node_id), now)
             case Vote() if message.epoch == epoch.number:
@@ -228,15 +216,26 @@ class RunMachine:
 
     # ---- inside: steps
 
+    def _placed(self, epoch: Epoch, node_id: str, message: Placed, now: float) -> list[Action]:
+        """Stages that only have to hand in what they hold do that at once: it may be links that failed."""
+        self._ending.placed(node_id, message.held_step)
+        actions = epoch.placed(node_id, message)
+        if not actions or not self._is_to_end(epoch):
+            return actions
+        if self._snapshots.newest < epoch.step and not self._ending.all_hold(epoch.seats, epoch.step):
+            return actions  # a commit that somebody missed comes with the restore
+        epoch.phase = Phase.IDLE
+        return self._between_steps(epoch, now)
+
     def _voted(
         self, epoch: Epoch, outcome: list[Action] | NonFinite | FiniteUncompressed, now: float
     ) -> list[Action]:
         match outcome:
             case NonFinite():
                 verdict = self._failures.not_finite(epoch, outcome.node_id, outcome.what)
-                return self._after_failure(verdict, now)
+                return self._after_failure(epoch, verdict, now)
             case FiniteUncompressed():
-                return self._after_failure(self._failures.finite_uncompressed(epoch), now)
+                return self._after_failure(epoch, self._failures.finite_uncompressed(epoch), now)
             case _:
                 if outcome and epoch.committed is not None:
                     self._epochs.committed(epoch.committed)
@@ -264,19 +263,22 @@ class RunMachine:
             return self._snapshot(epoch, await_it=True)
         if epoch.step >= self.plan.total_steps:
             return self._stop("all steps are done", failed=False)
-        if self._stopping is not None:
-            return self._stop(self._stopping, failed=False)
+        if self._ending.due:
+            return self._end()
         if self._growing:
             self._seating.regroup(now)
         return self._end_epoch(AbortKind.PLACEMENT, "the placement changes") + self._try_place(now)
 
     def _may_go_on(self, epoch: Epoch) -> bool:
-        stays = self._stopping is None and not self._growing
-        return stays and epoch.step < self.plan.total_steps and not self._roster.leaving(epoch.seats)
+        return not (self._growing or self._is_to_end(epoch)) and epoch.step < self.plan.total_steps
+
+    def _is_to_end(self, epoch: Epoch) -> bool:
+        """Whether the epoch ends once its state is on disk, because the run does or a stage leaves."""
+        return self._ending.due or bool(self._roster.leaving(epoch.seats))
 
     def _holds_progress(self, epoch: Epoch) -> bool:
         """Whether the epoch may be past the newest snapshot, so that ending it now would lose work."""
-        return epoch.phase in (Phase.STEPPING, Phase.APPLYING) or self._snapshots.awaited
+        return epoch.phase in (Phase.STEPPING, Phase.APPLYING) or self._snapshots.newest < epoch.step
 
     def _snapshot(self, epoch: Epoch, *, await_it: bool) -> list[Action]:
         self._snapshots.ask(epoch.step, await_it=await_it)
@@ -291,37 +293,41 @@ class RunMachine:
 
     def _failed(self, epoch: Epoch, node_id: str, message: StepFailed, now: float) -> list[Action]:
         if message.kind is FailureKind.NON_FINITE:
-            return self._after_failure(self._failures.not_finite(epoch, node_id, message.message), now)
+            return self._after_failure(epoch, self._failures.not_finite(epoch, node_id, message.message), now)
         actions = self._complaint(epoch, node_id, message, now)
         if self.epoch is not epoch:
             return actions
-        return actions + self._after_failure(self._failures.failed(epoch, node_id, message.message), now)
+        return actions + self._after_failure(
+            epoch, self._failures.failed(epoch, node_id, message.message), now
+        )
 
-    def _after_failure(self, verdict: RunAgain | GiveUp, now: float) -> list[Action]:
+    def _after_failure(self, epoch: Epoch, verdict: Verdict, now: float) -> list[Action]:
         if isinstance(verdict, GiveUp):
-            kept = self._snapshots.what_is_kept()
-            return self._stop(f"{verdict.why}; {kept}: {verdict.remedy}", failed=True)
-        notes: list[Action] = [Announce(text=verdict.note)] if verdict.note else []
-        return [*notes, *self._end_epoch(verdict.kind, verdict.reason), *self._try_place(now)]
+            self._ending.give_up(verdict)
+        told = verdict.note and (isinstance(verdict, GiveUp) or not self._ending.due)
+        notes: list[Action] = [Announce(text=verdict.note)] if told else []
+        # Links may be broken for good, but what stages hold can be handed in without them.
+        stay = {offer.node_id for offer in self._roster.candidates()} >= set(epoch.seats)
+        unsaved = epoch.phase is Phase.APPLYING or self._snapshots.newest < epoch.step
+        saves = stay and unsaved and self._ending.saves_once(verdict)
+        if isinstance(verdict, GiveUp) and not saves:
+            return self._end()
+        over = [*notes, *self._end_epoch(verdict.kind, verdict.reason)]
+        return over + (self._begin_epoch(epoch.seats, now) if saves else self._try_place(now))
 
     def _complaint(self, epoch: Epoch, node_id: str, message: StepFailed, now: float) -> list[Action]:
         """What a stage says against a neighbour."""
         if self.stopped or (culprit := self._complaints.hear(epoch, node_id, message)) is None:
             return []
         why = f"quarantined: {message.message}"
-        finish = Send(node_id=culprit, message=Finish(reason=why, failed=True))
-        return [finish, *self.lost(culprit, why, now)]
+        return run_over([culprit], why, failed=True) + self.lost(culprit, why, now)
 
     # ---- inside: seats
 
     def _release(self, node_id: str, now: float) -> list[Action]:
         """Let a node go that asked to."""
         del self._roster.members[node_id]
-        return [
-            *self._unseat(node_id, f"node {node_id} left", now),
-            Send(node_id=node_id, message=Finish(reason="you have left the run", failed=False)),
-            Released(node_id=node_id, reason="it left"),
-        ]
+        return self._unseat(node_id, f"node {node_id} left", now) + let_go(node_id)
 
     def _gone(self, node_id: str, reason: str, now: float) -> list[Action]:
         if self.stopped or self._roster.members.pop(node_id, None) is None:
@@ -342,19 +348,16 @@ class RunMachine:
             return []
         self._growing = False
         self._snapshots.epoch_over()
-        aborts: list[Action] = [
-            Send(node_id=node, message=Abort(epoch=epoch.number, reason=reason))
-            for node in epoch.seats
-            if node in self.members
-        ]
-        return [*aborts, Aborted(epoch=epoch.number, step=epoch.step, kind=kind, reason=reason)]
+        here = [node for node in epoch.seats if node in self.members]
+        over = Aborted(epoch=epoch.number, step=epoch.step, kind=kind, reason=reason)
+        return [*epoch_over(here, epoch.number, reason), over]
 
     def _try_place(self, now: float) -> list[Action]:
         """Between epochs: end the run if it is to stop, let go who wants to, start an epoch if it can be."""
         if self.stopped or self.epoch is not None:
             return []
-        if self._stopping is not None:
-            return self._stop(self._stopping, failed=False)
+        if self._ending.due:
+            return self._end()
         actions: list[Action] = []
         for node_id in self._roster.leaving(self.members):
             actions += self._release(node_id, now)
@@ -362,6 +365,9 @@ class RunMachine:
         if nodes is None:
             news = self._seating.news(self._roster.candidates())
             return [*actions, Announce(text=news)] if news is not None else actions
+        return [*actions, *self._begin_epoch(nodes, now)]
+
+    def _begin_epoch(self, nodes: tuple[str, ...], now: float) -> list[Action]:
         epoch = self._epochs.begin(
             nodes,
             tuple(self.members[node].address for node in nodes),
@@ -370,7 +376,7 @@ class RunMachine:
             now=now,
         )
         placement = RecordPlacement(epoch=epoch.number, nodes=nodes, addresses=epoch.addresses)
-        return [*actions, placement, *epoch.announce()]
+        return [placement, *epoch.announce()]
 
     def _prefetch(self, node_id: str) -> list[Action]:
         """Keep a spare warm: the newest snapshot, the stage that it would most likely take first."""
@@ -381,17 +387,14 @@ class RunMachine:
         order = prefetch_order(spares.index(node_id), self.plan.units(len(epoch.seats)))
         return [Send(node_id=node_id, message=Prefetch(step=newest, units=order))]
 
+    def _end(self) -> list[Action]:
+        """End the run as was asked for, or for what cannot be mended."""
+        reason, failed = self._ending.last_words(self._snapshots.what_is_kept())
+        return self._stop(reason, failed=failed)
+
     def _stop(self, reason: str, *, failed: bool) -> list[Action]:
         if self.stopped:
             return []
         self.stopped = True
         self._epochs.end()
-        finishes: list[Action] = [
-            Send(node_id=node, message=Finish(reason=reason, failed=failed)) for node in self.members
-        ]
-        return [*finishes, Stop(reason=reason, failed=failed)]
-
-
-def _send_away(node_id: str, reason: str) -> list[Action]:
-    finish = Finish(reason=reason, failed=True)
-    return [Send(node_id=node_id, message=finish), Released(node_id=node_id, reason=reason)]
+        return [*run_over(self.members, reason, failed=failed), Stop(reason=reason, failed=failed)]

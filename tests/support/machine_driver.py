@@ -17,7 +17,6 @@ from wire.messages import (
     Prefetch,
     Ready,
     Restore,
-    Restore,
     StepFailed,
     Vote,
 )

@@ -249,6 +249,17 @@ async def test_links_are_up_before_a_state_is_fetched() -> None:
         assert talk.node.linked[0] == (0, 2)
 
 
+async def test_a_stage_hands_in_what_it_holds_before_it_is_restored() -> None:
+    """As a run ends whose links do not come up."""
+    stage = Stage()
+    stage.state_step = 3
+    async with epoch(stage) as talk:
+        placed = await talk.hear()
+        talk.task.submit(TakeSnapshot(epoch=4, step=3))
+        assert await talk.ask(PLACEMENT) == placed
+        assert talk.node.uploads == [(4, 3)] and talk.node.linked == []
+
+
 @pytest.mark.parametrize("step", [0, 2])
 async def test_only_the_state_of_the_step_is_uploaded(step: int) -> None:
     async with epoch() as talk:

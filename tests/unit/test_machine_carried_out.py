@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +12,17 @@ import numpy as np
 import pytest
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
+from node.coordinator import coordinator as module
 from node.coordinator.control_service import MOST_WAITING, ControlSession
 from node.coordinator.coordinator import Coordinator, Outcome
 from node.coordinator.enrolment import EnrolmentDesk
 from node.coordinator.plan import Past
 from node.coordinator.records import PlacedNode, StepOutcome, StepRecord
 from node.coordinator.store import Store
+from node.model.placement import stage_units
 from node.telemetry import events
 from node.training.data import Corpus
-from wire.errors import RunError
+from wire.errors import ProtocolViolationError, RunError
 from wire.identity.enrolment import Hardware
 from wire.messages import (
     Abort,
@@ -27,6 +30,7 @@ from wire.messages import (
     Begin,
     Commit,
     CoordinatorMessage,
+    FailureKind,
     Finish,
     Heartbeat,
     HeartbeatReply,
@@ -37,6 +41,7 @@ from wire.messages import (
     Placement,
     Ready,
     Restore,
+    StepFailed,
     Telemetry,
     Vote,
     Welcome,
@@ -59,6 +64,14 @@ class FakeStore:
         self.placements: list[tuple[int, list[PlacedNode]]] = []
         self.steps: list[StepRecord] = []
         self.refuse = ""
+        self.out: list[str] = []
+        self.looks = threading.Semaphore(0)
+        """Released each time that somebody asks who was evicted."""
+
+    def evicted(self) -> list[str]:
+        self.looks.release()
+        self._check("evicted")
+        return self.out
 
     def record_placement(self, epoch: int, nodes: Sequence[PlacedNode]) -> None:
         self._check("placement")
@@ -201,6 +214,70 @@ async def test_a_placement_that_cannot_be_recorded_is_not_heard_of(tmp_path: Pat
         assert isinstance(await node.hear(), Welcome)
         assert await node.hear() == Finish(reason="the disk is full", failed=True)
         assert (await run.end(node)).failed
+
+
+async def test_a_database_that_cannot_be_read_now_is_read_at_the_next_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TICK_SECONDS", 0.01)
+    async with scene(tmp_path) as run:
+        run.store.refuse = "evicted"
+        node = run.peer("a")
+        await node.into_step()
+        for _ in range(3):
+            assert await asyncio.to_thread(run.store.looks.acquire, timeout=SECONDS)
+        node.vote()
+        assert isinstance(await node.hear(), Commit)
+        run.store.out, run.store.refuse = ["a"], ""
+        evicted = Finish(reason="you were evicted from this run by its operator", failed=True)
+        assert await node.hear() == evicted
+        assert not run.running.done()
+
+
+async def test_only_the_nodes_of_the_epoch_that_asked_hand_its_snapshot_in(tmp_path: Path) -> None:
+    """Each the layers that it holds, while that epoch lasts and when it is over."""
+    config = replace(
+        CONFIG,
+        run=replace(CONFIG.run, snapshot_every=1),
+        pipeline=replace(CONFIG.pipeline, stages=2, window=0),
+    )
+    async with scene(tmp_path, config) as run:
+        first, last, spare = (run.peer(name) for name in ("a", "b", "c"))
+        for node, heard in ((first, 2), (last, 2), (spare, 1)):
+            for _ in range(heard):
+                await node.hear()
+        for message in (
+            Placed(epoch=1, held_step=-1, voted=False),
+            Ready(epoch=1, telemetry=Telemetry()),
+            Vote(epoch=1, step=0, norms={0: 1.0}, loss=2.0),
+            Applied(epoch=1, step=0, telemetry=Telemetry()),
+        ):
+            for node in (first, last):
+                node.say(message)
+            for node in (first, last):
+                await node.hear()
+        upper, lower = stage_units(config, 2)
+
+        def permitted(node: str) -> list[str]:
+            found = []
+            for unit in (*upper, *lower):
+                with contextlib.suppress(ProtocolViolationError):
+                    permit = run.coordinator.upload_permit(node, 1, unit)
+                    assert permit is not None
+                    found.append(permit.unit)
+            return found
+
+        def check() -> None:
+            assert permitted("a") == list(upper)
+            assert permitted("b") == list(lower)
+            assert permitted("c") == []
+            assert permitted("stranger") == []
+
+        check()
+        first.say(StepFailed(epoch=1, step=1, kind=FailureKind.INTERNAL, message="a fault"))
+        while not isinstance(await first.hear(), Placement):
+            pass
+        check()
 
 
 async def test_of_two_processes_of_one_node_the_newer_stays(tmp_path: Path) -> None:

@@ -301,11 +301,13 @@ def test_a_step_that_keeps_failing_stops_the_run() -> None:
     for _ in range(MAX_RETRIES):
         assert of_kind(run.failed("b"), Aborted)
         run.restored(3)
-    end = stop_of(run.failed("b", why="the neighbour's stage is stuck"))
+    run.failed("b", why="the neighbour's stage is stuck")
+    run.all_placed(3)
+    end = stop_of(run.stored(3))
     assert end.failed
     assert end.reason == (
         "step 4 failed 4 times in a row, last at stage 1: the neighbour's stage is stuck; the snapshot of "
-        "step 2 is intact: mend that, then resume"
+        "step 3 is intact: mend that, then resume"
     )
 
 

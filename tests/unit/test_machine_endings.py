@@ -1,0 +1,292 @@
+"""Whatever ends a run, or a stage's part in it, what the stages hold goes to disk first, if it can be had.
+
+Between two epochs too: the links of the next may never come up, and a snapshot needs none.
+"""
+
+import math
+
+import pytest
+
+from node.coordinator.actions import Aborted, Action, Announce, OpenSnapshot, Released, StepDone
+from node.coordinator.epoch import Phase
+from node.coordinator.epoch_series import PLACING_SECONDS
+from node.coordinator.failures import MAX_RETRIES
+from tests.support.machine_driver import (
+    REGROUP,
+    Driver,
+    aborts,
+    finishes,
+    of_kind,
+    placement_of,
+    restore_of,
+    sent,
+    stop_of,
+)
+from wire.messages import Begin, FailureKind, Finish, Restore, TakeSnapshot
+
+ASKED = "asked to stop"
+LEFT = "you have left the run"
+NO_SNAPSHOT = "no snapshot was due yet"
+SAVES = [OpenSnapshot(step=2)]
+
+
+def in_phase(phase: Phase) -> Driver:
+    """Two steps are done, nothing is on disk, and no snapshot is due."""
+    return Driver(steps=3, every=100).started("abc", 2).into(phase)
+
+
+def failing(run: Driver, times: int) -> list[Action]:
+    """The same step fails so often; in between all stages are restored to it."""
+    actions: list[Action] = []
+    for time in range(times):
+        if time:
+            run.restored(run.epoch.step)
+        actions = run.failed("b", why="no link")
+    return actions
+
+
+# ---- the operator ends the run between two epochs
+
+
+def test_a_stop_while_stages_are_placed_saves_what_they_hold() -> None:
+    run = in_phase(Phase.PLACING)
+    assert run.stop() == []
+    actions = run.all_placed(2)
+    assert of_kind(actions, OpenSnapshot) == SAVES
+    assert sent(actions) == [TakeSnapshot(epoch=2, step=2)] * 3, "and nobody waits for links"
+    end = run.stored(2)
+    assert finishes(end) == dict.fromkeys("abc", ASKED)
+    assert stop_of(end).reason == ASKED and not stop_of(end).failed
+    assert run.machine.newest_snapshot == 2
+
+
+def test_a_stop_while_stages_restore_saves_what_they_hold() -> None:
+    run = in_phase(Phase.RESTORING)
+    assert run.stop() == []
+    actions = run.all_ready()
+    assert of_kind(actions, OpenSnapshot) == SAVES
+    assert not any(isinstance(message, Begin) for message in sent(actions))
+    assert stop_of(run.stored(2)).reason == ASKED
+
+
+def test_a_stop_waits_for_a_commit_that_somebody_missed() -> None:
+    run = in_phase(Phase.APPLYING)
+    run.failed("a")
+    run.stop()
+    run.placed("a", 3)
+    run.placed("b", 2, voted=True)
+    actions = run.placed("c", 3)
+    assert restore_of(actions).step == 3 and of_kind(actions, OpenSnapshot) == []
+    assert of_kind(run.all_ready(), OpenSnapshot) == [OpenSnapshot(step=3)]
+
+
+def test_a_stop_between_epochs_that_hold_nothing_new_is_at_once() -> None:
+    run = Driver(every=2).started("abc", 2)
+    run.failed("a")
+    assert run.machine.newest_snapshot == run.epoch.step == 2
+    assert stop_of(run.stop()).reason == ASKED
+
+
+def test_a_stop_ends_once_it_is_known_that_nothing_new_is_left() -> None:
+    """A coordinator that was started again, and nodes that were too: what they held is gone."""
+    run = Driver(every=2).started("abc", 3)
+    run.die("b")
+    run.hello("x")
+    assert run.epoch.phase is Phase.PLACING
+    assert run.stop() == []
+    actions = run.all_placed(-1)
+    assert stop_of(actions).reason == ASKED
+    assert not any(isinstance(message, Restore) for message in sent(actions)), "nothing is fetched for it"
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_a_second_stop_does_not_wait(phase: Phase) -> None:
+    run = in_phase(phase)
+    assert run.stop() == []
+    assert stop_of(run.stop()).reason == ASKED
+    assert run.stop() == []
+
+
+@pytest.mark.parametrize("phase", [Phase.PLACING, Phase.RESTORING])
+@pytest.mark.parametrize("how", ["death", "new process"])
+def test_a_stop_between_epochs_does_not_outwait_who_is_gone(phase: Phase, how: str) -> None:
+    """With the state of one stage gone the others' is no state of the run."""
+    run = in_phase(phase)
+    run.stop()
+    actions = run.die("b") if how == "death" else run.hello("b", again=True)
+    assert stop_of(actions).reason == ASKED
+
+
+def test_a_stop_does_not_outwait_who_never_takes_its_place() -> None:
+    run = in_phase(Phase.PLACING)
+    run.stop()
+    run.placed("a", 2)
+    assert run.tick(PLACING_SECONDS - 1) == []
+    assert stop_of(run.tick(2.0)).reason == ASKED
+
+
+def test_one_that_lost_its_connection_hears_again_what_is_wanted() -> None:
+    run = in_phase(Phase.PLACING)
+    run.stop()
+    run.all_placed(2)
+    run.machine.disconnected("b", run.time)
+    assert sent(run.hello("b", epoch=run.epoch.number)) == [TakeSnapshot(epoch=2, step=2)]
+
+
+# ---- a failure while the run is to end
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_a_failure_while_the_run_is_to_end_costs_no_state(phase: Phase) -> None:
+    """All are here: they are placed once more, and hand in what they hold."""
+    run = in_phase(phase)
+    run.stop()
+    number, held = run.epoch.number, run.epoch.step + (phase is Phase.APPLYING)
+    actions = run.failed("b")
+    assert len(of_kind(actions, Aborted)) == 1 and aborts(actions) == ["a", "b", "c"]
+    assert placement_of(actions) == ("a", "b", "c") and run.epoch.number == number + 1
+    assert of_kind(run.all_placed(held), OpenSnapshot) == [OpenSnapshot(step=held)]
+    end = stop_of(run.stored(held))
+    assert end.reason == ("all steps are done" if held == 3 else ASKED) and not end.failed
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_a_second_failure_ends_it(phase: Phase) -> None:
+    run = in_phase(phase)
+    run.stop()
+    run.failed("b")
+    assert stop_of(run.failed("b")).reason == ASKED
+
+
+def test_a_step_that_is_not_finite_while_the_run_is_to_end_costs_no_state() -> None:
+    run = in_phase(Phase.STEPPING)
+    run.stop()
+    assert of_kind(run.vote("b", norm=math.nan), Announce) == [], "it is not run again"
+    assert of_kind(run.all_placed(2), OpenSnapshot) == SAVES
+    assert stop_of(run.stored(2)).reason == ASKED
+
+
+def test_nobody_takes_a_seat_again_for_what_is_on_disk() -> None:
+    run = Driver(every=2).started("abc", 2)
+    run.stop()
+    assert stop_of(run.failed("b")).reason == ASKED
+
+
+def test_a_failure_while_somebody_is_away_ends_it() -> None:
+    run = in_phase(Phase.STEPPING)
+    run.stop()
+    run.machine.disconnected("c", run.time)
+    assert stop_of(run.failed("b")).reason == ASKED
+
+
+# ---- a stage leaves between two epochs
+
+
+@pytest.mark.parametrize("phase", [Phase.PLACING, Phase.RESTORING])
+def test_a_stage_that_leaves_between_epochs_is_held_until_its_state_is_on_disk(phase: Phase) -> None:
+    run = in_phase(phase)
+    run.hello("x")
+    assert run.leave("b") == [] == run.leave("b")
+    actions = run.all_placed(2) if phase is Phase.PLACING else run.all_ready()
+    assert of_kind(actions, OpenSnapshot) == SAVES and of_kind(actions, Released) == []
+    actions = run.stored(2)
+    assert finishes(actions) == {"b": LEFT} and placement_of(actions) == ("a", "x", "c")
+    run.placed("a", 2)
+    run.placed("x")
+    assert restore_of(run.placed("c", 2)).step == 2, "nothing is lost"
+    assert any(isinstance(message, Begin) for message in sent(run.all_ready()))
+
+
+def test_a_stage_that_holds_nothing_new_leaves_between_epochs_at_once() -> None:
+    run = Driver(every=2).started("abc", 2)
+    run.failed("a")
+    assert finishes(run.leave("b")) == {"b": LEFT}
+
+
+def test_a_stage_leaves_once_it_is_known_that_nothing_new_is_left() -> None:
+    run = Driver(every=2).started("abc", 3)
+    run.hello("x")
+    run.die("b")
+    assert run.leave("a") == []
+    assert finishes(run.all_placed(-1)) == {"a": LEFT}
+    assert run.machine.epoch is None
+
+
+# ---- the run is given up
+
+
+def test_a_run_that_is_given_up_saves_what_its_stages_hold() -> None:
+    run = in_phase(Phase.STEPPING)
+    actions = failing(run, MAX_RETRIES + 1)
+    assert of_kind(actions, Announce) == [
+        Announce(
+            text="step 3 failed 4 times in a row: the run ends once what its stages hold is on disk",
+        )
+    ]
+    assert placement_of(actions) == ("a", "b", "c")
+    actions = run.all_placed(2)
+    assert of_kind(actions, OpenSnapshot) == SAVES
+    assert not any(isinstance(message, Restore) for message in sent(actions)), "links are what failed"
+    end = stop_of(run.stored(2))
+    assert end.failed
+    assert end.reason == (
+        "step 3 failed 4 times in a row, last at stage 1: no link; the snapshot of step 2 is intact: "
+        "mend that, then resume"
+    )
+
+
+@pytest.mark.parametrize("how", ["failure", "death", "stuck", "nothing held", "two stops"])
+def test_a_run_that_is_given_up_ends_though_nothing_can_be_saved(how: str) -> None:
+    run = in_phase(Phase.STEPPING)
+    failing(run, MAX_RETRIES + 1)
+    match how:
+        case "failure":
+            actions = run.failed("a", FailureKind.INTERNAL, why="the disk is full")
+        case "death":
+            actions = run.die("a")
+        case "stuck":
+            actions = run.tick(PLACING_SECONDS + 1)
+        case "nothing held":
+            actions = run.all_placed(-1)
+        case _:
+            assert run.stop() == []
+            actions = run.stop()
+    end = stop_of(actions)
+    assert end.failed and NO_SNAPSHOT in end.reason and "failed" in end.reason
+
+
+def test_a_run_that_is_given_up_with_all_on_disk_ends_at_once() -> None:
+    run = Driver(every=2).started("abc", 2)
+    assert "the snapshot of step 2 is intact" in stop_of(failing(run, MAX_RETRIES + 1)).reason
+
+
+def test_a_run_that_diverges_keeps_its_older_snapshots_as_they_are() -> None:
+    """The newest state is the one that diverges next."""
+    run = in_phase(Phase.STEPPING)
+    run.vote("b", norm=math.nan)
+    run.restored(2)
+    assert NO_SNAPSHOT in stop_of(run.vote("b", norm=math.nan)).reason
+
+
+def test_a_last_step_whose_snapshot_keeps_failing_may_yet_be_saved() -> None:
+    run = in_phase(Phase.IDLE)
+    failing(run, MAX_RETRIES + 1)
+    assert of_kind(run.all_placed(3), OpenSnapshot) == [OpenSnapshot(step=3)]
+    end = stop_of(run.stored(3))
+    assert end.reason == "all steps are done" and not end.failed
+
+
+# ---- what comes to an end is at an end
+
+
+def test_nothing_is_begun_after_the_snapshot_of_a_run_that_ends() -> None:
+    run = in_phase(Phase.PLACING)
+    run.stop()
+    run.all_placed(2)
+    assert run.tick(600.0) == [], "it waits for the upload, however long that takes"
+    run.stored(2)
+    assert run.machine.stopped and run.machine.epoch is None
+    assert run.tick(REGROUP) == []
+    late = sent(run.hello("x"))
+    assert late == [Finish(reason="the run is over", failed=False)]
+    assert of_kind(run.stored(2), StepDone) == []
