@@ -1,6 +1,7 @@
 """`thinwire resume RUN_DIR`: go on with a stopped run from its newest snapshot.
 
 Snapshots are by layer, so a run may go on with another number of stages, other codecs or another address.
+What follows from the step alone may change too: a run that diverged goes on with a lower learning rate.
 """
 
 import argparse
@@ -11,6 +12,7 @@ from typing import Any
 CHANGEABLE = (
     *("pipeline", "coordinator", "dashboard", "telemetry"),
     *("data.path", "run.snapshot_every", "run.keep_snapshots"),
+    *("training.lr", "training.min_lr_ratio", "training.clip"),
 )
 
 

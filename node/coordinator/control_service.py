@@ -6,13 +6,15 @@ Decodes, asks the `Coordinator`, encodes. Who calls is known from the certificat
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from node.coordinator.bulk_calls import CallLimit, chunks, zeros, zeros_sha256
+from node.coordinator.snapshot_desk import UploadPermit
 from node.training.manifest import UnitEntry
 from wire.errors import ProtocolViolationError, RefusalCode, RunError, ThinwireError
 from wire.identity.credentials import peer_node_id
@@ -25,7 +27,6 @@ from wire.version import PROTOCOL, VERSION
 
 log = logging.getLogger(__name__)
 
-CHUNK_BYTES = 256 * 1024
 MOST_PROBE_BYTES = 16 * 1024 * 1024
 HELLO_SECONDS = 10.0
 REACH_SECONDS = 5.0
@@ -87,16 +88,17 @@ class Desk(Protocol):
 
     async def layer(self, node_id: str, step: int, unit: str) -> bytes: ...
 
-    def upload_limit(self, node_id: str, step: int, unit: str) -> int:
-        """The most bytes that this upload may have; raises ProtocolViolationError if it is not wanted."""
+    def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit | None:
+        """None: it counts as stored; raises ProtocolViolationError if it is not wanted of this node."""
         ...
 
-    async def store_layer(self, step: int, unit: str, data: bytes, digest: str) -> None: ...
+    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None: ...
 
 
 class ControlService(control_pb2_grpc.CoordinatorServicer):
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
+        self._calls = CallLimit()
 
     async def Session(self, requests: AsyncIterator[control_pb2.NodeMessage], context: Context) -> None:
         node_id = await self._member(context)
@@ -150,69 +152,81 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             return control_pb2.RenewReply(refusal=refused)
         return control_pb2.RenewReply(certificate_pem=outcome)
 
-    async def Probe(
-        self, request: control_pb2.ProbeRequest, context: Context
-    ) -> AsyncIterator[control_pb2.DataChunk]:
-        await self._member(context)
-        if request.bytes > MOST_PROBE_BYTES:
+    # Answers are written and not yielded: a generator that is left behind would keep its place.
+
+    async def Probe(self, request: control_pb2.ProbeRequest, context: Context) -> None:
+        node_id = await self._member(context)
+        size = request.bytes
+        if size > MOST_PROBE_BYTES:
             await _abort(
                 context, grpc.StatusCode.INVALID_ARGUMENT, f"a probe has at most {MOST_PROBE_BYTES} bytes"
             )
-        for chunk in _chunks(bytes(request.bytes)):
-            yield chunk
+        async with self._calls.turn(node_id, "probe"):
+            digest = await asyncio.to_thread(zeros_sha256, size)
+            await _write(context, size, digest, zeros(size))
 
-    async def GetBatch(
-        self, request: control_pb2.GetBatchRequest, context: Context
-    ) -> AsyncIterator[control_pb2.DataChunk]:
+    async def GetBatch(self, request: control_pb2.GetBatchRequest, context: Context) -> None:
         node_id = await self._member(context)
-        try:
-            data = await self._desk.batch(node_id, request.step, labels=request.labels)
-        except ThinwireError as error:
-            await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        for chunk in _chunks(data):
-            yield chunk
+        async with self._calls.turn(node_id, "batch"):
+            try:
+                data = await self._desk.batch(node_id, request.step, labels=request.labels)
+            except ThinwireError as error:
+                await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            digest = (await asyncio.to_thread(hashlib.sha256, data)).hexdigest()
+            await _write(context, len(data), digest, chunks(data))
 
-    async def GetLayer(
-        self, request: control_pb2.GetLayerRequest, context: Context
-    ) -> AsyncIterator[control_pb2.DataChunk]:
+    async def GetLayer(self, request: control_pb2.GetLayerRequest, context: Context) -> None:
         node_id = await self._member(context)
-        try:
-            entry = await self._desk.layer_entry(request.step, request.unit)
-            if request.held_sha256 == entry.sha256:
-                yield control_pb2.DataChunk(total_bytes=entry.bytes, sha256=entry.sha256)
-                return
-            data = await self._desk.layer(node_id, request.step, request.unit)
-        except ThinwireError as error:
-            await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        for chunk in _chunks(data):
-            yield chunk
+        async with self._calls.turn(node_id, "get layer"):
+            try:
+                entry = await self._desk.layer_entry(request.step, request.unit)
+                if request.held_sha256 == entry.sha256:
+                    await context.write(control_pb2.DataChunk(total_bytes=entry.bytes, sha256=entry.sha256))
+                    return
+                # Its digest was compared with the manifest's as it was read.
+                data = await self._desk.layer(node_id, request.step, request.unit)
+            except ThinwireError as error:
+                await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            await _write(context, len(data), entry.sha256, chunks(data))
 
     async def PutLayer(
         self, requests: AsyncIterator[control_pb2.PutLayerChunk], context: Context
     ) -> control_pb2.PutLayerReply:
         node_id = await self._member(context)
-        data = bytearray()
-        first: control_pb2.PutLayerChunk | None = None
         try:
-            async for chunk in _parsed(requests):
-                if first is None:
-                    first = chunk
-                    limit = self._desk.upload_limit(node_id, chunk.step, chunk.unit)
-                    if chunk.total_bytes > limit:
-                        raise ProtocolViolationError(
-                            f"layer {chunk.unit} has at most {limit} bytes, not {chunk.total_bytes}"
-                        )
-                if len(data) + len(chunk.data) > first.total_bytes:
-                    raise ProtocolViolationError(f"more came than the {first.total_bytes} bytes announced")
-                data += chunk.data
-            if first is None or len(data) != first.total_bytes:
-                raise ProtocolViolationError("the upload is incomplete")
-            await self._desk.store_layer(first.step, first.unit, bytes(data), first.sha256)
+            async with self._calls.turn(node_id, "put layer"):
+                await self._receive(node_id, _parsed(requests))
         except RunError as error:
             return control_pb2.PutLayerReply(stored=False, message=str(error))
         except ThinwireError as error:
             await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return control_pb2.PutLayerReply(stored=True)
+
+    async def _receive(self, node_id: str, uploaded: AsyncIterator[control_pb2.PutLayerChunk]) -> None:
+        """Take one upload in."""
+        first = await anext(uploaded, None)
+        if first is None:
+            raise ProtocolViolationError("the upload is incomplete")
+        permit = self._desk.upload_permit(node_id, first.step, first.unit)
+        size, came = first.total_bytes, 0
+        if permit is not None and size > permit.most_bytes:
+            raise ProtocolViolationError(
+                f"layer {first.unit} has at most {permit.most_bytes} bytes, not {size}"
+            )
+        data = bytearray()
+        chunk: control_pb2.PutLayerChunk | None = first
+        while chunk is not None:
+            came += len(chunk.data)
+            if came > size:
+                raise ProtocolViolationError(f"more came than the {size} bytes announced")
+            # What counts as stored is let pass: a client that is answered early may take it for a lost link.
+            if permit is not None:
+                data += chunk.data
+            chunk = await anext(uploaded, None)
+        if came != size:
+            raise ProtocolViolationError("the upload is incomplete")
+        if permit is not None:
+            await self._desk.store_layer(permit, bytes(data), first.sha256)
 
     async def _member(self, context: Context) -> str:
         """The caller's node id, if it may take part in the run; ends the call otherwise."""
@@ -273,12 +287,11 @@ def _peer_host(peer: str) -> str:
     return join_address(host.strip("[]"), 1).rpartition(":")[0]
 
 
-def _chunks(data: bytes) -> list[control_pb2.DataChunk]:
-    first = control_pb2.DataChunk(
-        data=data[:CHUNK_BYTES], total_bytes=len(data), sha256=hashlib.sha256(data).hexdigest()
-    )
-    rest = range(CHUNK_BYTES, len(data), CHUNK_BYTES)
-    return [first, *(control_pb2.DataChunk(data=data[offset : offset + CHUNK_BYTES]) for offset in rest)]
+async def _write(context: Context, size: int, digest: str, pieces: Iterator[bytes]) -> None:
+    """Answer with data, each piece taken when the one before it is on its way."""
+    await context.write(control_pb2.DataChunk(data=next(pieces), total_bytes=size, sha256=digest))
+    for piece in pieces:
+        await context.write(control_pb2.DataChunk(data=piece))
 
 
 async def _abort(context: Context, code: grpc.StatusCode, message: str) -> NoReturn:

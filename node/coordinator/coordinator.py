@@ -9,7 +9,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +39,7 @@ from node.coordinator.plan import Past, RunPlan
 from node.coordinator.records import PlacedNode, StepOutcome, StepRecord
 from node.coordinator.seating import sharing, stage_needs
 from node.coordinator.sessions import Sessions
-from node.coordinator.snapshot_desk import SnapshotDesk
+from node.coordinator.snapshot_desk import SnapshotDesk, UploadPermit
 from node.coordinator.store import Store
 from node.coordinator.tracer import Tracer
 from node.coordinator.window_plan import Windows
@@ -92,7 +92,10 @@ class Coordinator:
         self._desk = desk
         self._corpus = corpus
         self._emit = emit
-        self._config_json = to_json(config)
+        # Of where the text is here, nodes need to know nothing.
+        data = config.data
+        there = replace(data, path=Path(data.path).name, tokenizer=Path(data.tokenizer).name)
+        self._config_json = to_json(replace(config, data=there))
         pipeline = config.pipeline
         self._machine = RunMachine(
             RunPlan(
@@ -177,9 +180,11 @@ class Coordinator:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._post(self._machine.tick)
-            # The command that evicts writes into the database, from a process of its own.
-            for node_id in await asyncio.to_thread(self._store.evicted):
-                self._shut_out(node_id)
+            # The command that evicts writes into the database, from a process of its own. One that cannot be
+            # read now may be at the next look; whoever needs it ends the run with a goodbye.
+            with contextlib.suppress(RunError):
+                for node_id in await asyncio.to_thread(self._store.evicted):
+                    self._shut_out(node_id)
 
     def _plan_windows(self, number: int, costs: events.StepCosts) -> None:
         """Have windows planned from what a step cost, unless its epoch is over."""
@@ -245,7 +250,8 @@ class Coordinator:
             case Announce():
                 self._emit(events.Notice(text=action.text))
             case OpenSnapshot():
-                await self._snapshots.expect(action.step)
+                if (asking := self._machine.epoch) is not None:
+                    await self._snapshots.expect(action.step, asking.seats)
             case Aborted():
                 self._narrator.interrupted(action)
             case Released():
@@ -272,8 +278,8 @@ class Coordinator:
         if outcome is StepOutcome.DIFFERS:
             self._emit(
                 events.Notice(
-                    text=f"step {commit.step + 1}, run again, gave another loss than before: the machines' "
-                    "arithmetic differs, so this run cannot be reproduced bit for bit"
+                    text=f"step {commit.step + 1}, run again, gave another loss than before: its stages, "
+                    "codecs or machines are others, so this run cannot be reproduced bit for bit"
                 )
             )
         self._narrator.committed(commit)
@@ -377,13 +383,13 @@ class Coordinator:
     async def layer(self, node_id: str, step: int, unit: str) -> bytes:
         return await self._snapshots.layer(step, unit)
 
-    def upload_limit(self, node_id: str, step: int, unit: str) -> int:
+    def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit | None:
         if node_id not in self._machine.members:
             raise ProtocolViolationError(f"{node_id} is not in the run at present")
-        return self._snapshots.upload_limit(step, unit)
+        return self._snapshots.permit(node_id, step, unit)
 
-    async def store_layer(self, step: int, unit: str, data: bytes, digest: str) -> None:
-        await self._snapshots.put(step, unit, data, digest)
+    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
+        await self._snapshots.put(permit, data, digest)
 
     def _snapshot_stored(self, manifest: Manifest) -> None:
         path = str(self._snapshots.path(manifest.step))

@@ -3,10 +3,12 @@
 import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from node.coordinator.enrolment import EnrolmentDesk
 from wire.errors import RunError, UserError
@@ -16,7 +18,11 @@ from wire.v1 import enrolment_pb2 as pb
 logger = logging.getLogger(__name__)
 
 MESSAGE_BYTES = 64 * 1024
-_MOST_RPCS = 32
+REQUEST_SECONDS = 5.0
+"""From the beginning of a call until its request is here; a connection has as long for its handshake."""
+IDLE_SECONDS = 30.0
+MOST_SILENT = 256
+"""Calls whose requests have not come; of more, the one that has been silent longest ends."""
 _MOST_AT_WORK = 4
 _JOINS_A_SECOND, _JOINS_AT_ONCE = 20.0, 100.0
 
@@ -26,6 +32,8 @@ _OPTIONS: list[tuple[str, int]] = [
     # By default a second process could listen on the same port and take half of the joins.
     ("grpc.so_reuseport", 0),
     ("grpc.max_concurrent_streams", 8),
+    ("grpc.server_handshake_timeout_ms", int(1000 * REQUEST_SECONDS)),
+    ("grpc.max_connection_idle_ms", int(1000 * IDLE_SECONDS)),
 ]
 
 
@@ -49,6 +57,27 @@ class RateLimit:
         return True
 
 
+class _Silent:
+    """Calls that wait for their requests, the oldest first."""
+
+    def __init__(self) -> None:
+        self._deadlines: dict[asyncio.Timeout, None] = {}
+
+    async def first(self, requests: AsyncIterator[pb.JoinRequest]) -> pb.JoinRequest | None:
+        """A call's request, or None; TimeoutError if it does not come in time, or too many calls wait."""
+        if len(self._deadlines) >= MOST_SILENT:
+            oldest = next(iter(self._deadlines))
+            del self._deadlines[oldest]
+            if not oldest.expired():
+                oldest.reschedule(asyncio.get_running_loop().time())
+        async with asyncio.timeout(REQUEST_SECONDS) as deadline:
+            self._deadlines[deadline] = None
+            try:
+                return await anext(requests, None)
+            finally:
+                self._deadlines.pop(deadline, None)
+
+
 class EnrolmentService:
     """`thinwire.wire.v1.Enrolment` over an `EnrolmentDesk`.
 
@@ -60,10 +89,13 @@ class EnrolmentService:
         self._control_port = control_port
         self._limit = RateLimit(_JOINS_A_SECOND, _JOINS_AT_ONCE)
         self._work = asyncio.Semaphore(_MOST_AT_WORK)
+        self._silent = _Silent()
 
     def handler(self) -> grpc.GenericRpcHandler:
         """For `server.add_generic_rpc_handlers`."""
-        join = grpc.unary_unary_rpc_method_handler(
+        # A stream of requests, of which the first counts: on the wire one request is the same, but its coming
+        # has a deadline. Whoever only begins calls would else hold them open for ever.
+        join = grpc.stream_unary_rpc_method_handler(
             self._join,
             request_deserializer=pb.JoinRequest.FromString,
             response_serializer=pb.JoinReply.SerializeToString,
@@ -71,8 +103,16 @@ class EnrolmentService:
         return grpc.method_handlers_generic_handler("thinwire.wire.v1.Enrolment", {"Join": join})
 
     async def _join(
-        self, message: pb.JoinRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, requests: AsyncIterator[pb.JoinRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.JoinReply:
+        try:
+            message = await self._silent.first(requests)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no join request came")
+        except DecodeError:
+            message = None
+        if message is None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "what came is no join request")
         if not self._limit.take(time.monotonic()):
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many join requests: ask again later")
         hardware = message.hardware
@@ -122,7 +162,7 @@ async def open_join_port(
 
     The caller stops the server. Raises UserError when the port is taken.
     """
-    server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MOST_RPCS)
+    server = grpc.aio.server(options=_OPTIONS)
     server.add_generic_rpc_handlers([EnrolmentService(desk, control_port).handler()])
     try:
         port = server.add_secure_port(listen, grpc.ssl_server_credentials([credentials]))

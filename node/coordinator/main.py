@@ -31,16 +31,18 @@ from node.coordinator.store import Store
 from node.coordinator.token_watch import token_uses_told
 from node.dashboard.address import listen_address
 from node.dashboard.feed import Feed
-from node.dashboard.live import live_page, past
+from node.dashboard.live import live_page, past_read
+from node.local.terminal import ending_signals
 from node.model.memory import devices_of
 from node.model.placement import check_cache
 from node.model.units import ends_in_blocks
 from node.telemetry import events
+from node.telemetry.history import highest_step, history_size
 from node.telemetry.view import RunViewBuilder
 from node.training.data import Corpus
-from node.training.snapshot import discard_incomplete, list_snapshots
+from node.training.snapshot import discard_incomplete, list_snapshots, snapshot_directory
 from wire.channels import make_server
-from wire.errors import DataError, UserError
+from wire.errors import DataError, RunError, UserError
 from wire.identity.authority import CertificateAuthority
 from wire.identity.credentials import mutual_tls
 from wire.identity.enrolment import Hardware
@@ -55,6 +57,7 @@ TOKEN_LIFETIME = timedelta(hours=24)
 SERVER_LIFETIME = timedelta(days=365)
 INTERRUPTED = 130
 STOP_SECONDS = 2.0
+STOPPING = "ending the run after this step and a snapshot; press Ctrl-C again to end it at once"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +85,11 @@ def run_coordinator(config: RunConfig, *, run_dir: Path, emit: Emit, resume: boo
         run = _reopen(config, run_dir, corpus) if resume else _create(config, run_dir, corpus)
         with run.store:
             if run.past.newest_snapshot >= config.run.steps:
-                done = f"all {config.run.steps} steps are done; the weights are in {run_dir}"
+                weights = snapshot_directory(run_dir / "snapshots", run.past.newest_snapshot)
+                done = f"all {config.run.steps} steps are done; the weights are in {weights}"
                 emit(events.Notice(text=done))
                 return 0
-            return asyncio.run(_serve(config, run_dir, run, emit, past(run_dir)))
+            return asyncio.run(_serve(config, run_dir, run, emit))
 
 
 def _create(config: RunConfig, directory: Path, corpus: Corpus) -> _Run:
@@ -116,19 +120,21 @@ def _reopen(config: RunConfig, directory: Path, corpus: Corpus) -> _Run:
             "steps run on the same tokens"
         )
     store = Store.open(directory)
-    if (config_json := to_json(config)) != store.run().config_json:
+    snapshots = directory / "snapshots"
+    discard_incomplete(snapshots)
+    newest = max(list_snapshots(snapshots), default=0)
+    # Of a run that is done the record says how it was trained.
+    if newest < config.run.steps and (config_json := to_json(config)) != store.run().config_json:
         store.set_config(config_json)
         _write_run_file(directory, config)
     authority = CertificateAuthority.load(directory / "authority")
-    snapshots = directory / "snapshots"
-    discard_incomplete(snapshots)
     last_epoch, last_step = store.last_epoch(), store.last_step()
     committed = None
     if last_step is not None:
         committed = Committed(step=last_step.step, clip_coefficient=last_step.clip, lr=last_step.lr)
     past = Past(
         last_epoch=last_epoch,
-        newest_snapshot=max(list_snapshots(snapshots), default=0),
+        newest_snapshot=newest,
         committed=committed,
         seats=tuple(placed.node_id for placed in store.placement(last_epoch)),
     )
@@ -140,12 +146,22 @@ def _untold(newest: StepRecord | None, told: int) -> StepRecord | None:
     return newest if newest is not None and told == newest.step else None
 
 
+def _told(directory: Path) -> int:
+    """Steps in the history; -1 if it cannot be read, which whoever writes it says."""
+    try:
+        return highest_step(directory)
+    except RunError:
+        return -1
+
+
 def _corpus_file(directory: Path) -> Path:
     return directory / "corpus.json"
 
 
-async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, seen: RunViewBuilder) -> int:
-    feed = Feed(seen)
+async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit) -> int:
+    # Before the first event, which goes into the history too.
+    past_end = history_size(directory)
+    feed = Feed(RunViewBuilder(), past_comes=True)
     metrics = RunMetrics(feed.view)
 
     def emit(event: events.Event) -> None:
@@ -175,7 +191,7 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, seen:
         corpus=run.corpus,
         emit=emit,
         past=run.past,
-        untold=_untold(run.store.last_step(), seen.highest_step),
+        untold=_untold(run.store.last_step(), _told(directory)),
     )
     metrics.accounting = coordinator.accounting
     credentials = run.authority.coordinator_credentials(SERVER_LIFETIME, time.time())
@@ -207,29 +223,33 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, seen:
                 emit=emit,
             ):
                 emit(events.JoinLine(line=f"thinwire join {token.encode()}"))
-                async with token_uses_told(run.store, emit):
-                    return await _until_done(coordinator)
+                async with token_uses_told(run.store, emit), past_read(directory, past_end, feed):
+                    return await _until_done(coordinator, emit)
         finally:
             await join.stop(STOP_SECONDS)
     finally:
         await control.stop(STOP_SECONDS)
 
 
-async def _until_done(coordinator: Coordinator) -> int:
+async def _until_done(coordinator: Coordinator, emit: Emit) -> int:
     interrupted = False
 
-    def interrupt() -> None:
+    def interrupt(number: signal.Signals) -> None:
         nonlocal interrupted
+        if interrupted and number is signal.SIGHUP:
+            return  # a terminal that closes says so more than once
+        if not interrupted:
+            emit(events.Notice(text=STOPPING))
         interrupted = True
         coordinator.stop("stopped by the operator")
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupt)
+    loop, signals = asyncio.get_running_loop(), ending_signals()
+    for number in signals:
+        loop.add_signal_handler(number, interrupt, number)
     try:
         outcome = await coordinator.run()
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in signals:
             loop.remove_signal_handler(number)
     if outcome.failed:
         return 1

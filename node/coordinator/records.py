@@ -65,7 +65,7 @@ class StepOutcome(Enum):
     REPEATED = "repeated"
     """The step was there already, with the same bits of loss."""
     DIFFERS = "differs"
-    """The step was there already, with another loss: the run is not reproducible. The first loss stays."""
+    """The step was there already, with another loss: the run is not reproducible. The newest loss counts."""
 
 
 @dataclass(frozen=True, slots=True)

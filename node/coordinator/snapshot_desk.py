@@ -2,8 +2,9 @@
 
 import asyncio
 import hashlib
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,17 +12,31 @@ from node import faults
 from node.config.schema import RunConfig
 from node.coordinator.records import SnapshotRecord
 from node.coordinator.store import Store
-from node.model.placement import most_layer_bytes
+from node.model.placement import most_layer_bytes, stage_units
 from node.model.units import unit_names
 from node.training.manifest import Manifest, UnitEntry
 from node.training.snapshot import SnapshotWriter, prune, read_manifest, read_unit, snapshot_directory
 from wire.errors import ProtocolViolationError, RunError, ThinwireError
 
+log = logging.getLogger(__name__)
+
+Hosts = dict[str, str]
+"""The node that hands in each unit: that which holds it in the epoch that asked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadPermit:
+    """One upload that may come, for the attempt at its step that was on as it began."""
+
+    step: int
+    unit: str
+    most_bytes: int
+    hosts: Hosts
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Upload:
-    step: int
-    unit: str
+    permit: UploadPermit
     data: bytes
     digest: str
     done: asyncio.Future[None]
@@ -53,11 +68,15 @@ class SnapshotDesk:
         self._windows = windows
         self._directory = directory
         self._store = store
-        self._writer = SnapshotWriter(directory, config, run_id)
+        self._writer = SnapshotWriter(directory, config, run_id, windows)
         self._stored = stored
         self._failed = failed
-        self._wanted: set[int] = set()
+        self._wanted: dict[int, Hosts] = {}
+        """By step, from when it is asked for until a later one is complete."""
+        self._newest = 0
+        """The newest step that was completed here."""
         self._uploads: asyncio.Queue[_Upload] = asyncio.Queue()
+        self._writing = asyncio.Lock()
 
     async def run(self) -> None:
         """Store what comes, until cancelled.
@@ -68,22 +87,31 @@ class SnapshotDesk:
         while True:
             upload = await self._uploads.get()
             try:
-                manifest = await asyncio.to_thread(self._store_unit, upload)
-            except (ThinwireError, OSError) as error:
-                if isinstance(error, RunError):
-                    self._failed(str(error))
+                manifest = await self._take_in(upload)
+            except Exception as error:
+                told = self._told_of(error, upload.permit)
                 if not upload.done.done():
-                    upload.done.set_exception(error)
+                    upload.done.set_exception(told)
                 continue
             if manifest is not None:
                 self._stored(manifest)
             if not upload.done.done():
                 upload.done.set_result(None)
 
-    async def expect(self, step: int) -> None:
-        """Nodes are about to upload the state of `step`, all of it: what came of an earlier attempt goes."""
-        await asyncio.to_thread(self._writer.discard, step)
-        self._wanted.add(step)
+    async def expect(self, step: int, seats: Sequence[str]) -> None:
+        """Nodes are about to upload the state of `step`, all of it: what came of an earlier attempt goes.
+
+        Args:
+            seats: the node of each stage.
+        """
+        held = zip(seats, stage_units(self._config, len(seats)), strict=True)
+        hosts = {unit: node for node, units in held for unit in units}
+        if step not in self._wanted:
+            self._wanted[step] = hosts  # nothing has come of it, so the run need not wait for the disk
+            return
+        async with self._writing:
+            self._wanted[step] = hosts
+            await asyncio.to_thread(self._writer.discard, step)
 
     def path(self, step: int) -> Path:
         """The directory of a snapshot."""
@@ -101,27 +129,70 @@ class SnapshotDesk:
         faults.reach_coordinator(faults.Phase.STATE_FETCH, step=step)
         return await asyncio.to_thread(read_unit, self.path(step), unit)
 
-    def upload_limit(self, step: int, unit: str) -> int:
-        """The most bytes that this upload may have; raises ProtocolViolationError if it is not wanted."""
-        self._check_unit(unit)
-        if step not in self._wanted:
-            raise ProtocolViolationError(f"nobody asked for a snapshot of step {step}")
-        return most_layer_bytes(self._config, unit, self._windows)
+    def permit(self, node_id: str, step: int, unit: str) -> UploadPermit | None:
+        """Leave to upload; None if nobody needs the step any more, so that it counts as stored.
 
-    async def put(self, step: int, unit: str, data: bytes, digest: str) -> None:
+        A node goes on with an upload when its epoch is over, so what counts is who held the unit in the epoch
+        that asked last. Asked again, perhaps of others, the state may have other bits: no upload that began
+        before then is stored. A coordinator that was started again knows of no attempt until it asks itself.
+
+        Raises:
+            ProtocolViolationError: it is not wanted, or not of this node.
+        """
+        self._check_unit(unit)
+        if step < self._newest:
+            return None
+        hosts = self._wanted.get(step)
+        if hosts is None:
+            raise ProtocolViolationError(f"nobody asked for a snapshot of step {step}")
+        if hosts[unit] != node_id:
+            raise ProtocolViolationError(
+                f"layer {unit} of the snapshot of step {step} is another node's to hand in, not {node_id}'s"
+            )
+        most = most_layer_bytes(self._config, unit, self._windows)
+        return UploadPermit(step=step, unit=unit, most_bytes=most, hosts=hosts)
+
+    async def put(self, permit: UploadPermit, data: bytes, digest: str) -> None:
         """Hand a unit's file to `run`, and wait until it is stored.
 
         Raises RunError when the disk or the database refuses, ProtocolViolationError for what is not that
         unit.
         """
-        faults.reach_coordinator(faults.Phase.SNAPSHOT, step=step)
+        faults.reach_coordinator(faults.Phase.SNAPSHOT, step=permit.step)
         done = asyncio.get_running_loop().create_future()
-        self._uploads.put_nowait(_Upload(step=step, unit=unit, data=data, digest=digest, done=done))
+        self._uploads.put_nowait(_Upload(permit=permit, data=data, digest=digest, done=done))
         await done
 
-    def _store_unit(self, upload: _Upload) -> Manifest | None:
+    async def _take_in(self, upload: _Upload) -> Manifest | None:
         """The manifest, which is on record, if this unit completes its snapshot."""
-        manifest = self._writer.put(upload.step, upload.unit, upload.data, upload.digest)
+        permit = upload.permit
+        async with self._writing:
+            if permit.step < self._newest:
+                return None
+            if self._wanted.get(permit.step) is not permit.hosts:
+                raise ProtocolViolationError(
+                    f"step {permit.step} was asked for anew while its layer {permit.unit} was on its way"
+                )
+            manifest = await asyncio.to_thread(self._store_unit, upload)
+            if manifest is not None:
+                self._newest = max(self._newest, manifest.step)
+                self._wanted = {step: at for step, at in self._wanted.items() if step >= self._newest}
+            return manifest
+
+    def _told_of(self, error: Exception, permit: UploadPermit) -> Exception:
+        """What an upload's sender hears of an error; without the disk or the database the run is over."""
+        if isinstance(error, ThinwireError | OSError):
+            if isinstance(error, RunError):
+                self._failed(str(error))
+            return error
+        log.error("layer %s of step %d could not be taken in", permit.unit, permit.step, exc_info=error)
+        return RunError(
+            f"the coordinator could not take in layer {permit.unit} of step {permit.step}: its log says why"
+        )
+
+    def _store_unit(self, upload: _Upload) -> Manifest | None:
+        permit = upload.permit
+        manifest = self._writer.put(permit.step, permit.unit, upload.data, upload.digest)
         if manifest is not None:
             self._record(manifest)
         return manifest
@@ -138,6 +209,8 @@ class SnapshotDesk:
         )
         for step in prune(self._directory, self._config.run.keep_snapshots):
             self._store.delete_snapshot(step)
+        # Of older steps, which nobody goes back to, and whose uploads may have ended with their nodes.
+        self._writer.discard_below(manifest.step)
 
     def _check_unit(self, unit: str) -> None:
         if unit not in unit_names(self._config.model):

@@ -247,13 +247,21 @@ class Store:
     # ---- steps, snapshots
 
     def record_step(self, step: StepRecord) -> StepOutcome:
-        """Write a committed step. One that is there already (replayed after a rollback) is kept as it is."""
+        """Write a committed step. One that is there already (a replay) stays if it is the same.
+
+        Otherwise it is replaced, with its loss, and those after it are forgotten: they led on from what it
+        was, and the commit with the highest number must be the newest, as stages were sent it.
+        """
         with self._writing() as db:
-            row = db.execute("SELECT loss FROM steps WHERE step = ?", (step.step,)).fetchone()
-            if row is not None:
-                return StepOutcome.REPEATED if _same_bits(_float(row[0]), step.loss) else StepOutcome.DIFFERS
-            db.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", astuple(step))
-            return StepOutcome.NEW
+            row = db.execute("SELECT * FROM steps WHERE step = ?", (step.step,)).fetchone()
+            known = None if row is None else _step(row)
+            if known is not None and all(map(_same_bits, _what_it_did(known), _what_it_did(step))):
+                return StepOutcome.REPEATED
+            db.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", astuple(step))
+            if known is None:
+                return StepOutcome.NEW
+            db.execute("DELETE FROM steps WHERE step > ?", (step.step,))
+            return StepOutcome.REPEATED if _same_bits(known.loss, step.loss) else StepOutcome.DIFFERS
 
     def steps(self, after: int = -1) -> list[StepRecord]:
         """The committed steps above `after`, in order."""
@@ -372,6 +380,11 @@ def _step(row: tuple[Any, ...]) -> StepRecord:
     step, epoch, loss, grad_norm, lr, clip, tokens, seconds, committed_at = row
     values = (_float(loss), _float(grad_norm), _float(lr), _float(clip))
     return StepRecord(step, epoch, *values, tokens, seconds, committed_at)
+
+
+def _what_it_did(step: StepRecord) -> tuple[float, ...]:
+    """All that the state after it depends on, or shows of it."""
+    return step.loss, step.grad_norm, step.lr, step.clip
 
 
 def _float(value: float | None) -> float:

@@ -21,9 +21,21 @@ TIMES_AS_LONG = 19
 class Feed:
     """Counts events into a view. All of it runs on one event loop."""
 
-    def __init__(self, builder: RunViewBuilder, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`builder` may have seen a run's past already; `clock` gives seconds and never goes back."""
+    def __init__(
+        self,
+        builder: RunViewBuilder,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        past_comes: bool = False,
+    ) -> None:
+        """
+        Args:
+            builder: may have seen a run's past already.
+            clock: gives seconds and never goes back.
+            past_comes: `put_before` brings it later.
+        """
         self._builder = builder
+        self._meanwhile: list[tuple[Event, float]] | None = [] if past_comes else None
         self._clock = clock
         self._version = 0
         self._made: tuple[int, RunView, dict[str, Any]] | None = None
@@ -34,6 +46,16 @@ class Feed:
     def apply(self, event: Event, at: float) -> None:
         """Count an event of the Unix time `at`."""
         self._builder.apply(event, at)
+        if self._meanwhile is not None:
+            self._meanwhile.append((event, at))
+        self._version += 1
+        self._wake()
+
+    def put_before(self, past: RunViewBuilder) -> None:
+        """`past` has seen what happened before all that was counted here."""
+        for event, at in self._meanwhile or ():
+            past.apply(event, at)
+        self._builder, self._meanwhile = past, None
         self._version += 1
         self._wake()
 

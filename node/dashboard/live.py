@@ -1,6 +1,9 @@
 """The page of a run that is on, beside its coordinator."""
 
+import asyncio
 import contextlib
+import logging
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -15,15 +18,52 @@ from node.dashboard.tls import page_tls
 from node.telemetry import events
 from node.telemetry.history import read_history
 from node.telemetry.view import RunViewBuilder
+from wire.errors import RunError
 from wire.identity.authority import CertificateAuthority
 
+log = logging.getLogger(__name__)
 
-def past(directory: Path) -> RunViewBuilder:
-    """What earlier coordinators of the run in `directory` told; nothing for a new run. RunError."""
+
+def past(
+    directory: Path, end: int | None = None, given_up: Callable[[], bool] = lambda: False
+) -> RunViewBuilder:
+    """What earlier coordinators of the run in `directory` told; nothing for a new run. RunError.
+
+    Args:
+        end: where the history of this coordinator begins.
+        given_up: asked between events; what was read so far is given once it says so.
+    """
     builder = RunViewBuilder()
-    for entry in read_history(directory):
+    for entry in read_history(directory, end):
+        if given_up():
+            break
         builder.apply(entry.event, entry.at)
     return builder
+
+
+@contextlib.asynccontextmanager
+async def past_read(directory: Path, end: int, feed: Feed) -> AsyncIterator[None]:
+    """While the block runs, read the run's past up to the byte `end`, and put it before what `feed` shows.
+
+    On a thread, however long it takes: nodes wait for the coordinator's answers and for no page.
+    """
+    over = threading.Event()
+
+    async def read() -> None:
+        try:
+            seen = await asyncio.to_thread(past, directory, end, over.is_set)
+        except RunError as error:
+            log.warning("%s; the page shows what happens from now on", error)
+            seen = RunViewBuilder()
+        if not over.is_set():
+            feed.put_before(seen)
+
+    reading = asyncio.create_task(read())
+    try:
+        yield
+    finally:
+        over.set()
+        await reading
 
 
 @contextlib.asynccontextmanager

@@ -19,6 +19,7 @@ from aiohttp import web
 from node.config.validate import why_not_bound
 from node.dashboard.access import Asking, Gate, connection_denied, is_loopback
 from node.dashboard.assets import Asset, assets
+from node.dashboard.connections import REQUEST_SECONDS, Connections
 from node.dashboard.feed import Feed
 from node.dashboard.operator import Operator
 from node.dashboard.patch import difference
@@ -28,7 +29,6 @@ from wire.identity.names import join_address
 
 log = logging.getLogger(__name__)
 
-MOST_CONNECTIONS = 256
 MOST_STREAMS = 64
 """Open pages; a further one is told to come again."""
 STREAM_SECONDS = 1.0
@@ -80,7 +80,15 @@ async def serve_page(
 
     Raises UserError when the address cannot be had.
     """
-    app = web.Application(middlewares=[_guard(is_loopback(host))], client_max_size=MOST_REQUEST_BYTES)
+
+    def serve() -> asyncio.Protocol:
+        assert runner.server is not None, "set up before anybody can connect"
+        return runner.server()
+
+    connections = Connections(serve)
+    app = web.Application(
+        middlewares=[_counted(connections), _guard(is_loopback(host))], client_max_size=MOST_REQUEST_BYTES
+    )
     app.on_response_prepare.append(_add_headers)
     routes = _Routes(page)
     for path, asset in assets().items():
@@ -100,7 +108,7 @@ async def serve_page(
     )
     await runner.setup()
     try:
-        server = await _listen(runner, host, port, tls)
+        server = await _listen(connections, host, port, tls)
         try:
             yield server.sockets[0].getsockname()[1]
         finally:
@@ -110,29 +118,24 @@ async def serve_page(
         await runner.cleanup()
 
 
-async def _listen(runner: web.AppRunner, host: str, port: int, tls: ssl.SSLContext | None) -> asyncio.Server:
-    protocols = runner.server
-    assert protocols is not None
-
-    def protocol() -> asyncio.Protocol:
-        return protocols() if len(protocols.connections) < MOST_CONNECTIONS else _Full()
-
+async def _listen(
+    connections: Connections, host: str, port: int, tls: ssl.SSLContext | None
+) -> asyncio.Server:
     try:
         return await asyncio.get_running_loop().create_server(
-            protocol, host, port, ssl=tls, backlog=64, reuse_address=True
+            connections.protocol,
+            host,
+            port,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else REQUEST_SECONDS,
+            backlog=64,
+            reuse_address=True,
         )
     except OSError as error:
         raise UserError(
             f"cannot serve the page at {join_address(host, port)} ({why_not_bound(error)}): name an address "
             "of this machine whose port is free ([dashboard] listen, or --listen)"
         ) from None
-
-
-class _Full(asyncio.Protocol):
-    """For a connection too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
 
 
 class _Routes:
@@ -224,6 +227,17 @@ class _Routes:
             return _json(await operator.act(action, subject))
         except UserError as error:
             return _json({"error": str(error)}, status=400)
+
+
+def _counted(connections: Connections) -> Any:
+    """Connections hear of their requests."""
+
+    @web.middleware
+    async def counted(request: web.Request, handler: Handler) -> web.StreamResponse:
+        with connections.answering(request.transport):
+            return await handler(request)
+
+    return counted
 
 
 def _guard(own_machine_only: bool) -> Any:

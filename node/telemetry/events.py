@@ -310,7 +310,14 @@ def from_fields(raw: Any) -> Event:
 
 @cache
 def _hints(kind: type) -> dict[str, Any]:
-    return {name: hint for name, hint in get_type_hints(kind).items() if get_origin(hint) is not ClassVar}
+    """The types of a dataclass's fields."""
+    hints = get_type_hints(kind)
+    return {one.name: hints[one.name] for one in fields(kind)}
+
+
+@cache
+def _required(kind: type) -> frozenset[str]:
+    return frozenset(one.name for one in fields(kind) if not _optional(one))
 
 
 def read_value(value: Any, hint: Any, name: str) -> Any:
@@ -318,29 +325,35 @@ def read_value(value: Any, hint: Any, name: str) -> Any:
 
     Raises ProtocolViolationError.
     """
+    # Most values are of a plain type, here and below: of long histories every shortcut counts.
+    if type(value) is hint:
+        return value
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):  # only `X | None` occurs
         return None if value is None else read_value(value, get_args(hint)[0], name)
     if origin is tuple and isinstance(value, list):
-        return tuple(read_value(item, get_args(hint)[0], name) for item in value)
+        kind = get_args(hint)[0]
+        return tuple([item if type(item) is kind else read_value(item, kind, name) for item in value])
     if origin is Mapping and isinstance(value, dict):
-        return {key: read_value(item, get_args(hint)[1], name) for key, item in value.items()}
+        kind = get_args(hint)[1]
+        return {
+            key: item if type(item) is kind else read_value(item, kind, name) for key, item in value.items()
+        }
     if is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):
-        known = {one.name: _optional(one) for one in fields(hint)}
-        missing = sorted(key for key, optional in known.items() if not optional and key not in value)
-        if missing:
+        if missing := sorted(_required(hint) - value.keys()):
             raise ProtocolViolationError(f"{name} has no {', '.join(missing)}")
-        types_of = _hints(hint)
         return hint(
-            **{key: read_value(value[key], types_of[key], f"{name}.{key}") for key in known if key in value}
+            **{
+                key: item if type(item) is kind else read_value(item, kind, f"{name}.{key}")
+                for key, kind in _hints(hint).items()
+                if (item := value.get(key, MISSING)) is not MISSING
+            }
         )
     if hint is float:
         if value is None:
             return float("nan")
-        if type(value) in (int, float):
+        if type(value) is int:
             return float(value)
-    elif hint in (int, str, bool) and type(value) is hint:
-        return value
     raise ProtocolViolationError(f"{name} has the wrong type: {str(value)[:80]!r}")
 
 

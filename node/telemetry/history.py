@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 from node.telemetry import events
 from node.telemetry.costs import add_costs
@@ -28,6 +28,7 @@ from wire.errors import ProtocolViolationError, RunError
 HISTORY_FILE = "history.jsonl"
 COSTS_SECONDS = 1.0
 """Costs are written at most so often."""
+_BLOCK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,33 +132,70 @@ class HistoryWriter:
                 file.close()
 
 
-def read_history(directory: Path) -> Iterator[Entry]:
+def read_history(directory: Path, end: int | None = None) -> Iterator[Entry]:
     """The history of the run in `directory`, oldest first; nothing when there is none.
 
     Lines that cannot be read (cut short by a crash, or of a later version's kinds) are left out. Raises
     RunError when the file itself cannot be read.
+
+    Args:
+        end: leave out what begins at this byte or later, as `history_size` gave it.
     """
-    for line in _lines(directory):
-        if (entry := parse_line(line)) is not None:
-            yield entry
+    with _opened(directory) as file:
+        position = 0
+        for line in file or ():
+            if end is not None and position >= end:
+                return
+            position += len(line)
+            if (entry := parse_line(line)) is not None:
+                yield entry
 
 
-def _lines(directory: Path) -> Iterator[bytes]:
-    path = directory / HISTORY_FILE
+def history_size(directory: Path) -> int:
+    """Bytes of the history of the run in `directory` at this moment; 0 when there is none."""
     try:
-        with path.open("rb") as file:
-            yield from file
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}") from error
+        return (directory / HISTORY_FILE).stat().st_size
+    except OSError:
+        return 0
 
 
 def highest_step(directory: Path) -> int:
-    """The most steps that the history of the run in `directory` tells of; 0 when there is none. RunError."""
+    """The most steps that the history of the run in `directory` tells of; 0 when there is none. RunError.
+
+    The newest step that was no replay is the highest; so a few lines at the end are all that is read.
+    """
     mark = f'"event":"{events.StepDone.event}"'.encode()
-    entries = (parse_line(line) for line in _lines(directory) if mark in line)
-    return max((e.event.step for e in entries if e and isinstance(e.event, events.StepDone)), default=0)
+    for line in _lines_from_the_end(directory):
+        entry = parse_line(line) if mark in line else None
+        if entry is not None and not entry.replayed and isinstance(entry.event, events.StepDone):
+            return entry.event.step
+    return 0
+
+
+def _lines_from_the_end(directory: Path) -> Iterator[bytes]:
+    with _opened(directory) as file:
+        position = 0 if file is None else file.seek(0, os.SEEK_END)
+        rest = b""
+        while file is not None and position > 0:
+            size = min(_BLOCK_BYTES, position)
+            position -= size
+            file.seek(position)
+            rest, *lines = (file.read(size) + rest).split(b"\n")
+            yield from reversed(lines)
+        yield rest
+
+
+@contextlib.contextmanager
+def _opened(directory: Path) -> Iterator[BinaryIO | None]:
+    """The file, or None where there is none."""
+    path = directory / HISTORY_FILE
+    try:
+        with path.open("rb") as file:
+            yield file
+    except FileNotFoundError:
+        yield None
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def parse_line(line: bytes) -> Entry | None:

@@ -117,11 +117,6 @@ class RunViewBuilder:
         """Whether the newest coordinator has said that it ends."""
         return self._finished is not None
 
-    @property
-    def highest_step(self) -> int:
-        """The most steps that were ever done; one that comes again is a replay."""
-        return self._highest_step
-
     def view(self) -> RunView:
         """The run after the events so far."""
         started, step = self._started, self._step

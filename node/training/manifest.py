@@ -12,16 +12,12 @@ from hashlib import sha256
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load
 
 from wire.errors import RunError
 
 FORMAT = 1
 """Raised whenever files or manifest change meaning."""
 MANIFEST_NAME = "manifest.json"
-PARAMETER_PREFIX = "parameter."
-"""Begins the names of weights in a unit's state; everything else is the optimizer's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,20 +106,3 @@ def unit_weights_sha256(parameters: Mapping[str, np.ndarray]) -> str:
 def weights_sha256(unit_hashes: Iterable[str]) -> str:
     """Hash of a whole model from its units' hashes in model order."""
     return sha256("\n".join(unit_hashes).encode()).hexdigest()
-
-
-def read_parameters(data: bytes) -> dict[str, np.ndarray]:
-    """The weights in a unit's state, by name without prefix.
-
-    Raises:
-        RunError: not a safetensors file, or a damaged one.
-    """
-    try:
-        tensors = load(data)
-    except (SafetensorError, KeyError) as error:
-        raise RunError(f"unit state of {len(data)} bytes cannot be read ({error})") from error
-    return {
-        name.removeprefix(PARAMETER_PREFIX): array
-        for name, array in tensors.items()
-        if name.startswith(PARAMETER_PREFIX)
-    }

@@ -8,10 +8,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from node.training.snapshot import read_unit
+from node.training.unit_state import CACHE_PREFIX as CACHE_PREFIX
 from wire.errors import RunError
-
-CACHE_PREFIX = "activation_cache."
-"""Begins the names of remembered activations in a unit's state, of runs whose codec has a memory."""
 
 
 def serialize_unit(tensors: Mapping[str, Tensor]) -> bytes:

@@ -24,17 +24,17 @@ from threading import Lock
 
 from node import faults
 from node.config.schema import RunConfig
-from node.model.units import parameter_specs, unit_names
+from node.model.units import unit_names
 from node.training.manifest import (
     FORMAT,
     MANIFEST_NAME,
     Manifest,
     UnitEntry,
-    read_parameters,
     unit_file,
     unit_weights_sha256,
     weights_sha256,
 )
+from node.training.unit_state import check_state, parameters_of, read_tensors
 from wire.errors import ProtocolViolationError, RunError
 
 _STEP_DIRECTORY = re.compile(r"step-(\d{8,})")
@@ -91,11 +91,13 @@ def prune(root: Path, keep: int) -> tuple[int, ...]:
     return removed
 
 
-def discard_incomplete(root: Path) -> tuple[int, ...]:
-    """Remove what interrupted snapshots left behind. Returns their steps."""
+def discard_incomplete(root: Path, below: int | None = None) -> tuple[int, ...]:
+    """Remove what interrupted snapshots left behind, or those of steps below one. Returns their steps."""
     complete = set(list_snapshots(root))
     removed = []
     for step, directory in _step_directories(root):
+        if below is not None and step >= below:
+            break
         if step in complete:
             for leftover in directory.glob(".*.tmp"):
                 _remove(leftover)
@@ -112,9 +114,11 @@ class SnapshotWriter:
     uploaded anew call `discard`, so that no snapshot mixes units of two attempts at it.
     """
 
-    def __init__(self, root: Path, config: RunConfig, run_id: str) -> None:
+    def __init__(self, root: Path, config: RunConfig, run_id: str, windows: int = 1) -> None:
+        """`windows`: samples of one pass over the text."""
         self._root = root
-        self._model = config.model
+        self._run = config
+        self._windows = windows
         # Through JSON, so that a manifest equals itself read back: tuples become lists.
         self._config = json.loads(json.dumps(asdict(config)))
         self._run_id = run_id
@@ -134,7 +138,8 @@ class SnapshotWriter:
             The manifest, once all units of the step are stored; else None.
 
         Raises:
-            ProtocolViolationError: damaged on the way, or not a unit of this model; nothing is stored.
+            ProtocolViolationError: damaged on the way, or nothing that a node could go on from; nothing is
+                stored.
             RunError: the disk is full or cannot be written; no partial file is left.
         """
         entry = self._check(unit, data, digest)
@@ -162,6 +167,16 @@ class SnapshotWriter:
         with self._lock:
             self._entries.pop(step, None)
 
+    def discard_below(self, step: int) -> None:
+        """Forget incomplete snapshots of lower steps, and remove what of them is on disk.
+
+        Raises:
+            RunError: they cannot be removed.
+        """
+        with self._lock:
+            self._entries = {other: entries for other, entries in self._entries.items() if other >= step}
+            discard_incomplete(self._root, below=step)
+
     def missing(self, step: int) -> tuple[str, ...]:
         """Units of a step's snapshot that have not come yet, in model order."""
         with self._lock:
@@ -184,18 +199,21 @@ class SnapshotWriter:
         if sha256(data).hexdigest() != digest:
             raise ProtocolViolationError(f"upload of unit {unit} was damaged on the way; send it again")
         try:
-            parameters = read_parameters(data)
+            tensors = read_tensors(data)
         except RunError as error:
             raise ProtocolViolationError(f"upload of unit {unit} refused: {error}") from error
-        expected = {spec.name: spec.shape for spec in parameter_specs(self._model, unit)}
-        if {name: array.shape for name, array in parameters.items()} != expected:
-            raise ProtocolViolationError(f"upload of unit {unit} does not fit this model; refused")
+        try:
+            check_state(self._run, self._windows, unit, tensors)
+        except RunError as error:
+            raise ProtocolViolationError(
+                f"upload of unit {unit} does not fit this model ({error}); refused"
+            ) from error
         return UnitEntry(
             unit=unit,
             file=unit_file(unit),
             bytes=len(data),
             sha256=digest,
-            weights_sha256=unit_weights_sha256(parameters),
+            weights_sha256=unit_weights_sha256(parameters_of(tensors)),
         )
 
 

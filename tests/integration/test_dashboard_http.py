@@ -1,6 +1,7 @@
 """The page's server over real sockets: what it serves, what it refuses, and that it stays bounded."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import ssl
@@ -18,7 +19,7 @@ from aiohttp import web
 from node.config.loader import to_json
 from node.config.schema import CoordinatorSection, DashboardSection, RunConfig
 from node.coordinator.store import Store
-from node.dashboard import server
+from node.dashboard import connections, server
 from node.dashboard.access import KEY_FILE, Gate, OperatorKey
 from node.dashboard.address import listen_address, page_url
 from node.dashboard.feed import Feed
@@ -182,26 +183,93 @@ async def test_streams_are_bounded_and_freed(monkeypatch: pytest.MonkeyPatch) ->
                         break
 
 
-async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MOST_CONNECTIONS", 3)
-    async with serve_page(Page(feed=feed_of_a_run()), "127.0.0.1", 0) as port:
-        connections: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-        try:
-            for _ in range(4):
-                connections.append(await asyncio.open_connection("127.0.0.1", port))
-            async with asyncio.timeout(20):
-                assert await connections[-1][0].read() == b""  # closed without a word
-        finally:
-            for _, one in connections:
-                one.close()
-                await one.wait_closed()
-        async with asyncio.timeout(20):
-            while True:
-                try:
-                    assert await status_of(port, "/healthz") == 200
-                    break
-                except aiohttp.ClientConnectionError:
-                    await asyncio.sleep(0)
+Connected = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@asynccontextmanager
+async def connected(port: int, count: int, host: str = "127.0.0.1") -> AsyncIterator[list[Connected]]:
+    """Connections from an address of this machine that ask nothing."""
+    async with asyncio.timeout(60):
+        made = [await asyncio.open_connection("127.0.0.1", port, local_addr=(host, 0)) for _ in range(count)]
+        yield made
+        for _, writer in made:
+            writer.close()
+
+
+async def closed(connection: Connected) -> None:
+    """Wait until the other end has closed it, without a word."""
+    with contextlib.suppress(ConnectionResetError):
+        assert await connection[0].read() == b""
+
+
+async def test_health_and_the_page_are_there_beside_300_connections_that_ask_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", 3600.0)
+    async with (
+        serve_page(Page(feed=feed_of_a_run(), metrics=lambda: b""), "127.0.0.1", 0) as port,
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
+        session.get("/api/stream") as page,
+        connected(port, 300) as silent,
+    ):
+        await next_event(page)  # a page that is open stays so
+        for path in ("/healthz", "/metrics", "/"):
+            assert await status_of(port, path) == 200
+        for one in silent[: 300 - connections.MOST_OF_AN_ADDRESS]:
+            await closed(one)
+        assert not page.content.at_eof()
+
+
+async def test_one_address_does_not_shut_out_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", 3600.0)
+    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 6)
+    monkeypatch.setattr(connections, "MOST_OF_AN_ADDRESS", 4)
+    async with (
+        serve_page(Page(feed=feed_of_a_run()), "127.0.0.1", 0) as port,
+        connected(port, 2, "127.0.0.3") as others,
+        connected(port, 8, "127.0.0.2") as crowd,
+    ):
+        for one in crowd[:4]:
+            await closed(one)
+        assert not any(reader.at_eof() for reader, _ in (*others, *crowd[4:]))
+        # All places are taken: whoever has been silent longest, at whatever address, gives up its own.
+        async with connected(port, 1):
+            await closed(others[0])
+        assert await status_of(port, "/healthz") == 200
+
+
+async def test_a_connection_whose_requests_are_being_answered_keeps_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 2)
+    async with (
+        serve_page(Page(feed=feed_of_a_run()), "127.0.0.1", 0) as port,
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
+        session.get("/api/stream") as first,
+        session.get("/api/stream") as second,
+    ):
+        await next_event(first)
+        await next_event(second)
+        async with connected(port, 1) as more:
+            await closed(more[0])
+        assert not first.content.at_eof() and not second.content.at_eof()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "])
+async def test_a_connection_whose_first_request_does_not_come_is_closed(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.05)
+    async with (
+        serve_page(Page(feed=feed_of_a_run()), "127.0.0.1", 0) as port,
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
+        session.get("/api/stream") as page,
+        connected(port, 1) as silent,
+    ):
+        silent[0][1].write(sent)
+        await closed(silent[0])
+        await next_event(page)
+        assert not page.content.at_eof()
 
 
 async def test_a_reader_that_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -367,6 +367,53 @@ async def test_a_long_message_is_turned_away(coordinator: Coordinator, tmp_path:
     assert coordinator.trace() == before
 
 
+def joining(coordinator: Coordinator) -> grpc.aio.Channel:
+    """A stranger's connection of its own to the join port."""
+    options = (*server_name_options("coordinator.run-a"), ("grpc.use_local_subchannel_pool", 1))
+    credentials = grpc.ssl_channel_credentials(coordinator.authority.certificate_pem)
+    return grpc.aio.secure_channel(f"127.0.0.1:{coordinator.port}", credentials, options)
+
+
+async def test_calls_that_ask_nothing_keep_nobody_out(
+    coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join, "_ROUNDS", (0.0,))
+    monkeypatch.setattr(enrolment_service, "REQUEST_SECONDS", 3600.0)
+    monkeypatch.setattr(enrolment_service, "MOST_SILENT", 31)
+    channels = [joining(coordinator) for _ in range(4)]
+    calls: list[Any] = [
+        channel.stream_unary("/thinwire.wire.v1.Enrolment/Join")() for channel in channels for _ in range(8)
+    ]
+    # One too many: when the one that has waited longest ends, all are there.
+    ends = [asyncio.ensure_future(call.code()) for call in calls]
+    ended, _ = await asyncio.wait(ends, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+    assert [end.result() for end in ended] == [grpc.StatusCode.DEADLINE_EXCEEDED]
+    identity, _ = await enrol(coordinator.token(), tmp_path / "node", HARDWARE)
+    assert [member.node_id for member in coordinator.store.members()] == [identity.node_id]
+    assert sum(call.done() for call in calls) <= 2
+    for channel in channels:
+        await channel.close()
+    await asyncio.gather(*ends)
+
+
+async def test_a_request_comes_in_time_or_the_call_ends(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = coordinator.trace()
+    async with asyncio.timeout(20), joining(coordinator) as channel:
+        path = "/thinwire.wire.v1.Enrolment/Join"
+        empty: Any = channel.stream_unary(path)()
+        await empty.done_writing()
+        assert await empty.code() is grpc.StatusCode.INVALID_ARGUMENT
+        junk: Any = channel.unary_unary(path)(b"\xff" * 40)
+        assert await junk.code() is grpc.StatusCode.INVALID_ARGUMENT
+        monkeypatch.setattr(enrolment_service, "REQUEST_SECONDS", 0.05)
+        silent: Any = channel.stream_unary(path)()
+        assert await silent.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert await silent.details() == "no join request came"
+    assert coordinator.trace() == before
+
+
 def test_the_rate_limit_refills() -> None:
     limit = enrolment_service.RateLimit(rate=2.0, burst=3.0)
     assert [limit.take(10.0) for _ in range(4)] == [True, True, True, False]

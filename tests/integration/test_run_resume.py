@@ -7,7 +7,8 @@ import pytest
 
 from node.config.schema import RunConfig
 from node.model.memory import stage_storages
-from node.telemetry.events import Notice, PlacementMade, RunFinished, RunStarted
+from node.telemetry.events import Notice, PlacementMade, RunFinished, RunStarted, StepDone
+from node.training.schedule import learning_rate
 from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, TINY, Run, Still, packed
 
@@ -49,11 +50,14 @@ def test_stop_and_resume(config: RunConfig, prefork: Prefork, tmp_path: Path) ->
         assert [placed.resume_step for placed in second.all(PlacementMade)] == [stopped_at]
         run.assert_undisturbed()
 
-        third = run.resume()
+        kept = (run.run_dir / "run.toml").read_bytes()
+        third = run.resume("pipeline.forward_codec=fp16")
         assert third.wait_exit() == 0
+        weights = run.run_dir / "snapshots" / f"step-{config.run.steps:08d}"
         assert [notice.text for notice in third.all(Notice)] == [
-            f"all {config.run.steps} steps are done; the weights are in {run.run_dir}"
+            f"all {config.run.steps} steps are done; the weights are in {weights}"
         ]
+        assert (run.run_dir / "run.toml").read_bytes() == kept, "the record says how the run was trained"
 
 
 def test_the_packed_runs_stages_differ_in_bits() -> None:
@@ -85,3 +89,25 @@ def test_resume_on_another_number_of_stages(prefork: Prefork, tmp_path: Path) ->
         assert placed.resume_step == stopped_at
         assert len(placed.nodes) == 3
         run.assert_undisturbed()
+
+
+def test_resume_with_a_lower_learning_rate(prefork: Prefork, tmp_path: Path) -> None:
+    """As a run is told to that diverged; a node of before has files of it on disk."""
+    with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=0, steps=3)) as run:
+        first = run.start()
+        run.add_nodes(2)
+        still = run.wait_still()
+        first.interrupt()
+        still.go_on()
+        run.assert_quiet()
+        (stopped_at,) = run.snapshots
+
+        changes = ("training.lr=1e-3", "training.min_lr_ratio=0.5", "training.clip=0.5")
+        second = run.resume(*changes, "coordinator.regroup_seconds=0.5")
+        run.add_node(state_dir=run.state_dir(1))
+        run.add_node()
+        assert second.wait_exit() == 0
+        training, steps = replace(CONFIG.training, lr=1e-3, min_lr_ratio=0.5), CONFIG.run.steps
+        assert {done.step: done.lr for done in second.all(StepDone)} == {
+            step: learning_rate(step - 1, training, steps) for step in range(stopped_at + 1, steps + 1)
+        }

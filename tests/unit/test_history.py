@@ -170,6 +170,45 @@ def test_a_disk_that_is_full_is_told_once(tmp_path: Path) -> None:
     assert "the run goes on" in writing.warnings[0]
 
 
+@pytest.mark.parametrize("length", [1, 100, 5000])
+def test_the_highest_step_is_found_at_the_end_however_long_the_history_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    writing = Writing(tmp_path)
+    writing.start()
+    writing.say(*(done(number) for number in range(1, length + 1)))
+    writing.say(*(done(number) for number in range(max(1, length - 20), length + 1)), placed())
+    parsed: list[bytes] = []
+
+    parse = history.parse_line
+
+    def counting(line: bytes) -> history.Entry | None:
+        parsed.append(line)
+        return parse(line)
+
+    monkeypatch.setattr(history, "parse_line", counting)
+    assert highest_step(tmp_path) == length
+    assert len(parsed) <= 22, "replays, and the newest that was none"
+
+
+def test_lines_are_whole_wherever_blocks_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writing = Writing(tmp_path)
+    writing.start()
+    writing.say(done(3), *(events.Notice(text="x" * size) for size in range(40)))
+    for size in range(1, 200):
+        monkeypatch.setattr(history, "_BLOCK_BYTES", size)
+        assert highest_step(tmp_path) == 3
+
+
+def test_what_is_written_after_a_moment_can_be_left_out(tmp_path: Path) -> None:
+    writing = Writing(tmp_path)
+    writing.start()
+    size = history.history_size(tmp_path)
+    writing.say(done(1))
+    assert [entry.event.event for entry in read_history(tmp_path, size)] == ["run-started"]
+    assert len(list(read_history(tmp_path))) == 2
+
+
 def test_a_run_without_history_has_none(tmp_path: Path) -> None:
     assert list(read_history(tmp_path)) == []
     assert highest_step(tmp_path) == 0

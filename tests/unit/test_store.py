@@ -223,11 +223,36 @@ def test_steps_are_kept_in_order(store: Store) -> None:
 
 
 def test_a_replayed_step_keeps_the_first_and_compares_bits(store: Store) -> None:
-    store.record_step(STEP)
+    later = replace(STEP, step=1)
+    for record in (STEP, later):
+        store.record_step(record)
     assert store.record_step(replace(STEP, epoch=9, committed_at=NOW + 9)) is StepOutcome.REPEATED
+    assert store.steps() == [STEP, later]
     assert store.record_step(replace(STEP, loss=math.nextafter(5.5, 6))) is StepOutcome.DIFFERS
     assert store.record_step(replace(STEP, loss=math.nan)) is StepOutcome.DIFFERS
-    assert store.steps() == [STEP]
+    assert store.record_step(replace(STEP, loss=math.nan)) is StepOutcome.REPEATED
+
+
+@pytest.mark.parametrize(
+    ("again", "outcome"),
+    [
+        (replace(STEP, epoch=7, loss=5.25, grad_norm=4.0, clip=0.25), StepOutcome.DIFFERS),
+        (replace(STEP, epoch=7, lr=5e-4), StepOutcome.REPEATED),
+        (replace(STEP, epoch=7, grad_norm=4.0, clip=0.25), StepOutcome.REPEATED),
+    ],
+)
+def test_the_newest_commit_on_record_is_the_one_that_was_sent(
+    store: Store, again: StepRecord, outcome: StepOutcome
+) -> None:
+    """A coordinator that is started again repeats it to whoever voted for it."""
+    before = replace(STEP, step=4)
+    for record in (before, replace(STEP, step=5), replace(STEP, step=6)):
+        store.record_step(record)
+    again = replace(again, step=5)
+    assert store.record_step(again) is outcome
+    assert store.last_step() == again, "step 6 led on from another state"
+    assert store.steps() == [before, again]
+    assert store.record_step(replace(STEP, step=6, epoch=7)) is StepOutcome.NEW
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 0.0, 3.0, 5e-324, 0.1 + 0.2])

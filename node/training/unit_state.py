@@ -1,0 +1,122 @@
+"""What a layer unit's snapshot file holds, read and checked for one that nodes can go on from. Torch-free.
+
+A file that a node then cannot load would end every attempt to go on with the run, and the snapshots before it
+are pruned meanwhile. So tensors are compared with what the run file asks for, by name, dtype and shape, and
+numbers that no step leaves behind are refused: largest and smallest elements tell, and take no memory.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load
+
+from kernels.fp8_layout import blocks
+from node.config.schema import RunConfig
+from node.model.units import parameter_specs
+from wire.errors import RunError
+
+PARAMETER_PREFIX = "parameter."
+"""Begins the names of weights in a unit's state; everything else is the optimizer's."""
+CACHE_PREFIX = "activation_cache."
+"""Begins the names of remembered activations in a unit's state, of runs whose codec has a memory."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_NEVER_NEGATIVE = {"exp_avg_sq", "exp_avg_sq_scale", "exp_avg_scale"}
+_STEP = "step"
+_CACHE = {f"{CACHE_PREFIX}{part}" for part in ("values", "samples", "since")}
+
+Layout = dict[str, tuple[str, tuple[int, ...]]]
+"""dtype and shape by name."""
+
+
+def read_tensors(data: bytes) -> dict[str, np.ndarray]:
+    """The tensors in a unit's file, by name.
+
+    Raises:
+        RunError: not a safetensors file, or a damaged one.
+    """
+    try:
+        return dict(load(data))
+    except (SafetensorError, KeyError, ValueError, TypeError, OverflowError) as error:
+        # A header may be sound and still name what numpy has not: a dtype, a shape of a hundred dimensions.
+        raise RunError(f"unit state of {len(data)} bytes cannot be read ({error})") from error
+
+
+def parameters_of(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The weights among a unit's tensors, by name without prefix."""
+    return {
+        name.removeprefix(PARAMETER_PREFIX): array
+        for name, array in tensors.items()
+        if name.startswith(PARAMETER_PREFIX)
+    }
+
+
+def expected_layout(config: RunConfig, unit: str) -> Layout:
+    """What `StageOptimizer.unit_state` gives for this unit."""
+    layout: Layout = {_STEP: ("int64", ())}
+    for spec in parameter_specs(config.model, unit):
+        layout[f"{PARAMETER_PREFIX}{spec.name}"] = "float32", spec.shape
+        packed = config.training.moments == "fp8" and len(spec.shape) >= 2
+        for moment in _MOMENTS:
+            if packed:
+                layout[f"{moment}.{spec.name}"] = "uint8", (spec.elements,)
+                layout[f"{moment}_scale.{spec.name}"] = "float32", (blocks(spec.elements),)
+                layout[f"{moment}_power.{spec.name}"] = "uint8", (blocks(spec.elements),)
+            else:
+                layout[f"{moment}.{spec.name}"] = "float32", spec.shape
+    return layout
+
+
+def check_state(config: RunConfig, windows: int, unit: str, tensors: Mapping[str, np.ndarray]) -> None:
+    """Check that nodes can go on from a unit's tensors.
+
+    Args:
+        windows: samples of one pass over the text.
+
+    Raises:
+        RunError: they cannot; the message says why.
+    """
+    expected = expected_layout(config, unit)
+    if config.pipeline.remembers and not _CACHE.isdisjoint(tensors):
+        # All or none: only the units before a boundary carry what is remembered there.
+        expected |= _cache_layout(config, tensors)
+    for name in sorted(expected.keys() ^ tensors.keys()):
+        raise RunError(f"{name[:80]} is {'missing' if name in expected else 'unknown'}")
+    for name, (dtype, shape) in expected.items():
+        array = tensors[name]
+        if (array.dtype.name, array.shape) != (dtype, shape):
+            raise RunError(f"{name} is {array.dtype.name} {list(array.shape)}, not {dtype} {list(shape)}")
+    for name, array in tensors.items():
+        if array.size and not _possible(name, array, windows):
+            raise RunError(f"{name} holds numbers that no step leaves behind")
+
+
+def _cache_layout(config: RunConfig, tensors: Mapping[str, np.ndarray]) -> Layout:
+    """Of any number of samples."""
+    values, samples, since = (f"{CACHE_PREFIX}{part}" for part in ("values", "samples", "since"))
+    count = tensors[samples].size if samples in tensors else 0
+    return {
+        values: ("int16", (count, config.model.sequence, config.model.hidden)),
+        samples: ("int64", (count,)),
+        since: ("int64", ()),
+    }
+
+
+def _possible(name: str, array: np.ndarray, windows: int) -> bool:
+    kind = name.removeprefix(CACHE_PREFIX) if name.startswith(CACHE_PREFIX) else name.partition(".")[0]
+    if array.dtype == np.float32:
+        least, most = float(array.min()), float(array.max())  # a NaN is both
+        return bool(np.isfinite((least, most)).all()) and (least >= 0 or kind not in _NEVER_NEGATIVE)
+    match kind:
+        case "exp_avg":  # e4m3 has a NaN of either sign, the codes 127 and 255
+            return int(array.max()) < 0xFF and int(array.view(np.int8).max()) < 0x7F
+        case "exp_avg_sq":
+            return int(array.max()) < 0x7F
+        case "exp_avg_power" | "exp_avg_sq_power":  # by which is divided
+            return int(array.min()) > 0
+        case "values":  # bf16: as integers, what is not finite is the largest of its sign
+            return int(array.max()) < 0x7F80 and int(array.view(np.uint16).max()) < 0xFF80
+        case "samples":
+            return bool((np.diff(array) > 0).all()) and array[0] >= 0 and array[-1] < windows
+        case _:  # steps
+            return int(array) >= 0

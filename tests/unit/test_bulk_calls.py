@@ -1,0 +1,195 @@
+"""Bulk calls over real sockets: answers that nobody reads take little memory, and no node takes all of it."""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
+from hashlib import sha256
+
+import pytest
+
+from node.coordinator import control_service
+from node.coordinator.bulk_calls import CHUNK_BYTES, MOST_CALLS, CallLimit, chunks, zeros, zeros_sha256
+from node.coordinator.control_service import MOST_PROBE_BYTES, ControlService, ControlSession
+from node.coordinator.snapshot_desk import UploadPermit
+from node.stage.coordinator_client import CoordinatorClient
+from node.training.manifest import UnitEntry
+from tests.support.pki import new_authority, new_node
+from wire.channels import make_server, open_channel
+from wire.errors import RunError
+from wire.identity.credentials import NodeIdentity, mutual_tls
+from wire.identity.enrolment import Refusal
+from wire.messages import NodeMessage
+from wire.v1 import control_pb2, control_pb2_grpc
+
+AUTHORITY = new_authority()
+NODE, OTHER = new_node(AUTHORITY), new_node(AUTHORITY)
+SECONDS = 20.0
+LAYER = bytes(range(256)) * (40 * CHUNK_BYTES // 256) + b"tail"
+
+
+class Desk:
+    """Has one layer, and takes in what it permits."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.permit: UploadPermit | None = None
+        self.stored: list[bytes] = []
+
+    async def refusal_for(self, node_id: str) -> Refusal | None:
+        return None
+
+    def opened(self, session: ControlSession) -> None:
+        raise AssertionError("nobody asks")
+
+    def heard(self, session: ControlSession, message: NodeMessage) -> None:
+        raise AssertionError("nobody asks")
+
+    def closed(self, session: ControlSession) -> None:
+        raise AssertionError("nobody asks")
+
+    async def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal:
+        raise AssertionError("nobody asks")
+
+    async def batch(self, node_id: str, step: int, *, labels: bool) -> bytes:
+        return LAYER[:1000]
+
+    async def layer_entry(self, step: int, unit: str) -> UnitEntry:
+        return UnitEntry(unit, "file", len(LAYER), sha256(LAYER).hexdigest(), "")
+
+    async def layer(self, node_id: str, step: int, unit: str) -> bytes:
+        self.asked += 1
+        return LAYER
+
+    def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit | None:
+        return self.permit
+
+    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
+        self.stored.append(data)
+
+
+@contextlib.asynccontextmanager
+async def coordinator(desk: Desk) -> AsyncIterator[tuple[int, ControlService]]:
+    server, service = make_server([]), ControlService(desk)
+    control_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
+    credentials = AUTHORITY.coordinator_credentials(timedelta(hours=1), time.time())
+    port = server.add_secure_port("127.0.0.1:0", mutual_tls(lambda: credentials, AUTHORITY.certificate_pem))
+    await server.start()
+    try:
+        async with asyncio.timeout(SECONDS):
+            yield port, service
+    finally:
+        await server.stop(0)
+
+
+@contextlib.asynccontextmanager
+async def deaf(port: int, node: NodeIdentity) -> AsyncIterator[control_pb2_grpc.CoordinatorStub]:
+    """A connection that takes in a little and then no more, while nobody reads."""
+    name = node.coordinator_name
+    channel = open_channel(f"127.0.0.1:{port}", identity=node, server_name=name, unread_bytes=65536)
+    yield control_pb2_grpc.CoordinatorStub(channel)
+    await channel.close()
+
+
+def client(port: int, node: NodeIdentity) -> CoordinatorClient:
+    return CoordinatorClient(f"127.0.0.1:{port}", lambda: node, 5.0)
+
+
+def permit(most_bytes: int) -> UploadPermit:
+    return UploadPermit(step=4, unit="embed", most_bytes=most_bytes, hosts={})
+
+
+async def test_answers_that_nobody_reads_are_made_as_far_as_they_travel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+    zeros = control_service.zeros
+
+    def counted(size: int) -> Iterator[bytes]:
+        for chunk in zeros(size):
+            made.append(len(chunk))
+            yield chunk
+
+    async with coordinator(Desk()) as (port, _), deaf(port, NODE) as stub:
+        with monkeypatch.context() as patch:
+            patch.setattr(control_service, "zeros", counted)
+            asked = [stub.Probe(control_pb2.ProbeRequest(bytes=MOST_PROBE_BYTES)) for _ in range(8)]
+            begun = [asyncio.ensure_future(call.read()) for call in asked]
+            done, waiting = await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
+            assert all(task.result().total_bytes == MOST_PROBE_BYTES for task in done)
+            other = client(port, OTHER)
+            assert await other.measure_download() > 0
+            await other.close()
+        assert sum(made) < MOST_PROBE_BYTES
+        for task in waiting:
+            task.cancel()
+
+
+async def test_one_node_waits_for_itself_alone() -> None:
+    desk = Desk()
+    async with coordinator(desk) as (port, _):
+        async with deaf(port, NODE) as stub:
+            asked = [stub.GetLayer(control_pb2.GetLayerRequest(step=4, unit="embed")) for _ in range(8)]
+            begun = [asyncio.ensure_future(call.read()) for call in asked]
+            for first in itertools.islice(asyncio.as_completed(begun), MOST_CALLS):
+                assert (await first).total_bytes == len(LAYER)
+            one, other = client(port, NODE), client(port, OTHER)
+            assert await other.layer(4, "embed", len(LAYER)) == LAYER
+            assert await one.batch(4, labels=False, size=1000) == LAYER[:1000]
+            assert desk.asked == MOST_CALLS + 1
+            for waiting in begun:
+                waiting.cancel()
+        # What it left behind is over, and frees its places.
+        assert await one.layer(4, "embed", len(LAYER)) == LAYER
+        await one.close()
+        await other.close()
+
+
+async def test_an_upload_that_nobody_needs_any_more_counts_as_stored() -> None:
+    desk = Desk()
+    async with coordinator(desk) as (port, _):
+        node = client(port, NODE)
+        await node.put_layer(4, "embed", LAYER)
+        assert desk.stored == []
+        desk.permit = permit(len(LAYER) - 1)
+        with pytest.raises(RunError, match=f"at most {len(LAYER) - 1} bytes"):
+            await node.put_layer(4, "embed", LAYER)
+        desk.permit = permit(len(LAYER))
+        await node.put_layer(4, "embed", LAYER)
+        assert desk.stored == [LAYER]
+        await node.close()
+
+
+async def test_a_call_too_many_waits_its_turn_and_idle_nodes_are_forgotten() -> None:
+    limit, go_on = CallLimit(), asyncio.Event()
+    began: asyncio.Queue[str] = asyncio.Queue()
+
+    async def call(node: str, kind: str) -> None:
+        async with limit.turn(node, kind):
+            began.put_nowait(f"{node} {kind}")
+            await go_on.wait()
+
+    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
+        calls = [group.create_task(call("a", "get")) for _ in range(MOST_CALLS + 2)]
+        group.create_task(call("b", "get"))
+        group.create_task(call("a", "put"))
+        heard = sorted([await began.get() for _ in range(MOST_CALLS + 2)])
+        assert heard == [*["a get"] * MOST_CALLS, "a put", "b get"] and began.empty()
+        # One that ends while it runs makes room, one that ends while it waits does not.
+        calls[-1].cancel()
+        calls[0].cancel()
+        assert await began.get() == "a get" and began.empty()
+        go_on.set()
+    assert len(limit) == 0
+
+
+@pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES + 5])
+def test_chunks_are_the_data(size: int) -> None:
+    data = LAYER[:size]
+    for pieces, whole in ((list(chunks(data)), data), (list(zeros(size)), bytes(size))):
+        assert b"".join(pieces) == whole and pieces
+        assert all(len(piece) == CHUNK_BYTES for piece in pieces[:-1])
+        assert len(pieces[-1]) <= CHUNK_BYTES
+    assert zeros_sha256(size) == sha256(bytes(size)).hexdigest()
