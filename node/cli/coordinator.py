@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from node.cli.resume import resume_run
     from node.cli.run_directory import holds_run, new_run_directory
     from node.cli.stay import stay
-    from node.config.loader import load_config
+    from node.config.loader import load_config, with_absolute_paths
     from wire.errors import UserError
 
     if args.resume:
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         if holds_run(args.run_dir):
             # The run file began the run; what it says now changes nothing, and need not even be there.
             return resume_run(args.run_dir, args.overrides, json=args.json, stays=args.stay)
-    config = load_config(args.run_file, args.overrides)
+    config = with_absolute_paths(load_config(args.run_file, args.overrides))
     set_up_logging()
     directory = new_run_directory(args.run_dir, config.run.name)
 

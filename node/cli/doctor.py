@@ -5,6 +5,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+GIVEN = ("token", "run file")
+"""Checks of what the user gave, by name: what cannot be used has the exit code of that, as elsewhere."""
+
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("doctor", help="check this machine")
@@ -32,8 +35,9 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from node.cli.parser import check_devices
-    from node.local.doctor import checks_json, checks_text, examine, healthy
+    from node.local.doctor import Status, checks_json, checks_text, examine, healthy
     from node.parallel.processes import choose_devices
+    from wire.errors import UserError
 
     check_devices(args)
     chosen = choose_devices(args.device, args.gpus)
@@ -43,4 +47,6 @@ def run(args: argparse.Namespace) -> int:
 
         checks += check_run(args.run_file, chosen, args.tensor_parallel)
     sys.stdout.write((checks_json(checks) if args.json else checks_text(checks)) + "\n")
+    if any(check.name in GIVEN and check.status is Status.FAIL for check in checks):
+        return UserError.exit_code
     return 0 if healthy(checks) else 1

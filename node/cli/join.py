@@ -57,7 +57,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from node.cli.logs import set_up_logging
     from node.cli.parser import UsageError, check_devices
-    from node.config.join_options import JoinOptions
+    from node.config.join_options import MOST_THREADS, JoinOptions
     from node.config.validate import parse_listen
     from wire.identity.token import JoinToken
 
@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
     if args.metrics:
         parse_listen(args.metrics)
     check_devices(args)
-    if args.threads < 0:
-        raise UsageError(f"--threads must be at least 0 (torch's own choice), got {args.threads}")
+    if not 0 <= args.threads <= MOST_THREADS:
+        raise UsageError(f"--threads must be 0 (torch's own choice) to {MOST_THREADS}, got {args.threads}")
     for name, value in (("--max-bandwidth", args.max_bandwidth), ("--max-memory", args.max_memory)):
         if not 0 <= value < float("inf"):
             raise UsageError(f"{name} must be a number above 0, or 0 for no limit, got {value:g}")

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -89,6 +90,7 @@ def _run(args: argparse.Namespace) -> int:
     from node.lab.support import check_devices
 
     check_devices(profile)
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -100,9 +102,17 @@ def _run(args: argparse.Namespace) -> int:
     finally:
         if args.pack and (packed := pack_logs(out)) is not None:
             _tell(f"packed {packed}")
+        _remove_empty(made)
     if code == 0 and not args.no_plots:
         _draw(out / RESULTS_FILE, out, must=False)
     return code
+
+
+def _remove_empty(made: Sequence[Path]) -> None:
+    """Folders that this command made, the innermost first: empty ones are of a run that was refused."""
+    with contextlib.suppress(OSError):
+        for folder in made:
+            folder.rmdir()
 
 
 def _run_inside(args: argparse.Namespace, out: Path) -> int:

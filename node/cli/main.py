@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 the run, a link or the other side failed; 2 what the user 
 traceback goes to a file that one line names, and the exit code is 70.
 """
 
+import errno
 import os
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from node.cli import (
     trace,
 )
 from node.cli.parser import Parser
+from node.local.terminal import discard, say
 from wire.errors import ThinwireError
 from wire.version import VERSION
 
@@ -37,6 +39,8 @@ COMMANDS = (
     *(demo, coordinator, join, resume, status, top, dashboard),
     *(trace, compare, token, evict, config, lab, doctor),
 )
+OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What a full disk and a closed terminal answer to output; an error of a named file carries its name."""
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
 
@@ -53,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _complain("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # Whoever read our output has gone. Keep the interpreter from flushing into the pipe at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read our output has gone, and wants no more of it.
+        discard(sys.stdout)
         return 1
     except ThinwireError as error:
         return _complain(f"error: {error}", error.exit_code)
@@ -62,7 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _group_exit(group)
     except OSError as error:
         if error.filename is None:
-            return _bug(error)
+            if error.errno not in OUTPUT_ERRORS:
+                return _bug(error)
+            discard(sys.stdout)
+            return _complain(f"error: cannot write output: {error.strerror}", 1)
         return _complain(f"error: {error.filename}: {error.strerror}", 1)
     except Exception as error:  # the outermost frame: what nobody foresaw still ends in one line
         return _bug(error)
@@ -115,8 +122,7 @@ def _bug(error: BaseException) -> int:
 
 
 def _complain(message: str, code: int) -> int:
-    line = " ".join(message.splitlines())
-    sys.stderr.write(f"thinwire: {line}\n")
+    say(f"thinwire: {' '.join(message.splitlines())}")
     return code
 
 

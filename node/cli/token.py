@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MAX_TTL = timedelta(days=366)
+MAX_USES = 1_000_000
 
 
 def add_parser(commands: Any) -> None:
@@ -42,7 +43,9 @@ def parse_ttl(text: str) -> timedelta:
     match = re.fullmatch(r"([0-9]{1,9})([smhd])", text)
     span = timedelta(seconds=int(match[1]) * _UNITS[match[2]]) if match else timedelta(0)
     if not timedelta(0) < span <= MAX_TTL:
-        raise UsageError(f"--ttl must be a number and s, m, h or d, above 0 and at most 366d, got {text!r}")
+        raise UsageError(
+            f"--ttl must be a whole number and s, m, h or d, above 0 and at most 366d, got {text!r}"
+        )
     return span
 
 
@@ -51,8 +54,8 @@ def _create(args: argparse.Namespace) -> int:
     from node.coordinator.store import Store
 
     ttl = parse_ttl(args.ttl)
-    if args.uses < 1:
-        raise UsageError(f"--uses must be at least 1, got {args.uses}")
+    if not 1 <= args.uses <= MAX_USES:
+        raise UsageError(f"--uses must be 1 to {MAX_USES:,}, got {args.uses}")
     with Store.open(existing_run_directory(args.run_dir)) as store:
         record, token = store.create_token(time.time(), ttl, args.uses)
     text = token.encode()

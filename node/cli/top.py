@@ -25,7 +25,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--once", action="store_true", help="show it as it is now, and end")
     parser.add_argument("--json", action="store_true", help="the view as JSON, a line at each change")
     parser.add_argument(
-        "--ca", type=Path, metavar="FILE", help="the run's authority/ca.pem, for a page with dashboard.tls"
+        "--ca", type=Path, metavar="FILE", help="the run's authority/ca.pem, for a page over https"
     )
     parser.set_defaults(run=run, parser=parser)
 
@@ -54,7 +54,8 @@ def _open(where: str, authority: Path | None) -> "HistoryWatch | PageWatch":
     from node.telemetry.watch import HistoryWatch, PageWatch
 
     path = Path(where)
-    if path.exists() or "/" in where.partition("://")[0]:
+    # The slash that ends a page's address, as it was printed, makes no folder of it.
+    if path.exists() or "/" in where.partition("://")[0].rstrip("/"):
         return HistoryWatch(existing_run_directory(path))
     return PageWatch(where, authority)
 

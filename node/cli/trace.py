@@ -14,7 +14,10 @@ def add_parser(commands: Any) -> None:
         "--steps", default="", metavar="A:B", help="first and last step (default: the newest one)"
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="where to write it (default: trace-A-B.json in RUN_DIR)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where to write it, `-` for stdout (default: trace-A-B.json in RUN_DIR)",
     )
     parser.add_argument("--json", action="store_true", help="say what was written as JSON")
     parser.set_defaults(run=run, parser=parser)
@@ -48,11 +51,18 @@ def run(args: argparse.Namespace) -> int:
             "file's telemetry.trace says which are traced, telemetry.trace_mb how much is kept"
         )
     out = args.out or directory / f"trace-{steps.first}-{steps.last}.json"
-    trace = chrome_trace(aligned, directory.name)
-    try:
-        out.write_text(json.dumps(trace, separators=(",", ":")) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror}): name another file with --out") from None
+    text = json.dumps(chrome_trace(aligned, directory.name), separators=(",", ":")) + "\n"
+    report = sys.stdout
+    if str(out) == "-":
+        # Stdout is the trace alone, for whatever reads it.
+        report = sys.stderr
+        sys.stdout.write(text)
+    else:
+        try:
+            out.write_text(text, encoding="utf-8")
+        except OSError as error:
+            reason = f"{out} cannot be written ({error.strerror})"
+            raise UserError(f"{reason}: name another file with --out") from None
     stages = len({one.stage for one in aligned.spans})
     if args.json:
         said = {
@@ -63,10 +73,10 @@ def run(args: argparse.Namespace) -> int:
             "dropped_spans": aligned.dropped,
             "clock_error_seconds": aligned.clock_error,
         }
-        sys.stdout.write(json.dumps(said) + "\n")
+        report.write(json.dumps(said) + "\n")
         return 0
     missing = f" ({aligned.dropped} more were dropped)" if aligned.dropped else ""
-    sys.stdout.write(
+    report.write(
         f"{out}: {len(aligned.spans)} spans{missing} of {stages} stages, clocks within "
         f"{duration_text(aligned.clock_error)}; open it in https://ui.perfetto.dev or chrome://tracing\n"
     )

@@ -6,6 +6,9 @@ from pathlib import Path
 MOST_DEVICES = 64
 """Of one node, each a process: more than any machine has GPUs."""
 
+MOST_THREADS = 4096
+"""Of one node: more than any machine has cores."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class JoinOptions:

@@ -10,6 +10,7 @@ import difflib
 import json
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -30,6 +31,9 @@ EXPECTED = {
 }
 """Every type that a field of a file's schema may have, in words."""
 
+PLACES = {("data", "path"): "stdlib", ("data", "tokenizer"): "bytes"}
+"""Keys that name a file or folder, each with the word that stands for none."""
+
 Values = dict[str, dict[str, Any]]
 """Checked values by section and key."""
 
@@ -41,18 +45,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     path = Path(path)
     values = _read_sections(read_toml(path, "run file", "deploy/recipes/"), where=str(path))
-    for override in overrides:
-        section, key, value = parse_override(override)
-        values.setdefault(section, {})[key] = value
-    config = _build(values)
-    validate(config, where=str(path))
-    return config
+    return _overridden(values, overrides, where=str(path))
 
 
 def change_config(config: RunConfig, overrides: Sequence[str], changeable: Collection[str]) -> RunConfig:
-    """`config` with overrides applied, of which each must be one of `changeable`: a section or section.key.
+    """The config of a run that goes on, with overrides applied; a path among them is kept absolute.
 
-    Raises ConfigError as `load_config` does, and for what must stay as it is.
+    Raises ConfigError as `load_config` does, and for what `changeable` does not name: sections, section.keys.
     """
     values = _as_values(config)
     for override in overrides:
@@ -62,15 +61,21 @@ def change_config(config: RunConfig, overrides: Sequence[str], changeable: Colle
                 f"override {override!r}: {section}.{key} cannot change once a run has begun; "
                 f"what can: {', '.join(changeable)}"
             )
-        values[section][key] = value
+        values[section][key] = _absolute(section, key, value)
     changed = _build(values)
     validate(changed, where="the changed run file")
     return changed
 
 
-def default_config() -> RunConfig:
-    """The config of an empty run file."""
-    return RunConfig()
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """`config` as a run keeps it: it goes on from whatever folder it is resumed in."""
+    data = {key: _absolute("data", key, value) for key, value in vars(config.data).items()}
+    return replace(config, data=replace(config.data, **data))
+
+
+def default_config(overrides: Sequence[str] = ()) -> RunConfig:
+    """The config of an empty run file with overrides applied. Raises ConfigError as `load_config` does."""
+    return _overridden({}, overrides, where="the run file")
 
 
 def parse_override(text: str) -> tuple[str, str, Any]:
@@ -167,7 +172,8 @@ def read_toml(path: Path, kind: str, samples: str) -> dict[str, Any]:
         samples: the folder that has some to start from.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        # Some editors begin a file with a byte order mark, which is no TOML.
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such {kind}; {samples} has some to start from") from None
     except IsADirectoryError:
@@ -178,6 +184,22 @@ def read_toml(path: Path, kind: str, samples: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); a {kind} is TOML") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def _absolute(section: str, key: str, value: Any) -> Any:
+    """A path as seen from anywhere; any other value as it is."""
+    if (section, key) not in PLACES or value in ("", PLACES[section, key]):
+        return value
+    return str(Path(value).expanduser().absolute())
+
+
+def _overridden(values: Values, overrides: Sequence[str], where: str) -> RunConfig:
+    for override in overrides:
+        section, key, value = parse_override(override)
+        values.setdefault(section, {})[key] = value
+    config = _build(values)
+    validate(config, where=where)
+    return config
 
 
 def _read_sections(raw: Mapping[str, Any], where: str) -> Values:

@@ -58,7 +58,8 @@ class DataSection:
     """`[data]`, read by the coordinator alone: volunteers need no data."""
 
     path: str = "stdlib"
-    """A text or JSONL file, a folder of them, or `stdlib`: the Python standard library's own sources."""
+    """A text or JSONL file, a folder of them, or `stdlib`: the Python standard library's own sources. A
+    relative path is of the folder where the coordinator is started; the run keeps it absolute."""
     jsonl_field: str = "text"
     """The field of each JSONL line that holds its text."""
     shift: bool = True

@@ -31,6 +31,10 @@ STORES = ("float32", "fp8")
 
 MAX_NAME = 64
 BYTE_VOCABULARY = 256
+MAX_MICROBATCHES = 16_384
+"""A step. Orders of all stages are made whole, several times for each estimate: so many take a second."""
+MAX_CERTIFICATE_HOURS = 3650 * 24
+"""Ten years, which is how long the run's own authority lasts."""
 
 
 def validate(config: RunConfig, where: str) -> None:
@@ -125,6 +129,11 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
         yield (
             f"training.global_batch ({training.global_batch}) must be a multiple of training.microbatch "
             f"({training.microbatch})"
+        )
+    if not wrong and training.global_batch // training.microbatch > MAX_MICROBATCHES:
+        yield (
+            f"training.global_batch ({training.global_batch}) comes to more than {MAX_MICROBATCHES} "
+            f"microbatches of training.microbatch ({training.microbatch}) a step: lower it, or raise that"
         )
     yield from _positive({"training.lr": training.lr, "training.eps": training.eps})
     if not 0 <= training.min_lr_ratio <= 1:
@@ -252,6 +261,11 @@ def _coordinator(coordinator: CoordinatorSection) -> Iterator[str]:
             )
         }
     )
+    if coordinator.certificate_hours > MAX_CERTIFICATE_HOURS:
+        yield (
+            f"coordinator.certificate_hours must be at most {MAX_CERTIFICATE_HOURS} (ten years), got "
+            f"{coordinator.certificate_hours:g}"
+        )
     if coordinator.silent_seconds <= coordinator.heartbeat_seconds:
         yield (
             f"coordinator.silent_seconds ({coordinator.silent_seconds}) must be above "

@@ -53,7 +53,7 @@ class Matrix:
 def read_matrix(path: Path) -> Matrix:
     """Raises ConfigError for anything but a matrix file, in one line that names the file."""
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such matrix file; deploy/lab/ has one") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

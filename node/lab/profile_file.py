@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from node.config.loader import (
     convert,
+    default_config,
     load_config,
     nearest,
     read_toml,
@@ -151,15 +152,9 @@ def _run_config(raw: Mapping[str, Any], base: Path | None, where: str) -> RunCon
                 )
             overrides.append(f"{section}.{key}={toml_value(value)}")
     try:
-        return load_config(base, overrides) if base else _defaults(overrides)
+        return load_config(base, overrides) if base else default_config(overrides)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-
-
-def _defaults(overrides: list[str]) -> RunConfig:
-    from node.config.loader import change_config, default_config
-
-    return change_config(default_config(), overrides, tuple(section_types()))
 
 
 def _check_lab(lab: LabSection, where: str) -> None:

@@ -5,6 +5,7 @@ reaped whatever happens: the end of the run, an error, a child's death, Ctrl-C, 
 """
 
 import asyncio
+import contextlib
 import importlib.resources
 import os
 import signal
@@ -13,8 +14,9 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from node.local.terminal import Screen, ending_signals
 from node.telemetry.events import Event, JoinLine, Notice, RunFinished, RunStarted, from_json
-from wire.errors import RunError
+from wire.errors import RunError, UserError
 
 START_SECONDS = 120.0
 """Until the coordinator prints its join line."""
@@ -40,12 +42,13 @@ def run_demo(
     """Run `demo_file` in `run_dir` and return the coordinator's exit code.
 
     Args:
-        emit: called with each of the coordinator's events.
+        emit: shows each of the coordinator's events; once the screen takes no more (an OSError), not again.
         overrides: `section.key=value`, applied to the run file.
         command: what starts the program; another one stands in for it in tests.
 
-    Raises RunError when a child ends before the run does, with the child's own last words;
-    KeyboardInterrupt on Ctrl-C and SIGTERM. By then all children are gone.
+    Raises UserError when the coordinator refuses what was given, and leaves no folder of it; RunError when a
+    child ends before the run does, with the child's own last words; KeyboardInterrupt on Ctrl-C, SIGTERM and
+    SIGHUP. By then all children are gone.
     """
     try:
         return asyncio.run(_Demo(run_dir, emit, overrides, command).run())
@@ -58,7 +61,8 @@ class _Demo:
         self, run_dir: Path, emit: Callable[[Event], None], overrides: Sequence[str], command: Sequence[str]
     ) -> None:
         self._run_dir = run_dir
-        self._emit = emit
+        self._show = emit
+        self._screen = Screen("the run")
         self._overrides = overrides
         self._command = command
         self._children: dict[str, Process] = {}
@@ -68,9 +72,15 @@ class _Demo:
     async def run(self) -> int:
         task = asyncio.current_task()
         assert task is not None
-        # asyncio.run turns Ctrl-C into this already.
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+
+        def interrupt(number: signal.Signals) -> None:
+            # A terminal that closes tells twice, and again after Ctrl-C: that must not cut the end short.
+            if number is not signal.SIGHUP or not task.cancelling():
+                task.cancel()
+
+        for number in ending_signals():
+            if number is not signal.SIGINT:  # which asyncio.run turns into this already
+                asyncio.get_running_loop().add_signal_handler(number, interrupt, number)
         (self._run_dir / "logs").mkdir(parents=True, exist_ok=True)
         try:
             async with asyncio.TaskGroup() as group:
@@ -80,6 +90,9 @@ class _Demo:
             raise failures.exceptions[0] from None
         finally:
             await self._stop()
+
+    def _emit(self, event: Event) -> None:
+        self._screen.attempt(lambda: self._show(event))
 
     async def _drive(self, group: asyncio.TaskGroup) -> int:
         """From the coordinator's start to the end of all children."""
@@ -102,6 +115,8 @@ class _Demo:
             await self._pass_events_on(coordinator)
         code = await coordinator.wait()
         if not self._finished.is_set():
+            if code == UserError.exit_code and not self._stages:
+                raise self._refusal()
             raise self._failure("coordinator", code)
         await self._let_nodes_end()
         return code
@@ -189,11 +204,24 @@ class _Demo:
     def _log(self, name: str) -> Path:
         return self._run_dir / "logs" / f"{name}.log"
 
-    def _failure(self, name: str, code: int) -> RunError:
-        """The error that a child left in its log; the demo ends with the child's exit code."""
+    def _last_words(self, name: str) -> str:
+        """The error that a child left in its log."""
         lines = self._log(name).read_text(encoding="utf-8", errors="replace").splitlines()
         words = next((line for line in reversed(lines) if line.strip()), "it said nothing")
-        words = words.removeprefix("thinwire: ").removeprefix("error: ")
+        return words.removeprefix("thinwire: ").removeprefix("error: ")
+
+    def _refusal(self) -> UserError:
+        """What the coordinator could not use. Nothing began: its folder would only be in the way."""
+        words = self._last_words("coordinator")
+        with contextlib.suppress(OSError):
+            self._log("coordinator").unlink()
+            self._log("coordinator").parent.rmdir()
+            self._run_dir.rmdir()
+        return UserError(words)
+
+    def _failure(self, name: str, code: int) -> RunError:
+        """The error that a child left in its log; the demo ends with the child's exit code."""
+        words = self._last_words(name)
         log = self._log(name)
         error = RunError(f"{words} ({name} ended with exit code {code}; all it said is in {log})")
         error.exit_code = code if code > 0 else 1

@@ -25,6 +25,7 @@ from node.local.doctor import (
 )
 from node.local.join import enrol
 from node.local.state_directory import StateDirectory, claim
+from node.local.terminal import Screen, ending_signals, say
 from node.parallel.processes import DeviceGroup, choose_devices
 from node.stage.fixed_order import fix_order
 from node.stage.machine_info import describe, measure_flops
@@ -69,8 +70,7 @@ def run_node(token_text: str, options: JoinOptions) -> int:
 
 def _end(error: ThinwireError, directory: StateDirectory) -> NoReturn:
     """At once: the interpreter would wait for a thread that does not come back, or for a device's kernels."""
-    sys.stderr.write(f"thinwire: error: {error}\n")
-    sys.stderr.flush()
+    say(f"thinwire: error: {error}")
     directory.release()
     os._exit(error.exit_code)
 
@@ -139,14 +139,17 @@ def _most_bytes(options: JoinOptions) -> int:
 
 
 async def _until_done(runtime: NodeRuntime) -> tuple[Finish, bool]:
-    """The first Ctrl-C (or SIGTERM) leaves the run in good order; the second quits at once."""
+    """The first Ctrl-C, SIGTERM or closed terminal leaves the run in good order; another quits at once."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
     interrupts = 0
 
-    def interrupt() -> None:
+    def interrupt(number: signal.Signals) -> None:
         nonlocal interrupts
+        # A terminal that closes tells twice, by its shell and by the kernel: nobody asked again.
+        if number is signal.SIGHUP and interrupts:
+            return
         interrupts += 1
         if interrupts == 1:
             log.warning("leaving after this step and a snapshot; press Ctrl-C again to quit at once")
@@ -154,14 +157,15 @@ async def _until_done(runtime: NodeRuntime) -> tuple[Finish, bool]:
         else:
             task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupt)
+    numbers = ending_signals()
+    for number in numbers:
+        loop.add_signal_handler(number, interrupt, number)
     try:
         return await runtime.run(), interrupts > 0
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in numbers:
             loop.remove_signal_handler(number)
 
 
@@ -170,8 +174,12 @@ class Teller:
 
     def __init__(self, *, json_lines: bool) -> None:
         self._json = json_lines
+        self._screen = Screen("this node")
 
     def __call__(self, text: str) -> None:
         line = json.dumps({"event": "node", "text": text}) if self._json else text
+        self._screen.attempt(lambda: self._write(line))
+
+    def _write(self, line: str) -> None:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()

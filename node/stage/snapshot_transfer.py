@@ -89,7 +89,7 @@ class SnapshotTransfer:
                 task.cancel()
 
     async def _upload(self, epoch: int, step: int, state: State, stage: int) -> bool:
-        """Send every layer; whether all arrived. One that did not fails the epoch: the run may wait for it."""
+        """Send every layer; whether all arrived. One that did not fails the epoch: the run may wait."""
         for unit, tensors in state.items():
             faults.reach(faults.Phase.SNAPSHOT, stage=stage, step=step)
             data = await asyncio.to_thread(serialize_unit, tensors)

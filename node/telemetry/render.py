@@ -28,6 +28,7 @@ from node.telemetry.events import (
     StepAborted,
     StepDone,
 )
+from node.telemetry.output import lasting
 from node.telemetry.units import bytes_text, count_text, duration_text, printable
 
 if TYPE_CHECKING:
@@ -54,8 +55,11 @@ class Renderer(Protocol):
 
 
 def make_renderer(*, json: bool, stream: TextIO | None = None) -> Renderer:
-    """The renderer that fits: JSON lines if asked for, live on a terminal, else plain lines."""
-    stream = stream or sys.stdout
+    """The renderer that fits: JSON lines if asked for, live on a terminal, else plain lines.
+
+    A stream that cannot be written any more is told of in the log, and the events go on.
+    """
+    stream = lasting(stream or sys.stdout)
     if json:
         return JsonRenderer(stream)
     if stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):

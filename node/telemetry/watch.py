@@ -44,7 +44,10 @@ class HistoryWatch:
                 self._builder.apply(entry.event, entry.at)
         view = self._builder.view()
         if not self._builder.over and self._dead():
-            return replace(view, state="stopped", ended="its coordinator is gone", eta_seconds=None)
+            # Nobody waits any more: a node that came now would find nobody to join.
+            held_back = () if view.state == "waiting for nodes" else view.bottleneck
+            gone = "its coordinator is gone"
+            return replace(view, state="stopped", ended=gone, eta_seconds=None, bottleneck=held_back)
         return view
 
     def _dead(self) -> bool:
@@ -60,11 +63,12 @@ class PageWatch:
     """Views from a coordinator's page: `host:port`, or its http or https address."""
 
     def __init__(self, address: str, authority: Path | None = None) -> None:
-        """`authority`: the run's CA certificate, for a page that the run's own CA vouches for.
+        """`authority`: the run's CA certificate, for a page that the run's own CA vouches for (https).
 
         Raises UserError for what is no address and no certificate.
         """
-        url = address if "://" in address else f"http://{address}"
+        scheme = "http" if authority is None else "https"
+        url = address if "://" in address else f"{scheme}://{address}"
         try:
             parts = urllib.parse.urlsplit(url)
             port = parts.port
@@ -105,7 +109,7 @@ class PageWatch:
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise LinkError(
-                f"{self._address} does not answer ({reason}): is the coordinator running?"
+                f"{self._address} does not answer ({reason}): is the coordinator running?{self._hint(error)}"
             ) from None
         if answer.status != 200:
             raise RunError(f"{self._address}/api/view answers {answer.status}: this is no run's page")
@@ -115,6 +119,14 @@ class PageWatch:
             raise RunError(
                 f"{self._address}/api/view is of another version of thinwire ({error}): use the coordinator's"
             ) from None
+
+    def _hint(self, error: Exception) -> str:
+        """The other scheme, where somebody answered and was not understood."""
+        if self._context is None and isinstance(error, (http.client.HTTPException, ConnectionResetError)):
+            return " A page with dashboard.tls is at https:// and needs --ca with the run's authority/ca.pem"
+        if self._context is not None and isinstance(error, ssl.SSLError):
+            return " A page without dashboard.tls is at http:// and needs no --ca"
+        return ""
 
 
 def _trusting(authority: Path | None) -> ssl.SSLContext:

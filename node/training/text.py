@@ -145,7 +145,10 @@ def _content(path: Path) -> bytes:
                 return gzip_file.read()
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise DataError(f"no file or folder {path}; set [data] path to text, or to {STDLIB}") from error
+        raise DataError(
+            f"no file or folder {path}; set [data] path to text, or to {STDLIB}; data.path=PATH after the "
+            "command overrides it"
+        ) from error
     except (lzma.LZMAError, zlib.error, gzip.BadGzipFile, EOFError) as error:
         raise DataError(f"{path} is damaged: {error}; compress it again") from error
     except OSError as error:

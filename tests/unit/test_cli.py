@@ -87,7 +87,8 @@ def test_user_mistakes_are_one_line_and_exit_code_2(line: str, words: str, capsy
         ("--listen nowhere", "'nowhere' is not host:port"),
         ("--advertise a:b", "'a:b' has no port"),
         ("--device gpu", "--device must be auto, cpu or cuda:N, got 'gpu'"),
-        ("--threads=-1", "--threads must be at least 0"),
+        ("--threads=-1", "--threads must be 0 (torch's own choice) to 4096, got -1"),
+        ("--threads 99999999999999", "--threads must be 0 (torch's own choice) to 4096, got 99999999999999"),
         ("--gpus 0", "--gpus must be 1 to 64, got 0"),
         ("--gpus 100000", "--gpus must be 1 to 64, got 100000"),
         ("--gpus 4 --tensor-parallel 3", "--tensor-parallel must be at least 1 and divide --gpus 4, got 3"),
@@ -212,6 +213,26 @@ def test_a_reader_that_went_away_is_no_error() -> None:
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
 
 
+def test_output_without_room_is_one_line_and_no_bug(run_dir: Path) -> None:
+    for command in (["status", str(run_dir)], ["token", "list", str(run_dir), "--json"]):
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "node.cli.main", *command],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=60,
+            )
+        line = "thinwire: error: cannot write output: No space left on device\n"
+        assert (done.returncode, done.stderr) == (1, line)
+
+
+def test_a_complaint_without_room_changes_no_exit_code() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "node.cli.main", "status", "absent"]
+        assert subprocess.run(command, stderr=full, timeout=60).returncode == 2
+
+
 def test_run_directories_are_numbered(tmp_path: Path) -> None:
     assert new_run_directory(None, "demo") == Path("runs/demo-1")
     assert new_run_directory(None, "demo") == Path("runs/demo-2")
@@ -246,7 +267,7 @@ def test_token_lifetimes(text: str, span: timedelta) -> None:
 
 @pytest.mark.parametrize("text", ["", "5", "h", "-1h", "0s", "1.5h", "367d", "999999999d", "1w", "١h"])
 def test_lifetimes_that_are_none(text: str) -> None:
-    with pytest.raises(UserError, match="--ttl must be a number and s, m, h or d"):
+    with pytest.raises(UserError, match="--ttl must be a whole number and s, m, h or d"):
         parse_ttl(text)
 
 
@@ -277,7 +298,8 @@ def test_tokens_are_created_listed_and_revoked(run_dir: Path, capsys: Capture) -
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["create", "--uses", "0"], "--uses must be at least 1"),
+        (["create", "--uses", "0"], "--uses must be 1 to 1,000,000, got 0"),
+        (["create", "--uses", "9" * 23], "--uses must be 1 to 1,000,000, got 999"),
         (["create", "--ttl", "x"], "--ttl must be"),
         (["revoke", "absent"], "no token 'absent'"),
     ],
@@ -331,13 +353,13 @@ def test_coordinator_hands_the_run_file_on(tmp_path: Path, monkeypatch: pytest.M
     asked: list[object] = []
 
     def run_coordinator(config: RunConfig, *, run_dir: Path, emit: object, resume: bool) -> int:
-        asked.extend([config.run.name, config.run.steps, run_dir, resume])
+        asked.extend([config.run.name, config.run.steps, config.data.path, run_dir, resume])
         return 0
 
     monkeypatch.setattr("node.coordinator.main.run_coordinator", run_coordinator)
     Path("run.toml").write_text('[run]\nname = "mine"\n')
-    assert main(["coordinator", "run.toml", "run.steps=40"]) == 0
-    assert asked == ["mine", 40, Path("runs/mine-1"), False]
+    assert main(["coordinator", "run.toml", "run.steps=40", "data.path=text"]) == 0
+    assert asked == ["mine", 40, str(tmp_path / "text"), Path("runs/mine-1"), False]
 
 
 def test_join_reads_its_token_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import pytest
 from node.local import demo
 from node.local.demo import demo_file, run_demo
 from node.telemetry.events import Event, JoinLine, Notice, RunFinished, RunStarted
-from wire.errors import RunError
+from wire.errors import RunError, UserError
 
 STAND_IN = textwrap.dedent(
     """
@@ -34,6 +34,8 @@ STAND_IN = textwrap.dedent(
     (directory / f"{{name}}.written").rename(directory / f"{{name}}.pid")
     interrupted, over = threading.Event(), directory / "over"
     signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+    released = threading.Event()  # by the test
+    signal.signal(signal.SIGUSR1, lambda *_: released.set())
 
     def say(event):
         print(event.to_json(), flush=True)
@@ -53,7 +55,10 @@ STAND_IN = textwrap.dedent(
         wait_until(lambda: all((directory / f"node-{{i}}.pid").exists() for i in range(2)))
         say(Notice(text="nodes are here"))
         if "go on" in plan:
-            wait_until(lambda: False)
+            wait_until(released.is_set)
+        if "end slowly" in plan:
+            say(Notice(text="ending"))
+            released.wait(30)
         if "die" in plan:
             sys.exit(3)
         say(RunFinished(reason="stopped" if interrupted.is_set() else "done", failed="fail" in plan))
@@ -128,11 +133,11 @@ def test_a_failed_run_gives_the_coordinators_exit_code(stage: Stage) -> None:
     assert stage.alive() == []
 
 
-def test_a_coordinator_that_refuses_is_quoted(stage: Stage) -> None:
-    with pytest.raises(RunError, match=r"^run\.toml: no good \(coordinator ended with exit code 2") as caught:
+def test_a_coordinator_that_refuses_is_quoted_and_leaves_no_folder(stage: Stage) -> None:
+    with pytest.raises(UserError, match=r"^run\.toml: no good$"):
         stage.run("refuse")
-    assert caught.value.exit_code == 2
     assert stage.alive() == []
+    assert not stage.run_dir.exists()
 
 
 def test_a_coordinator_that_dies_takes_its_nodes_along(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,17 +164,7 @@ def test_a_node_that_outstays_the_run_is_killed(stage: Stage, monkeypatch: pytes
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_end_every_process(stage: Stage, number: signal.Signals) -> None:
-    program = textwrap.dedent(
-        f"""
-        import pathlib, sys
-        from node.local.demo import run_demo
-        try:
-            run_demo(run_dir=pathlib.Path({str(stage.run_dir)!r}), command={stage.command("go on")!r},
-                     emit=lambda event: print(event.to_json(), flush=True))
-        except KeyboardInterrupt:
-            sys.exit(130)
-        """
-    )
+    program = driver(stage, *stage.command("go on"))
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout is not None
@@ -181,6 +176,86 @@ def test_signals_end_every_process(stage: Stage, number: signal.Signals) -> None
     assert child.returncode == 130
     assert '"reason": "stopped"' in rest
     assert stage.alive() == []
+
+
+def test_a_screen_that_takes_no_more_ends_nothing(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(event: Event) -> None:
+        stage.events.append(event)
+        raise OSError(28, "No space left on device")
+
+    command = stage.command()
+    assert run_demo(run_dir=stage.run_dir, emit=full, command=command) == 0
+    assert [type(event) for event in stage.events] == [RunStarted]  # it was not asked again
+    assert stage.alive() == []
+    line = "thinwire: cannot write output (No space left on device): the run goes on without\n"
+    assert capsys.readouterr().err == line
+
+
+def test_a_reader_that_leaves_gets_no_traceback_and_the_run_its_end(stage: Stage) -> None:
+    program = driver(stage, *stage.command())
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None and child.stderr is not None
+        assert "started" in child.stdout.readline()
+        child.stdout.close()
+        complaint = child.stderr.read()
+    assert child.returncode == 0
+    assert complaint == "thinwire: cannot write output (Broken pipe): the run goes on without\n"
+    assert stage.alive() == []
+
+
+def test_a_demo_under_nohup_outlives_its_terminal(stage: Stage) -> None:
+    ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    program = ignoring + driver(stage, *stage.command("go on"))
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            assert any('"nodes are here"' in line for line in child.stdout)
+            child.send_signal(signal.SIGHUP)
+            # The coordinator ends the run well: as it does when the demo did not stop it.
+            os.kill(int((stage.directory / "coordinator.pid").read_text()), signal.SIGUSR1)
+        except BaseException:
+            child.kill()
+            raise
+        rest, _ = child.communicate(timeout=30)
+    assert (child.returncode, '"reason": "done"' in rest) == (0, True)
+    assert stage.alive() == []
+
+
+def test_a_terminal_that_tells_twice_does_not_cut_the_end_short(stage: Stage) -> None:
+    program = driver(stage, *stage.command("go on", "end slowly"))
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            assert any('"nodes are here"' in line for line in child.stdout)
+            child.send_signal(signal.SIGHUP)
+            assert any('"ending"' in line for line in child.stdout)
+            child.send_signal(signal.SIGHUP)
+            os.kill(int((stage.directory / "coordinator.pid").read_text()), signal.SIGUSR1)
+        except BaseException:
+            child.kill()
+            raise
+        rest, _ = child.communicate(timeout=30)
+    assert child.returncode == 130
+    assert '"reason": "stopped"' in rest
+    assert stage.alive() == []
+
+
+def driver(stage: Stage, *command: str) -> str:
+    """A program that runs the demo on stand-ins and prints its events."""
+    return textwrap.dedent(
+        f"""
+        import pathlib, sys
+        from node.local.demo import run_demo
+        try:
+            code = run_demo(run_dir=pathlib.Path({str(stage.run_dir)!r}), command={list(command)!r},
+                            emit=lambda event: print(event.to_json(), flush=True))
+        except KeyboardInterrupt:
+            code = 130
+        sys.exit(code)
+        """
+    )
 
 
 def test_the_recipe_is_the_installed_file() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.config.loader import (
+    change_config,
     default_config,
     from_json,
     load_config,
@@ -21,6 +22,7 @@ from node.config.loader import (
     to_json,
     to_toml,
     toml_value,
+    with_absolute_paths,
 )
 from node.config.schema import PipelineSection, RunConfig, TrainingSection
 from wire.errors import ConfigError
@@ -107,6 +109,28 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"not UTF-8 text \(byte 0\)"):
         load_config(binary)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path: Path) -> None:
+    marked = tmp_path / "marked.toml"
+    marked.write_bytes(b"\xef\xbb\xbf[run]\nsteps = 7\nname = 'x'\n[training]\nwarmup_steps = 1\n")
+    assert load_config(marked).run.steps == 7
+
+
+def test_a_run_keeps_its_text_whatever_folder_it_is_resumed_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/someone")
+    path = write(tmp_path, "[data]\npath = 'texts/a.txt'\ntokenizer = '~/bpe'")
+    config = with_absolute_paths(load_config(path))
+    assert config.data.path == str(tmp_path / "texts" / "a.txt")
+    assert config.data.tokenizer == "/home/someone/bpe"
+    assert with_absolute_paths(config) == config
+    assert with_absolute_paths(RunConfig()) == RunConfig()
+    moved = change_config(config, ["data.path=b.txt"], ["data.path"])
+    assert moved.data.path == str(tmp_path / "b.txt")
+    assert change_config(config, ["data.path=stdlib"], ["data.path"]).data.path == "stdlib"
 
 
 @pytest.mark.parametrize(

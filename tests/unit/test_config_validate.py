@@ -22,6 +22,11 @@ def test_the_defaults_break_no_rule() -> None:
     assert problems(RunConfig()) == []
 
 
+def test_the_most_that_is_allowed() -> None:
+    most = {"training.global_batch": 2 * 16_384, "coordinator.certificate_hours": 87_600.0}
+    assert problems(changed(most)) == []
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -46,6 +51,12 @@ def test_the_defaults_break_no_rule() -> None:
         ({"model.init_std": float("inf")}, "model.init_std must be a finite number"),
         ({"model.rope_theta": 0.0}, "model.rope_theta must be"),
         ({"data.path": ""}, "data.path must name"),
+        (
+            {"training.global_batch": 2 * 16_385},
+            "training.global_batch (32770) comes to more than 16384 microbatches of training.microbatch (2)",
+        ),
+        ({"coordinator.certificate_hours": 1e300}, "must be at most 87600 (ten years), got 1e+300"),
+        ({"coordinator.certificate_hours": 87_601.0}, "must be at most 87600 (ten years), got 87601"),
         ({"data.tokenizer": ""}, "data.tokenizer must be bytes, or name a folder or file"),
         (
             {"pipeline.forward_codec": "aqsgd-4"},

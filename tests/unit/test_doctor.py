@@ -280,6 +280,17 @@ def test_the_command(
     assert json.loads(capsys.readouterr().out)["ok"] is (code == 0)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name"), [(["foo"], "token"), (["--run-file", "nofile", "--device", "cpu"], "run file")]
+)
+def test_what_cannot_be_used_has_its_own_exit_code(
+    arguments: list[str], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--json", "--state-dir", str(tmp_path), *arguments]) == 2
+    checks = {check["name"]: check["status"] for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert checks[name] == "fail"
+
+
 def test_a_real_certificate_is_compared_with_the_pin(tmp_path: Path) -> None:
     authority = CertificateAuthority.create("demo-x", time.time())
     key, certificate = authority.coordinator_credentials(timedelta(hours=1), time.time())

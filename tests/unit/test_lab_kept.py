@@ -111,6 +111,22 @@ def test_a_profile_for_gpus_begins_only_where_every_stage_has_one(
     support.check_devices(load_profile(LAB / "smoke.toml"))
 
 
+@pytest.mark.parametrize(("writes", "left"), [(False, []), (True, ["lab", "lab/smoke", "lab/smoke/raw"])])
+def test_a_run_that_is_refused_leaves_no_empty_folder(
+    writes: bool, left: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(arguments: list[str]) -> int:
+        assert Path("lab/smoke").is_dir()
+        if writes:
+            Path("lab/smoke/raw").touch()
+        return 2
+
+    monkeypatch.setattr("node.lab.private.run_inside", refuse)
+    monkeypatch.chdir(tmp_path)
+    assert main(["lab", "run", str(LAB / "smoke.toml")]) == 2
+    assert sorted(str(path) for path in Path().rglob("*")) == left
+
+
 def _works() -> None:
     pass
 

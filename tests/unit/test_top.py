@@ -24,7 +24,7 @@ from node.dashboard.tls import page_tls
 from node.telemetry import events
 from node.telemetry.history import HISTORY_FILE, HistoryWriter
 from node.telemetry.run_view import RunView
-from node.telemetry.status import STATUS_FILE
+from node.telemetry.status import STATUS_FILE, StatusWriter
 from node.telemetry.top import sparkline, step_line, view_lines
 from node.telemetry.view import RunViewBuilder, view
 from node.telemetry.watch import HistoryWatch, PageWatch
@@ -260,6 +260,18 @@ def test_a_history_beside_a_status_that_cannot_be_read(tmp_path: Path) -> None:
     assert HistoryWatch(tmp_path).view().step == 1
 
 
+def test_a_run_whose_coordinator_died_waits_for_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path)
+    StatusWriter(print)(events.RunStarted(**{**vars(started()), "directory": str(tmp_path)}))
+    waiting = HistoryWatch(tmp_path).view()
+    assert waiting.state == "waiting for nodes" and "paste the join line" in waiting.bottleneck[0]
+    monkeypatch.setattr("node.telemetry.watch.coordinator_alive", lambda _: False)
+    gone = HistoryWatch(tmp_path).view()
+    assert (gone.state, gone.ended, gone.bottleneck) == ("stopped", "its coordinator is gone", ())
+
+
 def test_sentences_are_wrapped_to_the_terminal() -> None:
     seen = view(history(opening(), step(1)))
     sentence = "stage 1 is the slowest: " + ", ".join(f"for the reason {n}" for n in range(12))
@@ -308,6 +320,28 @@ async def test_a_page_under_the_runs_own_ca(page_under_tls: str, tmp_path: Path)
     assert (await asyncio.to_thread(trusting.view)).step == 1
     with pytest.raises(RunError, match=r"cannot be trusted .*--ca the run.s authority/ca\.pem"):
         await asyncio.to_thread(PageWatch(page_under_tls).view)
+
+
+async def test_with_a_ca_and_no_scheme_the_page_is_asked_over_tls(
+    page_under_tls: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = page_under_tls.removeprefix("https://")
+    authority = tmp_path / "ca.pem"
+    assert (await asyncio.to_thread(PageWatch(place, authority).view)).step == 1
+    # As it was printed, with a slash at its end.
+    asked = ["top", f"{place}/", "--once", "--json", "--ca", str(authority)]
+    assert await asyncio.to_thread(main, asked) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 1
+    with pytest.raises(
+        LinkError, match=r"^http://.* does not answer .* page with dashboard\.tls is at https://"
+    ):
+        await asyncio.to_thread(PageWatch(place).view)
+
+
+async def test_a_page_without_tls_asked_over_it(page_under_tls: str, tmp_path: Path) -> None:
+    async with serve_page(Page(feed=Feed(RunViewBuilder())), "127.0.0.1", 0) as port:
+        with pytest.raises(LinkError, match=r"^https://.* without dashboard\.tls is at http://"):
+            await asyncio.to_thread(PageWatch(f"127.0.0.1:{port}", tmp_path / "ca.pem").view)
 
 
 def test_what_is_no_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
