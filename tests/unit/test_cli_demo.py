@@ -19,6 +19,8 @@ from node.local.demo import demo_file, run_demo
 from node.telemetry.events import Event, JoinLine, Notice, RunFinished, RunStarted
 from wire.errors import RunError, UserError
 
+HEARS_HANGUPS = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+"""For a program: tests may themselves be run by something that ignores them."""
 STAND_IN = textwrap.dedent(
     """
     import os, pathlib, signal, sys, threading
@@ -164,7 +166,7 @@ def test_a_node_that_outstays_the_run_is_killed(stage: Stage, monkeypatch: pytes
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_end_every_process(stage: Stage, number: signal.Signals) -> None:
-    program = driver(stage, *stage.command("go on"))
+    program = HEARS_HANGUPS + driver(stage, *stage.command("go on"))
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout is not None
@@ -224,7 +226,7 @@ def test_a_demo_under_nohup_outlives_its_terminal(stage: Stage) -> None:
 
 
 def test_a_terminal_that_tells_twice_does_not_cut_the_end_short(stage: Stage) -> None:
-    program = driver(stage, *stage.command("go on", "end slowly"))
+    program = HEARS_HANGUPS + driver(stage, *stage.command("go on", "end slowly"))
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout is not None
