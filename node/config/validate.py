@@ -24,6 +24,7 @@ from node.model.storage import AS_COMPUTED, FROM_PRESET, KINDS, PRESETS, RECOMPU
 from node.telemetry.traced_steps import TracedSteps
 from wire.codecs.forms import form
 from wire.errors import ConfigError
+from wire.frames import MAX_TENSOR_BYTES
 
 FAMILIES = ("llama", "gpt2")
 PRECISIONS = ("float32", "bfloat16")
@@ -56,6 +57,7 @@ def problems(config: RunConfig) -> list[str]:
         *_storage(config.storage, config.pipeline),
         *_pipeline(config.pipeline, config.model.layers),
         *_codecs(config.pipeline, config.data.shift),
+        *_tensors(config),
         *_coordinator(config.coordinator),
         *_dashboard(config.dashboard, config.coordinator),
         *_telemetry(config.telemetry),
@@ -233,6 +235,22 @@ def _codecs(pipeline: PipelineSection, shift: bool) -> Iterator[str]:
             "last sent, so every pass must cut the text alike: set data.shift = false"
         )
     yield from _positive({"pipeline.cache_gb": pipeline.cache_gb})
+
+
+def _tensors(config: RunConfig) -> Iterator[str]:
+    """What one link message can hold, uncompressed, as links carry it to tell codecs from divergence."""
+    model, training = config.model, config.training
+    boundary = {"training.microbatch": training.microbatch, "model.sequence": model.sequence}
+    sent = [{**boundary, "model.hidden": model.hidden}]
+    if model.tied:
+        sent.append({"model.vocab": model.vocab, "model.hidden": model.hidden})
+    for sizes in sent if config.pipeline.stages > 1 else ():
+        size = 4 * math.prod(max(size, 0) for size in sizes.values())
+        if size > MAX_TENSOR_BYTES:
+            yield (
+                f"{' x '.join(sizes)} makes a tensor of {size:,} bytes between stages, and a link carries at "
+                f"most {MAX_TENSOR_BYTES:,}: make one of them smaller"
+            )
 
 
 def _coordinator(coordinator: CoordinatorSection) -> Iterator[str]:

@@ -56,8 +56,8 @@ def discard(stream: TextIO) -> None:
 
     Python keeps what could not be written and would complain of it again in its flush at exit.
     """
-    # What stands in for a stream in a test has no file.
-    with contextlib.suppress(OSError):
+    # What stands in for a stream in a test has no file, or is closed.
+    with contextlib.suppress(OSError, ValueError):
         number = stream.fileno()
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, number)

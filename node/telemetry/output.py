@@ -1,10 +1,9 @@
 """A stream whose failure ends nothing: whoever reads a run's output may go, and the run goes on."""
 
-import contextlib
 import logging
-import os
-from pathlib import Path
 from typing import Any, TextIO, cast
+
+from node.local.terminal import discard
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +38,5 @@ class _Lasting:
 
     def _give_up(self, error: OSError) -> None:
         self._broken = True
-        # What its buffer still holds is written when the process ends, and must not fail once more.
-        with contextlib.suppress(OSError, ValueError), Path(os.devnull).open("wb") as nowhere:
-            os.dup2(nowhere.fileno(), self._stream.fileno())
+        discard(self._stream)
         _log.warning("the output cannot be written (%s); the run goes on without it", error.strerror or error)

@@ -70,6 +70,14 @@ def test_the_most_that_is_allowed() -> None:
         ),
         ({"pipeline.cache_gb": 0.0}, "pipeline.cache_gb must be a finite number above 0, got 0.0"),
         ({"training.global_batch": 15}, "training.global_batch (15) must be a multiple of"),
+        (
+            {"model.tied": True, "model.vocab": 2**20, "model.hidden": 2**10},
+            "model.vocab x model.hidden makes a tensor of 4,294,967,296 bytes between stages, and a link",
+        ),
+        (
+            {"model.sequence": 2**20, "model.hidden": 2**10},
+            "training.microbatch x model.sequence x model.hidden makes a tensor of 8,589,934,592 bytes",
+        ),
         ({"training.microbatch": 0}, "training.microbatch must be at least 1"),
         ({"training.lr": 0.0}, "training.lr must be a finite number above 0"),
         ({"training.lr": float("nan")}, "training.lr must be a finite number above 0, got nan"),
