@@ -5,14 +5,14 @@ import json
 import logging
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
 import grpc
 import grpc.aio
 
-from node.config.loader import to_json, to_toml
+from node.config.loader import from_json, to_json, to_toml
 from node.config.schema import RunConfig
 from node.coordinator.addresses import own_addresses
 from node.coordinator.claims import check_ports, sole_coordinator
@@ -123,8 +123,16 @@ def _reopen(config: RunConfig, directory: Path, corpus: Corpus) -> _Run:
     snapshots = directory / "snapshots"
     discard_incomplete(snapshots)
     newest = max(list_snapshots(snapshots), default=0)
-    # Of a run that is done the record says how it was trained.
-    if newest < config.run.steps and (config_json := to_json(config)) != store.run().config_json:
+    recorded = store.run().config_json
+    if newest >= config.run.steps:
+        # How it was trained stays on record; how it is looked at may change.
+        config = replace(
+            from_json(recorded),
+            coordinator=config.coordinator,
+            dashboard=config.dashboard,
+            telemetry=config.telemetry,
+        )
+    if (config_json := to_json(config)) != recorded:
         store.set_config(config_json)
         _write_run_file(directory, config)
     authority = CertificateAuthority.load(directory / "authority")
