@@ -11,7 +11,15 @@ from typing import cast
 import numpy as np
 import pytest
 
-from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
+from node.config.loader import from_json
+from node.config.schema import (
+    DataSection,
+    ModelSection,
+    PipelineSection,
+    RunConfig,
+    RunSection,
+    TrainingSection,
+)
 from node.coordinator import coordinator as module
 from node.coordinator.control_service import MOST_WAITING, ControlSession
 from node.coordinator.coordinator import Coordinator, Outcome
@@ -180,6 +188,14 @@ async def test_a_commit_is_on_record_before_it_is_heard_of(tmp_path: Path) -> No
         assert await node.hear() == Begin(epoch=1, step=1)
         (done,) = [event for event in run.events if isinstance(event, events.StepDone)]
         assert (done.step, done.loss) == (1, 2.0)
+
+
+async def test_nodes_are_not_told_where_the_text_is(tmp_path: Path) -> None:
+    config = replace(CONFIG, data=DataSection(path="/home/somebody/texts/books.txt"))
+    async with scene(tmp_path, config) as run:
+        welcome = await run.peer("a").hear()
+        assert isinstance(welcome, Welcome)
+        assert from_json(welcome.config_json) == replace(config, data=DataSection(path="books.txt"))
 
 
 async def test_a_node_that_asks_on_and_reads_nothing_fills_no_memory(tmp_path: Path) -> None:
