@@ -10,7 +10,6 @@ import pytest
 
 from node.config.schema import CoordinatorSection, DashboardSection, RunConfig
 from node.coordinator import main
-from node.coordinator.coordinator import Coordinator
 from node.coordinator.records import StepRecord
 from node.dashboard import live
 from node.dashboard.feed import Feed
@@ -68,7 +67,7 @@ def test_ports_answer_while_a_long_history_is_still_being_read(
     monkeypatch.setattr(live, "read_history", blocked)
     told: list[events.Event] = []
 
-    async def answered(_: Coordinator) -> int:
+    async def answered(*_: object) -> int:
         (line,) = (event.line for event in told if isinstance(event, events.JoinLine))
         addresses = JoinToken.parse(line.split()[-1]).addresses
         for address in addresses[:1]:
