@@ -1,7 +1,5 @@
 """How a run comes to its end: who asked for it or what cannot be mended, and what is said of it. Pure."""
 
-from collections.abc import Iterable
-
 from node.coordinator.failures import GiveUp, Verdict
 
 
@@ -12,7 +10,6 @@ class Ending:
         self._tried = False
         self._asked: str | None = None
         self._given_up: GiveUp | None = None
-        self._held: dict[str, int] = {}
 
     @property
     def due(self) -> bool:
@@ -40,11 +37,3 @@ class Ending:
         if self._given_up is not None:
             return f"{self._given_up.why}; {kept}: {self._given_up.remedy}", True
         return self._asked or "", False
-
-    def placed(self, node_id: str, held_step: int) -> None:
-        """What a node says that it holds, for the seat that it was just given."""
-        self._held[node_id] = held_step
-
-    def all_hold(self, nodes: Iterable[str], step: int) -> bool:
-        """Whether each of these nodes has the state of `step`, with no commit left to apply."""
-        return all(self._held.get(node) == step for node in nodes)

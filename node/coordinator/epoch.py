@@ -123,6 +123,11 @@ class Epoch:
         return self._to_all(self._begin())
 
     @property
+    def all_hold_it(self) -> bool:
+        """Whether every stage has the state of `step`, with no commit left to apply."""
+        return all(answer.held_step == self.step for answer in self._placed.values())
+
+    @property
     def unplaced(self) -> tuple[str, ...]:
         """Nodes that have not answered their placement yet."""
         waiting = self.seats if self.phase is Phase.PLACING else ()

@@ -218,11 +218,10 @@ class RunMachine:
 
     def _placed(self, epoch: Epoch, node_id: str, message: Placed, now: float) -> list[Action]:
         """Stages that only have to hand in what they hold do that at once: it may be links that failed."""
-        self._ending.placed(node_id, message.held_step)
         actions = epoch.placed(node_id, message)
         if not actions or not self._is_to_end(epoch):
             return actions
-        if self._snapshots.newest < epoch.step and not self._ending.all_hold(epoch.seats, epoch.step):
+        if self._snapshots.newest < epoch.step and not epoch.all_hold_it:
             return actions  # a commit that somebody missed comes with the restore
         epoch.phase = Phase.IDLE
         return self._between_steps(epoch, now)
