@@ -23,6 +23,18 @@ TIED_RING = replace(
 pytestmark = pytest.mark.timeout(240)
 
 
+def stopped(run: Run) -> int:
+    """Start a run of two nodes and stop it while one stands still; the step of its snapshot."""
+    first = run.start()
+    run.add_nodes(2)
+    still = run.wait_still()
+    first.interrupt()
+    still.go_on()
+    run.assert_quiet()
+    (stopped_at,) = run.snapshots
+    return stopped_at
+
+
 @pytest.mark.parametrize("config", [CONFIG, PACKED], ids=["float32", "packed"])
 def test_stop_and_resume(config: RunConfig, prefork: Prefork, tmp_path: Path) -> None:
     """Ctrl-C at the coordinator ends the run after the step and a snapshot; half of the nodes change."""
@@ -67,13 +79,7 @@ def test_the_packed_runs_stages_differ_in_bits() -> None:
 def test_resume_on_another_number_of_stages(prefork: Prefork, tmp_path: Path) -> None:
     """Two stages of two chunks, then three of one with a window; only the split of the layers changes."""
     with Run(tmp_path, TIED_RING, launch=prefork.popen, still=Still(stage=0, steps=3)) as run:
-        first = run.start()
-        run.add_nodes(2)
-        still = run.wait_still()
-        first.interrupt()
-        still.go_on()
-        run.assert_quiet()
-        (stopped_at,) = run.snapshots
+        stopped_at = stopped(run)
 
         with (run.run_dir / "run.toml").open() as reader:
             second = run.resume(
@@ -94,13 +100,7 @@ def test_resume_on_another_number_of_stages(prefork: Prefork, tmp_path: Path) ->
 def test_resume_with_a_lower_learning_rate(prefork: Prefork, tmp_path: Path) -> None:
     """As a run is told to that diverged; a node of before has files of it on disk."""
     with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=0, steps=3)) as run:
-        first = run.start()
-        run.add_nodes(2)
-        still = run.wait_still()
-        first.interrupt()
-        still.go_on()
-        run.assert_quiet()
-        (stopped_at,) = run.snapshots
+        stopped_at = stopped(run)
 
         changes = ("training.lr=1e-3", "training.min_lr_ratio=0.5", "training.clip=0.5")
         second = run.resume(*changes, "coordinator.regroup_seconds=0.5")
