@@ -122,4 +122,5 @@ RUNS = (
         for way in ("plain", "three", "gradients", "moments")
         for seed in (0, 1, 2)
     ),
+    Run(suite="memory-long", forward="fp32", backward="fp32", memory="three-by-stage", steps=900),
 )
