@@ -25,14 +25,20 @@ SOL_PACKET = 263
 PACKET_STATISTICS = 6
 PACKET_VNET_HDR = 15
 PACKET_IGNORE_OUTGOING = 23
+SO_SNDBUFFORCE = 32
 SO_RCVBUFFORCE = 33
 ETH_P_ALL = 3
 
 VNET_HEADER = 10
 LARGEST_FRAME = VNET_HEADER + 14 + 65536
 BUFFER_BYTES = 64 << 20
+"""Of a port, each way. What waits in the queue of the device that it sends to is counted as the port's:
+smaller than that queue, it would drop what a network carries."""
 AT_ONCE = 64
 """Frames read from one port before the others get their turn."""
+LONGEST_WAIT = 0.1
+"""Seconds, and a round trip: what cannot leave in this time beyond its delay is dropped, as by the queues
+that `node.lab.shape` makes."""
 LATENESS_KEPT = 100_000
 
 
@@ -44,13 +50,16 @@ class Port:
         self.socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
         self.socket.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
         self.socket.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
-        try:
-            self.socket.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, BUFFER_BYTES)
-        except PermissionError:
-            # Rootless: as much as the host allows to everyone.
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+        for forced, allowed in ((SO_RCVBUFFORCE, socket.SO_RCVBUF), (SO_SNDBUFFORCE, socket.SO_SNDBUF)):
+            try:
+                self.socket.setsockopt(socket.SOL_SOCKET, forced, BUFFER_BYTES)
+            except PermissionError:
+                # Rootless: as much as the host allows to everyone.
+                self.socket.setsockopt(socket.SOL_SOCKET, allowed, BUFFER_BYTES)
         self.socket.bind((device, ETH_P_ALL))
         self.socket.setblocking(False)
+        self.full = False
+        """It took no more when it was last given a frame."""
         self.missed = 0
 
     def fileno(self) -> int:
@@ -97,10 +106,14 @@ class Relay:
     def run(self) -> None:
         """Forward until stdin ends."""
         while True:
-            due = min((way.waiting[0][0] for way in self.ways if way.waiting), default=None)
+            # What is due at a full port waits for the port.
+            ready = [way.waiting[0][0] for way in self.ways if way.waiting and not way.target.full]
             # select waits to the microsecond, where epoll rounds up to milliseconds.
-            wait = None if due is None else max(0.0, due - time.monotonic())
-            readable, _, _ = select.select([sys.stdin, *self.ports.values()], [], [], wait)
+            wait = max(0.0, min(ready) - time.monotonic()) if ready else None
+            full = [port for port in self.ports.values() if port.full]
+            readable, writable, _ = select.select([sys.stdin, *self.ports.values()], full, [], wait)
+            for able in writable:
+                able.full = False
             for port in readable:
                 if isinstance(port, Port):
                     self._take(port)
@@ -121,15 +134,22 @@ class Relay:
 
     def _send(self, now: float) -> None:
         for way in self.ways:
-            while way.waiting and way.waiting[0][0] <= now:
-                due, frame = way.waiting.popleft()
-                self.lateness.append(now - due)
+            while way.waiting and way.waiting[0][0] <= now and not way.target.full:
+                due, frame = way.waiting[0]
                 try:
-                    way.target.socket.send(frame)
-                    self.frames += 1
+                    if now - due > LONGEST_WAIT + 2 * way.delay:
+                        self.refused += 1
+                    else:
+                        way.target.socket.send(frame)
+                        self.frames += 1
+                except BlockingIOError:
+                    way.target.full = True
+                    break
                 except OSError:
                     # The far queue is full: the network drops a packet, as any would.
                     self.refused += 1
+                way.waiting.popleft()
+                self.lateness.append(now - due)
 
     def _obey(self) -> bool:
         line = sys.stdin.readline()

@@ -82,6 +82,15 @@ def test_a_delay_takes_nothing_of_the_rate(flags: tuple[str, ...], delay: str) -
         assert found["relay"]["missed"] == 0
 
 
+def test_the_relay_leaves_it_to_a_slow_interface_to_queue(flags: tuple[str, ...]) -> None:
+    """What waits there was dropped when the relay's own socket held no more of it."""
+    found = inside(flags, "burst")
+    assert found["relay"]["refused"] == found["relay"]["missed"] == 0
+    assert found["arrived"] == list(range(300))
+    # At 8 Mbit/s, half a round trip late.
+    assert found["seconds"] > 0.2 + 0.9 * 300 * 1442 / 1e6
+
+
 def test_interfaces_are_limited_at_both_ends(flags: tuple[str, ...]) -> None:
     up, down = inside(flags, "measured", "topology=interfaces", "rate=30/20", "rtt=20", "delay=auto")["links"]
     # Out of one node at 30, into the other at 20.

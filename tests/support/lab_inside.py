@@ -4,8 +4,11 @@ namespaces.
 Says what happened as one line of JSON.
 """
 
+import contextlib
 import json
+import socket
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,9 @@ from typing import Any
 from node.lab import private, tools
 from node.lab.calibration import ATTEMPTS, Measured, measure
 from node.lab.network import Network
-from node.lab.shape import shaper_commands, uniform
+from node.lab.shape import LinkShape, Shape, shaper_commands, uniform
 from node.lab.support import delay_method
-from node.lab.topology import Topology, lay_out
+from node.lab.topology import Topology, lay_out, node_address, node_name
 from wire.errors import RunError
 
 ENDS = ((0, 1),)
@@ -99,6 +102,44 @@ def again(values: dict[str, str]) -> Any:
     }
 
 
+BURST = 300
+DATAGRAM_BYTES = 1400
+PORT = 7700
+QUEUED_RTT_MS = 400.0
+
+
+def burst(values: dict[str, str]) -> Any:
+    """A burst from a fast interface to one of 8 Mbit/s: 0.4 MB wait there, where 0.5 have room."""
+    del values
+    plan = lay_out(2, ENDS, topology="interfaces", relay=True)
+    with network(plan, {}, "relay") as laboratory:
+        fast, slow = (
+            LinkShape(up_mbit=1000, down_mbit=1000),
+            LinkShape(up_mbit=8, down_mbit=8, rtt_ms=QUEUED_RTT_MS),
+        )
+        laboratory.shape(Shape(label="burst", links=(fast, slow)))
+        sender, receiver = (
+            tools.inside(name, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+            for name in map(node_name, (0, 1))
+        )
+        receiver.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2 * BURST * DATAGRAM_BYTES)
+        receiver.settimeout(5.0)
+        receiver.bind((node_address(1), PORT))
+        # While an address is looked up, few packets wait for the answer.
+        sender.sendto(b"", (node_address(1), PORT))
+        receiver.recv(DATAGRAM_BYTES)
+        began = time.monotonic()
+        for index in range(BURST):
+            sender.sendto(index.to_bytes(2, "big").ljust(DATAGRAM_BYTES), (node_address(1), PORT))
+        arrived = []
+        with contextlib.suppress(TimeoutError):
+            while len(arrived) < BURST:
+                arrived.append(int.from_bytes(receiver.recv(DATAGRAM_BYTES)[:2], "big"))
+        seconds = time.monotonic() - began
+        laboratory.shape(None)
+        return {"arrived": arrived, "seconds": seconds, "relay": laboratory.relay_counts}
+
+
 def network(topology: Topology, values: dict[str, str], method: str = "") -> Network:
     return Network(
         topology,
@@ -113,7 +154,7 @@ def described(one: Measured) -> dict[str, Any]:
     return {**asdict(one), "share": one.share, "fault": one.fault(0.05)}
 
 
-CASES = {"measured": measured, "off": off, "again": again}
+CASES = {"measured": measured, "off": off, "again": again, "burst": burst}
 
 
 if __name__ == "__main__":
