@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from typing import Protocol, TextIO
 
 from node.lab.measure import PhaseSteps
@@ -10,6 +11,9 @@ from node.lab.network import WireBytes
 from node.lab.processes import Step
 from node.lab.shape import Shape
 from wire.errors import RunError
+
+RECORD = 0.03
+"""By so much of its time a step is faster than those before it while TCP still grows."""
 
 
 class Links(Protocol):
@@ -34,7 +38,8 @@ class Phases:
     Args:
         warmup_steps: discarded after each change of the links.
         warmup_round_trips: for so many at least, as long as the run has steps to spare: TCP finds a rate in
-            round trips, not in steps.
+            round trips, not in steps. Where there are round trips, then until a step is no faster than all
+            before it.
         spare_steps: of the run, beyond those that its phases were planned with: they make up for steps that
             went by, beyond the warmup's, while links changed. So short steps do not cost a cell, nor does the
             run end before its last one.
@@ -71,7 +76,7 @@ class Phases:
         label = shape.label if shape else None
         steps = [await self._next(label, "warmup") for _ in range(self._warmup)]
         settling = self._round_trips * shape.rtt_ms / 1e3 if shape else 0.0
-        while settling and steps[-1].at < shaped + settling and self._spare > 0:
+        while settling and self._spare > 0 and (steps[-1].at < shaped + settling or _still_faster(steps)):
             self._spare -= 1
             steps.append(await self._next(label, "warmup"))
         while True:
@@ -114,3 +119,8 @@ class Phases:
         for event in (step.costs, step.done):
             line = {"at": step.at, "shape": label, "kind": kind}
             self._log.write(json.dumps({**line, **json.loads(event.to_json())}) + "\n")
+
+
+def _still_faster(steps: Sequence[Step]) -> bool:
+    newest, before = steps[-1].done.seconds, [step.done.seconds for step in steps[:-1]]
+    return bool(before) and newest < (1 - RECORD) * min(before)

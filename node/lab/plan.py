@@ -69,6 +69,8 @@ def plan_runs(
 ) -> tuple[PlannedRun, ...]:
     """Every run that has cells left to measure. A cell that two sweeps name is measured once.
 
+    A run goes from cells with much on the way, rate times round trip, to those with little.
+
     Args:
         only: the cells wanted, each as `CODECS`, `@SHAPE` or `CODECS@SHAPE`; empty: all.
 
@@ -95,6 +97,8 @@ def plan_runs(
                             if key not in seen and _wanted(key, only):
                                 seen.add(key)
                                 cells.append(Cell(key=key, shape=shape, steps=sweep.steps))
+                        # TCP finds a smaller pipe at once, but grows into a larger one for half a minute.
+                        cells.sort(key=lambda cell: -cell.shape.most_on_the_way)
                         if cells:
                             config = vary(profile.config, forward, backward, microbatch, window)
                             runs.append(_run(profile, config, tuple(cells)))

@@ -50,6 +50,11 @@ class Shape:
     def rtt_ms(self) -> float:
         return max(link.rtt_ms for link in self.links)
 
+    @property
+    def most_on_the_way(self) -> float:
+        """Bytes that the link which holds most of them has on its way when it is full."""
+        return max(125 * max(link.up_mbit, link.down_mbit) * link.rtt_ms for link in self.links)
+
 
 def uniform(rate: str, rtt_ms: float, wires: int) -> Shape:
     """The same shape everywhere. `rate` is `"100"` or `"100/20"`. Raises ValueError."""

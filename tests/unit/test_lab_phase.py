@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -35,10 +36,10 @@ class Network:
 
 class Run:
     """Steps of 0.1 s that send 1000 bytes each, a second apart. `stale` of them began before the links had
-    changed."""
+    changed, and the first take as long as `slow` says."""
 
-    def __init__(self, network: Network, stale: int, steps: int) -> None:
-        self.network, self.stale, self.steps = network, stale, steps
+    def __init__(self, network: Network, stale: int, steps: int, slow: Sequence[float] = ()) -> None:
+        self.network, self.stale, self.steps, self.slow = network, stale, steps, slow
         self.number = 0
 
     async def next_step(self, seconds: float) -> Step:
@@ -47,13 +48,14 @@ class Run:
         self.number += 1
         self.network.sent += 1000
         began = time.monotonic() + (-1.0 if self.number <= self.stale else self.number)
+        seconds = self.slow[self.number - 1] if self.number <= len(self.slow) else 0.1
         done = StepDone(
             step=self.number,
             steps=self.steps,
             loss=1.0,
             lr=1e-3,
             grad_norm=1.0,
-            seconds=0.1,
+            seconds=seconds,
             tokens_per_second=80.0,
             idle=(),
             bits_forward=0.0,
@@ -61,17 +63,23 @@ class Run:
             up_mbit=(),
             down_mbit=(),
         )
-        costs = StepCosts(step=self.number, seconds=0.1, aborted=False, stages=(), links=())
-        return Step(done=done, costs=costs, at=began + 0.1)
+        costs = StepCosts(step=self.number, seconds=seconds, aborted=False, stages=(), links=())
+        return Step(done=done, costs=costs, at=began + seconds)
 
 
 def phases(
-    stale: int, *, warmup: int, spare: int, steps: int, round_trips: int = 0
+    stale: int,
+    *,
+    warmup: int,
+    spare: int,
+    steps: int,
+    round_trips: int = 0,
+    slow: Sequence[float] = (),
 ) -> tuple[Phases, Network, io.StringIO]:
     network, log = Network(), io.StringIO()
     measured = Phases(
         network,
-        Run(network, stale, steps),
+        Run(network, stale, steps, slow),
         warmup_steps=warmup,
         warmup_round_trips=round_trips,
         spare_steps=spare,
@@ -114,5 +122,26 @@ def test_steps_are_discarded_for_round_trips(round_trips: int, spare: int, disca
     """A round trip of 0.1 s and steps that end 1.1, 2.1, 3.1... s after the links changed."""
     which, _, _ = phases(0, warmup=2, spare=spare, steps=100, round_trips=round_trips)
     phase, steps = asyncio.run(which.measure(uniform("100", 100.0, 1), 2))
+    assert [costs.step for costs in phase.costs] == [discarded + 1, discarded + 2]
+    assert len(steps) == discarded + 2
+
+
+@pytest.mark.parametrize(
+    ("slow", "round_trip", "spare", "discarded"),
+    [
+        ((0.5, 0.4, 0.3, 0.2, 0.199), 100.0, 50, 5),
+        ((0.5, 0.1), 100.0, 50, 3),
+        # One that is slower ends it: what follows is no growth.
+        ((0.5, 0.4, 0.45, 0.2), 100.0, 50, 3),
+        ((0.5, 0.4, 0.3, 0.2), 100.0, 1, 3),
+        ((0.5, 0.4, 0.3, 0.2), 0.0, 50, 2),
+        ((), 100.0, 50, 2),
+    ],
+)
+def test_steps_are_discarded_while_they_get_faster(
+    slow: tuple[float, ...], round_trip: float, spare: int, discarded: int
+) -> None:
+    which, _, _ = phases(0, warmup=2, spare=spare, steps=100, round_trips=1, slow=slow)
+    phase, steps = asyncio.run(which.measure(uniform("100", round_trip, 1), 2))
     assert [costs.step for costs in phase.costs] == [discarded + 1, discarded + 2]
     assert len(steps) == discarded + 2
