@@ -3,7 +3,7 @@
 A method returns only after its change is on disk (WAL, synchronous=FULL), so whatever is answered after it is
 never lost. One connection behind one lock: call it from any thread, never from an event loop. Other processes
 may have the file open at the same time (`thinwire token create` beside a running coordinator): writers take
-turns by BEGIN IMMEDIATE and wait for each other up to `_BUSY_SECONDS`.
+turns by BEGIN IMMEDIATE and wait for each other for some seconds.
 
 Times are Unix seconds.
 """
@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from node.coordinator.database import connect, explained
 from node.coordinator.records import (
     Member,
     PlacedNode,
@@ -29,7 +30,7 @@ from node.coordinator.records import (
     StepOutcome,
     StepRecord,
 )
-from wire.errors import RefusalCode, RunError, UserError
+from wire.errors import RefusalCode, UserError
 from wire.identity.enrolment import Hardware, Refusal
 from wire.identity.files import create_private, make_private_directory
 from wire.identity.token import Decision, JoinToken, TokenRecord, admit, hash_secret, new_secret, new_token_id
@@ -37,7 +38,6 @@ from wire.version import PROTOCOL, VERSION
 
 DATABASE_FILE = "run.db"
 SCHEMA_VERSION = 1
-_BUSY_SECONDS = 10.0
 
 _SCHEMA = """
 CREATE TABLE run (
@@ -78,7 +78,7 @@ class Store:
         make_private_directory(directory)
         path = directory / DATABASE_FILE
         create_private(path, b"")
-        store = cls(path, _connect(path))
+        store = cls(path, connect(path))
         try:
             # Outside a transaction, and once: the file remembers it.
             with store._reading() as db:
@@ -104,8 +104,12 @@ class Store:
         path = directory / DATABASE_FILE
         if not path.is_file():
             raise UserError(f"{directory} holds no run (no {DATABASE_FILE}): give a run's directory")
-        db = _connect(path)
-        version: int = db.execute("PRAGMA user_version").fetchone()[0]
+        db = connect(path)
+        try:
+            version: int = db.execute("PRAGMA user_version").fetchone()[0]
+        except sqlite3.DatabaseError as error:
+            db.close()
+            raise explained(path, error) from error
         if version == SCHEMA_VERSION:
             return cls(path, db)
         db.close()
@@ -311,21 +315,7 @@ class Store:
             try:
                 yield self._db
             except sqlite3.DatabaseError as error:
-                raise RunError(
-                    f"the run's database {self.path} cannot be used ({error}): free the disk or end the "
-                    "process that holds it; all that was acknowledged is intact"
-                ) from error
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    # The lock replaces sqlite3's own thread check; transactions are ours, so no implicit ones.
-    db = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-    try:
-        db.execute("PRAGMA synchronous = FULL")
-    except sqlite3.DatabaseError as error:
-        db.close()
-        raise UserError(f"{path} is not a run's database ({error}): give a run's directory") from None
-    return db
+                raise explained(self.path, error) from error
 
 
 def _run(db: sqlite3.Connection) -> RunRecord:

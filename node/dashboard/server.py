@@ -221,7 +221,7 @@ class _Routes:
             action, subject = wanted["action"], wanted.get("id", "")
             if not isinstance(action, str) or not isinstance(subject, str):
                 raise TypeError
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return _json({"error": 'expected JSON such as {"action": "snapshot"}'}, status=400)
         try:
             return _json(await operator.act(action, subject))

@@ -23,8 +23,8 @@ class LabSection:
     warmup_steps: int = 2
     """Steps discarded after each change of the links."""
     warmup_round_trips: int = 120
-    """Steps are discarded for so many round trips at least, and then until one is no faster than those before:
-    TCP finds a rate in round trips, not in steps."""
+    """Steps are discarded for so many round trips at least, and then until one is no faster than those
+    before: TCP finds a rate in round trips, not in steps."""
     unthrottled_steps: int = 3
     """Steps measured without any shaping at the start of each run, for the compute time; 0 leaves them
     out."""

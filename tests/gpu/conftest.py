@@ -18,6 +18,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             # The first test of a kernel compiles it.
             item.add_marker(pytest.mark.timeout(300))
+            # Torch says so of set_sync_debug_mode, once a process.
+            item.add_marker(pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"))
             if not READY:
                 item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU, or no Triton"))
 
