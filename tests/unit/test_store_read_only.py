@@ -16,7 +16,8 @@ NOW = 1_800_000_000.0
 def directory(tmp_path: Path) -> Path:
     """Of a run that ended. Its name is one that a URI would take for its own signs."""
     directory = tmp_path / "a run? #1 %41"
-    Store.create(directory, run_id="run-a", config_json='{"a": 1}', pin=bytes(32), now=NOW).close()
+    with Store.create(directory, run_id="run-a", config_json='{"a": 1}', pin=bytes(32), now=NOW) as store:
+        store.set_addresses(["127.0.0.1:7700"])
     return directory
 
 
@@ -44,13 +45,13 @@ def test_a_run_that_ended_is_read_and_leaves_no_file_beside_it(directory: Path) 
 
 def test_a_run_that_goes_on_is_read_as_it_is_now(directory: Path, request: pytest.FixtureRequest) -> None:
     with Store.open(directory) as writer:
-        writer.set_addresses(["127.0.0.1:7700"])
+        writer.set_addresses(["127.0.0.1:7701"])
         assert directory.joinpath(f"{DATABASE_FILE}-wal").exists()
         request.getfixturevalue("read_only")
         with Store.open(directory) as store:
-            assert store.run().addresses == ("127.0.0.1:7700",)
-            writer.set_addresses(["127.0.0.1:7701"])
             assert store.run().addresses == ("127.0.0.1:7701",)
+            writer.set_addresses(["127.0.0.1:7702"])
+            assert store.run().addresses == ("127.0.0.1:7702",)
 
 
 @pytest.mark.usefixtures("read_only")
