@@ -45,7 +45,7 @@ class Operator:
             case "stop":
                 self._controls.stop("stopped by the operator")
                 return self._done(
-                    "the run stops after this step and a snapshot; `thinwire resume` goes on with it"
+                    "the run stops once its steps are in a snapshot; `thinwire resume` goes on with it"
                 )
             case "evict":
                 if not await asyncio.to_thread(self._store.evict, subject, time.time()):
