@@ -127,8 +127,8 @@ def bursts(mbit: str, round_trip: float, pause: float, way: str) -> tuple[list[f
         codes = [process.wait(SECONDS) for process in ends]
         if any(codes):
             raise SystemExit(f"the link's ends ended with {codes}")
-        network.shape(None)
-        lost = network.relay_counts["missed"] + network.relay_counts["refused"]
+        relayed = network.relayed()
+        lost = relayed["missed"] + relayed["refused"]
         began: list[float] = json.loads(Path(folder, "began.json").read_text(encoding="utf-8"))
         ended: list[float] = json.loads(Path(folder, "ended.json").read_text(encoding="utf-8"))
     return [last - first for first, last in zip(began, ended, strict=True)], lost

@@ -201,12 +201,13 @@ class _Laboratory:
                 calibrate, network, shape, self._ends, tolerance=self._profile.network.tolerance
             )
             self._calibrations[shape.label] = found
+            relayed = await asyncio.to_thread(network.relayed)
             results.values["calibrations"].append(
                 {
                     **found.as_json(),
                     "shaper": describe_shapers(shape, network.kind),
                     "delay_method": network.method,
-                    "relay": network.relay_counts,
+                    "relay": relayed,
                 }
             )
             off = max(found.links, key=lambda link: abs(link.share - 1))
@@ -340,6 +341,7 @@ class _Run:
     ) -> None:
         lab = self._lab
         phase, steps = await phases.measure(cell.shape, cell.steps)
+        relayed = await asyncio.to_thread(self._network.relayed)
         wires = self._network.topology.wires
         measured = steps[-len(phase.costs) :]
         values: dict[str, Any] = {
@@ -356,7 +358,7 @@ class _Run:
             ),
             "curve": [[step.done.step, step.done.seconds, step.done.loss] for step in steps],
             "delay_method": self._network.method,
-            "relay": self._network.relay_counts,
+            "relay": relayed,
         }
         share = ""
         if compute is not None:
@@ -373,6 +375,8 @@ class _Run:
             values["floor"] = floor_figures(floor, phase, compute)
             values["of_unthrottled"] = record["unthrottled"]["step_seconds"] / phase.step_seconds
             share = f", {floor.share(phase.step_seconds):.2f} of the floor ({floor.binds})"
+        if missed := relayed.get("missed", 0):
+            share += f"; the relay was too slow for {missed} packets, which no link lost"
         self._results.values["cells"].append(values)
         self._results.write()
         use = max(wire["use"] for wire in values["wires"])

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -54,8 +54,6 @@ class Network:
         self._slow_start_after_idle = slow_start_after_idle
         self._relay: _RelayProcess | None = None
         self._shaped = False
-        self.relay_counts: dict[str, float] = {}
-        """What the relay said last."""
 
     def __enter__(self) -> Self:
         for name in self.topology.namespaces:
@@ -98,7 +96,7 @@ class Network:
                     self._shape_device(wire, device, link)
         self._shaped = shape is not None
         if self._relay is not None:
-            self.relay_counts = dict(self._relay.delay(_delays(self.topology, shape)))
+            self._relay.ask({"delays": _delays(self.topology, shape)})
         if shape is not None:
             self.check(shape)
 
@@ -112,6 +110,13 @@ class Network:
                         f"the shaper of {wire.name} is at {found or 0:g} Mbit/s, not at {mbit:g}: something "
                         "else changes this laboratory's links"
                     )
+
+    def relayed(self) -> Mapping[str, float]:
+        """What the relay has done since this was asked or the shape was set last: see `node.lab.relay`.
+
+        Empty where there is none.
+        """
+        return self._relay.ask({}) if self._relay is not None else {}
 
     def counters(self) -> tuple[WireBytes, ...]:
         """By wire, since its shaper was made."""
@@ -168,10 +173,7 @@ class _RelayProcess:
             [sys.executable, "-m", "node.lab.relay"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         ways = [{"source": way.source, "target": way.target, "mac": way.mac} for way in topology.ways]
-        self._ask({"ways": ways})
-
-    def delay(self, seconds: Sequence[float]) -> Mapping[str, float]:
-        return self._ask({"delays": list(seconds)})
+        self.ask({"ways": ways})
 
     def end(self) -> None:
         assert self._child.stdin is not None and self._child.stdout is not None
@@ -183,7 +185,7 @@ class _RelayProcess:
             self._child.wait()
         self._child.stdout.close()
 
-    def _ask(self, question: Mapping[str, Any]) -> Mapping[str, float]:
+    def ask(self, question: Mapping[str, Any]) -> Mapping[str, float]:
         assert self._child.stdin is not None and self._child.stdout is not None
         # A relay that hangs is killed, which ends the wait for its answer.
         watch = threading.Timer(RELAY_SECONDS, self._child.kill)

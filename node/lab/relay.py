@@ -5,8 +5,8 @@ batched stay batched (their virtio header travels along), so a gigabit needs onl
 second, no rate is lost, and TCP is not ended on the way: its congestion control sees the whole path.
 
 Stdin: a line of JSON, {"ways": [{"source", "target", "mac"}…]}, then for each change of the delays a line
-{"delays": [seconds, …]} by way. Each is answered by a line of JSON with what the relay has counted so far;
-the end of stdin ends it.
+{"delays": [seconds, …]} by way, or {} to ask only. Each is answered by a line of JSON with what the relay has
+counted since the one before; the end of stdin ends it.
 """
 
 import contextlib
@@ -60,17 +60,15 @@ class Port:
         self.socket.setblocking(False)
         self.full = False
         """It took no more when it was last given a frame."""
-        self.missed = 0
 
     def fileno(self) -> int:
         return self.socket.fileno()
 
     def count_missed(self) -> int:
-        """Frames that the kernel dropped because the relay was too slow, since the start."""
+        """Frames that the kernel dropped because the relay was too slow, since this was last asked."""
         # Reading the counters sets them back.
         _, drops = struct.unpack("II", self.socket.getsockopt(SOL_PACKET, PACKET_STATISTICS, 8))
-        self.missed += drops
-        return self.missed
+        return int(drops)
 
 
 class Way:
@@ -155,9 +153,11 @@ class Relay:
         line = sys.stdin.readline()
         if not line:
             return False
-        for way, delay in zip(self.ways, json.loads(line)["delays"], strict=True):
-            way.delay = delay
+        if delays := json.loads(line).get("delays"):
+            for way, delay in zip(self.ways, delays, strict=True):
+                way.delay = delay
         self._answer()
+        self.frames = self.refused = 0
         self.lateness.clear()
         return True
 

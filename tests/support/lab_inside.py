@@ -51,8 +51,7 @@ def measured(values: dict[str, str]) -> Any:
             found = measure(laboratory, shape, ENDS)
             if all(abs(one.share - 1) <= TOLERANCE for one in found):
                 break
-        laboratory.shape(shape)
-        counts = laboratory.relay_counts
+        counts = laboratory.relayed()
         resumes = [tools.inside(name, _slow_start_after_idle) for name in plan.namespaces]
     return {
         "links": [described(one) for one in found],
@@ -136,8 +135,7 @@ def burst(values: dict[str, str]) -> Any:
             while len(arrived) < BURST:
                 arrived.append(int.from_bytes(receiver.recv(DATAGRAM_BYTES)[:2], "big"))
         seconds = time.monotonic() - began
-        laboratory.shape(None)
-        return {"arrived": arrived, "seconds": seconds, "relay": laboratory.relay_counts}
+        return {"arrived": arrived, "seconds": seconds, "relay": laboratory.relayed()}
 
 
 def network(topology: Topology, values: dict[str, str], method: str = "") -> Network:
