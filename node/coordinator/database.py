@@ -33,10 +33,13 @@ def connect(path: Path) -> sqlite3.Connection:
     return db
 
 
-def explained(path: Path, error: sqlite3.DatabaseError) -> RunError | UserError:
+def explained(path: Path, error: sqlite3.DatabaseError) -> RunError:
     """What to tell of a database that fails in use."""
     if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_READONLY:
-        return UserError(f"{path} cannot be changed from here: it is read-only, or another user's")
+        return RunError(
+            f"the run's database {path} cannot be changed from here: it is on a read-only disk, or another "
+            "user's; all that was acknowledged is intact"
+        )
     return RunError(
         f"the run's database {path} cannot be used ({error}): free the disk or end the process that holds "
         "it; all that was acknowledged is intact"

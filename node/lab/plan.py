@@ -97,7 +97,7 @@ def plan_runs(
                             if key not in seen and _wanted(key, only):
                                 seen.add(key)
                                 cells.append(Cell(key=key, shape=shape, steps=sweep.steps))
-                        # TCP finds a smaller pipe at once, but grows into a larger one for half a minute.
+                        # TCP finds a smaller pipe at once, but grows into a larger one for tens of seconds.
                         cells.sort(key=lambda cell: -cell.shape.most_on_the_way)
                         if cells:
                             config = vary(profile.config, forward, backward, microbatch, window)
