@@ -18,6 +18,7 @@ class FakePort:
     def __init__(self, device: str) -> None:
         self.device = device
         self.socket, self.far = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 50_000)
         self.socket.setblocking(False)
         self.far.setblocking(False)
         self.full = False
