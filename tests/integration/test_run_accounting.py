@@ -42,10 +42,10 @@ def test_time_and_bytes_are_accounted_for(prefork: Prefork, tmp_path: Path) -> N
         assert times.seconds.keys() == {kind.value for kind in TimeKind}
         assert min(times.seconds.values()) >= 0
         assert sum(times.seconds.values()) == pytest.approx(times.wall_seconds, rel=0.02)
-        # It begins when the stage hears of the first step, and ends when it reports the last. A busy machine
-        # may delay these two messages, but each by no more than its step takes at the coordinator.
+        # It begins when the stage hears of the first step, and ends when it reports the last. On a busy
+        # machine these two are off the coordinator's own clock, each by no more than its step takes.
         ends = steps[0].seconds + steps[-1].seconds
-        assert seconds - ends <= times.wall_seconds <= 1.02 * seconds
+        assert seconds - ends <= times.wall_seconds <= 1.02 * seconds + ends
         for kind in ("forward", "backward", "encode", "decode", "optimizer"):
             assert times.seconds[kind] > 0
         for step in steps:
