@@ -37,8 +37,8 @@ smaller than that queue, it would drop what a network carries."""
 AT_ONCE = 64
 """Frames read from one port before the others get their turn."""
 LONGEST_WAIT = 0.1
-"""Seconds, and a round trip: what cannot leave in this time beyond its delay is dropped, as by the queues
-that `node.lab.shape` makes."""
+"""Seconds, and a round trip: what a full port does not take in this time beyond its delay is dropped, as by
+the queues that `node.lab.shape` makes."""
 LATENESS_KEPT = 100_000
 
 
@@ -135,14 +135,13 @@ class Relay:
             while way.waiting and way.waiting[0][0] <= now and not way.target.full:
                 due, frame = way.waiting[0]
                 try:
-                    if now - due > LONGEST_WAIT + 2 * way.delay:
-                        self.refused += 1
-                    else:
-                        way.target.socket.send(frame)
-                        self.frames += 1
+                    way.target.socket.send(frame)
+                    self.frames += 1
                 except BlockingIOError:
-                    way.target.full = True
-                    break
+                    if now - due <= LONGEST_WAIT + 2 * way.delay:
+                        way.target.full = True
+                        break
+                    self.refused += 1
                 except OSError:
                     # The far queue is full: the network drops a packet, as any would.
                     self.refused += 1
