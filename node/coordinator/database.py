@@ -14,7 +14,7 @@ def connect(path: Path) -> sqlite3.Connection:
     """Open the file. Raises UserError when it is none of ours."""
     # Even reading takes a file beside it that a reader may lock, unless nobody can be writing.
     if os.access(path, os.W_OK) and os.access(path.parent, os.W_OK):
-        mode = "rwc"
+        mode = "rw"
     else:
         mode = "ro" if path.with_name(path.name + "-wal").exists() else "ro&immutable=1"
     place = f"file:{quote(str(path.absolute()))}?mode={mode}"

@@ -104,15 +104,16 @@ class Store:
         path = directory / DATABASE_FILE
         if not path.is_file():
             raise UserError(f"{directory} holds no run (no {DATABASE_FILE}): give a run's directory")
-        db = connect(path)
+        store = cls(path, connect(path))
         try:
-            version: int = db.execute("PRAGMA user_version").fetchone()[0]
-        except sqlite3.DatabaseError as error:
-            db.close()
-            raise explained(path, error) from error
+            with store._reading() as db:
+                version: int = db.execute("PRAGMA user_version").fetchone()[0]
+        except BaseException:
+            store.close()
+            raise
         if version == SCHEMA_VERSION:
-            return cls(path, db)
-        db.close()
+            return store
+        store.close()
         if version == 0:
             raise UserError(f"{path} was never finished: delete {directory} and start the run again")
         raise UserError(

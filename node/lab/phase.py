@@ -122,5 +122,5 @@ class Phases:
 
 
 def _still_faster(steps: Sequence[Step]) -> bool:
-    newest, before = steps[-1].done.seconds, [step.done.seconds for step in steps[:-1]]
-    return bool(before) and newest < (1 - RECORD) * min(before)
+    *before, newest = (step.done.seconds for step in steps)
+    return newest < (1 - RECORD) * min(before, default=0.0)

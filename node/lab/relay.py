@@ -20,6 +20,8 @@ import time
 from collections import deque
 from typing import Any
 
+from node.lab.shape import QUEUE_SECONDS
+
 # From linux/if_packet.h and asm-generic/socket.h; Python's socket module has none of them.
 SOL_PACKET = 263
 PACKET_STATISTICS = 6
@@ -36,9 +38,6 @@ BUFFER_BYTES = 64 << 20
 smaller than that queue, it would drop what a network carries."""
 AT_ONCE = 64
 """Frames read from one port before the others get their turn."""
-LONGEST_WAIT = 0.1
-"""Seconds, and a round trip: what a full port does not take in this time beyond its delay is dropped, as by
-the queues that `node.lab.shape` makes."""
 LATENESS_KEPT = 100_000
 
 
@@ -138,7 +137,8 @@ class Relay:
                     way.target.socket.send(frame)
                     self.frames += 1
                 except BlockingIOError:
-                    if now - due <= LONGEST_WAIT + 2 * way.delay:
+                    # As long as a shaper's queue holds it, beyond its delay.
+                    if now - due <= QUEUE_SECONDS + 2 * way.delay:
                         way.target.full = True
                         break
                     self.refused += 1

@@ -109,9 +109,8 @@ QUEUED_RTT_MS = 400.0
 
 def burst(values: dict[str, str]) -> Any:
     """A burst from a fast interface to one of 8 Mbit/s: 0.4 MB wait there, where 0.5 have room."""
-    del values
     plan = lay_out(2, ENDS, topology="interfaces", relay=True)
-    with network(plan, {}, "relay") as laboratory:
+    with network(plan, values, "relay") as laboratory:
         fast, slow = (
             LinkShape(up_mbit=1000, down_mbit=1000),
             LinkShape(up_mbit=8, down_mbit=8, rtt_ms=QUEUED_RTT_MS),

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from node.lab import relay
-from node.lab.relay import LONGEST_WAIT, Relay
+from node.lab.relay import Relay
+from node.lab.shape import QUEUE_SECONDS
 
 DELAY = 0.05
 FRAME = bytes(1000)
@@ -63,7 +64,7 @@ def test_what_a_full_port_does_not_take_waits_in_order(target: tuple[Relay, Fake
     assert port.read() == []  # it is not asked again before it says that there is room
     while made.ways[0].waiting:
         port.full = False
-        made._send(DELAY + LONGEST_WAIT)
+        made._send(DELAY + QUEUE_SECONDS)
         arrived += port.read()
     assert arrived == frames
     assert (made.frames, made.refused) == (1000, 0)
@@ -75,7 +76,7 @@ def test_what_a_full_port_does_not_take_in_time_is_dropped(target: tuple[Relay, 
     made._send(DELAY)
     taken = made.frames
     port.full = False
-    made._send(DELAY + LONGEST_WAIT + 2 * DELAY + 0.001)
+    made._send(DELAY + QUEUE_SECONDS + 2 * DELAY + 0.001)
     assert port.read() == frames[:taken]
     assert (made.frames, made.refused) == (taken, 1000 - taken)
     assert not made.ways[0].waiting
