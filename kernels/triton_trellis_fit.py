@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from kernels import triton_trellis_state as at
+from kernels.triton_products import product
 from kernels.triton_trellis_scales import BINS, ORIGIN, logarithm, parts, power, untold_scale
 from kernels.triton_trellis_spaces import (
     RANK,
@@ -95,8 +96,9 @@ def residual(
         place = row.to(tl.int64)[:, None] * RANK + dimension[None, :]
         tl.store(row_factors + place, factor.to(tl.int8), mask=inside[:, None])
         tl.atomic_max(state + _ROW_TOP, tl.max(tl.where(inside, exponent, 0), 0).to(tl.int64))
-    total = tl.zeros((ROWS,), tl.int64)
-    largest = tl.zeros((ROWS,), tl.int32)
+    # Of each thread's own columns: added up across threads once, behind the last.
+    totals = tl.zeros((ROWS, BLOCK), tl.int64)
+    largest = tl.zeros((ROWS, BLOCK), tl.int32)
     columns_top = tl.zeros((BLOCK,), tl.int32)
     start = 0
     while start < columns:
@@ -107,17 +109,18 @@ def residual(
         direction = tl.load(
             directions + dimension[:, None] * columns + column[None, :], mask=real[None, :], other=0.0
         )
-        predicted = tl.dot(weight, direction, input_precision="ieee")
+        predicted = product(weight, direction)
         predicted = predicted * down[:, None] * power(across)[None, :]
         both = inside[:, None] & real[None, :]
         x = tl.load(field + row.to(tl.int64)[:, None] * stride + column[None, :], mask=both, other=0.0)
         rest = tl.where(both, x - predicted, 0.0)
         tl.store(target + row.to(tl.int64)[:, None] * columns + column[None, :], rest, mask=both)
-        total += tl.sum(parts(rest).to(tl.int64), 1)
+        totals += parts(rest).to(tl.int64)
         if not SAMPLE:
-            largest = tl.maximum(largest, tl.max(rest.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
+            largest = tl.maximum(largest, rest.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
             columns_top = tl.maximum(columns_top, tl.where(real, across, 0))
         start += BLOCK
+    total = tl.sum(totals, 1)
     rest_scale = logarithm(total.to(tl.float64) / tl.cast(columns, tl.float64), numbers) - _PART_SCALE
     tl.store(scales_out + row, rest_scale, mask=inside)
     ones = tl.zeros((ROWS,), tl.int64) + 1
@@ -127,7 +130,7 @@ def residual(
         place = row_bins + first_slot * BINS + rest_scale + ORIGIN
         tl.atomic_add(place, ones, mask=inside)
         tl.atomic_add(place + BINS, ones, mask=inside & (row % some_every == 0))
-        tl.atomic_max(state + _REST, tl.max(largest, 0).to(tl.int64))
+        tl.atomic_max(state + _REST, tl.max(tl.max(largest, 1), 0).to(tl.int64))
         if tl.program_id(0) == 0:
             tl.store(state + _COLUMN_TOP, tl.max(columns_top, 0).to(tl.int64))
 

@@ -13,6 +13,7 @@ from kernels import tiles, trellis
 from kernels.trellis_factors import Factors, prediction
 from kernels.trellis_tables import MAX_CLASS
 from kernels.triton_common import as_bits
+from kernels.triton_products import product
 from kernels.triton_store import store_rounded
 
 _MAX_CLASS = tl.constexpr(MAX_CLASS)
@@ -75,8 +76,7 @@ def _restore(
             mask=in_columns[None, :] & known[:, None],
             other=0,
         )
-        # Sums of integers that fp32 holds.
-        predicted = tl.dot(weight, direction.to(tl.float32), input_precision="ieee")
+        predicted = product(weight, direction.to(tl.float32))
         predicted = predicted * tl.load(row_powers + row, mask=in_rows, other=0.0)[:, None]
         y += predicted * tl.load(column_powers + column, mask=in_columns, other=0.0)[None, :]
     y = tl.minimum(tl.maximum(y * near * far, -limit), limit)

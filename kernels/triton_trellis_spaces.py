@@ -9,6 +9,7 @@ import triton.language as tl
 
 from kernels import triton_trellis_state as at
 from kernels.triton_common import MAGIC
+from kernels.triton_products import small_product
 from kernels.triton_trellis_scales import BINS, ORIGIN, power
 
 RANK = tl.constexpr(32)
@@ -99,7 +100,7 @@ def coefficients(
         direction = tl.load(
             directions + dimension[None, :] * columns + column[:, None], mask=inside[:, None], other=0.0
         )
-        found += tl.dot(white, direction, input_precision="ieee").to(tl.float64)
+        found += small_product(white, direction).to(tl.float64)
         start += BLOCK
     return row, real, row_scale, found
 
@@ -166,7 +167,7 @@ def combine(
         row_scale = tl.load(row_scales + row * every, mask=real, other=0)
         white = white_block(field, state, row.to(tl.int64), row_scale, real, column, scale, inside, stride)
         weight = tl.load(image + dimension[:, None] * rows + row[None, :], mask=real[None, :], other=0.0)
-        found += tl.dot(weight, white, input_precision="ieee").to(tl.float64)
+        found += small_product(weight, white).to(tl.float64)
         start += BLOCK
     tl.store(out + dimension[:, None] * columns + column[None, :], found, mask=inside[None, :])
 
