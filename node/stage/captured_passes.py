@@ -16,6 +16,7 @@ are arranged differently:
   backward. What backward allocates is used up when it ends, so the backwards of all slots share their memory.
 """
 
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -61,7 +62,7 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle() if apart else self._shared
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream), self._closing(pool):
+        with torch.cuda.stream(self._stream), _without_collecting(), self._closing(pool):
             # Other threads pack and unpack meanwhile; what they ask of CUDA is none of this capture's.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
@@ -82,6 +83,18 @@ class CudaRecorder:
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self._device.index or 0, pool)
             raise
+
+
+@contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Python collects no cycles: one may hold another graph, and to free that breaks a capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @dataclass(slots=True)
@@ -121,9 +134,11 @@ class CapturedPasses:
         self._gradients = gradients
         self._recorder = recorder
         self._casts: list[tuple[Tensor, Tensor]] = []
-        self._leaves = self._make_leaves(precision)
+        # Not through `self`: in a cycle a dropped stage would keep its memory until cycles are collected.
+        leaves, module = self._make_leaves(precision), self._module
+        self._leaves = leaves
         self._by_autograd = AutogradPasses(
-            lambda fed, labels: functional_call(self._module, self._leaves, (fed, labels)),
+            lambda fed, labels: functional_call(module, leaves, (fed, labels)),
             precision,
             device,
             shares,

@@ -18,8 +18,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             # The first test of a kernel compiles it.
             item.add_marker(pytest.mark.timeout(300))
-            # Torch says so of set_sync_debug_mode, once a process.
-            item.add_marker(pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"))
+            # Torch says so of set_sync_debug_mode, once a process, and when a product is the first thing
+            # that autograd's own thread does.
+            for said in ("Synchronization debug mode is a prototype", "Attempting to run cuBLAS"):
+                item.add_marker(pytest.mark.filterwarnings(f"ignore:{said}"))
             if not READY:
                 item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU, or no Triton"))
 

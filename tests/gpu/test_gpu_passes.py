@@ -1,6 +1,8 @@
 """Captured passes on a GPU give autograd's bits, and the same again; what cannot be captured runs without."""
 
+import gc
 import logging
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig
-from node.stage.captured_passes import CapturedPasses, Work
+from node.stage.captured_passes import CapturedPasses, CudaRecorder, Work
 from node.stage.stage_model import StageModel
 from tests.support.passes import CASES
 
@@ -88,6 +90,36 @@ def test_graphs_give_autograds_bits(case: str, family: str, stage: int) -> None:
     assert_same(again, wanted)
     found, model = steps(run_file(case, family, graphs=True), stage)
     assert_same(found, wanted)
+    assert captured(model).slots == 2
+
+
+def test_what_others_leave_to_the_collector_breaks_no_capture() -> None:
+    """To free a graph while another is captured ends that capture, as a collection of cycles might."""
+    config = run_file("autocast", "llama", graphs=True)
+    _, left = steps(config, 0)
+    model = StageModel(config, GPU)
+    model.build(0, 2)
+    run_step(model, 0, 0)
+    recorder = captured(model)._recorder
+    assert isinstance(recorder, CudaRecorder)
+    cycle: list[object] = [left]
+    cycle.append(cycle)
+    gone = weakref.ref(left)
+    x = torch.zeros(8, device=GPU)
+
+    def work() -> None:
+        nonlocal cycle, left
+        del cycle, left
+        # More than any threshold of Python's.
+        _ = [[] for _ in range(100_000)]
+        assert gone() is not None
+        x.add_(1)
+
+    recorder.record(work, apart=True)()
+    assert x.sum().item() == 8
+    gc.collect()
+    assert gone() is None
+    run_step(model, 0, 1)
     assert captured(model).slots == 2
 
 
