@@ -139,17 +139,19 @@ def _saved(run: Callable[[Tensor], Tensor], blocks: list[nn.Module], source: Ten
         for block in blocks
         for tensor in (*block.parameters(), *block.buffers())
     }
-    kept: dict[int, Tensor] = {}
+    kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        # A graph that keeps one of its own results as such is never freed.
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = run(source.clone().requires_grad_())
-    total = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
+    # Until here all of them are held, so that none has another's place.
     del result
-    return total
+    return sum(size for place, size in kept.items() if place not in own)
 
 
 def _seconds(run: Callable[[Tensor], Tensor], source: Tensor, upstream: Tensor) -> float:
