@@ -31,7 +31,7 @@ _SETS = PLANS + 6
 _RANK = spanning.RANK.value
 # Programs' shares; no bit depends on them.
 _BLOCK = 1024
-_ROWS, _COLUMNS = 16, 64
+_ROWS, _COLUMNS = 16, 128
 _SUM_ROWS, _SUM_COLUMNS, _SUM_TURNS = 32, 64, 4
 _STEPS = 16
 # Of int64, a multiple of 16 bytes.
