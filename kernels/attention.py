@@ -122,8 +122,10 @@ def _grouped(query: Tensor, key: Tensor) -> bool:
 
 @contextmanager
 def _fixed_order() -> Iterator[None]:
-    """FlashAttention adds the queries' gradients with atomics unless torch is told to be deterministic."""
-    if torch.are_deterministic_algorithms_enabled():
+    """FlashAttention adds the queries' gradients with atomics unless torch is told to be deterministic, and
+    then, too, where it is told only to warn."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    if enabled and not torch.is_deterministic_algorithms_warn_only_enabled():
         yield
         return
     # A module whose one setting is a property, which mypy does not see.
@@ -134,5 +136,5 @@ def _fixed_order() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(enabled, warn_only=enabled)
         settings.fill_uninitialized_memory = fill

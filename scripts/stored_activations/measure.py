@@ -3,7 +3,8 @@
 import functools
 import gc
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ SHAPES = {
     "LLaMA3-8B": ModelSection(layers=1, hidden=4096, heads=32, kv_heads=8, ffn=14336),
 }
 """A block of each; the first is the shape of the paper's table 1."""
+UNORDERED = "bf16, cuDNN"
+"""Its backward has no fixed order of sums."""
 KEPT_OPERATORS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -45,14 +48,16 @@ def measure(name: str, tokens: int, ways: dict[str, Storage | None]) -> list[dic
     for way, run in runs.items():
         gc.collect()
         try:
-            facts[way] = _memory(run, blocks, source, upstream, count)
+            with _order_of(way):
+                facts[way] = _memory(run, blocks, source, upstream, count)
         except torch.OutOfMemoryError:
             print(f"{name} {tokens} {way}: does not fit", flush=True)
             _free(blocks)
     times: dict[str, list[float]] = {way: [] for way in facts}
     for _ in range(repeats):
         for way in times:
-            times[way].append(_seconds(runs[way], source, upstream))
+            with _order_of(way):
+                times[way].append(_seconds(runs[way], source, upstream))
     for way, fact in facts.items():
         seconds = statistics.median(times[way])
         storage = ways[way]
@@ -83,8 +88,18 @@ def measure(name: str, tokens: int, ways: dict[str, Storage | None]) -> list[dic
     return rows
 
 
+@contextmanager
+def _order_of(way: str) -> Iterator[None]:
+    """Whether torch refuses what has no fixed order."""
+    torch.use_deterministic_algorithms(way != UNORDERED)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True)
+
+
 def _forward(blocks: list[nn.Module], way: str, storage: Storage, x: Tensor) -> Tensor:
-    backend = SDPBackend.CUDNN_ATTENTION if way == "bf16, cuDNN" else SDPBackend.FLASH_ATTENTION
+    backend = SDPBackend.CUDNN_ATTENTION if way == UNORDERED else SDPBackend.FLASH_ATTENTION
     with torch.autocast("cuda", torch.bfloat16), sdpa_kernel(backend):
         for block in blocks:
             block.storage = storage

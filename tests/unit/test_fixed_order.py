@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.utils.deterministic
 
+from kernels.attention import _fixed_order
 from node.stage.fixed_order import fix_order
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -34,3 +35,14 @@ def test_a_cpu_is_left_alone() -> None:
     fix_order(torch.device("cpu"))
     assert not torch.are_deterministic_algorithms_enabled()
     assert WORKSPACE not in os.environ
+
+
+@pytest.mark.parametrize(("enabled", "warns"), [(False, False), (True, True), (True, False)])
+def test_attention_keeps_its_order_whatever_is_set(enabled: bool, warns: bool) -> None:
+    """Where torch only warns, its operator adds in no fixed order, too."""
+    torch.use_deterministic_algorithms(enabled, warn_only=warns)
+    with _fixed_order():
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert torch.are_deterministic_algorithms_enabled() == enabled
+    assert torch.is_deterministic_algorithms_warn_only_enabled() == warns
