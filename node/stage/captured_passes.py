@@ -208,6 +208,9 @@ class CapturedPasses:
             log.warning("%s passes are captured, no more: %s", len(self._slots), reason)
             for leaf in self._leaves.values():
                 leaf.grad = None
+            # Of slots that there are, graphs keep leaves on the stream that they were captured on: autograd
+            # waits for it, and tells of that.
+            torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
             return None
         self._slots.append(slot)
         return slot
