@@ -86,7 +86,7 @@ def stored_activations() -> str:
     report = read_report(STORED_ACTIVATIONS)
     plain = _plain(report)
     rows = []
-    for row in report["rows"]:
+    for row in sorted(report["rows"], key=lambda row: row["tokens"]):
         kept = row["held_bytes"] if row["saved_bytes"] is None else row["saved_bytes"]
         base = plain[row["shape"], row["tokens"]]
         rows.append(
@@ -105,13 +105,13 @@ def stored_activations() -> str:
     columns = [("block", "left"), ("tokens", "right"), ("kept", "left"), ("U a block", "right")]
     columns += [("peak, GiB", "right"), ("against bf16", "right")]
     columns += [("ms a block", "right"), ("against bf16", "right"), ("1000 tokens/s and block", "right")]
-    notes = " ".join(f"{note[0].upper()}{note[1:]}." for note in report["notes"])
+    notes = "".join(f" {note}" for note in report.get("notes", ()))
     caption = (
         "1 U = tokens x hidden x 2 bytes. Forward and backward of 4 blocks (2 from 32K on), the peak above "
         "weights, gradients and input; times are medians of turns in one run. For F = 4 H the formulas of "
         "AGoQ's table 1 give Megatron 28 U, COAT 16.5 U and AGoQ 7.75 U; they count 5 U for attention. "
         f"{report['hardware']}, torch {report['versions']['torch']}, Triton {report['versions']['triton']}, "
-        f"commit {commit(report)}. {notes}"
+        f"commit {commit(report)}.{notes}"
     )
     return markdown(columns, rows) + "\n\n" + caption
 

@@ -12,6 +12,7 @@ from .markdown import RESULTS, Tables, commit, markdown, read_report, spaced
 PIPELINE_FLOOR = RESULTS / "pipeline_floor.json"
 ALL_REDUCE = RESULTS / "all_reduce.json"
 ALL_REDUCE_LINKS = RESULTS / "all_reduce_links.json"
+ALL_REDUCE_LINKS_GPUS = RESULTS / "all_reduce_links_gpus.json"
 TRACE_COST = RESULTS / "trace_cost.json"
 PAUSES = RESULTS / "pauses.json"
 GOAL = 0.9
@@ -188,12 +189,24 @@ def all_reduce() -> str:
             f" torchft {report['versions']['torchft']}: its `allreduce_quantized` of bf16, "
             "quantizing and dequantizing included."
         )
-    return f"{markdown(columns, rows)}\n\n{caption}"
+    return f"{markdown(columns, rows)}\n\n{caption}{_notes(report)}"
+
+
+def _notes(report: dict[str, Any]) -> str:
+    return "".join(f" {note}" for note in report.get("notes", ()))
 
 
 def all_reduce_links() -> str:
     """What scripts/bench_all_reduce.py recorded on throttled links: FP8 beside gloo's own sums."""
-    report = read_report(ALL_REDUCE_LINKS)
+    return _links(read_report(ALL_REDUCE_LINKS), "gloo")
+
+
+def all_reduce_links_gpus() -> str:
+    """The same of a GPU a rank."""
+    return _links(read_report(ALL_REDUCE_LINKS_GPUS), "NCCL over its sockets")
+
+
+def _links(report: dict[str, Any], through: str) -> str:
     rows = []
     for row in report["rows"]:
         times, busy, sent = row["milliseconds"], row["processor_milliseconds"], row["bytes_on_the_wire"]
@@ -223,14 +236,13 @@ def all_reduce_links() -> str:
         ("fp32", "right"),
     )
     caption = (
-        "Each rank behind a shaper both ways in a namespace of its own, gloo. Times are the slowest rank's, "
-        "in brackets the processor's of the busiest rank; bytes as the shaper counts them; errors are "
-        "normalised, against fp64's sum of what went in. "
+        f"Each rank behind a shaper both ways in a namespace of its own, {through}. Times are the slowest "
+        "rank's, in brackets the processor's of the busiest rank; bytes as the shaper counts them; errors "
+        "are normalised, against fp64's sum of what went in. "
         f"{spaced(report['hardware'])} for all ranks, median of "
         f"{report['rows'][0]['runs']}, torch {report['versions']['torch']}, commit {commit(report)}."
     )
-    notes = "".join(f" {note}" for note in report.get("notes", ()))
-    return f"{markdown(columns, rows)}\n\n{caption}{notes}"
+    return f"{markdown(columns, rows)}\n\n{caption}{_notes(report)}"
 
 
 def pauses() -> str:
@@ -290,6 +302,7 @@ TABLES: Tables = {
     "pipeline_floor": pipeline_floor,
     "all_reduce": all_reduce,
     "all_reduce_links": all_reduce_links,
+    "all_reduce_links_gpus": all_reduce_links_gpus,
     "pauses": pauses,
     "trace_cost": trace_cost,
 }
