@@ -57,7 +57,9 @@ from node.config.schema import (
     StorageSection,
     TrainingSection,
 )
+from node.config.validate import validate
 from node.lab.results import commit
+from node.model.memory import stage_storages
 from node.model.split import split_units
 from node.training.reference import ReferenceTrainer
 from node.training.rng import generator
@@ -204,8 +206,10 @@ def make_trainer(
             **training,
         ),
         storage=StorageSection(**storage),
-        pipeline=PipelineSection(stages=STAGES),
+        # Of the stages that there are, and not of what a measured window would hold.
+        pipeline=PipelineSection(stages=STAGES, split=BLOCKS, window=0),
     )
+    validate(config, run.name)
     trainer = ReferenceTrainer(
         config,
         text,  # type: ignore[arg-type]  # all that the trainer asks of a corpus is `batch`
@@ -259,6 +263,7 @@ def train(run: Run, tokens: Path, out: Path) -> None:
         "seconds_a_step": per_step,
         "runs_a_gpu": int(os.environ.get(RUNS_A_GPU, "1")),
         "remembered": str(REMEMBERED) if run.forward.startswith("aqsgd-") else None,
+        "stage_bits": [storage.norm_input for storage in stage_storages(trainer.config, STAGES)],
         "losses": [round(loss, 5) for loss in losses],
     }
     whole = out / f"{run.name}.tmp"

@@ -112,7 +112,8 @@ class StorageSection:
     """`off` (what autograd keeps), `agoq` (the paper's: 4 bits, attention in BF16) or `compact` (attention in
     8 bits too). The keys below replace a kind's form."""
     norm_input: str = "preset"
-    """Both norms' input: `none` (as computed), `bf16`, or `8`, `6`, `5` or `4` bits in blocks of 128."""
+    """Both norms' input: `none` (as computed), `bf16`, or `8`, `6`, `5` or `4` bits in blocks of 128. All
+    that is computed again follows from it, so it cannot be itself."""
     ffn_input: str = "preset"
     """The inputs of SwiGLU or GELU: the same, `3`, or `recompute` (from the norm's input)."""
     attention: str = "preset"

@@ -191,7 +191,7 @@ def _memory(report: dict[str, Any], suite: str) -> str:
         changes = [run["loss_valid"] / plain[seed]["loss_valid"] - 1 for seed, run in by_seed.items()]
         rows.append(
             [
-                KEPT[memory],
+                KEPT[memory] + _stage_bits(by_seed[seeds[0]]),
                 f"`{forward}`",
                 *(f"{by_seed[seed]['loss_valid']:.4f}" if seed in by_seed else "" for seed in seeds),
                 "" if by_seed is plain else f"{100 * sum(changes) / len(changes):+.2f} %",
@@ -200,7 +200,7 @@ def _memory(report: dict[str, Any], suite: str) -> str:
         )
     columns = [("kept", "left"), ("boundaries", "left")]
     columns += [(f"held-out loss, seed {seed}", "right") for seed in seeds]
-    columns += [("against the first line, mean", "right"), ("peak memory, GiB", "right")]
+    columns += [("against the first line, same seeds", "right"), ("peak memory, GiB", "right")]
     losses = [run["loss_valid"] for run in plain.values()]
     tokens = runs[0]["steps"] * report["tokens_a_step"] / 1e6
     return f"""{markdown(columns, rows)}
@@ -208,6 +208,12 @@ def _memory(report: dict[str, Any], suite: str) -> str:
 The model of 124 million parameters, {tokens:.1f} million tokens, eight microbatches a step, all of it on one
 {report["hardware"]}, torch {report["versions"]["torch"]}, commit {_commits(report, runs)}. The first line's
 {len(losses)} seeds lie {spread(losses)} apart."""
+
+
+def _stage_bits(run: dict[str, Any]) -> str:
+    """Of norm and FFN inputs at each stage, where they differ."""
+    bits = run.get("stage_bits", [])
+    return f" ({', '.join(bits)})" if len(set(bits)) > 1 else ""
 
 
 TABLES: Tables = {

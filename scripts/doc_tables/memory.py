@@ -21,6 +21,10 @@ PAPER_GRADIENTS = {
     "weights behind SwiGLU": 0.026,
 }
 """AGoQ's table 13, normalised L2: its LayerNorm, GEMM (weight), SiLU, and GEMM again, all kept in 4 bits."""
+COAT_FIXED, COAT_BY_FFN = 8.5, 2.0
+"""U of what COAT keeps by AGoQ's table 1: of width H, and as many times F / H (the inputs of SwiGLU and of
+the last product, 6 U and 2 U for F = 4 H)."""
+FFN_OVER_HIDDEN = {"F = 4 H": 4.0, "LLaMA2-13B": 13824 / 5120, "LLaMA3-8B": 14336 / 4096}
 OURS = "AdamW e4m3, fp32 weights and gradients"
 """The row that does as the rivals do: one parameter and its gradient in fp32."""
 UPDATE_ERRORS = {
@@ -51,7 +55,8 @@ def inside_a_node() -> str:
         [
             '`storage.preset = "agoq"`',
             "blocks keep activations in 4 bits and compute the rest again: "
-            f"{_range(memory, '.0f')} % less peak memory than a plain block in bfloat16, "
+            f"{_range(memory, '.0f')} % less peak memory above weights and gradients than a plain block in "
+            "bfloat16, "
             f"{_range(time, '+.1f')} % time with the same attention (with cuDNN's a plain block takes "
             f"{_range(faster, '.0f')} % less)",
         ],
@@ -102,6 +107,9 @@ def stored_activations() -> str:
                 f"{row['tokens'] / row['seconds'] * row['blocks'] / 1e3:.0f}",
             ]
         )
+        if row["way"] == "full":
+            by_formula = f"{COAT_FIXED + COAT_BY_FFN * FFN_OVER_HIDDEN[row['shape']]:.2f}"
+            rows.append([row["shape"], rows[-1][1], "COAT, by formula", by_formula, *"-----"])
     columns = [("block", "left"), ("tokens", "right"), ("kept", "left"), ("U a block", "right")]
     columns += [("peak, GiB", "right"), ("against bf16", "right")]
     columns += [("ms a block", "right"), ("against bf16", "right"), ("1000 tokens/s and block", "right")]
@@ -109,7 +117,8 @@ def stored_activations() -> str:
     caption = (
         "1 U = tokens x hidden x 2 bytes. Forward and backward of 4 blocks (2 from 32K on), the peak above "
         "weights, gradients and input; times are medians of turns in one run. For F = 4 H the formulas of "
-        "AGoQ's table 1 give Megatron 28 U, COAT 16.5 U and AGoQ 7.75 U; they count 5 U for attention. "
+        "AGoQ's table 1 give Megatron 28 U, COAT 16.5 U and AGoQ 7.75 U; they count 5 U for attention. Of "
+        "other shapes COAT's parts behind the FFN's first products go with F / H. "
         f"{report['hardware']}, torch {report['versions']['torch']}, Triton {report['versions']['triton']}, "
         f"commit {commit(report)}.{notes}"
     )
