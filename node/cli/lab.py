@@ -192,7 +192,7 @@ def _draw(results: Path, out: Path, *, must: bool) -> None:
     from wire.errors import UserError
 
     try:
-        for path in draw(read_results(results), out):
+        for path in draw(read_results(results), out, _tell):
             _tell(f"drew {path}")
     except UserError as error:
         if must:

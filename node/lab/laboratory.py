@@ -17,7 +17,6 @@ from node.lab import private
 from node.lab.calibration import Calibration, calibrate
 from node.lab.kept import keep_run
 from node.lab.measure import (
-    Compute,
     PhaseSteps,
     cell_figures,
     cell_floor,
@@ -306,19 +305,18 @@ class _Run:
                     step_seconds=section.step_seconds,
                     log=log,
                 )
-                compute = phase = None
+                phase = None
                 if section.unthrottled_steps:
                     phase, _ = await phases.measure(None, section.unthrottled_steps)
-                    compute = compute_times(phase, run.config.microbatches)
                     record["unthrottled"] = {
                         "step_seconds": phase.step_seconds,
                         "tokens_per_second": self._tokens / phase.step_seconds,
-                        "compute": asdict(compute),
+                        "compute": asdict(compute_times([phase], run.config.microbatches)),
                     }
                 lab.started(time.monotonic() - began)
                 for cell in run.cells:
                     if not lab.over(self._expected_seconds(cell, phase)):
-                        await self._cell(phases, cell, compute, record)
+                        await self._cell(phases, cell, phase, record)
 
     def _expected_seconds(self, cell: Cell, unthrottled: PhaseSteps | None) -> float:
         """About how long the cell takes; 0 where nothing was measured yet."""
@@ -336,7 +334,7 @@ class _Run:
         self,
         phases: Phases,
         cell: Cell,
-        compute: Compute | None,
+        unthrottled: PhaseSteps | None,
         record: dict[str, Any],
     ) -> None:
         lab = self._lab
@@ -361,8 +359,9 @@ class _Run:
             "relay": relayed,
         }
         share = ""
-        if compute is not None:
+        if unthrottled is not None:
             config = self._run.config
+            compute = compute_times([unthrottled, phase], config.microbatches)
             floor = cell_floor(
                 phase,
                 compute,

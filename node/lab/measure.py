@@ -1,8 +1,8 @@
 """From the steps of a phase to a cell's figures. Pure.
 
 A phase is a stretch of one run over one shape of the network. The floor of a cell comes from the links'
-measured payload rates, the bytes of its own tensors, and the compute times of the unthrottled phase of the
-same run.
+payload rates, the bytes of its own tensors, and the least compute times of the cell's own steps and of the
+unthrottled phase of the same run.
 """
 
 import statistics
@@ -36,8 +36,7 @@ class PhaseSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """What a microbatch costs each stage, and a step behind its last backward: the least of unthrottled
-    steps.
+    """What a microbatch costs each stage, and a step behind its last backward: the least of some steps.
 
     The least, because a floor is what cannot be beaten, and a busy machine only ever adds.
     """
@@ -49,15 +48,14 @@ class Compute:
     """Seconds of the slowest stage's optimizer."""
 
 
-def compute_times(phase: PhaseSteps, microbatches: int) -> Compute:
-    """From a phase without shaping: what stages did, not what they waited for."""
+def compute_times(phases: Sequence[PhaseSteps], microbatches: int) -> Compute:
+    """From phases of one run: what stages did, not what they waited for."""
+    costs = [step for phase in phases for step in phase.costs]
 
     def least(stage: int, *kinds: TimeKind) -> float:
-        return min(
-            sum(step.stages[stage].seconds.get(kind.value, 0.0) for kind in kinds) for step in phase.costs
-        )
+        return min(sum(step.stages[stage].seconds.get(kind.value, 0.0) for kind in kinds) for step in costs)
 
-    stages = range(len(phase.costs[0].stages))
+    stages = range(len(costs[0].stages))
     codecs = [least(stage, TimeKind.ENCODE, TimeKind.DECODE) / 2 for stage in stages]
     return Compute(
         forward=tuple((least(i, TimeKind.FORWARD) + codecs[i]) / microbatches for i in stages),
@@ -76,7 +74,10 @@ def cell_floor(
     microbatches: int,
     chunks: int,
 ) -> Floor:
-    """The least time in which this cell's step can be done; rates are the payload's, as measured."""
+    """The least time in which this cell's step can be done.
+
+    Rates are the payload's: a link's as measured, an interface's as asked, which calibration holds it to.
+    """
     stages = len(compute.forward)
     joints = stages - 1 + (chunks > 1 and stages > 2)
     links: tuple[LinkRate, ...] = ()
@@ -128,6 +129,7 @@ def cell_figures(
         },
         "losses": list(losses),
         "idle": idle_shares(phase),
+        "stage_seconds": stage_seconds(phase),
         "bits_forward": statistics.fmean(bits_per_element(step, "activation") for step in phase.costs),
         "bits_backward": statistics.fmean(bits_per_element(step, "gradient") for step in phase.costs),
         "wires": wire_figures(phase, shape, wires),
@@ -137,6 +139,20 @@ def cell_figures(
 def idle_shares(phase: PhaseSteps) -> list[float]:
     """By stage, the share of its time spent waiting: the mean of the measured steps."""
     return [statistics.fmean(shares) for shares in zip(*map(idle_by_stage, phase.costs), strict=True)]
+
+
+def stage_seconds(phase: PhaseSteps) -> list[dict[str, float]]:
+    """By stage, the seconds of a step that its compute thread spent on each kind: the mean of the steps."""
+    stages = range(len(phase.costs[0].stages))
+    return [
+        {
+            kind.value: statistics.fmean(
+                step.stages[stage].seconds.get(kind.value, 0.0) for step in phase.costs
+            )
+            for kind in TimeKind
+        }
+        for stage in stages
+    ]
 
 
 def wire_figures(phase: PhaseSteps, shape: Shape, wires: Sequence[Wire]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ SVG files, light and readable in print. One line a codec pair; the same pair has
 figures.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +27,15 @@ STYLE: Mapping[Any, Any] = {
     "svg.hashsalt": "thinwire",
 }
 
+LEAST_CURVE = 10
+"""Steps of a run that are drawn as a curve."""
+
 Cell = Mapping[str, Any]
 
 
-def draw(results: Mapping[str, Any], directory: Path) -> list[Path]:
-    """Write every figure that one results file gives; makes `directory`, returns the files.
+def draw(results: Mapping[str, Any], directory: Path, tell: Callable[[str], None] = print) -> list[Path]:
+    """Write every figure that one results file gives; makes `directory`, returns the files, and tells what is
+    left out.
 
     Raises UserError when matplotlib is missing, or when there is nothing to draw.
     """
@@ -54,7 +58,8 @@ def draw(results: Mapping[str, Any], directory: Path) -> list[Path]:
     with matplotlib.rc_context(dict(STYLE)):
         for name, plot in (("tokens", _tokens), ("loss", _loss), ("use", _use)):
             for setting, group in _settings(cells, by_shape=name == "loss").items():
-                if name == "loss" and min(len(cell["curve"]) for cell in group) < 10:
+                if name == "loss" and min(len(cell["curve"]) for cell in group) < LEAST_CURVE:
+                    tell(f"no figure of losses, {setting}: a run has fewer than {LEAST_CURVE} steps")
                     continue
                 figure, axes = pyplot.subplots(figsize=(6.4, 4.0), layout="constrained")
                 plot(axes, group, colours)

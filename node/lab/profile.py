@@ -59,7 +59,7 @@ class NetworkSection:
     regions: tuple[str, ...] = ()
     """With `matrix`: each stage's region."""
     tolerance: float = 0.05
-    """The share by which a link may be off before it is refused."""
+    """The share by which a link may be off before it is refused; at most 0.05."""
     socket_buffer_mb: float = 32.0
     """The kernel's limit of a TCP socket's buffers inside the lab, in MB (10^6 bytes); it bounds what one
     connection carries over a long way."""

@@ -35,6 +35,8 @@ CHOICES = {
     "network.qdisc": ("tbf", "htb"),
     "network.delay": ("auto", "netem", "relay"),
 }
+MOST_TOLERATED = 0.05
+"""The share by which a link may be off at most: no figure of one that is further off is reported."""
 OWNED = ("run.steps", "run.seed", "run.snapshot_every", "pipeline.forward_codec", "pipeline.backward_codec")
 """Keys of a run file that the lab sets itself: a profile that gives them would be misled."""
 
@@ -176,10 +178,10 @@ def _check_lab(lab: LabSection, where: str) -> None:
 def _check_network(network: NetworkSection, stages: int, where: str) -> None:
     if stages < 2:
         raise ConfigError(f"{where}: pipeline.stages must be at least 2: a single stage has no link")
-    if not 0 < network.tolerance <= 0.5 or not 0 < network.socket_buffer_mb <= 1000:
+    if not 0 < network.tolerance <= MOST_TOLERATED or not 0 < network.socket_buffer_mb <= 1000:
         raise ConfigError(
-            f"{where}: network.tolerance must be above 0 and at most 0.5, socket_buffer_mb above 0 and at "
-            "most 1000"
+            f"{where}: network.tolerance must be above 0 and at most {MOST_TOLERATED}, socket_buffer_mb "
+            "above 0 and at most 1000"
         )
     if bool(network.matrix) != bool(network.regions):
         raise ConfigError(f"{where}: network.matrix and network.regions come together or not at all")

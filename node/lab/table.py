@@ -15,10 +15,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from node.lab.shape import PAYLOAD_SHARE
+from node.telemetry.clock import TimeKind
 from node.telemetry.render import table_lines
 
 BASELINES = ("fp32", "bf16", "fixed-4", "aqsgd-4")
 """Forward codecs that ratios are given over."""
+
+SPENT = {
+    "computes": (TimeKind.FORWARD, TimeKind.BACKWARD, TimeKind.OPTIMIZER),
+    "waits for packing": (TimeKind.ENCODE, TimeKind.DECODE),
+    "for neighbours": (TimeKind.WAIT_UPSTREAM, TimeKind.WAIT_DOWNSTREAM),
+    "for the coordinator": (TimeKind.WAIT_COORDINATOR,),
+}
+"""Columns of where a step's time goes."""
 
 Cells = Sequence[Mapping[str, Any]]
 
@@ -80,10 +89,14 @@ def tables_text(results: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
 
 def all_tables(result: Mapping[str, Any]) -> list[Table]:
-    """Every measured cell, then the paper's tables 3, 5 and 6 with what was measured at their settings."""
+    """Every measured cell and where its steps' time went, then the paper's tables 3, 5 and 6 with what was
+    measured at their settings."""
     _, papers = paper_tables()
     cells = result["cells"]
-    return [measured_table(cells), *(paper_table(paper, cells) for paper in papers)]
+    # Results of before it was recorded do not have it.
+    timed = [cell for cell in cells if "stage_seconds" in cell]
+    times = [time_table(timed)] if timed else []
+    return [measured_table(cells), *times, *(paper_table(paper, cells) for paper in papers)]
 
 
 def measured_table(cells: Cells) -> Table:
@@ -114,6 +127,32 @@ def measured_table(cells: Cells) -> Table:
         *("bits out / back", "link use", "of the floor", "binding", "of unthrottled"),
     )
     return Table(title="measured", headings=headings, rows=tuple(rows), left=4)
+
+
+def time_table(cells: Cells) -> Table:
+    """Where the time of a step goes at each stage, seeds together: what remains beside computing."""
+    rows = []
+    for group in _grouped(cells):
+        key = group[0]["key"]
+        for stage in range(len(group[0]["stage_seconds"])):
+            spent = [
+                statistics.fmean(
+                    sum(cell["stage_seconds"][stage][kind.value] for kind in kinds) for cell in group
+                )
+                for kinds in SPENT.values()
+            ]
+            rows.append(
+                (
+                    key["shape"],
+                    str(key["microbatch"]),
+                    str(key["window"]),
+                    _pair(key),
+                    str(stage),
+                    *(f"{seconds:.3f}" for seconds in spent),
+                )
+            )
+    headings = ("Mbit/s", "microbatch", "window", "codecs", "stage", *SPENT)
+    return Table(title="seconds of a step", headings=headings, rows=tuple(rows), left=4)
 
 
 def paper_table(paper: PaperTable, cells: Cells) -> Table:

@@ -105,6 +105,10 @@ def test_figures_are_those_of_the_counters_and_the_steps() -> None:
     assert figures["tokens_per_second"] == {"median": 400.0, "least": 300.0, "most": 600.0}
     assert figures["idle"] == pytest.approx([(1 / 2 + 3 / 4 + 2 / 3) / 3] * 2)
     assert figures["bits_forward"] == pytest.approx(4.0)
+    for spent in figures["stage_seconds"]:
+        assert set(spent) == set(TimeKind)
+        assert spent["backward"] == pytest.approx(0.4) and spent["wait-downstream"] == pytest.approx(2.0)
+        assert sum(spent.values()) == pytest.approx(3.0)
     up, down = figures["wires"]
     assert (up["sender"], up["own_bytes"], up["wire_bytes"]) == (0, 3 * 1_001_000, 3_300_000)
     assert up["overhead"] == pytest.approx(1_100_000 / 1_001_000 - 1)
@@ -129,7 +133,8 @@ def test_an_interface_carries_what_its_node_sends_to_all() -> None:
 
 def test_compute_is_the_least_that_was_seen_a_microbatch() -> None:
     slow, fast = costs(0, 3.0, busy=2.0), costs(1, 2.0, busy=1.0)
-    compute = compute_times(PhaseSteps(costs=(slow, fast), wires=(), seconds=5.0), microbatches=4)
+    phases = [PhaseSteps(costs=(each,), wires=(), seconds=5.0) for each in (slow, fast)]
+    compute = compute_times(phases, microbatches=4)
     assert compute.forward == pytest.approx((0.075, 0.075))
     assert compute.backward == pytest.approx((0.125, 0.125))
     assert compute.after == pytest.approx(0.2)
@@ -322,6 +327,20 @@ def test_the_text_says_where_figures_come_from() -> None:
         assert words in line
 
 
+def test_where_the_time_of_a_step_goes_is_a_table_of_its_own() -> None:
+    spent = dict.fromkeys(TimeKind, 0.0)
+    first = {**spent, "forward": 0.1, "backward": 0.25, "optimizer": 0.05, "encode": 0.01, "decode": 0.02}
+    last = {**spent, "wait-upstream": 0.3, "wait-downstream": 0.1, "wait-coordinator": 0.25}
+    timed = {**cell("tah/fixed-6", 100, 1000.0), "stage_seconds": [first, last]}
+    tables = all_tables(results(timed, cell("fp32/fp32", 100, 200.0)))
+    assert tables[1].rows == (
+        ("100", "1", "auto", "tah/fixed-6", "0", "0.400", "0.030", "0.000", "0.000"),
+        ("100", "1", "auto", "tah/fixed-6", "1", "0.000", "0.000", "0.400", "0.250"),
+    )
+    # Results of before it was recorded have none.
+    assert len(all_tables(results(cell("fp32/fp32", 100, 200.0)))) == len(tables) - 1
+
+
 def test_results_that_are_not_whole_say_so() -> None:
     part = {**results(cell("fp32/fp32", 100, 200.0)), "finished": False, "planned_cells": 25}
     assert "; not finished: 1 of its profile's 25 cells are here;" in provenance(part)
@@ -454,7 +473,10 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
         cell("tah/fixed-6", 500, 1200.0),
         {**cell("fp32/fp32", 100, 150.0, shape="100 + 20 ms"), "rtt_ms": 20.0, "curve": [[0, 1.0, 5.0]]},
     )
-    files = draw(found, tmp_path / "made")
+    told: list[str] = []
+    files = draw(found, tmp_path / "made", told.append)
+    # A curve of one step is none.
+    assert len(told) == 1 and told[0].endswith("100 + 20 ms Mbit/s: a run has fewer than 10 steps")
     assert {path.parent for path in files} == {tmp_path / "made"}
     assert {path.name for path in files} == {
         "tokens-microbatch-1-window-auto.svg",
