@@ -1,5 +1,6 @@
 """A stage over GPUs of a node that each take some samples, by NCCL, against the stage on one."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,8 @@ pytestmark = [
 ]
 
 FIRST = torch.device("cuda", 0)
+NEAR = 2e-3
+"""Relative, of each loss: the GPUs' matrix products are split elsewhere, and so round elsewhere."""
 CONFIG = RunConfig(
     run=RunSection(steps=10, seed=4),
     model=ModelSection(layers=4, hidden=256, heads=4, kv_heads=4, ffn=512, vocab=256, sequence=128),
@@ -44,6 +47,11 @@ def losses(model: StageModel, steps: int) -> list[float]:
     return found
 
 
+def far(found: list[float], wanted: list[float]) -> float:
+    """The largest relative difference."""
+    return max(abs(loss / other - 1) for loss, other in zip(found, wanted, strict=True))
+
+
 def tokens(step: int, microbatch: int) -> Tensor:
     generator = torch.Generator().manual_seed(step * 10 + microbatch)
     return torch.randint(0, 32, (8, 129), generator=generator).to(FIRST)
@@ -51,7 +59,9 @@ def tokens(step: int, microbatch: int) -> Tensor:
 
 @pytest.mark.parametrize("config", [CONFIG, PACKED], ids=["float32", "fp8"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_gpus_do_as_one(config: RunConfig, ranks: int) -> None:
+def test_gpus_do_as_one(
+    config: RunConfig, ranks: int, record_property: Callable[[str, object], None]
+) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     expected = losses(StageModel(config, FIRST), 5)
@@ -64,4 +74,5 @@ def test_gpus_do_as_one(config: RunConfig, ranks: int) -> None:
         finally:
             group.close()
     assert results[0] == results[1], "the same run gives the same bits"
-    assert results[0] == pytest.approx(expected, rel=2e-3)
+    record_property("largest_relative_difference", far(results[0], expected))
+    assert results[0] == pytest.approx(expected, rel=NEAR)
