@@ -8,10 +8,11 @@ import torch
 from kernels.fp8 import Fp8Gradient, Moment
 from kernels.fp8_layout import BLOCK
 
-from .markdown import LOSSES, RESULTS, Tables, against, commit, if_recorded, markdown, read_report
+from .markdown import LOSSES, RESULTS, Tables, against, commit, if_recorded, markdown, read_report, spaced
 
 STORED_ACTIVATIONS = RESULTS / "stored_activations.json"
 STORED_LOSS = RESULTS / "stored_activations_loss.json"
+STORED_GRADIENTS = RESULTS / "stored_gradients.json"
 QUANTIZE_GEMM = RESULTS / "quantize_gemm.json"
 OPTIMIZER = RESULTS / "optimizer.json"
 PAPER_GRADIENTS = {
@@ -154,6 +155,24 @@ def stored_gradients() -> str:
     return markdown(columns, rows) + "\n\n" + caption
 
 
+def stored_gradients_by_width() -> str:
+    """Errors at 4 bits by the model's width, from scripts/exp_stored_gradients.py."""
+    report = read_report(STORED_GRADIENTS)
+    found = {row["width"]: row["normalised_l2"] for row in report["widths"]}
+    rows = [
+        [name, *(f"{errors[name]:.4f}" for errors in found.values()), f"{aim:.3f}"]
+        for name, aim in PAPER_GRADIENTS.items()
+    ]
+    columns = [("gradient", "left"), *((f"{width} wide", "right") for width in found)]
+    columns.append(("the paper's", "right"))
+    settings = report["settings"]
+    return f"""{markdown(columns, rows)}
+
+{settings["bits"]} bits; llama, {settings["layers"]} blocks, after {settings["steps"]} steps of
+{settings["microbatch"]} x {settings["sequence"]} tokens; {report["data"]["name"]}, float32,
+{spaced(report["hardware"])}, torch {report["versions"]["torch"]}, commit {commit(report)}."""
+
+
 def stored_loss() -> str:
     """Losses of each way of keeping activations, by seed."""
     report = read_report(STORED_LOSS)
@@ -274,6 +293,7 @@ TABLES: Tables = {
     "inside_a_node": inside_a_node,
     "stored_activations": stored_activations,
     "stored_gradients": stored_gradients,
+    "stored_gradients_by_width": stored_gradients_by_width,
     "stored_loss": stored_loss,
     "optimizer": optimizer,
 } | if_recorded(QUANTIZE_GEMM, "quantize_gemm", quantize_gemm)
