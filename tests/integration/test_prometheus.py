@@ -1,5 +1,8 @@
 """A real Prometheus scrapes a real run: every metric, counters over a node's death, queries of deploy/."""
 
+import signal
+import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +11,7 @@ import pytest
 from node.config.schema import DashboardSection
 from node.telemetry.events import PageServed, PlacementMade, RunStarted
 from node.telemetry.metrics import NODE_METRICS, PREFIX, RUN_METRICS, Definition, MetricKind
+from tests.support.deploy import DEPLOY, compose
 from tests.support.fault_prefork import Prefork
 from tests.support.prometheus import BINARY, MISSING, Prometheus
 from tests.support.promql import queries
@@ -32,6 +36,12 @@ MAY_BE_EMPTY = {"Use of each link", "Measured capacity", "The five busiest links
 
 def suffixes(definition: Definition) -> tuple[str, ...]:
     return ("_bucket", "_sum", "_count") if definition.kind is MetricKind.HISTOGRAM else ("",)
+
+
+def offered(prometheus: Prometheus, label: str, selector: str) -> list[str]:
+    """The values that Grafana offers for a variable of `label_values(selector, label)`."""
+    values: list[str] = prometheus.get(f"label/{label}/values", **{"match[]": selector})
+    return values
 
 
 @pytest.mark.skipif(BINARY is None, reason=MISSING)
@@ -119,6 +129,61 @@ def test_a_real_prometheus_scrapes_a_real_run(prefork: Prefork, tmp_path: Path) 
                 prometheus.query(query.plain)  # raises for a mistake
                 for metric in query.metrics:
                     assert metric in names | known, f"{query.where}: nothing is called {metric}"
+            asked = [(query.label, query.plain) for query in every if query.label]
+            assert len(asked) == 4, "dashboards have variables"
+            for label, selector in asked:
+                assert offered(prometheus, label, selector), f"label_values({selector}, {label})"
+            assert offered(prometheus, "nowhere", "thinwire_run_info") == []
+            assert offered(prometheus, "instance", "thinwire_no_such_metric") == []
         coordinator.interrupt()
         coordinator.interrupt()
         assert watched.wait_exit() in (0, 1)
+
+
+READY = "Server is ready to receive web requests."
+
+
+def of_compose(directory: Path) -> list[str]:
+    """Compose's own command for Prometheus, with what is mounted for it put into the paths."""
+    service = compose()["services"]["prometheus"]
+    arguments = " ".join(service["command"])
+    for mount in service["volumes"]:
+        source, inside = mount.split(":")[:2]
+        outside = DEPLOY / source if source.startswith(".") else directory / source
+        arguments = arguments.replace(f"={inside}", f"={outside}")
+    return [*arguments.split(" "), "--web.listen-address=127.0.0.1:0"]
+
+
+def says(arguments: Sequence[str]) -> str:
+    """What a Prometheus says until it is ready, or of why it ends before."""
+    assert BINARY is not None
+    said = ""
+    with subprocess.Popen([BINARY, *arguments], env={}, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            said += line
+            if READY in line:
+                process.send_signal(signal.SIGTERM)
+    return said
+
+
+@pytest.mark.skipif(BINARY is None, reason=MISSING)
+@pytest.mark.timeout(60)
+def test_prometheus_starts_as_compose_starts_it(tmp_path: Path) -> None:
+    said = says(of_compose(tmp_path))
+    assert READY in said, said
+    assert (tmp_path / "prometheus").is_dir(), "its volume holds what it stores"
+
+
+@pytest.mark.skipif(BINARY is None, reason=MISSING)
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("retention.time", "retention.tyme"), ("=90d", "=90days"), ("config.file", "config.fiel")],
+)
+def test_a_prometheus_that_is_told_nonsense_does_not_start(right: str, wrong: str, tmp_path: Path) -> None:
+    arguments = of_compose(tmp_path)
+    changed = [one.replace(right, wrong) for one in arguments]
+    assert changed != arguments
+    said = says(changed)
+    assert READY not in said and "Error parsing command" in said, said

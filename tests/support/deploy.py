@@ -1,4 +1,4 @@
-"""The files of deploy/, and every `thinwire` command that stands in them."""
+"""The files of deploy/, every `thinwire` command that stands in them, and the variables that it is given."""
 
 import json
 import re
@@ -21,6 +21,8 @@ GRAFANA = DEPLOY / "grafana"
 PROGRAM = "/opt/thinwire/bin/thinwire"
 ADVERTISE = "203.0.113.7:7700"
 NODE_OPTIONS = "--max-bandwidth 40 --max-memory 16"
+_SPECIFIERS = {"%S": "/var/lib", "%C": "/var/cache", "%d": "/run/credentials"}
+"""Of systemd, in units of the system."""
 
 
 @dataclass(frozen=True)
@@ -70,19 +72,62 @@ def compose() -> dict[str, Any]:
 
 def container_arguments(kind: str) -> list[str]:
     """What the containers of a Kubernetes object of this kind are started with."""
-    (found,) = (whole for _, whole in manifests() if whole["kind"] == kind)
-    (container,) = found["spec"]["template"]["spec"]["containers"]
+    container = _container(kind)
     assert "command" not in container, "the image's entry point is meant"
     arguments: list[str] = container["args"]
     return arguments
 
 
+def container_environment(kind: str) -> dict[str, str]:
+    """The variables of those containers: of their image, and of their own."""
+    container = _container(kind)
+    own = {one["name"]: one["value"] for one in container.get("env", [])}
+    return image_environment(container["image"].partition(":")[2]) | own
+
+
+def _container(kind: str) -> dict[str, Any]:
+    (found,) = (whole for _, whole in manifests() if whole["kind"] == kind)
+    (container,) = found["spec"]["template"]["spec"]["containers"]
+    whole: dict[str, Any] = container
+    return whole
+
+
+def image_environment(target: str) -> dict[str, str]:
+    """The variables that the Dockerfile sets in the image of a target, which is made from its base."""
+    found: dict[str, str] = {}
+    stage = ""
+    for one in instructions():
+        if one["instruction"] == "FROM":
+            stage = one["value"].split(" AS ")[1]
+        elif one["instruction"] == "ENV" and stage in ("base", target):
+            found |= _variables(one["value"])
+    return found
+
+
+def unit_environment(path: Path) -> dict[str, str]:
+    """The variables that a unit sets, specifiers put in."""
+    found: dict[str, str] = {}
+    for line in unit(path)["Service.Environment"]:
+        found |= _variables(_specified(line))
+    return found
+
+
+def _variables(line: str) -> dict[str, str]:
+    return {name: value for name, _, value in (word.partition("=") for word in shlex.split(line))}
+
+
+def _specified(line: str) -> str:
+    for name, value in _SPECIFIERS.items():
+        line = line.replace(name, value)
+    assert "%" not in line, line
+    return line
+
+
 def exec_start(path: Path) -> list[str]:
     """A unit's command without the program, specifiers put in."""
     (line,) = unit(path)["Service.ExecStart"]
-    for name, value in (("%S", "/var/lib"), ("%d", "/run/credentials"), ("$NODE_OPTIONS", NODE_OPTIONS)):
-        line = line.replace(name, value)
-    assert "%" not in line and "$" not in line, line
+    line = _specified(line).replace("$NODE_OPTIONS", NODE_OPTIONS)
+    assert "$" not in line, line
     program, *arguments = shlex.split(line)
     assert program == PROGRAM
     return arguments

@@ -1,4 +1,4 @@
-"""The queries of deploy/: Grafana's dashboards and Prometheus' rules."""
+"""The queries of deploy/: Grafana's dashboards with their variables, and Prometheus' rules."""
 
 import json
 import re
@@ -12,6 +12,8 @@ import yaml
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 _VARIABLE = re.compile(r"\$\{?(\w+)(?::\w+)?\}?")
 _INTERVALS = {"__rate_interval", "__interval", "__range"}
+_LABEL_VALUES = re.compile(r"label_values\((?:(.+),)?\s*(\w+)\s*\)", re.DOTALL)
+_EVERYTHING = '{__name__=~"thinwire_.+"}'
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,9 @@ class Query:
     where: str
     expression: str
     panel: str = ""
-    """Of a dashboard: the panel's title; empty for its annotations, and for rules."""
+    """Of a dashboard: the panel's title; empty for its annotations, its variables, and for rules."""
+    label: str = ""
+    """Of a dashboard's variable: the label of the expression's series whose values it may have."""
 
     @property
     def plain(self) -> str:
@@ -47,6 +51,17 @@ def _dashboards() -> Iterator[Query]:
         for node in _objects(whole["annotations"]):
             if isinstance(node.get("expr"), str):
                 yield Query(f"{path.name}: {node.get('name', '')}", node["expr"])
+        yield from variables(whole, path.name)
+
+
+def variables(board: dict[str, Any], where: str) -> Iterator[Query]:
+    """What a dashboard's variables ask for. Raises ValueError for one that asks with anything but
+    `label_values`, which Grafana would show as an empty list."""
+    for variable in board["templating"]["list"]:
+        asked = variable["query"]["query"]
+        if variable["type"] != "query" or not (found := _LABEL_VALUES.fullmatch(asked)):
+            raise ValueError(f"{where}: {variable['type']} {asked}")
+        yield Query(f"{where}: ${variable['name']}", found[1] or _EVERYTHING, label=found[2])
 
 
 def _rules() -> Iterator[Query]:

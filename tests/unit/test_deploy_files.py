@@ -15,6 +15,7 @@ from compose_spec import PyCompose
 
 from node.cli.main import build_parser
 from node.config.loader import load_config
+from node.training.token_cache import cache_folder
 from tests.support.deploy import (
     COMPOSE,
     DEPLOY,
@@ -31,6 +32,7 @@ from tests.support.deploy import (
     instructions,
     manifests,
     unit,
+    unit_environment,
     written,
 )
 from wire.errors import UserError
@@ -217,6 +219,24 @@ def test_units_restart_what_failed_and_nothing_else(path: Path) -> None:
     for key, value in (("NoNewPrivileges", "yes"), ("ProtectSystem", "strict"), ("DynamicUser", "yes")):
         assert settings[f"Service.{key}"] == [value]
     assert settings["Service.CapabilityBoundingSet"] == [""]
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+def test_units_keep_things_in_folders_of_their_own(path: Path) -> None:
+    """The user of a unit has no home: what is written elsewhere is refused."""
+    settings = unit(path)
+    (state,), (cache,) = settings["Service.StateDirectory"], settings["Service.CacheDirectory"]
+    given = unit_environment(path)
+    assert given.pop("XDG_STATE_HOME") in (f"/var/lib/{state}", "/var/lib")
+    assert given
+    for name, value in given.items():
+        assert value.startswith(f"/var/cache/{cache}"), name
+
+
+def test_the_coordinator_keeps_tokens_where_it_may_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in unit_environment(DEPLOY / "systemd" / "thinwire-coordinator.service").items():
+        monkeypatch.setenv(name, value)
+    assert cache_folder() == Path("/var/cache/thinwire-coordinator/thinwire/tokens")
 
 
 def test_the_token_comes_as_a_credential() -> None:

@@ -16,7 +16,7 @@ from node.telemetry.clock import TimeKind
 from node.telemetry.metrics import PREFIX, RUN_METRICS, MetricKind
 from node.telemetry.step_model import FULL, LITTLE
 from tests.support.deploy import GRAFANA
-from tests.support.promql import Query, queries
+from tests.support.promql import Query, queries, variables
 
 METRICS = {PREFIX + one.name: one for one in RUN_METRICS}
 SCRAPED = {"instance", "job"}
@@ -60,6 +60,8 @@ def selectors(node: Node, inside: str = "") -> Iterator[tuple[Node, str]]:
 def labels_of(node: Node) -> set[str]:
     """The labels that the result of an expression carries."""
     if isinstance(node, promql.VectorSelector):
+        if node.name is None:
+            return set().union(*(one.labels for one in METRICS.values()), SCRAPED)
         return (metric(node.name)[1] if node.name != "up" else set()) | SCRAPED
     if isinstance(node, promql.MatrixSelector):
         return labels_of(node.vector_selector)
@@ -82,7 +84,7 @@ def check(query: Query) -> Node:
     """Raise for a metric, label or label value that does not exist, and for a counter without a rate."""
     tree = parse(query)
     for selector, inside in selectors(tree):
-        if selector.name == "up":
+        if selector.name in ("up", None):
             continue
         base, labels = metric(selector.name)
         for matcher in selector.matchers.matchers:
@@ -94,10 +96,11 @@ def check(query: Query) -> Node:
         counts = METRICS[base].kind is not MetricKind.GAUGE
         # The mean over a process's life is the one use of a counter as it is.
         mean = selector.name.endswith(("_sum", "_count"))
-        assert (inside in RATES) == counts or (counts and mean), (
+        assert query.label or (inside in RATES) == counts or (counts and mean), (
             f"{selector.name} inside {inside or 'nothing'}"
         )
-    labels_of(tree)
+    carried = labels_of(tree)
+    assert not query.label or query.label in carried, f"{query.expression} has no label {query.label}"
     return tree
 
 
@@ -121,6 +124,38 @@ def test_every_query_asks_for_what_there_is(query: Query) -> None:
 def test_wrong_queries_are_noticed(expression: str, complaint: str) -> None:
     with pytest.raises((AssertionError, KeyError, ValueError), match=complaint):
         check(Query("here", expression))
+
+
+@pytest.mark.parametrize(
+    ("asked", "complaint"),
+    [
+        ("label_values(thinwire_run_info, instance)", ""),
+        ("label_values(stage)", ""),
+        ("label_values(thinwire_no_such_metric, instance)", "thinwire_no_such_metric"),
+        ("label_values(thinwire_run_info, nowhere)", "no label nowhere"),
+        ('label_values(thinwire_stage_present{instanec=~"$instance"}, stage)', "no label instanec"),
+        ("label_values(nowhere)", "no label nowhere"),
+        ("label_value(thinwire_run_info, instance)", "label_value"),
+    ],
+)
+def test_a_variable_may_ask_for_what_there_is_alone(asked: str, complaint: str) -> None:
+    board = json.loads(BOARDS[0].read_text(encoding="utf-8"))
+    board["templating"]["list"][0]["query"]["query"] = asked
+    if not complaint:
+        check(next(variables(board, "here")))
+        return
+    with pytest.raises((AssertionError, KeyError, ValueError), match=complaint):
+        check(next(variables(board, "here")))
+
+
+def test_the_variables_of_all_dashboards_are_among_the_queries() -> None:
+    found = [(query.where, query.label) for query in queries() if query.label]
+    assert found == [
+        ("links.json: $instance", "instance"),
+        ("run.json: $instance", "instance"),
+        ("stages.json: $instance", "instance"),
+        ("stages.json: $stage", "stage"),
+    ]
 
 
 def thresholds(where: str) -> list[float]:
@@ -147,7 +182,7 @@ def test_most_metrics_are_shown_or_watched() -> None:
         metric(selector.name)[0]
         for q in queries()
         for selector, _ in selectors(parse(q))
-        if selector.name != "up"
+        if selector.name != "up" and not q.label
     }
     unused = METRICS.keys() - used
     assert unused <= {PREFIX + name for name in ("epoch", "stages_wanted", "snapshot_bytes", "steps_total")}
@@ -182,6 +217,11 @@ def test_dashboards_are_whole(path: Path) -> None:
         assert apart, f"{one} and {other} overlap"
     defined = {variable["name"] for variable in board["templating"]["list"]}
     used = set(re.findall(r"\$\{?([a-z]\w*)", json.dumps(board["panels"])))
+    for variable in board["templating"]["list"]:
+        # Grafana shows the one and asks by the other.
+        assert variable["definition"] == variable["query"]["query"]
+        assert variable["datasource"] == {"type": "prometheus", "uid": source["uid"]}
+        used |= set(re.findall(r"\$\{?([a-z]\w*)", variable["definition"]))
     assert used <= defined, used - defined
     for panel in panels(board):
         assert panel["type"] in ("stat", "timeseries", "table")
