@@ -20,7 +20,6 @@ as a node does.
 
 import argparse
 import json
-import os
 import platform
 import sys
 import time
@@ -32,15 +31,13 @@ import torch.utils.deterministic
 
 from node.lab.results import commit
 from node.model.storage import PRESETS, Storage
+from node.stage.fixed_order import fix_order
 
 # Run with `-m`, or by its path: its parts are found either way.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from stored_activations.check import check
 from stored_activations.measure import measure
-
-# As nodes have it; cuBLAS reads it once.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 PLAN = (("F = 4 H", 8), *((name, k) for k in (8, 32, 64, 16) for name in ("LLaMA2-13B", "LLaMA3-8B")))
 """Shapes, and thousands (1024) of tokens, those first that matter most if time runs out."""
@@ -60,7 +57,7 @@ def main() -> int:
         print("needs an NVIDIA GPU")
         return 2
     start = time.monotonic()
-    torch.use_deterministic_algorithms(True)
+    fix_order(torch.device("cuda"))
     # Checkpointing computes again outside the forward pass's context.
     torch.backends.cuda.enable_cudnn_sdp(False)
     settings: Any = torch.utils.deterministic

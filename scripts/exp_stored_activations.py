@@ -126,9 +126,13 @@ def _report(path: Path, data: Path, steps: int) -> dict[str, Any]:
         "gradients": None,
         "runs": [],
     }
+    return gone_on_with(path, report, ("data", "settings", "ways", "versions"))
+
+
+def gone_on_with(path: Path, report: dict[str, Any], same: tuple[str, ...]) -> dict[str, Any]:
+    """What is recorded already, if these of its entries are `report`'s; else `report`."""
     if path.exists():
         before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        same = ("data", "settings", "ways", "versions")
         if all(before[key] == json.loads(json.dumps(report[key])) for key in same):
             return before
     return report

@@ -26,7 +26,7 @@ from node.training.reference import ReferenceTrainer
 # Run with `-m`, or by its path: the other script is found either way.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from exp_stored_activations import gradient_errors
+from exp_stored_activations import gone_on_with, gradient_errors
 
 OUT = Path(__file__).resolve().parent / "results" / "stored_gradients.json"
 BITS = 4
@@ -110,11 +110,7 @@ def _report(arguments: argparse.Namespace) -> dict[str, Any]:
         "commit": commit(),
         "widths": [],
     }
-    if arguments.out.exists():
-        before: dict[str, Any] = json.loads(arguments.out.read_text(encoding="utf-8"))
-        if all(before[key] == report[key] for key in ("data", "settings", "hardware", "versions")):
-            return before
-    return report
+    return gone_on_with(arguments.out, report, ("data", "settings", "hardware", "versions"))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ LEAST_CURVE = 10
 Cell = Mapping[str, Any]
 
 
-def draw(results: Mapping[str, Any], directory: Path, tell: Callable[[str], None] = print) -> list[Path]:
+def draw(results: Mapping[str, Any], directory: Path, tell: Callable[[str], None]) -> list[Path]:
     """Write every figure that one results file gives; makes `directory`, returns the files, and tells what is
     left out.
 

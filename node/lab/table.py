@@ -21,6 +21,8 @@ from node.telemetry.render import table_lines
 BASELINES = ("fp32", "bf16", "fixed-4", "aqsgd-4")
 """Forward codecs that ratios are given over."""
 
+SETTING = ("Mbit/s", "microbatch", "window", "codecs")
+"""Columns that name a cell."""
 SPENT = {
     "computes": (TimeKind.FORWARD, TimeKind.BACKWARD, TimeKind.OPTIMIZER),
     "waits for packing": (TimeKind.ENCODE, TimeKind.DECODE),
@@ -107,10 +109,7 @@ def measured_table(cells: Cells) -> Table:
         ratios = [_ratio(cells, group, baseline) for baseline in BASELINES]
         rows.append(
             (
-                key["shape"],
-                str(key["microbatch"]),
-                str(key["window"]),
-                _pair(key),
+                *_setting(key),
                 _rate_text(group),
                 f"{_mean(group, 'step_seconds'):.2f}",
                 *(f"{ratio:.2f}" if ratio else "-" for ratio in ratios),
@@ -122,11 +121,11 @@ def measured_table(cells: Cells) -> Table:
             )
         )
     headings = (
-        *("Mbit/s", "microbatch", "window", "codecs", "tokens/s", "s a step"),
+        *(*SETTING, "tokens/s", "s a step"),
         *(f"/ {baseline}" for baseline in BASELINES),
         *("bits out / back", "link use", "of the floor", "binding", "of unthrottled"),
     )
-    return Table(title="measured", headings=headings, rows=tuple(rows), left=4)
+    return Table(title="measured", headings=headings, rows=tuple(rows), left=len(SETTING))
 
 
 def time_table(cells: Cells) -> Table:
@@ -141,18 +140,9 @@ def time_table(cells: Cells) -> Table:
                 )
                 for kinds in SPENT.values()
             ]
-            rows.append(
-                (
-                    key["shape"],
-                    str(key["microbatch"]),
-                    str(key["window"]),
-                    _pair(key),
-                    str(stage),
-                    *(f"{seconds:.3f}" for seconds in spent),
-                )
-            )
-    headings = ("Mbit/s", "microbatch", "window", "codecs", "stage", *SPENT)
-    return Table(title="seconds of a step", headings=headings, rows=tuple(rows), left=4)
+            rows.append((*_setting(key), str(stage), *(f"{seconds:.3f}" for seconds in spent)))
+    headings = (*SETTING, "stage", *SPENT)
+    return Table(title="seconds of a step", headings=headings, rows=tuple(rows), left=len(SETTING))
 
 
 def paper_table(paper: PaperTable, cells: Cells) -> Table:
@@ -255,6 +245,10 @@ def _command_text(result: Mapping[str, Any]) -> str:
     options = [word for words in result["only"] for word in ("--only", words)]
     command = shlex.join(["thinwire", "lab", "run", result["profile_file"], *result["overrides"], *options])
     return f"by `{command}`; "
+
+
+def _setting(key: Mapping[str, Any]) -> tuple[str, ...]:
+    return key["shape"], str(key["microbatch"]), str(key["window"]), _pair(key)
 
 
 def _grouped(cells: Cells) -> list[list[Mapping[str, Any]]]:

@@ -191,7 +191,7 @@ def _memory(report: dict[str, Any], suite: str) -> str:
         changes = [run["loss_valid"] / plain[seed]["loss_valid"] - 1 for seed, run in by_seed.items()]
         rows.append(
             [
-                KEPT[memory] + _stage_bits(by_seed[seeds[0]]),
+                KEPT[memory] + _stage_bits(next(iter(by_seed.values()))),
                 f"`{forward}`",
                 *(f"{by_seed[seed]['loss_valid']:.4f}" if seed in by_seed else "" for seed in seeds),
                 "" if by_seed is plain else f"{100 * sum(changes) / len(changes):+.2f} %",

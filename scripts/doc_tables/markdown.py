@@ -43,6 +43,11 @@ def commit(report: dict[str, Any]) -> str:
     return found[:12] + (" with changes" if found.endswith("with changes") else "")
 
 
+def notes(report: dict[str, Any]) -> str:
+    """What a report says beside its figures, to follow a caption."""
+    return "".join(f" {note}" for note in report.get("notes", ()))
+
+
 def spaced(hardware: str) -> str:
     """A processor's name with single spaces: some pad theirs."""
     return " ".join(hardware.split())

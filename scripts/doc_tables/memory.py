@@ -4,11 +4,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from stored_activations.measure import SHAPES
 
 from kernels.fp8 import Fp8Gradient, Moment
 from kernels.fp8_layout import BLOCK
 
-from .markdown import LOSSES, RESULTS, Tables, against, commit, if_recorded, markdown, read_report, spaced
+from .markdown import (
+    LOSSES,
+    RESULTS,
+    Tables,
+    against,
+    commit,
+    if_recorded,
+    markdown,
+    notes,
+    read_report,
+    spaced,
+)
 
 STORED_ACTIVATIONS = RESULTS / "stored_activations.json"
 STORED_LOSS = RESULTS / "stored_activations_loss.json"
@@ -25,7 +37,6 @@ PAPER_GRADIENTS = {
 COAT_FIXED, COAT_BY_FFN = 8.5, 2.0
 """U of what COAT keeps by AGoQ's table 1: of width H, and as many times F / H (the inputs of SwiGLU and of
 the last product, 6 U and 2 U for F = 4 H)."""
-FFN_OVER_HIDDEN = {"F = 4 H": 4.0, "LLaMA2-13B": 13824 / 5120, "LLaMA3-8B": 14336 / 4096}
 OURS = "AdamW e4m3, fp32 weights and gradients"
 """The row that does as the rivals do: one parameter and its gradient in fp32."""
 UPDATE_ERRORS = {
@@ -109,19 +120,19 @@ def stored_activations() -> str:
             ]
         )
         if row["way"] == "full":
-            by_formula = f"{COAT_FIXED + COAT_BY_FFN * FFN_OVER_HIDDEN[row['shape']]:.2f}"
-            rows.append([row["shape"], rows[-1][1], "COAT, by formula", by_formula, *"-----"])
+            model = SHAPES[row["shape"]]
+            by_formula = COAT_FIXED + COAT_BY_FFN * model.ffn / model.hidden
+            rows.append([row["shape"], rows[-1][1], "COAT, by formula", f"{by_formula:.2f}", *"-----"])
     columns = [("block", "left"), ("tokens", "right"), ("kept", "left"), ("U a block", "right")]
     columns += [("peak, GiB", "right"), ("against bf16", "right")]
     columns += [("ms a block", "right"), ("against bf16", "right"), ("1000 tokens/s and block", "right")]
-    notes = "".join(f" {note}" for note in report.get("notes", ()))
     caption = (
         "1 U = tokens x hidden x 2 bytes. Forward and backward of 4 blocks (2 from 32K on), the peak above "
         "weights, gradients and input; times are medians of turns in one run. For F = 4 H the formulas of "
         "AGoQ's table 1 give Megatron 28 U, COAT 16.5 U and AGoQ 7.75 U; they count 5 U for attention. Of "
         "other shapes COAT's parts behind the FFN's first products go with F / H. "
         f"{report['hardware']}, torch {report['versions']['torch']}, Triton {report['versions']['triton']}, "
-        f"commit {commit(report)}.{notes}"
+        f"commit {commit(report)}.{notes(report)}"
     )
     return markdown(columns, rows) + "\n\n" + caption
 

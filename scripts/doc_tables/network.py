@@ -7,7 +7,7 @@ from typing import Any
 from node.lab.results import read_results
 from node.lab.table import all_tables, provenance
 
-from .markdown import RESULTS, Tables, commit, markdown, read_report, spaced
+from .markdown import RESULTS, Tables, commit, markdown, notes, read_report, spaced
 
 PIPELINE_FLOOR = RESULTS / "pipeline_floor.json"
 ALL_REDUCE = RESULTS / "all_reduce.json"
@@ -191,11 +191,7 @@ def all_reduce() -> str:
             f" torchft {report['versions']['torchft']}: its `allreduce_quantized` of bf16, "
             "quantizing and dequantizing included."
         )
-    return f"{markdown(columns, rows)}\n\n{caption}{_notes(report)}"
-
-
-def _notes(report: dict[str, Any]) -> str:
-    return "".join(f" {note}" for note in report.get("notes", ()))
+    return f"{markdown(columns, rows)}\n\n{caption}{notes(report)}"
 
 
 def all_reduce_links() -> str:
@@ -244,7 +240,7 @@ def _links(report: dict[str, Any], through: str) -> str:
         f"{spaced(report['hardware'])} for all ranks, median of "
         f"{report['rows'][0]['runs']}, torch {report['versions']['torch']}, commit {commit(report)}."
     )
-    return f"{markdown(columns, rows)}\n\n{caption}{_notes(report)}"
+    return f"{markdown(columns, rows)}\n\n{caption}{notes(report)}"
 
 
 def pauses() -> str:
