@@ -6,8 +6,9 @@ one gradient (`fixed-b`). The kernels are timed twice: in CUDA graphs over sever
 the time that the device needs, and through the wire's codecs, header and checks and the host's wait included.
 Boundaries are float32, as a stage's are under autocast, and bf16.
 
-And together: the stage computes microbatches while another thread packs and unpacks as many on a stream of
-its own, as in a node, in turns with the stage alone. What the stage takes longer is what packing costs it.
+And together: the stage computes microbatches as a node does, by CUDA graphs in a fixed order of sums, while
+another thread packs and unpacks beside each of them, on a stream of its own and not before its microbatch has
+begun, in turns with the stage alone. What the stage takes longer is what packing costs it.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -27,10 +29,10 @@ from gpu_codecs.calls import calls
 from gpu_codecs.tensors import sample
 from gpu_codecs.timing import eager_seconds, graph_seconds
 
-from node.config.schema import ModelSection
+from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
 from node.lab.results import commit
-from node.model.chunk import build_chunk, compute_precision
-from node.model.units import block_name
+from node.stage.fixed_order import fix_order
+from node.stage.stage_model import StageModel
 from wire.codecs.registry import codec
 from wire.spec import TensorSpec
 
@@ -53,21 +55,31 @@ MICROBATCHES = 8
 """Of each turn of the stage beside packing."""
 
 
-def stage_work() -> Callable[[], None]:
-    """A middle stage's forward and backward of one microbatch, gradients accumulating."""
-    device = torch.device("cuda")
-    blocks = MODEL.layers // STAGES
-    units = [block_name(index) for index in range(blocks, 2 * blocks)]
-    chunk = build_chunk(MODEL, units, 1, device)
-    x = sample(SHAPE, 1).requires_grad_()
-    grad = sample(SHAPE, 2)
+class Stage:
+    """A middle stage, as a node runs it."""
 
-    def work() -> None:
-        with compute_precision("bfloat16", device):
-            y = chunk(x)
-        y.backward(grad)
+    def __init__(self) -> None:
+        device = torch.device("cuda", 0)
+        fix_order(device)
+        training = TrainingSection(
+            global_batch=MICROBATCHES * SHAPE[0], microbatch=SHAPE[0], precision="bfloat16"
+        )
+        config = RunConfig(model=MODEL, training=training, pipeline=PipelineSection(stages=STAGES))
+        self._model = StageModel(config, device)
+        self._model.build(1, STAGES)
+        self._fed, self._gradient = sample(SHAPE, 1), sample(SHAPE, 2)
+        # The first step runs through autograd, the second is captured.
+        for _ in range(2):
+            self.begin()
+            self.microbatch(0)
 
-    return work
+    def begin(self) -> None:
+        self._model.begin_step()
+
+    def microbatch(self, number: int) -> None:
+        """Forward and backward."""
+        self._model.forward(0, number, self._fed.clone())
+        self._model.backward(0, number, self._gradient)
 
 
 def event_seconds(work: Callable[[], Any], runs: int) -> list[float]:
@@ -117,25 +129,29 @@ def packing_work(names: tuple[str, str]) -> Callable[[], None]:
     return work
 
 
-def together_seconds(stage: Callable[[], None], names: tuple[str, str], runs: int) -> dict[str, Any]:
+def together_seconds(stage: Stage, names: tuple[str, str], runs: int) -> dict[str, Any]:
     """Seconds a microbatch of the stage alone and beside the packing of as many, in turns."""
     packing = packing_work(names)
     stream = torch.cuda.Stream()
 
-    def pack_all() -> None:
+    def pack_all(through: SimpleQueue[torch.cuda.Event]) -> None:
         with torch.cuda.stream(stream):
             for _ in range(MICROBATCHES):
+                stream.wait_event(through.get(timeout=60))
                 packing()
         stream.synchronize()
 
     def turn(*, pack: bool) -> float:
-        packer = threading.Thread(target=pack_all, name="packing")
+        through: SimpleQueue[torch.cuda.Event] = SimpleQueue()
+        packer = threading.Thread(target=pack_all, args=(through,), name="packing")
+        stage.begin()
         torch.cuda.synchronize()
         began = time.perf_counter()
         if pack:
             packer.start()
-        for _ in range(MICROBATCHES):
-            stage()
+        for number in range(MICROBATCHES):
+            through.put(torch.cuda.current_stream().record_event())
+            stage.microbatch(number)
         torch.cuda.current_stream().synchronize()
         seconds = time.perf_counter() - began
         if pack:
@@ -217,9 +233,10 @@ def main() -> int:
         label: {name: packing_seconds(name, dtype, arguments.runs) for name in codecs}
         for label, dtype in dtypes.items()
     }
-    work = stage_work()
-    stage = event_seconds(work, arguments.runs)
-    together = [together_seconds(work, names, arguments.runs) for names in TOGETHER]
+    stage = Stage()
+    stage.begin()
+    alone = event_seconds(partial(stage.microbatch, 0), arguments.runs)
+    together = [together_seconds(stage, names, arguments.runs) for names in TOGETHER]
     report: dict[str, Any] = {
         "commit": commit(),
         "hardware": torch.cuda.get_device_name(),
@@ -227,7 +244,7 @@ def main() -> int:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "runs": arguments.runs,
-        **measurements(stage, packing, together),
+        **measurements(alone, packing, together),
     }
     arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(f"stage {report['stage_seconds'] * 1e3:.2f} ms")

@@ -230,8 +230,9 @@ def _together(found: Sequence[dict[str, Any]]) -> str:
     columns = [("activations", "left"), ("gradients", "left"), ("the stage alone, ms", "right")]
     columns += [("beside packing, ms", "right"), ("takes longer", "right")]
     caption = (
-        "Together: the same stage computes, and another thread packs and unpacks as many microbatches' "
-        "activations and gradients, float32, on a stream of its own. Wall time of a microbatch, medians of "
+        "Together: the same stage computes as in a node, by CUDA graphs, and beside each microbatch another "
+        "thread packs and unpacks one's activations and gradients, float32, on a stream of its own. Wall "
+        "time of a microbatch, medians of "
         f"{found[0]['runs']} turns each; *takes longer* is the median over pairs of turns."
     )
     return markdown(columns, rows) + "\n\n" + caption
