@@ -26,6 +26,8 @@ SYMBOLS = ESCAPE + 1
 MAX_SHIFT = 20
 # Symbols of a row of `Tables.codes`: a power of two.
 ROW = 128
+# Of an entry of `divided_codes`, behind 12 bits of start and 13 of frequency.
+SHIFT_AT = 25
 MAX_CLASS = CLASSES + 4 * MAX_SHIFT - 1
 
 # Shapes that a tensor's elements may have, one for all of it: normal, or with longer tails.
@@ -90,15 +92,32 @@ def tables(family: int) -> Tables:
 
 
 @cache
-def all_codes_on(device: torch.device) -> torch.Tensor:
-    """`Tables.codes` of all families, one after the other, on a device."""
-    return torch.from_numpy(np.concatenate([tables(family).codes for family in range(FAMILIES)])).to(device)
+def divided_codes(device: torch.device) -> torch.Tensor:
+    """`Tables.codes` of all families, one after the other, on a device, with what divides by frequencies:
+    int64, entry | shift << `SHIFT_AT` | inverse << 32, zero where the entry is.
+
+    n // frequency is n * inverse >> shift for every n below 2**31: inverse, below 2**32, is 2**shift /
+    frequency rounded up, shift 31 and the frequency's binary logarithm rounded up. (Granlund and Montgomery,
+    1994, theorem 4.2.)
+    """
+    codes = np.concatenate([tables(family).codes for family in range(FAMILIES)]).astype(np.int64)
+    frequency = np.maximum(codes >> PRECISION, 1)
+    shift = 31 + sum((frequency > 1 << power).astype(np.int64) for power in range(PRECISION))
+    inverse = ((1 << shift) + frequency - 1) // frequency
+    divided = codes | shift << SHIFT_AT | inverse << 32
+    return torch.from_numpy(np.where(codes > 0, divided, 0)).to(device)
 
 
 @cache
-def slots_on(device: torch.device, family: int) -> torch.Tensor:
-    """`Tables.slots` on a device."""
-    return torch.from_numpy(tables(family).slots).to(device)
+def codes_on(device: torch.device, family: int) -> torch.Tensor:
+    """`Tables.codes` on a device."""
+    return torch.from_numpy(tables(family).codes).to(device)
+
+
+@cache
+def symbols_on(device: torch.device, family: int) -> torch.Tensor:
+    """The symbols of `Tables.slots` on a device, uint8."""
+    return torch.from_numpy((tables(family).slots >> 2 * PRECISION).astype(np.uint8)).to(device)
 
 
 def _deviation(number: int) -> Decimal:

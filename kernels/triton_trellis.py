@@ -25,7 +25,7 @@ from kernels.trellis_code import (
     Coded,
 )
 from kernels.trellis_grid import Grid
-from kernels.trellis_tables import CLASSES, ESCAPE, MIDDLE, PRECISION, ROW, TOTAL, all_codes_on
+from kernels.trellis_tables import CLASSES, ESCAPE, MIDDLE, PRECISION, ROW, SHIFT_AT, TOTAL, divided_codes
 from kernels.triton_common import INTERPRETED
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -35,6 +35,7 @@ AT_ONCE = tl.constexpr(8)
 _ONCE = 8
 _LOW = tl.constexpr(LOW)
 _STATE_BITS = tl.constexpr(STATE_BITS)
+_FULL = tl.constexpr(1 << STATE_BITS)
 _FRACTION_BITS = tl.constexpr(FRACTION_BITS)
 _STEP = tl.constexpr(1 << FRACTION_BITS)
 _PERIOD = tl.constexpr(4 << FRACTION_BITS)
@@ -50,6 +51,9 @@ _ESCAPE_SPAN = tl.constexpr(1 << ESCAPE_PIECE)
 _PRECISION = tl.constexpr(PRECISION)
 _ROW = tl.constexpr(ROW)
 _TOTAL = tl.constexpr(TOTAL)
+_SHIFT_AT = tl.constexpr(SHIFT_AT)
+# A code that changes no state: all of a row.
+_NOTHING = tl.constexpr(TOTAL << PRECISION)
 _JOIN = 1024
 # Groups of a program, a warp each; no bit depends on it.
 TOGETHER = 16
@@ -64,13 +68,6 @@ _CONTROLS = tl.constexpr(at.CONTROLS)
 @triton.jit
 def _value(x, gain):
     return tl.floor(x * gain + 0.5).to(tl.int32)
-
-
-@triton.jit
-def _full(wide):
-    """What a state must stay below to take `wide` bits more; of no use for 0."""
-    one = tl.zeros_like(wide) + 1
-    return one << (31 - tl.maximum(wide, 1))
 
 
 @triton.jit
@@ -96,35 +93,54 @@ def ballot(some, lane):
 
 
 @triton.jit
-def _put(state, full, some, lane, words, used, capacity):
-    """Make room in the states of `some` lanes that must stay below `full`: a word more, if there must be one.
+def _make_room(state, full, lane, words, used, capacity):
+    """States below `full`, uint32: lanes that are not have their lower half written.
 
     Words fill their room from its end, so those of earlier lanes come to lie before those of later ones.
     """
-    spill = some & (state >= full)
+    spill = state >= full
     spilling = ballot(spill, lane)
     # Of a lane and those after it.
     after = ones(spilling >> lane.to(tl.uint32))
-    tl.store(words + (capacity - used - after), (state & 0xFFFF).to(tl.int16), mask=spill)
+    tl.store(words + (capacity - used - after), state.to(tl.int16), mask=spill)
     return tl.where(spill, state >> 16, state), used + ones(spilling)
 
 
 @triton.jit
-def _put_bits(state, wide, bits, some, lane, words, used, capacity):
-    """Put the lowest `wide` bits, which `bits` holds, of `some` lanes into their states."""
-    has = some & (wide > 0)
-    state, used = _put(state, _full(wide), has, lane, words, used, capacity)
-    return tl.where(has, (state << wide) | bits, state), used
+def _put_bits(state, wide, bits, lane, words, used, capacity):
+    """Put the lowest `wide` bits, which `bits` holds, into states; none take no room and change nothing."""
+    full = tl.full(wide.shape, _FULL, tl.uint32) >> wide.to(tl.uint32)
+    state, used = _make_room(state, full, lane, words, used, capacity)
+    return (state << wide.to(tl.uint32)) | bits.to(tl.uint32), used
 
 
 @triton.jit
-def _put_symbol(state, code, some, lane, words, used, capacity):
-    frequency = tl.maximum(code >> _PRECISION, 1)
-    state, used = _put(state, frequency << (_STATE_BITS - _PRECISION), some, lane, words, used, capacity)
-    # States are not negative, and dividing takes less without a sign.
-    share = (state.to(tl.uint32) // frequency.to(tl.uint32)).to(tl.int32)
-    grown = state + (code & (_TOTAL - 1)) + share * (_TOTAL - frequency)
-    return tl.where(some, grown, state), used
+def _put_symbol(state, code, inverse, lane, words, used, capacity):
+    """Put the symbols whose entries in `trellis_tables.divided_codes` have these halves; `_NOTHING` changes
+    nothing."""
+    frequency = (code >> _PRECISION) & (2 * _TOTAL - 1)
+    full = frequency.to(tl.uint32) << (_STATE_BITS - _PRECISION)
+    state, used = _make_room(state, full, lane, words, used, capacity)
+    # A division would take longer than all else that a state waits for.
+    share = (state.to(tl.uint64) * inverse.to(tl.uint64)) >> (code >> _SHIFT_AT).to(tl.uint64)
+    grown = (code & (_TOTAL - 1)) + share.to(tl.int32) * (_TOTAL - frequency)
+    return state + grown.to(tl.uint32), used
+
+
+@triton.jit
+def _choose(residual, numbers, place, real, gain, decided, following, current):
+    """The n that the elements at `place` take, their classes' shifts and rows, and one step back on their
+    paths, which `decided` says."""
+    v = _value(tl.load(residual + place, mask=real, other=0.0), gain)
+    number = tl.load(numbers + place, mask=real, other=0).to(tl.int32)
+    before = (decided >> (2 * current + following)) & 1
+    residue = 2 * (before ^ following) + current
+    n = (((v - residue * _STEP + _PERIOD // 2) >> (_FRACTION_BITS + 2)) << 2) + residue
+    following = tl.where(real, current, following)
+    current = tl.where(real, before, current)
+    shift = tl.maximum((number - _SHIFTED) >> 2, 0)
+    row = (2 * (number - 4 * shift) + (n & 1)) * _ROW
+    return n, shift, row, following, current
 
 
 @triton.jit(do_not_specialize=("elements", "groups", "group_elements", "lanes", "chunks", "capacity"))
@@ -145,8 +161,14 @@ def _encode(
     chunks,
     capacity,
     GROUPS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    """`GROUPS` groups of the elements that `control` (of the second program number) says, if any."""
+    """`GROUPS` groups of the elements that `control` (of the second program number) says, if any.
+
+    `WIDE` tells at compilation that there are 32 lanes.
+    """
+    if WIDE:
+        lanes = 32
     control += tl.program_id(1) * _CONTROLS
     if tl.load(control + _ACTIVE) == 0:
         return
@@ -158,6 +180,7 @@ def _encode(
     start = group * group_elements
     # Below zero behind the last group.
     size = tl.minimum(elements - start, group_elements).to(tl.int32)
+    size = tl.where(lane < lanes, size, 0)
     residual += tl.load(control + _OFFSET) + start
     numbers += start
     codes += tl.load(control + _OF_FAMILY) * _CODES
@@ -176,7 +199,7 @@ def _encode(
         made = tl.zeros((LANES, GROUPS), tl.int32)
         for j in tl.static_range(AT_ONCE):
             place = (chunk * AT_ONCE + j) * lanes + lane
-            real = (lane < lanes) & (place < size)
+            real = place < size
             v = _value(tl.load(residual + place, mask=real, other=0.0), gain)
             d0 = tl.abs(((v + _PERIOD // 2) & (_PERIOD - 1)) - _PERIOD // 2)
             d1 = tl.abs(((v + _STEP) & (_PERIOD - 1)) - _PERIOD // 2)
@@ -212,55 +235,59 @@ def _encode(
     end = tl.where(b11 < least, 3, end)
     following = end >> 1
     current = end & 1
-    state = tl.zeros((LANES, GROUPS), tl.int32) + _LOW
+    state = tl.full((LANES, GROUPS), _LOW, tl.uint32)
     used = tl.zeros((1, GROUPS), tl.int32)
     while chunk > 0:
         chunk -= 1
         made = tl.load(decisions + chunk * LANES + lane, mask=known, other=0)
+        began = following, current
         # The path does not depend on states: all of a chunk's codes are asked for before the first is put.
         found: "tuple[Any, ...]" = ()  # noqa: UP037 Triton would look the name up
         rare = tl.zeros((LANES, GROUPS), tl.int1)
         for i in tl.static_range(AT_ONCE):
             j = AT_ONCE - 1 - i
             place = (chunk * AT_ONCE + j) * lanes + lane
-            real = (lane < lanes) & (place < size)
-            v = _value(tl.load(residual + place, mask=real, other=0.0), gain)
-            number = tl.load(numbers + place, mask=real, other=0).to(tl.int32)
-            before = (made >> (4 * j + 2 * current + following)) & 1
-            residue = 2 * (before ^ following) + current
-            n = (((v - residue * _STEP + _PERIOD // 2) >> (_FRACTION_BITS + 2)) << 2) + residue
-            following = tl.where(real, current, following)
-            current = tl.where(real, before, current)
-            shift = tl.maximum((number - _SHIFTED) >> 2, 0)
-            symbol = (n >> 1 >> shift) + _MIDDLE
-            row = (2 * (number - 4 * shift) + (n & 1)) * _ROW
-            coded = real & (symbol >= 0) & (symbol < _ESCAPE)
-            code = tl.load(codes + row + symbol, mask=coded, other=0)
+            real = place < size
+            n, shift, row, following, current = _choose(
+                residual, numbers, place, real, gain, made >> (4 * j), following, current
+            )
+            index = n >> 1
+            symbol = (index >> shift) + _MIDDLE
+            # What is no symbol is taken for one that no row has.
+            symbol = tl.minimum(symbol.to(tl.uint32), _ROW - 1).to(tl.int32)
+            entry = tl.load(codes + row + symbol)
+            code = entry.to(tl.int32)
             rare |= real & ((code == 0) | (shift > _PIECE))
-            found += ((n, shift, row, code, real),)
+            low = index - ((index >> shift) << shift)
+            found += ((tl.where(real, code, _NOTHING), (entry >> 32).to(tl.uint32), shift, low),)
         if tl.max(tl.max(rare.to(tl.int32), 1), 0) > 0:
+            following, current = began
             for i in tl.static_range(AT_ONCE):
-                n, shift, row, code, real = found[i]
+                j = AT_ONCE - 1 - i
+                place = (chunk * AT_ONCE + j) * lanes + lane
+                real = place < size
+                n, shift, row, following, current = _choose(
+                    residual, numbers, place, real, gain, made >> (4 * j), following, current
+                )
+                code, inverse, _, low = found[i]
                 escaped = code == 0
-                code = tl.where(escaped, tl.load(codes + row + _ESCAPE), code)
-                index = n >> 1
-                low = index - ((index >> shift) << shift)
+                entry = tl.load(codes + row + _ESCAPE)
+                code = tl.where(escaped, entry.to(tl.int32), code)
+                inverse = tl.where(escaped, (entry >> 32).to(tl.uint32), inverse)
                 raw = n + _ESCAPE_BIAS
                 wide = tl.where(escaped, _ESCAPE_PIECE, tl.maximum(shift - _PIECE, 0))
                 bits = tl.where(escaped, raw >> _ESCAPE_PIECE, low >> _PIECE)
-                state, used = _put_bits(state, wide, bits, real, lane, words, used, capacity)
+                state, used = _put_bits(state, wide, bits, lane, words, used, capacity)
                 wide = tl.where(escaped, _ESCAPE_PIECE, tl.minimum(shift, _PIECE))
                 bits = tl.where(escaped, raw & (_ESCAPE_SPAN - 1), low & (_SPAN - 1))
-                state, used = _put_bits(state, wide, bits, real, lane, words, used, capacity)
-                state, used = _put_symbol(state, code, real, lane, words, used, capacity)
+                state, used = _put_bits(state, wide, bits, lane, words, used, capacity)
+                state, used = _put_symbol(state, code, inverse, lane, words, used, capacity)
         else:
             for i in tl.static_range(AT_ONCE):
-                n, shift, row, code, real = found[i]
-                index = n >> 1
-                low = index - ((index >> shift) << shift)
-                state, used = _put_bits(state, shift, low, real, lane, words, used, capacity)
-                state, used = _put_symbol(state, code, real, lane, words, used, capacity)
-    tl.store(states + lane, state, mask=known)
+                code, inverse, shift, low = found[i]
+                state, used = _put_bits(state, shift, low, lane, words, used, capacity)
+                state, used = _put_symbol(state, code, inverse, lane, words, used, capacity)
+    tl.store(states + lane, state.to(tl.int32), mask=known)
     tl.store(counts, used, mask=group < groups)
 
 
@@ -321,7 +348,7 @@ class Lanes:
         _encode[(triton.cdiv(of.groups, TOGETHER), self.at_once)](
             residual,
             classes,
-            all_codes_on(residual.device),
+            divided_codes(residual.device),
             self.decisions,
             self.states,
             self.counts,
@@ -330,6 +357,7 @@ class Lanes:
             gains,
             *sizes,
             GROUPS=TOGETHER,
+            WIDE=of.lanes == LANES.value,
             num_warps=TOGETHER,
             enable_fp_fusion=False,
         )

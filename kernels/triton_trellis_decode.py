@@ -10,7 +10,7 @@ import triton.language as tl
 
 from kernels.trellis_code import ESCAPE_BIAS, ESCAPE_PIECE, LOW, PIECE
 from kernels.trellis_grid import Grid
-from kernels.trellis_tables import CLASSES, ESCAPE, MIDDLE, PRECISION, TOTAL, slots_on
+from kernels.trellis_tables import CLASSES, ESCAPE, MIDDLE, PRECISION, ROW, TOTAL, codes_on, symbols_on
 from kernels.triton_trellis import AT_ONCE, LANES, TOGETHER, ballot, chunks, ones
 
 _LOW = tl.constexpr(LOW)
@@ -21,6 +21,7 @@ _ESCAPE_BIAS = tl.constexpr(ESCAPE_BIAS)
 _MIDDLE = tl.constexpr(MIDDLE)
 _PIECE = tl.constexpr(PIECE)
 _PRECISION = tl.constexpr(PRECISION)
+_ROW = tl.constexpr(ROW)
 _TOTAL = tl.constexpr(TOTAL)
 
 
@@ -36,12 +37,14 @@ def _take(state, some, lane, words, position, end):
 
 
 @triton.jit
-def _take_symbol(state, row, some, slots, lane, words, position, end):
-    entry = tl.load(slots + row * _TOTAL + (state & (_TOTAL - 1)))
-    frequency = ((entry >> _PRECISION) & (_TOTAL - 1)) + 1
-    shrunk = frequency * (state >> _PRECISION) + (entry & (_TOTAL - 1))
+def _take_symbol(state, row, some, symbols, codes, lane, words, position, end):
+    # Two small tables: what a slot's symbol is and where that begins. One of both would not stay as near.
+    slot = state & (_TOTAL - 1)
+    symbol = tl.load(symbols + row * _TOTAL + slot).to(tl.int32)
+    code = tl.load(codes + row * _ROW + symbol)
+    shrunk = (code >> _PRECISION) * (state >> _PRECISION) + slot - (code & (_TOTAL - 1))
     state, position = _take(tl.where(some, shrunk, state), some, lane, words, position, end)
-    return state, position, entry >> (2 * _PRECISION)
+    return state, position, symbol
 
 
 @triton.jit
@@ -56,7 +59,8 @@ def _take_bits(state, wide, some, lane, words, position, end):
 @triton.jit(do_not_specialize=("elements", "groups", "group_elements", "lanes", "chunks", "total"))
 def _decode(
     numbers,
-    slots,
+    symbols,
+    codes,
     states,
     counts,
     starts,
@@ -70,13 +74,18 @@ def _decode(
     chunks,
     total,
     GROUPS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
+    # Known at compilation.
+    if WIDE:
+        lanes = 32
     group = (tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)).to(tl.int64)[None, :]
     lane = tl.arange(0, LANES)[:, None]
     is_group = group < groups
     start = group * group_elements
     # Below zero behind the last group.
     size = tl.minimum(elements - start, group_elements).to(tl.int32)
+    size = tl.where(lane < lanes, size, 0)
     numbers += start
     out += start
     # Whatever the counts say, nothing beyond the words is read.
@@ -92,7 +101,7 @@ def _decode(
         classes: "tuple[Any, ...]" = ()  # noqa: UP037 Triton would look the name up
         for j in tl.static_range(AT_ONCE):
             place = (chunk * AT_ONCE + j) * lanes + lane
-            real = (lane < lanes) & (place < size)
+            real = place < size
             number = tl.load(numbers + place, mask=real, other=0).to(tl.int32)
             classes += ((number, real, place),)
         # As if nothing had escaped and no class were wide, which is seldom wrong; then all again.
@@ -102,7 +111,7 @@ def _decode(
             number, real, place = classes[j]
             shift = tl.maximum((number - _SHIFTED) >> 2, 0)
             row = 2 * (number - 4 * shift) + current
-            state, position, symbol = _take_symbol(state, row, real, slots, lane, words, position, end)
+            state, position, symbol = _take_symbol(state, row, real, symbols, codes, lane, words, position, end)
             rare |= real & ((symbol == _ESCAPE) | (shift > _PIECE))
             state, position, low = _take_bits(
                 state, tl.minimum(shift, _PIECE), real, lane, words, position, end
@@ -118,7 +127,7 @@ def _decode(
                 number, real, place = classes[j]
                 shift = tl.maximum((number - _SHIFTED) >> 2, 0)
                 row = 2 * (number - 4 * shift) + current
-                state, position, symbol = _take_symbol(state, row, real, slots, lane, words, position, end)
+                state, position, symbol = _take_symbol(state, row, real, symbols, codes, lane, words, position, end)
                 escaped = symbol == _ESCAPE
                 wide = tl.where(escaped, _ESCAPE_PIECE, tl.minimum(shift, _PIECE))
                 state, position, low = _take_bits(state, wide, real, lane, words, position, end)
@@ -152,7 +161,8 @@ def decode(
     wrong = torch.empty(where.groups, dtype=torch.int32, device=device)
     _decode[(triton.cdiv(where.groups, TOGETHER),)](
         classes,
-        slots_on(device, family),
+        symbols_on(device, family),
+        codes_on(device, family),
         states,
         counts,
         counts.cumsum(0) - counts,
@@ -166,6 +176,7 @@ def decode(
         chunks(where),
         words.numel(),
         GROUPS=TOGETHER,
+        WIDE=where.lanes == LANES.value,
         num_warps=TOGETHER,
     )
     return out, ~wrong.any()

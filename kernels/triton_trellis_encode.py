@@ -12,7 +12,7 @@ import triton
 from kernels import triton_trellis_search as searching
 from kernels import triton_trellis_state as at
 from kernels import triton_trellis_write as writing
-from kernels.trellis_grid import grid
+from kernels.trellis_grid import trial_grid
 from kernels.trellis_settings import Settings
 from kernels.trellis_tables import FAMILIES
 from kernels.triton_trellis import Lanes
@@ -42,7 +42,7 @@ def _fill(planner: Planner, payload: torch.Tensor) -> None:
     """Code some rows with both families of tables, then all of them, step after step; write the best."""
     settings, device = planner.settings, planner.x.device
     some_rows = settings.measured_rows
-    some_grid = grid(some_rows * settings.columns)
+    some_grid = trial_grid(some_rows * settings.columns)
     some = Lanes.empty(some_grid, device, slots=FAMILIES, at_once=FAMILIES)
     lanes = Lanes.empty(settings.grid, device, slots=2, at_once=1)
     values = torch.empty(some_grid.elements, dtype=torch.float32, device=device)

@@ -20,7 +20,7 @@ from kernels import ops, trellis, trellis_ops
 from kernels.tiles import MAX_EXPONENT, MIN_EXPONENT, NON_FINITE
 from kernels.trellis import Scales
 from kernels.trellis_factors import Factors, Space, fitted, left_scales, most_multipliers, spaces
-from kernels.trellis_grid import grid
+from kernels.trellis_grid import grid, trial_grid
 from kernels.trellis_scales import scales
 from kernels.trellis_settings import LANE_BITS, Settings
 from kernels.trellis_tables import FAMILIES
@@ -294,7 +294,7 @@ def _measure(model: _Model, budget: int) -> tuple[int, float]:
     every = _measured(*model.residual.shape)
     some = Scales(model.scales.row[::every], model.scales.column)
     sample = _rows(model.residual, every).view(-1)
-    where = grid(sample.numel())
+    where = trial_grid(sample.numel())
     code = _smallest_step(model.scales, budget * (1 - _FREE), 0, 1.0, model.fixed_bits)
     number = _classes(*some.classes(code), sample.device)
     counts = [
