@@ -2,8 +2,9 @@
 
 A group of lanes is a warp, a lane a thread: states, costs and the places in a trellis stay in registers,
 decisions are kept as four bits an element, and which lane takes which word of a step follows from a vote of
-the warp. Nothing waits for the host. A lane's steps are a long chain, so a program lasts; sixteen warps to a
-program keep it to few of the GPU's multiprocessors, whose others are a stage's that computes meanwhile.
+the warp. Nothing waits for the host. A lane's steps are a long chain, in which each instruction counts; eight
+warps to a program keep it to few of the GPU's multiprocessors, whose others are a stage's that computes
+meanwhile.
 """
 
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ _SHIFT_AT = tl.constexpr(SHIFT_AT)
 _NOTHING = tl.constexpr(TOTAL << PRECISION)
 _JOIN = 1024
 # Groups of a program, a warp each; no bit depends on it.
-TOGETHER = 16
+TOGETHER = 8
 _CODES = tl.constexpr(2 * CLASSES * ROW)
 _ACTIVE = tl.constexpr(at.ACTIVE)
 _OF_FAMILY = tl.constexpr(at.OF_FAMILY)
@@ -253,8 +254,8 @@ def _encode(
             )
             index = n >> 1
             symbol = (index >> shift) + _MIDDLE
-            # What is no symbol is taken for one that no row has.
-            symbol = tl.minimum(symbol.to(tl.uint32), _ROW - 1).to(tl.int32)
+            # What is no symbol is taken for one that no row has; without a sign, so are those below zero.
+            symbol = tl.where(symbol.to(tl.uint32) < _ESCAPE, symbol, _ROW - 1)
             entry = tl.load(codes + row + symbol)
             code = entry.to(tl.int32)
             rare |= real & ((code == 0) | (shift > _PIECE))

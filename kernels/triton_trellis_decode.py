@@ -11,7 +11,7 @@ import triton.language as tl
 from kernels.trellis_code import ESCAPE_BIAS, ESCAPE_PIECE, LOW, PIECE
 from kernels.trellis_grid import Grid
 from kernels.trellis_tables import CLASSES, ESCAPE, MIDDLE, PRECISION, ROW, TOTAL, codes_on, symbols_on
-from kernels.triton_trellis import AT_ONCE, LANES, TOGETHER, ballot, chunks, ones
+from kernels.triton_trellis import AT_ONCE, LANES, ballot, chunks, ones
 
 _LOW = tl.constexpr(LOW)
 _SHIFTED = tl.constexpr(CLASSES - 4)
@@ -23,6 +23,8 @@ _PIECE = tl.constexpr(PIECE)
 _PRECISION = tl.constexpr(PRECISION)
 _ROW = tl.constexpr(ROW)
 _TOTAL = tl.constexpr(TOTAL)
+# Groups of a program, a warp each; no bit depends on it. Fewer than in encoding: here lanes wait for tables.
+TOGETHER = 4
 
 
 @triton.jit
@@ -111,7 +113,9 @@ def _decode(
             number, real, place = classes[j]
             shift = tl.maximum((number - _SHIFTED) >> 2, 0)
             row = 2 * (number - 4 * shift) + current
-            state, position, symbol = _take_symbol(state, row, real, symbols, codes, lane, words, position, end)
+            state, position, symbol = _take_symbol(
+                state, row, real, symbols, codes, lane, words, position, end
+            )
             rare |= real & ((symbol == _ESCAPE) | (shift > _PIECE))
             state, position, low = _take_bits(
                 state, tl.minimum(shift, _PIECE), real, lane, words, position, end
@@ -127,7 +131,9 @@ def _decode(
                 number, real, place = classes[j]
                 shift = tl.maximum((number - _SHIFTED) >> 2, 0)
                 row = 2 * (number - 4 * shift) + current
-                state, position, symbol = _take_symbol(state, row, real, symbols, codes, lane, words, position, end)
+                state, position, symbol = _take_symbol(
+                    state, row, real, symbols, codes, lane, words, position, end
+                )
                 escaped = symbol == _ESCAPE
                 wide = tl.where(escaped, _ESCAPE_PIECE, tl.minimum(shift, _PIECE))
                 state, position, low = _take_bits(state, wide, real, lane, words, position, end)

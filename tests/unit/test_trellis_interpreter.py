@@ -51,6 +51,22 @@ def test_lanes_give_the_cpus_words(where: Grid, highest: int) -> None:
 
 
 @inside
+def test_only_symbols_are_coded_as_such() -> None:
+    """Multiples of a step around the last symbols and the place that the escape's own has, and below all."""
+    from kernels import triton_trellis
+
+    where, code = Grid(64, 1, 2, 32), 9000
+    number = torch.full((where.elements,), 19, dtype=torch.uint8)
+    x = torch.cat((torch.arange(76, 108), torch.arange(-108, -76))) * trellis.step_of(code)
+    for family in range(2):
+        expected = trellis_lanes.encode(x, number, trellis.gain(code), where, family)
+        made = triton_trellis.encode(x, number, trellis.gain(code), where, family)
+        count = int(expected.counts)
+        assert torch.equal(made.states, expected.states) and torch.equal(made.counts, expected.counts)
+        assert torch.equal(made.words[0, -count:], expected.words[0, -count:])
+
+
+@inside
 def test_lanes_go_where_they_are_told() -> None:
     """Two families at once, into slots of their own, from elements further on; a third does not run."""
     from kernels import triton_trellis_state as at
