@@ -122,5 +122,8 @@ RUNS = (
         for way in ("plain", "three", "gradients", "moments")
         for seed in (0, 1, 2)
     ),
-    Run(suite="memory-long", forward="fp32", backward="fp32", memory="three-by-stage", steps=900),
+    *(
+        Run(suite="memory-long", forward="fp32", backward="fp32", memory=way, steps=900)
+        for way in ("three-by-stage", "compact", "all-4", "activations")
+    ),
 )
