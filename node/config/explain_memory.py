@@ -7,7 +7,8 @@ For a node of one device. What each of several needs depends on how they share a
 from dataclasses import dataclass
 
 from node.config.schema import RunConfig
-from node.model.memory import Devices, StageMemory, stage_memory
+from node.model.device_memory import Devices
+from node.model.memory import StageMemory, stage_memory
 from node.telemetry.render import table_lines
 from node.telemetry.units import bytes_text
 

@@ -44,7 +44,7 @@ from node.coordinator.store import Store
 from node.coordinator.tracer import Tracer
 from node.coordinator.window_plan import Windows
 from node.coordinator.window_planner import WindowPlanner
-from node.model.memory import devices_of
+from node.model.device_memory import devices_of
 from node.model.placement import stage_units
 from node.telemetry import events
 from node.training.data import Corpus

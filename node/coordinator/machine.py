@@ -32,7 +32,7 @@ from node.coordinator.plan import Past, RunPlan
 from node.coordinator.roster import Member, Roster
 from node.coordinator.seating import ONE, Candidate, Seating, prefetch_order
 from node.coordinator.snapshot_schedule import SnapshotSchedule
-from node.model.memory import Devices
+from node.model.device_memory import Devices
 from wire.messages import Applied, FailureKind, NodeMessage, Placed, Prefetch, Ready, StepFailed, Vote
 
 

@@ -33,7 +33,7 @@ from node.dashboard.address import listen_address
 from node.dashboard.feed import Feed
 from node.dashboard.live import live_page, past_read
 from node.local.terminal import ending_signals
-from node.model.memory import devices_of
+from node.model.device_memory import devices_of
 from node.model.placement import check_cache
 from node.model.units import ends_in_blocks
 from node.telemetry import events

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from node.config.schema import RunConfig
-from node.model.memory import Devices, stage_bytes
+from node.model.device_memory import Devices
+from node.model.memory import stage_bytes
 from node.model.shard_shapes import check_sizes
 from wire.errors import RunError
 

@@ -8,7 +8,8 @@ import torch
 from node.config.loader import load_config
 from node.config.schema import RunConfig
 from node.local.doctor import Check, Status
-from node.model.memory import StageMemory, devices_of, stage_memory
+from node.model.device_memory import devices_of
+from node.model.memory import StageMemory, stage_memory
 from node.model.shard_shapes import check_sizes
 from node.stage.machine_info import describe
 from node.telemetry.units import bytes_text

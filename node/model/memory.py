@@ -1,29 +1,24 @@
 """How much memory a stage takes on each device of a node, from shapes, before anything is allocated.
 
-What is divided is divided here by the same functions as in the model. Tensor parallelism shares the
-projections of blocks and what is computed inside them; embedding, norms and head are whole on every device.
-Between blocks each device has its share of the positions. Data parallelism shares a microbatch's samples and
-nothing else. How blocks keep their activations belongs here as well, because bits by stage follow from the
-estimate.
+`node.model.device_memory` says what one device's share of a stage takes. How blocks keep their activations
+belongs here as well, because bits by stage follow from the estimate.
 
-tests/unit/test_memory.py compares the estimate with what torch allocates on a CPU, and what a block keeps
-with what was measured on an H200 (scripts/results/stored_activations.json).
+tests/unit/test_memory.py compares the estimate with what torch allocates on a CPU, and of blocks with what
+was measured on an H200 (scripts/results/stored_activations.json).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
 
-from kernels.fp8_layout import BLOCK
-from node.config.schema import ModelSection, RunConfig, TrainingSection
+from node.config.schema import RunConfig
+from node.model.device_memory import Devices, Share
 from node.model.placement import chunks_of, held_blocks, stage_cache_bytes, stage_units
-from node.model.shard_shapes import check_shards, pieces, shard_shape
+from node.model.shard_shapes import check_shards
 from node.model.storage import STAGE_BITS, Storage, configured, storages_by_load, stored_bytes
-from node.model.units import EMBED, HEAD, block_name, is_block, parameter_specs
+from node.model.units import HEAD
 from node.stage.schedule import held_activations, schedule
 from wire.errors import RunError
-from wire.identity.enrolment import CPU, Hardware
 
 FIXED_BYTES = 256 * 1024 * 1024
 """Interpreter, libraries and packed tensors in flight, of each process."""
@@ -33,41 +28,6 @@ COMPARED_DEVICES = 8
 """The most of one node that bits by stage look at."""
 MEMORY_SHARE = 0.8
 """Of a node's memory that a wider window may fill, as the estimate counts it."""
-_GRADIENT_BYTES = 1 + 1 / BLOCK
-_MOMENT_BYTES = 1 + 3 / BLOCK
-"""In e4m3 (`kernels.fp8`): codes, and a block's exponent, or its scale and power."""
-_SNAPSHOT_BYTES = 12
-"""Weight and two moments in float32; those in e4m3 are less."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Devices:
-    """What computes a stage at one node."""
-
-    count: int = 1
-    tensor_parallel: int = 1
-    """How many of them share each block."""
-    on_cpu: bool = True
-    """They compute in main memory, where snapshots are copied too, and with the kernels' references, whose
-    intermediate tensors a GPU's kernels do not make."""
-
-    @property
-    def rows(self) -> int:
-        """How many shares of a microbatch's samples there are."""
-        return self.count // self.tensor_parallel
-
-    def captures(self, training: TrainingSection) -> bool:
-        """Whether passes are CUDA graphs (`node.stage.captured_passes`)."""
-        return training.cuda_graphs and not self.on_cpu and self.count == 1
-
-
-def devices_of(hardware: Hardware) -> Devices:
-    """Those that a node says it has."""
-    return Devices(
-        count=hardware.devices,
-        tensor_parallel=hardware.tensor_parallel,
-        on_cpu=hardware.device == CPU,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +136,7 @@ def _estimate(
     found: list[StageMemory] = []
     for stage, units in enumerate(stage_units(config, stages)):
         storage = storages[stage]
-        one = _Share(config, devices, storage_is_off=storage.is_off)
+        one = Share(config, devices, storage)
         if storage.is_off:
             block = one.autograd_keeps()
             ends = 1  # its input is the first norm's, and counted there
@@ -187,7 +147,7 @@ def _estimate(
         kept = held[stage] * block + in_flight * ends * one.residual
         if one.captures:
             # A graph's forward keeps the places of what it needs meanwhile, and of what goes in and out.
-            kept += in_flight * (one.block_at_work() + 4 * one.residual)
+            kept += in_flight * (one.feed_forward_at_work() + 4 * one.residual)
         # What a step teaches waits beside what is remembered; a snapshot's copy comes on top.
         cache = caches[stage] + caches[stage] // max(windows, 1) * min(config.training.global_batch, windows)
         # A leader that shares a microbatch has it whole too, and cut to pieces.
@@ -204,161 +164,6 @@ def _estimate(
             )
         )
     return tuple(found)
-
-
-class _Share:
-    """What one of a node's devices holds and computes; all sizes in bytes."""
-
-    def __init__(self, config: RunConfig, devices: Devices, *, storage_is_off: bool) -> None:
-        self._config = config
-        self._model: ModelSection = config.model
-        self._training: TrainingSection = config.training
-        self._devices = devices
-        self._off = storage_is_off
-        self._row_tokens = config.training.microbatch * config.model.sequence // devices.rows
-        """Of a microbatch, in the row of devices that shares blocks."""
-        self._tokens = self._row_tokens // devices.tensor_parallel
-        self._half = config.training.precision == "bfloat16"
-        self.captures = devices.captures(config.training)
-        self._element = 2 if self._half else 4
-        """What projections give."""
-
-    @property
-    def residual(self) -> int:
-        """The hidden states of one microbatch: this device's positions, float32."""
-        return 4 * self._tokens * self._model.hidden
-
-    # ---- weights and what belongs to them
-
-    def state(self, units: Sequence[str]) -> int:
-        """Weights, gradients and moments of these units."""
-        training, devices = self._training, self._devices
-        weight = 2 if training.weights == "bfloat16" else 4
-        gradient = _GRADIENT_BYTES if training.gradients == "fp8" else 4  # float32, whatever the weights are
-        moments = 2 * _MOMENT_BYTES if training.moments == "fp8" else 8
-        total = 0.0
-        for elements, is_matrix, is_sharded in self._parameters(units):
-            total += elements * (weight + gradient + moments if is_matrix else 16)
-            if (
-                is_matrix
-                and training.gradients == "fp8"
-                and (devices.rows if is_sharded else devices.count) > 1
-            ):
-                # What the all-reduce sends and receives.
-                total += 2 * _GRADIENT_BYTES * elements
-        return int(total) + (self._copies(units) if self.captures else 0)
-
-    def _copies(self, units: Sequence[str]) -> int:
-        """Autocast's copies of the projections' weights."""
-        if not self._half or self._training.weights == "bfloat16":
-            return 0
-        projecting = self._parameters([unit for unit in units if unit != EMBED])
-        return sum(2 * elements for elements, is_matrix, _ in projecting if is_matrix)
-
-    def snapshot(self, units: Sequence[str]) -> int:
-        """A copy of these units' state for a snapshot, whole whatever the share, and a layer as a file."""
-        if not self._devices.on_cpu:
-            return 0
-        sizes = [sum(one[0] for one in _unit_parameters(self._model, unit, 1)) for unit in units]
-        return _SNAPSHOT_BYTES * (sum(sizes) + max(sizes))
-
-    def rotary(self) -> int:
-        """A chunk's tables of sines and cosines."""
-        model = self._model
-        return 2 * 4 * model.sequence * model.hidden // model.heads if model.family == "llama" else 0
-
-    def largest_gradient(self, units: Sequence[str]) -> int:
-        """One matrix's, as backward makes it, before it is added to the main gradient."""
-        half, packed = self._training.weights == "bfloat16", self._training.gradients == "fp8"
-        # On a CPU in float32 too: unpacked, added to and packed again; one in bfloat16 as it is added.
-        more = (12 if packed else 4 * half) if self._devices.on_cpu else 0
-        return ((2 if half else 4) + more) * self._largest_matrix(units)
-
-    def applying(self, units: Sequence[str], *, tied_apart: bool) -> int:
-        """What AdamW makes beside its state, or the exchange of a tied gradient's two shares."""
-        training = self._training
-        largest = self._largest_matrix(units)
-        if self._devices.on_cpu:
-            # Measured a matrix at a time: a root; all of it in float32; random bits in int64.
-            packed = 58 if training.weights == "bfloat16" else 34
-            step = (packed if training.moments == "fp8" else 8) * largest
-        elif training.moments == "fp8":
-            step = 4 * largest  # a norm's unpacked gradient; the kernel itself makes nothing
-        else:
-            # torch's own for GPUs takes all matrices at once, and makes a root of each.
-            step = 4 * sum(elements for elements, _, _ in self._parameters(units))
-        if not (tied_apart and (EMBED in units or HEAD in units)):
-            return step
-        return max(step, 2 * 4 * self._model.vocab * self._model.hidden)
-
-    def _parameters(self, units: Sequence[str]) -> list[tuple[int, bool, bool]]:
-        """Of these units, as `_unit_parameters` has them."""
-        ranks = self._devices.tensor_parallel
-        return [one for unit in units for one in _unit_parameters(self._model, unit, ranks)]
-
-    def _largest_matrix(self, units: Sequence[str]) -> int:
-        return max(elements for elements, is_matrix, _ in self._parameters(units) if is_matrix)
-
-    # ---- activations
-
-    def autograd_keeps(self) -> int:
-        """Of one block and microbatch, where nothing is packed: each saved tensor counted."""
-        model, element, ranks = self._model, self._element, self._devices.tensor_parallel
-        llama = model.family == "llama"
-        kv_width = model.hidden // model.heads * model.kv_heads if llama else model.hidden
-        # Two norms: the input, and what it divides by.
-        own = 2 * (4 * model.hidden + (4 if llama else 8))
-        if llama and self._devices.on_cpu:
-            own += 2 * 4 * model.hidden  # there torch keeps what it scales by the weight
-        # The norms' results, of all positions; autocast casts one for each projection that it enters.
-        copies = (5 if llama else 2) if self._half and ranks == 1 else 2
-        wide = copies * element * model.hidden
-        # Inside a block a device has its share of heads and of the feed-forward's width: queries, keys,
-        # values, attention's result and log-sum-exp; gate, its SiLU, up and the product, or up and its GELU.
-        inside = element * (2 * model.hidden + 2 * kv_width) + 4 * model.heads
-        inside += element * (4 if llama else 2) * model.ffn
-        # Autocast's copies of weights belong to each microbatch's graph, if they are not made once a step.
-        weights = 0 if self.captures else self._copies(["block.0000"])
-        return self._tokens * own + self._row_tokens * wide + self._row_tokens * inside // ranks + weights
-
-    def block_at_work(self) -> int:
-        """What a block's backward makes beside what it was kept.
-
-        Plain: gradients of two tensors of the feed-forward's width. Packed: they and their inputs, unpacked.
-        """
-        model, ranks = self._model, self._devices.tensor_parallel
-        wide, narrow, element = (2, 2, self._element) if self._off else (4, 4, self._element)
-        if self._devices.on_cpu and not self._off:
-            # The references compute in float32, on one input of GELU or two of SwiGLU.
-            wide, narrow, element = (9 if model.family == "llama" else 6), 2, 4
-        made = self._row_tokens * element * (wide * model.ffn // ranks + narrow * model.hidden)
-        # Between ranks, what one sends and receives, and both in another order.
-        return made + (6 * 4 * self._row_tokens * model.hidden if ranks > 1 else 0)
-
-    def head_at_work(self) -> int:
-        """Logits, their logarithms and gradient; the norm's input and result."""
-        model = self._model
-        logits = (3 * 4 + (2 if self._half else 0)) * model.vocab
-        weights = 0 if self.captures else self._copies([HEAD])
-        return self._tokens * (logits + 3 * 4 * model.hidden) + weights
-
-
-def _unit_parameters(model: ModelSection, unit: str, ranks: int) -> tuple[tuple[int, bool, bool], ...]:
-    """One device's elements of each parameter, whether it is a matrix, and whether it is a shard."""
-    # Blocks have the same shapes, and there may be thousands.
-    return _shapes(model, block_name(0) if is_block(unit) else unit, ranks)
-
-
-@lru_cache(maxsize=64)
-def _shapes(model: ModelSection, unit: str, ranks: int) -> tuple[tuple[int, bool, bool], ...]:
-    return tuple(
-        (
-            prod(shard_shape(unit, spec, ranks)),
-            len(spec.shape) >= 2,
-            ranks > 1 and pieces(unit, spec) is not None,
-        )
-        for spec in parameter_specs(model, unit)
-    )
 
 
 def most_held(

@@ -22,7 +22,8 @@ from node.config.explain_data import TextPlan
 from node.config.explain_memory import Need, StageNeed, memory_lines
 from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
 from node.model.chunk import build_chunk
-from node.model.memory import Devices, stage_bytes, stage_memory, stage_storages
+from node.model.device_memory import Devices
+from node.model.memory import stage_bytes, stage_memory, stage_storages
 from node.model.split import split_units
 from node.model.storage import stored_bytes
 from node.model.units import unit_names

@@ -19,7 +19,7 @@ from node.coordinator.actions import (
 from node.coordinator.epoch import Phase
 from node.coordinator.machine import RunMachine
 from node.coordinator.plan import Past
-from node.model.memory import Devices
+from node.model.device_memory import Devices
 from tests.support.machine_driver import (
     UNITS,
     Driver,

@@ -10,7 +10,8 @@ from node.cli.main import main
 from node.config.loader import load_config
 from node.local.doctor import Check, Status
 from node.local.run_check import check_run, judge_stages
-from node.model.memory import Devices, stage_bytes
+from node.model.device_memory import Devices
+from node.model.memory import stage_bytes
 from node.parallel.processes import choose_devices
 from wire.identity.enrolment import Hardware
 from wire.identity.token import JoinToken

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from node.config.schema import ModelSection, RunConfig, TrainingSection
 from node.coordinator import seating as seating_module
 from node.coordinator.seating import Candidate, Seating, prefetch_order, sharing, stage_needs, useless
-from node.model.memory import Devices
+from node.model.device_memory import Devices
 
 
 def nodes(names: str, memory: int = 0) -> list[Candidate]:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
 from node.config.validate import problems
-from node.model.memory import Devices, stage_bytes, stage_storages
+from node.model.device_memory import Devices
+from node.model.memory import stage_bytes, stage_storages
 from node.model.placement import chunk_units, stage_units
 from node.model.shard_shapes import check_shards
 from node.model.storage import (
