@@ -126,8 +126,11 @@ def stored_activations() -> str:
     columns = [("block", "left"), ("tokens", "right"), ("kept", "left"), ("U a block", "right")]
     columns += [("peak, GiB", "right"), ("against bf16", "right")]
     columns += [("ms a block", "right"), ("against bf16", "right"), ("1000 tokens/s and block", "right")]
+    most = max(row["blocks"] for row in report["rows"])
+    fewer = sorted((row["tokens"], row["blocks"]) for row in report["rows"] if row["blocks"] < most)
+    but = f" ({fewer[0][1]} from {fewer[0][0] // 1024}K on)" if fewer else ""
     caption = (
-        "1 U = tokens x hidden x 2 bytes. Forward and backward of 4 blocks (2 from 32K on), the peak above "
+        f"1 U = tokens x hidden x 2 bytes. Forward and backward of {most} blocks{but}, the peak above "
         "weights, gradients and input; times are medians of turns in one run. For F = 4 H the formulas of "
         "AGoQ's table 1 give Megatron 28 U, COAT 16.5 U and AGoQ 7.75 U; they count 5 U for attention. Of "
         "other shapes COAT's parts behind the FFN's first products go with F / H. "

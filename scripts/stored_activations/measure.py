@@ -24,6 +24,7 @@ SHAPES = {
 """A block of each; the first is the shape of the paper's table 1."""
 UNORDERED = "bf16, cuDNN"
 """Its backward has no fixed order of sums."""
+BLOCKS = 4
 KEPT_OPERATORS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -35,10 +36,10 @@ def measure(name: str, tokens: int, ways: dict[str, Storage | None]) -> list[dic
     """Every way, in turns, at one shape and length."""
     shape = SHAPES[name]
     model = ModelSection(**{**vars(shape), "sequence": tokens})
-    count, repeats = (4, 5) if tokens <= 16384 else (2, 3)
+    repeats = 5 if tokens <= 16384 else 3
     rows = []
     runs: dict[str, functools.partial[Tensor]] = {}
-    blocks = [random_block(model, Storage()) for _ in range(count)]
+    blocks = [random_block(model, Storage()) for _ in range(BLOCKS)]
     source = torch.randn(1, tokens, model.hidden, device="cuda")
     upstream = torch.randn_like(source)
     unit = 2 * tokens * model.hidden
@@ -49,7 +50,7 @@ def measure(name: str, tokens: int, ways: dict[str, Storage | None]) -> list[dic
         gc.collect()
         try:
             with _order_of(way):
-                facts[way] = _memory(run, blocks, source, upstream, count)
+                facts[way] = _memory(run, blocks, source, upstream)
         except torch.OutOfMemoryError:
             print(f"{name} {tokens} {way}: does not fit", flush=True)
             _free(blocks)
@@ -66,20 +67,20 @@ def measure(name: str, tokens: int, ways: dict[str, Storage | None]) -> list[dic
             "tokens": tokens,
             "way": way,
             "storage": vars(storage) if storage is not None and not storage.is_off else None,
-            "blocks": count,
+            "blocks": BLOCKS,
             "unit_bytes": unit,
             **fact,
             "counted_bytes": _counted(model, storage),
             "seconds": seconds,
             "times": times[way],
-            "tokens_per_second": tokens / seconds * count,
+            "tokens_per_second": tokens / seconds * BLOCKS,
         }
         rows.append(row)
         saved = fact["saved_bytes"]
         print(
             f"{name:11} {tokens:6} {way:12} held {fact['held_bytes'] / unit:6.2f} U"
             f"  saved {'-' if saved is None else f'{saved / unit:.3f}'} U"
-            f"  peak {fact['peak_bytes'] / 2**30:7.2f} GiB  {1e3 * seconds / count:8.2f} ms a block",
+            f"  peak {fact['peak_bytes'] / 2**30:7.2f} GiB  {1e3 * seconds / BLOCKS:8.2f} ms a block",
             flush=True,
         )
     del runs, blocks, source, upstream
@@ -122,7 +123,6 @@ def _memory(
     blocks: list[nn.Module],
     source: Tensor,
     upstream: Tensor,
-    count: int,
 ) -> dict[str, Any]:
     # The first call compiles, and leaves gradients beside the weights.
     torch.autograd.backward(run(source.clone().requires_grad_()), upstream)
@@ -141,9 +141,9 @@ def _memory(
     peak = torch.cuda.max_memory_allocated() - before
     saved = _saved(run, blocks, source) if run.args[1] not in ("full", "selective") else None
     return {
-        "held_bytes": held / count,
+        "held_bytes": held / len(blocks),
         "peak_bytes": peak,
-        "saved_bytes": None if saved is None else saved / count,
+        "saved_bytes": None if saved is None else saved / len(blocks),
     }
 
 
