@@ -269,6 +269,25 @@ def test_blocks_at_work_take_no_more_than_is_estimated_on_a_gpu() -> None:
     assert len(compared) == 6
 
 
+def test_few_heads_make_many_copies_of_queries_gradients_on_a_gpu() -> None:
+    """Where sums have an order: 192 multiprocessors share 8 heads of a sample, or 32."""
+    config = run("agoq, fp8, bf16")
+    sizes = {**SIZES, "hidden": 4096, "ffn": 4096, "sequence": 1024}
+
+    def working(heads: int, microbatch: int, devices: Devices) -> int:
+        model = ModelSection(**{**sizes, "heads": heads, "kv_heads": heads})
+        training = replace(config.training, microbatch=microbatch, cuda_graphs=False)
+        return stage_memory(replace(config, model=model, training=training), 4, devices)[1].working
+
+    gpu, several = Devices(on_cpu=False), Devices(on_cpu=False, count=2)
+    a_copy = 4 * 1024 * 4096
+    assert working(8, 1, gpu) - working(32, 1, gpu) == (24 - 6) * a_copy
+    # Two samples share what one had alone, unless each is on a device of its own.
+    assert working(8, 2, several) == working(8, 1, gpu)
+    assert working(8, 2, gpu) - working(8, 1, gpu) < working(8, 1, gpu)
+    assert working(8, 1, Devices()) == working(32, 1, Devices())
+
+
 def test_a_node_of_several_devices_has_room_for_more_in_flight() -> None:
     config = replace(run("plain"), training=replace(TRAINING, global_batch=128))
     memory = 2 * stage_bytes(config, 2)[0]
