@@ -16,9 +16,9 @@ import json
 import platform
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -141,25 +141,26 @@ def together_seconds(stage: Stage, names: tuple[str, str], runs: int) -> dict[st
                 packing()
         stream.synchronize()
 
-    def turn(*, pack: bool) -> float:
+    def turn(packer: ThreadPoolExecutor, *, pack: bool) -> float:
         through: SimpleQueue[torch.cuda.Event] = SimpleQueue()
-        packer = threading.Thread(target=pack_all, args=(through,), name="packing")
         stage.begin()
         torch.cuda.synchronize()
         began = time.perf_counter()
-        if pack:
-            packer.start()
+        packed = packer.submit(pack_all, through) if pack else None
         for number in range(MICROBATCHES):
             through.put(torch.cuda.current_stream().record_event())
             stage.microbatch(number)
         torch.cuda.current_stream().synchronize()
         seconds = time.perf_counter() - began
-        if pack:
-            packer.join()
+        if packed is not None:
+            # Also what it failed with: a stage that nothing was packed beside says nothing.
+            packed.result(timeout=60)
         return seconds / MICROBATCHES
 
-    turn(pack=True)
-    return together_row(names, [(turn(pack=False), turn(pack=True)) for _ in range(runs)])
+    with ThreadPoolExecutor(1, thread_name_prefix="packing") as packer:
+        turn(packer, pack=True)
+        turns = [(turn(packer, pack=False), turn(packer, pack=True)) for _ in range(runs)]
+    return together_row(names, turns)
 
 
 def together_row(names: tuple[str, str], turns: Sequence[tuple[float, float]]) -> dict[str, Any]:
