@@ -46,7 +46,8 @@ def pack(x: torch.Tensor, bits: int) -> torch.Tensor:
     """
     rows = _block_rows(x)
     if bits == 16:
-        return rows.to(torch.bfloat16).view(-1).view(torch.uint8)
+        # A copy of bf16, too: an operator's result may not be its input.
+        return rows.to(torch.bfloat16, copy=True).view(-1).view(torch.uint8)
     # Zeros also fill the gap after the scales, so that equal tensors have equal bytes.
     packed = torch.zeros(packed_bytes(x.shape, bits), dtype=torch.uint8, device=x.device)
     scales, shards = _sections(packed, rows.shape[0], bits)

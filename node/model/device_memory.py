@@ -22,7 +22,7 @@ _GRADIENT_BYTES = 1 + 1 / BLOCK
 _MOMENT_BYTES = 1 + 3 / BLOCK
 """In e4m3 (`kernels.fp8`): codes, and a block's exponent, or its scale and power."""
 MULTIPROCESSORS = 192
-"""No GPU has more; attention's backward takes memory by their number."""
+"""No GPU has more."""
 _SNAPSHOT_BYTES = 12
 """Weight and two moments in float32; those in e4m3 are less."""
 
@@ -37,6 +37,8 @@ class Devices:
     on_cpu: bool = True
     """They compute in main memory, where snapshots are copied too, and with the kernels' references, whose
     intermediate tensors a GPU's kernels do not make."""
+    multiprocessors: int = MULTIPROCESSORS
+    """Of a GPU, or more: attention's backward takes memory by their number."""
 
     @property
     def rows(self) -> int:
@@ -199,7 +201,7 @@ class Share:
             return 0
         model, ranks = self._model, self._devices.tensor_parallel
         samples = self._training.microbatch // self._devices.rows
-        copies = -(-MULTIPROCESSORS * ranks // (samples * model.heads))
+        copies = -(-self._devices.multiprocessors * ranks // (samples * model.heads))
         keys = model.hidden * model.kv_heads // model.heads if model.family == "llama" else model.hidden
         shared = keys < model.hidden
         a_token = 4 * copies * model.hidden + self._element * (4 * model.hidden + 2 * keys * shared)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from node.config.schema import RunConfig
-from node.model.device_memory import Devices, Share
+from node.model.device_memory import MULTIPROCESSORS, Devices, Share
 from node.model.placement import chunks_of, held_blocks, stage_cache_bytes, stage_units
 from node.model.shard_shapes import check_shards
 from node.model.storage import STAGE_BITS, Storage, configured, storages_by_load, stored_bytes
@@ -117,10 +117,10 @@ def _arrangements(config: RunConfig) -> list[tuple[RunConfig, Devices]]:
         for rows in range(1, COMPARED_DEVICES // ranks + 1):
             if config.training.microbatch % rows == 0:
                 cpu = Devices(count=rows * ranks, tensor_parallel=ranks)
-                gpu = replace(cpu, on_cpu=False)
-                found += [(plain, cpu), (plain, gpu)]
-                if gpu.captures(graphs.training):
-                    found.append((graphs, gpu))
+                # What holds for the most multiprocessors and for one holds for every number between.
+                gpus = [replace(cpu, on_cpu=False, multiprocessors=n) for n in (MULTIPROCESSORS, 1)]
+                found += [(plain, devices) for devices in (cpu, *gpus)]
+                found += [(graphs, gpu) for gpu in gpus if gpu.captures(graphs.training)]
     return found
 
 

@@ -160,3 +160,18 @@ def test_operators_say_what_they_do(bits: int) -> None:
     for up, second in ((None, None), (x, packed)):
         torch.library.opcheck(blockfloat_ops.ffn_store, (x, up, bits))
         torch.library.opcheck(blockfloat_ops.ffn_backward, (x.clone(), packed, second, bits))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_what_operators_store_is_no_view_of_their_input(bits: int, dtype: torch.dtype) -> None:
+    """Whole blocks of bf16 are stored as they are at 16 bits; torch refuses a result that is its input."""
+    x, weight = normal(2, 128).to(dtype), normal(128).to(dtype)
+    stored = [
+        blockfloat_ops.store(x, bits),
+        blockfloat_ops.norm_store(x, weight, None, 1e-5, bits, dtype)[1],
+        *blockfloat_ops.ffn_store(x, x.clone(), bits)[1:],
+    ]
+    before = [packed.clone() for packed in stored]
+    x.zero_()
+    assert all(map(torch.equal, stored, before))
