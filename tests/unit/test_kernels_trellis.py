@@ -272,3 +272,24 @@ def test_costs_are_those_of_every_elements_class(code: int) -> None:
     number = trellis.classes(torch.from_numpy(row), torch.from_numpy(column))
     mean = trellis_tables.tables(0).mean_cost[number.numpy()].sum() / 65536
     assert of.cost(code, 0) == pytest.approx(mean, rel=0.03, abs=100)
+
+
+def test_inverses_divide_every_state_by_every_frequency() -> None:
+    """At the ends, at random, and around multiples, where a quotient steps."""
+    entries = trellis_tables.divided_codes(torch.device("cpu")).numpy()
+    plain = np.concatenate([trellis_tables.tables(family).codes for family in range(FAMILIES)])
+    assert ((entries & ((1 << trellis_tables.SHIFT_AT) - 1)) == plain).all() and (
+        (entries == 0) == (plain == 0)
+    ).all()
+    of_frequency = {
+        int(code) >> trellis_tables.PRECISION: int(entry) for code, entry in zip(plain, entries, strict=True)
+    }
+    random = np.random.default_rng(1)
+    for frequency, entry in of_frequency.items():
+        if frequency == 0:
+            continue
+        shift, inverse = entry >> trellis_tables.SHIFT_AT & 63, entry >> 32 & 0xFFFFFFFF
+        last = (1 << 31) - 1
+        near = [k * frequency + d for k in (1, 2, last // frequency) for d in (-1, 0)]
+        for n in (0, last, *near, *random.integers(0, last, 50).tolist()):
+            assert n * inverse >> shift == n // frequency
