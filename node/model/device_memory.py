@@ -14,7 +14,7 @@ from math import prod
 from kernels.fp8_layout import BLOCK
 from node.config.schema import ModelSection, RunConfig, TrainingSection
 from node.model.shard_shapes import pieces, shard_shape
-from node.model.storage import Storage
+from node.model.storage import Storage, kv_width
 from node.model.units import EMBED, HEAD, block_name, is_block, parameter_specs
 from wire.identity.enrolment import CPU, Hardware
 
@@ -63,12 +63,10 @@ class Share:
     """What one of a node's devices holds and computes; all sizes in bytes."""
 
     def __init__(self, config: RunConfig, devices: Devices, storage: Storage) -> None:
-        self._config = config
         self._model: ModelSection = config.model
         self._training: TrainingSection = config.training
         self._devices = devices
         self._storage = storage
-        self._off = storage.is_off
         self._row_tokens = config.training.microbatch * config.model.sequence // devices.rows
         """Of a microbatch, in the row of devices that shares blocks."""
         self._tokens = self._row_tokens // devices.tensor_parallel
@@ -159,7 +157,6 @@ class Share:
         """Of one block and microbatch, where nothing is packed: each saved tensor counted."""
         model, element, ranks = self._model, self._element, self._devices.tensor_parallel
         llama = model.family == "llama"
-        kv_width = model.hidden // model.heads * model.kv_heads if llama else model.hidden
         # Two norms: the input, and what it divides by.
         own = 2 * (4 * model.hidden + (4 if llama else 8))
         if llama and self._devices.on_cpu:
@@ -168,30 +165,33 @@ class Share:
         copies = (5 if llama else 2) if self._half and ranks == 1 else 2
         wide = copies * element * model.hidden
         # Inside a block a device has its share of heads and of the feed-forward's width: queries, keys,
-        # values, attention's result and log-sum-exp; gate, its SiLU, up and the product, or up and its GELU.
-        inside = element * (2 * model.hidden + 2 * kv_width) + 4 * model.heads
-        inside += element * (4 if llama else 2) * model.ffn
+        # values, attention's result and log-sum-exp; what the feed-forward keeps.
+        inside = element * (2 * model.hidden + 2 * kv_width(model)) + 4 * model.heads
+        inside += self._feed_forward_keeps
         # Autocast's copies of weights belong to each microbatch's graph, if they are not made once a step.
         weights = 0 if self.captures else self._copies(["block.0000"])
         return self._tokens * own + self._row_tokens * wide + self._row_tokens * inside // ranks + weights
 
+    @property
+    def _feed_forward_keeps(self) -> int:
+        """Of one token, by autograd: gate, its SiLU, up and the product, or up and its GELU."""
+        return self._element * (4 if self._model.family == "llama" else 2) * self._model.ffn
+
     def block_at_work(self) -> int:
         """What a block's backward makes beside what it was kept."""
-        return max(self.feed_forward_at_work(), self._attention_at_work())
+        made = max(self.feed_forward_at_work(), self._attention_at_work())
+        # Between ranks, what one sends and receives, and both in another order.
+        exchanged = 6 * 4 * self._row_tokens * self._model.hidden if self._devices.tensor_parallel > 1 else 0
+        return made + exchanged
 
     def feed_forward_at_work(self) -> int:
         """Plain: gradients of two tensors of its width. Packed: they and their inputs, unpacked."""
         model, ranks = self._model, self._devices.tensor_parallel
-        wide, narrow, element = (2, 2, self._element) if self._off else (4, 4, self._element)
-        if self._devices.on_cpu and not self._off:
+        wide, narrow, element = (2, 2, self._element) if self._storage.is_off else (4, 4, self._element)
+        if self._devices.on_cpu and not self._storage.is_off:
             # The references compute in float32, on one input of GELU or two of SwiGLU.
             wide, narrow, element = (9 if model.family == "llama" else 6), 2, 4
-        made = self._row_tokens * element * (wide * model.ffn // ranks + narrow * model.hidden)
-        return made + self._exchanged()
-
-    def _exchanged(self) -> int:
-        """Between ranks, what one sends and receives, and both in another order."""
-        return 6 * 4 * self._row_tokens * self._model.hidden if self._devices.tensor_parallel > 1 else 0
+        return self._row_tokens * element * (wide * model.ffn // ranks + narrow * model.hidden)
 
     def _attention_at_work(self) -> int:
         """What FlashAttention's backward makes where sums have an order: of queries' gradients as many copies
@@ -202,20 +202,19 @@ class Share:
         model, ranks = self._model, self._devices.tensor_parallel
         samples = self._training.microbatch // self._devices.rows
         copies = -(-self._devices.multiprocessors * ranks // (samples * model.heads))
-        keys = model.hidden * model.kv_heads // model.heads if model.family == "llama" else model.hidden
+        keys = kv_width(model)
         shared = keys < model.hidden
         a_token = 4 * copies * model.hidden + self._element * (4 * model.hidden + 2 * keys * shared)
-        if self._off:
+        if self._storage.is_off:
             # Then autograd has let go of what it kept of the feed-forward.
-            a_token -= self._element * (4 if model.family == "llama" else 2) * model.ffn
+            a_token -= self._feed_forward_keeps
         else:
             for form, width in (
                 (self._storage.attention, model.hidden + 2 * keys),
                 (self._storage.attention_output, model.hidden),
             ):
                 a_token += self._element * width * (form != "bf16")
-        made = self._row_tokens * (max(0, a_token) // ranks + 2 * self._element * model.hidden)
-        return made + self._exchanged()
+        return self._row_tokens * (max(0, a_token) // ranks + 2 * self._element * model.hidden)
 
     def head_at_work(self) -> int:
         """Logits, their logarithms and gradient; the norm's input and result."""

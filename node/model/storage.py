@@ -69,6 +69,11 @@ def unit_bytes(model: ModelSection, samples: int) -> int:
     return 2 * samples * model.sequence * model.hidden
 
 
+def kv_width(model: ModelSection) -> int:
+    """Of a position's keys, and of its values."""
+    return model.hidden // model.heads * model.kv_heads if model.family == "llama" else model.hidden
+
+
 def configured(section: StorageSection) -> Storage:
     """The preset with the kinds that the run file sets."""
     own = {kind: getattr(section, kind) for kind in KINDS if getattr(section, kind) != FROM_PRESET}
@@ -117,7 +122,7 @@ def stored_bytes(
     """What a block keeps of a microbatch in this storage, which must not be off; counted from shapes."""
     samples = training.microbatch if samples is None else samples
     tokens = (samples, model.sequence)
-    kv_width = model.hidden // model.heads * model.kv_heads if model.family == "llama" else model.hidden
+    keys = kv_width(model)
     element = 2 if training.precision == "bfloat16" else 4
 
     def kept(form: str, *widths: int, computed: int = element) -> int:
@@ -133,7 +138,7 @@ def stored_bytes(
     return StoredBytes(
         norm_input=kept(storage.norm_input, model.hidden, model.hidden, computed=4),
         ffn_input=kept(storage.ffn_input, *inner),
-        attention=kept(storage.attention, model.hidden, kv_width, kv_width),
+        attention=kept(storage.attention, model.hidden, keys, keys),
         attention_output=kept(storage.attention_output, model.hidden) + sums,
     )
 

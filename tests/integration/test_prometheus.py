@@ -17,6 +17,7 @@ from tests.support.prometheus import BINARY, MISSING, Prometheus
 from tests.support.promql import queries
 from tests.support.run_harness import SMALL, Run
 
+pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 CONFIG = replace(
     SMALL,
     run=replace(SMALL.run, steps=100_000, snapshot_every=5),
@@ -44,7 +45,6 @@ def offered(prometheus: Prometheus, label: str, selector: str) -> list[str]:
     return values
 
 
-@pytest.mark.skipif(BINARY is None, reason=MISSING)
 @pytest.mark.timeout(240)
 def test_a_real_prometheus_scrapes_a_real_run(prefork: Prefork, tmp_path: Path) -> None:
     with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
@@ -167,7 +167,6 @@ def says(arguments: Sequence[str]) -> str:
     return said
 
 
-@pytest.mark.skipif(BINARY is None, reason=MISSING)
 @pytest.mark.timeout(60)
 def test_prometheus_starts_as_compose_starts_it(tmp_path: Path) -> None:
     said = says(of_compose(tmp_path))
@@ -175,7 +174,6 @@ def test_prometheus_starts_as_compose_starts_it(tmp_path: Path) -> None:
     assert (tmp_path / "prometheus").is_dir(), "its volume holds what it stores"
 
 
-@pytest.mark.skipif(BINARY is None, reason=MISSING)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("right", "wrong"),

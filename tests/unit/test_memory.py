@@ -1,6 +1,7 @@
 """What a stage is estimated to take, against what torch allocates for it."""
 
 import json
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -25,16 +26,17 @@ from node.parallel.processes import DeviceGroup
 from node.stage.stage_model import StageModel
 from node.training.optimizer import StageOptimizer
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from stored_activations.measure import SHAPES
+
 CPU = torch.device("cpu")
 RESULTS = Path(__file__).resolve().parents[2] / "scripts" / "results"
 LEAST, MOST = 1.0, 1.3
 """Of what is measured: the estimate is never less, and at most so much more. It decides who may join."""
 
-SHAPES = {
-    "LLaMA2-13B": {"hidden": 5120, "ffn": 13824, "heads": 40, "kv_heads": 40},
-    "LLaMA3-8B": {"hidden": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8},
-}
-"""That were measured on an H200 (scripts/results/stored_activations.json)."""
+MEASURED = ("LLaMA2-13B", "LLaMA3-8B")
+"""Shapes whose blocks were measured on an H200 at every length (scripts/results/stored_activations.json)."""
 SIZES = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 352, "vocab": 512, "sequence": 128}
 TRAINING = TrainingSection(microbatch=4, global_batch=16)
 FP8 = replace(TRAINING, gradients="fp8", moments="fp8")
@@ -231,9 +233,9 @@ def test_what_autograd_keeps_is_what_was_measured_on_a_gpu() -> None:
     report = json.loads((RESULTS / "stored_activations.json").read_text(encoding="utf-8"))
     compared = set()
     for row in report["rows"]:
-        if row["way"] != "bf16" or row["shape"] not in SHAPES:
+        if row["way"] != "bf16" or row["shape"] not in MEASURED:
             continue
-        model = ModelSection(layers=2, vocab=256, sequence=row["tokens"], **SHAPES[row["shape"]])
+        model = replace(SHAPES[row["shape"]], layers=2, vocab=256, sequence=row["tokens"])
         config = RunConfig(
             model=model,
             training=replace(HALF, microbatch=1, global_batch=1, cuda_graphs=False),
@@ -243,7 +245,7 @@ def test_what_autograd_keeps_is_what_was_measured_on_a_gpu() -> None:
         residual = 4 * row["tokens"] * model.hidden  # the output, which a block alone does not keep
         assert kept - residual == pytest.approx(row["saved_bytes"], rel=1e-4)
         compared.add((row["shape"], row["tokens"] // 1024))
-    assert compared == {(shape, thousands) for shape in SHAPES for thousands in (8, 16, 32, 64)}
+    assert compared == {(shape, thousands) for shape in MEASURED for thousands in (8, 16, 32, 64)}
 
 
 def test_blocks_at_work_take_no_more_than_is_estimated_on_a_gpu() -> None:
@@ -251,11 +253,11 @@ def test_blocks_at_work_take_no_more_than_is_estimated_on_a_gpu() -> None:
     report = json.loads((RESULTS / "stored_activations.json").read_text(encoding="utf-8"))
     compared = set()
     for row in report["rows"]:
-        if row["way"] not in ("bf16", "agoq", "compact") or row["shape"] not in SHAPES:
+        if row["way"] not in ("bf16", "agoq", "compact") or row["shape"] not in MEASURED:
             continue
         count, preset = row["blocks"], "off" if row["way"] == "bf16" else row["way"]
         config = RunConfig(
-            model=ModelSection(layers=3 * count, vocab=256, sequence=row["tokens"], **SHAPES[row["shape"]]),
+            model=replace(SHAPES[row["shape"]], layers=3 * count, vocab=256, sequence=row["tokens"]),
             training=replace(HALF, microbatch=1, global_batch=1, cuda_graphs=False),
             pipeline=PipelineSection(stages=3),
             storage=StorageSection(preset=preset),
