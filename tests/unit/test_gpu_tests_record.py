@@ -32,7 +32,7 @@ def test_outcomes_and_what_tests_recorded(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", f"--junitxml={path}", "-o", "junit_family=xunit1"]
     plugins = ["-p", "no:cacheprovider", "-p", "no:asyncio"]
     assert subprocess.run([*command, *plugins], cwd=tmp_path, capture_output=True).returncode == 1
-    found = summary(path.read_text(encoding="utf-8"))
+    found = summary([path.read_text(encoding="utf-8")])
     assert found["outcomes"] == {"passed": 1, "failure": 1, "skipped": 1}
     assert found["others"] == {"failure": ["test_made::test_far[1]"], "skipped": ["test_made::test_more"]}
     assert found["recorded"] == [
