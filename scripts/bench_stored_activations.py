@@ -15,7 +15,7 @@ Held bytes are what the allocator has given out after the forward pass of severa
 block; saved bytes are those of the tensors in the autograd graph, by hooks, where checkpointing does not hide
 them. The peak is the allocator's, above weights, their gradients and one input. Ways take turns, so that
 their times are of one run; a time is the median. All but one run FlashAttention, in a fixed order of sums,
-as a node does.
+as a node does. Shapes for which there was no time keep the rows of the report that was there, and its commit.
 """
 
 import argparse
@@ -69,14 +69,29 @@ def main() -> int:
         return 1 if failed else 0
     ways: dict[str, Storage | None] = {way: PRESETS.get(way) for way in WAYS}
     ways |= dict(map(_named_storage, arguments.storage))
+    earlier = earlier_rows(arguments.out)
     rows = []
     for name, thousands in PLAN:
         if time.monotonic() - start > arguments.seconds:
             print(f"no time for {name} at {thousands}K tokens", flush=True)
         else:
             rows += measure(name, thousands * 1024, ways)
-        _write(arguments.out, rows, failed)
+        _write(arguments.out, rows + left(earlier, rows), failed)
     return 1 if failed else 0
+
+
+def left(earlier: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of shapes and lengths that were not measured again."""
+    again = {(row["shape"], row["tokens"]) for row in rows}
+    return [row for row in earlier if (row["shape"], row["tokens"]) not in again]
+
+
+def earlier_rows(out: Path | None) -> list[dict[str, Any]]:
+    """Rows of the report that is there, each with the commit that it was measured at."""
+    if out is None or not out.exists():
+        return []
+    report = json.loads(out.read_text(encoding="utf-8"))
+    return [{"commit": report["commit"], **row} for row in report["rows"]]
 
 
 def _write(out: Path | None, rows: list[dict[str, Any]], failed: int) -> None:

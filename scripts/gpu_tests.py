@@ -42,6 +42,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
         paths = [Path(folder) / f"{path.stem}.xml" for path in files]
         codes = list(pool.map(run, files, paths))
+        if silent := [file.name for file, path in zip(files, paths, strict=True) if not path.exists()]:
+            print(f"no record: {', '.join(silent)} ended without a report", file=sys.stderr)
+            return 1
         found = summary([path.read_text(encoding="utf-8") for path in paths])
     report = {
         "experiment": "gpu_tests",

@@ -1,10 +1,9 @@
 """Tables of losses: what codecs between stages cost in training."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
-from .markdown import LOSSES, RESULTS, Tables, against, commit, markdown, read_report, spaced
+from .markdown import LOSSES, RESULTS, Tables, against, commit, commits, markdown, read_report, spaced
 
 CODEC_LOSSES = tuple(RESULTS / f"codec_loss{which}.json" for which in ("", "_earlier", "_16_cores"))
 """The newest report, and what earlier ones have besides: more widths and seeds, another machine."""
@@ -117,16 +116,11 @@ def convergence() -> str:
     return f"""{markdown(columns, rows)}
 
 A Llama of 124 million parameters, 4 stages, GPT-2's tokens of books, {report["tokens_a_step"]:,} tokens a
-step, {report["hardware"]}, torch {report["versions"]["torch"]}, commit {_commits(report, shown)}.
+step, {report["hardware"]}, torch {report["versions"]["torch"]}, commit {commits(report, shown)}.
 Training loss: the mean of the last 20 steps, through the codecs. Held out: the final weights without codecs,
 on {report["validation_windows"]} windows of other books. `naive-4`: 4 bits, one scale for a whole tensor.
 `aqsgd-4`: by a stand-in that the script has for the codec of that name; it remembers samples in
 {_remembered(report["runs"])}."""
-
-
-def _commits(report: dict[str, Any], runs: Sequence[dict[str, Any]]) -> str:
-    """Of the runs: some are older than the report's newest."""
-    return ", ".join(sorted({commit({"commit": run.get("commit") or report["commit"]}) for run in runs}))
 
 
 def _remembered(runs: list[dict[str, Any]]) -> str:
@@ -206,7 +200,7 @@ def _memory(report: dict[str, Any], suite: str) -> str:
     return f"""{markdown(columns, rows)}
 
 The model of 124 million parameters, {tokens:.1f} million tokens, eight microbatches a step, all of it on one
-{report["hardware"]}, torch {report["versions"]["torch"]}, commit {_commits(report, runs)}. The first line's
+{report["hardware"]}, torch {report["versions"]["torch"]}, commit {commits(report, runs)}. The first line's
 {len(losses)} seeds lie {spread(losses)} apart."""
 
 

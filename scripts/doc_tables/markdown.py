@@ -43,6 +43,11 @@ def commit(report: dict[str, Any]) -> str:
     return found[:12] + (" with changes" if found.endswith("with changes") else "")
 
 
+def commits(report: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """Of what is shown, some of which may be of an earlier report."""
+    return ", ".join(sorted({commit({"commit": row.get("commit") or report["commit"]}) for row in rows}))
+
+
 def notes(report: dict[str, Any]) -> str:
     """What a report says beside its figures, to follow a caption."""
     return "".join(f" {note}" for note in report.get("notes", ()))

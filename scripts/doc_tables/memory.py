@@ -15,6 +15,7 @@ from .markdown import (
     Tables,
     against,
     commit,
+    commits,
     if_recorded,
     markdown,
     notes,
@@ -135,7 +136,7 @@ def stored_activations() -> str:
         "AGoQ's table 1 give Megatron 28 U, COAT 16.5 U and AGoQ 7.75 U; they count 5 U for attention. Of "
         "other shapes COAT's parts behind the FFN's first products go with F / H. "
         f"{report['hardware']}, torch {report['versions']['torch']}, Triton {report['versions']['triton']}, "
-        f"commit {commit(report)}.{notes(report)}"
+        f"commit {commits(report, report['rows'])}.{notes(report)}"
     )
     return markdown(columns, rows) + "\n\n" + caption
 
