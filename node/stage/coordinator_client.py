@@ -91,12 +91,12 @@ class CoordinatorClient:
         try:
             stub = control_pb2_grpc.CoordinatorStub(channel)
             call = stub.Session()
-            await call.write(node_message_to_proto(hello))
 
             async def send() -> None:
-                # A stream that ends while something is written may still hold a goodbye: the reader finds it,
-                # and then why the stream ended.
+                # A stream that ends while something is written, be it the hello, may still hold a goodbye or
+                # a refusal: the reader finds it, and then why the stream ended.
                 with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    await call.write(node_message_to_proto(hello))
                     while True:
                         await call.write(node_message_to_proto(await outbox.get()))
 

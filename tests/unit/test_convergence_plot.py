@@ -113,4 +113,4 @@ def test_what_stands_in_for_aqsgd_is_said() -> None:
 
 def test_commits_are_those_of_the_runs() -> None:
     runs = [{"commit": "b" * 40}, {"commit": None}, {}]
-    assert losses._commits({"commit": "a" * 40}, runs) == f"{'a' * 12}, {'b' * 12}"
+    assert markdown.commits({"commit": "a" * 40}, runs) == f"{'a' * 12}, {'b' * 12}"

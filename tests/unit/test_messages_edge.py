@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from node.stage.coordinator_client import CoordinatorClient
 from node.training.manifest import UnitEntry
 from tests.support.pki import new_authority, new_node
 from wire.channels import make_server, open_channel
-from wire.errors import ProtocolViolationError, ThinwireError
+from wire.errors import ProtocolViolationError, RunError, ThinwireError
 from wire.identity.credentials import mutual_tls
 from wire.identity.enrolment import Hardware, Refusal
 from wire.messages import CoordinatorMessage, Finish, Heartbeat, Hello, NodeMessage
@@ -167,6 +168,36 @@ async def test_a_node_ends_a_session_in_which_it_hears_junk(junk: bytes) -> None
     async with coordinator(None, service) as port:
         client = CoordinatorClient(f"127.0.0.1:{port}", lambda: NODE, 5.0)
         with pytest.raises(ProtocolViolationError):
+            async with asyncio.timeout(SECONDS):
+                await client.session(hello(":1"), asyncio.Queue(), handle, lambda: None)
+    assert heard == [Finish(reason="well", failed=False)]
+
+
+async def test_a_node_hears_what_a_stream_held_that_ended_before_its_hello_was_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def session(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        yield coordinator_message_to_proto(Finish(reason="well", failed=False)).SerializeToString()
+        await context.abort(grpc.StatusCode.NOT_FOUND, "no such node")
+
+    made = importlib.import_module("grpc.aio._call").StreamStreamCall
+    write = made.write
+
+    async def late(call: Any, request: Any) -> None:
+        await call.code()  # the stream has ended
+        await write(call, request)
+
+    monkeypatch.setattr(made, "write", late)
+    handlers: dict[str, Any] = {"Session": grpc.stream_stream_rpc_method_handler(session)}
+    service = grpc.method_handlers_generic_handler("thinwire.wire.v1.Coordinator", handlers)
+    heard: list[CoordinatorMessage] = []
+
+    async def handle(message: CoordinatorMessage) -> None:
+        heard.append(message)
+
+    async with coordinator(None, service) as port:
+        client = CoordinatorClient(f"127.0.0.1:{port}", lambda: NODE, 5.0)
+        with pytest.raises(RunError, match="refused: no such node"):
             async with asyncio.timeout(SECONDS):
                 await client.session(hello(":1"), asyncio.Queue(), handle, lambda: None)
     assert heard == [Finish(reason="well", failed=False)]
