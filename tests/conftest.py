@@ -2,6 +2,8 @@
 from which others are forked; and one for Triton's interpreter."""
 
 import subprocess
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from node.parallel import processes
 from tests.support.examples import FUZZ, examples
 from tests.support.fault_prefork import Prefork
-from tests.support.interpreter import INTERPRETED, Interpreted, sure_of_sums
+from tests.support.interpreter import HAS_TRITON, INTERPRETED, Interpreted, sure_of_sums
 
 torch.set_num_threads(1)
 if INTERPRETED:
@@ -29,19 +31,30 @@ settings.load_profile("thinwire")
 
 
 TEMPLATE = pytest.StashKey[Prefork]()
+INTERPRETER = pytest.StashKey[tuple[Interpreted, tempfile.TemporaryDirectory[str]]]()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the process that others are forked from, if any test asks for it; it imports beside the tests."""
+    """Start what works beside the tests, if any test asks for it: the process that others are forked from,
+    which has much to import, and Triton's interpreter with its tests."""
     if session.config.option.collectonly:
         return
-    if any("prefork" in item.fixturenames for item in session.items if isinstance(item, pytest.Function)):
+    items = [item for item in session.items if isinstance(item, pytest.Function)]
+    if any("prefork" in item.fixturenames for item in items):
         session.config.stash[TEMPLATE] = Prefork().__enter__()
+    asked = {item.path for item in items if "interpreted" in item.fixturenames}
+    if asked and HAS_TRITON and not INTERPRETED:
+        folder = tempfile.TemporaryDirectory()
+        session.config.stash[INTERPRETER] = Interpreted(sorted(asked), Path(folder.name)), folder
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if (template := config.stash.get(TEMPLATE, None)) is not None:
         template.__exit__(None, None, None)
+    if (interpreter := config.stash.get(INTERPRETER, None)) is not None:
+        interpreted, folder = interpreter
+        interpreted.end()
+        folder.cleanup()
 
 
 @pytest.fixture(scope="session")
@@ -58,8 +71,6 @@ def forked_workers(prefork: Prefork, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def interpreted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Interpreted:
+def interpreted(request: pytest.FixtureRequest) -> Interpreted:
     """A process for Triton's interpreter, for all files of the session that ask for it."""
-    items = (item for item in request.session.items if isinstance(item, pytest.Function))
-    asked = {item.path for item in items if "interpreted" in item.fixturenames}
-    return Interpreted(sorted(asked), tmp_path_factory.mktemp("interpreted") / "report.xml")
+    return request.config.stash[INTERPRETER][0]

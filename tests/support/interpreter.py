@@ -2,7 +2,8 @@
 
 The interpreter is chosen when kernels are defined, so such tests run in a process of their own: one test of
 each of their files, marked `outside`, asks the fixture `interpreted` whether the others, marked `inside`,
-passed there. One process runs all files of a session, as it takes longer to start than many tests to run.
+passed there. One process runs all files of a session, as it takes longer to start than many tests to run. It
+starts with the session, beside the other tests.
 Without Triton (torch for CPUs does not bring it) nothing runs: `needs_triton`.
 """
 
@@ -21,7 +22,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SECONDS = 900
 """That the process may take; a test in it may take what its mark says."""
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
 inside = pytest.mark.skipif(not INTERPRETED, reason="in the interpreter's process")
 _in_front = pytest.mark.skipif(INTERPRETED, reason="this is the process")
 
@@ -45,44 +47,46 @@ def sure_of_sums() -> None:
 class Interpreted:
     """Runs the tests of `files` that are marked `inside`, once, and remembers how they went.
 
-    `report` is where pytest writes that, as JUnit's XML.
+    `folder` is where pytest writes that, as JUnit's XML, and what it prints.
     """
 
-    def __init__(self, files: Sequence[Path], report: Path) -> None:
-        self._files, self._report = files, report
-        self._said: str | None = None
-        self._cases: list[ElementTree.Element] = []
+    def __init__(self, files: Sequence[Path], folder: Path) -> None:
+        self._report, self._printed = folder / "report.xml", folder / "printed.txt"
+        self._cases: list[ElementTree.Element] | None = None
+        # No other plugin that happens to be installed: some warn, and a warning is an error here.
+        plugins = ["-p", "no:cacheprovider", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout"]
+        with self._printed.open("wb") as printed:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "pytest", "-q", *plugins, f"--junit-xml={self._report}", *files],
+                env={
+                    **os.environ,
+                    "TRITON_INTERPRET": "1",
+                    "OMP_NUM_THREADS": "1",
+                    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+                    "PYTEST_ADDOPTS": "",
+                },
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+            )
 
     def passed(self, file: str) -> None:
         """Fails as the tests of `file` did, or if none of them ran."""
-        if self._said is None:
-            self._said = self._run()
+        if self._cases is None:
+            self._process.wait(SECONDS)
+            self._cases = []
             if self._report.exists():
                 self._cases = list(ElementTree.parse(self._report).iter("testcase"))
         stem = Path(file).stem
         cases = [case for case in self._cases if stem in case.get("classname", "").split(".")]
         wrong = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
         ran = [case for case in cases if case.find("skipped") is None]
-        assert ran and not wrong, "\n".join([f"{len(ran)} ran", *map(_told, wrong), self._said])
+        printed = self._printed.read_text(encoding="utf-8", errors="replace")[-4000:]
+        assert ran and not wrong, "\n".join([f"{len(ran)} ran", *map(_told, wrong), printed])
 
-    def _run(self) -> str:
-        # No other plugin that happens to be installed: some warn, and a warning is an error here.
-        plugins = ["-p", "no:cacheprovider", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout"]
-        made = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", *plugins, f"--junit-xml={self._report}", *self._files],
-            env={
-                **os.environ,
-                "TRITON_INTERPRET": "1",
-                "OMP_NUM_THREADS": "1",
-                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-                "PYTEST_ADDOPTS": "",
-            },
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=SECONDS,
-        )
-        return made.stdout[-2000:] + made.stderr[-2000:]
+    def end(self) -> None:
+        """End the process, if nobody has waited for it."""
+        self._process.kill()
+        self._process.wait()
 
 
 def _told(case: ElementTree.Element) -> str:
@@ -112,5 +116,5 @@ def _patch_once() -> None:
     interpreter._patch_lang = patch_once
 
 
-if INTERPRETED and importlib.util.find_spec("triton") is not None:
+if INTERPRETED and HAS_TRITON:
     _patch_once()
