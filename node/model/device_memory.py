@@ -25,6 +25,8 @@ MULTIPROCESSORS = 192
 """No GPU has more."""
 _SNAPSHOT_BYTES = 12
 """Weight and two moments in float32; those in e4m3 are less."""
+SNAPSHOTS_SENT = 2
+"""Copies that a node may hold at a time: one on its way over a slow link, and the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +110,11 @@ class Share:
         return sum(2 * elements for elements, is_matrix, _ in projecting if is_matrix)
 
     def snapshot(self, units: Sequence[str]) -> int:
-        """A copy of these units' state for a snapshot, whole whatever the share, and a layer as a file."""
+        """Copies of these units' state for snapshots, whole whatever the share, and a layer as a file."""
         if not self._devices.on_cpu:
             return 0
         sizes = [sum(one[0] for one in _unit_parameters(self._model, unit, 1)) for unit in units]
-        return _SNAPSHOT_BYTES * (sum(sizes) + max(sizes))
+        return _SNAPSHOT_BYTES * (SNAPSHOTS_SENT * sum(sizes) + max(sizes))
 
     def rotary(self) -> int:
         """A chunk's tables of sines and cosines."""

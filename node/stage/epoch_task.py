@@ -18,7 +18,6 @@ from node.stage.executor import StageExecutor, StepOutcome
 from node.stage.inbox import Inbox, StepInterrupted
 from node.stage.routing import neighbours, source_stage
 from node.stage.stage_io import LoopIO, TensorLink
-from node.telemetry.clock import TimeKind
 from node.training.serialization import deserialize_unit
 from wire.errors import (
     DeviceLostError,
@@ -63,7 +62,8 @@ class Services(Protocol):
         ...
 
     async def compute(self, work: Callable[[], Result]) -> Result:
-        """Run `work` on the compute thread, after whatever runs there now."""
+        """Run `work` on the compute thread, after whatever runs there now, and count it as work: as the
+        optimizer's, but for what it switches to itself."""
         ...
 
     async def fetch_layer(self, step: int, unit: str) -> bytes:
@@ -252,8 +252,7 @@ class EpochTask:
 
         def work() -> StepOutcome:
             executor.use_windows(begin.link_windows)
-            with executor.clock.spent(TimeKind.OPTIMIZER):
-                return executor.run_step(self.number, step, io, inputs=inputs, labels=labels)
+            return executor.run_step(self.number, step, io, inputs=inputs, labels=labels)
 
         outcome = await services.compute(work)
         faults.reach(faults.Phase.VOTING, stage=self.stage, step=step)
@@ -263,12 +262,7 @@ class EpochTask:
         services, executor = self._services, self._services.executor
         faults.reach(faults.Phase.COMMIT_APPLY, stage=self.stage, step=commit.step)
         if executor.state_step == commit.step:
-
-            def work() -> None:
-                with executor.clock.spent(TimeKind.OPTIMIZER):
-                    executor.apply(commit.lr, commit.clip_coefficient)
-
-            await services.compute(work)
+            await services.compute(lambda: executor.apply(commit.lr, commit.clip_coefficient))
             faults.reach(faults.Phase.APPLY, stage=self.stage, step=commit.step)
             self._step = commit.step + 1
         services.post(Applied(epoch=self.number, step=commit.step, telemetry=services.telemetry()))
@@ -278,12 +272,7 @@ class EpochTask:
         if executor.state_step != step or (self._snapshot == step and services.uploading(step)):
             return
         self._snapshot = step
-
-        def work() -> State:
-            with executor.clock.spent(TimeKind.OPTIMIZER):
-                return executor.copy_state()
-
-        services.upload(self.number, step, await services.compute(work))
+        services.upload(self.number, step, await services.compute(executor.copy_state))
 
     def _fail(self, kind: FailureKind, message: str) -> None:
         """Report the epoch's first failure; what follows from it adds nothing."""

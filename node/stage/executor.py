@@ -323,7 +323,7 @@ class StageExecutor:
         if self.is_first and self.is_last:
             total = sum_tied_gradients(model.tied_gradient(HEAD), model.tied_gradient(EMBED))
             model.put_tied_gradient(EMBED, total)
-            model.put_tied_gradient(HEAD, total.clone())
+            model.put_tied_gradient(HEAD, total)
         elif self.is_first:
             share = self._receive(up, self._tied, io, TimeKind.WAIT_DOWNSTREAM)
             total = sum_tied_gradients(share, model.tied_gradient(EMBED))

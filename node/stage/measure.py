@@ -77,20 +77,19 @@ class NodeMeter:
 
     def telemetry(
         self,
-        clock: StageClock | None,
+        clock: StageClock,
         links: Mapping[int, tuple[LinkStats, int]],
         elements_sent: Mapping[Direction, int],
     ) -> Telemetry:
         """What there is to report now.
 
         Args:
-            clock: None before the node has a stage.
             links: by the neighbour's stage: the link's totals and the bytes that wait in it.
             elements_sent: by kind of tensor, since the process began.
         """
         times: dict[str, float] = {}
         wall = 0.0
-        if self._counted_from is not None and clock is not None:
+        if self._counted_from is not None:
             before, began = self._counted_from
             wall = time.monotonic() - began
             times = {kind.value: spent for kind, spent in difference(clock.snapshot(), before).items()}

@@ -34,8 +34,8 @@ from node.stage.session import Session
 from node.stage.snapshot_cache import SnapshotCache
 from node.stage.snapshot_transfer import SnapshotTransfer
 from node.stage.stage_io import TensorLink
-from node.stage.watchdog import StuckError, watch
-from node.telemetry.clock import StageClock
+from node.stage.watchdog import StuckError, watch, watched
+from node.telemetry.clock import StageClock, TimeKind
 from node.telemetry.traced_steps import TracedSteps
 from wire.errors import DeviceLostError, LinkError, RunError, UserError
 from wire.identity.enrolment import Refusal
@@ -99,9 +99,11 @@ class NodeRuntime:
         )
         self._session = Session(self._client, self._hello, self._handle)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._clock = StageClock()
         self._nonce = secrets.randbits(63)
+        self._heartbeat_seconds = 0.0
         self._welcome: Welcome | None = None
-        self._welcomed = asyncio.Event()
+        self._greeted = asyncio.Event()
         self._epoch: EpochTask | None = None
         self._epoch_task: asyncio.Task[None] | None = None
         self._download_rate = 0.0
@@ -112,7 +114,8 @@ class NodeRuntime:
     async def run(self) -> Finish:
         """Serve until the end of the run. Raises Refused, LinkLostError or RunError.
 
-        After a StuckError the compute thread still runs, and the process will not end by itself.
+        After a StuckError, whatever else ended the run, the compute thread still runs, and the process will
+        not end by itself.
         """
         stuck = broken = False
         try:
@@ -125,7 +128,7 @@ class NodeRuntime:
                     group.create_task(self._session.run()),
                     group.create_task(self._heartbeats()),
                     group.create_task(self._renew_certificate()),
-                    group.create_task(self._watch_compute()),
+                    group.create_task(watch(self._clock)),
                 ]
                 if self._settings.devices is not None:
                     tasks.append(group.create_task(self._settings.devices.watch()))
@@ -149,10 +152,17 @@ class NodeRuntime:
             self.inbox.interrupt("the node is stopping")
             await self._links.stop()
             await self._client.close()
-            if self._settings.devices is not None:
-                close = functools.partial(self._settings.devices.close, broken=broken)
-                await (asyncio.to_thread if stuck else self.compute)(close)
-            self._pool.shutdown(wait=not stuck)
+            try:
+                if not stuck:
+                    await watched(self._clock, self.compute(lambda: None))
+            except StuckError:
+                stuck = broken = True
+                raise
+            finally:
+                if self._settings.devices is not None:
+                    close = functools.partial(self._settings.devices.close, broken=broken)
+                    await (asyncio.to_thread if stuck else self.compute)(close)
+                self._pool.shutdown(wait=not stuck)
 
     def _reason(self, errors: BaseExceptionGroup[BaseException]) -> BaseException:
         """The first of them; or one line, if memory did not suffice on one of the node's devices."""
@@ -202,7 +212,11 @@ class NodeRuntime:
                 self._session.post(spans)
 
     async def compute(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        def counted() -> Result:
+            with self._clock.spent(TimeKind.OPTIMIZER):
+                return work()
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, counted)
 
     async def fetch_layer(self, step: int, unit: str) -> bytes:
         return await self._snapshots.fetch(step, unit)
@@ -217,11 +231,10 @@ class NodeRuntime:
 
     def count_time(self) -> None:
         """Count time from here on; what came before the epoch's first step is nobody's step."""
-        self._meter.count_time(self.executor.clock)
+        self._meter.count_time(self._clock)
 
     def telemetry(self) -> Telemetry:
-        clock = self.executor.clock if self._welcome is not None else None
-        report = self._meter.telemetry(clock, self._links.totals(), self.elements_sent)
+        report = self._meter.telemetry(self._clock, self._links.totals(), self.elements_sent)
         epoch = self._epoch
         place = (-1, 0) if epoch is None else (epoch.stage, len(epoch.placement.stages))
         self._metrics.report(report, *place)
@@ -282,8 +295,12 @@ class NodeRuntime:
             config = from_json(welcome.config_json)
             traced = TracedSteps.parse(config.telemetry.trace)
             self._meter.trace(traced)
-            clock = StageClock(ring=self._meter.ring if traced else None)
-            self.executor = await self.compute(lambda: self._make_executor(config, clock, welcome.windows))
+            if traced:
+                self._clock.record(self._meter.ring)
+            # From here on the node lives, however long its devices take to start.
+            self._heartbeat_seconds = welcome.heartbeat_seconds
+            self._greeted.set()
+            self.executor = await self.compute(lambda: self._make_executor(config, welcome.windows))
             settings, tag = self._settings, hashlib.sha256(welcome.config_json.encode()).hexdigest()[:16]
             self._snapshots = SnapshotTransfer(
                 config=config,
@@ -297,19 +314,18 @@ class NodeRuntime:
             self.batches = Batches(config, self._client, self._group)
             self._client.outage_seconds = config.coordinator.outage_seconds
             self._welcome = welcome
-            self._welcomed.set()
             self._tell(f"joined run {config.run.name} as {welcome.node_id}; waiting for a stage")
         elif self._welcome.config_json != welcome.config_json:
             raise RunError("the coordinator came back with another run file: join again")
 
-    def _make_executor(self, config: RunConfig, clock: StageClock, windows: int) -> StageExecutor:
+    def _make_executor(self, config: RunConfig, windows: int) -> StageExecutor:
         """On the compute thread."""
         if self._settings.device.type == "cuda":
             # Triton launches on the thread's device, wherever the tensors are.
             torch.cuda.set_device(self._settings.device)
         devices = self._settings.devices
         model = None if devices is None else devices.start(config)
-        executor = StageExecutor(config, self._settings.device, clock, windows=windows, model=model)
+        executor = StageExecutor(config, self._settings.device, self._clock, windows=windows, model=model)
         executor.rehearse()
         return executor
 
@@ -342,16 +358,11 @@ class NodeRuntime:
     # ---- in the background
 
     async def _heartbeats(self) -> None:
-        await self._welcomed.wait()
-        assert self._welcome is not None
+        await self._greeted.wait()
         while True:
             # The first one at once: it is also how the node learns what the coordinator's clock says.
             self.post(Heartbeat(telemetry=self.telemetry(), sent_at=time.monotonic()))
-            await asyncio.sleep(self._welcome.heartbeat_seconds)
-
-    async def _watch_compute(self) -> None:
-        await self._welcomed.wait()
-        await watch(self.executor.clock)
+            await asyncio.sleep(self._heartbeat_seconds)
 
     async def _renew_certificate(self) -> None:
         """Renew at a point of the certificate's life that the node id decides; try again until it works."""

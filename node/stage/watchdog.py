@@ -6,6 +6,7 @@ this one started anew.
 """
 
 import asyncio
+from collections.abc import Coroutine
 
 from node.telemetry.clock import WAITS, StageClock, TimeKind
 from wire.errors import RunError
@@ -39,3 +40,13 @@ async def watch(clock: StageClock) -> None:
     while True:
         await asyncio.sleep(LOOK_SECONDS)
         check_progress(*clock.running())
+
+
+async def watched(clock: StageClock, work: Coroutine[object, object, None]) -> None:
+    """Wait for `work`, which the compute thread does after what it is at. Raises StuckError."""
+    working = asyncio.create_task(work)
+    try:
+        while not (await asyncio.wait([working], timeout=LOOK_SECONDS))[0]:
+            check_progress(*clock.running())
+    finally:
+        working.cancel()

@@ -55,6 +55,11 @@ class StageClock:
         self._lock = Lock()
         self._since = clock()
 
+    def record(self, ring: SpanRing) -> None:
+        """Hand what ends from here on to `ring`."""
+        with self._lock:
+            self._ring = ring
+
     def switch(self, kind: TimeKind, key: TensorKey | None = None) -> TimeKind:
         """End the running kind now and begin `kind`, for the tensor `key`; gives the kind that ran before."""
         with self._lock:

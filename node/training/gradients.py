@@ -44,7 +44,7 @@ class Gradients(Protocol):
         ...
 
     def put(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Replace one."""
+        """Replace one by a copy: a step scales gradients in place."""
         ...
 
     def add(self, parameter: nn.Parameter, value: Tensor) -> None:
@@ -128,12 +128,14 @@ class PlainGradients:
     stored = get
 
     def put(self, parameter: nn.Parameter, value: Tensor) -> None:
-        if self._in_place:
+        single = parameter.dtype == torch.float32
+        kept = parameter.grad if single else self._main.get(parameter)
+        if kept is not None or self._in_place:
             self.get(parameter).copy_(value)
-        elif parameter.dtype == torch.float32:
-            parameter.grad = value.float()
+        elif single:
+            parameter.grad = value.to(torch.float32, copy=True)
         else:
-            self._main[parameter] = value.float()
+            self._main[parameter] = value.to(torch.float32, copy=True)
 
     def add(self, parameter: nn.Parameter, value: Tensor) -> None:
         self.get(parameter).add_(value)

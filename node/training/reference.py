@@ -177,4 +177,4 @@ class ReferenceTrainer:
             gradients = self.optimizer.gradients
             total = sum_tied_gradients(gradients.get(head), gradients.get(embed))
             gradients.put(embed, total)
-            gradients.put(head, total.clone())
+            gradients.put(head, total)

@@ -254,3 +254,16 @@ def test_float32_weights_keep_their_gradients_in_grad() -> None:
     for parameter in chunk.parameters():
         assert optimizer.gradients.get(parameter) is parameter.grad
         assert optimizer.gradients.unpacked(parameter) is parameter.grad
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_what_is_put_is_a_copy(kind: str) -> None:
+    """The step scales gradients in place, and both ends of a tied pair are given the same sum."""
+    of = trainer(2, gradients="float32", weights=kind, precision=kind)
+    of.accumulate()
+    parameter = of.chunks[-1].tied_parameter("head")
+    assert parameter is not None
+    shared = torch.ones(parameter.shape)
+    of.optimizer.gradients.put(parameter, shared)
+    of.optimizer.gradients.get(parameter).mul_(0.5)
+    assert torch.equal(shared, torch.ones(parameter.shape))

@@ -18,7 +18,8 @@ from node.config.schema import (
     StorageSection,
     TrainingSection,
 )
-from node.model.device_memory import Devices
+from node.coordinator.snapshot_schedule import MAX_ASKED
+from node.model.device_memory import SNAPSHOTS_SENT, Devices
 from node.model.memory import most_held, stage_bytes, stage_memory
 from node.model.shard_shapes import shard_shape
 from node.model.units import block_name, parameter_specs
@@ -187,6 +188,18 @@ def test_captured_passes_keep_one_copy_of_the_weights() -> None:
     # On several devices, and on a CPU, nothing is captured.
     for devices in (Devices(on_cpu=False, count=2), Devices()):
         assert stage_memory(config, 2, devices) == stage_memory(without_graphs(config), 2, devices)
+
+
+def test_as_many_snapshots_are_counted_as_are_sent_at_a_time() -> None:
+    assert SNAPSHOTS_SENT == MAX_ASKED
+    first = stage_memory(run("plain"), 2)[0]
+    weights = sum(
+        spec.elements
+        for unit in ("embed", block_name(0), block_name(1))
+        for spec in parameter_specs(run("plain").model, unit)
+    )
+    # Weights and two moments in float32, twice, and a layer as a file.
+    assert 2 * 12 * weights < first.snapshot < 3 * 12 * weights
 
 
 def test_replicas_divide_samples_alone() -> None:
