@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from node.cli.logs import set_up_logging
     from node.cli.parser import UsageError
     from node.cli.resume import resume_run
-    from node.cli.run_directory import holds_run, new_run_directory
+    from node.cli.run_directory import holds_run, new_run_directory, owner_only
     from node.cli.stay import stay
     from node.config.loader import load_config, with_absolute_paths
     from wire.errors import UserError
@@ -40,7 +40,11 @@ def run(args: argparse.Namespace) -> int:
     if args.resume:
         if args.run_dir is None:
             raise UsageError("--resume needs --run-dir: the directory that may hold the run")
-        if holds_run(args.run_dir):
+        try:
+            resumes = holds_run(args.run_dir)
+        except OSError as error:
+            raise UserError(f"--run-dir {args.run_dir} cannot be read ({error.strerror})") from None
+        if resumes:
             # The run file began the run; what it says now changes nothing, and need not even be there.
             return resume_run(args.run_dir, args.overrides, json=args.json, stays=args.stay)
     config = with_absolute_paths(load_config(args.run_file, args.overrides))
@@ -50,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from node.coordinator.main import run_coordinator
 
     try:
-        with emitter(json=args.json) as emit:
+        with owner_only(), emitter(json=args.json) as emit:
             code = run_coordinator(config, run_dir=directory, emit=emit, resume=False)
             return stay(directory, emit) if args.stay and code == 0 else code
     except UserError:

@@ -57,7 +57,8 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from node.cli.logs import set_up_logging
     from node.cli.parser import UsageError, check_devices
-    from node.config.join_options import MOST_THREADS, JoinOptions
+    from node.cli.run_directory import owner_only
+    from node.config.join_options import MOST_LIMIT, MOST_THREADS, JoinOptions
     from node.config.validate import parse_listen
     from wire.identity.token import JoinToken
 
@@ -72,8 +73,10 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.threads <= MOST_THREADS:
         raise UsageError(f"--threads must be 0 (torch's own choice) to {MOST_THREADS}, got {args.threads}")
     for name, value in (("--max-bandwidth", args.max_bandwidth), ("--max-memory", args.max_memory)):
-        if not 0 <= value < float("inf"):
-            raise UsageError(f"{name} must be a number above 0, or 0 for no limit, got {value:g}")
+        if not 0 <= value <= MOST_LIMIT:
+            raise UsageError(
+                f"{name} must be a number above 0, at most {MOST_LIMIT:g}, or 0 for no limit, got {value:g}"
+            )
     options = JoinOptions(
         listen=args.listen,
         advertise=args.advertise,
@@ -91,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
 
     from node.stage.main import run_node
 
-    return run_node(token, options)
+    with owner_only():
+        return run_node(token, options)
 
 
 def _read_token(token: str | None, path: Path | None) -> str:

@@ -90,8 +90,8 @@ def _run(args: argparse.Namespace) -> int:
     from node.lab.support import check_devices
 
     check_devices(profile)
-    made = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
+        made = [folder for folder in (out, *out.parents) if not folder.exists()]
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"cannot make {out} ({error.strerror}); give another --out") from error
@@ -173,8 +173,12 @@ def figure_folders(results: Sequence[Path], out: Path | None) -> list[Path]:
 
     folders: list[Path] = []
     for path in results:
-        ours = path.is_dir() or path.name == RESULTS_FILE
-        home = path if path.is_dir() else path.parent
+        try:
+            folder_given = path.is_dir()
+        except OSError:
+            folder_given = False  # which is said when it is read
+        ours = folder_given or path.name == RESULTS_FILE
+        home = path if folder_given else path.parent
         name = home.resolve().name if ours else path.stem
         if out is not None:
             folder = out / name if len(results) > 1 else out

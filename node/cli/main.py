@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 the run, a link or the other side failed; 2 what the user 
 traceback goes to a file that one line names, and the exit code is 70.
 """
 
+import contextlib
 import errno
 import os
 import sys
@@ -108,17 +109,22 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 def _bug(error: BaseException) -> int:
     """Write the traceback to a file and name it in one line."""
     report = "".join(traceback.format_exception(error))
-    directory = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "thinwire"
-    name = f"crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        path = directory / name
-        path.write_text(report, encoding="utf-8")
-    except OSError:
-        path = Path(tempfile.gettempdir()) / name
-        path.write_text(report, encoding="utf-8")
     summary = " ".join(str(error).split()) or "no message"
-    return _complain(f"this is a bug: {type(error).__name__}: {summary}; traceback in {path}", EXIT_BUG)
+    line = f"this is a bug: {type(error).__name__}: {summary}"
+    name = f"crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+    for folder in (_crash_directory, lambda: Path(tempfile.gettempdir())):
+        # RuntimeError: a user without a home.
+        with contextlib.suppress(OSError, RuntimeError):
+            path = folder() / name
+            path.write_text(report, encoding="utf-8", errors="backslashreplace")
+            return _complain(f"{line}; traceback in {path}", EXIT_BUG)
+    return _complain(f"{line}; no disk takes its traceback", EXIT_BUG)
+
+
+def _crash_directory() -> Path:
+    directory = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "thinwire"
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
 
 
 def _complain(message: str, code: int) -> int:

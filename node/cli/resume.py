@@ -42,6 +42,7 @@ def resume_run(directory: Path, overrides: Sequence[str], *, json: bool, stays: 
     """Go on with the run in `directory`; returns the exit code."""
     from node.cli.coordinator import emitter
     from node.cli.logs import set_up_logging
+    from node.cli.run_directory import owner_only
     from node.cli.stay import stay
     from node.config.loader import change_config, from_json
     from node.coordinator.store import Store
@@ -52,6 +53,6 @@ def resume_run(directory: Path, overrides: Sequence[str], *, json: bool, stays: 
 
     from node.coordinator.main import run_coordinator
 
-    with emitter(json=json) as emit:
+    with owner_only(), emitter(json=json) as emit:
         code = run_coordinator(config, run_dir=directory, emit=emit, resume=True)
         return stay(directory, emit) if stays and code == 0 else code

@@ -1,33 +1,41 @@
 """Where a run lives on disk, and whether one lives there."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from wire.errors import UserError
+from wire.identity.files import check_free_or_ours
 
 DEFAULT_PARENT = Path("runs")
+OURS = ("authority",)
+"""Shows that a directory is that of a run which did not get as far as a database."""
+DEMO_LOGS = "logs"
+"""A demo makes it before its coordinator starts."""
 
 
 def new_run_directory(wanted: Path | None, name: str) -> Path:
     """Make the directory of a new run: `wanted`, else the first free `runs/<name>-<n>`.
 
-    Raises UserError if `wanted` holds a run already, or if a directory cannot be made there.
+    Raises UserError if `wanted` holds a run or anything else already, or if none can be made there.
     """
     try:
         if wanted is not None:
-            wanted.mkdir(parents=True, exist_ok=True)
             if holds_run(wanted):
                 raise UserError(
                     f"{wanted} holds a run already: go on with `thinwire resume {wanted}`, or give another "
                     "--run-dir"
                 )
+            check_free_or_ours(wanted, OURS, "--run-dir", besides=(DEMO_LOGS,))
+            wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
             return wanted
         DEFAULT_PARENT.mkdir(exist_ok=True)
         number = 1
         while True:
             directory = DEFAULT_PARENT / f"{name}-{number}"
             try:
-                directory.mkdir()
+                directory.mkdir(mode=0o700)
             except FileExistsError:
                 number += 1
             else:
@@ -61,3 +69,16 @@ def holds_run(directory: Path) -> bool:
     from node.coordinator.store import DATABASE_FILE
 
     return (directory / DATABASE_FILE).exists()
+
+
+@contextlib.contextmanager
+def owner_only() -> Iterator[None]:
+    """Files and folders made inside the block are their owner's alone.
+
+    A run's or a node's directory may be one that its user made, and then others may look into it.
+    """
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)

@@ -54,8 +54,12 @@ def _open(where: str, authority: Path | None) -> "HistoryWatch | PageWatch":
     from node.telemetry.watch import HistoryWatch, PageWatch
 
     path = Path(where)
+    try:
+        there = path.exists()
+    except OSError:
+        there = True  # behind a folder that this user may not enter
     # The slash that ends a page's address, as it was printed, makes no folder of it.
-    if path.exists() or "/" in where.partition("://")[0].rstrip("/"):
+    if there or "/" in where.partition("://")[0].rstrip("/"):
         return HistoryWatch(existing_run_directory(path))
     return PageWatch(where, authority)
 

@@ -4,14 +4,17 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wire.errors import UserError
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("trace", help="write a trace of some steps, for Perfetto")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory")
     parser.add_argument(
-        "--steps", default="", metavar="A:B", help="first and last step (default: the newest one)"
+        "--steps", default="", metavar="A:B", help="first and last step (default: the newest that is whole)"
     )
     parser.add_argument(
         "--out",
@@ -25,16 +28,19 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from node.cli.run_directory import existing_run_directory
-    from node.telemetry.history import highest_step
     from node.telemetry.trace import align, chrome_trace
-    from node.telemetry.trace_files import read_batches
+    from node.telemetry.trace_files import newest_whole_step, read_batches
     from node.telemetry.traced_steps import TracedSteps
     from node.telemetry.units import duration_text
     from wire.errors import ConfigError, UserError
 
     directory = existing_run_directory(args.run_dir)
-    newest = highest_step(directory)
-    text = args.steps or f"{max(1, newest)}:{max(1, newest)}"
+    # The history is ahead: spans of the newest steps may not have been written yet.
+    text = args.steps
+    if not text:
+        if (newest := newest_whole_step(directory)) is None:
+            raise _nothing("", directory)
+        text = str(newest + 1)
     try:
         steps = TracedSteps.parse(text if ":" in text else f"{text}:{text}")
     except ConfigError:
@@ -46,10 +52,7 @@ def run(args: argparse.Namespace) -> int:
     # A neighbour may send before a stage has heard that the step began: look at the steps around, too.
     aligned = align(read_batches(directory, first - 1, last + 1), first, last)
     if not aligned.spans:
-        raise UserError(
-            f"there is no trace of steps {text} in {directory}: the run has done {newest} steps; the run "
-            "file's telemetry.trace says which are traced, telemetry.trace_mb how much is kept"
-        )
+        raise _nothing(f" of steps {text}", directory)
     out = args.out or directory / f"trace-{steps.first}-{steps.last}.json"
     text = json.dumps(chrome_trace(aligned, directory.name), separators=(",", ":")) + "\n"
     report = sys.stdout
@@ -81,3 +84,13 @@ def run(args: argparse.Namespace) -> int:
         f"{duration_text(aligned.clock_error)}; open it in https://ui.perfetto.dev or chrome://tracing\n"
     )
     return 0
+
+
+def _nothing(which: str, directory: Path) -> "UserError":
+    from node.telemetry.history import highest_step
+    from wire.errors import UserError
+
+    return UserError(
+        f"there is no trace{which} in {directory}: the run has done {highest_step(directory)} steps; the run "
+        "file's telemetry.trace says which are traced, telemetry.trace_mb how much is kept"
+    )

@@ -9,6 +9,9 @@ MOST_DEVICES = 64
 MOST_THREADS = 4096
 """Of one node: more than any machine has cores."""
 
+MOST_LIMIT = 1e9
+"""Of Mbit/s and of GB: more than any machine has, and in bytes still a number of 64 bits."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class JoinOptions:

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from node.config.places import expanded
 from node.config.schema import RunConfig, Window
 from node.config.validate import validate
 from wire.errors import ConfigError
@@ -33,6 +34,9 @@ EXPECTED = {
 
 PLACES = {("data", "path"): "stdlib", ("data", "tokenizer"): "bytes"}
 """Keys that name a file or folder, each with the word that stands for none."""
+
+INTEGER_BITS = 64
+"""Whole numbers of TOML fit; Python's may be as long as memory."""
 
 Values = dict[str, dict[str, Any]]
 """Checked values by section and key."""
@@ -107,7 +111,7 @@ def from_json(text: str) -> RunConfig:
     where = "the run's resolved config"
     try:
         raw = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{where}: expected an object of sections, got {_shown(raw)}")
@@ -184,13 +188,17 @@ def read_toml(path: Path, kind: str, samples: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); a {kind} is TOML") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid TOML: a number in it has thousands of digits") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is not valid TOML: hundreds of brackets in it are not closed") from error
 
 
 def _absolute(section: str, key: str, value: Any) -> Any:
     """A path as seen from anywhere; any other value as it is."""
     if (section, key) not in PLACES or value in ("", PLACES[section, key]):
         return value
-    return str(Path(value).expanduser().absolute())
+    return str(expanded(value, f"{section}.{key}").absolute())
 
 
 def _overridden(values: Values, overrides: Sequence[str], where: str) -> RunConfig:
@@ -235,7 +243,9 @@ def _field_type(section: str, key: str, where: str) -> Any:
 
 
 def convert(value: Any, kind: Any, *, where: str, name: str) -> Any:
-    """`value` as the field type `kind`; ConfigError when it is another type."""
+    """`value` as the field type `kind`; ConfigError when it is another type, or no number of TOML's."""
+    if any(type(item) is int and item.bit_length() > INTEGER_BITS for item in _items(value)):
+        raise ConfigError(f"{where}: {name} must be {EXPECTED[kind]} of at most {INTEGER_BITS} bits")
     if kind is float and type(value) is int:
         return float(value)
     if kind in (str, bool, int, float) and type(value) is kind:
@@ -249,6 +259,10 @@ def convert(value: Any, kind: Any, *, where: str, name: str) -> Any:
     if kind == tuple[str, ...] and isinstance(value, list) and all(type(item) is str for item in value):
         return tuple(value)
     raise ConfigError(f"{where}: {name} must be {EXPECTED[kind]}, got {_shown(value)}")
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else (value,)
 
 
 def _parse_override_value(raw: str, kind: Any) -> Any:
@@ -266,8 +280,8 @@ def toml_scalar(raw: str, default: Any = None) -> Any:
     """One value as TOML writes it, such as an override's; `default` for text that is none."""
     try:
         parsed = tomllib.loads(f"value = {raw}")
-    except tomllib.TOMLDecodeError:
-        return default
+    except (ValueError, RecursionError):
+        return default  # also what is TOML and thousands of digits long, or as deep
     return parsed["value"] if len(parsed) == 1 else default
 
 
@@ -282,5 +296,8 @@ def _shown(value: object) -> str:
     """A value and its type in words, short enough for one line."""
     words = {str: "a string", bool: "true or false", int: "a whole number", float: "a number", list: "a list"}
     described = words.get(type(value), "a section" if isinstance(value, dict) else type(value).__name__)
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        text = "..."  # a number in it is too long for that
     return f"{text if len(text) <= 40 else text[:37] + '...'} ({described})"

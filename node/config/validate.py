@@ -25,6 +25,7 @@ from node.telemetry.traced_steps import TracedSteps
 from wire.codecs.forms import form
 from wire.errors import ConfigError
 from wire.frames import MAX_TENSOR_BYTES
+from wire.identity.token import MAX_ADDRESS_BYTES, MAX_ADDRESSES, MAX_ADDRESSES_BYTES
 
 FAMILIES = ("llama", "gpt2")
 PRECISIONS = ("float32", "bfloat16")
@@ -51,8 +52,8 @@ def problems(config: RunConfig) -> list[str]:
     return [
         *_run(config.run),
         *_model(config.model, config.data.tokenizer),
-        *([] if config.data.tokenizer else ["data.tokenizer must be bytes, or name a folder or file"]),
-        *([] if config.data.path else ["data.path must name a file, a folder or stdlib"]),
+        *_place("data.tokenizer", config.data.tokenizer, "be bytes, or name a folder or file"),
+        *_place("data.path", config.data.path, "name a file, a folder or stdlib"),
         *_training(config.training, config.run.steps),
         *_storage(config.storage, config.pipeline),
         *_pipeline(config.pipeline, config.model.layers),
@@ -66,13 +67,27 @@ def problems(config: RunConfig) -> list[str]:
 
 def parse_listen(address: str) -> tuple[str, int]:
     """Split `host:port` or `[v6]:port`. Raises ConfigError."""
+    shown = repr(address) if len(address) <= 80 else repr(address[:77] + "...")
     host, colon, port = address.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not colon or not bare or (":" in host and bare == host) or any(char.isspace() for char in address):
-        raise ConfigError(f"{address!r} is not host:port, for example 0.0.0.0:7700 or [::]:7700")
-    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
-        raise ConfigError(f"{address!r} has no port from 0 to 65535 after the colon")
+        raise ConfigError(f"{shown} is not host:port, for example 0.0.0.0:7700 or [::]:7700")
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535):
+        raise ConfigError(f"{shown} has no port from 0 to 65535 after the colon")
+    if not can_be_looked_up(bare):
+        raise ConfigError(
+            f"{shown} names no host: between its dots must be 1 to 63 letters, digits and hyphens each"
+        )
     return bare, int(port)
+
+
+def can_be_looked_up(host: str) -> bool:
+    """Whether Python hands `host` to the system at all; else a look-up raises UnicodeError or ValueError."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return host.isprintable()
 
 
 def why_not_bound(error: OSError) -> str:
@@ -118,6 +133,11 @@ def _model(model: ModelSection, tokenizer: str) -> Iterator[str]:
             yield f"model.heads ({model.heads}) must be a multiple of model.kv_heads ({model.kv_heads})"
     if tokenizer == "bytes" and model.vocab < BYTE_VOCABULARY:
         yield f"model.vocab must be at least {BYTE_VOCABULARY} for byte tokens, got {model.vocab}"
+
+
+def _place(key: str, value: str, words: str) -> Iterator[str]:
+    if not value or "\0" in value:
+        yield f"{key} must {words}" + (", and no path holds a zero character" if value else "")
 
 
 def _training(training: TrainingSection, steps: int) -> Iterator[str]:
@@ -265,8 +285,19 @@ def _coordinator(coordinator: CoordinatorSection) -> Iterator[str]:
             continue
         if name == "coordinator.advertise" and port == 0:
             yield f"{name}: {address!r} must carry the port that nodes dial, not 0"
+        if name == "coordinator.advertise" and len(address.encode()) > MAX_ADDRESS_BYTES:
+            yield (
+                f"{name}: {address[:37] + '...'!r} is longer than the {MAX_ADDRESS_BYTES} bytes that a join "
+                "token holds"
+            )
         if name == "coordinator.listen" and port == 65535:
             yield f"{name}: {address!r} leaves no next port for certified nodes; use 65534 or lower"
+    whole = sum(1 + len(address.encode(errors="replace")) for address in coordinator.advertise)
+    if len(coordinator.advertise) > MAX_ADDRESSES or whole > MAX_ADDRESSES_BYTES:
+        yield (
+            f"coordinator.advertise has {len(coordinator.advertise)} addresses, {whole} bytes together, and "
+            f"a join token holds at most {MAX_ADDRESSES}, {MAX_ADDRESSES_BYTES} bytes together: name fewer"
+        )
     yield from _positive(
         {
             f"coordinator.{key}": getattr(coordinator, key)

@@ -94,19 +94,26 @@ class Results:
     def write(self) -> None:
         """Replace the file whole: a reader, and a lab that goes on, never sees half of it."""
         partial = self.path.with_suffix(".json.partial")
-        partial.write_text(json.dumps(self.values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        partial.replace(self.path)
+        try:
+            partial.write_text(json.dumps(self.values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            partial.replace(self.path)
+        except OSError as error:
+            # Writing tells of a full disk without the name of what was written.
+            error.filename = error.filename or str(self.path)
+            raise
 
 
 def read_results(path: Path) -> dict[str, Any]:
     """A results file, or the one in an output directory. Raises UserError for anything else."""
-    if path.is_dir():
-        path /= RESULTS_FILE
     try:
+        if path.is_dir():
+            path /= RESULTS_FILE
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such results file; `thinwire lab run` writes one") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read as results: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as results: {error}") from None
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise UserError(f"{path} holds no laboratory results of this version ({FORMAT})")

@@ -81,7 +81,7 @@ class _Demo:
         for number in ending_signals():
             if number is not signal.SIGINT:  # which asyncio.run turns into this already
                 asyncio.get_running_loop().add_signal_handler(number, interrupt, number)
-        (self._run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        (self._run_dir / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             async with asyncio.TaskGroup() as group:
                 return await self._drive(group)

@@ -58,7 +58,6 @@ def healthy(checks: list[Check]) -> bool:
 
 def examine(*, token: str | None = None, state_dir: Path | None = None) -> list[Check]:
     """Run all checks; with a token also those of its run. Takes a few seconds; raises nothing."""
-    directory = state_dir or default_state_root()
     return [
         check_python(),
         check_torch(),
@@ -67,7 +66,7 @@ def examine(*, token: str | None = None, state_dir: Path | None = None) -> list[
         check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)),
         *check_congestion_control(CONGESTION_CONTROL),
         *check_slow_start(SLOW_START),
-        *check_disk(directory),
+        *check_state_directory(state_dir),
         *(check_token(token) if token is not None else ()),
     ]
 
@@ -221,11 +220,23 @@ def check_open_files(limits: tuple[int, int]) -> Check:
     return Check(name="open files", status=Status.FAIL, detail=f"limit is {soft}", fix=fix)
 
 
+def check_state_directory(wanted: Path | None) -> Iterator[Check]:
+    """`wanted`, or where nodes keep their identities by default."""
+    try:
+        directory = wanted or default_state_root()
+    except RuntimeError:
+        detail = "this user has no home directory to keep a node's key in"
+        fix = "set HOME, or give --state-dir"
+        yield Check(name="state directory", status=Status.FAIL, detail=detail, fix=fix)
+        return
+    yield from check_disk(directory)
+
+
 def check_disk(directory: Path) -> Iterator[Check]:
     """Write access, space and speed where a node or a run keeps its state. Nothing is left behind."""
     directory = directory.absolute()
-    place = next(parent for parent in (directory, *directory.parents) if parent.exists())
     try:
+        place = next(parent for parent in (directory, *directory.parents) if parent.exists())
         free = shutil.disk_usage(place).free
         with tempfile.TemporaryFile(dir=place) as probe:
             began = time.perf_counter()

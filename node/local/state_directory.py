@@ -10,9 +10,11 @@ from pathlib import Path
 
 from wire.errors import UserError
 from wire.identity.credentials import default_directory
-from wire.identity.files import make_private_directory
+from wire.identity.files import check_free_or_ours, make_private_directory
 
 MOST_NODES = 64
+OURS = ("node.key", "identity.json")
+"""Either shows that a directory is a node's."""
 
 
 class StateDirectory:
@@ -35,21 +37,33 @@ def claim(run_id: str, wanted: Path | None) -> StateDirectory:
         return claimed
     for number in range(1, MOST_NODES + 1):
         name = "node" if number == 1 else f"node-{number}"
-        if (claimed := _try_claim(default_directory(run_id, name))) is not None:
+        try:
+            directory = default_directory(run_id, name)
+        except RuntimeError:
+            raise UserError("this user has no home directory: set HOME, or give --state-dir") from None
+        if (claimed := _try_claim(directory)) is not None:
             return claimed
     raise UserError(f"{MOST_NODES} nodes of run {run_id} are running here already: give a --state-dir")
 
 
 def _try_claim(path: Path) -> StateDirectory | None:
     try:
+        check_free_or_ours(path, OURS, "--state-dir")
         make_private_directory(path)
         lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        reason = error.strerror
-        raise UserError(f"cannot use {path} for this node's key ({reason}): give --state-dir") from None
+        raise _unusable(path, error) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(lock)
         return None
+    except OSError as error:
+        # Some network file systems have no locks.
+        os.close(lock)
+        raise _unusable(path, error) from None
     return StateDirectory(path, lock)
+
+
+def _unusable(path: Path, error: OSError) -> UserError:
+    return UserError(f"cannot use {path} for this node's key ({error.strerror}): give --state-dir")

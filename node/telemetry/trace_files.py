@@ -6,6 +6,7 @@ that is started again begins a new segment. When all segments together exceed th
 """
 
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ MOST_WAITING = 16 * 1024 * 1024
 """Bytes of lines in memory; what comes while a disk is slower than that is dropped."""
 _TICKS = 1e6
 _GZIP = 31  # zlib's way to ask for a gzip header
+_PLACE = re.compile(rb'\{"epoch":(\d+),"step":(\d+),"stage":(\d+),')
+"""How a line begins: to find a step, nothing else of it is read."""
 
 
 @dataclass(frozen=True)
@@ -106,19 +109,46 @@ def read_batches(directory: Path, first: int, last: int) -> Iterator[Batch]:
     What a crash cut short is left out. Raises RunError when files cannot be read.
     """
     for path in segments(directory / TRACE_DIRECTORY):
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            continue  # the oldest go while a run is on
-        except OSError as error:
-            raise RunError(f"{path} cannot be read: {error.strerror}") from error
-        for line in (line for member in _members(data) for line in member.splitlines()):
+        for line in _lines(path):
             try:
                 batch = _from_line(line)
             except (ValueError, KeyError, TypeError, IndexError):
                 continue
             if first <= batch.spans.step <= last:
                 yield batch
+
+
+def newest_whole_step(directory: Path) -> int | None:
+    """The newest step, counted from 0, that every stage has sent what it did in; None when there is none.
+
+    Newest is what ran last: a rollback may have left steps with higher numbers. Raises RunError as above.
+    """
+    stages: dict[int, dict[int, set[int]]] = {}
+    for path in reversed(segments(directory / TRACE_DIRECTORY)):
+        for line in _lines(path):
+            if found := _PLACE.match(line):
+                epoch, step, stage = map(int, found.groups())
+                stages.setdefault(epoch, {}).setdefault(step, set()).add(stage)
+        # The newest segment may have only begun, and a single step does not tell how many stages there are.
+        if sum(map(len, stages.values())) > 1:
+            break
+    for epoch, steps in sorted(stages.items(), reverse=True):
+        known = [*steps.values(), *(stages.get(epoch - 1, {}).values() if len(steps) == 1 else ())]
+        every = set[int]().union(*known)
+        if whole := [step for step, those in steps.items() if those == every]:
+            return max(whole)
+    return None
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return  # the oldest go while a run is on
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from error
+    for member in _members(data):
+        yield from member.splitlines()
 
 
 def _members(data: bytes) -> Iterator[bytes]:

@@ -72,6 +72,8 @@ class PageWatch:
         try:
             parts = urllib.parse.urlsplit(url)
             port = parts.port
+            # What no look-up takes, such as two dots in a row, is found when it is asked for.
+            (parts.hostname or "").encode("idna")
         except ValueError:
             parts, port = urllib.parse.urlsplit(""), None
         # A bare word is a folder that is not there, more likely than a host whose page is at port 80.

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from node.config.places import expanded
 from node.config.schema import DataSection
 from wire.errors import DataError
 
@@ -36,12 +37,13 @@ def read_text(data: DataSection) -> bytes:
 
     Raises:
         DataError: missing, unreadable, damaged, not text, empty, or JSONL without the field.
+        ConfigError: a home that is nobody's.
     """
     if data.path == STDLIB:
         documents = list(_standard_library())
     else:
-        path = Path(data.path).expanduser()
-        if path.is_dir():
+        path = expanded(data.path, "data.path")
+        if _is_folder(path):
             documents = list(_folder(path, data.jsonl_field))
         else:
             documents = _documents(path, data.jsonl_field)
@@ -83,10 +85,19 @@ def _files_below(folder: Path, skipped: frozenset[str] = frozenset()) -> Iterato
     for path in entries:
         if path.name.startswith(".") or path.name in skipped:
             continue
-        if path.is_file():
+        if _is_folder(path):
+            if not path.is_symlink():
+                yield from _files_below(path, skipped)
+        elif path.is_file():
             yield path
-        elif path.is_dir() and not path.is_symlink():
-            yield from _files_below(path, skipped)
+
+
+def _is_folder(path: Path) -> bool:
+    """Raises DataError where one on the way may not be entered."""
+    try:
+        return path.is_dir()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; check its permissions") from error
 
 
 def _standard_library() -> Iterator[bytes]:
@@ -162,7 +173,7 @@ def _json_lines(path: Path, content: bytes, jsonl_field: str) -> list[bytes]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path} line {number} is not JSON ({error}); expected one object") from error
         value = row.get(jsonl_field) if isinstance(row, dict) else None
         if not isinstance(value, str):

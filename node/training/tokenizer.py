@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from node.config.places import expanded
 from node.training.text import SEPARATOR
 from wire.errors import DataError
 
@@ -100,16 +101,20 @@ def load_tokenizer(name: str) -> Tokenizer:
 
     Raises:
         DataError: no such tables, damaged ones, or the package that reads them is not installed.
+        ConfigError: a home that is nobody's.
     """
     if name == BYTES:
         return ByteTokenizer()
-    path = Path(name).expanduser()
-    if not path.exists():
-        raise DataError(
-            f"no tokenizer {name!r}: set [data] tokenizer to {BYTES}, or to a folder or file with GPT-2 "
-            "style tables (tokenizer.json, vocab.json and merges.txt, or encoder.json and vocab.bpe)"
-        )
-    found = _find(path)
+    path = expanded(name, "data.tokenizer")
+    try:
+        if not path.exists():
+            raise DataError(
+                f"no tokenizer {name!r}: set [data] tokenizer to {BYTES}, or to a folder or file with GPT-2 "
+                "style tables (tokenizer.json, vocab.json and merges.txt, or encoder.json and vocab.bpe)"
+            )
+        found = _find(path)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; check its permissions") from error
     try:
         import tokenizers
     except ImportError as error:

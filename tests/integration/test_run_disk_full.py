@@ -36,17 +36,19 @@ def has_small_disks() -> bool:
     return attempt.returncode == 0
 
 
-def on_small_disk(directory: Path, size: str) -> list[str]:
+def on_small_disk(directory: Path, size: str, aside: Path) -> list[str]:
     """A wrapper that runs a command with `directory` on an empty disk of `size`, which it alone sees.
 
-    What the disk holds at the command's end is copied to where `directory` really is.
+    What the disk holds at the command's end is copied to where `directory` really is. `aside`: a folder for
+    what that needs.
     """
     script = (
-        'mkdir -p "$0" "$0.small" "$0.real"; mount -t tmpfs -o size="$1" none "$0.small"; '
-        'mount --bind "$0" "$0.real"; mount --bind "$0.small" "$0"; '
-        'shift; "$@"; code=$?; cp -a "$0/." "$0.real/"; exit $code'
+        'aside="$2"; mkdir -p "$0" "$aside/small" "$aside/real"; '
+        'mount -t tmpfs -o size="$1" none "$aside/small"; '
+        'mount --bind "$0" "$aside/real"; mount --bind "$aside/small" "$0"; '
+        'shift 2; "$@"; code=$?; cp -a "$0/." "$aside/real/"; exit $code'
     )
-    return ["unshare", "-Urm", "sh", "-c", script, str(directory), size]
+    return ["unshare", "-Urm", "sh", "-c", script, str(directory), size, str(aside)]
 
 
 def check_resumable(run: Run, *, snapshots: list[int]) -> None:
@@ -68,7 +70,7 @@ def check_resumable(run: Run, *, snapshots: list[int]) -> None:
 def test_no_room_for_a_snapshot(prefork: Prefork, tmp_path: Path) -> None:
     """The second snapshot does not fit beside the first."""
     with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
-        coordinator = run.start(wrapper=on_small_disk(run.run_dir / "snapshots", "1000k"))
+        coordinator = run.start(wrapper=on_small_disk(run.run_dir / "snapshots", "1000k", tmp_path))
         nodes = run.add_nodes(2)
         assert coordinator.wait_exit() == 1
         assert [node.wait_exit() for node in nodes] == [1, 1]
@@ -105,7 +107,7 @@ def test_no_room_for_the_database(prefork: Prefork, tmp_path: Path) -> None:
     """A commit that cannot be recorded ends the run; every step that was reported is on record."""
     config = replace(CONFIG, run=replace(CONFIG.run, snapshot_every=100))
     with Run(tmp_path, config, launch=prefork.popen) as run:
-        coordinator = run.start(wrapper=on_small_disk(run.run_dir, "200k"))
+        coordinator = run.start(wrapper=on_small_disk(run.run_dir, "200k", tmp_path))
         nodes = run.add_nodes(2)
         assert coordinator.wait_exit() == 1
         assert [node.wait_exit() for node in nodes] == [1, 1]

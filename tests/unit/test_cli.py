@@ -71,6 +71,8 @@ def program(*arguments: str, seconds: float = 60) -> subprocess.CompletedProcess
         ("coordinator absent.toml", "absent.toml: no such run file"),
         ("config explain absent.toml", "absent.toml: no such run file"),
         ("demo run.step=3", "did you mean 'steps'?"),
+        ("top 127.0.0..1:7702 --once", "'127.0.0..1:7702' is neither a run's directory nor its page's"),
+        ("dashboard run --listen a..b:1", "'a..b:1' names no host"),
     ],
 )
 def test_user_mistakes_are_one_line_and_exit_code_2(line: str, words: str, capsys: Capture) -> None:
@@ -87,6 +89,15 @@ def test_user_mistakes_are_one_line_and_exit_code_2(line: str, words: str, capsy
         ("--listen nowhere", "'nowhere' is not host:port"),
         ("--advertise a:b", "'a:b' has no port"),
         ("--device gpu", "--device must be auto, cpu or cuda:N, got 'gpu'"),
+        ("--listen 10.0.0..5:0", "'10.0.0..5:0' names no host"),
+        (
+            "--max-memory 1e300",
+            "--max-memory must be a number above 0, at most 1e+09, or 0 for no limit, got 1e+300",
+        ),
+        (
+            "--max-bandwidth 1e300",
+            "--max-bandwidth must be a number above 0, at most 1e+09, or 0 for no limit",
+        ),
         ("--threads=-1", "--threads must be 0 (torch's own choice) to 4096, got -1"),
         ("--threads 99999999999999", "--threads must be 0 (torch's own choice) to 4096, got 99999999999999"),
         ("--gpus 0", "--gpus must be 1 to 64, got 0"),
@@ -194,6 +205,32 @@ def test_a_bug_with_no_place_for_its_file_still_says_where(
     assert run_failing(ValueError("x"), monkeypatch) == 70
     report = Path(capsys.readouterr().err.rstrip().rpartition("traceback in ")[2])
     assert report.parent == tmp_path and "ValueError: x" in report.read_text()
+
+
+def test_a_bug_of_a_user_without_a_home(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
+) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert run_failing(ValueError("x"), monkeypatch) == 70
+    report = Path(capsys.readouterr().err.rstrip().rpartition("traceback in ")[2])
+    assert report.parent == tmp_path and "ValueError: x" in report.read_text()
+
+
+def test_a_bug_whose_traceback_no_disk_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
+) -> None:
+    def full(self: Path, *_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert run_failing(ValueError("x"), monkeypatch) == 70
+    line = "thinwire: this is a bug: ValueError: x; no disk takes its traceback\n"
+    assert capsys.readouterr().err == line
 
 
 def run_failing(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -81,7 +81,14 @@ def test_values_are_read_into_their_types(tmp_path: Path) -> None:
         ("[run]\nname = 1979-05-27", ["run.name must be a string", "(date)"]),
         ("[run\nsteps = 3", ["not valid TOML", "line 1"]),
         ("[run]\nsteps = 3\nsteps = 4", ["not valid TOML"]),
+        (f"[run]\nsteps = {'9' * 5000}", ["not valid TOML: a number in it has thousands of digits"]),
+        (f"[run]\nsteps = 0x{'f' * 5000}", ["run.steps must be a whole number of at most 64 bits"]),
+        (f"[training]\nlr = {'9' * 400}", ["training.lr must be a number of at most 64 bits"]),
+        (f"[pipeline]\nsplit = [1, {'9' * 400}]", ["must be a list of whole numbers of at most 64 bits"]),
+        (f"[pipeline]\nsplit = [[0x{'f' * 5000}]]", ["pipeline.split must be a list", "... (a list)"]),
+        (f"[pipeline]\nsplit = {'[' * 3000}", ["not valid TOML: hundreds of brackets"]),
     ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
 def test_what_cannot_be_used_is_named_in_one_line(tmp_path: Path, text: str, words: list[str]) -> None:
     path = write(tmp_path, text)
@@ -133,6 +140,16 @@ def test_a_run_keeps_its_text_whatever_folder_it_is_resumed_in(
     assert change_config(config, ["data.path=stdlib"], ["data.path"]).data.path == "stdlib"
 
 
+@pytest.mark.parametrize("key", ["data.path", "data.tokenizer"])
+def test_the_home_of_nobody_is_named(key: str) -> None:
+    config = default_config([f"{key}=~nosuchuser/x.txt"])
+    words = f"^{key} '~nosuchuser/x.txt': this machine knows no home of that user"
+    with pytest.raises(ConfigError, match=words):
+        with_absolute_paths(config)
+    with pytest.raises(ConfigError, match=words):
+        change_config(default_config(), [f"{key}=~nosuchuser/x.txt"], ["data"])
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
@@ -169,7 +186,12 @@ def test_overrides_are_read_as_people_type_them(override: str, expected: tuple[s
         ("model.tied=yes", "model.tied must be true or false"),
         ("pipeline.split=2,x", "a list of whole numbers"),
         ("run.steps=1\nb = 2", "run.steps must be a whole number"),
+        (f"run.steps={'9' * 5000}", "run.steps must be a whole number"),
+        (f"run.steps=0x{'f' * 5000}", "run.steps must be a whole number of at most 64 bits"),
+        (f"training.lr={'9' * 400}", "training.lr must be a number of at most 64 bits"),
+        (f"pipeline.split={'[' * 3000}", "pipeline.split must be a list of whole numbers"),
     ],
+    ids=lambda value: value[:40],
 )
 def test_bad_overrides_are_named(override: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:

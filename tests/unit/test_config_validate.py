@@ -8,6 +8,7 @@ import pytest
 from node.config.schema import RunConfig
 from node.config.validate import parse_listen, problems, validate
 from wire.errors import ConfigError
+from wire.identity.token import JoinToken
 
 
 def changed(values: dict[str, Any]) -> RunConfig:
@@ -20,6 +21,13 @@ def changed(values: dict[str, Any]) -> RunConfig:
 
 def test_the_defaults_break_no_rule() -> None:
     assert problems(RunConfig()) == []
+
+
+def test_a_token_holds_every_list_of_addresses_that_is_allowed() -> None:
+    for addresses in (("a:1",) * 255, tuple(f"{'ab.' * 82}c:{n}" for n in range(1, 12))):
+        assert problems(changed({"coordinator.advertise": addresses})) == []
+        token = JoinToken(addresses, "r" * 40, b"\xff" * 32, "z" * 8, b"\xff" * 16)
+        assert JoinToken.parse(token.encode()) == token
 
 
 def test_the_most_that_is_allowed() -> None:
@@ -51,6 +59,8 @@ def test_the_most_that_is_allowed() -> None:
         ({"model.init_std": float("inf")}, "model.init_std must be a finite number"),
         ({"model.rope_theta": 0.0}, "model.rope_theta must be"),
         ({"data.path": ""}, "data.path must name"),
+        ({"data.path": "a\0b"}, "data.path must name a file, a folder or stdlib, and no path holds a zero"),
+        ({"data.tokenizer": "a\0b"}, "and no path holds a zero character"),
         (
             {"training.global_batch": 2 * 16_385},
             "training.global_batch (32770) comes to more than 16384 microbatches of training.microbatch (2)",
@@ -106,6 +116,19 @@ def test_the_most_that_is_allowed() -> None:
         ({"pipeline.backward_codec": "fixed-99"}, "pipeline.backward_codec: "),
         ({"coordinator.listen": "7700"}, "coordinator.listen: '7700' is not host:port"),
         ({"coordinator.listen": "host:99999"}, "no port from 0 to 65535"),
+        ({"coordinator.listen": f"host:{'9' * 5000}"}, "no port from 0 to 65535"),
+        ({"coordinator.listen": "10.0.0..5:7700"}, "coordinator.listen: '10.0.0..5:7700' names no host"),
+        ({"dashboard.listen": "10.0.0..5:7700"}, "dashboard.listen: '10.0.0..5:7700' names no host"),
+        ({"coordinator.advertise": (f"{'x' * 64}.example:1",)}, "must be 1 to 63 letters"),
+        (
+            {"coordinator.advertise": (f"{'ab.' * 100}c:7700",)},
+            "is longer than the 255 bytes that a join token",
+        ),
+        (
+            {"coordinator.advertise": tuple(f"{'ab.' * 80}c:{n}" for n in range(1, 21))},
+            "coordinator.advertise has 20 addresses, 4891 bytes together, and a join token holds at most 255",
+        ),
+        ({"coordinator.advertise": ("a:1",) * 256}, "has 256 addresses"),
         ({"coordinator.listen": "0.0.0.0:65535"}, "leaves no next port"),
         ({"coordinator.listen": "0.0.0.0:65534"}, "dashboard.listen: there is no port two above"),
         ({"dashboard.listen": "7702"}, "dashboard.listen: '7702' is not host:port"),
@@ -156,8 +179,15 @@ def test_listen_addresses(address: str, expected: tuple[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["", ":", "host", "host:", ":7", "::1:7", "a b:7", "host:-1", "host:\u0663", "[]:7"]
+    "address",
+    [
+        *("", ":", "host", "host:", ":7", "::1:7", "a b:7", "host:-1", "host:\u0663", "[]:7"),
+        *(f"host:{'7' * 5000}", f"{'a.' * 3000}.:7"),
+        *(".:7", "a..b:7", f"{'a' * 64}:7", "a\0b:7", "a\udcffb:7"),
+    ],
 )
 def test_addresses_that_are_none(address: str) -> None:
-    with pytest.raises(ConfigError, match=r"^'.*' (is not host:port|has no port)"):
+    """Said in a line of a readable length."""
+    with pytest.raises(ConfigError, match=r"^'.*' (is not host:port|has no port|names no host)") as caught:
         parse_listen(address)
+    assert len(str(caught.value)) < 200

@@ -4,6 +4,7 @@ import gzip
 import json
 import logging
 import lzma
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from node.config.schema import DataSection
 from node.training import text
 from node.training.text import read_text
-from wire.errors import DataError
+from wire.errors import ConfigError, DataError
 
 
 def read(path: Path | str, field: str = "text") -> bytes:
@@ -111,6 +112,9 @@ def test_json_lines_name_the_line(tmp_path: Path) -> None:
     refused(path, "line 2 has no text")
     path.write_text('{"text": "a"}\n{"text": \n')
     refused(path, "line 2 is not JSON")
+    for odd in ("[" * 5000, f'{{"text": {"9" * 5000}}}'):
+        path.write_text('{"text": "a"}\n' + odd)
+        refused(path, "line 2 is not JSON")
 
 
 def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,3 +127,25 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     # Tests may run as root, whom permissions do not stop.
     monkeypatch.setattr(Path, "read_bytes", denied)
     refused(path, "cannot read .*secret.txt: Permission denied")
+
+
+def test_what_lies_in_a_folder_that_may_not_be_entered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(self: Path, **_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    (tmp_path / "link.txt").symlink_to("locked/text.txt")
+    whole = Path.stat
+
+    def stat(self: Path, **options: bool) -> os.stat_result:
+        return whole(self, **options) if self == tmp_path else denied(self)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    refused(tmp_path / "locked" / "text.txt", "cannot read .*text.txt: Permission denied; check")
+    refused(tmp_path, "cannot read .*link.txt: Permission denied; check")
+
+
+def test_the_home_of_nobody_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"data\.path '~nosuchuser/x\.txt': this machine knows no home"):
+        read("~nosuchuser/x.txt")

@@ -170,6 +170,35 @@ def test_a_system_that_does_not_tell_its_congestion_control_is_not_asked_further
     assert list(check_congestion_control(tmp_path / "absent")) == []
 
 
+def test_a_state_directory_behind_a_folder_that_may_not_be_entered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other checks are told all the same."""
+
+    def exists(path: Path) -> bool:
+        if tmp_path in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return path.is_dir()
+
+    monkeypatch.setattr(Path, "exists", exists)
+    assert main(["doctor", "--state-dir", str(tmp_path / "locked" / "node")]) == 1
+    said = capsys.readouterr().out
+    assert (
+        f"fail  state directory: {tmp_path / 'locked' / 'node'} cannot be written: Permission denied" in said
+    )
+    assert "ok    python: " in said
+
+
+def test_a_user_without_a_home_has_no_default_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    (check,) = (check for check in examine() if check.name == "state directory")
+    assert check.status is Status.FAIL and check.fix == "set HOME, or give --state-dir"
+
+
 def test_disk_space_and_speed_are_judged() -> None:
     assert judge_disk(MIN_FREE_BYTES, MIN_WRITE_RATE).status is Status.OK
     tight = judge_disk(MIN_FREE_BYTES - 1, MIN_WRITE_RATE)

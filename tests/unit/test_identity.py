@@ -1,6 +1,8 @@
 """The run's certificate authority, node identities and their files."""
 
+import os
 import stat
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +29,7 @@ from wire.identity.credentials import (
     load_or_create_key,
     make_csr,
 )
-from wire.identity.files import create_private, write_private
+from wire.identity.files import create_private, make_private_directory, write_private
 from wire.identity.names import (
     is_node_id,
     is_run_id,
@@ -255,6 +257,40 @@ def test_private_files_are_written_whole_or_not(tmp_path: Path) -> None:
     write_private(path, b"three")
     assert path.read_bytes() == b"three"
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("write", [create_private, write_private])
+def test_a_full_disk_is_told_of_the_file(
+    write: Callable[[Path, bytes], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of a write carries no name, and would be taken for one of the screen."""
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write(tmp_path / "file", b"x")
+    assert caught.value.filename == str(tmp_path / "file")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_private_directory_is_made_so_and_another_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_private_directory(tmp_path / "a" / "new")
+    assert mode(tmp_path / "a" / "new") == 0o700
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    make_private_directory(shared)
+    assert mode(shared) == 0o1777
+    monkeypatch.setattr(os, "geteuid", lambda: shared.stat().st_uid + 1)
+    with pytest.raises(PermissionError, match="it belongs to another user"):
+        make_private_directory(shared)
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        make_private_directory(tmp_path / "file")
 
 
 @pytest.mark.parametrize(

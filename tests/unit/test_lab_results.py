@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from node.cli.lab import figure_folders
+from node.cli.main import main
 from node.lab.archive import pack_logs
 from node.lab.merge import merge
 from node.lab.plots import draw
@@ -151,6 +152,32 @@ def test_results_are_written_whole_and_read_strictly(tmp_path: Path) -> None:
         read_results(path)
     with pytest.raises(UserError, match="no such results file"):
         read_results(tmp_path / "none.json")
+    path.write_text("[" * 5000)
+    with pytest.raises(UserError, match="cannot be read as results"):
+        read_results(path)
+
+
+def test_results_behind_a_folder_that_may_not_be_entered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def denied(self: Path, **_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "stat", denied)
+    for action in ("table", "plot"):
+        assert main(["lab", action, str(tmp_path / "locked")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{tmp_path / 'locked'} cannot be read as results: Permission denied" in line
+
+
+def test_a_full_disk_is_told_of_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, *_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        Results(tmp_path / "results.json", results()).write()
+    assert caught.value.filename == str(tmp_path / "results.json")
 
 
 def test_parts_of_a_profile_merge_into_one() -> None:

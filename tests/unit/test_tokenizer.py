@@ -242,3 +242,23 @@ def test_a_folder_that_cannot_be_written_is_named(tables: Path, tmp_path: Path) 
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match=r"tokens cannot be kept in .*: free some space or set XDG"):
         tokens_of(b"text", load_tokenizer(str(tables / "gpt2")), tmp_path / "file" / "tokens", quiet)
+
+
+def test_tables_in_a_folder_that_may_not_be_entered(tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked = tables / "gpt2"
+
+    def stat(self: Path, **options: bool) -> None:
+        if locked in self.parents:
+            raise PermissionError(13, "Permission denied", str(self))
+        return whole(self, **options)
+
+    whole = Path.stat
+    monkeypatch.setattr(Path, "stat", stat)
+    for name in (locked, locked / "vocab.json"):
+        with pytest.raises(DataError, match=f"cannot read {name}: Permission denied; check its permissions"):
+            load_tokenizer(str(name))
+
+
+def test_the_home_of_nobody_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"data\.tokenizer '~nosuchuser/bpe': this machine knows no home"):
+        load_tokenizer("~nosuchuser/bpe")

@@ -134,7 +134,13 @@ def test_a_history_is_followed_while_it_grows(tmp_path: Path) -> None:
     assert watch.view().step == 2
 
 
-@pytest.mark.parametrize("address", ["nowhere", "ftp://127.0.0.1:1", "http://", "127.0.0.1:port", "[::1"])
+LOOK_UPS = ("127.0.0..1:7702", f"http://{'a' * 64}:7702/")
+"""What no look-up takes."""
+
+
+@pytest.mark.parametrize(
+    "address", ["nowhere", "ftp://127.0.0.1:1", "http://", "127.0.0.1:port", "[::1", *LOOK_UPS]
+)
 def test_what_is_neither_a_directory_nor_an_address(address: str) -> None:
     with pytest.raises(UserError, match="neither a run's directory nor its page's address"):
         PageWatch(address)
@@ -150,6 +156,18 @@ def test_a_folder_that_is_missing_is_one_line(
     assert said.out == ""
     (line,) = said.err.splitlines()
     assert "'nope' is neither a run's directory nor its page's address, such as 127.0.0.1:7702" in line
+
+
+def test_a_run_behind_a_folder_that_may_not_be_entered_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def denied(self: Path, **_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "stat", denied)
+    assert main(["top", str(tmp_path / "locked" / "run"), "--once"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot be read: only the user that runs its coordinator may" in line
 
 
 def test_a_page_that_does_not_answer_is_one_line() -> None:

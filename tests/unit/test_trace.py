@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from node.cli.main import main
 from node.telemetry.clock import StageClock, TimeKind
+from node.telemetry.history import HISTORY_FILE
 from node.telemetry.spans import SpanRing, WorkKind
 from node.telemetry.trace import align, chrome_trace
-from node.telemetry.trace_files import Batch, TraceWriter, read_batches, segments
+from node.telemetry.trace_files import Batch, TraceWriter, newest_whole_step, read_batches, segments
 from node.telemetry.traced_steps import TracedSteps
+from tests.support.run_events import done
 from wire.errors import ConfigError
 from wire.frames import HEADER_BYTES, Frame, frame_place, pack_frame
 from wire.spec import Direction, TensorKey
@@ -281,6 +283,49 @@ def test_the_command_writes_to_stdout(
     assert json.loads(out)["traceEvents"]
     assert err.startswith("-: ") and err.count("\n") == 1
     assert not Path("-").exists()
+
+
+def test_the_newest_step_is_the_newest_that_the_files_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The history of a fast run is some steps ahead of its trace."""
+    (tmp_path / "run.db").touch()
+    assert main(["trace", str(tmp_path)]) == 2
+    assert "there is no trace in " in capsys.readouterr().err
+    (tmp_path / HISTORY_FILE).write_text(json.dumps({"at": 1.0, **json.loads(done(46).to_json())}) + "\n")
+    stages = [batch(40), batch(40, "b", 1), batch(41), batch(41, "b", 1), batch(42)]
+    write(TraceWriter(tmp_path, 10**6), *stages)
+    assert main(["trace", str(tmp_path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["steps"], said["stages"]) == ([42, 42], 2)
+
+
+def placed(epoch: int, step: int, stage: int) -> Batch:
+    one = batch(step, "abc"[stage], stage)
+    return replace(one, spans=replace(one.spans, epoch=epoch))
+
+
+@pytest.mark.parametrize(
+    ("segments_of", "newest"),
+    [
+        ([], None),
+        ([[(1, 0, 0)]], 0),
+        ([[(1, 4, 0), (1, 4, 1), (1, 5, 0)]], 4),
+        ([[(1, 4, 0), (1, 4, 1), (1, 5, 1), (1, 5, 0)]], 5),
+        # The newest segment has only begun.
+        ([[(1, 4, 0), (1, 4, 1)], [(1, 5, 0)]], 4),
+        # After a rollback, and then with fewer stages.
+        ([[(1, 8, 0), (1, 8, 1), (1, 9, 0), (1, 9, 1), (2, 5, 0), (2, 5, 1)]], 5),
+        ([[(1, 8, 0), (1, 8, 1), (1, 9, 0), (1, 9, 1), (2, 5, 0)]], 9),
+        ([[(1, 8, 0), (1, 8, 1), (2, 5, 0), (2, 6, 0)]], 6),
+    ],
+)
+def test_a_step_is_whole_once_every_stage_has_sent_it(
+    segments_of: list[list[tuple[int, int, int]]], newest: int | None, tmp_path: Path
+) -> None:
+    for batches in segments_of:
+        write(TraceWriter(tmp_path, 10**6), *(placed(*one) for one in batches))
+    assert newest_whole_step(tmp_path) == newest
 
 
 @pytest.mark.parametrize(

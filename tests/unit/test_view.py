@@ -180,11 +180,35 @@ def test_a_curve_survives_rollbacks(steps: list[int]) -> None:
         ("at [2001:db8::1]:7700, gone", "at ..., gone"),
         ("host gpu-1.example.org:7710 is down", "host ... is down"),
         ("localhost:7700", "..."),
+        ("at alices-pc:7710: Connection refused", "at ...: Connection refused"),
+        ("(node-1:7710) and ALICES-PC:80, gone", "(...) and ..., gone"),
+        ("my_gpu.lan:7710 is down", "... is down"),
+        ("gästezimmer:7710, node.example.org.:7700", "..., ..."),
+        ("http://alices-pc:7702/metrics", "http://.../metrics"),
+        ("peer ipv6:%5Bfe80::1%5D:77 reset", "peer ipv6:... reset"),
+        ("peer ipv4:192.0.2.1:77 reset", "peer ipv4:... reset"),
+        ("[fe80::1%eth0]:7710 or fe80::1%eth0 or ::1", "... or ... or ..."),
+        ("2001:db8:0:0:0:0:0:1 and ::ffff:192.0.2.1", "... and ..."),
         ("step 3: loss 5.4321 in 2.5 s (3:1)", "step 3: loss 5.4321 in 2.5 s (3:1)"),
     ],
 )
 def test_addresses_are_taken_out(text: str, expected: str) -> None:
     assert without_addresses(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "steps 3:46, stage 1: 404, block.0001: 12, loss:2.5",
+        "at 12:30:05, 12:30, 2026-11-23T12:30:05Z or 2026-11-23T12:30",
+        "cuda:0 ran out of memory; cpu:0, cuda:15",
+        "split [4], [2, 2], [3:5] in 1.2.3 and trellis-4.41",
+        f"weights {'12ab' * 16} or sha256:{'12ab' * 16}",
+        "std::bad_alloc in torch::autograd, c10::Error :: that",
+    ],
+)
+def test_what_is_no_address_stays(text: str) -> None:
+    assert without_addresses(text) == text
 
 
 def test_who_waits_in_the_lobby_is_no_spare() -> None:

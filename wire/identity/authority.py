@@ -115,7 +115,7 @@ class CertificateAuthority:
         return cls(run_id, key, certificate)
 
     def save(self, directory: Path) -> None:
-        """Write `ca.key` and `ca.pem` (both mode 0600) into `directory`, which becomes 0700."""
+        """Write `ca.key` and `ca.pem` (both mode 0600) into `directory`, made 0700 if it is not there."""
         make_private_directory(directory)
         write_private(directory / _KEY_FILE, key_to_pem(self._key))
         write_private(directory / _CERTIFICATE_FILE, self.certificate_pem)

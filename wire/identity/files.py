@@ -1,14 +1,60 @@
 """Files that hold keys: private to the user, and on disk whole or not at all."""
 
+import contextlib
+import errno
 import os
 import secrets
+import stat
+from collections.abc import Collection, Iterator
 from pathlib import Path
+
+from wire.errors import UserError
+
+_NOBODYS = frozenset(("lock", "lost+found", "snapshots"))
+"""Count as nothing: what a failed start leaves behind, a file system's own, a disk mounted for snapshots."""
 
 
 def make_private_directory(directory: Path) -> None:
-    """Create `directory` (mode 0700) with its parents; one that exists is made 0700."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    directory.chmod(0o700)
+    """Create `directory` (mode 0700) with its parents; one that exists stays as it is.
+
+    Raises PermissionError when it is another user's, which root alone may use.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        # Else it is a file, or a link to nowhere.
+        directory.mkdir(exist_ok=True)
+        if os.geteuid() not in (0, directory.stat().st_uid):
+            raise PermissionError(errno.EPERM, "it belongs to another user", str(directory)) from None
+
+
+def check_free_or_ours(
+    directory: Path, ours: Collection[str], option: str, *, besides: Collection[str] = ()
+) -> None:
+    """Raise UserError unless keys may go into `directory`, which `option` named; it need not exist.
+
+    Either something of `ours`, names of files, lies there; or nothing at all, and it is the user's own, where
+    not everybody may replace what lies there. Permissions of such a place are not ours to change.
+
+    Args:
+        besides: names that count as nothing.
+    """
+    try:
+        found = {entry.name for entry in directory.iterdir()}.difference(_NOBODYS, besides)
+    except FileNotFoundError:
+        return
+    if not found.isdisjoint(ours):
+        return
+    place = directory.stat()
+    advice = f"give {option} a directory of its own, such as {directory / 'thinwire'}"
+    if place.st_uid != os.geteuid():
+        raise UserError(f"{directory} belongs to another user, and keys would lie in it: {advice}")
+    if found:
+        some = ", ".join(sorted(found)[:3])
+        raise UserError(f"{directory} holds other things ({some}), and keys would lie among them: {advice}")
+    # With the sticky bit others may add files, but not replace those that lie there.
+    if place.st_mode & stat.S_IWOTH and not place.st_mode & stat.S_ISVTX:
+        raise UserError(f"everybody may write to {directory}, and keys would lie in it: {advice}")
 
 
 def write_private(path: Path, data: bytes) -> None:
@@ -35,7 +81,7 @@ def _write_beside(path: Path, data: bytes) -> Path:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with _named(path), os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -48,6 +94,17 @@ def _write_beside(path: Path, data: bytes) -> Path:
 def _sync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with _named(directory):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Writing tells of a full disk without the name of what was written."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise

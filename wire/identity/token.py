@@ -24,6 +24,11 @@ _PREFIX = "tw1"
 _ID_LETTERS = 8
 _SECRET_BYTES = 16
 _PIN_BYTES = 32
+MAX_ADDRESSES = 255
+MAX_ADDRESS_BYTES = 255
+"""The number and each length are a byte."""
+MAX_ADDRESSES_BYTES = 2800
+"""Of all together, each with its length: the whole token then stays below `_LONGEST`."""
 # Base58 costs the square of the length; no real token comes near this.
 _LONGEST = 4096
 
@@ -62,8 +67,9 @@ class JoinToken:
         for address in self.addresses:
             split_address(address)
         if not (
-            1 <= len(self.addresses) <= 255
-            and all(len(address.encode()) <= 255 for address in self.addresses)
+            1 <= len(self.addresses) <= MAX_ADDRESSES
+            and all(len(address.encode()) <= MAX_ADDRESS_BYTES for address in self.addresses)
+            and sum(1 + len(address.encode()) for address in self.addresses) <= MAX_ADDRESSES_BYTES
             and is_run_id(self.run_id)
             and len(self.pin) == _PIN_BYTES
             and len(self.token_id) == _ID_LETTERS
