@@ -50,6 +50,7 @@ from node.telemetry import events
 from node.training.data import Corpus
 from node.training.manifest import Manifest, UnitEntry
 from node.training.schedule import clip_coefficient, learning_rate
+from node.training.snapshot_check import Checked
 from wire.errors import ProtocolViolationError, RefusalCode, RunError
 from wire.identity.enrolment import Refusal
 from wire.messages import Applied, Finish, Heartbeat, HeartbeatReply, Leave, NodeMessage, Ready, Vote, Welcome
@@ -122,6 +123,7 @@ class Coordinator:
             run_id=run_id,
             store=store,
             stored=self._snapshot_stored,
+            damaged=self._snapshot_damaged,
             failed=self._fail,
         )
         self._planner = WindowPlanner(
@@ -150,7 +152,7 @@ class Coordinator:
             tracer.cancel()
             planner.cancel()
             snapshots.cancel()
-        await self._say_goodbye(outcome)
+        await self._say_goodbye()
         await self._tracer.write()
         self._narrator.finished(outcome.reason, failed=outcome.failed)
         return outcome
@@ -201,20 +203,16 @@ class Coordinator:
         if self._sessions.send(node_id, finish):
             self._post(functools.partial(self._machine.lost, node_id, "it was evicted"))
 
-    async def _say_goodbye(self, outcome: Outcome) -> None:
+    async def _say_goodbye(self) -> None:
         """Let every node hear how it ended before the connections close."""
         for session in self._sessions:
             if session.node_id not in self._machine.members:
-                self._turn_away(session, outcome)
+                # It came as the run ended, and the state machine has never seen it.
+                session.send(self._machine.goodbye)
             session.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_SECONDS):
                 await self._sessions.deserted()
-
-    @staticmethod
-    def _turn_away(session: ControlSession, outcome: Outcome) -> None:
-        """For a node that the state machine has never seen: it came as the run ended."""
-        session.send(Finish(reason=f"the run is over: {outcome.reason}", failed=outcome.failed))
 
     def _post(self, happening: Happening) -> None:
         self._events.put_nowait(happening)
@@ -310,7 +308,7 @@ class Coordinator:
             )
         )
         if self._outcome is not None:
-            self._turn_away(session, self._outcome)
+            session.send(self._machine.goodbye)
             session.close()
             return
 
@@ -395,3 +393,8 @@ class Coordinator:
         path = str(self._snapshots.path(manifest.step))
         self._narrator.snapshot_stored(manifest.step, manifest.total_bytes, path, manifest.weights_sha256)
         self._post(lambda now: self._machine.snapshot_stored(manifest.step, now))
+
+    def _snapshot_damaged(self, step: int, checked: Checked) -> None:
+        if checked.whole:
+            self._emit(events.Notice(text=checked.news()))
+        self._post(lambda _now: self._machine.snapshot_damaged(step, checked.whole))

@@ -8,7 +8,7 @@ once an epoch, after every stage voted, and never before the commit is recorded;
 a node that is gone, leaving or quarantined never gets a seat.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from node.coordinator.actions import (
     Aborted,
@@ -27,13 +27,14 @@ from node.coordinator.ending import Ending
 from node.coordinator.epoch import Epoch, FiniteUncompressed, NonFinite, Phase, StepPlan
 from node.coordinator.epoch_series import PLACING_SECONDS, EpochSeries
 from node.coordinator.failures import Failures, GiveUp, Verdict
-from node.coordinator.partings import epoch_over, let_go, run_over, sent_away
+from node.coordinator.partings import epoch_over, goodbye, let_go, run_over, sent_away, told
 from node.coordinator.plan import Past, RunPlan
 from node.coordinator.roster import Member, Roster
-from node.coordinator.seating import ONE, Candidate, Seating, prefetch_order
+from node.coordinator.seating import ONE, Candidate, Seating
 from node.coordinator.snapshot_schedule import SnapshotSchedule
+from node.coordinator.spares import keep_warm
 from node.model.device_memory import Devices
-from wire.messages import Applied, FailureKind, NodeMessage, Placed, Prefetch, Ready, StepFailed, Vote
+from wire.messages import Applied, FailureKind, Finish, NodeMessage, Placed, Ready, StepFailed, Vote
 
 
 class RunMachine:
@@ -57,6 +58,8 @@ class RunMachine:
         self._complaints = Complaints()
         self._ending = Ending()
         self._growing = False
+        self.goodbye = Finish(reason="the run is over", failed=False)
+        """What nodes hear once the run is."""
 
     # ---- what may be known
 
@@ -99,7 +102,7 @@ class RunMachine:
         One that cannot hold any stage is sent away.
         """
         if self.stopped:
-            return run_over([node_id], "the run is over", failed=False)
+            return told([node_id], self.goodbye)
         if node_id in self.quarantined:
             return sent_away(node_id, f"quarantined: {self.quarantined[node_id]}")
         actions: list[Action] = []
@@ -119,7 +122,7 @@ class RunMachine:
             actions += epoch_over([node_id], epoch, "that epoch is over")
         if current is not None:
             return [*actions, *(Send(node_id=node_id, message=m) for m in current.outstanding(node_id))]
-        return [*actions, *self._try_place(now), *self._prefetch(node_id)]
+        return [*actions, *self._try_place(now), *self._prefetch([node_id])]
 
     def heard(self, node_id: str, now: float) -> None:
         self._roster.heard(node_id, now)
@@ -194,11 +197,16 @@ class RunMachine:
         epoch = self.epoch
         if self.stopped or epoch is None:
             return []
-        actions = [action for node in self._roster.spares(epoch.seats) for action in self._prefetch(node)]
+        actions = self._prefetch(self.members)
         if self._snapshots.awaited and epoch.step == step:
             self._snapshots.awaited = False
             actions += self._between_steps(epoch, now)
         return actions
+
+    def snapshot_damaged(self, step: int, whole: int) -> list[Action]:
+        """The snapshot of `step` is damaged; `whole` is the newest that is not, 0 if none is."""
+        self._snapshots.damaged(step, whole)
+        return []
 
     def plan_windows(self, epoch: int, windows: tuple[int, ...]) -> list[Action]:
         """From this epoch's next step on, links have these windows; in later epochs of as many stages too."""
@@ -303,8 +311,8 @@ class RunMachine:
     def _after_failure(self, epoch: Epoch, verdict: Verdict, now: float) -> list[Action]:
         if isinstance(verdict, GiveUp):
             self._ending.give_up(verdict)
-        told = verdict.note and (isinstance(verdict, GiveUp) or not self._ending.due)
-        notes: list[Action] = [Announce(text=verdict.note)] if told else []
+        is_told = verdict.note and (isinstance(verdict, GiveUp) or not self._ending.due)
+        notes: list[Action] = [Announce(text=verdict.note)] if is_told else []
         # Links may be broken for good, but what stages hold can be handed in without them.
         stay = {offer.node_id for offer in self._roster.candidates()} >= set(epoch.seats)
         unsaved = epoch.phase is Phase.APPLYING or self._snapshots.newest < epoch.step
@@ -357,9 +365,7 @@ class RunMachine:
             return []
         if self._ending.due:
             return self._end()
-        actions: list[Action] = []
-        for node_id in self._roster.leaving(self.members):
-            actions += self._release(node_id, now)
+        actions = [one for node in self._roster.leaving(self.members) for one in self._release(node, now)]
         nodes = self._seating.choose(self._roster.candidates(), now)
         if nodes is None:
             news = self._seating.news(self._roster.candidates())
@@ -377,14 +383,8 @@ class RunMachine:
         placement = RecordPlacement(epoch=epoch.number, nodes=nodes, addresses=epoch.addresses)
         return [placement, *epoch.announce()]
 
-    def _prefetch(self, node_id: str) -> list[Action]:
-        """Keep a spare warm: the newest snapshot, the stage that it would most likely take first."""
-        epoch, newest = self.epoch, self._snapshots.newest
-        spares = self._roster.spares(epoch.seats) if epoch is not None else []
-        if epoch is None or newest == 0 or node_id not in spares:
-            return []
-        order = prefetch_order(spares.index(node_id), self.plan.units(len(epoch.seats)))
-        return [Send(node_id=node_id, message=Prefetch(step=newest, units=order))]
+    def _prefetch(self, nodes: Iterable[str]) -> list[Action]:
+        return keep_warm(nodes, self.epoch, self._roster, self._snapshots.newest, self.plan.units)
 
     def _end(self) -> list[Action]:
         """End the run as was asked for, or for what cannot be mended."""
@@ -396,4 +396,5 @@ class RunMachine:
             return []
         self.stopped = True
         self._epochs.end()
-        return [*run_over(self.members, reason, failed=failed), Stop(reason=reason, failed=failed)]
+        self.goodbye = goodbye(reason, failed=failed, done=self._snapshots.newest >= self.plan.total_steps)
+        return [*told(self.members, self.goodbye), Stop(reason=reason, failed=failed)]

@@ -1,6 +1,7 @@
 """Start a run or go on with one: files, keys, ports, and the coordinator between them."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import signal
@@ -40,7 +41,8 @@ from node.telemetry import events
 from node.telemetry.history import highest_step, history_size
 from node.telemetry.view import RunViewBuilder
 from node.training.data import Corpus
-from node.training.snapshot import discard_incomplete, list_snapshots, snapshot_directory
+from node.training.snapshot import discard_incomplete, snapshot_directory
+from node.training.snapshot_check import Checked, Tell, set_damaged_aside
 from wire.channels import make_server
 from wire.errors import DataError, RunError, UserError
 from wire.identity.authority import CertificateAuthority
@@ -67,22 +69,36 @@ class _Run:
     authority: CertificateAuthority
     corpus: Corpus
     past: Past
+    news: str = ""
+    """What to tell of its snapshots once it is on."""
 
 
 def run_coordinator(config: RunConfig, *, run_dir: Path, emit: Emit, resume: bool) -> int:
     """Serve one run to its end; returns the exit code. Raises UserError for what the user can mend."""
-    corpus = Corpus.load(
-        config.data,
-        sequence=config.model.sequence,
-        global_batch=config.training.global_batch,
-        seed=config.run.seed,
-        vocab=config.model.vocab,
-        tell=lambda text: emit(events.Notice(text=text)),
-    )
-    check_cache(config, corpus.windows)
-    check_ports(config.coordinator.listen, listen_address(config))
-    with sole_coordinator(run_dir):
-        run = _reopen(config, run_dir, corpus) if resume else _create(config, run_dir, corpus)
+
+    def tell(text: str) -> None:
+        emit(events.Notice(text=text))
+
+    with contextlib.ExitStack() as held:
+        if resume:
+            # Before all else: who has this run's ports, most likely, is its own coordinator.
+            held.enter_context(sole_coordinator(run_dir))
+        corpus = Corpus.load(
+            config.data,
+            sequence=config.model.sequence,
+            global_batch=config.training.global_batch,
+            seed=config.run.seed,
+            vocab=config.model.vocab,
+            tell=tell,
+        )
+        check_cache(config, corpus.windows)
+        check_ports(config.coordinator.listen, listen_address(config))
+        if resume:
+            run = _reopen(config, run_dir, corpus, tell)
+        else:
+            # After all that may refuse: it writes, and a failed start leaves no run behind.
+            held.enter_context(sole_coordinator(run_dir))
+            run = _create(config, run_dir, corpus)
         with run.store:
             if run.past.newest_snapshot >= config.run.steps:
                 weights = snapshot_directory(run_dir / "snapshots", run.past.newest_snapshot)
@@ -109,7 +125,7 @@ def _write_run_file(directory: Path, config: RunConfig) -> None:
     write_private(directory / "run.toml", to_toml(config).encode())
 
 
-def _reopen(config: RunConfig, directory: Path, corpus: Corpus) -> _Run:
+def _reopen(config: RunConfig, directory: Path, corpus: Corpus, tell: Tell) -> _Run:
     try:
         expected = json.loads(_corpus_file(directory).read_bytes())["sha256"]
     except (OSError, ValueError, KeyError) as error:
@@ -119,10 +135,11 @@ def _reopen(config: RunConfig, directory: Path, corpus: Corpus) -> _Run:
             f"the text at {config.data.path} is not the text that the run began with: put it back, so that "
             "steps run on the same tokens"
         )
+    checked = _newest_whole(directory / "snapshots", tell)
+    newest = checked.whole
     store = Store.open(directory)
-    snapshots = directory / "snapshots"
-    discard_incomplete(snapshots)
-    newest = max(list_snapshots(snapshots), default=0)
+    for step, _ in checked.damaged:
+        store.delete_snapshot(step)
     recorded = store.run().config_json
     if newest >= config.run.steps:
         # How it was trained stays on record; how it is looked at may change.
@@ -146,7 +163,27 @@ def _reopen(config: RunConfig, directory: Path, corpus: Corpus) -> _Run:
         committed=committed,
         seats=tuple(placed.node_id for placed in store.placement(last_epoch)),
     )
-    return _Run(run_id=store.run().run_id, store=store, authority=authority, corpus=corpus, past=past)
+    return _Run(
+        run_id=store.run().run_id,
+        store=store,
+        authority=authority,
+        corpus=corpus,
+        past=past,
+        news=checked.news() if checked.damaged else "",
+    )
+
+
+def _newest_whole(snapshots: Path, tell: Tell) -> Checked:
+    """Raises UserError if there are snapshots and all are damaged."""
+    discard_incomplete(snapshots)
+    checked = set_damaged_aside(snapshots, tell)
+    if checked.damaged and not checked.whole:
+        found = "; ".join(what for _, what in checked.damaged)
+        raise UserError(
+            f"no snapshot of this run is whole ({found}): put back a copy of one that is, then resume, or "
+            "start a new run"
+        )
+    return checked
 
 
 def _untold(newest: StepRecord | None, told: int) -> StepRecord | None:
@@ -220,6 +257,8 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit) -> in
             uses = config.pipeline.stages
             _, token = run.store.create_token(time.time(), TOKEN_LIFETIME, uses)
             emit(_started(config, directory, run))
+            if run.news:
+                emit(events.Notice(text=run.news))
             async with live_page(
                 config,
                 directory=directory,

@@ -13,7 +13,23 @@ def epoch_over(nodes: Iterable[str], epoch: int, reason: str) -> list[Action]:
 
 def run_over(nodes: Iterable[str], reason: str, *, failed: bool) -> list[Action]:
     """They end."""
-    return [Send(node_id=node, message=Finish(reason=reason, failed=failed)) for node in nodes]
+    return told(nodes, Finish(reason=reason, failed=failed))
+
+
+def told(nodes: Iterable[str], finish: Finish) -> list[Action]:
+    """So are they, in words that are given."""
+    return [Send(node_id=node, message=finish) for node in nodes]
+
+
+def goodbye(reason: str, *, failed: bool, done: bool) -> Finish:
+    """What all hear at the end. Of a run that is stopped with steps left a node ends as of one that failed.
+
+    So whatever keeps it up (systemd, a Job) starts it again, and it is there when the run is resumed.
+    """
+    if failed or done:
+        return Finish(reason=reason, failed=failed)
+    left = "the run was stopped before its last step; the same join line goes on once it is resumed"
+    return Finish(reason=f"{reason}: {left}", failed=True)
 
 
 def sent_away(node_id: str, reason: str) -> list[Action]:

@@ -14,8 +14,17 @@ from node.coordinator.records import SnapshotRecord
 from node.coordinator.store import Store
 from node.model.placement import most_layer_bytes, stage_units
 from node.model.units import unit_names
-from node.training.manifest import Manifest, UnitEntry
-from node.training.snapshot import SnapshotWriter, prune, read_manifest, read_unit, snapshot_directory
+from node.training.manifest import Manifest, SnapshotDamagedError, UnitEntry
+from node.training.snapshot import (
+    SnapshotWriter,
+    list_snapshots,
+    prune,
+    read_manifest,
+    read_unit,
+    set_aside,
+    snapshot_directory,
+)
+from node.training.snapshot_check import Checked, set_damaged_aside
 from wire.errors import ProtocolViolationError, RunError, ThinwireError
 
 log = logging.getLogger(__name__)
@@ -55,6 +64,7 @@ class SnapshotDesk:
         run_id: str,
         store: Store,
         stored: Callable[[Manifest], None],
+        damaged: Callable[[int, Checked], None],
         failed: Callable[[str], None],
     ) -> None:
         """
@@ -62,6 +72,7 @@ class SnapshotDesk:
             windows: samples of one pass over the text.
             directory: where the run keeps its snapshots.
             stored: told of every snapshot that is complete and on record.
+            damaged: told of the step whose snapshot is found damaged, if it is the newest, and what is left.
             failed: told why the disk or the database refused.
         """
         self._config = config
@@ -70,6 +81,7 @@ class SnapshotDesk:
         self._store = store
         self._writer = SnapshotWriter(directory, config, run_id, windows)
         self._stored = stored
+        self._damaged = damaged
         self._failed = failed
         self._wanted: dict[int, Hosts] = {}
         """By step, from when it is asked for until a later one is complete."""
@@ -77,6 +89,7 @@ class SnapshotDesk:
         """The newest step that was completed here."""
         self._uploads: asyncio.Queue[_Upload] = asyncio.Queue()
         self._writing = asyncio.Lock()
+        self._setting_aside: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Store what comes, until cancelled.
@@ -120,14 +133,23 @@ class SnapshotDesk:
     async def layer_entry(self, step: int, unit: str) -> UnitEntry:
         """What the manifest of a complete snapshot says of a unit's file."""
         self._check_unit(unit)
-        manifest = await asyncio.to_thread(read_manifest, self.path(step))
+        try:
+            manifest = await asyncio.to_thread(read_manifest, self.path(step))
+        except SnapshotDamagedError:
+            await self._go_back(step)
+            raise
         return manifest.entry(unit)
 
     async def layer(self, step: int, unit: str) -> bytes:
         """A unit's file of a complete snapshot."""
         self._check_unit(unit)
         faults.reach_coordinator(faults.Phase.STATE_FETCH, step=step)
-        return await asyncio.to_thread(read_unit, self.path(step), unit)
+        try:
+            return await asyncio.to_thread(read_unit, self.path(step), unit)
+        except SnapshotDamagedError:
+            # Before the node hears of it: what it fails of runs again from an older one.
+            await self._go_back(step)
+            raise
 
     def permit(self, node_id: str, step: int, unit: str) -> UploadPermit | None:
         """Leave to upload; None if nobody needs the step any more, so that it counts as stored.
@@ -178,6 +200,35 @@ class SnapshotDesk:
                 self._newest = max(self._newest, manifest.step)
                 self._wanted = {step: at for step, at in self._wanted.items() if step >= self._newest}
             return manifest
+
+    async def _go_back(self, step: int) -> None:
+        """A complete snapshot is damaged: it counts no more, if an older one can stand in for it.
+
+        The run hears of it though the node that came upon it be gone meanwhile.
+        """
+        task = asyncio.create_task(self._set_aside(step))
+        self._setting_aside.add(task)
+        task.add_done_callback(self._setting_aside.discard)
+        await asyncio.shield(task)
+
+    async def _set_aside(self, step: int) -> None:
+        async with self._writing:
+            complete = await asyncio.to_thread(list_snapshots, self._directory)
+            if step not in complete:
+                return  # it was set aside or pruned meanwhile
+            if step < complete[-1]:
+                await asyncio.to_thread(set_aside, self.path(step))
+                await asyncio.to_thread(self._store.delete_snapshot, step)
+                return
+            checked = await asyncio.to_thread(set_damaged_aside, self._directory)
+            if not checked.damaged:
+                return
+            self._damaged(step, checked)
+            if checked.whole:
+                # Later steps are asked for again, and must be stored then.
+                self._newest = min(self._newest, checked.whole)
+                for other, _ in checked.damaged:
+                    await asyncio.to_thread(self._store.delete_snapshot, other)
 
     def _told_of(self, error: Exception, permit: UploadPermit) -> Exception:
         """What an upload's sender hears of an error; without the disk or the database the run is over."""

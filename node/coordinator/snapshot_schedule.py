@@ -17,6 +17,8 @@ class SnapshotSchedule:
         self._asked: list[int] = []
         """Those that the epoch asked for and that are not stored yet."""
         self._requested = False
+        self._damaged = 0
+        """One that is, and that no older whole one can stand in for; 0 for none."""
 
     def request(self) -> None:
         """The operator wants the next one that can be taken, due or not."""
@@ -44,6 +46,17 @@ class SnapshotSchedule:
         self.newest = max(self.newest, step)
         self._asked = [asked for asked in self._asked if asked > self.newest]
 
+    def damaged(self, step: int, whole: int) -> None:
+        """It turns out that one is. `whole`: the newest that is not; 0 if none is.
+
+        If it is the newest, the next step that ends has one: until then a failure costs many steps.
+        """
+        if step != self.newest:
+            return
+        self._damaged = 0 if whole else step
+        self.newest = whole or step
+        self._requested = True
+
     def epoch_over(self) -> None:
         """Whoever was to upload is told otherwise."""
         self.awaited = False
@@ -51,4 +64,8 @@ class SnapshotSchedule:
 
     def what_is_kept(self) -> str:
         """For the operator of a run that ends."""
-        return f"the snapshot of step {self.newest} is intact" if self.newest else "no snapshot was due yet"
+        if not self.newest:
+            return "no snapshot was due yet"
+        if self.newest == self._damaged:
+            return f"the snapshot of step {self.newest} is damaged and no older one is whole"
+        return f"the snapshot of step {self.newest} is intact"

@@ -177,6 +177,8 @@ class Store:
 
     def revoke_token(self, token_id: str) -> bool:
         """Stop a token from admitting; nodes that it admitted stay. False for an unknown id."""
+        if not token_id.isascii():
+            return False
         with self._writing() as db:
             cursor = db.execute("UPDATE tokens SET revoked = 1 WHERE token_id = ?", (token_id,))
             return cursor.rowcount == 1
@@ -219,6 +221,8 @@ class Store:
 
     def evict(self, node_id: str, now: float) -> bool:
         """Shut a node out: its key is never admitted again. False for one that is no member."""
+        if not node_id.isascii():  # as no id is; and SQLite has no form for half a surrogate pair
+            return False
         with self._writing() as db:
             cursor = db.execute(
                 "UPDATE members SET evicted = coalesce(evicted, ?) WHERE node_id = ?", (now, node_id)

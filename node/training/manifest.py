@@ -18,6 +18,16 @@ from wire.errors import RunError
 FORMAT = 1
 """Raised whenever files or manifest change meaning."""
 MANIFEST_NAME = "manifest.json"
+DAMAGED_NAME = "manifest.json.damaged"
+"""What the manifest of a snapshot is called that was found damaged."""
+
+
+class SnapshotDamagedError(RunError):
+    """A snapshot that was complete is not what it was. `what` is the message without its advice."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}; use an older snapshot")
+        self.what = what
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +76,24 @@ class Manifest:
             where: names the snapshot in messages.
 
         Raises:
-            RunError: torn, of another format, with missing or wrong fields, or with a wrong weights hash.
+            SnapshotDamagedError: torn, with missing or wrong fields, or with a wrong weights hash.
+            RunError: of another format.
         """
         try:
             fields = json.loads(text)
+            # First of all: of another format, other fields are no damage.
+            if fields["format"] != FORMAT:
+                raise RunError(
+                    f"{where} has format {fields['format']}, expected {FORMAT}; use the version that wrote it"
+                )
             units = tuple(UnitEntry(**entry) for entry in fields.pop("units"))
             manifest = cls(**fields, units=units)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise RunError(f"the manifest of {where} is damaged ({error}); use an older snapshot") from error
-        if manifest.format != FORMAT:
-            raise RunError(
-                f"{where} has format {manifest.format}, expected {FORMAT}; use the version that wrote it"
-            )
+            raise SnapshotDamagedError(f"the manifest of {where} is damaged ({error})") from error
         if any(entry.file != unit_file(entry.unit) for entry in units):
-            raise RunError(f"the manifest of {where} names files that are no units; use an older snapshot")
+            raise SnapshotDamagedError(f"the manifest of {where} names files that are no units")
         if manifest.weights_sha256 != weights_sha256(entry.weights_sha256 for entry in units):
-            raise RunError(f"the manifest of {where} contradicts itself on weights; use an older snapshot")
+            raise SnapshotDamagedError(f"the manifest of {where} contradicts itself on weights")
         return manifest
 
 

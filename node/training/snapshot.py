@@ -4,6 +4,7 @@
                             block.0000.safetensors ...
                             head.safetensors
                             manifest.json             written last: a snapshot without one never happened
+                            manifest.json.damaged     its name once a file is found damaged: it counts no more
 
 Each file is written beside its name, synced and renamed, so that none is ever seen half-written. All calls
 here read, hash or write whole files: call them from a thread, never on the event loop.
@@ -26,9 +27,11 @@ from node import faults
 from node.config.schema import RunConfig
 from node.model.units import unit_names
 from node.training.manifest import (
+    DAMAGED_NAME,
     FORMAT,
     MANIFEST_NAME,
     Manifest,
+    SnapshotDamagedError,
     UnitEntry,
     unit_file,
     unit_weights_sha256,
@@ -54,11 +57,16 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of a complete snapshot.
 
     Raises:
-        RunError: there is none, or it is torn or of another format.
+        SnapshotDamagedError: it is torn, or the disk has lost it.
+        RunError: there is none, or it is of another format.
     """
     try:
         text = (directory / MANIFEST_NAME).read_bytes()
     except OSError as error:
+        if error.errno == errno.EIO:
+            raise SnapshotDamagedError(
+                f"cannot read the manifest of {directory} ({error.strerror})"
+            ) from error
         raise RunError(f"no complete snapshot in {directory} ({error.strerror}); use an older one") from error
     return Manifest.from_json(text, str(directory))
 
@@ -67,22 +75,58 @@ def read_unit(directory: Path, unit: str) -> bytes:
     """A unit's file from a complete snapshot, after checking its SHA-256.
 
     Raises:
-        RunError: the file is missing, unreadable or not what the manifest says.
+        SnapshotDamagedError: the file is missing, unreadable or not what the manifest says.
+        RunError: there is no such unit or complete snapshot, or this user may not read it.
     """
     entry = read_manifest(directory).entry(unit)
     path = directory / entry.file
-    try:
+    with reading(path):
         data = path.read_bytes()
-    except OSError as error:
-        raise RunError(f"cannot read {path} ({error.strerror}); use an older snapshot") from error
     if len(data) != entry.bytes or sha256(data).hexdigest() != entry.sha256:
-        raise RunError(f"{path} is damaged: its SHA-256 is not the manifest's; use an older snapshot")
+        raise damaged(path)
     return data
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """A unit's file is read inside; raises what `read_unit` does."""
+    try:
+        yield
+    except PermissionError as error:
+        raise RunError(f"cannot read {path} ({error.strerror}); make it readable for this user") from error
+    except OSError as error:
+        raise SnapshotDamagedError(f"cannot read {path} ({error.strerror})") from error
+
+
+def damaged(path: Path) -> SnapshotDamagedError:
+    """A unit's file is not what the manifest says."""
+    return SnapshotDamagedError(f"{path} is damaged: its SHA-256 is not the manifest's")
+
+
+def set_aside(directory: Path) -> None:
+    """From here on a damaged snapshot is none; its files stay until those of its time are pruned.
+
+    Raises:
+        RunError: its manifest cannot be renamed.
+    """
+    manifest = directory / MANIFEST_NAME
+    try:
+        manifest.rename(directory / DAMAGED_NAME)
+        _sync_directory(directory)
+    except OSError as error:
+        raise RunError(f"cannot rename {manifest} ({error.strerror}); check its permissions") from error
+
+
 def prune(root: Path, keep: int) -> tuple[int, ...]:
-    """Remove all but the newest `keep` complete snapshots (at least one stays). Returns the steps removed."""
-    removed = list_snapshots(root)[: -max(1, keep)]
+    """Remove all but the newest `keep` complete snapshots (at least one stays). Returns the steps removed.
+
+    What is damaged and older than all that stay goes too.
+    """
+    complete = list_snapshots(root)
+    removed = complete[: -max(1, keep)]
+    for step, directory in _step_directories(root):
+        if complete and step < complete[len(removed)] and _is_aside(directory):
+            _remove(directory)
     for step in removed:
         directory = snapshot_directory(root, step)
         # First the manifest: a removal that is cut short leaves an incomplete snapshot, not a damaged one.
@@ -98,7 +142,7 @@ def discard_incomplete(root: Path, below: int | None = None) -> tuple[int, ...]:
     for step, directory in _step_directories(root):
         if below is not None and step >= below:
             break
-        if step in complete:
+        if step in complete or _is_aside(directory):
             for leftover in directory.glob(".*.tmp"):
                 _remove(leftover)
         else:
@@ -159,6 +203,8 @@ class SnapshotWriter:
                 return None
             manifest = self._manifest(step, entries)
             _write(directory / MANIFEST_NAME, manifest.to_json().encode(), step)
+            # All files of one that was damaged are written anew.
+            (directory / DAMAGED_NAME).unlink(missing_ok=True)
             del self._entries[step]
             return manifest
 
@@ -222,6 +268,10 @@ def _step_directories(root: Path) -> list[tuple[int, Path]]:
         return []
     matches = ((_STEP_DIRECTORY.fullmatch(path.name), path) for path in root.iterdir() if path.is_dir())
     return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def _is_aside(directory: Path) -> bool:
+    return (directory / DAMAGED_NAME).exists() and not (directory / MANIFEST_NAME).exists()
 
 
 def _remove(path: Path) -> None:

@@ -375,6 +375,8 @@ async def test_changes_need_the_key_and_are_carried_out(store: Store) -> None:
         for body in (
             {"action": "revoke", "id": "nope"},
             {"action": "evict", "id": "node-x"},
+            {"action": "evict", "id": "\ud800"},
+            {"action": "revoke", "id": "\ud800"},
             {"action": "fly"},
         ):
             status, said = await ask(body)

@@ -16,7 +16,9 @@ import pytest
 
 from node.telemetry.events import (
     NodeJoined,
+    NodeLeft,
     PageServed,
+    PlacementMade,
     RunFinished,
     RunStarted,
     StepDone,
@@ -150,7 +152,10 @@ def test_a_coordinator_and_nodes_as_deployed(
     # What would be seen if any of them had the test's variables.
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
     monkeypatch.setenv("THINWIRE_LOG", "debug")
-    with Deployed(tmp_path, CONFIG, launch=prefork.popen) as run:
+    # Where it comes back: what nodes know of it holds for its second start.
+    listen = f"127.0.0.1:{free_port(neighbours=2)}"
+    config = replace(CONFIG, coordinator=replace(CONFIG.coordinator, listen=listen))
+    with Deployed(tmp_path, config, launch=prefork.popen) as run:
         (tmp_path / "etc").mkdir()
         shutil.copy(run.run_file, tmp_path / "etc" / "run.toml")
         written = Written()
@@ -188,8 +193,10 @@ def test_a_coordinator_and_nodes_as_deployed(
         seen(coordinator, StepDone, 5)
         coordinator.send(signal.SIGTERM)
         assert coordinator.wait_exit() == 130, coordinator.report()
-        assert node.wait_exit() == 0, node.report()
-        assert container.wait_exit() == 0, container.report()
+        # With steps left: systemd, a Job and docker are to start them again.
+        for stopped in (node, container):
+            assert stopped.wait_exit() == 1, stopped.report()
+            assert "the run was stopped before its last step" in stopped.lines[-1]
         # It kept its key in the volume, as it was told no folder.
         assert list((tmp_path / "state" / "state" / "thinwire").rglob("identity.json"))
 
@@ -205,10 +212,19 @@ def test_a_coordinator_and_nodes_as_deployed(
         shown.send(signal.SIGINT)
         shown.wait_exit()
 
-        # The same command goes on with the run; the volunteer's service takes the stage this time.
+        # The same command goes on with the run, and so does the node, with the key and the token that it had.
         unit = unit_environment(DEPLOY / "systemd" / "thinwire-coordinator.service")
         again = run.deployed(unit, *start, "--json", name="second")
         assert seen(again, RunStarted).first_step >= 5
+        seen(again, PageServed)
+        back = run.deployed(container_environment("Job"), *pool, name="back")
+        assert seen(again, PlacementMade).nodes == seen(coordinator, PlacementMade).nodes
+        seen(again, StepDone)
+        back.send(signal.SIGTERM)
+        assert back.wait_exit() == 130, back.report()
+        assert seen(again, NodeLeft).reason == "it left"
+
+        # The volunteer's service takes the stage then.
         token_by(run, tmp_path, written.take("token", "create", "7d"))
         path = DEPLOY / "systemd" / "thinwire-node.service"
         service, unit = here(exec_start(path), tmp_path), unit_environment(path)

@@ -7,8 +7,9 @@ import pytest
 
 from node.config.schema import RunConfig
 from node.model.memory import stage_storages
-from node.telemetry.events import Notice, PlacementMade, RunFinished, RunStarted, StepDone
+from node.telemetry.events import JoinLine, Notice, PlacementMade, RunFinished, RunStarted, StepDone
 from node.training.schedule import learning_rate
+from node.training.snapshot import list_snapshots, snapshot_directory
 from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, TINY, Run, Still, packed
 
@@ -45,7 +46,11 @@ def test_stop_and_resume(config: RunConfig, prefork: Prefork, tmp_path: Path) ->
         first.interrupt()
         still.go_on()
         assert first.wait_exit() == 130
-        assert [node.wait_exit() for node in nodes] == [0, 0]
+        # So that what keeps them up starts them again: the same line goes on.
+        assert [node.wait_exit() for node in nodes] == [1, 1]
+        for node in nodes:
+            assert "the run was stopped before its last step; the same join line goes on" in node.lines[-1]
+            assert node.complaints == []
         finished = first.all(RunFinished)
         assert [event.reason for event in finished] == ["stopped by the operator"]
         assert not finished[0].failed
@@ -59,6 +64,7 @@ def test_stop_and_resume(config: RunConfig, prefork: Prefork, tmp_path: Path) ->
         run.add_node(state_dir=run.state_dir(1))
         run.add_node()
         assert second.wait_exit() == 0
+        assert [node.wait_exit() for node in run.nodes[2:]] == [0, 0]
         assert [placed.resume_step for placed in second.all(PlacementMade)] == [stopped_at]
         run.assert_undisturbed()
 
@@ -111,3 +117,74 @@ def test_resume_with_a_lower_learning_rate(prefork: Prefork, tmp_path: Path) -> 
         assert {done.step: done.lr for done in second.all(StepDone)} == {
             step: learning_rate(step - 1, training, steps) for step in range(stopped_at + 1, steps + 1)
         }
+
+
+def damage(run: Run, step: int) -> Path:
+    """Other bytes in the middle of one of a snapshot's files."""
+    path = snapshot_directory(run.run_dir / "snapshots", step) / "head.safetensors"
+    data = bytearray(path.read_bytes())
+    data[2000:2004] = bytes(byte ^ 0xFF for byte in data[2000:2004])
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_damaged_newest_snapshot_costs_some_steps(when: str, prefork: Prefork, tmp_path: Path) -> None:
+    """Damaged before the run is resumed, or once its coordinator has looked at it: an older one is whole."""
+    config = replace(CONFIG, run=replace(CONFIG.run, snapshot_every=2))
+    with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=0, steps=7)) as run:
+        first = run.start()
+        run.add_nodes(2)
+        still = run.wait_still()
+        first.interrupt()
+        still.go_on()
+        run.assert_quiet()
+        *_, older, newest = list_snapshots(run.run_dir / "snapshots")
+        assert newest == max(run.losses)
+
+        if when == "before":
+            damage(run, newest)
+        second = run.resume("coordinator.regroup_seconds=0.5")
+        second.wait_event(RunStarted)
+        if when == "after":
+            second.wait_event(JoinLine)
+            damage(run, newest)
+        # They hold nothing: all of it comes from the snapshot.
+        run.add_nodes(2)
+        assert second.wait_exit() == 0
+        (told,) = [notice.text for notice in second.all(Notice) if "damaged" in notice.text]
+        assert (
+            f"head.safetensors is damaged: its SHA-256 is not the manifest's: the snapshot of step {newest}"
+            in told
+        )
+        assert told.endswith(f"the newest that is whole is that of step {older}")
+        assert second.all(RunStarted)[0].first_step == (older if when == "before" else newest)
+        assert second.all(StepDone)[0].step == older + 1
+        assert second.all(PlacementMade)[-1].resume_step == older
+        run.assert_undisturbed()
+
+
+def test_without_a_whole_snapshot_a_run_is_not_resumed(prefork: Prefork, tmp_path: Path) -> None:
+    with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=0, steps=3)) as run:
+        path = damage(run, stopped(run))
+        for _ in range(2):
+            again = run.command("resume", str(run.run_dir))
+            assert again.wait_exit() == 2
+            (line,) = again.stderr.splitlines()
+            assert f"no snapshot of this run is whole ({path} is damaged: " in line
+
+
+def test_a_snapshot_that_is_damaged_while_the_run_is_on_and_the_only_one(
+    prefork: Prefork, tmp_path: Path
+) -> None:
+    with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=0, steps=3)) as run:
+        newest = stopped(run)
+        second = run.resume("coordinator.regroup_seconds=0.5")
+        second.wait_event(JoinLine)
+        damage(run, newest)
+        run.add_nodes(2)
+        assert second.wait_exit() == 1
+        (finished,) = second.all(RunFinished)
+        assert finished.failed and "intact" not in finished.reason
+        assert f"the snapshot of step {newest} is damaged and no older one is whole" in finished.reason
+        run.assert_quiet()

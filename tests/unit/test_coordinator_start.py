@@ -1,24 +1,34 @@
 """What a coordinator that starts again needs at once, and what may come later: nodes wait for its answers."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
+import torch
 
 from node.config.schema import CoordinatorSection, DashboardSection, RunConfig
 from node.coordinator import main
-from node.coordinator.records import StepRecord
+from node.coordinator.claims import sole_coordinator
+from node.coordinator.records import SnapshotRecord, StepRecord
+from node.coordinator.store import Store
 from node.dashboard import live
 from node.dashboard.feed import Feed
 from node.dashboard.live import past_read
+from node.model.chunk import build_chunk
+from node.model.split import split_units
 from node.telemetry import events
 from node.telemetry.history import HISTORY_FILE, Entry, HistoryWriter, history_size
 from node.telemetry.view import RunViewBuilder, view
+from node.training.optimizer import StageOptimizer
+from node.training.serialization import serialize_unit
+from node.training.snapshot import SnapshotWriter, snapshot_directory
 from tests.support.run_events import BEGAN, NODES, done, joined, placed, started, step
-from wire.errors import RunError
+from wire.errors import RunError, UserError
 from wire.identity.names import split_address
 from wire.identity.token import JoinToken
 
@@ -153,3 +163,90 @@ def test_with_a_history_that_cannot_be_read_nothing_is_told_again(tmp_path: Path
     with pytest.raises(RunError):
         list(live.read_history(tmp_path))
     assert main._untold(replace(RECORD, step=0), main._told(tmp_path)) is None
+
+
+@pytest.mark.parametrize("page", [False, True], ids=["join-port", "page-port"])
+def test_a_run_whose_coordinator_lives_is_not_told_of_ports(page: bool, tmp_path: Path) -> None:
+    """The ports that a second one finds taken are, most likely, the first one's."""
+    with socket.socket() as taken, sole_coordinator(tmp_path):
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        config = config_in(tmp_path)
+        if page:
+            config = replace(config, dashboard=DashboardSection(listen=address))
+        else:
+            config = replace(config, coordinator=CoordinatorSection(listen=address))
+        with pytest.raises(UserError, match="another coordinator is running with"):
+            main.run_coordinator(config, run_dir=tmp_path, emit=print, resume=True)
+
+
+def test_a_start_that_finds_a_port_taken_writes_nothing(tmp_path: Path) -> None:
+    config, directory = config_in(tmp_path), tmp_path / "run"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        config = replace(config, dashboard=DashboardSection(listen=address))
+        with pytest.raises(UserError, match="cannot listen at"):
+            main.run_coordinator(config, run_dir=directory, emit=print, resume=False)
+    assert not directory.exists()
+
+
+def one_with_snapshots(directory: Path, monkeypatch: pytest.MonkeyPatch, *steps: int) -> RunConfig:
+    """A run that has begun, with snapshots of these steps."""
+    config = config_in(directory)
+    monkeypatch.setattr(main, "_until_done", ended)
+    assert main.run_coordinator(config, run_dir=directory, emit=lambda _: None, resume=False) == 0
+    chunks = [
+        build_chunk(config.model, units, 0, torch.device("cpu")) for units in split_units(config.model, 1)
+    ]
+    optimizer = StageOptimizer(chunks, config.training)
+    writer = SnapshotWriter(directory / "snapshots", config, "run")
+    with Store.open(directory) as store:
+        for step in steps:
+            for unit in optimizer.units:
+                data = serialize_unit(optimizer.unit_state(unit))
+                writer.put(step, unit, data, sha256(data).hexdigest())
+            store.record_snapshot(SnapshotRecord(step, "", 1, complete=True, created=BEGAN))
+        store.record_step(replace(RECORD, step=steps[-1] + 2))
+    return config
+
+
+async def ended(*_: object) -> int:
+    return 0
+
+
+def test_a_run_goes_on_from_the_newest_snapshot_that_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = one_with_snapshots(tmp_path, monkeypatch, 40, 80)
+    path = snapshot_directory(tmp_path / "snapshots", 80) / "head.safetensors"
+    path.write_bytes(path.read_bytes()[:-4] + b"oops")
+    for time in range(2):
+        told: list[events.Event] = []
+        assert main.run_coordinator(config, run_dir=tmp_path, emit=told.append, resume=True) == 0
+        (began,) = (event for event in told if isinstance(event, events.RunStarted))
+        assert began.first_step == 40
+        notices = [event.text for event in told if isinstance(event, events.Notice)]
+        warned = (
+            f"{path} is damaged: its SHA-256 is not the manifest's: the snapshot of step 80 is set aside "
+            "(as manifest.json.damaged), and the newest that is whole is that of step 40"
+        )
+        assert notices == ([warned] if time == 0 else [])
+    assert path.is_file()
+    with Store.open(tmp_path) as store:
+        assert [record.step for record in store.snapshots()] == [40]
+
+
+def test_a_run_without_a_whole_snapshot_is_not_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = one_with_snapshots(tmp_path, monkeypatch, 80)
+    (snapshot_directory(tmp_path / "snapshots", 80) / "head.safetensors").unlink()
+    for _ in range(2):
+        with pytest.raises(
+            UserError, match=r"no snapshot of this run is whole .*head.*: put back a copy"
+        ) as why:
+            main.run_coordinator(config, run_dir=tmp_path, emit=print, resume=True)
+        assert "\n" not in str(why.value)

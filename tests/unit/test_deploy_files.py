@@ -221,6 +221,15 @@ def test_units_restart_what_failed_and_nothing_else(path: Path) -> None:
     assert settings["Service.CapabilityBoundingSet"] == [""]
 
 
+def test_a_node_is_started_again_for_as_long_as_its_coordinator_is_away() -> None:
+    settings = unit(DEPLOY / "systemd" / "thinwire-node.service")
+    assert settings["Unit.StartLimitIntervalSec"] == ["0"] and "Unit.StartLimitBurst" not in settings
+    (job,) = (whole for _, whole in manifests() if whole["kind"] == "Job")
+    assert job["spec"]["template"]["spec"]["restartPolicy"] == "OnFailure"
+    week, longest_wait = 7 * 24 * 3600, 300
+    assert job["spec"]["backoffLimit"] >= job["spec"]["completions"] * week / longest_wait
+
+
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
 def test_units_keep_things_in_folders_of_their_own(path: Path) -> None:
     """The user of a unit has no home: what is written elsewhere is refused."""

@@ -366,8 +366,8 @@ def test_heartbeats_and_goodbyes_of_strangers_are_dropped() -> None:
 def test_a_stopped_run_answers_everything_with_the_end() -> None:
     run = Driver(stages=1).started("a")
     stop_of(run.machine.fail("the disk is full"))
-    assert finishes(run.hello("a")) == {"a": "the run is over"}
-    assert finishes(run.hello("b")) == {"b": "the run is over"}
+    assert finishes(run.hello("a")) == {"a": "the disk is full"}
+    assert finishes(run.hello("b")) == {"b": "the disk is full"}
     assert run.machine.fail("again") == []
     assert run.stop() == [] and run.leave("a") == [] and run.tick(100.0) == [] and run.stored(5) == []
     assert run.machine.message("a", Vote(epoch=1, step=0, norms={}, loss=None), run.time) == []

@@ -25,6 +25,7 @@ from tests.support.machine_driver import (
 from wire.messages import Begin, FailureKind, Finish, Restore, TakeSnapshot
 
 ASKED = "asked to stop"
+TO_NODES = f"{ASKED}: the run was stopped before its last step; the same join line goes on once it is resumed"
 LEFT = "you have left the run"
 NO_SNAPSHOT = "no snapshot was due yet"
 SAVES = [OpenSnapshot(step=2)]
@@ -55,7 +56,7 @@ def test_a_stop_while_stages_are_placed_saves_what_they_hold() -> None:
     assert of_kind(actions, OpenSnapshot) == SAVES
     assert sent(actions) == [TakeSnapshot(epoch=2, step=2)] * 3, "and nobody waits for links"
     end = run.stored(2)
-    assert finishes(end) == dict.fromkeys("abc", ASKED)
+    assert finishes(end) == dict.fromkeys("abc", TO_NODES)
     assert stop_of(end).reason == ASKED and not stop_of(end).failed
     assert run.machine.newest_snapshot == 2
 
@@ -288,5 +289,46 @@ def test_nothing_is_begun_after_the_snapshot_of_a_run_that_ends() -> None:
     assert run.machine.stopped and run.machine.epoch is None
     assert run.tick(REGROUP) == []
     late = sent(run.hello("x"))
-    assert late == [Finish(reason="the run is over", failed=False)]
+    assert late == [Finish(reason=TO_NODES, failed=True)]
     assert of_kind(run.stored(2), StepDone) == []
+
+
+# ---- what nodes make of it
+
+
+def goodbyes(actions: list[Action]) -> set[Finish]:
+    return {message for message in sent(actions) if isinstance(message, Finish)}
+
+
+def test_nodes_of_a_run_that_is_stopped_with_steps_left_are_to_come_again() -> None:
+    """For the operator it went as planned; what keeps a node up must start it again."""
+    run = in_phase(Phase.STEPPING)
+    run.stop()
+    run.all_vote()
+    run.all_applied()
+    end = run.stored(3)
+    assert goodbyes(end) == {Finish(reason="all steps are done", failed=False)}, "it was the last"
+
+    run = in_phase(Phase.PLACING)
+    run.stop()
+    run.all_placed(2)
+    end = run.stored(2)
+    assert goodbyes(end) == {Finish(reason=TO_NODES, failed=True)}
+    assert stop_of(end).reason == ASKED and not stop_of(end).failed
+    assert run.machine.goodbye == Finish(reason=TO_NODES, failed=True), "for those who come as it ends"
+
+
+def test_a_run_whose_last_state_is_on_disk_has_no_steps_left() -> None:
+    """Its snapshot was complete only after its epoch had ended."""
+    run = in_phase(Phase.IDLE)
+    run.die("b")
+    run.stored(3)
+    end = run.stop()
+    assert goodbyes(end) == {Finish(reason=ASKED, failed=False)}
+    assert not stop_of(end).failed
+
+
+def test_a_node_that_leaves_by_itself_is_not_told_to_come_again() -> None:
+    run = Driver(every=2).started("abc", 2)
+    run.failed("a")
+    assert goodbyes(run.leave("b")) == {Finish(reason=LEFT, failed=False)}

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from node.config.schema import ModelSection, RunConfig
+from node.coordinator import snapshot_desk
 from node.coordinator.snapshot_desk import SnapshotDesk
 from node.coordinator.store import Store
 from node.model.chunk import build_chunk
@@ -22,6 +23,7 @@ from node.training.manifest import Manifest
 from node.training.optimizer import StageOptimizer
 from node.training.serialization import serialize_unit
 from node.training.snapshot import SnapshotWriter, list_snapshots
+from node.training.snapshot_check import Checked
 from wire.errors import ProtocolViolationError, RunError
 
 MODEL = ModelSection(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24, vocab=31, sequence=8)
@@ -43,6 +45,8 @@ class Told:
 
     def __init__(self) -> None:
         self.stored: asyncio.Queue[Manifest] = asyncio.Queue()
+        self.damaged: list[tuple[int, int]] = []
+        """Steps of those found damaged, each with that of the newest that is whole."""
         self.failed: list[str] = []
 
 
@@ -57,6 +61,7 @@ async def desk_at(directory: Path) -> AsyncIterator[tuple[SnapshotDesk, Told]]:
             run_id="run-1",
             store=store,
             stored=told.stored.put_nowait,
+            damaged=lambda step, checked: told.damaged.append((step, checked.whole)),
             failed=told.failed.append,
         )
         async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
@@ -273,3 +278,75 @@ async def test_what_is_left_of_older_snapshots_goes_with_the_next_that_is_comple
             await hand_in(desk, 9, unit, made[unit])
         assert (await told.stored.get()).step == 9
         assert list_snapshots(root) == (7, 9)
+
+
+async def stored(desk: SnapshotDesk, told: Told, step: int) -> None:
+    await desk.expect(step, SEATS)
+    for unit, data in files(0).items():
+        await hand_in(desk, step, unit, data)
+    assert (await told.stored.get()).step == step
+
+
+async def test_a_damaged_layer_is_told_of_before_its_node_hears_and_an_older_snapshot_takes_its_place(
+    tmp_path: Path,
+) -> None:
+    async with desk_at(tmp_path) as (desk, told):
+        await stored(desk, told, 5)
+        await stored(desk, told, 7)
+        path = desk.path(7) / "head.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+        for _ in range(2):
+            with pytest.raises(RunError):
+                await desk.layer(7, "head")
+        assert told.damaged == [(7, 5)] and told.failed == []
+        assert list_snapshots(tmp_path / "snapshots") == (5,)
+        assert await desk.layer(5, "head")
+        # The run comes to steps again that were stored: they are stored again, not let pass.
+        await stored(desk, told, 6)
+        await stored(desk, told, 7)
+        assert await desk.layer(7, "head")
+
+
+async def test_a_damaged_layer_of_an_older_snapshot_is_nobodys_loss(tmp_path: Path) -> None:
+    async with desk_at(tmp_path) as (desk, told):
+        await stored(desk, told, 5)
+        await stored(desk, told, 7)
+        (desk.path(5) / "head.safetensors").unlink()
+        with pytest.raises(RunError):
+            await desk.layer(5, "head")
+        assert told.damaged == [] and list_snapshots(tmp_path / "snapshots") == (7,)
+
+
+async def test_a_damaged_layer_with_nothing_to_go_back_to(tmp_path: Path) -> None:
+    async with desk_at(tmp_path) as (desk, told):
+        await stored(desk, told, 7)
+        (desk.path(7) / "manifest.json").write_text("{")
+        with pytest.raises(RunError):
+            await desk.layer_entry(7, "head")
+        assert told.damaged == [(7, 0)] and list_snapshots(tmp_path / "snapshots") == (7,)
+
+
+async def test_a_damaged_layer_is_told_of_though_its_node_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the run would go back, again and again, to a snapshot that is aside."""
+    began, gate, check = threading.Event(), threading.Event(), snapshot_desk.set_damaged_aside
+
+    def slow(directory: Path) -> Checked:
+        began.set()
+        assert gate.wait(SECONDS)
+        return check(directory)
+
+    monkeypatch.setattr(snapshot_desk, "set_damaged_aside", slow)
+    async with desk_at(tmp_path) as (desk, told):
+        await stored(desk, told, 5)
+        await stored(desk, told, 7)
+        (desk.path(7) / "head.safetensors").unlink()
+        asking = asyncio.create_task(desk.layer(7, "head"))
+        await asyncio.to_thread(began.wait, SECONDS)
+        asking.cancel()
+        await asyncio.wait([asking])
+        assert asking.cancelled() and told.damaged == []
+        gate.set()
+        await stored(desk, told, 9)
+        assert told.damaged == [(7, 5)]

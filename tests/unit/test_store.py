@@ -367,3 +367,11 @@ def test_a_write_that_fails_halfway_changes_nothing(store: Store) -> None:
     with pytest.raises(RunError, match="cannot be used"):
         store.record_placement(1, [nodes[0], nodes[0]])
     assert store.placement(1) == nodes
+
+
+def test_ids_that_are_no_text_are_nobodys(directory: Path) -> None:
+    """JSON and a command's arguments may hold half of a surrogate pair, for which SQLite has no form."""
+    with create(directory) as store:
+        for nobody in ("\ud800", "node-\udcff", "kn\u00f6tchen"):
+            assert not store.evict(nobody, NOW)
+            assert not store.revoke_token(nobody)

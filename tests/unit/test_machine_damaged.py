@@ -1,0 +1,59 @@
+"""A snapshot that turns out to be damaged while the run is on: what it goes back to, and what it says."""
+
+from node.coordinator.actions import OpenSnapshot
+from node.coordinator.failures import MAX_RETRIES
+from tests.support.machine_driver import Driver, of_kind, restore_of, stop_of
+from wire.messages import FailureKind
+
+DAMAGED = "head.safetensors is damaged"
+
+
+def gone_back() -> Driver:
+    """The newest snapshot is that of step 4, that of 2 is there too, and a stage has lost what it held."""
+    run = Driver(every=2).started("abc", 4)
+    run.hello("x")
+    run.die("b")
+    run.tick(20.0)
+    assert restore_of(run.all_placed()).step == 4
+    return run
+
+
+def test_the_next_epoch_goes_back_to_the_one_that_is_whole() -> None:
+    run = gone_back()
+    assert run.machine.snapshot_damaged(4, 2) == []
+    assert run.machine.newest_snapshot == 2
+    run.failed("x", FailureKind.INTERNAL, why=DAMAGED)
+    assert restore_of(run.all_placed()).step == 2
+    run.all_ready()
+    assert of_kind(run.steps(1), OpenSnapshot) == [OpenSnapshot(step=3)], "not only when one is due"
+    assert of_kind(run.steps(1), OpenSnapshot) == [OpenSnapshot(step=4)], "the damaged one is made anew"
+    assert run.machine.newest_snapshot == 4
+
+
+def test_stages_that_hold_newer_state_go_on_with_it() -> None:
+    """A spare came upon the damage: nobody has to go back."""
+    run = Driver(every=4).started("abc", 9)
+    run.machine.snapshot_damaged(8, 4)
+    run.failed("b")
+    assert restore_of(run.all_placed(9)).step == 9
+    assert of_kind(run.all_ready(), OpenSnapshot) == [OpenSnapshot(step=9)], "a failure now would cost more"
+    run.stored(9)
+    assert run.machine.newest_snapshot == 9
+
+
+def test_what_is_said_of_one_that_has_been_replaced_changes_nothing() -> None:
+    run = Driver(every=2).started("abc", 4)
+    run.machine.snapshot_damaged(2, 0)
+    assert run.machine.newest_snapshot == 4
+    assert of_kind(run.steps(1), OpenSnapshot) == []
+
+
+def test_a_run_with_no_other_snapshot_does_not_call_it_intact() -> None:
+    run = gone_back()
+    run.machine.snapshot_damaged(4, 0)
+    for _ in range(MAX_RETRIES):
+        run.failed("x", FailureKind.INTERNAL, why=DAMAGED)
+        assert restore_of(run.all_placed()).step == 4
+    end = stop_of(run.failed("x", FailureKind.INTERNAL, why=DAMAGED))
+    assert end.failed and "intact" not in end.reason
+    assert "the snapshot of step 4 is damaged and no older one is whole" in end.reason
