@@ -2,13 +2,15 @@
 
 Compiled by numba at first use and kept in its cache beside the modules, each function with what it calls and
 with the constants that it reads. Numba looks at the caller's file alone to find out whether that is still
-right, so what is older than the files behind it is removed here.
+right, so what is older than the files behind it is removed here. Where it may write nowhere, not beside the
+modules nor below the user's home, every process compiles anew.
 
 Loops over a tile are written so that LLVM makes vectors of them although it may not reorder operations on
 floats. Constants are fp32: numba computes in fp64 with a plain number.
 """
 
 import contextlib
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable
@@ -22,6 +24,8 @@ import torch
 from numpy.typing import NDArray
 
 from kernels.tiles import NON_FINITE, NORMAL_BITS, SMALLEST_STEP, TILE, powers_of_two
+
+_log = logging.getLogger(__name__)
 
 
 def forget_older(cache: Path, sources: Iterable[Path]) -> None:
@@ -65,10 +69,25 @@ _FLAGS_A_BYTE = 8
 _FEWEST_TILES = 2048
 _RANGES_A_THREAD = 8
 
-compiled = numba.njit(nogil=True, cache=True, error_model="numpy")
-inlined = numba.njit(nogil=True, cache=True, error_model="numpy", inline="always")
+
+def _can_keep() -> bool:
+    """Whether numba finds a place that it may write to."""
+    try:
+        numba.njit(cache=True)(_can_keep)
+    except RuntimeError:
+        _log.warning(
+            "numba can keep nothing that it compiles here, so every start compiles anew: set NUMBA_CACHE_DIR "
+            "or XDG_CACHE_HOME to a folder that this user may write to"
+        )
+        return False
+    return True
+
+
+_KEEP = _can_keep()
+compiled = numba.njit(nogil=True, cache=_KEEP, error_model="numpy")
+inlined = numba.njit(nogil=True, cache=_KEEP, error_model="numpy", inline="always")
 # Sums in any order, of products that are not rounded before: for what is exact anyway, and nothing else.
-exact = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc"})
+exact = numba.njit(nogil=True, cache=_KEEP, error_model="numpy", fastmath={"contract", "reassoc"})
 
 
 @inlined

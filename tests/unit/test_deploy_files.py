@@ -237,7 +237,7 @@ def test_units_keep_things_in_folders_of_their_own(path: Path) -> None:
     (state,), (cache,) = settings["Service.StateDirectory"], settings["Service.CacheDirectory"]
     given = unit_environment(path)
     assert given.pop("XDG_STATE_HOME") in (f"/var/lib/{state}", "/var/lib")
-    assert given
+    assert "XDG_CACHE_HOME" in given, "what is compiled, and tokens"
     for name, value in given.items():
         assert value.startswith(f"/var/cache/{cache}"), name
 

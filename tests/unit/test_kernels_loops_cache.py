@@ -1,11 +1,14 @@
 """Compiled loops that are older than what they were compiled from are not used again."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from kernels.loops import forget_older
+from tests.support.paths import python_path
 
 
 @pytest.mark.parametrize(("age", "kept"), [(-1, False), (1, True)])
@@ -30,3 +33,39 @@ def test_nothing_compiled_yet_is_fine(tmp_path: Path) -> None:
     source = tmp_path / "loops.py"
     source.write_text("")
     forget_older(tmp_path / "absent", [source])
+
+
+NOWHERE = """
+import hashlib
+import sys
+from numba.core import caching
+
+if sys.argv[1] == "nowhere":
+    for locator in caching.CacheImpl._locator_classes:
+        locator.from_function = classmethod(lambda *_: None)
+
+import torch
+from wire.codecs.registry import codec
+
+packed = codec("tah").pack(torch.linspace(-3, 5, 300).view(2, 150))
+print(hashlib.sha256(packed.numpy().tobytes()).hexdigest())
+"""
+
+
+def test_loops_work_where_nothing_may_be_kept() -> None:
+    """As under a user without a home, in an installation that is not theirs."""
+
+    def run(where: str) -> "subprocess.CompletedProcess[str]":
+        command = (sys.executable, "-c", NOWHERE, where)
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=150,
+            env={**os.environ, "PYTHONPATH": python_path()},
+        )
+
+    kept, nowhere = run("anywhere"), run("nowhere")
+    assert nowhere.returncode == 0, nowhere.stderr
+    assert nowhere.stderr.startswith("numba can keep nothing") and kept.stderr == ""
+    assert nowhere.stdout == kept.stdout
