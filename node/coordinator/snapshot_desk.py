@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from node import faults
 from node.config.schema import RunConfig
@@ -27,6 +28,7 @@ from node.training.snapshot import (
 from node.training.snapshot_check import Checked, set_damaged_aside
 from wire.errors import ProtocolViolationError, RunError, ThinwireError
 
+Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 Hosts = dict[str, str]
@@ -133,23 +135,13 @@ class SnapshotDesk:
     async def layer_entry(self, step: int, unit: str) -> UnitEntry:
         """What the manifest of a complete snapshot says of a unit's file."""
         self._check_unit(unit)
-        try:
-            manifest = await asyncio.to_thread(read_manifest, self.path(step))
-        except SnapshotDamagedError:
-            await self._go_back(step)
-            raise
-        return manifest.entry(unit)
+        return (await self._whole(step, lambda: read_manifest(self.path(step)))).entry(unit)
 
     async def layer(self, step: int, unit: str) -> bytes:
         """A unit's file of a complete snapshot."""
         self._check_unit(unit)
         faults.reach_coordinator(faults.Phase.STATE_FETCH, step=step)
-        try:
-            return await asyncio.to_thread(read_unit, self.path(step), unit)
-        except SnapshotDamagedError:
-            # Before the node hears of it: what it fails of runs again from an older one.
-            await self._go_back(step)
-            raise
+        return await self._whole(step, lambda: read_unit(self.path(step), unit))
 
     def permit(self, node_id: str, step: int, unit: str) -> UploadPermit | None:
         """Leave to upload; None if nobody needs the step any more, so that it counts as stored.
@@ -200,6 +192,15 @@ class SnapshotDesk:
                 self._newest = max(self._newest, manifest.step)
                 self._wanted = {step: at for step, at in self._wanted.items() if step >= self._newest}
             return manifest
+
+    async def _whole(self, step: int, read: Callable[[], Result]) -> Result:
+        """What `read` finds in the snapshot of `step`, on a thread; one that is damaged is set aside."""
+        try:
+            return await asyncio.to_thread(read)
+        except SnapshotDamagedError:
+            # Before the node hears of it: what it fails of runs again from an older one.
+            await self._go_back(step)
+            raise
 
     async def _go_back(self, step: int) -> None:
         """A complete snapshot is damaged: it counts no more, if an older one can stand in for it.

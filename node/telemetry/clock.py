@@ -38,16 +38,15 @@ class StageClock:
     """Attributes wall time to kinds. One thread switches; any thread may take snapshots.
 
     `clock` gives seconds and never goes back. Time before the first switch counts as `kind`: a stage begins
-    by waiting for its coordinator. What ended goes to `ring`, if there is one.
+    by waiting for its coordinator.
     """
 
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
         kind: TimeKind = TimeKind.WAIT_COORDINATOR,
-        ring: SpanRing | None = None,
     ) -> None:
-        self._ring = ring
+        self._ring: SpanRing | None = None
         self._key: TensorKey | None = None
         self._clock = clock
         self._kind = kind

@@ -24,14 +24,19 @@ TIED_RING = replace(
 pytestmark = pytest.mark.timeout(240)
 
 
-def stopped(run: Run) -> int:
-    """Start a run of two nodes and stop it while one stands still; the step of its snapshot."""
+def stop(run: Run) -> None:
+    """Start a run of two nodes and stop it while one stands still."""
     first = run.start()
     run.add_nodes(2)
     still = run.wait_still()
     first.interrupt()
     still.go_on()
     run.assert_quiet()
+
+
+def stopped(run: Run) -> int:
+    """As `stop`; the step of its only snapshot."""
+    stop(run)
     (stopped_at,) = run.snapshots
     return stopped_at
 
@@ -133,12 +138,7 @@ def test_a_damaged_newest_snapshot_costs_some_steps(when: str, prefork: Prefork,
     """Damaged before the run is resumed, or once its coordinator has looked at it: an older one is whole."""
     config = replace(CONFIG, run=replace(CONFIG.run, snapshot_every=2))
     with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=0, steps=7)) as run:
-        first = run.start()
-        run.add_nodes(2)
-        still = run.wait_still()
-        first.interrupt()
-        still.go_on()
-        run.assert_quiet()
+        stop(run)
         *_, older, newest = list_snapshots(run.run_dir / "snapshots")
         assert newest == max(run.losses)
 

@@ -195,16 +195,21 @@ def test_a_bug_leaves_its_traceback_in_a_file(
     assert "Traceback (most recent call last)" in text and "raise error" in text
 
 
+def assert_reported_beside(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """Where the user's own folder takes no report, the one for temporary files does."""
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    assert run_failing(ValueError("x"), monkeypatch) == 70
+    report = Path(capsys.readouterr().err.rstrip().rpartition("traceback in ")[2])
+    assert report.parent == folder and "ValueError: x" in report.read_text()
+
+
 def test_a_bug_with_no_place_for_its_file_still_says_where(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
 ) -> None:
     blocked = tmp_path / "blocked"
     blocked.write_text("a file where a directory is needed")
     monkeypatch.setenv("XDG_STATE_HOME", str(blocked))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert run_failing(ValueError("x"), monkeypatch) == 70
-    report = Path(capsys.readouterr().err.rstrip().rpartition("traceback in ")[2])
-    assert report.parent == tmp_path and "ValueError: x" in report.read_text()
+    assert_reported_beside(tmp_path, monkeypatch, capsys)
 
 
 def test_a_bug_of_a_user_without_a_home(
@@ -215,10 +220,7 @@ def test_a_bug_of_a_user_without_a_home(
 
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setattr(Path, "home", home)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert run_failing(ValueError("x"), monkeypatch) == 70
-    report = Path(capsys.readouterr().err.rstrip().rpartition("traceback in ")[2])
-    assert report.parent == tmp_path and "ValueError: x" in report.read_text()
+    assert_reported_beside(tmp_path, monkeypatch, capsys)
 
 
 def test_a_bug_whose_traceback_no_disk_takes(

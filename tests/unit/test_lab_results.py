@@ -18,6 +18,7 @@ from node.lab.results import Results, read_results
 from node.lab.table import all_tables, paper_tables, provenance, tables_text
 from node.telemetry.clock import TimeKind
 from tests.support.lab_results import cell, results
+from tests.support.locked import lock
 from wire.errors import UserError
 
 PAPER = Path(__file__).parents[2] / "node" / "lab" / "paper_tables.toml"
@@ -160,10 +161,7 @@ def test_results_are_written_whole_and_read_strictly(tmp_path: Path) -> None:
 def test_results_behind_a_folder_that_may_not_be_entered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def denied(self: Path, **_: object) -> None:
-        raise PermissionError(13, "Permission denied", str(self))
-
-    monkeypatch.setattr(Path, "stat", denied)
+    lock(monkeypatch)
     for action in ("table", "plot"):
         assert main(["lab", action, str(tmp_path / "locked")]) == 2
         (line,) = capsys.readouterr().err.splitlines()

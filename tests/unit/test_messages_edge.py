@@ -152,24 +152,29 @@ async def test_a_session_that_begins_with_junk_is_refused_in_words(junk: bytes) 
         assert desk.open == {}
 
 
-@pytest.mark.parametrize("junk", NOT_MESSAGES)
-async def test_a_node_ends_a_session_in_which_it_hears_junk(junk: bytes) -> None:
-    async def session(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        yield coordinator_message_to_proto(Finish(reason="well", failed=False)).SerializeToString()
-        yield junk
-
+async def hear(session: Any, heard: list[CoordinatorMessage]) -> None:
+    """A node's session with a coordinator that says what `session` yields."""
     handlers: dict[str, Any] = {"Session": grpc.stream_stream_rpc_method_handler(session)}
     service = grpc.method_handlers_generic_handler("thinwire.wire.v1.Coordinator", handlers)
-    heard: list[CoordinatorMessage] = []
 
     async def handle(message: CoordinatorMessage) -> None:
         heard.append(message)
 
     async with coordinator(None, service) as port:
         client = CoordinatorClient(f"127.0.0.1:{port}", lambda: NODE, 5.0)
-        with pytest.raises(ProtocolViolationError):
-            async with asyncio.timeout(SECONDS):
-                await client.session(hello(":1"), asyncio.Queue(), handle, lambda: None)
+        async with asyncio.timeout(SECONDS):
+            await client.session(hello(":1"), asyncio.Queue(), handle, lambda: None)
+
+
+@pytest.mark.parametrize("junk", NOT_MESSAGES)
+async def test_a_node_ends_a_session_in_which_it_hears_junk(junk: bytes) -> None:
+    async def session(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        yield coordinator_message_to_proto(Finish(reason="well", failed=False)).SerializeToString()
+        yield junk
+
+    heard: list[CoordinatorMessage] = []
+    with pytest.raises(ProtocolViolationError):
+        await hear(session, heard)
     assert heard == [Finish(reason="well", failed=False)]
 
 
@@ -188,18 +193,9 @@ async def test_a_node_hears_what_a_stream_held_that_ended_before_its_hello_was_s
         await write(call, request)
 
     monkeypatch.setattr(made, "write", late)
-    handlers: dict[str, Any] = {"Session": grpc.stream_stream_rpc_method_handler(session)}
-    service = grpc.method_handlers_generic_handler("thinwire.wire.v1.Coordinator", handlers)
     heard: list[CoordinatorMessage] = []
-
-    async def handle(message: CoordinatorMessage) -> None:
-        heard.append(message)
-
-    async with coordinator(None, service) as port:
-        client = CoordinatorClient(f"127.0.0.1:{port}", lambda: NODE, 5.0)
-        with pytest.raises(RunError, match="refused: no such node"):
-            async with asyncio.timeout(SECONDS):
-                await client.session(hello(":1"), asyncio.Queue(), handle, lambda: None)
+    with pytest.raises(RunError, match="refused: no such node"):
+        await hear(session, heard)
     assert heard == [Finish(reason="well", failed=False)]
 
 

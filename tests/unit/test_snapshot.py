@@ -5,21 +5,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from node.config.schema import ModelSection, RunConfig
 from node.model.chunk import build_chunk
 from node.model.split import split_units
 from node.model.units import unit_names
-from node.training.manifest import MANIFEST_NAME, Manifest, unit_weights_sha256, weights_sha256
-from node.training.optimizer import StageOptimizer
+from node.training.manifest import MANIFEST_NAME, unit_weights_sha256, weights_sha256
 from node.training.serialization import deserialize_unit, load_unit, serialize_unit
 from node.training.snapshot import (
     SnapshotWriter,
@@ -30,32 +26,10 @@ from node.training.snapshot import (
     read_unit,
     snapshot_directory,
 )
+from tests.support.snapshots import CONFIG, MODEL, put, unit_states, write_snapshot
 from wire.errors import ProtocolViolationError, RunError
 
-MODEL = ModelSection(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24, vocab=31, sequence=8)
-CONFIG = RunConfig(model=MODEL)
 UNITS = unit_names(MODEL)
-
-
-def unit_states(seed: int = 0, chunks: int = 1) -> dict[str, dict[str, Tensor]]:
-    built = [build_chunk(MODEL, units, seed, torch.device("cpu")) for units in split_units(MODEL, chunks)]
-    optimizer = StageOptimizer(built, CONFIG.training)
-    return {unit: optimizer.unit_state(unit) for unit in optimizer.units}
-
-
-def put(writer: SnapshotWriter, step: int, unit: str, tensors: Mapping[str, Tensor]) -> Manifest | None:
-    data = serialize_unit(tensors)
-    return writer.put(step, unit, data, sha256(data).hexdigest())
-
-
-def write_snapshot(root: Path, step: int, seed: int = 0) -> Manifest:
-    writer = SnapshotWriter(root, CONFIG, "run-1")
-    manifest = None
-    for unit, tensors in unit_states(seed).items():
-        assert manifest is None
-        manifest = put(writer, step, unit, tensors)
-    assert manifest is not None
-    return manifest
 
 
 def files_below(root: Path) -> list[str]:

@@ -2,22 +2,14 @@
 
 import errno
 import os
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from node.config.schema import ModelSection, RunConfig
-from node.model.chunk import build_chunk
-from node.model.split import split_units
 from node.training import snapshot_check
 from node.training.manifest import DAMAGED_NAME, MANIFEST_NAME, SnapshotDamagedError
-from node.training.optimizer import StageOptimizer
-from node.training.serialization import serialize_unit
 from node.training.snapshot import (
-    SnapshotWriter,
     discard_incomplete,
     list_snapshots,
     prune,
@@ -25,20 +17,13 @@ from node.training.snapshot import (
     snapshot_directory,
 )
 from node.training.snapshot_check import Checked, check_snapshot, set_damaged_aside
+from tests.support.snapshots import write_snapshot
 from wire.errors import RunError
-
-MODEL = ModelSection(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24, vocab=31, sequence=8)
-CONFIG = RunConfig(model=MODEL)
 
 
 def write_snapshots(root: Path, *steps: int) -> None:
-    chunks = [build_chunk(MODEL, units, 0, torch.device("cpu")) for units in split_units(MODEL, 1)]
-    optimizer = StageOptimizer(chunks, CONFIG.training)
-    files = {unit: serialize_unit(optimizer.unit_state(unit)) for unit in optimizer.units}
-    writer = SnapshotWriter(root, CONFIG, "run-1")
     for step in steps:
-        for unit, data in files.items():
-            writer.put(step, unit, data, sha256(data).hexdigest())
+        write_snapshot(root, step)
 
 
 def damage(root: Path, step: int, name: str = "head.safetensors") -> Path:

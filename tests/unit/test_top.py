@@ -28,6 +28,7 @@ from node.telemetry.status import STATUS_FILE, StatusWriter
 from node.telemetry.top import sparkline, step_line, view_lines
 from node.telemetry.view import RunViewBuilder, view
 from node.telemetry.watch import HistoryWatch, PageWatch
+from tests.support.locked import lock
 from tests.support.run_events import BEGAN, aborted, history, link_cost, opening, started, step
 from wire.errors import LinkError, ProtocolViolationError, RunError, UserError
 from wire.identity.authority import CertificateAuthority
@@ -161,10 +162,7 @@ def test_a_folder_that_is_missing_is_one_line(
 def test_a_run_behind_a_folder_that_may_not_be_entered_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def denied(self: Path, **_: object) -> None:
-        raise PermissionError(13, "Permission denied", str(self))
-
-    monkeypatch.setattr(Path, "stat", denied)
+    lock(monkeypatch)
     assert main(["top", str(tmp_path / "locked" / "run"), "--once"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "cannot be read: only the user that runs its coordinator may" in line

@@ -57,7 +57,8 @@ def test_what_names_no_steps_is_refused_with_an_example(text: str) -> None:
 def test_a_clock_records_what_ended_with_its_tensor() -> None:
     now = 10.0
     ring = SpanRing()
-    clock = StageClock(lambda: now, ring=ring)
+    clock = StageClock(lambda: now)
+    clock.record(ring)
     now = 11.0
     clock.switch(TimeKind.WAIT_UPSTREAM, key(3))
     now = 11.5
@@ -78,7 +79,8 @@ def test_a_clock_records_what_ended_with_its_tensor() -> None:
 def test_work_beside_the_clock_is_a_span_and_no_time_of_its_own() -> None:
     now = 10.0
     ring = SpanRing()
-    clock = StageClock(lambda: now, TimeKind.FORWARD, ring)
+    clock = StageClock(lambda: now, TimeKind.FORWARD)
+    clock.record(ring)
     with pytest.raises(ZeroDivisionError), clock.beside(WorkKind.PACK, key(1)):
         now = 12.0
         _ = 1 / 0

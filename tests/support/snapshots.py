@@ -1,0 +1,40 @@
+"""Snapshots of a small model, as a run would have written them."""
+
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from node.config.schema import ModelSection, RunConfig
+from node.model.chunk import build_chunk
+from node.model.split import split_units
+from node.training.manifest import Manifest
+from node.training.optimizer import StageOptimizer
+from node.training.serialization import serialize_unit
+from node.training.snapshot import SnapshotWriter
+
+MODEL = ModelSection(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24, vocab=31, sequence=8)
+CONFIG = RunConfig(model=MODEL)
+
+
+def unit_states(seed: int = 0, chunks: int = 1) -> dict[str, dict[str, Tensor]]:
+    built = [build_chunk(MODEL, units, seed, torch.device("cpu")) for units in split_units(MODEL, chunks)]
+    optimizer = StageOptimizer(built, CONFIG.training)
+    return {unit: optimizer.unit_state(unit) for unit in optimizer.units}
+
+
+def put(writer: SnapshotWriter, step: int, unit: str, tensors: Mapping[str, Tensor]) -> Manifest | None:
+    data = serialize_unit(tensors)
+    return writer.put(step, unit, data, sha256(data).hexdigest())
+
+
+def write_snapshot(root: Path, step: int, seed: int = 0) -> Manifest:
+    writer = SnapshotWriter(root, CONFIG, "run-1")
+    manifest = None
+    for unit, tensors in unit_states(seed).items():
+        assert manifest is None
+        manifest = put(writer, step, unit, tensors)
+    assert manifest is not None
+    return manifest
