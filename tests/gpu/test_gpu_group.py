@@ -10,6 +10,7 @@ from torch import Tensor
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
 from node.parallel.processes import DeviceGroup, devices
 from node.stage.stage_model import StageModel
+from tests.support.device_groups import closed_at_last
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,11 +68,8 @@ def test_gpus_do_as_one(
     expected = losses(StageModel(config, FIRST), 5)
     results = []
     for _ in range(2):
-        group = DeviceGroup(devices(FIRST, ranks), threads=1)
-        leader = group.start(config)
-        try:
-            results.append(losses(leader, 5))
-        finally:
+        with closed_at_last(DeviceGroup(devices(FIRST, ranks), threads=1)) as group:
+            results.append(losses(group.start(config), 5))
             group.close()
     assert results[0] == results[1], "the same run gives the same bits"
     record_property("largest_relative_difference", far(results[0], expected))

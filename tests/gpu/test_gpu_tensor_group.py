@@ -10,6 +10,7 @@ from node.config.schema import RunConfig, StorageSection
 from node.parallel.processes import DeviceGroup, devices
 from node.stage.stage_model import StageModel
 from tests.gpu.test_gpu_group import CONFIG, FIRST, NEAR, PACKED, far, losses
+from tests.support.device_groups import closed_at_last
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,12 +36,9 @@ def test_gpus_that_share_blocks_do_as_one(
     results = []
     for _ in range(2):
         group = DeviceGroup(devices(FIRST, ranks), threads=1, tensor_parallel=tensor_parallel)
-        leader = group.start(config)
-        try:
-            found = losses(leader, 5)
-            state = leader.unit_state("block.0001")
-            results.append((found, state))
-        finally:
+        with closed_at_last(group):
+            leader = group.start(config)
+            results.append((losses(leader, 5), leader.unit_state("block.0001")))
             group.close()
     (first, state), (second, again) = results
     assert first == second, "the same run gives the same bits"

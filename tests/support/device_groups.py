@@ -16,12 +16,20 @@ CPU = torch.device("cpu")
 @contextmanager
 def leading(config: RunConfig, ranks: int, tensor_parallel: int = 1) -> Iterator[Leader]:
     """A group of processes on CPUs, by its leader; ended on exit."""
-    group = DeviceGroup((CPU,) * ranks, threads=1, tensor_parallel=tensor_parallel)
-    leader = group.start(config)
-    try:
-        yield leader
-    finally:
+    with closed_at_last(DeviceGroup((CPU,) * ranks, threads=1, tensor_parallel=tensor_parallel)) as group:
+        yield group.start(config)
         group.close()
+
+
+@contextmanager
+def closed_at_last(group: DeviceGroup) -> Iterator[DeviceGroup]:
+    """Whatever goes wrong meanwhile, no process is left; a test may close it before, in its own way."""
+    try:
+        yield group
+    except BaseException:
+        # In good order it would wait, beyond any limit of a test, for processes that wait elsewhere.
+        group.close(broken=True)
+        raise
 
 
 def tokens(step: int, microbatch: int, vocab: int) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSect
 from node.parallel import processes
 from node.parallel.processes import DeviceGroup, devices
 from node.stage.stage_model import StageModel
-from tests.support.device_groups import CPU, leading, tokens
+from tests.support.device_groups import CPU, closed_at_last, leading, tokens
 from tests.support.fault_prefork import Forked, Prefork
 from wire.errors import DeviceLostError, RunError, UserError
 
@@ -183,16 +183,6 @@ def test_ranks_sum_gradients_of_bfloat16_weights_in_float32(tensor_parallel: int
 
     with leading(config, 2, tensor_parallel) as leader:
         assert gradients(leader) == pytest.approx(gradients(StageModel(config, CPU)), rel=5e-3)
-
-
-@contextmanager
-def closed_at_last(group: DeviceGroup) -> Iterator[DeviceGroup]:
-    """Whatever goes wrong meanwhile, no process is left; a test may close it before, in its own way."""
-    try:
-        yield group
-    except BaseException:
-        group.close(broken=True)
-        raise
 
 
 def test_a_dead_rank_is_told_of() -> None:

@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,9 +22,10 @@ from node.model.device_memory import SNAPSHOTS_SENT, Devices
 from node.model.memory import most_held, stage_bytes, stage_memory
 from node.model.shard_shapes import shard_shape
 from node.model.units import block_name, parameter_specs
-from node.parallel.processes import DeviceGroup
 from node.stage.stage_model import StageModel
 from node.training.optimizer import StageOptimizer
+from tests.support.collectives import settle_collectives
+from tests.support.device_groups import leading
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -141,11 +141,13 @@ def test_a_window_takes_what_is_estimated() -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(("form", "tensor_parallel"), [("compact, fp8 gradients", 1), ("plain", 2)])
-def test_each_of_two_devices_takes_what_is_estimated(form: str, tensor_parallel: int) -> None:
+def test_each_of_two_devices_takes_what_is_estimated(
+    form: str, tensor_parallel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle_collectives(monkeypatch)
     config = run(form)
-    group = DeviceGroup((CPU,) * 2, threads=1, tensor_parallel=tensor_parallel)
-    with closing(group):
-        found = measured(config, group.start(config), 0, held=2)
+    with leading(config, 2, tensor_parallel) as leader:
+        found = measured(config, leader, 0, held=2)
     devices = Devices(count=2, tensor_parallel=tensor_parallel)
     # The leader has the microbatch whole, beside its share of it.
     travelling = 3 * 4 * config.training.microbatch * config.model.sequence * config.model.hidden
