@@ -65,7 +65,7 @@ class SnapshotSchedule:
     def what_is_kept(self) -> str:
         """For the operator of a run that ends."""
         if not self.newest:
-            return "no snapshot was due yet"
+            return "no snapshot is complete yet"
         if self.newest == self._damaged:
             return f"the snapshot of step {self.newest} is damaged and no older one is whole"
         return f"the snapshot of step {self.newest} is intact"

@@ -27,7 +27,7 @@ from wire.messages import Begin, FailureKind, Finish, Restore, TakeSnapshot
 ASKED = "asked to stop"
 TO_NODES = f"{ASKED}: the run was stopped before its last step; the same join line goes on once it is resumed"
 LEFT = "you have left the run"
-NO_SNAPSHOT = "no snapshot was due yet"
+NO_SNAPSHOT = "no snapshot is complete yet"
 SAVES = [OpenSnapshot(step=2)]
 
 

@@ -86,7 +86,7 @@ def test_a_run_without_a_snapshot_claims_none() -> None:
     run = Driver(stages=1).started("a", 1)
     run.vote("a", norm=math.nan)
     run.restored(1)
-    assert "no snapshot was due yet: lower" in stop_of(run.vote("a", norm=math.nan)).reason
+    assert "no snapshot is complete yet: lower" in stop_of(run.vote("a", norm=math.nan)).reason
 
 
 def test_an_epoch_that_must_replay_first_keeps_the_codecs_until_the_step() -> None:
