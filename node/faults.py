@@ -44,6 +44,8 @@ class Kind(StrEnum):
     """kill -9 of the node."""
     STOP = "stop"
     """The node freezes: alive, connected and silent, until somebody sends SIGCONT."""
+    HOLD = "hold"
+    """In `forward` or `backward`: the node computes nothing, and does all else, until `Plan.let_go`."""
     LEAVE = "leave"
     """Ctrl-C: the volunteer wants the machine back."""
     CUT = "cut"
@@ -95,7 +97,7 @@ class Phase(StrEnum):
     """The node has asked to leave, and the state it holds is being saved."""
 
 
-_AT_NODE = frozenset({Kind.KILL, Kind.STOP, Kind.LEAVE, Kind.CUT, Kind.CUT_CONTROL, Kind.MEMORY})
+_AT_NODE = frozenset({Kind.KILL, Kind.STOP, Kind.HOLD, Kind.LEAVE, Kind.CUT, Kind.CUT_CONTROL, Kind.MEMORY})
 _ON_FRAMES = frozenset(
     {Kind.STALL, Kind.DELAY, Kind.CORRUPT, Kind.DUPLICATE, Kind.REORDER, Kind.TRUNCATE, Kind.NONSENSE}
 )
@@ -152,6 +154,18 @@ class Plan:
         """One for each time that the fault happened; `fired_at` reads them."""
         return sorted(Path(self.directory).glob(f"{fault.name}.*"))
 
+    def let_go(self, fault: Fault) -> None:
+        """Whom this one holds, now or later, goes on."""
+        self._release(fault).touch()
+
+    def hold(self, fault: Fault) -> None:
+        """Wait, on the compute thread, until `let_go`."""
+        while not self._release(fault).exists():
+            time.sleep(0.005)
+
+    def _release(self, fault: Fault) -> Path:
+        return Path(self.directory) / f"let-go-{fault.name}"
+
 
 def fired_at(marker: Path) -> float:
     """When a fault happened, in Unix seconds."""
@@ -165,7 +179,7 @@ def reach(phase: Phase, *, stage: int = ANY, step: int = ANY) -> None:
     """A node is at this point of its work."""
     if (armed := _armed()) is not None:
         for fault in armed.due(_AT_NODE, phase, stage, step):
-            _happen(fault, armed.plan.control_port)
+            _happen(fault, armed.plan)
 
 
 def reach_coordinator(phase: Phase, *, step: int = ANY) -> None:
@@ -289,19 +303,21 @@ def _claim(plan: Plan, fault: Fault) -> bool:
         written.unlink()
 
 
-def _happen(fault: Fault, control_port: int) -> None:
+def _happen(fault: Fault, plan: Plan) -> None:
     log.warning("fault on purpose: %s", fault.name)
     match fault.kind:
         case Kind.KILL:
             _signal_self(signal.SIGKILL)
         case Kind.STOP:
             _signal_self(signal.SIGSTOP)
+        case Kind.HOLD:
+            plan.hold(fault)
         case Kind.LEAVE:
             _signal_self(signal.SIGINT)
         case Kind.CUT:
-            _reset_connections(lambda port: port != control_port)
+            _reset_connections(lambda port: port != plan.control_port)
         case Kind.CUT_CONTROL:
-            _reset_connections(lambda port: port == control_port)
+            _reset_connections(lambda port: port == plan.control_port)
         case Kind.MEMORY:
             raise MemoryError(fault.name)
 

@@ -75,9 +75,8 @@ def test_a_coordinator_killed_while_it_admits_a_node(tmp_path: Path, prefork: Pr
 
 def test_a_coordinator_killed_while_a_replacement_fetches_its_state(tmp_path: Path, prefork: Prefork) -> None:
     node = Fault(kind=Kind.KILL, phase=Phase.VOTING, stage=1, step=STEP)
-    with FaultRun(
-        tmp_path, small(), [node, killed(Phase.STATE_FETCH, step=SNAPSHOT)], launch=prefork.popen
-    ) as run:
+    faults = [node, killed(Phase.STATE_FETCH, step=SNAPSHOT)]
+    with FaultRun(tmp_path, small(), faults, snapshot_first=True, launch=prefork.popen) as run:
         run.start()
         run.add_nodes(3)
         assert run.tend(until=lambda event: isinstance(event, NodeLeft), restart=False) is None
@@ -133,7 +132,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_keeps_the_snapshot(
     tmp_path: Path, prefork: Prefork
 ) -> None:
     full = Fault(kind=Kind.DISK_FULL, phase=Phase.SNAPSHOT, step=4, skip=1)
-    with FaultRun(tmp_path, small(), [full], launch=prefork.popen) as run:
+    with FaultRun(tmp_path, small(), [full], snapshot_first=True, launch=prefork.popen) as run:
         run.start()
         first = run.add_nodes(3)
         assert run.tend() == FAILED

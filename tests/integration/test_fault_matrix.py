@@ -106,7 +106,8 @@ def test_a_node_killed_in_every_phase_comes_back_each_time(tmp_path: Path, prefo
     ]
     fetching = Fault(kind=Kind.KILL, phase=Phase.STATE_FETCH, stage=1, step=SNAPSHOT)
     enrolling = Fault(kind=Kind.KILL, phase=Phase.ENROLMENT)
-    with FaultRun(tmp_path, small(steps=10), [enrolling, *kills, fetching], launch=prefork.popen) as run:
+    faults = [enrolling, *kills, fetching]
+    with FaultRun(tmp_path, small(steps=10), faults, snapshot_first=True, launch=prefork.popen) as run:
         run.start()
         run.add_nodes(3)
         assert run.tend() == 0
@@ -214,7 +215,7 @@ def test_connections_cut_while_state_is_fetched(tmp_path: Path, prefork: Prefork
         Fault(kind=kind, phase=Phase.STATE_FETCH, stage=1, step=SNAPSHOT)
         for kind in (Kind.CUT, Kind.CUT_CONTROL)
     ]
-    with FaultRun(tmp_path, small(), [kill, *cuts], launch=prefork.popen) as run:
+    with FaultRun(tmp_path, small(), [kill, *cuts], snapshot_first=True, launch=prefork.popen) as run:
         run.start()
         run.add_nodes(3)
         assert run.tend(until=lambda event: isinstance(event, NodeLeft), restart=False) is None

@@ -24,9 +24,9 @@ from typing import TypeVar
 from node.config.schema import RunConfig
 from node.coordinator.records import StepRecord
 from node.coordinator.store import Store
-from node.faults import VARIABLE, Fault, Plan, fired_at
+from node.faults import VARIABLE, Fault, Kind, Phase, Plan, fired_at
 from node.model.placement import stage_units
-from node.telemetry.events import Event, NodeLeft, Notice, RunFinished, from_json
+from node.telemetry.events import Event, NodeLeft, Notice, RunFinished, SnapshotStored, from_json
 from tests.support.memory_pipeline import TEXT, reference_run
 from tests.support.ports import free_port
 from tests.support.run_harness import (
@@ -97,9 +97,17 @@ class FaultRun(Run):
         config: RunConfig,
         faults: Sequence[Fault],
         *,
+        snapshot_first: bool = False,
         text: bytes = TEXT,
         launch: Launch = subprocess.Popen,
     ) -> None:
+        """
+        Args:
+            snapshot_first: the step after the first snapshot begins when that is stored, if the run is
+                tended. Otherwise a snapshot may take longer than the steps that follow.
+        """
+        every = config.run.snapshot_every
+        self._hold = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=every)
         self._news: queue.SimpleQueue[tuple[float, Process, str | None]] = queue.SimpleQueue()
         self.heard_at: list[tuple[float, Event]] = []
         """Every event of every coordinator, with the Unix time at which it was read."""
@@ -109,7 +117,7 @@ class FaultRun(Run):
         port = int(config.coordinator.listen.rpartition(":")[2])
         self.plan = Plan(
             directory=str(self._marker_directory),
-            faults=tuple(faults),
+            faults=(*faults, self._hold) if snapshot_first else tuple(faults),
             control_port=port + 1 if port else 0,
         )
         self.state_dirs: dict[Process, Path] = {}
@@ -166,6 +174,8 @@ class FaultRun(Run):
                 event = from_json(line)
                 self.heard_at.append((at, event))
                 self._over = self._over or isinstance(event, RunFinished)
+                if isinstance(event, SnapshotStored):
+                    self.plan.let_go(self._hold)
                 if isinstance(event, NodeLeft) and "silent" in event.reason:
                     self.wake(event.node_id)
                 if until(event) and not isinstance(event, RunFinished):

@@ -2,6 +2,7 @@
 
 import errno
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,18 @@ async def test_frames_are_damaged_as_planned(
         case _:
             assert parse_frame(written[0], TAG).session != 99
             assert written[1] == second
+
+
+def test_who_is_held_goes_on_when_let(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fault = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=2)
+    plan = arm(monkeypatch, tmp_path, fault)
+    with ThreadPoolExecutor(1) as thread:
+        held = thread.submit(faults.reach, Phase.FORWARD, stage=0, step=2)
+        try:
+            with pytest.raises(TimeoutError):
+                held.result(timeout=0.1)
+            assert len(plan.markers(fault)) == 1
+        finally:
+            plan.let_go(fault)
+        held.result(timeout=30)
+    faults.reach(Phase.FORWARD, stage=0, step=2)
