@@ -8,6 +8,7 @@ directory may go on to do it. The marker holds the time.
 
 import asyncio
 import errno
+import fcntl
 import json
 import logging
 import math
@@ -45,7 +46,8 @@ class Kind(StrEnum):
     STOP = "stop"
     """The node freezes: alive, connected and silent, until somebody sends SIGCONT."""
     HOLD = "hold"
-    """In `forward` or `backward`: the node computes nothing, and does all else, until `Plan.let_go`."""
+    """In `forward` or `backward`: the node computes nothing, and does all else, while another process has
+    `Plan.gate` locked."""
     LEAVE = "leave"
     """Ctrl-C: the volunteer wants the machine back."""
     CUT = "cut"
@@ -154,17 +156,9 @@ class Plan:
         """One for each time that the fault happened; `fired_at` reads them."""
         return sorted(Path(self.directory).glob(f"{fault.name}.*"))
 
-    def let_go(self, fault: Fault) -> None:
-        """Whom this one holds, now or later, goes on."""
-        self._release(fault).touch()
-
-    def hold(self, fault: Fault) -> None:
-        """Wait, on the compute thread, until `let_go`."""
-        while not self._release(fault).exists():
-            time.sleep(0.005)
-
-    def _release(self, fault: Fault) -> Path:
-        return Path(self.directory) / f"let-go-{fault.name}"
+    def gate(self, fault: Fault) -> Path:
+        """A file whose lock (flock) whoever this fault holds waits for."""
+        return Path(self.directory) / f"gate-{fault.name}"
 
 
 def fired_at(marker: Path) -> float:
@@ -311,7 +305,8 @@ def _happen(fault: Fault, plan: Plan) -> None:
         case Kind.STOP:
             _signal_self(signal.SIGSTOP)
         case Kind.HOLD:
-            plan.hold(fault)
+            with plan.gate(fault).open("a") as gate:
+                fcntl.flock(gate, fcntl.LOCK_EX)
         case Kind.LEAVE:
             _signal_self(signal.SIGINT)
         case Kind.CUT:

@@ -9,6 +9,7 @@ with FaultRun(tmp_path, CONFIG, [kill], launch=prefork.popen) as run:
 """
 
 import contextlib
+import fcntl
 import os
 import queue
 import signal
@@ -19,7 +20,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from node.config.schema import RunConfig
 from node.coordinator.records import StepRecord
@@ -106,8 +107,7 @@ class FaultRun(Run):
             snapshot_first: the step after the first snapshot begins when that is stored, if the run is
                 tended. Otherwise a snapshot may take longer than the steps that follow.
         """
-        every = config.run.snapshot_every
-        self._hold = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=every)
+        hold = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=config.run.snapshot_every)
         self._news: queue.SimpleQueue[tuple[float, Process, str | None]] = queue.SimpleQueue()
         self.heard_at: list[tuple[float, Event]] = []
         """Every event of every coordinator, with the Unix time at which it was read."""
@@ -117,13 +117,20 @@ class FaultRun(Run):
         port = int(config.coordinator.listen.rpartition(":")[2])
         self.plan = Plan(
             directory=str(self._marker_directory),
-            faults=(*faults, self._hold) if snapshot_first else tuple(faults),
+            faults=(*faults, hold) if snapshot_first else tuple(faults),
             control_port=port + 1 if port else 0,
         )
+        self._gate = contextlib.ExitStack()
+        if snapshot_first:
+            fcntl.flock(self._gate.enter_context(self.plan.gate(hold).open("a")), fcntl.LOCK_EX)
         self.state_dirs: dict[Process, Path] = {}
         self._over = False
         self.killed: list[Process] = []
         """Whom faults ended with SIGKILL, in the order in which it was noticed."""
+
+    def __exit__(self, *error: Any) -> None:
+        self._gate.close()
+        super().__exit__(*error)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -175,7 +182,7 @@ class FaultRun(Run):
                 self.heard_at.append((at, event))
                 self._over = self._over or isinstance(event, RunFinished)
                 if isinstance(event, SnapshotStored):
-                    self.plan.let_go(self._hold)
+                    self._gate.close()
                 if isinstance(event, NodeLeft) and "silent" in event.reason:
                     self.wake(event.node_id)
                 if until(event) and not isinstance(event, RunFinished):

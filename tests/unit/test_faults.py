@@ -1,6 +1,7 @@
 """Faults as data: read from the environment, each as often in a run as it says, nothing without a plan."""
 
 import errno
+import fcntl
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -110,16 +111,15 @@ async def test_frames_are_damaged_as_planned(
             assert written[1] == second
 
 
-def test_who_is_held_goes_on_when_let(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_who_is_held_goes_on_when_the_gate_is_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fault = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=2)
     plan = arm(monkeypatch, tmp_path, fault)
     with ThreadPoolExecutor(1) as thread:
-        held = thread.submit(faults.reach, Phase.FORWARD, stage=0, step=2)
-        try:
+        with plan.gate(fault).open("a") as gate:
+            fcntl.flock(gate, fcntl.LOCK_EX)
+            held = thread.submit(faults.reach, Phase.FORWARD, stage=0, step=2)
             with pytest.raises(TimeoutError):
                 held.result(timeout=0.1)
             assert len(plan.markers(fault)) == 1
-        finally:
-            plan.let_go(fault)
         held.result(timeout=30)
     faults.reach(Phase.FORWARD, stage=0, step=2)
