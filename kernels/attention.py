@@ -5,7 +5,8 @@ These are the FlashAttention operators of torch (FlashAttention-2, arXiv 2307.08
 `F.scaled_dot_product_attention` uses on a CPU; on some GPUs it prefers cuDNN's, whose backward sums in no
 fixed order. Backward takes queries, keys, values and result that may have been stored and
 restored in between; the log-sum-exp belongs to those that went forward. Where torch has no such operator
-(fp32 on a GPU, odd head widths) only queries, keys and values are used, and backward runs forward again.
+(fp32 on a GPU, odd head widths) only queries, keys and values are used, and backward runs forward again. Keys
+and values that queries share are repeated there: of groups torch's other ways make S x S matrices.
 """
 
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ import torch.utils.deterministic
 from torch import Tensor
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
+_WIDE_BACKWARD = ((8, 0), (9, 0))
+"""Capabilities that FlashAttention-2's backward has shared memory for with heads of 193 to 224."""
 
 
 def has_flash(query_bhsd: Tensor) -> bool:
@@ -27,7 +30,18 @@ def has_flash(query_bhsd: Tensor) -> bool:
     width = query_bhsd.shape[-1]
     if query_bhsd.device.type != "cuda" or query_bhsd.dtype not in _FLASH_DTYPES:
         return False
-    return width % 8 == 0 and width <= 256 and torch.cuda.get_device_capability(query_bhsd.device) >= (8, 0)
+    capability = torch.cuda.get_device_capability(query_bhsd.device)
+    if 192 < width <= 224 and capability not in _WIDE_BACKWARD:
+        return False
+    return width % 8 == 0 and width <= 256 and capability >= (8, 0)
+
+
+def repeat_shared(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, H, S, D]: one of each for every query head."""
+    shared = query_bhsd.shape[1] // key_bksd.shape[1]
+    if shared == 1:
+        return key_bksd, value_bksd
+    return key_bksd.repeat_interleave(shared, dim=1), value_bksd.repeat_interleave(shared, dim=1)
 
 
 def attention(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,9 +50,8 @@ def attention(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor) -> tuple
     The result's transpose to [B, S, H, D] is contiguous where `has_flash`.
     """
     if not has_flash(query_bhsd):
-        out = F.scaled_dot_product_attention(
-            query_bhsd, key_bksd, value_bksd, is_causal=True, enable_gqa=_grouped(query_bhsd, key_bksd)
-        )
+        key_bhsd, value_bhsd = repeat_shared(query_bhsd, key_bksd, value_bksd)
+        out = F.scaled_dot_product_attention(query_bhsd, key_bhsd, value_bhsd, is_causal=True)
         return out, query_bhsd.new_empty(0, dtype=torch.float32)
     if query_bhsd.device.type == "cpu":
         out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -66,13 +79,8 @@ def attention_backward(
     if not has_flash(query_bhsd):
         leaves = [part.detach().requires_grad_() for part in (query_bhsd, key_bksd, value_bksd)]
         with torch.enable_grad():
-            again = F.scaled_dot_product_attention(
-                leaves[0],
-                leaves[1],
-                leaves[2],
-                is_causal=True,
-                enable_gqa=_grouped(query_bhsd, key_bksd),
-            )
+            repeated = repeat_shared(leaves[0], leaves[1], leaves[2])
+            again = F.scaled_dot_product_attention(leaves[0], *repeated, is_causal=True)
         query, key, value = torch.autograd.grad(again, leaves, grad_bhsd)
         return query, key, value
     if query_bhsd.device.type == "cpu":
@@ -104,9 +112,8 @@ def _backward_on_cpu(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, kv_heads = query.shape[1], key.shape[1]
-    if heads != kv_heads:
-        # The operator's own sum over the queries of a head is not in every version of torch.
-        key, value = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (key, value))
+    # The operator's own sum over the queries of a head is not in every version of torch.
+    key, value = repeat_shared(query, key, value)
     of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, query, key, value, out, sums, 0.0, True
     )
@@ -114,10 +121,6 @@ def _backward_on_cpu(
         grouped = (kv_heads, heads // kv_heads)
         of_key, of_value = (part.unflatten(1, grouped).sum(2) for part in (of_key, of_value))
     return of_query, of_key, of_value
-
-
-def _grouped(query: Tensor, key: Tensor) -> bool:
-    return query.shape[1] != key.shape[1]
 
 
 @contextmanager

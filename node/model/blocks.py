@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.attention import has_flash, repeat_shared
 from node.config.schema import ModelSection
 from node.model.storage import Storage
 from node.model.stored_layers import (
@@ -87,12 +88,13 @@ def _turned(x_bhsd: Tensor) -> Tensor:
 
 def attention(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor) -> Tensor:
     """Causal attention; each key/value head serves H / K query heads. Returns [B, S, C]."""
+    grouped = query_bhsd.shape[1] != key_bksd.shape[1]
+    if grouped and not has_flash(query_bhsd):
+        # Without FlashAttention torch has S x S matrices made of groups, and keeps them.
+        key_bksd, value_bksd = repeat_shared(query_bhsd, key_bksd, value_bksd)
+        grouped = False
     out_bhsd = F.scaled_dot_product_attention(
-        query_bhsd,
-        key_bksd,
-        value_bksd,
-        is_causal=True,
-        enable_gqa=query_bhsd.shape[1] != key_bksd.shape[1],
+        query_bhsd, key_bksd, value_bksd, is_causal=True, enable_gqa=grouped
     )
     return out_bhsd.transpose(1, 2).flatten(2)
 

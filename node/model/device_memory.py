@@ -14,7 +14,7 @@ from math import prod
 from kernels.fp8_layout import BLOCK
 from node.config.schema import ModelSection, RunConfig, TrainingSection
 from node.model.shard_shapes import pieces, shard_shape
-from node.model.storage import Storage, kv_width
+from node.model.storage import AS_COMPUTED, RECOMPUTE, Storage, kv_width
 from node.model.units import EMBED, HEAD, block_name, is_block, parameter_specs
 from wire.identity.enrolment import CPU, Hardware
 
@@ -23,6 +23,8 @@ _MOMENT_BYTES = 1 + 3 / BLOCK
 """In e4m3 (`kernels.fp8`): codes, and a block's exponent, or its scale and power."""
 MULTIPROCESSORS = 192
 """No GPU has more."""
+GRADIENT_PIECE = 1 << 22
+"""Elements of a gradient that its norm is taken of, or that are packed or unpacked, at a time."""
 _SNAPSHOT_BYTES = 12
 """Weight and two moments in float32; those in e4m3 are less."""
 SNAPSHOTS_SENT = 2
@@ -128,22 +130,40 @@ class Share:
         more = (12 if packed else 4 * half) if self._devices.on_cpu else 0
         return ((2 if half else 4) + more) * self._largest_matrix(units)
 
-    def applying(self, units: Sequence[str], *, tied_apart: bool) -> int:
-        """What AdamW makes beside its state, or the exchange of a tied gradient's two shares."""
+    def applying(self, units: Sequence[str]) -> int:
+        """The most that is made beside the state once backwards have run: where a tied gradient's two shares
+        are exchanged, for the norm, or by AdamW."""
+        return max(self._tied_exchange(units), self._norm(units), self._step(units))
+
+    def _tied_exchange(self, units: Sequence[str]) -> int:
+        """The sum and its packed form, or both shares; of gradients in e4m3, a piece at work besides."""
+        model, packed = self._model, self._training.gradients == "fp8"
+        ends = (EMBED in units) + (HEAD in units)
+        # Both in float32 at one stage are added where they are.
+        if not model.tied or ends == 0 or (ends == 2 and not packed):
+            return 0
+        matrix = model.vocab * model.hidden
+        return 2 * 4 * matrix + (6 * min(matrix, GRADIENT_PIECE) if packed else 0)
+
+    def _norm(self, units: Sequence[str]) -> int:
+        """A piece in float64, and unpacked."""
+        unpacked = 4 if self._training.gradients == "fp8" else 0
+        return (8 + unpacked) * min(self._largest_matrix(units), GRADIENT_PIECE)
+
+    def _step(self, units: Sequence[str]) -> int:
         training = self._training
         largest = self._largest_matrix(units)
+        unpacked = 4 if training.gradients == "fp8" else 0
         if self._devices.on_cpu:
-            # Measured a matrix at a time: a root; all of it in float32; random bits in int64.
+            # Measured a matrix at a time: a root, twice; all of it in float32; random bits in int64.
             packed = 58 if training.weights == "bfloat16" else 34
-            step = (packed if training.moments == "fp8" else 8) * largest
-        elif training.moments == "fp8":
-            step = 4 * largest  # a norm's unpacked gradient; the kernel itself makes nothing
-        else:
-            # torch's own for GPUs takes all matrices at once, and makes a root of each.
-            step = 4 * sum(elements for elements, _, _ in self._parameters(units))
-        if not (tied_apart and (EMBED in units or HEAD in units)):
-            return step
-        return max(step, 2 * 4 * self._model.vocab * self._model.hidden)
+            return (packed if training.moments == "fp8" else 8 + unpacked) * largest
+        if training.moments == "fp8":
+            return 0  # the kernel itself makes nothing
+        if unpacked:
+            return (4 + unpacked) * largest  # one at a time, with a root
+        # torch's own for GPUs takes all matrices at once, and makes a root of each.
+        return 4 * sum(elements for elements, _, _ in self._parameters(units))
 
     def _parameters(self, units: Sequence[str]) -> list[tuple[int, bool, bool]]:
         """Of these units, as `_unit_parameters` has them."""
@@ -168,7 +188,8 @@ class Share:
         wide = copies * element * model.hidden
         # Inside a block a device has its share of heads and of the feed-forward's width: queries, keys,
         # values, attention's result and log-sum-exp; what the feed-forward keeps.
-        inside = element * (2 * model.hidden + 2 * kv_width(model)) + 4 * model.heads
+        keys = model.hidden if self._repeats_keys else kv_width(model)
+        inside = element * (2 * model.hidden + 2 * keys) + 4 * model.heads
         inside += self._feed_forward_keeps
         # Autocast's copies of weights belong to each microbatch's graph, if they are not made once a step.
         weights = 0 if self.captures else self._copies(["block.0000"])
@@ -190,40 +211,80 @@ class Share:
         """Plain: gradients of two tensors of its width. Packed: they and their inputs, unpacked."""
         model, ranks = self._model, self._devices.tensor_parallel
         wide, narrow, element = (2, 2, self._element) if self._storage.is_off else (4, 4, self._element)
+        if self._devices.on_cpu and self._half:
+            wide, narrow = 3, 3
         if self._devices.on_cpu and not self._storage.is_off:
             # The references compute in float32, on one input of GELU or two of SwiGLU.
             wide, narrow, element = (9 if model.family == "llama" else 6), 2, 4
         return self._row_tokens * element * (wide * model.ffn // ranks + narrow * model.hidden)
 
+    @property
+    def _has_flash(self) -> bool:
+        """Whether GPUs have FlashAttention for it, as `kernels.attention.has_flash`. Those before sm80 have
+        none, and not all have one for heads of 193 to 224."""
+        width = self._model.hidden // self._model.heads
+        return self._half and width % 8 == 0 and width <= 256 and not 192 < width <= 224
+
+    @property
+    def _repeats_keys(self) -> bool:
+        """Whether keys and values are there for every query head: without FlashAttention on a GPU."""
+        return not (self._devices.on_cpu or self._has_flash)
+
     def _attention_at_work(self) -> int:
-        """What FlashAttention's backward makes where sums have an order: of queries' gradients as many copies
-        in float32 as heads and samples leave multiprocessors for, each of which adds to its own; gradients,
-        those of keys and values for every head; what was packed; and the block's own gradients."""
-        if self._devices.on_cpu or not self._half:
-            return 0
-        model, ranks = self._model, self._devices.tensor_parallel
-        samples = self._training.microbatch // self._devices.rows
-        copies = -(-self._devices.multiprocessors * ranks // (samples * model.heads))
+        """What attention's half of a block makes in backward.
+
+        FlashAttention's, where sums have an order: of queries' gradients as many copies in float32 as heads
+        and samples leave multiprocessors for, each of which adds to its own; gradients, those of keys and
+        values for every head; what was packed; and the block's own gradients.
+        """
+        model, ranks, element = self._model, self._devices.tensor_parallel, self._element
         keys = kv_width(model)
+        if self._devices.on_cpu:
+            return self._row_tokens * self._attention_on_cpu() // ranks
         shared = keys < model.hidden
-        a_token = 4 * copies * model.hidden + self._element * (4 * model.hidden + 2 * keys * shared)
+        a_token = element * (4 * model.hidden + 2 * keys * shared)
+        if self._has_flash:
+            samples = self._training.microbatch // self._devices.rows
+            copies = -(-self._devices.multiprocessors * ranks // (samples * model.heads))
+            a_token += 4 * copies * model.hidden
+        elif not self._storage.is_off:
+            # Forward again, with keys and values repeated.
+            a_token += element * (model.hidden + 2 * model.hidden * shared)
         if self._storage.is_off:
             # Then autograd has let go of what it kept of the feed-forward.
             a_token -= self._feed_forward_keeps
         else:
+            as_kept = "bf16" if self._half else AS_COMPUTED
             for form, width in (
                 (self._storage.attention, model.hidden + 2 * keys),
                 (self._storage.attention_output, model.hidden),
             ):
-                a_token += self._element * width * (form != "bf16")
-        return self._row_tokens * (max(0, a_token) // ranks + 2 * self._element * model.hidden)
+                a_token += element * width * (form != as_kept)
+        return self._row_tokens * (max(0, a_token) // ranks + 2 * element * model.hidden)
+
+    def _attention_on_cpu(self) -> int:
+        """Of a token, as measured: gradients, rotary's products in float32, keys and values repeated."""
+        model, storage = self._model, self._storage
+        if storage.is_off:
+            return 12 * model.hidden
+        if self._half:
+            return 24 * model.hidden
+        again = RECOMPUTE in (storage.attention, storage.attention_output)
+        return (40 if again else 32) * model.hidden + 4 * (model.hidden - kv_width(model))
 
     def head_at_work(self) -> int:
-        """Logits, their logarithms and gradient; the norm's input and result."""
-        model = self._model
-        logits = (3 * 4 + (2 if self._half else 0)) * model.vocab
-        weights = 0 if self.captures else self._copies([HEAD])
-        return self._tokens * (logits + 3 * 4 * model.hidden) + weights
+        """Logits, their logarithms and gradient; the norm's input and result. Of CUDA graphs, backward's:
+        two gradients of logits."""
+        if self.captures:
+            return self._head(8)
+        return self._head(3 * 4 + (2 if self._half else 0)) + self._copies([HEAD])
+
+    def head_keeps(self) -> int:
+        """What a CUDA graph of the head's forward has for good: logits and their logarithms."""
+        return self._head(2 * 4 + (2 if self._half else 0)) if self.captures else 0
+
+    def _head(self, of_a_logit: int) -> int:
+        return self._tokens * (of_a_logit * self._model.vocab + 3 * 4 * self._model.hidden)
 
 
 def _unit_parameters(model: ModelSection, unit: str, ranks: int) -> tuple[tuple[int, bool, bool], ...]:

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from node.config.schema import RunConfig
 from node.model.device_memory import MULTIPROCESSORS, Devices, Share
-from node.model.placement import chunks_of, held_blocks, stage_cache_bytes, stage_units
+from node.model.placement import chunks_of, held_blocks, of_chunk, stage_cache_bytes, stage_units
 from node.model.shard_shapes import check_shards
 from node.model.storage import STAGE_BITS, Storage, configured, storages_by_load, stored_bytes
 from node.model.units import HEAD
@@ -45,11 +45,15 @@ class StageMemory:
     working: int
     """The block or head at work, and one gradient in full."""
     applying: int
-    """The optimizer at work, or two copies of a tied gradient; nothing is kept then."""
+    """After the last backward: the exchange of a tied gradient, the norm, or the optimizer at work."""
+    captured: bool
+    """Passes are CUDA graphs: what is kept and at work has its memory for good, and lends it to no other."""
 
     @property
     def total(self) -> int:
-        return self.fixed + self.state + self.snapshot + max(self.kept + self.working, self.applying)
+        passes = self.kept + self.working
+        step = passes + self.applying if self.captured else max(passes, self.applying)
+        return self.fixed + self.state + self.snapshot + step
 
 
 def stage_bytes(
@@ -84,14 +88,15 @@ def stage_storages(config: RunConfig, stages: int) -> tuple[Storage, ...]:
     base = (configured(config.storage),) * stages
     if not config.storage.bits_by_stage:
         return base
-    held = held_blocks(config, stages)
-    forms = [base, *(storages_by_load(config.storage, held, bits) for bits in STAGE_BITS)]
+    loads = held_blocks(config, stages)
+    forms = [base, *(storages_by_load(config.storage, loads, bits) for bits in STAGE_BITS)]
     widest = [len(STAGE_BITS)] * stages
     # A codec's memory grows with a text that is not known here: a stage is compared with those that remember
     # as much or more.
     remembered = stage_cache_bytes(config, stages, 1)
     for arranged, devices in _arrangements(config):
         found = _estimate(arranged, stages, base, devices)
+        held = held_blocks(arranged, stages, apart=devices.captures(arranged.training))
         plain = stored_bytes(config.model, config.training, base[0]).total // devices.count
         for stage, own in enumerate(found):
             heaviest = max(f.total for f, r in zip(found, remembered, strict=True) if r >= remembered[stage])
@@ -128,7 +133,8 @@ def _estimate(
     config: RunConfig, stages: int, storages: Sequence[Storage], devices: Devices, windows: int = 0
 ) -> tuple[StageMemory, ...]:
     """As `stage_memory`, of stages that keep activations so."""
-    chunks, held = chunks_of(config, stages), held_blocks(config, stages)
+    chunks, captured = chunks_of(config, stages), devices.captures(config.training)
+    held = held_blocks(config, stages, apart=captured)
     orders = schedule(stages, chunks, config.microbatches, config.pipeline.first_window)
     caches = stage_cache_bytes(config, stages, windows)
     whole = config.training.microbatch * config.model.sequence
@@ -143,11 +149,13 @@ def _estimate(
         else:
             block = stored_bytes(config.model, config.training, storage).total // devices.count
             ends = 2
-        in_flight = held_activations(orders[stage])
+        by_chunk = [held_activations(of_chunk(orders[stage], chunk)) for chunk in range(chunks)]
+        in_flight = sum(by_chunk) if captured else held_activations(orders[stage])
         kept = held[stage] * block + in_flight * ends * one.residual
-        if one.captures:
+        if captured:
             # A graph's forward keeps the places of what it needs meanwhile, and of what goes in and out.
             kept += in_flight * (one.feed_forward_at_work() + 4 * one.residual)
+            kept += by_chunk[-1] * one.head_keeps() if HEAD in units else 0
         # What a step teaches waits beside what is remembered; a snapshot's copy comes on top.
         cache = caches[stage] + caches[stage] // max(windows, 1) * min(config.training.global_batch, windows)
         # A leader that shares a microbatch has it whole too, and cut to pieces.
@@ -160,7 +168,8 @@ def _estimate(
                 kept=kept,
                 working=max(one.block_at_work(), one.head_at_work() if HEAD in units else 0)
                 + one.largest_gradient(units),
-                applying=one.applying(units, tied_apart=config.model.tied and stages > 1),
+                applying=one.applying(units),
+                captured=captured,
             )
         )
     return tuple(found)
@@ -195,7 +204,9 @@ def most_held(
     most: list[int] = []
     for narrow, wide, least, large, memory in zip(*held, *needs, memory_bytes, strict=True):
         room = MEMORY_SHARE * memory
-        spare = room - (least.fixed + least.state + least.snapshot + least.working + least.kept)
+        # What the optimizer needs may lie where activations have been, but for CUDA graphs.
+        after = least.applying if least.captured else 0
+        spare = room - (least.fixed + least.state + least.snapshot + least.working + least.kept + after)
         if least.total > room:
             spare = 0
         if config.pipeline.window_gb > 0:

@@ -24,11 +24,25 @@ def chunk_units(config: RunConfig, stages: int) -> tuple[tuple[str, ...], ...]:
     return split_units(config.model, stages * chunks_of(config, stages), split)
 
 
-def held_blocks(config: RunConfig, stages: int) -> tuple[int, ...]:
-    """The most block activations that each stage holds at once, over its order in the schedule."""
+def held_blocks(config: RunConfig, stages: int, *, apart: bool = False) -> tuple[int, ...]:
+    """The most block activations that each stage holds at once, over its order in the schedule.
+
+    Args:
+        apart: no chunk uses what another one of the stage held before: the sum of what each holds.
+    """
+    chunks = chunks_of(config, stages)
     counts = [sum(map(is_block, units)) for units in chunk_units(config, stages)]
-    orders = schedule(stages, chunks_of(config, stages), config.microbatches, config.pipeline.first_window)
-    return tuple(_peak_blocks(order, counts[stage::stages]) for stage, order in enumerate(orders))
+    orders = schedule(stages, chunks, config.microbatches, config.pipeline.first_window)
+    held = []
+    for stage, order in enumerate(orders):
+        parts = [of_chunk(order, chunk) for chunk in range(chunks)] if apart else [order]
+        held.append(sum(_peak_blocks(part, counts[stage::stages]) for part in parts))
+    return tuple(held)
+
+
+def of_chunk(order: Order, chunk: int) -> Order:
+    """A stage's actions on one of its chunks, in order."""
+    return tuple(action for action in order if action.chunk == chunk)
 
 
 def _peak_blocks(order: Order, counts: Sequence[int]) -> int:

@@ -325,8 +325,9 @@ class StageExecutor:
             model.put_tied_gradient(EMBED, total)
             model.put_tied_gradient(HEAD, total)
         elif self.is_first:
-            share = self._receive(up, self._tied, io, TimeKind.WAIT_DOWNSTREAM)
-            total = sum_tied_gradients(share, model.tied_gradient(EMBED))
+            # In the memory of the share that came: with its packed form, never more than two of the matrix.
+            total = self._receive(up, self._tied, io, TimeKind.WAIT_DOWNSTREAM)
+            sum_tied_gradients(total, model.tied_gradient(EMBED))
             self._send(down, total, io)
             model.put_tied_gradient(EMBED, total)
         elif self.is_last:

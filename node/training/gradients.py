@@ -9,13 +9,15 @@ fp32. Steps of more than `MOST_TO_NEAREST` microbatches add them with stochastic
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from kernels.fp8 import Draw, Fp8Gradient, accumulate_gradient, pack_gradient, unpack_gradient
+from kernels.fp8_layout import blocks
+from node.model.device_memory import GRADIENT_PIECE
 from wire.errors import RunError
 
 MOST_TO_NEAREST = 16
@@ -205,7 +207,15 @@ class Fp8Gradients:
 
     def get(self, parameter: nn.Parameter) -> Tensor:
         kept = self.stored(parameter)
-        return unpack_gradient(kept).view(parameter.shape) if isinstance(kept, Fp8Gradient) else kept
+        if not isinstance(kept, Fp8Gradient):
+            return kept
+        if parameter.numel() <= GRADIENT_PIECE:
+            return unpack_gradient(kept).view(parameter.shape)
+        # What unpacking makes on the way is half as much again.
+        values = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+        for part, piece in zip(_pieces(kept), torch.split(values.view(-1), GRADIENT_PIECE), strict=True):
+            piece.copy_(unpack_gradient(part))
+        return values
 
     def stored(self, parameter: nn.Parameter) -> Tensor | Fp8Gradient:
         if parameter not in self._main:
@@ -216,7 +226,10 @@ class Fp8Gradients:
 
     def put(self, parameter: nn.Parameter, value: Tensor) -> None:
         if parameter in self._main:
-            pack_gradient(value.float().flatten(), self._main[parameter])
+            # Packing makes tensors as long as what it packs.
+            pieces = torch.split(value.flatten(), GRADIENT_PIECE)
+            for part, piece in zip(_pieces(self._main[parameter]), pieces, strict=True):
+                pack_gradient(piece.float(), part)
             self._reached.add(parameter)
         else:
             self._vectors.put(parameter, value)
@@ -255,6 +268,26 @@ class Fp8Gradients:
         parameter.grad = None
         if self.when_added is not None:
             self.when_added(self._main[parameter])
+
+
+def norms(gradient: Tensor | Fp8Gradient) -> list[Tensor]:
+    """Norm of each `GRADIENT_PIECE` of a gradient, in order: float64 [], on its device, not waited for.
+
+    For a norm in float64 torch makes a copy in it, twice as large as the gradient: here, of a piece.
+    """
+    pieces: Iterable[Tensor]
+    if isinstance(gradient, Fp8Gradient):
+        pieces = (unpack_gradient(part) for part in _pieces(gradient))
+    else:
+        pieces = torch.split(gradient.flatten(), GRADIENT_PIECE)
+    return [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
+
+
+def _pieces(gradient: Fp8Gradient) -> Iterator[Fp8Gradient]:
+    """The same codes and exponents, `GRADIENT_PIECE` elements at a time."""
+    codes = torch.split(gradient.codes, GRADIENT_PIECE)
+    exponents = torch.split(gradient.exponents, blocks(GRADIENT_PIECE))
+    return (Fp8Gradient(*pair) for pair in zip(codes, exponents, strict=True))
 
 
 def gradient_of(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from node.model.chunk import Chunk
 from node.model.shard_shapes import pieces
 from node.model.tensor_rank import TensorRank
 from node.model.units import HEAD, parameter_specs, tied_parameter
-from node.training.gradients import MOST_TO_NEAREST, Fp8Gradients, Gradients, PlainGradients
+from node.training.gradients import MOST_TO_NEAREST, Fp8Gradients, Gradients, PlainGradients, norms
 from node.training.rng import salt
 from wire.errors import RunError
 
@@ -155,19 +155,20 @@ class StageOptimizer:
 
     def parameter_squared_norms(self) -> list[float]:
         """Squared gradient norm of each counted parameter, or of this rank's shard of it, in model order."""
-        norms: list[float] = []
-        for parameters in self._counted.values():
-            for parameter in parameters:
-                norm = torch.linalg.vector_norm(self.gradients.get(parameter), dtype=torch.float64).item()
-                norms.append(norm * norm)
-        return norms
+        counted = [parameter for parameters in self._counted.values() for parameter in parameters]
+        made = [norms(self.gradients.stored(parameter)) for parameter in counted]
+        if not made:
+            return []
+        # One wait for the device, for all of them.
+        found = iter(torch.stack([norm for pieces in made for norm in pieces]).tolist())
+        return [_sum_of_squares(next(found) for _ in pieces) for pieces in made]
 
     def sum_squared_norms(self, ranks: Sequence[Sequence[float]]) -> dict[str, float]:
         """Units' squared norms from `parameter_squared_norms` of all tensor-parallel ranks, in their order.
 
         A replicated parameter's gradient is the same on all and is counted once.
         """
-        norms: dict[str, float] = {}
+        squares: dict[str, float] = {}
         each = zip(*ranks, strict=True)
         for unit, parameters in self._counted.items():
             total = 0.0
@@ -175,8 +176,8 @@ class StageOptimizer:
                 shards = next(each)
                 for norm in shards if parameter in self._sharded else shards[:1]:
                     total += norm
-            norms[unit] = total
-        return norms
+            squares[unit] = total
+        return squares
 
     @torch.no_grad()
     def apply(self, lr: float, clip_coefficient: float) -> None:
@@ -299,8 +300,19 @@ def _adamw(
 
 
 def sum_tied_gradients(head: Tensor, embed: Tensor) -> Tensor:
-    """The gradient of both copies of a tied weight. The order is fixed: head's share + embed's share."""
-    return head + embed
+    """The gradient of both copies of a tied weight, which takes the place of the head's.
+
+    The order is fixed: head's share + embed's share.
+    """
+    return head.add_(embed)
+
+
+def _sum_of_squares(norms: Iterable[float]) -> float:
+    """In their order."""
+    total = 0.0
+    for norm in norms:
+        total += norm * norm
+    return total
 
 
 def _copy(tensor: Tensor) -> Tensor:

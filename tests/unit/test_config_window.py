@@ -7,6 +7,7 @@ import pytest
 
 from node.config.loader import default_config, from_json, load_config, to_json, to_toml
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
+from node.model.device_memory import Devices
 from node.model.memory import most_held, stage_bytes
 from node.stage.schedule import held_activations, schedule
 from wire.errors import ConfigError
@@ -56,15 +57,17 @@ def test_amounts_below_nothing_are_refused(tmp_path: Path) -> None:
         load(tmp_path, "[pipeline]\nwindow_gb = -0.5\n")
 
 
-def test_held_activations_fit_the_estimate() -> None:
+@pytest.mark.parametrize("devices", [Devices(), Devices(on_cpu=False)], ids=["CPU", "GPU with graphs"])
+def test_held_activations_fit_the_estimate(devices: Devices) -> None:
     """As many as fit and not one more: the estimate of a schedule that holds them says so."""
-    stages, memory = 4, 2 * GB
-    most = most_held(CONFIG, stages, [memory] * stages)
+    stages, memory = 4, GB
+    most = most_held(CONFIG, stages, [memory] * stages, devices=[devices] * stages)
+    assert 4 < most[0] < 32
     for stage in range(stages - 1):
         for window in range(33):
             pipeline = replace(CONFIG.pipeline, window=window)
             held = held_activations(schedule(stages, 1, CONFIG.microbatches, window)[stage])
-            need = stage_bytes(replace(CONFIG, pipeline=pipeline), stages)[stage]
+            need = stage_bytes(replace(CONFIG, pipeline=pipeline), stages, devices)[stage]
             assert (held <= most[stage]) == (need <= 0.8 * memory)
 
 

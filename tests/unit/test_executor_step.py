@@ -14,8 +14,11 @@ from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSect
 from node.stage.executor import UnitState
 from node.stage.inbox import StepInterrupted
 from node.stage.routing import target_stage
+from node.stage.tensor_transfer import PackedIO
 from node.training.serialization import deserialize_unit, serialize_unit
 from tests.support.memory_pipeline import MemoryPipeline, reference_run
+from wire.codecs.base import Codec
+from wire.codecs.host_copies import Mark
 from wire.errors import NonFiniteError
 from wire.spec import Direction, TensorKey
 
@@ -52,6 +55,28 @@ def test_a_step_sends_what_config_explain_says_and_releases_all_it_took(config: 
         (flow.sender, flow.receiver, flow.what): (flow.tensors, flow.bytes) for flow in explain(config).flows
     }
     assert {flow: (len(sizes), sum(sizes)) for flow, sizes in sent.items()} == expected
+
+
+def test_a_tied_gradients_sum_takes_the_place_of_the_share_that_came(
+    stages: MemoryPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is as large as the embedding."""
+    transfer = stages.executors[0]._transfer
+    finish, send, places = transfer.finish, transfer.send, dict[Direction, int]()
+
+    def finished(key: TensorKey) -> Tensor:
+        tensor = finish(key)
+        places[key.direction] = tensor.data_ptr()
+        return tensor
+
+    def sending(key: TensorKey, codec: Codec, tensor: Tensor, mark: Mark | None, io: PackedIO) -> None:
+        places[key.direction] = tensor.data_ptr()
+        send(key, codec, tensor, mark, io)
+
+    monkeypatch.setattr(transfer, "finish", finished)
+    monkeypatch.setattr(transfer, "send", sending)
+    stages.train(1)
+    assert places[Direction.TIED_SHARE] == places[Direction.TIED_SUM]
 
 
 def test_only_tensors_of_this_placement_are_expected(stages: MemoryPipeline) -> None:

@@ -12,9 +12,10 @@ from node.model.chunk import Chunk, build_chunk, compute_precision, weight_dtype
 from node.model.split import split_units
 from node.model.units import unit_names
 from node.stage.stage_model import StageModel
+from node.training import gradients as gradients_module
 from node.training import optimizer as optimizer_module
 from node.training.data import Corpus
-from node.training.gradients import MOST_TO_NEAREST, gradient_of
+from node.training.gradients import MOST_TO_NEAREST, Fp8Gradients, gradient_of
 from node.training.optimizer import StageOptimizer, sum_tied_gradients
 from node.training.reference import ReferenceTrainer
 from node.training.serialization import deserialize_unit, serialize_unit
@@ -91,9 +92,9 @@ def test_a_pipeline_draws_as_the_reference_does() -> None:
             if microbatch > 0:
                 first.backward(0, microbatch - 1, waiting[microbatch - 1])
         first.backward(0, len(rows) - 1, waiting[-1])
-    total = first.tied_gradient("embed"), last.tied_gradient("head")
-    first.put_tied_gradient("embed", sum_tied_gradients(total[1], total[0]))
-    last.put_tied_gradient("head", sum_tied_gradients(total[1], total[0]))
+    total = sum_tied_gradients(last.tied_gradient("head").clone(), first.tied_gradient("embed"))
+    first.put_tied_gradient("embed", total)
+    last.put_tied_gradient("head", total)
     found = {
         f"{unit}.{name}": stage.optimizer.gradients.get(parameter)
         for stage in (first, last)
@@ -267,3 +268,22 @@ def test_what_is_put_is_a_copy(kind: str) -> None:
     of.optimizer.gradients.put(parameter, shared)
     of.optimizer.gradients.get(parameter).mul_(0.5)
     assert torch.equal(shared, torch.ones(parameter.shape))
+
+
+def test_pieces_change_no_bits_of_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither as it is stored nor as it is read, nor its norm beyond the last bits; a broken block too."""
+    parameter = torch.nn.Parameter(torch.zeros(7, 173))
+    value = torch.linspace(-3, 5, parameter.numel()).view(parameter.shape)
+    value[3, 40] = torch.nan
+    whole, pieces = Fp8Gradients([parameter]), Fp8Gradients([parameter])
+    whole.put(parameter, value)
+    expected = whole.get(parameter)
+    assert int(expected.isnan().sum()) == 128
+    monkeypatch.setattr(gradients_module, "GRADIENT_PIECE", 256)
+    pieces.put(parameter, value)
+    for kept in (whole, pieces):
+        assert torch.equal(kept.get(parameter).nan_to_num(), expected.nan_to_num())
+    parts = torch.stack(gradients_module.norms(expected.nan_to_num()))
+    assert len(parts) == 5
+    full = torch.linalg.vector_norm(expected.nan_to_num(), dtype=torch.float64)
+    torch.testing.assert_close(parts.square().sum(), full.square())

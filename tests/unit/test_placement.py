@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
-from node.model.memory import stage_bytes
-from node.model.placement import chunk_units, chunks_of, stage_units
+from node.model.device_memory import Devices
+from node.model.memory import stage_bytes, stage_memory
+from node.model.placement import chunk_units, chunks_of, held_blocks, stage_units
 from node.model.units import is_block, unit_names
 
 CONFIG = RunConfig(
@@ -63,3 +64,17 @@ def test_a_wider_window_and_larger_microbatches_need_more() -> None:
     assert largest(large) > largest(CONFIG)
     many = replace(CONFIG, training=replace(CONFIG.training, global_batch=64))
     assert largest(replace(many, pipeline=replace(many.pipeline, window=2))) > largest(many)
+
+
+def test_chunks_that_share_no_memory_hold_what_each_of_them_does() -> None:
+    """As captured passes do: a chunk's graphs stay when another chunk has more microbatches in flight."""
+    long = replace(INTERLEAVED, training=replace(INTERLEAVED.training, global_batch=32))
+    together, apart = (held_blocks(long, 4, apart=apart) for apart in (False, True))
+    assert all(mine < theirs for mine, theirs in zip(together, apart, strict=True))
+    assert held_blocks(SPLIT, 4, apart=True) == held_blocks(SPLIT, 4)
+    graphs, plain = (
+        stage_memory(replace(long, training=replace(long.training, cuda_graphs=on)), 4, Devices(on_cpu=False))
+        for on in (True, False)
+    )
+    block = (plain[3].kept - plain[0].kept) // (together[3] - together[0])
+    assert graphs[0].kept >= apart[0] * block > plain[0].kept
