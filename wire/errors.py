@@ -57,6 +57,7 @@ class RefusalCode(StrEnum):
     WRONG_RUN = "wrong-run"
     VERSION_MISMATCH = "version-mismatch"
     BAD_REQUEST = "bad-request"
+    UNREACHABLE = "unreachable"
     EVICTED = "evicted"
     NOT_A_MEMBER = "not-a-member"
     NOT_A_NEIGHBOUR = "not-a-neighbour"

@@ -48,7 +48,7 @@ class Link(ABC):
         self._trouble = "no connection was made yet"
         self._was_up = False
         self._up = asyncio.Event()
-        self._down = asyncio.Event()
+        self._down = asyncio.Event()  # it was up, and is not
         self._over = asyncio.Event()  # closed or lost
         self._stopped = asyncio.Event()
         self._running = False
@@ -114,6 +114,8 @@ class Link(ABC):
 
     def release(self, key: TensorKey) -> None:
         """A received tensor was used: its room in the window is free again."""
+        if self._over.is_set():
+            return
         self._state.receiver.release(key, now())
         self._state.control_wake.set()
 
@@ -154,6 +156,7 @@ class Link(ABC):
                     task.cancel()
         finally:
             self._finish()
+            self._state.forget()
             self._stopped.set()
 
     async def close(self) -> None:
@@ -167,6 +170,8 @@ class Link(ABC):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSE_SECONDS):
                     await self._stopped.wait()
+        else:
+            self._state.forget()
 
     @abstractmethod
     async def _keep_connected(self) -> None:
@@ -216,10 +221,12 @@ class Link(ABC):
                 self._fail(ProtocolViolationError(f"the link to {self._peer} was given up: {self._trouble}"))
 
     async def _watch(self) -> None:
-        """Before the first connection `ready` is the limit; afterwards `lost_after_seconds` is."""
+        """Before the first connection `ready` is the limit; afterwards `lost_after_seconds` is.
+
+        A connection may come and go before this runs: then both waits begin anew.
+        """
         limit = self._state.settings.lost_after_seconds
         while not self._over.is_set():
-            await self._up.wait()
             await self._down.wait()
             try:
                 async with asyncio.timeout(limit):

@@ -152,3 +152,9 @@ class LinkState:
 
     def open_session(self, session: int) -> None:
         self.session = self.sender.session = self.receiver.session = session
+
+    def forget(self) -> None:
+        """Drop the tensors, as nothing is sent or received any more: a link may be known long after its end,
+        to answer a neighbour that ends later."""
+        self.sender.forget()
+        self.receiver.forget()

@@ -220,6 +220,13 @@ class StreamReceiver:
             messages.append(self._told)
         return messages
 
+    def forget(self) -> None:
+        """Drop all buffers: no frame comes any more."""
+        self._incoming.clear()
+        self._held.clear()
+        self._spare.clear()
+        self.held_bytes = 0
+
     def _damaged(self, error: DamagedFrameError, now: float) -> None:
         self.rejects += 1
         self._damaged_in_a_row += 1

@@ -165,6 +165,11 @@ class StreamSender:
         self._again.clear()
         self._probe_seconds, self._probe_at = self._resend_seconds, None
 
+    def forget(self) -> None:
+        """Drop what waits here: no frame is asked for any more."""
+        self._tensors.clear()
+        self._queued_bytes = 0
+
     def _probe_is_due(self, now: float) -> bool:
         # The wait starts when the stream falls quiet, not when a frame was handed out: a slow link may take
         # seconds to accept one.

@@ -4,9 +4,14 @@ Decodes, asks the `Coordinator`, encodes. Who calls is known from the certificat
 """
 
 import asyncio
+import contextlib
 import hashlib
+import ipaddress
 import logging
-from collections.abc import AsyncIterator, Iterator
+import socket
+from collections.abc import AsyncIterator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import grpc
@@ -30,6 +35,8 @@ log = logging.getLogger(__name__)
 MOST_PROBE_BYTES = 16 * 1024 * 1024
 HELLO_SECONDS = 10.0
 REACH_SECONDS = 5.0
+MOST_LOOKUPS = 16
+"""Names that are looked up at a time. A name server of its owner's choosing may take minutes to answer."""
 MOST_WAITING = 64
 """Messages that wait to be sent to a node before answers to its heartbeats are left out."""
 
@@ -95,38 +102,97 @@ class Desk(Protocol):
     async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None: ...
 
 
+class Names:
+    """Looks up names that nodes gave, on threads of its own: on the loop's the run's records are written."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(MOST_LOOKUPS, thread_name_prefix="names")
+        self._under_way: dict[str, Future[Any]] = {}
+
+    async def look_up(self, node_id: str, host: str) -> list[str]:
+        """The IP addresses of `host`. Raises OSError, also while an earlier name of this node's is looked up.
+
+        A look-up cannot be called off, and one that takes long must not take the threads from other nodes.
+        """
+        with contextlib.suppress(ValueError):
+            if "%" not in host:
+                return [str(ipaddress.ip_address(host))]
+        if node_id in self._under_way:
+            raise OSError("an earlier name is still being looked up")
+        found = self._threads.submit(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
+        self._under_way[node_id] = found
+        found.add_done_callback(lambda _: self._under_way.pop(node_id))
+        return [str(place[4][0]) for place in await asyncio.wrap_future(found)]
+
+
 class ControlService(control_pb2_grpc.CoordinatorServicer):
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
         self._calls = CallLimit()
+        self._names = Names()
+        self._greeting: dict[str, asyncio.Timeout] = {}
+        """Of each node the newest session that is not open yet."""
 
     async def Session(self, requests: AsyncIterator[control_pb2.NodeMessage], context: Context) -> None:
         node_id = await self._member(context)
         requests = _parsed(requests)
         try:
-            async with asyncio.timeout(HELLO_SECONDS):
-                hello = node_message_from_proto(await anext(requests))
-            if not isinstance(hello, Hello):
-                raise ProtocolViolationError("a session must begin with hello")
-        except (TimeoutError, StopAsyncIteration, ProtocolViolationError) as error:
-            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error) or "no hello came")
-        refusal = await self._desk.refusal_for(node_id) or _version_refusal(hello)
-        address = ""
-        if refusal is None:
-            address, refusal = await _reachable_address(hello, context)
-        if refusal is not None:
+            async with self._newest(node_id):
+                hello = await _hello(requests)
+                found = await self._look_at(node_id, hello, context)
+        except ProtocolViolationError as error:
+            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except TimeoutError:
+            # The network may have held it up: that must not end the node.
+            await _abort(context, grpc.StatusCode.UNAVAILABLE, "no hello came in time")
+        if isinstance(found, Refusal):
             await context.write(
                 control_pb2.CoordinatorMessage(
-                    refusal=enrolment_pb2.Refusal(code=refusal.code.value, message=refusal.message)
+                    refusal=enrolment_pb2.Refusal(code=found.code.value, message=found.message)
                 )
             )
             return
-        session = ControlSession(node_id, hello, address)
+        session = ControlSession(node_id, hello, found)
         self._desk.opened(session)
         try:
             await self._serve(session, requests, context)
         finally:
             self._desk.closed(session)
+
+    @asynccontextmanager
+    async def _newest(self, node_id: str) -> AsyncIterator[None]:
+        """Of a node's sessions that are not open yet only the newest goes on; TimeoutError in the others."""
+        older = self._greeting.get(node_id)
+        if older is not None and not older.expired():
+            older.reschedule(asyncio.get_running_loop().time())
+        async with asyncio.timeout(None) as turn:
+            self._greeting[node_id] = turn
+            try:
+                yield
+            finally:
+                if self._greeting[node_id] is turn:
+                    del self._greeting[node_id]
+
+    async def _look_at(self, node_id: str, hello: Hello, context: Context) -> str | Refusal:
+        """Where neighbours dial a node, host:port; or why it may not take part."""
+        refusal = await self._desk.refusal_for(node_id) or _version_refusal(hello)
+        if refusal is not None:
+            return refusal
+        # What it said, with the host that we see if it named none.
+        address = hello.peer_address
+        if address.startswith(":"):
+            address = _peer_host(context.peer()) + address
+        try:
+            host, port = split_address(address)
+            async with asyncio.timeout(REACH_SECONDS):
+                await _connect(await self._names.look_up(node_id, host), port)
+        except (ValueError, OSError):  # a TimeoutError is one, too
+            return Refusal(
+                RefusalCode.UNREACHABLE,
+                f"neighbours cannot reach this node at {address[:80]!r}: open that TCP port, or join with "
+                "--listen and --advertise HOST:PORT",
+            )
+        return address
 
     async def _serve(
         self, session: ControlSession, requests: AsyncIterator[control_pb2.NodeMessage], context: Context
@@ -242,6 +308,19 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         return node_id
 
 
+async def _hello(requests: AsyncIterator[control_pb2.NodeMessage]) -> Hello:
+    """What a session begins with. Raises TimeoutError if it does not come, ProtocolViolationError if it is
+    something else."""
+    async with asyncio.timeout(HELLO_SECONDS):
+        first = await anext(requests, None)
+    if first is None:
+        raise TimeoutError
+    hello = node_message_from_proto(first)
+    if not isinstance(hello, Hello):
+        raise ProtocolViolationError("a session must begin with hello")
+    return hello
+
+
 async def _parsed(requests: AsyncIterator[Request]) -> AsyncIterator[Request]:
     """The same messages; raises ProtocolViolationError at bytes that are none."""
     try:
@@ -261,23 +340,14 @@ def _version_refusal(hello: Hello) -> Refusal | None:
     )
 
 
-async def _reachable_address(hello: Hello, context: Context) -> tuple[str, Refusal | None]:
-    """Where neighbours dial the node: what it said, with the host that we see if it named none."""
-    address = hello.peer_address
-    if address.startswith(":"):
-        address = _peer_host(context.peer()) + address
-    try:
-        host, port = split_address(address)
-        async with asyncio.timeout(REACH_SECONDS):
+async def _connect(hosts: Iterable[str], port: int) -> None:
+    """Connect to the first of these that lets us, and hang up. Raises OSError if none does."""
+    for host in hosts:
+        with contextlib.suppress(OSError):
             _, writer = await asyncio.open_connection(host, port)
-        writer.close()
-    except (ValueError, OSError, TimeoutError):
-        return "", Refusal(
-            RefusalCode.BAD_REQUEST,
-            f"neighbours cannot reach this node at {address[:80]!r}: open that TCP port, or join with "
-            "--listen and --advertise HOST:PORT",
-        )
-    return address, None
+            writer.close()
+            return
+    raise OSError("no connection")
 
 
 def _peer_host(peer: str) -> str:

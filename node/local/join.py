@@ -128,6 +128,7 @@ async def _join_at(
         split_address(control_address)
     except ValueError as error:
         raise ProtocolViolationError(f"{address} granted what cannot be used: {error}") from None
+    identity.check_clock(time.time())
     return identity, control_address
 
 

@@ -13,7 +13,7 @@ from node.stage.error_groups import first_error
 from node.stage.node_settings import IdentityHolder
 from node.stage.stage_io import TensorLink
 from wire.codecs.forms import FP32
-from wire.errors import ThinwireError
+from wire.errors import LinkLostError, ThinwireError
 from wire.link import Link, LinkSettings, LinkStats, dial_link
 from wire.link_server import LinkServer
 from wire.spec import TensorKey
@@ -76,8 +76,12 @@ class EpochLinks:
                     group.create_task(link.run())
                 self._links = links
                 try:
-                    for link in links.values():
-                        await link.ready(LINK_SECONDS)
+                    for peer, link in links.items():
+                        try:
+                            await link.ready(LINK_SECONDS)
+                        except LinkLostError as error:
+                            task.link_lost(peer, error)
+                            raise
                     yield links
                 finally:
                     self._links = {}

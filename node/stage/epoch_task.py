@@ -18,6 +18,7 @@ from node.stage.executor import StageExecutor, StepOutcome
 from node.stage.inbox import Inbox, StepInterrupted
 from node.stage.routing import neighbours, source_stage
 from node.stage.stage_io import LoopIO, TensorLink
+from node.stage.tensor_transfer import BadTensorError
 from node.training.serialization import deserialize_unit
 from wire.errors import (
     DeviceLostError,
@@ -108,7 +109,8 @@ class EpochTask:
         self._vote: Vote | None = None
         self._failure: StepFailed | None = None
         self._snapshot = -1
-        self._peer_at_fault = -1
+        self._other_end = -1
+        """The stage at the other end of the link that was lost first, or that of a neighbour at fault."""
         self._over = False
 
     def submit(self, command: CoordinatorMessage) -> None:
@@ -135,8 +137,10 @@ class EpochTask:
     def link_lost(self, peer_stage: int, error: ThinwireError) -> None:
         if self._over:
             return
-        if isinstance(error, ProtocolViolationError):
-            self._peer_at_fault = peer_stage
+        is_at_fault = isinstance(error, ProtocolViolationError)
+        if self._other_end < 0 or is_at_fault:
+            self._other_end = peer_stage
+        if is_at_fault:
             # At once: that node sees its link closed, and must not be the first to complain.
             self._fail(FailureKind.PEER, str(error))
         self._services.inbox.interrupt(str(error), error)
@@ -163,6 +167,9 @@ class EpochTask:
                 self._fail(FailureKind.LINK, str(interruption))
         except NonFiniteError as error:
             self._fail(FailureKind.NON_FINITE, str(error))
+        except BadTensorError as error:
+            self._other_end = source_stage(error.key, len(self.placement.stages))
+            self._fail(FailureKind.PEER, str(error))
         except LinkError as error:
             self._fail(FailureKind.LINK, str(error))
         except DeviceLostError:
@@ -283,6 +290,6 @@ class EpochTask:
             step=max(self._step, 0),
             kind=kind,
             message=message,
-            peer_stage=self._peer_at_fault,
+            peer_stage=self._other_end,
         )
         self._services.post(self._failure)

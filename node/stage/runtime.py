@@ -365,15 +365,21 @@ class NodeRuntime:
             await asyncio.sleep(self._heartbeat_seconds)
 
     async def _renew_certificate(self) -> None:
-        """Renew at a point of the certificate's life that the node id decides; try again until it works."""
+        """Renew at a point of the certificate's life that the node id decides; try again until it works.
+
+        Raises LinkError if this machine's clock is wrong: by one far ahead every certificate needs renewal.
+        """
         while True:
             await asyncio.sleep(max(RENEW_RETRY_SECONDS, self._identity.current.renewal_time - time.time()))
             try:
                 pem = await self._client.renew(self._identity.current.csr_der())
-                renewed = self._identity.current.renewed(pem)
-                await asyncio.to_thread(self._identity.replace, renewed)
             except LinkError as error:
                 log.warning("the certificate was not renewed: %s", error)
+                continue
+            renewed = self._identity.current.renewed(pem)
+            renewed.check_clock(time.time())
+            try:
+                await asyncio.to_thread(self._identity.replace, renewed)
             except (OSError, UserError) as error:
                 # It is in use; a process that starts here finds the one before.
                 log.warning("the renewed certificate was not kept on disk: %s", error)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from node.stage.coordinator_client import CoordinatorClient
-from wire.errors import LinkError, LinkLostError, Refused
+from wire.errors import LinkError, LinkLostError, RefusalCode, Refused
 from wire.messages import CoordinatorMessage, Hello, Leave, NodeMessage
 
 log = logging.getLogger(__name__)
@@ -97,10 +97,11 @@ class Session:
         loop = asyncio.get_running_loop()
         last_contact = loop.time()
         delay = 0.1
+        was_in = False
 
         def connected() -> None:
-            nonlocal last_contact, delay
-            last_contact, delay = loop.time(), 0.1
+            nonlocal last_contact, delay, was_in
+            last_contact, delay, was_in = loop.time(), 0.1, True
             if self._leaving and not self._ending:
                 self.post(Leave(reason="said before, perhaps unheard"))
 
@@ -109,7 +110,12 @@ class Session:
             began = loop.time()
             try:
                 await self._client.session(self._hello(), self._outbox, self._heed, connected)
-            except LinkError as error:
+            except (LinkError, Refused) as error:
+                # The coordinator looks at each connection whether it can reach this node. If it could before,
+                # that may be a matter of moments, as it is with any other connection.
+                passing = was_in and isinstance(error, Refused) and error.code is RefusalCode.UNREACHABLE
+                if not (passing or isinstance(error, LinkError)):
+                    raise
                 if self._ending and self._outbox.empty():
                     return  # the last word is said
                 if last_contact >= began:

@@ -19,7 +19,13 @@ from node.stage.device_transfer import DeviceTransfer
 from node.telemetry.spans import WorkKind
 from wire.codecs.base import Codec
 from wire.codecs.host_copies import Mark
-from wire.errors import NonFiniteError
+from wire.errors import (
+    CodecError,
+    MemoryMismatchError,
+    NonFiniteError,
+    PackedMismatchError,
+    ProtocolViolationError,
+)
 from wire.spec import TensorKey, TensorSpec
 
 log = logging.getLogger(__name__)
@@ -61,8 +67,19 @@ class Incoming:
     spec: TensorSpec
 
 
+class BadTensorError(ProtocolViolationError):
+    """A tensor came as no correct stage packs one: its frames were sound, so it is its sender's work."""
+
+    def __init__(self, key: TensorKey, error: CodecError) -> None:
+        super().__init__(
+            f"the {key.direction.name.lower()} received over boundary {key.boundary}, "
+            f"microbatch {key.microbatch} ({error})"
+        )
+        self.key = key
+
+
 Named = Callable[[NonFiniteError, TensorKey, str], NonFiniteError]
-"""Gives an error the name of its tensor: (error, key, "received" or "to be sent")."""
+"""Gives an error the name of its tensor: (error, key, "to be sent")."""
 Beside = Callable[[str, TensorKey], AbstractContextManager[None]]
 """Notes what the thread does for a tensor (`node.telemetry.clock.StageClock.beside`)."""
 
@@ -140,7 +157,11 @@ class TensorTransfer:
             self._begin(needed, codec, io)
 
     def finish(self, key: TensorKey) -> Tensor:
-        """The tensor that `begin` or `look_ahead` began. Raises what kept it from being unpacked."""
+        """The tensor that `begin` or `look_ahead` began. Raises what kept it from being unpacked.
+
+        That is a BadTensorError for what no encoder makes, and a MemoryMismatchError where the ends remember
+        different activations, of which nobody can say whose fault it is.
+        """
         tensor, mark = self._unpacking.pop(key).result()
         self._device.wait(tensor, mark)
         return tensor
@@ -167,8 +188,10 @@ class TensorTransfer:
             try:
                 with self._beside(WorkKind.UNPACK, key):
                     result = self._device.unpack(codec, packed, needed.spec)
-            except NonFiniteError as error:
-                raise self._named(error, key, "received") from error
+            except MemoryMismatchError:
+                raise
+            except (PackedMismatchError, NonFiniteError) as error:
+                raise BadTensorError(key, error) from error
             io.release(key)
             return result
 

@@ -18,19 +18,23 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from node.coordinator import enrolment_service
 from node.coordinator.enrolment import EnrolmentDesk
 from node.coordinator.enrolment_service import open_join_port
+from node.coordinator.records import Member
 from node.coordinator.store import Store
 from node.local import join
 from node.local.join import enrol
 from tests.support.ports import free_port
 from wire.errors import LinkError, RefusalCode, Refused, RunError, TokenError, UserError
-from wire.identity.authority import CertificateAuthority, key_to_pem
+from wire.identity.authority import CertificateAuthority, key_to_pem, public_key_hash
 from wire.identity.bootstrap import fetch_authority
 from wire.identity.credentials import (
     NodeIdentity,
+    load_key,
+    load_or_create_key,
     make_csr,
     server_name_options,
 )
 from wire.identity.enrolment import Granted, Hardware, JoinRequest, Refusal
+from wire.identity.names import node_id_of
 from wire.identity.token import JoinToken, base58_encode
 from wire.version import PROTOCOL, VERSION
 
@@ -160,6 +164,36 @@ async def test_an_ended_certificate_needs_a_token_and_keeps_the_name(
     assert len(coordinator.store.members()) == 1
 
 
+async def test_who_was_off_until_its_token_expired_rejoins_by_it(
+    coordinator: Coordinator, tmp_path: Path
+) -> None:
+    now, store = time.time(), coordinator.store
+    _, token = store.create_token(now - 3600, timedelta(minutes=30), 1)
+    key = load_key(load_or_create_key(tmp_path / "node"))
+    key_hash = public_key_hash(key.public_key())
+    joined = Member(node_id_of(key_hash), key_hash, HARDWARE, joined=now - 3000)
+    assert store.admit_token(token.token_id, token.secret, joined).refusal is None
+    again, _ = await enrol(token, tmp_path / "node", HARDWARE)
+    assert again.node_id == joined.node_id and store.list_tokens()[0].uses == 1
+    with pytest.raises(Refused, match="has expired"):
+        await enrol(token, tmp_path / "another", HARDWARE)
+    store.evict(joined.node_id, now)
+    (tmp_path / "node" / "identity.json").unlink()
+    with pytest.raises(Refused, match="was evicted"):
+        await enrol(token, tmp_path / "node", HARDWARE)
+
+
+@pytest.mark.parametrize(("hours", "line"), [(3, "3.0 hours behind"), (-6, "6.0 hours ahead of")])
+async def test_a_wrong_clock_is_told_though_the_coordinators_own_certificate_holds(
+    coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int, line: str
+) -> None:
+    monkeypatch.setattr(join, "_ROUNDS", (0.0,))
+    coordinator.clock.ahead = 3600.0 * hours
+    with pytest.raises(LinkError, match=f"clock is {line} the coordinator's, .*: set the clock"):
+        await enrol(coordinator.token(), tmp_path / "node", HARDWARE)
+    assert NodeIdentity.load(tmp_path / "node") is None
+
+
 async def test_two_nodes_on_one_machine(coordinator: Coordinator, tmp_path: Path) -> None:
     token = coordinator.token(uses=2)
     (first, _), (second, _) = await asyncio.gather(
@@ -281,6 +315,7 @@ def test_the_desk_refuses_what_a_correct_node_never_sends(tmp_path: Path) -> Non
             ({"protocol": PROTOCOL + 1, "run_id": "run-b"}, RefusalCode.VERSION_MISMATCH),
             ({"version": ""}, RefusalCode.VERSION_MISMATCH),
             ({"csr_der": b""}, RefusalCode.BAD_REQUEST),
+            ({"csr_der": request.csr_der.replace(b"\2\1\0", b"\2\1\5", 1)}, RefusalCode.BAD_REQUEST),
             ({"secret": b""}, RefusalCode.TOKEN_UNKNOWN),
         ):
             outcome = desk.join(replace(request, **change))

@@ -8,14 +8,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import pytest_asyncio
+from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.support.ports import free_port
 from wire.errors import LinkError, TokenError
-from wire.identity.authority import CertificateAuthority, key_to_pem
+from wire.identity.authority import CertificateAuthority, key_to_pem, read_certificate
 from wire.identity.bootstrap import fetch_authority
 
 DAY = timedelta(hours=24)
@@ -55,6 +57,22 @@ async def test_a_server_of_another_kind_is_no_coordinator(tls_server: Any) -> No
     address = await tls_server((key_to_pem(key), certificate))
     with pytest.raises(TokenError, match="is not a coordinator's join port"):
         await fetch_authority(address, authority.pin)
+
+
+async def test_another_authority_whose_name_is_no_text_is_told(tls_server: Any) -> None:
+    authority = CertificateAuthority.create("run-a", time.time())
+    der = authority.certificate.public_bytes(serialization.Encoding.DER)
+    nameless = read_certificate(der.replace(b"thinwire run", b"\xff" * 12))
+    odd = CertificateAuthority("run-a", ec.generate_private_key(ec.SECP256R1()), authority.certificate)
+    odd.certificate = Mock(wraps=nameless, subject=authority.certificate.subject)
+    address = await tls_server(odd.coordinator_credentials(DAY, time.time()))
+    with pytest.raises(TokenError, match=r"belongs to run \(unnamed\) with key"):
+        await fetch_authority(address, bytes(32))
+
+
+async def test_what_is_no_address_says_so() -> None:
+    with pytest.raises(TokenError, match=r"'a\\x00b:1' is not an address"):
+        await fetch_authority("a\0b:1", bytes(32))
 
 
 @pytest.mark.parametrize(("shift", "line"), [(7200.0, "before it starts"), (-172800.0, "after it ends")])

@@ -1,15 +1,20 @@
 """Links over real sockets and TLS: delivery, bounded memory, cut and silent connections, damage."""
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
 import wire.link
 from tests.support.links import SECONDS, content, eventually, key, make_pair, quick
 from wire import keep_warm
+from wire.byte_stream import StreamDroppedError
 from wire.errors import LinkError, LinkLostError, ProtocolViolationError
 from wire.frames import PAYLOAD_BYTES
 from wire.keep_warm import KeepWarm
+from wire.link import Link
+from wire.link_state import LinkSettings, LinkState
 from wire.spec import Direction
 
 MIB = 1024 * 1024
@@ -199,6 +204,68 @@ async def test_neighbour_that_stays_away_is_lost_on_both_sides() -> None:
             assert "was not back within 0.3 s" in str(error)
         with pytest.raises(LinkLostError):
             pair.lower.send(key(0), bytes(1000))
+
+
+async def test_a_link_that_is_back_for_no_more_than_a_moment_is_lost_in_the_end() -> None:
+    class Idle(Link):
+        async def _keep_connected(self) -> None:
+            await self._over.wait()
+
+    state = LinkState.create(
+        run_id="run-a",
+        epoch=3,
+        stage=0,
+        peer_stage=1,
+        settings=LinkSettings(lost_after_seconds=0.1),
+        expect=lambda key: None,
+        on_tensor=lambda key, buffer: None,
+    )
+    link = Idle(peer_node_id="node-aaaaaaaaaa", state=state)
+
+    def comes_and_goes() -> None:
+        connection = link._make_connection(1)
+        connection._greeted.set()
+        connection._ponged = True
+        link._connection_changed()
+        assert link.up
+        connection.end(StreamDroppedError("gone"))
+        assert not link.up
+
+    async with asyncio.TaskGroup() as group, asyncio.timeout(SECONDS):
+        group.create_task(link.run())
+        await asyncio.sleep(0.01)
+        comes_and_goes()
+        await asyncio.sleep(0.01)
+        comes_and_goes()
+        assert isinstance(await link.lost, LinkLostError)
+
+
+@pytest.mark.parametrize("run", [True, False])
+async def test_a_closed_link_keeps_no_tensors(run: bool) -> None:
+    """A node may know it for days: until it accepts a link in a later epoch."""
+
+    class Sent(bytearray):
+        """Can be referred to weakly."""
+
+    async with make_pair(1000, run=run) as pair:
+        pair.upper_end.releases = False
+        if run:
+            pair.lower.send(key(0), bytes(1000))
+            await pair.upper_end.until(1)
+            assert pair.upper.held_bytes == 1000
+            pair.relay.flowing.clear()  # what follows waits
+        sent = Sent(1000)
+        waiting = weakref.ref(sent)
+        pair.upper.send(key(0, Direction.GRADIENT), sent)
+        del sent
+        assert waiting() is not None
+        await pair.upper.close()
+        gc.collect()
+        assert waiting() is None
+        receiver = pair.upper._state.receiver
+        assert (receiver._held, receiver._incoming, receiver._spare) == ({}, {}, [])
+        assert pair.upper.held_bytes == pair.upper.queued_bytes == 0
+        pair.upper.release(key(0))  # its consumer, on another thread, was not done with it
 
 
 async def test_closed_link_takes_nothing_more() -> None:

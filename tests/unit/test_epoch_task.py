@@ -14,6 +14,7 @@ from node.stage.epoch_task import EpochTask, State
 from node.stage.executor import StageExecutor, StepOutcome
 from node.stage.inbox import Inbox, StepInterrupted
 from node.stage.stage_io import LoopIO, TensorLink
+from node.stage.tensor_transfer import BadTensorError
 from node.telemetry.clock import StageClock
 from wire.errors import (
     DeviceLostError,
@@ -21,6 +22,7 @@ from wire.errors import (
     LinkLostError,
     MemoryMismatchError,
     NonFiniteError,
+    PackedMismatchError,
     ProtocolViolationError,
     RunError,
     ThinwireError,
@@ -384,14 +386,14 @@ async def test_a_state_that_cannot_be_fetched_is_a_failure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "peer"),
+    ("error", "kind"),
     [
-        (LinkLostError("stage 2 is gone"), FailureKind.LINK, -1),
-        (ProtocolViolationError("a frame of 9 GB"), FailureKind.PEER, 2),
+        (LinkLostError("stage 2 is gone"), FailureKind.LINK),
+        (ProtocolViolationError("a frame of 9 GB"), FailureKind.PEER),
     ],
 )
-async def test_a_lost_link_fails_the_step_and_names_a_peer_at_fault(
-    error: ThinwireError, kind: FailureKind, peer: int
+async def test_a_lost_link_fails_the_step_and_names_the_stage_at_its_other_end(
+    error: ThinwireError, kind: FailureKind
 ) -> None:
     async with epoch() as talk:
         await talk.begun(3)
@@ -399,7 +401,22 @@ async def test_a_lost_link_fails_the_step_and_names_a_peer_at_fault(
         with pytest.raises(Exception, match=str(error)) as interruption:
             talk.node.inbox.check()
         talk.node.stage.trouble = interruption.value
-        assert await talk.ask(Begin(epoch=4, step=3)) == failure(kind, str(error), step=3, peer=peer)
+        assert await talk.ask(Begin(epoch=4, step=3)) == failure(kind, str(error), step=3, peer=2)
+
+
+@pytest.mark.parametrize(
+    ("boundary", "direction", "peer"), [(0, Direction.ACTIVATION, 0), (1, Direction.GRADIENT, 2)]
+)
+async def test_a_bad_tensor_in_sound_frames_is_held_against_its_sender(
+    boundary: int, direction: Direction, peer: int
+) -> None:
+    key = TensorKey(epoch=4, step=3, microbatch=5, boundary=boundary, direction=direction)
+    async with epoch() as talk:
+        await talk.begun(3)
+        talk.node.stage.trouble = BadTensorError(key, PackedMismatchError("a scale of zero"))
+        what = f"the {direction.name.lower()} received over boundary {boundary}, microbatch 5"
+        expected = failure(FailureKind.PEER, f"{what} (a scale of zero)", step=3, peer=peer)
+        assert await talk.ask(Begin(epoch=4, step=3)) == expected
 
 
 class ClosedLink:

@@ -13,14 +13,16 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from wire.errors import Refused, UserError
+from wire.errors import LinkError, Refused, UserError
 from wire.identity.authority import (
     ISSUER_CERTIFICATE_OID,
     CertificateAuthority,
+    authority_run_id,
     csr_public_key,
     is_issued_by,
     key_to_pem,
     public_key_hash,
+    read_certificate,
 )
 from wire.identity.credentials import (
     NodeIdentity,
@@ -149,6 +151,30 @@ def test_a_tampered_request_is_refused() -> None:
             csr_public_key(broken)
 
 
+def test_a_request_of_another_version_is_refused() -> None:
+    csr = make_csr(key_to_pem(ec.generate_private_key(ec.SECP256R1())))
+    with pytest.raises(ValueError, match="5 is not a valid CSR version"):
+        csr_public_key(csr.replace(b"\x02\x01\x00", b"\x02\x01\x05", 1))
+
+
+def test_a_certificate_is_read_in_both_forms_or_refused(authority: CertificateAuthority) -> None:
+    der = authority.certificate.public_bytes(serialization.Encoding.DER)
+    for form in (der, authority.certificate_pem, b"\n" + authority.certificate_pem):
+        assert read_certificate(form) == authority.certificate
+    version = bytes((0xA0, 3, 2, 1))
+    another = der.replace(version + b"\2", version + b"\5")
+    assert another != der
+    for broken in (b"", der[:-1], authority.certificate_pem[:99], another):
+        with pytest.raises(ValueError, match=r"."):
+            read_certificate(broken)
+
+
+def test_an_authority_whose_name_is_no_text_names_no_run(authority: CertificateAuthority) -> None:
+    assert authority_run_id(authority.certificate) == authority.run_id
+    der = authority.certificate.public_bytes(serialization.Encoding.DER)
+    assert authority_run_id(read_certificate(der.replace(b"thinwire run", b"\xff" * 12))) is None
+
+
 def test_a_request_with_another_kind_of_key_is_refused() -> None:
     for key in (ec.generate_private_key(ec.SECP384R1()), rsa.generate_private_key(65537, 2048)):
         request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
@@ -218,6 +244,22 @@ def test_renewal_is_spread_over_the_middle_of_the_lifetime(authority: Certificat
         moments.append((identity.renewal_time - NOW) / 86400)
         assert identity.renewal_time == replace(identity).renewal_time
     assert 0.5 <= min(moments) < 0.55 and 0.75 < max(moments) <= 0.8
+
+
+@pytest.mark.parametrize("hours", [-1.0, -0.5, 0.0, 1.0, 4.7])
+def test_a_clock_by_which_neighbours_certificates_hold_will_do(
+    authority: CertificateAuthority, hours: float
+) -> None:
+    make_identity(authority).check_clock(NOW + 3600 * hours)
+
+
+@pytest.mark.parametrize(
+    ("hours", "line"),
+    [(-1.1, "1.1 hours behind"), (4.9, "4.9 hours ahead of"), (50.0, "50.0 hours ahead of")],
+)
+def test_another_clock_is_to_be_set(authority: CertificateAuthority, hours: float, line: str) -> None:
+    with pytest.raises(LinkError, match=f"clock is {line} the coordinator's, .*: set the clock"):
+        make_identity(authority).check_clock(NOW + 3600 * hours)
 
 
 def test_validity_counts_the_margin(authority: CertificateAuthority) -> None:
@@ -303,7 +345,11 @@ def test_addresses_are_split_and_joined(address: str, expected: tuple[str, int])
 
 
 @pytest.mark.parametrize(
-    "address", ["", "host", "host:", ":1", "host:0", "host:65536", "::1:7700", "a b:1", "h:1x", "h:²"]
+    "address",
+    [
+        *("", "host", "host:", ":1", "host:0", "host:65536", "::1:7700", "h:1x", "h:²"),
+        *("a b:1", "a\tb:1", "a\u2003b:1", "a\0b:1", "a\x1b[31m:1", "[::1%\x1b]:1", "a\udc80:1"),
+    ],
 )
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="is not an address"):

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,16 @@ import torch
 
 from node.config.loader import to_json
 from node.config.schema import RunConfig
+from node.stage import runtime as module
 from node.stage import watchdog
 from node.stage.node_settings import IdentityHolder, NodeSettings
 from node.stage.runtime import NodeRuntime
 from node.stage.watchdog import StuckError
 from node.telemetry.clock import TimeKind
 from tests.support.pki import new_authority, new_node
+from wire.errors import LinkError, LinkLostError, RefusalCode, Refused
+from wire.identity.authority import CertificateAuthority
+from wire.identity.credentials import NodeIdentity, load_key
 from wire.identity.enrolment import Hardware
 from wire.messages import Finish, Heartbeat, Welcome
 
@@ -26,7 +32,12 @@ WELCOME = Welcome(node_id="node-1", config_json=to_json(RunConfig()), heartbeat_
 
 
 @pytest.fixture
-def runtime(tmp_path: Path) -> NodeRuntime:
+def authority() -> CertificateAuthority:
+    return new_authority()
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, authority: CertificateAuthority) -> NodeRuntime:
     settings = NodeSettings(
         control_address="127.0.0.1:1",
         listen="127.0.0.1:0",
@@ -37,7 +48,7 @@ def runtime(tmp_path: Path) -> NodeRuntime:
         cache_directory=tmp_path,
         cache_bytes=0,
     )
-    return NodeRuntime(settings, IdentityHolder(new_node(new_authority()), tmp_path), lambda _: None)
+    return NodeRuntime(settings, IdentityHolder(new_node(authority), tmp_path), lambda _: None)
 
 
 @pytest.fixture
@@ -121,6 +132,33 @@ async def test_a_node_whose_run_is_over_waits_for_what_it_is_at(
         go.set()
         assert await task == Finish(reason="over", failed=False)
         await at_it
+
+
+@pytest.mark.parametrize("ahead", [0.0, 6 * 3600.0])
+async def test_a_certificate_is_renewed_and_a_clock_by_which_each_has_ended_ends_the_node(
+    runtime: NodeRuntime, authority: CertificateAuthority, monkeypatch: pytest.MonkeyPatch, ahead: float
+) -> None:
+    first, asked = runtime._identity.current, 0
+    key = load_key(first.key_pem).public_key()
+
+    async def renew(csr_der: bytes) -> bytes:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise LinkLostError("the coordinator is away")
+        if asked == 3:
+            raise Refused(RefusalCode.EVICTED, "enough")
+        issued = time.time() - ahead
+        return authority.issue_node(key, first.node_id, timedelta(hours=24), issued)
+
+    monkeypatch.setattr(module, "RENEW_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(NodeIdentity, "renewal_time", 0.0)
+    monkeypatch.setattr(runtime._client, "renew", renew)
+    error, line = (LinkError, "set the clock") if ahead else (Refused, "enough")
+    async with asyncio.timeout(SECONDS):
+        with pytest.raises(error, match=line):
+            await runtime._renew_certificate()
+    assert (runtime._identity.current == first) == bool(ahead)
 
 
 async def test_a_node_lives_while_its_devices_start(

@@ -49,6 +49,7 @@ class Wire:
     def __init__(self) -> None:
         self.dialled = asyncio.Semaphore(0)
         self.accepts = True
+        self.refusal: Exception = LinkError("connection refused")
         self.heard: asyncio.Queue[NodeMessage] = asyncio.Queue()
         self.replies: asyncio.Queue[CoordinatorMessage | Exception] = asyncio.Queue()
 
@@ -61,7 +62,7 @@ class Wire:
     ) -> None:
         self.dialled.release()
         if not self.accepts:
-            raise LinkError("connection refused")
+            raise self.refusal
         self.heard.put_nowait(hello)
         connected()
 
@@ -201,6 +202,35 @@ async def test_a_broken_connection_is_dialled_again_and_asks_to_leave_again() ->
     assert await wire.said() == Leave(reason="said before, perhaps unheard")
     running.cancel()
     await session.close()
+
+
+async def test_a_port_that_cannot_be_reached_for_a_moment_ends_no_node_that_was_in() -> None:
+    wire = Wire()
+    session = a_session(wire)
+    running = asyncio.create_task(session.run())
+    assert await wire.said() == HELLO
+    wire.accepts = False
+    wire.refusal = Refused(RefusalCode.UNREACHABLE, "neighbours cannot reach this node")
+    wire.closes()
+    for _ in range(3):
+        await asyncio.wait_for(wire.dialled.acquire(), SECONDS)
+    wire.accepts = True
+    assert await wire.said() == HELLO
+    assert not running.done()
+    # As with every other outage, there is a limit.
+    wire.accepts, wire.outage_seconds = False, 0.2
+    wire.closes()
+    with pytest.raises(LinkLostError, match=r"for 0\.2 s: neighbours cannot reach this node"):
+        await asyncio.wait_for(running, SECONDS)
+    await session.close()
+
+
+async def test_a_port_that_was_never_reached_ends_the_node_at_once() -> None:
+    wire = Wire()
+    wire.accepts = False
+    wire.refusal = Refused(RefusalCode.UNREACHABLE, "neighbours cannot reach this node")
+    with pytest.raises(Refused, match="neighbours cannot reach this node"):
+        await asyncio.wait_for(a_session(wire).run(), SECONDS)
 
 
 async def test_a_refusal_and_a_long_outage_end_it_and_leave_nothing_to_say(

@@ -14,12 +14,12 @@ from torch import Tensor
 from node.config.schema import PipelineSection, RunConfig
 from node.stage import executor
 from node.stage.device_transfer import CpuTransfer, CudaTransfer, DeviceTransfer
-from node.stage.tensor_transfer import Incoming, TensorTransfer
+from node.stage.tensor_transfer import BadTensorError, Incoming, TensorTransfer
 from node.telemetry.clock import StageClock
 from wire.codecs.base import Codec
 from wire.codecs.host_copies import Mark
 from wire.codecs.registry import codec
-from wire.errors import NonFiniteError, PackedMismatchError
+from wire.errors import MemoryMismatchError, NonFiniteError, PackedMismatchError
 from wire.spec import Direction, TensorKey, TensorSpec
 
 SPEC = TensorSpec(torch.float32, (2, 5, 130))
@@ -250,9 +250,35 @@ def test_damage_is_found_whoever_asked_and_releases_nothing() -> None:
     packed[-1] ^= 1
     box.arrived[key(0)] = packed
     there.look_ahead([Incoming(key(0), SPEC)], lambda _: codec("fixed-8"), box)
-    with pytest.raises(PackedMismatchError, match="checksum"):
+    with pytest.raises(BadTensorError, match=r"the activation received .*, microbatch 0 \(.*checksum") as bad:
         there.finish(key(0))
+    assert bad.value.key == key(0)
     assert box.released == []
+
+
+@pytest.mark.parametrize(
+    ("refusal", "raised"),
+    [
+        (PackedMismatchError("a code beyond its range"), BadTensorError),
+        # Its sender's encoder refuses it: it is no sign that the run diverges.
+        (NonFiniteError("infinities"), BadTensorError),
+        (MemoryMismatchError("since step 7"), MemoryMismatchError),
+        (RuntimeError("this stage's own"), RuntimeError),
+    ],
+)
+def test_what_a_sender_cannot_have_made_is_held_against_it(
+    refusal: Exception, raised: type[Exception]
+) -> None:
+    class Refuses(CpuTransfer):
+        def unpack(self, codec: Codec, packed: Tensor, spec: TensorSpec) -> tuple[Tensor, None]:
+            raise refusal
+
+    there, box = transfer(Refuses()), Box()
+    box.arrived[key(0)] = codec("bf16").encode(tensor(0))
+    there.begin(Incoming(key(0), SPEC), codec("bf16"), box)
+    with pytest.raises(raised, match=str(refusal)) as caught:
+        there.finish(key(0))
+    assert type(caught.value) is raised
 
 
 def test_settling_forgets_what_was_begun() -> None:

@@ -189,10 +189,14 @@ def test_each_refusal_has_its_reason() -> None:
     assert _code(replace(RECORD, revoked=True)) is RefusalCode.TOKEN_REVOKED
 
 
-def test_revoked_and_expired_tokens_do_not_even_repeat() -> None:
+def test_an_expired_token_admits_whom_it_admitted_and_a_revoked_one_nobody() -> None:
+    """A node that was off until its certificate ended rejoins without a new one."""
     bound = RECORD.bind(KEY)
+    again = admit(bound, SECRET, KEY, 2000.0)
+    assert again.refusal is None and not again.new_use
+    assert _code(bound, key=OTHER_KEY, now=2000.0) is RefusalCode.TOKEN_EXPIRED
+    assert _code(bound, secret=b"x" * 16, now=2000.0) is RefusalCode.TOKEN_UNKNOWN
     assert _code(replace(bound, revoked=True)) is RefusalCode.TOKEN_REVOKED
-    assert _code(bound, now=2000.0) is RefusalCode.TOKEN_EXPIRED
 
 
 def test_a_wrong_secret_is_answered_like_an_unknown_id() -> None:

@@ -70,7 +70,7 @@ class TokenMachine(RuleBasedStateMachine):
         code = decision.refusal and decision.refusal.code
         if model.revoked:
             assert code is RefusalCode.TOKEN_REVOKED
-        elif self.now >= model.expires:
+        elif self.now >= model.expires and key not in model.keys:
             assert code is RefusalCode.TOKEN_EXPIRED
         elif key not in model.keys and len(model.keys) == model.uses_allowed:
             assert code is RefusalCode.TOKEN_USED_UP

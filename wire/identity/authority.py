@@ -6,7 +6,8 @@ valid from an hour before it was issued, for machines whose clock is behind.
 
 import hashlib
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -61,13 +62,18 @@ def certificate_to_pem(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
+def read_certificate(data: bytes) -> x509.Certificate:
+    """A certificate in PEM or DER; ValueError for anything else."""
+    is_pem = data.lstrip().startswith(b"-----BEGIN")
+    with _only_value_errors():
+        return x509.load_pem_x509_certificate(data) if is_pem else x509.load_der_x509_certificate(data)
+
+
 def csr_public_key(csr_der: bytes) -> ec.EllipticCurvePublicKey:
     """The P-256 key that a certificate request carries and is signed by; ValueError for anything else."""
-    request = x509.load_der_x509_csr(csr_der)
-    try:
+    with _only_value_errors():
+        request = x509.load_der_x509_csr(csr_der)
         key, sound = request.public_key(), request.is_signature_valid
-    except UnsupportedAlgorithm as error:
-        raise ValueError(str(error)) from None
     if not sound:
         raise ValueError("its signature is not by the key in it")
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
@@ -75,9 +81,21 @@ def csr_public_key(csr_der: bytes) -> ec.EllipticCurvePublicKey:
     return key
 
 
+@contextmanager
+def _only_value_errors() -> Iterator[None]:
+    """Of what may be anything, and is read here: whoever asked need not know the library's own errors."""
+    try:
+        yield
+    except (UnsupportedAlgorithm, x509.InvalidVersion) as error:
+        raise ValueError(str(error)) from None
+
+
 def authority_run_id(certificate: x509.Certificate) -> str | None:
     """The run that a CA's certificate names; None when it names none."""
-    names = [name.value for name in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
+    try:
+        names = [name.value for name in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
+    except ValueError:  # it is read only now, and may be no text
+        return None
     run_id = str(names[0]).removeprefix(_CA_COMMON_NAME) if len(names) == 1 else ""
     return run_id if is_run_id(run_id) else None
 
@@ -133,7 +151,7 @@ class CertificateAuthority:
         damaged = UserError(f"the certificate authority in {directory} is damaged: restore ca.key and ca.pem")
         try:
             key = serialization.load_pem_private_key(key_pem, password=None)
-            certificate = x509.load_pem_x509_certificate(certificate_pem)
+            certificate = read_certificate(certificate_pem)
         except (ValueError, TypeError):
             raise damaged from None
         run_id = authority_run_id(certificate)

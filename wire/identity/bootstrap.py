@@ -17,6 +17,7 @@ from wire.identity.authority import (
     authority_run_id,
     certificate_pin,
     is_issued_by,
+    read_certificate,
 )
 from wire.identity.names import split_address
 
@@ -35,15 +36,16 @@ async def fetch_authority(address: str, pin: bytes, seconds: float = 10.0) -> x5
         extension = leaf.extensions.get_extension_for_oid(ISSUER_CERTIFICATE_OID).value
         if not isinstance(extension, x509.UnrecognizedExtension):
             raise ValueError("not the extension's own bytes")
-        authority = x509.load_der_x509_certificate(extension.value)
+        authority = read_certificate(extension.value)
         found = certificate_pin(authority)
     except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension, UnsupportedAlgorithm):
         raise TokenError(
             f"{address} is not a coordinator's join port: check the address, or ask for a new join token"
         ) from None
     if found != pin:
+        run_id = authority_run_id(authority) or "(unnamed)"
         raise TokenError(
-            f"{address} belongs to run {authority_run_id(authority)} with key {found.hex()[:12]} and the "
+            f"{address} belongs to run {run_id} with key {found.hex()[:12]} and the "
             f"join token to a run with key {pin.hex()[:12]}: ask for a new join token, and if that one "
             "fails too do not trust this network"
         )
@@ -54,7 +56,10 @@ async def fetch_authority(address: str, pin: bytes, seconds: float = 10.0) -> x5
 
 
 async def _fetch_leaf(address: str, seconds: float) -> x509.Certificate:
-    host, port = split_address(address)
+    try:
+        host, port = split_address(address)
+    except ValueError as error:
+        raise TokenError(str(error)) from None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -80,7 +85,7 @@ async def _fetch_leaf(address: str, seconds: float) -> x509.Certificate:
     if leaf is None:
         raise LinkError(f"{address} shows no certificate: it is no coordinator's join port")
     try:
-        return x509.load_der_x509_certificate(leaf)
+        return read_certificate(leaf)
     except ValueError:
         raise LinkError(f"{address} shows a certificate that cannot be read: it is no join port") from None
 

@@ -20,12 +20,22 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from wire.errors import RefusalCode, Refused, UserError
-from wire.identity.authority import BACKDATE, certificate_pin, is_issued_by, key_to_pem, public_key_hash
+from wire.errors import LinkError, RefusalCode, Refused, UserError
+from wire.identity.authority import (
+    BACKDATE,
+    certificate_pin,
+    is_issued_by,
+    key_to_pem,
+    public_key_hash,
+    read_certificate,
+)
 from wire.identity.files import create_private, make_private_directory, write_private
 from wire.identity.names import coordinator_server_name, is_node_id, is_run_id, node_server_name
 
 _KEY_FILE, _IDENTITY_FILE = "node.key", "identity.json"
+
+WAY_SECONDS = 60.0
+"""That a new certificate may take to its node, at most."""
 
 ChannelOption = tuple[str, int | str]
 
@@ -51,7 +61,7 @@ class NodeIdentity:
     def __post_init__(self) -> None:
         """ValueError unless key, certificate and CA belong together and to this node of this run."""
         certificate, key = self._certificate, load_key(self.key_pem)
-        authority = x509.load_pem_x509_certificate(self.ca_pem)
+        authority = read_certificate(self.ca_pem)
         names = [name.value for name in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
         try:
             alternatives = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -69,7 +79,7 @@ class NodeIdentity:
 
     @property
     def _certificate(self) -> x509.Certificate:
-        return x509.load_pem_x509_certificate(self.certificate_pem)
+        return read_certificate(self.certificate_pem)
 
     @property
     def coordinator_name(self) -> str:
@@ -83,7 +93,7 @@ class NodeIdentity:
     @property
     def pin(self) -> bytes:
         """SHA-256 of the CA's SubjectPublicKeyInfo, as the join token has it."""
-        return certificate_pin(x509.load_pem_x509_certificate(self.ca_pem))
+        return certificate_pin(read_certificate(self.ca_pem))
 
     @property
     def expires_at(self) -> float:
@@ -96,9 +106,28 @@ class NodeIdentity:
 
         So nodes that joined together do not all renew together, and one node's time never jumps about.
         """
-        issued = (self._certificate.not_valid_before_utc + BACKDATE).timestamp()
+        issued = self._issued_at
         spread = int.from_bytes(hashlib.sha256(self.node_id.encode()).digest()[:4]) / 2**32
         return issued + (0.5 + 0.3 * spread) * (self.expires_at - issued)
+
+    @property
+    def _issued_at(self) -> float:
+        return (self._certificate.not_valid_before_utc + BACKDATE).timestamp()
+
+    def check_clock(self, now: float) -> None:
+        """Compare this machine's clock with the coordinator's, by a certificate that was issued just now.
+
+        Raises LinkError if some neighbour's certificate would seem to start later, or to have ended: one may
+        be as new as this one, or have a fifth of its life left. Handshakes would fail without saying why.
+        """
+        ahead = now - self._issued_at
+        most = max(WAY_SECONDS, 0.2 * (self.expires_at - self._issued_at))
+        if not -BACKDATE.total_seconds() <= ahead <= most:
+            which = "ahead of" if ahead > 0 else "behind"
+            raise LinkError(
+                f"this machine's clock is {abs(ahead) / 3600:.1f} hours {which} the coordinator's, and its "
+                "neighbours' certificates would not hold by it: set the clock"
+            )
 
     def is_valid(self, now: float, margin: timedelta = timedelta(0)) -> bool:
         """Whether the certificate holds at Unix time `now` and for `margin` after it."""

@@ -55,7 +55,8 @@ def split_address(address: str) -> tuple[str, int]:
     bracketed = host.startswith("[") and host.endswith("]")
     if bracketed:
         host = host[1:-1]
-    fits = colon and host and (bracketed or ":" not in host) and not any(c.isspace() for c in host)
+    # All that is printable, but no space. A NUL would end the name where the system looks it up.
+    fits = colon and host and (bracketed or ":" not in host) and host.isprintable() and " " not in host
     if not fits or not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= 65535:
         raise ValueError(f"{address!r} is not an address: expected host:port, with a port from 1 to 65535")
     return host, int(port)

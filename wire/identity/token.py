@@ -176,8 +176,9 @@ class Decision:
 def admit(record: TokenRecord | None, secret: bytes, public_key_hash: bytes, now: float) -> Decision:
     """Whether a token admits a key at Unix time `now`. `record` is None for an id nobody issued.
 
-    Idempotent on (token, key): a node whose reply was lost asks again and is admitted without another use. A
-    wrong secret gets the answer of an unknown id, so that ids cannot be probed.
+    Idempotent on (token, key): a node whose reply was lost asks again and is admitted without another use.
+    So does, though the token has expired, one that was off until its certificate ended: rejoining needs no
+    new token. A wrong secret gets the answer of an unknown id, so that ids cannot be probed.
     """
     expected = record.secret_hash if record else bytes(32)
     if not hmac.compare_digest(hash_secret(secret), expected) or record is None:
@@ -185,10 +186,10 @@ def admit(record: TokenRecord | None, secret: bytes, public_key_hash: bytes, now
     name = f"join token {record.token_id}"
     if record.revoked:
         return _refuse(RefusalCode.TOKEN_REVOKED, f"{name} was revoked: ask for a new one")
-    if now >= record.expires:
-        return _refuse(RefusalCode.TOKEN_EXPIRED, f"{name} has expired: ask for a new one")
     if public_key_hash in record.bound:
         return Decision()
+    if now >= record.expires:
+        return _refuse(RefusalCode.TOKEN_EXPIRED, f"{name} has expired: ask for a new one")
     if record.uses >= record.uses_allowed:
         used = f"{name} is used up ({record.uses} of {record.uses_allowed} uses)"
         return _refuse(RefusalCode.TOKEN_USED_UP, f"{used}: ask for a new one")

@@ -1,0 +1,175 @@
+"""How a session with the coordinator begins: what ends a node for good, and what it may try again."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+import pytest
+
+from node.coordinator import control_service as module
+from node.coordinator.control_service import ControlService, ControlSession, Desk
+from node.stage.coordinator_client import CoordinatorClient
+from tests.support.links import eventually
+from tests.support.ports import free_port
+from wire.errors import LinkError, RefusalCode, Refused
+from wire.identity.enrolment import Hardware, Refusal
+from wire.messages import CoordinatorMessage, Finish, Hello, NodeMessage
+from wire.messages_proto import node_message_to_proto
+from wire.v1 import control_pb2_grpc
+from wire.version import PROTOCOL, VERSION
+
+SECONDS = 20.0
+
+
+class Admits:
+    """The part of a `Desk` that a session's beginning meets."""
+
+    def __init__(self) -> None:
+        self.addresses: list[str] = []
+
+    async def refusal_for(self, node_id: str) -> Refusal | None:
+        return None
+
+    def opened(self, session: ControlSession) -> None:
+        self.addresses.append(session.address)
+        session.send(Finish(reason="welcome", failed=False))
+        session.close()
+
+    def heard(self, session: ControlSession, message: NodeMessage) -> None: ...
+
+    def closed(self, session: ControlSession) -> None: ...
+
+
+class Service(ControlService):
+    """Whoever calls is the node that its metadata say."""
+
+    async def _member(self, context: Any) -> str:
+        return str(dict(context.invocation_metadata()).get("node", "node-aaaaaaaaaa"))
+
+
+class Client(CoordinatorClient):
+    def _dial(self) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(self.address)
+
+
+@contextlib.asynccontextmanager
+async def coordinator(desk: Admits | None = None) -> AsyncIterator[tuple[int, Service]]:
+    server, service = grpc.aio.server(), Service(cast(Desk, desk or Admits()))
+    control_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with asyncio.timeout(SECONDS):
+            yield port, service
+    finally:
+        await server.stop(0)
+
+
+def hello(address: str) -> Hello:
+    return Hello(
+        version=VERSION,
+        protocol=PROTOCOL,
+        peer_address=address,
+        hardware=Hardware("cpu", 2, 0),
+        flops=1.0,
+        download_rate=1.0,
+        epoch=0,
+        process_nonce=7,
+    )
+
+
+async def join(port: int, address: str) -> None:
+    """Be a node until the session ends. Raises Refused, or LinkError where it may try again."""
+
+    async def handle(_message: CoordinatorMessage) -> None: ...
+
+    client = Client(f"127.0.0.1:{port}", cast(Any, None), SECONDS)
+    await client.session(hello(address), asyncio.Queue(), handle, lambda: None)
+
+
+@contextlib.asynccontextmanager
+async def raw_session(port: int, node_id: str = "node-aaaaaaaaaa") -> AsyncIterator[Any]:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield control_pb2_grpc.CoordinatorStub(channel).Session(metadata=(("node", node_id),))
+
+
+async def test_a_hello_that_comes_late_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HELLO_SECONDS", 0.0)
+    async with coordinator() as (port, _):
+        # Not RunError, which would end the node.
+        with pytest.raises(LinkError, match="no hello came in time"):
+            await join(port, f"127.0.0.1:{port}")
+
+
+async def test_a_session_that_ends_without_a_hello_may_come_again() -> None:
+    async with coordinator() as (port, _), raw_session(port) as session:
+        await session.done_writing()
+        assert await session.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_of_a_nodes_sessions_that_said_nothing_only_the_newest_waits() -> None:
+    desk = Admits()
+    async with coordinator(desk) as (port, service), contextlib.AsyncExitStack() as stack:
+
+        async def silent(node_id: str) -> Any:
+            before = service._greeting.get(node_id)
+            session = await stack.enter_async_context(raw_session(port, node_id))
+            await eventually(lambda: service._greeting.get(node_id) not in (None, before))
+            return session
+
+        other = await silent("node-bbbbbbbbbb")
+        sessions = [await silent("node-aaaaaaaaaa") for _ in range(3)]
+        for older in sessions[:-1]:
+            assert await older.code() is grpc.StatusCode.UNAVAILABLE
+        for waiting in (sessions[-1], other):
+            await waiting.write(node_message_to_proto(hello(f"127.0.0.1:{port}")))
+            assert await waiting.read() is not grpc.aio.EOF
+        assert len(desk.addresses) == 2
+        await eventually(lambda: not service._greeting)
+
+
+async def test_a_port_that_cannot_be_reached_is_told_from_other_refusals() -> None:
+    async with coordinator() as (port, _):
+        for address in (f"127.0.0.1:{free_port()}", "nowhere", "a\0b:1"):
+            with pytest.raises(Refused, match="neighbours cannot reach this node") as refused:
+                await join(port, address)
+            assert refused.value.code is RefusalCode.UNREACHABLE
+
+
+async def test_a_name_that_takes_long_holds_up_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads of the loop write the run's records."""
+    asked: list[tuple[str, str]] = []
+    answer = threading.Event()
+
+    def getaddrinfo(host: str, port: None, *, type: int) -> list[Any]:
+        asked.append((host, threading.current_thread().name))
+        if host == "slow.example":
+            assert answer.wait(SECONDS)
+        return [(socket.AF_INET, type, 0, "", ("127.0.0.1", 0))]
+
+    names = SimpleNamespace(getaddrinfo=getaddrinfo, SOCK_STREAM=socket.SOCK_STREAM)
+    monkeypatch.setattr(module, "socket", names)
+    desk = Admits()
+    async with coordinator(desk) as (port, service):
+        monkeypatch.setattr(module, "REACH_SECONDS", 0.1)
+        tries = 0
+        while not asked or tries < 3:
+            tries += 1
+            with pytest.raises(Refused, match="cannot reach"):
+                await join(port, f"slow.example:{port}")
+        # The one that goes on is not asked again: there is a thread for each.
+        assert [host for host, _ in asked] == ["slow.example"]
+        assert all(thread.startswith("names") for _, thread in asked)
+        monkeypatch.setattr(module, "REACH_SECONDS", SECONDS)
+        answer.set()
+        await eventually(lambda: not service._names._under_way)
+        for name in ("slow.example", "quick.example"):
+            with pytest.raises(LinkError, match="closed the control connection"):
+                await join(port, f"{name}:{port}")
+        assert desk.addresses == [f"slow.example:{port}", f"quick.example:{port}"]
