@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 def stay(directory: Path, emit: "Callable[[Event], None]") -> int:
     """Serve the page of the run in `directory` where its run file says, until Ctrl-C or SIGTERM."""
     from node.config.loader import from_json
+    from node.coordinator.claims import sole_coordinator
     from node.coordinator.store import Store
     from node.dashboard.address import listen_address
     from node.dashboard.recorded import serve_recorded
@@ -27,5 +28,7 @@ def stay(directory: Path, emit: "Callable[[Event], None]") -> int:
     if config.dashboard.tls:
         authority = CertificateAuthority.load(directory / "authority")
         tls = page_tls(config, listen[0], authority, directory)
-    serve_recorded(directory, *listen, lambda url: emit(PageServed(url=url, key_file="")), tls)
+    # Whoever goes on with the run would find the page's port taken, and be told of that alone.
+    with sole_coordinator(directory, page_only=True):
+        serve_recorded(directory, *listen, lambda url: emit(PageServed(url=url, key_file="")), tls)
     return 0

@@ -16,10 +16,13 @@ _LOCK_FILE = "lock"
 
 
 @contextmanager
-def sole_coordinator(directory: Path) -> Iterator[None]:
+def sole_coordinator(directory: Path, *, page_only: bool = False) -> Iterator[None]:
     """Hold the run's directory, however the process ends.
 
     Raises UserError when another coordinator runs with it: both would hand out the same steps.
+
+    Args:
+        page_only: the run is over, and its page is served on; who wants to go on with it must end that first.
     """
     make_private_directory(directory)
     descriptor = os.open(directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -27,12 +30,23 @@ def sole_coordinator(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(
-                f"another coordinator is running with {directory}: end it first, or give another directory"
-            ) from None
+            raise UserError(_holder(directory, os.read(descriptor, 64))) from None
+        os.ftruncate(descriptor, 0)
+        if page_only:
+            os.write(descriptor, str(os.getpid()).encode())
         yield
     finally:
         os.close(descriptor)
+
+
+def _holder(directory: Path, written: bytes) -> str:
+    """Who has the directory, by what its lock says; between two holders it may say nothing yet."""
+    if written.isdigit():
+        return (
+            f"the run in {directory} is over, and process {written.decode()} still serves its page: end that "
+            "process first (as `systemctl restart` does), then go on with the run"
+        )
+    return f"another coordinator is running with {directory}: end it first, or give another directory"
 
 
 def check_ports(listen: str, page: tuple[str, int] | None = None) -> None:

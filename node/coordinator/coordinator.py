@@ -35,9 +35,9 @@ from node.coordinator.control_service import ControlSession
 from node.coordinator.enrolment import EnrolmentDesk
 from node.coordinator.machine import RunMachine
 from node.coordinator.narrator import Emit, Narrator
-from node.coordinator.plan import Past, RunPlan
+from node.coordinator.plan import Past
 from node.coordinator.records import PlacedNode, StepOutcome, StepRecord
-from node.coordinator.seating import sharing, stage_needs
+from node.coordinator.run_plan import run_plan, step_plan
 from node.coordinator.sessions import Sessions
 from node.coordinator.snapshot_desk import SnapshotDesk, UploadPermit
 from node.coordinator.store import Store
@@ -45,19 +45,18 @@ from node.coordinator.tracer import Tracer
 from node.coordinator.window_plan import Windows
 from node.coordinator.window_planner import WindowPlanner
 from node.model.device_memory import devices_of
-from node.model.placement import stage_units
 from node.telemetry import events
 from node.training.data import Corpus
 from node.training.manifest import Manifest, UnitEntry
-from node.training.schedule import clip_coefficient, learning_rate
 from node.training.snapshot_check import Checked
 from wire.errors import ProtocolViolationError, RefusalCode, RunError
 from wire.identity.enrolment import Refusal
 from wire.messages import Applied, Finish, Heartbeat, HeartbeatReply, Leave, NodeMessage, Ready, Vote, Welcome
 from wire.telemetry import StepSpans
 
-RECONNECT_SECONDS = 1.0
 TICK_SECONDS = 0.25
+STANDSTILL_SECONDS = 2.0
+"""Between two ticks: the process was stopped, its machine was paused, or its memory came back from disk."""
 GOODBYE_SECONDS = 5.0
 
 Happening = Callable[[float], list[Action]]
@@ -97,23 +96,7 @@ class Coordinator:
         data = config.data
         there = replace(data, path=Path(data.path).name, tokenizer=Path(data.tokenizer).name)
         self._config_json = to_json(replace(config, data=there))
-        pipeline = config.pipeline
-        self._machine = RunMachine(
-            RunPlan(
-                stages=pipeline.stages,
-                total_steps=config.run.steps,
-                snapshot_every=config.run.snapshot_every,
-                silent_seconds=config.coordinator.silent_seconds,
-                reconnect_seconds=RECONNECT_SECONDS,
-                regroup_seconds=config.coordinator.regroup_seconds,
-                min_stages=pipeline.min_stages or pipeline.stages,
-                units=functools.partial(stage_units, config),
-                stage_bytes=stage_needs(config, corpus.windows),
-                sharing=sharing(config),
-            ),
-            self._plan,
-            past,
-        )
+        self._machine = RunMachine(run_plan(config, corpus.windows), step_plan(config), past)
         self._narrator = Narrator(config, emit, untold)
         self._tracer = Tracer(config.telemetry, directory, lambda: self.accounting.seats)
         self._snapshots = SnapshotDesk(
@@ -142,24 +125,23 @@ class Coordinator:
 
     async def run(self) -> Outcome:
         """Drive the run until it ends; sessions are closed when this returns."""
+        watching = self._tick(), self._watch_evicted()
         async with asyncio.TaskGroup() as group:
-            planner = group.create_task(self._planner.run())
-            ticker = group.create_task(self._tick())
-            tracer = group.create_task(self._tracer.run())
-            snapshots = group.create_task(self._snapshots.run())
+            beside = [
+                group.create_task(one)
+                for one in (*watching, self._planner.run(), self._tracer.run(), self._snapshots.run())
+            ]
             outcome = await self._act()
-            ticker.cancel()
-            tracer.cancel()
-            planner.cancel()
-            snapshots.cancel()
+            for task in beside:
+                task.cancel()
         await self._say_goodbye()
         await self._tracer.write()
         self._narrator.finished(outcome.reason, failed=outcome.failed)
         return outcome
 
-    def stop(self, reason: str) -> None:
-        """End the run after this step and a snapshot; called again, end it now."""
-        self._post(lambda now: self._machine.stop(reason, now))
+    def stop(self, reason: str, *, at_once: bool = False) -> None:
+        """End the run after this step and a snapshot, however often this is called; `at_once`: now."""
+        self._post(lambda _now: self._machine.stop(reason, at_once=at_once))
 
     def save(self) -> None:
         """Take a snapshot after this step."""
@@ -179,9 +161,22 @@ class Coordinator:
         return self._outcome
 
     async def _tick(self) -> None:
+        looked = time.monotonic()
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            self._post(self._machine.tick)
+            before, looked = looked, time.monotonic()
+            # What nodes said meanwhile is read after this tick: their silence was ours.
+            unseen = looked - before if looked - before > STANDSTILL_SECONDS else 0.0
+            self._post(functools.partial(self._look, looked, unseen))
+
+    def _look(self, at: float, unseen: float, _now: float) -> list[Action]:
+        """As of when the tick came: it may have waited in the queue, and the standstill come after it."""
+        return self._machine.tick(at, unseen=unseen)
+
+    async def _watch_evicted(self) -> None:
+        """Beside `_tick`, which must be late only when nothing else runs either."""
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
             # The command that evicts writes into the database, from a process of its own. One that cannot be
             # read now may be at the next look; whoever needs it ends the run with a goodbye.
             with contextlib.suppress(RunError):
@@ -219,11 +214,6 @@ class Coordinator:
 
     def _fail(self, reason: str) -> None:
         self._post(lambda _now: self._machine.fail(reason))
-
-    def _plan(self, step: int, grad_norm: float) -> tuple[float, float]:
-        training = self.config.training
-        clip = clip_coefficient(grad_norm, training.clip)
-        return clip, learning_rate(step, training, self.config.run.steps)
 
     # ---- actions
 
@@ -396,5 +386,5 @@ class Coordinator:
 
     def _snapshot_damaged(self, step: int, checked: Checked) -> None:
         if checked.whole:
-            self._emit(events.Notice(text=checked.news()))
+            self._emit(events.SnapshotSetAside(text=checked.news(), step=step, whole=checked.whole))
         self._post(lambda _now: self._machine.snapshot_damaged(step, checked.whole))

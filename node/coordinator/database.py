@@ -1,5 +1,6 @@
 """How a run's SQLite file is opened, also where it cannot be written: read-only media, another's run."""
 
+import contextlib
 import os
 import sqlite3
 from pathlib import Path
@@ -17,7 +18,7 @@ def connect(path: Path) -> sqlite3.Connection:
         mode = "rw"
     else:
         mode = "ro" if path.with_name(path.name + "-wal").exists() else "ro&immutable=1"
-    place = f"file:{quote(str(path.absolute()))}?mode={mode}"
+    place = f"file:{quote(os.fsencode(path.absolute()))}?mode={mode}"
     # The store's lock replaces sqlite3's own thread check; transactions are its own, so no implicit ones.
     try:
         db = sqlite3.connect(
@@ -31,6 +32,14 @@ def connect(path: Path) -> sqlite3.Connection:
         db.close()
         raise UserError(f"{path} is not a run's database ({error}): give a run's directory") from None
     return db
+
+
+def is_empty(path: Path) -> bool:
+    """Whether nothing is in the file: its maker died at once, and no run began."""
+    with contextlib.suppress(UserError, sqlite3.DatabaseError), contextlib.closing(connect(path)) as db:
+        tables: int = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
+        return tables == 0
+    return False  # what it is instead is told by whoever uses it
 
 
 def explained(path: Path, error: sqlite3.DatabaseError) -> RunError:

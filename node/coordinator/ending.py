@@ -15,11 +15,9 @@ class Ending:
     def due(self) -> bool:
         return self._asked is not None or self._given_up is not None
 
-    def ask(self, reason: str) -> bool:
-        """The operator wants it; False if that is known."""
-        first = self._asked is None
+    def ask(self, reason: str) -> None:
+        """The operator wants it."""
         self._asked = self._asked or reason
-        return first
 
     def give_up(self, verdict: GiveUp) -> None:
         """A failure ends the run."""

@@ -63,6 +63,15 @@ class Failures:
             )
         return RunAgain(kind=AbortKind.FAILED, reason=reason)
 
+    def seat_given_up(self, epoch: Epoch, culprit: str, verdict: GiveUp) -> RunAgain:
+        """Instead of the run's end: a spare takes this node's stage, and has as many attempts."""
+        self._retries = 0
+        return RunAgain(
+            kind=verdict.kind,
+            reason=verdict.reason,
+            note=f"{verdict.why}: a spare takes stage {epoch.seats.index(culprit)} from node {culprit}",
+        )
+
     def not_finite(self, epoch: Epoch, node_id: str, what: str) -> RunAgain | GiveUp:
         """First time: the same step again without compression. Second time: the run diverges."""
         what = f"{what} at stage {epoch.seats.index(node_id)} is not finite"

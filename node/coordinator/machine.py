@@ -8,7 +8,7 @@ once an epoch, after every stage voted, and never before the commit is recorded;
 a node that is gone, leaving or quarantined never gets a seat.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from node.coordinator.actions import (
     Aborted,
@@ -22,66 +22,19 @@ from node.coordinator.actions import (
     StepDone,
     Stop,
 )
-from node.coordinator.complaints import Complaints
-from node.coordinator.ending import Ending
-from node.coordinator.epoch import Epoch, FiniteUncompressed, NonFinite, Phase, StepPlan
-from node.coordinator.epoch_series import PLACING_SECONDS, EpochSeries
-from node.coordinator.failures import Failures, GiveUp, Verdict
+from node.coordinator.epoch import Epoch, FiniteUncompressed, NonFinite, Phase
+from node.coordinator.epoch_series import PLACING_SECONDS
+from node.coordinator.failures import GiveUp, Verdict
 from node.coordinator.partings import epoch_over, goodbye, let_go, run_over, sent_away, told
-from node.coordinator.plan import Past, RunPlan
-from node.coordinator.roster import Member, Roster
-from node.coordinator.seating import ONE, Candidate, Seating
-from node.coordinator.snapshot_schedule import SnapshotSchedule
+from node.coordinator.run_state import RunState
+from node.coordinator.seating import ONE, Candidate
 from node.coordinator.spares import keep_warm
 from node.model.device_memory import Devices
-from wire.messages import Applied, FailureKind, Finish, NodeMessage, Placed, Ready, StepFailed, Vote
+from wire.messages import Applied, FailureKind, NodeMessage, Placed, Ready, StepFailed, Vote
 
 
-class RunMachine:
+class RunMachine(RunState):
     """One run, from the first hello to `Stop`."""
-
-    def __init__(self, plan: RunPlan, step_plan: StepPlan, past: Past) -> None:
-        self.plan = plan
-        self.stopped = False
-        self._roster = Roster(silent_seconds=plan.silent_seconds, reconnect_seconds=plan.reconnect_seconds)
-        self._snapshots = SnapshotSchedule(every=plan.snapshot_every, newest=past.newest_snapshot)
-        self._failures = Failures()
-        self._epochs = EpochSeries(past, step_plan)
-        self._seating = Seating(
-            stages=plan.stages,
-            min_stages=plan.min_stages,
-            regroup_seconds=plan.regroup_seconds,
-            stage_bytes=plan.stage_bytes,
-            sharing=plan.sharing,
-            previous=past.seats,
-        )
-        self._complaints = Complaints()
-        self._ending = Ending()
-        self._growing = False
-        self.goodbye = Finish(reason="the run is over", failed=False)
-        """What nodes hear once the run is."""
-
-    # ---- what may be known
-
-    @property
-    def epoch(self) -> Epoch | None:
-        """The placement that is on, if one is."""
-        return self._epochs.current
-
-    @property
-    def members(self) -> Mapping[str, Member]:
-        """Who is in the run, in the order in which they came."""
-        return self._roster.members
-
-    @property
-    def quarantined(self) -> Mapping[str, str]:
-        """Nodes that are shut out for what their neighbours said, and what that was."""
-        return self._complaints.quarantined
-
-    @property
-    def newest_snapshot(self) -> int:
-        """The newest one that is complete and on disk; 0 before there is one."""
-        return self._snapshots.newest
 
     # ---- who is here
 
@@ -132,12 +85,19 @@ class RunMachine:
         self._roster.disconnected(node_id, now)
         return []
 
-    def tick(self, now: float) -> list[Action]:
-        """Call about twice a second: declares silent and vanished nodes dead, regroups when it is time."""
+    def tick(self, now: float, *, unseen: float = 0.0) -> list[Action]:
+        """Call about twice a second: declares silent and vanished nodes dead, regroups when it is time.
+
+        `unseen`: seconds, until now, in which the coordinator stood still and what nodes said was not read.
+        """
+        if unseen:
+            self._roster.excuse(unseen, now)
+            self._seating.excuse(unseen)
+            self._unseen += unseen
         actions: list[Action] = []
         for node_id, reason in self._roster.overdue(now).items():
             actions += self._gone(node_id, reason, now)
-        for node_id in self._epochs.stuck(now):
+        for node_id in self._epochs.stuck(now - self._unseen):
             stuck = f"it did not take its place within {PLACING_SECONDS:g} s: start it again"
             actions += run_over([node_id], stuck, failed=True) + self._gone(node_id, stuck, now)
         return actions + self._try_place(now)
@@ -157,10 +117,10 @@ class RunMachine:
             return []  # `_placed` or, after the step, `_between_steps` sees the flag
         return self._release(node_id, now) + self._try_place(now)
 
-    def stop(self, reason: str, now: float) -> list[Action]:
-        """The operator ends the run: after this step and a snapshot; asked again, at once."""
-        first = self._ending.ask(reason)
-        if first and self.epoch is not None and self._holds_progress(self.epoch):
+    def stop(self, reason: str, *, at_once: bool) -> list[Action]:
+        """The operator ends the run: after this step and a snapshot, however often asked, or at once."""
+        self._ending.ask(reason)
+        if not at_once and self.epoch is not None and self._holds_progress(self.epoch):
             return []
         return self._end()
 
@@ -255,6 +215,7 @@ class RunMachine:
             return []
         if isinstance(actions[-1], StepDone):
             self._failures.forgive()
+            self._blame.done(epoch.seats)
         if epoch.step < self.plan.total_steps:
             if self._snapshots.due(epoch.step):
                 # Also after a restore: the epoch that should have taken this snapshot may have ended badly.
@@ -293,7 +254,7 @@ class RunMachine:
 
     def _can_grow(self, epoch: Epoch) -> bool:
         return self._roster.connected(epoch.seats) and self._seating.can_grow(
-            len(epoch.seats), self._roster.candidates()
+            len(epoch.seats), self._candidates()
         )
 
     # ---- inside: failures
@@ -304,9 +265,16 @@ class RunMachine:
         actions = self._complaint(epoch, node_id, message, now)
         if self.epoch is not epoch:
             return actions
-        return actions + self._after_failure(
-            epoch, self._failures.failed(epoch, node_id, message.message), now
-        )
+        verdict = self._failures.failed(epoch, node_id, message.message)
+        suspects = self._blame.suspects(epoch, node_id, message)
+        if isinstance(verdict, GiveUp) and not self._ending.due:
+            unblamed = self._blame.blameless(self._roster.candidates())
+            for culprit in suspects:
+                if self._seating.hand_over(culprit, unblamed, now):
+                    self._blame.unseat(culprit, by=node_id)
+                    verdict = self._failures.seat_given_up(epoch, culprit, verdict)
+                    break
+        return actions + self._after_failure(epoch, verdict, now)
 
     def _after_failure(self, epoch: Epoch, verdict: Verdict, now: float) -> list[Action]:
         if isinstance(verdict, GiveUp):
@@ -323,13 +291,19 @@ class RunMachine:
         return over + (self._begin_epoch(epoch.seats, now) if saves else self._try_place(now))
 
     def _complaint(self, epoch: Epoch, node_id: str, message: StepFailed, now: float) -> list[Action]:
-        """What a stage says against a neighbour."""
+        """What a stage says against a neighbour; who says it of everybody is the culprit."""
         if self.stopped or (culprit := self._complaints.hear(epoch, node_id, message)) is None:
             return []
-        why = f"quarantined: {message.message}"
+        why = f"quarantined: {self.quarantined[culprit]}"
         return run_over([culprit], why, failed=True) + self.lost(culprit, why, now)
 
     # ---- inside: seats
+
+    def _candidates(self) -> list[Candidate]:
+        """Who could host a stage. Those who gave one up at this step only if the run could not go on else."""
+        here = self._roster.candidates()
+        blameless = self._blame.blameless(here)
+        return blameless if len(blameless) >= self.plan.min_stages else here
 
     def _release(self, node_id: str, now: float) -> list[Action]:
         """Let a node go that asked to."""
@@ -366,13 +340,15 @@ class RunMachine:
         if self._ending.due:
             return self._end()
         actions = [one for node in self._roster.leaving(self.members) for one in self._release(node, now)]
-        nodes = self._seating.choose(self._roster.candidates(), now)
+        candidates = self._candidates()
+        nodes = self._seating.choose(candidates, now)
         if nodes is None:
-            news = self._seating.news(self._roster.candidates())
+            news = self._seating.news(candidates)
             return [*actions, Announce(text=news)] if news is not None else actions
         return [*actions, *self._begin_epoch(nodes, now)]
 
     def _begin_epoch(self, nodes: tuple[str, ...], now: float) -> list[Action]:
+        self._unseen = 0.0
         epoch = self._epochs.begin(
             nodes,
             tuple(self.members[node].address for node in nodes),

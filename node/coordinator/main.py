@@ -287,8 +287,10 @@ async def _until_done(coordinator: Coordinator, emit: Emit) -> int:
             return  # a terminal that closes says so more than once
         if not interrupted:
             emit(events.Notice(text=STOPPING))
+        # Its own second signal only: somebody at the page may have asked for a stop, to whom a snapshot was
+        # promised too.
+        coordinator.stop("stopped by the operator", at_once=interrupted)
         interrupted = True
-        coordinator.stop("stopped by the operator")
 
     loop, signals = asyncio.get_running_loop(), ending_signals()
     for number in signals:

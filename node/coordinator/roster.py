@@ -44,6 +44,13 @@ class Roster:
         if (member := self.members.get(node_id)) is not None:
             member.disconnected_at = now
 
+    def excuse(self, seconds: float, now: float) -> None:
+        """For so long, until now, nobody could be heard: it counts as nobody's silence."""
+        for member in self.members.values():
+            member.last_heard = min(member.last_heard + seconds, now)
+            if member.disconnected_at is not None:
+                member.disconnected_at = min(member.disconnected_at + seconds, now)
+
     def overdue(self, now: float) -> dict[str, str]:
         """Nodes that count as dead from now on, and why."""
         dead: dict[str, str] = {}

@@ -158,9 +158,25 @@ class Seating:
         self._regroup_at = now + self._regroup_seconds
         return True
 
+    def hand_over(self, node_id: str, candidates: Sequence[Candidate], now: float) -> bool:
+        """Free the seat of a node that is here, if `candidates` can fill all seats without it; else False."""
+        holders = [None if node == node_id else node for node in self._holders]
+        others = [candidate for candidate in candidates if candidate.node_id != node_id]
+        if seat(holders, others, len(holders), self._stage_bytes) is None:
+            return False
+        self._holders = holders
+        # A split of fewer stages than asked for has no seat to fill: it is made anew, which may be at once.
+        self._regroup_at = now if len(holders) < self._stages else now + self._regroup_seconds
+        return True
+
     def regroup(self, now: float) -> None:
         """The number of stages may change at once."""
         self._regroup_at = now
+
+    def excuse(self, seconds: float) -> None:
+        """For so long nobody could come: whoever is waited for may take as much longer."""
+        if self._regroup_at is not None:
+            self._regroup_at += seconds
 
     def choose(self, candidates: Sequence[Candidate], now: float) -> tuple[str, ...] | None:
         """The nodes of the next epoch, by stage, or None while the run must wait.

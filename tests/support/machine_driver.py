@@ -117,8 +117,8 @@ class Driver:
     def leave(self, node_id: str) -> list[Action]:
         return self.machine.leave(node_id, self.time)
 
-    def stop(self) -> list[Action]:
-        return self.machine.stop("asked to stop", self.time)
+    def stop(self, *, at_once: bool = False) -> list[Action]:
+        return self.machine.stop("asked to stop", at_once=at_once)
 
     def stored(self, step: int) -> list[Action]:
         return self.machine.snapshot_stored(step, self.time)

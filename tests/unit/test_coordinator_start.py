@@ -1,22 +1,28 @@
 """What a coordinator that starts again needs at once, and what may come later: nodes wait for its answers."""
 
 import asyncio
+import os
+import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
+from node.cli.stay import stay
+from node.config.loader import to_json
 from node.config.schema import CoordinatorSection, DashboardSection, RunConfig
 from node.coordinator import main
 from node.coordinator.claims import sole_coordinator
+from node.coordinator.coordinator import Coordinator, Outcome
 from node.coordinator.records import SnapshotRecord, StepRecord
 from node.coordinator.store import Store
-from node.dashboard import live
+from node.dashboard import live, recorded
 from node.dashboard.feed import Feed
 from node.dashboard.live import past_read
 from node.model.chunk import build_chunk
@@ -181,6 +187,38 @@ def test_a_run_whose_coordinator_lives_is_not_told_of_ports(page: bool, tmp_path
             main.run_coordinator(config, run_dir=tmp_path, emit=print, resume=True)
 
 
+def test_a_run_whose_page_is_still_served_is_told_by_whom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--stay` holds the page's port, which is no reason to give the page another."""
+    config = one_with_snapshots(tmp_path, monkeypatch, 40)
+    config = replace(config, pipeline=replace(config.pipeline, stages=1))
+    with Store.open(tmp_path) as store:
+        store.set_config(to_json(config))
+    served: list[str] = []
+
+    def serve(directory: Path, host: str, port: int, *_: object) -> None:
+        served.append(host)
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            page = DashboardSection(listen=f"127.0.0.1:{taken.getsockname()[1]}")
+            with pytest.raises(UserError, match=f"process {os.getpid()} still serves its page: end that"):
+                main.run_coordinator(
+                    replace(config, dashboard=page), run_dir=tmp_path, emit=print, resume=True
+                )
+
+    monkeypatch.setattr(recorded, "serve_recorded", serve)
+    assert stay(tmp_path, print) == 0 and served == ["127.0.0.1"]
+    assert main.run_coordinator(config, run_dir=tmp_path, emit=lambda _: None, resume=True) == 0
+    with (
+        sole_coordinator(tmp_path),
+        pytest.raises(UserError, match="another coordinator is running"),
+        sole_coordinator(tmp_path),
+    ):
+        pass
+
+
 def test_a_start_that_finds_a_port_taken_writes_nothing(tmp_path: Path) -> None:
     config, directory = config_in(tmp_path), tmp_path / "run"
     with socket.socket() as taken:
@@ -250,3 +288,59 @@ def test_a_run_without_a_whole_snapshot_is_not_begun_anew(
         ) as why:
             main.run_coordinator(config, run_dir=tmp_path, emit=print, resume=True)
         assert "\n" not in str(why.value)
+
+
+# ---- who asks for the end, and how often
+
+
+class Asked:
+    """In a coordinator's place: each of these happens, then its run is over."""
+
+    def __init__(self, *happen: Callable[["Asked"], object]) -> None:
+        self._happen = happen
+        self.stops: list[bool] = []
+        """Whether it was to be at once."""
+        self._stop = asyncio.Event()
+
+    def stop(self, reason: str, *, at_once: bool = False) -> None:
+        self.stops.append(at_once)
+        self._stop.set()
+
+    async def run(self) -> Outcome:
+        for happens in self._happen:
+            self._stop.clear()
+            happens(self)
+            async with asyncio.timeout(SECONDS):
+                await self._stop.wait()
+        return Outcome(reason="", failed=False)
+
+
+def page(asked: Asked) -> None:
+    asked.stop("stopped by the operator")
+
+
+def ctrl_c(_: Asked) -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def terminated(_: Asked) -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("happen", "at_once"),
+    [
+        ((page, ctrl_c), [False, False]),
+        ((page, page, terminated), [False, False, False]),
+        ((ctrl_c, page, ctrl_c), [False, False, True]),
+        ((terminated, ctrl_c), [False, True]),
+    ],
+)
+async def test_only_a_second_signal_ends_a_run_at_once(
+    happen: tuple[Callable[[Asked], object], ...], at_once: list[bool]
+) -> None:
+    """What it says of the first is a promise, whatever was asked for at the page before."""
+    asked, told = Asked(*happen), list[events.Event]()
+    assert await main._until_done(cast(Coordinator, asked), told.append) == main.INTERRUPTED
+    assert asked.stops == at_once
+    assert told == [events.Notice(text=main.STOPPING)]

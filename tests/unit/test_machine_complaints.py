@@ -1,7 +1,8 @@
 """Who complains first does not matter: a node that breaks the protocol gets its strike all the same."""
 
-from node.coordinator.complaints import MAX_STRIKES
-from tests.support.machine_driver import Driver
+from node.coordinator.actions import Action, Released
+from node.coordinator.complaints import MAX_ALONE, MAX_STRIKES
+from tests.support.machine_driver import Driver, finishes, of_kind
 from wire.messages import FailureKind, StepFailed
 
 
@@ -45,3 +46,38 @@ def test_a_complaint_about_an_older_epoch_or_by_a_stranger_is_dropped() -> None:
             run.machine.message("c", complaint(run, first), run.time)
         run.restored(2)
     assert run.machine.quarantined == {}
+
+
+def slandered(run: Driver, liar: str, peer: int) -> list[Action]:
+    """It complains of whoever has this stage, until somebody is shut out."""
+    actions: list[Action] = []
+    for _ in range(MAX_STRIKES):
+        actions = run.failed(liar, FailureKind.PEER, peer=peer, why="nonsense")
+        run.restored(2)
+    return actions
+
+
+def test_who_finds_fault_with_every_neighbour_is_the_one_who_goes() -> None:
+    run = Driver(stages=3, every=2).started("abc", 2)
+    run.join("wxyz")
+    for _ in range(MAX_ALONE):
+        slandered(run, "b", 0)
+    assert run.machine.quarantined.keys() == {"a", "w"}
+    actions = slandered(run, "b", 0)
+    assert finishes(actions) == {"b": "quarantined: it alone found fault with a and w, and then with x"}
+    assert of_kind(actions, Released)[0].node_id == "b"
+    assert run.epoch.seats == ("x", "y", "c"), "the slandered keeps its seat"
+    slandered(run, "c", 1)
+    assert "y" in run.machine.quarantined, "others are heard as before"
+
+
+def test_a_node_that_two_complain_of_goes_whoever_one_of_them_is() -> None:
+    run = Driver(stages=3, every=2).started("abc", 2)
+    run.join("wxyz")
+    for _ in range(MAX_ALONE):
+        slandered(run, "b", 0)
+    run.failed("c", FailureKind.PEER, peer=0)
+    run.restored(2)
+    slandered(run, "b", 0)
+    assert run.machine.quarantined.keys() == {"a", "w", "x"}
+    assert run.epoch.seats == ("y", "b", "c")

@@ -101,11 +101,36 @@ def test_a_stop_ends_once_it_is_known_that_nothing_new_is_left() -> None:
 
 
 @pytest.mark.parametrize("phase", Phase)
-def test_a_second_stop_does_not_wait(phase: Phase) -> None:
+def test_a_stop_at_once_does_not_wait(phase: Phase) -> None:
     run = in_phase(phase)
     assert run.stop() == []
-    assert stop_of(run.stop()).reason == ASKED
+    assert stop_of(run.stop(at_once=True)).reason == ASKED
+    assert run.stop() == [] == run.stop(at_once=True)
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_a_stop_that_is_asked_for_again_still_saves_what_stages_hold(phase: Phase) -> None:
+    """Twice from the page, or from the page and then by Ctrl-C: each was promised a snapshot."""
+    run = in_phase(phase)
+    assert run.stop() == [] == run.stop()
+    asked: list[Action] = []
+    match phase:
+        case Phase.PLACING:
+            asked = run.all_placed(2)
+        case Phase.RESTORING:
+            asked = run.all_ready()
+        case Phase.STEPPING:
+            run.all_vote()
+            asked = run.all_applied()
+        case Phase.APPLYING:
+            asked = run.all_applied()
+        case Phase.IDLE:
+            pass  # it was asked for as the phase began
+    held = run.epoch.step
+    assert phase is Phase.IDLE or of_kind(asked, OpenSnapshot) == [OpenSnapshot(step=held)]
     assert run.stop() == []
+    assert not stop_of(run.stored(held)).failed
+    assert run.machine.newest_snapshot == held
 
 
 @pytest.mark.parametrize("phase", [Phase.PLACING, Phase.RESTORING])
@@ -251,7 +276,7 @@ def test_a_run_that_is_given_up_ends_though_nothing_can_be_saved(how: str) -> No
             actions = run.all_placed(-1)
         case _:
             assert run.stop() == []
-            actions = run.stop()
+            actions = run.stop(at_once=True)
     end = stop_of(actions)
     assert end.failed and NO_SNAPSHOT in end.reason and "failed" in end.reason
 

@@ -155,9 +155,9 @@ class RunWorld(RuleBasedStateMachine):
         self.world.start_coordinator()
 
     @precondition(lambda self: self.world.machine is not None and self.world.stopped is None)
-    @rule()
-    def stop(self) -> None:
-        self.world.happen(lambda machine: machine.stop("asked", self.world.now))
+    @rule(at_once=st.booleans())
+    def stop(self, at_once: bool) -> None:
+        self.world.happen(lambda machine: machine.stop("asked", at_once=at_once))
 
     def resume(self) -> None:
         """As `thinwire resume` does after a stop; its nodes have gone."""
