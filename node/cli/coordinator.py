@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from node.cli.logs import set_up_logging
     from node.cli.parser import UsageError
     from node.cli.resume import resume_run
-    from node.cli.run_directory import holds_run, new_run_directory, owner_only
+    from node.cli.run_directory import new_run_directory, owner_only, run_began
     from node.cli.stay import stay
     from node.config.loader import load_config, with_absolute_paths
     from wire.errors import UserError
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         if args.run_dir is None:
             raise UsageError("--resume needs --run-dir: the directory that may hold the run")
         try:
-            resumes = holds_run(args.run_dir)
+            resumes = run_began(args.run_dir)
         except OSError as error:
             raise UserError(f"--run-dir {args.run_dir} cannot be read ({error.strerror})") from None
         if resumes:

@@ -108,7 +108,8 @@ def _read_token(token: str | None, path: Path | None) -> str:
         assert token is not None
         return token
     try:
-        with path.open(encoding="utf-8") as file:
+        # Some editors begin a file with a byte order mark, which no token has.
+        with path.open(encoding="utf-8-sig") as file:
             # A whole join line is as good as its token; no token comes near this length.
             words = file.read(MAX_TOKEN_FILE).split()
     except (OSError, UnicodeDecodeError) as error:

@@ -32,7 +32,7 @@ from node.cli import (
     trace,
 )
 from node.cli.parser import Parser
-from node.local.terminal import discard, say
+from node.local.terminal import discard, say, take_any_text
 from wire.errors import ThinwireError
 from wire.version import VERSION
 
@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (without the program's name; None: the process's) and return its exit code."""
     # gRPC's own log lines on stderr would stand beside the one line that an error is; read at its import.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    take_any_text(sys.stdout, sys.stderr)
     try:
         args = build_parser().parse(argv)
         code: int = args.run(args)

@@ -22,7 +22,7 @@ def new_run_directory(wanted: Path | None, name: str) -> Path:
     """
     try:
         if wanted is not None:
-            if holds_run(wanted):
+            if run_began(wanted):
                 raise UserError(
                     f"{wanted} holds a run already: go on with `thinwire resume {wanted}`, or give another "
                     "--run-dir"
@@ -65,10 +65,25 @@ def existing_run_directory(path: Path) -> Path:
 
 
 def holds_run(directory: Path) -> bool:
-    """Whether the run's database is there."""
+    """Whether the run's database is there. Raises UserError for a directory that no run can have."""
     from node.coordinator.store import DATABASE_FILE
 
+    try:
+        str(directory).encode()
+    except UnicodeEncodeError:
+        # A run tells its directory, in text.
+        raise UserError(
+            f"{str(directory)!r} is not text in UTF-8: rename that directory, or give another one"
+        ) from None
     return (directory / DATABASE_FILE).exists()
+
+
+def run_began(directory: Path) -> bool:
+    """Whether a run is there to go on with: not where its coordinator died as it made the database."""
+    from node.coordinator.database import is_empty
+    from node.coordinator.store import DATABASE_FILE
+
+    return holds_run(directory) and not is_empty(directory / DATABASE_FILE)
 
 
 @contextlib.contextmanager

@@ -217,7 +217,7 @@ def explanation_json(explanation: Explanation) -> str:
         for direction in explanation.directions
     ]
     whole["busiest"] = asdict(busiest) if busiest else None
-    return json.dumps(whole, ensure_ascii=False, indent=2)
+    return json.dumps(whole, indent=2)
 
 
 def explanation_text(explanation: Explanation) -> str:

@@ -8,6 +8,7 @@ the codec names.
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -55,17 +56,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def change_config(config: RunConfig, overrides: Sequence[str], changeable: Collection[str]) -> RunConfig:
     """The config of a run that goes on, with overrides applied; a path among them is kept absolute.
 
-    Raises ConfigError as `load_config` does, and for what `changeable` does not name: sections, section.keys.
+    Raises ConfigError as `load_config` does, and for a change of what `changeable` does not name: sections,
+    section.keys. What says of a key what it is already is no change: a service repeats its command line.
     """
     values = _as_values(config)
     for override in overrides:
         section, key, value = parse_override(override)
+        value = _absolute(section, key, value)
+        if value == values[section][key]:
+            continue
         if section not in changeable and f"{section}.{key}" not in changeable:
             raise ConfigError(
                 f"override {override!r}: {section}.{key} cannot change once a run has begun; "
                 f"what can: {', '.join(changeable)}"
             )
-        values[section][key] = _absolute(section, key, value)
+        values[section][key] = value
     changed = _build(values)
     validate(changed, where="the changed run file")
     return changed
@@ -198,7 +203,10 @@ def _absolute(section: str, key: str, value: Any) -> Any:
     """A path as seen from anywhere; any other value as it is."""
     if (section, key) not in PLACES or value in ("", PLACES[section, key]):
         return value
-    return str(expanded(value, f"{section}.{key}").absolute())
+    absolute = str(expanded(value, f"{section}.{key}").absolute())
+    if not _is_text(absolute):
+        raise ConfigError(f"{section}.{key}: {absolute!r} is not text in UTF-8: rename that folder")
+    return absolute
 
 
 def _overridden(values: Values, overrides: Sequence[str], where: str) -> RunConfig:
@@ -246,6 +254,8 @@ def convert(value: Any, kind: Any, *, where: str, name: str) -> Any:
     """`value` as the field type `kind`; ConfigError when it is another type, or no number of TOML's."""
     if any(type(item) is int and item.bit_length() > INTEGER_BITS for item in _items(value)):
         raise ConfigError(f"{where}: {name} must be {EXPECTED[kind]} of at most {INTEGER_BITS} bits")
+    if not all(_is_text(item) for item in _items(value)):
+        raise ConfigError(f"{where}: {name} must be text in UTF-8")
     if kind is float and type(value) is int:
         return float(value)
     if kind in (str, bool, int, float) and type(value) is kind:
@@ -259,6 +269,11 @@ def convert(value: Any, kind: Any, *, where: str, name: str) -> Any:
     if kind == tuple[str, ...] and isinstance(value, list) and all(type(item) is str for item in value):
         return tuple(value)
     raise ConfigError(f"{where}: {name} must be {EXPECTED[kind]}, got {_shown(value)}")
+
+
+def _is_text(value: Any) -> bool:
+    """Anything but bytes that are no UTF-8, as a command line may bring them: no database takes those."""
+    return not (isinstance(value, str) and re.search("[\ud800-\udfff]", value))
 
 
 def _items(value: Any) -> Sequence[Any]:

@@ -11,7 +11,7 @@ from node.dashboard.address import page_url
 from node.dashboard.feed import Feed
 from node.dashboard.server import Page, serve_page
 from node.telemetry import events
-from node.telemetry.history import HISTORY_FILE, Entry, parse_line
+from node.telemetry.history import HistoryTail
 from node.telemetry.status import coordinator_alive, read_status
 from node.telemetry.view import RunViewBuilder
 from wire.errors import RunError
@@ -20,33 +20,6 @@ FOLLOW_SECONDS = 1.0
 """Between two looks at the file."""
 GONE = "its coordinator is gone"
 """Why a run is over whose coordinator died before it could say so."""
-MOST_BYTES = 4 << 20
-"""Read at a time, so that a history of any length takes little memory."""
-
-
-class HistoryTail:
-    """Reads what a history has grown by since the last time."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / HISTORY_FILE
-        self._offset = 0
-
-    def read(self) -> list[Entry]:
-        """The next entries, in order; empty when all was read. A line without its end waits. RunError."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                chunk = file.read(MOST_BYTES)
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise RunError(f"{self._path} cannot be read: {error.strerror}") from error
-        whole = chunk.rfind(b"\n") + 1
-        if not whole and len(chunk) == MOST_BYTES:
-            whole = len(chunk)  # no event is so long: pass it over
-        self._offset += whole
-        entries = map(parse_line, chunk[:whole].splitlines())
-        return [entry for entry in entries if entry is not None]
 
 
 def serve_recorded(
@@ -69,7 +42,9 @@ async def _serve(
     tail = HistoryTail(run_dir)
     builder = RunViewBuilder()
     feed = Feed(builder)
-    await follow(run_dir, builder, feed, tail)
+    await follow(run_dir, builder, feed, tail, stopped)
+    if stopped.is_set():
+        return  # a long history takes a while, and whoever waits for its page may not want to
     # Its counters stay at nothing; what the view tells of is there, the state above all.
     metrics = RunMetrics(feed.view)
     async with serve_page(Page(feed=feed, metrics=metrics.render), host, port, tls) as bound:
@@ -79,20 +54,23 @@ async def _serve(
                 async with asyncio.timeout(FOLLOW_SECONDS):
                     await stopped.wait()
             except TimeoutError:
-                await follow(run_dir, builder, feed, tail)
+                await follow(run_dir, builder, feed, tail, stopped)
 
 
-async def follow(run_dir: Path, builder: RunViewBuilder, feed: Feed, tail: HistoryTail) -> None:
+async def follow(
+    run_dir: Path, builder: RunViewBuilder, feed: Feed, tail: HistoryTail, stopped: asyncio.Event
+) -> None:
     """Take in what was appended since the last time; a coordinator that died without a word has ended, too.
 
-    `feed` is of `builder`, and `tail` of `run_dir`. RunError when the history cannot be read.
+    `feed` is of `builder`, and `tail` of `run_dir`; what is left is left once `stopped` is set. RunError when
+    the history cannot be read.
     """
-    await _catch_up(feed, tail)
-    if builder.over or not await asyncio.to_thread(_coordinator_is_gone, run_dir):
+    await _catch_up(feed, tail, stopped)
+    if stopped.is_set() or builder.over or not await asyncio.to_thread(_coordinator_is_gone, run_dir):
         return
     # What it said last may have come in between.
-    await _catch_up(feed, tail)
-    if not builder.over:
+    await _catch_up(feed, tail, stopped)
+    if not stopped.is_set() and not builder.over:
         feed.apply(events.RunFinished(reason=GONE, failed=False), builder.updated)
 
 
@@ -105,7 +83,7 @@ def _coordinator_is_gone(run_dir: Path) -> bool:
     return status is not None and coordinator_alive(status) is False
 
 
-async def _catch_up(feed: Feed, tail: HistoryTail) -> None:
-    while entries := await asyncio.to_thread(tail.read):
+async def _catch_up(feed: Feed, tail: HistoryTail, stopped: asyncio.Event) -> None:
+    while not stopped.is_set() and (entries := await asyncio.to_thread(tail.read)):
         for entry in entries:
             feed.apply(entry.event, entry.at)

@@ -22,6 +22,8 @@ START_SECONDS = 120.0
 """Until the coordinator prints its join line."""
 GRACE_SECONDS = 10.0
 """From a node's end to the end of the run that explains it."""
+LEAVE_SECONDS = 2.0
+"""From the coordinator's end until nodes are asked to end: those that had yet to join hear nothing of it."""
 STOP_SECONDS = 20.0
 """Until children that were asked to stop are killed."""
 MAX_EVENT_BYTES = 1 << 20
@@ -191,6 +193,14 @@ class _Demo:
                 if coordinator in alive:
                     coordinator.send_signal(signal.SIGINT)
                     await self._pass_events_on(coordinator)
+                    await coordinator.wait()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(LEAVE_SECONDS):
+                            for child in alive:
+                                await child.wait()
+                    for child in alive:
+                        if child.returncode is None:
+                            child.terminate()
                     for child in alive:
                         await child.wait()
         except TimeoutError:

@@ -4,6 +4,7 @@ A run does not end because the screen does: a reader like `head` leaves, a disk 
 """
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -40,6 +41,17 @@ class Screen:
             self._lost = True
             discard(sys.stdout)
             say(f"thinwire: cannot write output ({error.strerror or error}): {self._goes_on} goes on without")
+
+
+def take_any_text(*streams: TextIO) -> None:
+    """Have what a stream's encoding cannot hold written with escapes.
+
+    Names of devices and folders come from anywhere: one that is not of the user's locale ends no run.
+    """
+    for stream in streams:
+        # What stands in for a stream in a test, or where there is no terminal, may be something else.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def say(line: str) -> None:

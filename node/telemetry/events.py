@@ -27,8 +27,11 @@ class Event:
         _KINDS[cls.event] = cls
 
     def to_json(self) -> str:
-        """One line, without the newline. Not-a-number and infinities (a diverged loss) become null."""
-        return json.dumps(finite({"event": self.event, **asdict(self)}), ensure_ascii=False)
+        """One line, without the newline. Not-a-number and infinities (a diverged loss) become null.
+
+        In ASCII, so that it is the same JSON whatever the encoding of the output.
+        """
+        return json.dumps(finite({"event": self.event, **asdict(self)}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +244,16 @@ class Recovered(Notice):
     """Steps done."""
     seconds: float
     """Since the interruption."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotSetAside(Notice):
+    """A stored snapshot was found damaged while the run was on, and counts no more."""
+
+    event: ClassVar[str] = "snapshot-set-aside"
+    step: int
+    whole: int
+    """The step of the newest one that is whole; those between are set aside too."""
 
 
 @dataclass(frozen=True, kw_only=True)

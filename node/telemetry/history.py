@@ -29,6 +29,8 @@ HISTORY_FILE = "history.jsonl"
 COSTS_SECONDS = 1.0
 """Costs are written at most so often."""
 _BLOCK_BYTES = 1 << 16
+MOST_BYTES = 4 << 20
+"""A tail reads so much at a time, so that a history of any length takes little memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +116,7 @@ class HistoryWriter:
         try:
             if self._file is None:
                 self._file = _open(self._path)
-            self._file.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
+            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
             self._file.flush()
         except OSError as error:
             self._broken = True
@@ -149,6 +151,30 @@ def read_history(directory: Path, end: int | None = None) -> Iterator[Entry]:
             position += len(line)
             if (entry := parse_line(line)) is not None:
                 yield entry
+
+
+class HistoryTail:
+    """Reads what the history of the run in `directory` has grown by since the last time."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._offset = 0
+
+    def read(self) -> list[Entry]:
+        """The next entries, in order; empty when all was read. A line without its end waits. RunError."""
+        with _opened(self._directory) as file:
+            while file is not None:
+                file.seek(self._offset)
+                chunk = file.read(MOST_BYTES)
+                whole = chunk.rfind(b"\n") + 1
+                if not whole and len(chunk) == MOST_BYTES:
+                    whole = len(chunk)  # no event is so long: pass it over
+                self._offset += whole
+                entries = map(parse_line, chunk[:whole].splitlines())
+                known = [entry for entry in entries if entry is not None]
+                if known or not whole:
+                    return known
+        return []
 
 
 def history_size(directory: Path) -> int:

@@ -178,7 +178,7 @@ class RunView:
 
     def to_json(self) -> str:
         """One JSON object; numbers that are not finite become null."""
-        return json.dumps(self.to_fields(), ensure_ascii=False)
+        return json.dumps(self.to_fields())
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:

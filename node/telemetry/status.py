@@ -16,6 +16,7 @@ from node.telemetry.events import (
     PlacementMade,
     RunFinished,
     RunStarted,
+    SnapshotSetAside,
     SnapshotStored,
     StepAborted,
     StepDone,
@@ -52,6 +53,8 @@ class RunStatus(Event):
     snapshot: SnapshotStored | None = None
     finished: RunFinished | None = None
     page: PageServed | None = None
+    process_start: str = ""
+    """Tells the process from a later one of the same id; empty is not known."""
 
 
 def after(status: RunStatus, event: Event) -> RunStatus:
@@ -73,6 +76,9 @@ def after(status: RunStatus, event: Event) -> RunStatus:
             return replace(status, aborted=status.aborted + 1)
         case SnapshotStored():
             return replace(status, snapshot=event)
+        case SnapshotSetAside():
+            damaged = status.snapshot is not None and status.snapshot.step > event.whole
+            return replace(status, snapshot=None) if damaged else status
         case RunFinished():
             return replace(status, finished=event)
         case _:
@@ -103,8 +109,14 @@ class StatusWriter:
     def __call__(self, event: Event) -> None:
         now = self._clock()
         if isinstance(event, RunStarted):
-            host = socket.gethostname()
-            self._status = RunStatus(updated=now, host=host, process_id=os.getpid(), started=event)
+            process = os.getpid()
+            self._status = RunStatus(
+                updated=now,
+                host=socket.gethostname(),
+                process_id=process,
+                process_start=process_start(process),
+                started=event,
+            )
         elif self._status is None:
             return
         else:
@@ -152,5 +164,15 @@ def coordinator_alive(status: RunStatus) -> bool | None:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
-    return True
+        pass  # another user's
+    now = process_start(status.process_id)
+    return not (now and status.process_start) or now == status.process_start
+
+
+def process_start(process_id: int) -> str:
+    """When a process of this machine began, in ticks since the machine did; empty where nothing tells."""
+    try:
+        fields = Path(f"/proc/{process_id}/stat").read_bytes().rpartition(b")")[2].split()
+        return fields[19].decode("ascii")
+    except (OSError, IndexError, UnicodeDecodeError):
+        return ""

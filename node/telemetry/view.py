@@ -61,7 +61,8 @@ class RunViewBuilder:
         self._replayed = 0
         self._aborted = 0
         self._recoveries = 0
-        self._snapshot: SnapshotView | None = None
+        self._snapshots: list[SnapshotView] = []
+        """By step, pruned ones too: what is newest where later ones are set aside."""
         self._finished: events.RunFinished | None = None
         self._token_uses: int | None = None
         self._loss = Series()
@@ -96,7 +97,10 @@ class RunViewBuilder:
             case events.TokenUses():
                 self._token_uses = event.left
             case events.SnapshotStored():
-                self._snapshot = SnapshotView(step=event.step, bytes=event.bytes, at=at)
+                self._forget_snapshots(event.step - 1)
+                self._snapshots.append(SnapshotView(step=event.step, bytes=event.bytes, at=at))
+            case events.SnapshotSetAside():
+                self._forget_snapshots(event.whole)
             case events.RunFinished():
                 self._finished = event
                 self._members.clear()
@@ -167,7 +171,7 @@ class RunViewBuilder:
             members=members,
             # Whoever is here before every stage has a node will be needed, and is no spare.
             spares=0 if state == "waiting for nodes" else sum(member.stage is None for member in members),
-            snapshot=self._snapshot,
+            snapshot=self._snapshots[-1] if self._snapshots else None,
             aborted=self._aborted,
             recoveries=self._recoveries,
             replayed=self._replayed,
@@ -195,8 +199,15 @@ class RunViewBuilder:
         self._placement = None
         self._restoring = False
         self._finished = None
+        # It goes on from the newest snapshot that is whole: those after it are damaged, or gone.
+        self._forget_snapshots(event.first_step)
         self._recent.clear()
         self._paces.clear()
+
+    def _forget_snapshots(self, newest: int) -> None:
+        """Those of steps after `newest`."""
+        while self._snapshots and self._snapshots[-1].step > newest:
+            self._snapshots.pop()
 
     def _place(self, event: events.PlacementMade) -> None:
         moved = self._placement is None or self._placement.nodes != event.nodes
@@ -360,6 +371,8 @@ def _told(event: events.Event) -> tuple[str, str, str] | None:
             return "recovered", "info", f"back at step {event.step} in {duration_text(event.seconds)}"
         case events.SnapshotStored():
             return "snapshot", "info", f"snapshot of step {event.step}: {bytes_text(event.bytes)}"
+        case events.SnapshotSetAside():
+            return "snapshot", "warning", event.text
         case events.Notice():
             return "notice", "info", event.text
         case events.RunFinished():

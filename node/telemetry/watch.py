@@ -7,7 +7,7 @@ import urllib.parse
 from dataclasses import replace
 from pathlib import Path
 
-from node.telemetry.history import HISTORY_FILE, parse_line
+from node.telemetry.history import HistoryTail
 from node.telemetry.run_view import RunView
 from node.telemetry.status import coordinator_alive, read_status
 from node.telemetry.view import RunViewBuilder
@@ -23,24 +23,12 @@ class HistoryWatch:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._builder = RunViewBuilder()
-        self._read = 0
-        self._rest = b""
+        self._tail = HistoryTail(directory)
 
     def view(self) -> RunView:
         """Raises RunError when the history cannot be read."""
-        path = self._directory / HISTORY_FILE
-        try:
-            with path.open("rb") as file:
-                file.seek(self._read)
-                data = file.read()
-        except FileNotFoundError:
-            data = b""
-        except OSError as error:
-            raise RunError(f"{path} cannot be read: {error.strerror}") from error
-        self._read += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            if (entry := parse_line(line)) is not None:
+        while entries := self._tail.read():
+            for entry in entries:
                 self._builder.apply(entry.event, entry.at)
         view = self._builder.view()
         if not self._builder.over and self._dead():

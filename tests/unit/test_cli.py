@@ -1,8 +1,11 @@
 """The command line: parsing, exit codes, one-line errors, tokens."""
 
 import argparse
+import contextlib
+import io
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from datetime import timedelta
@@ -18,7 +21,8 @@ from node.cli.token import parse_ttl
 from node.config.loader import to_json
 from node.config.schema import RunConfig
 from node.coordinator.store import DATABASE_FILE, Store
-from node.telemetry.events import Notice, RunStarted
+from node.telemetry.events import NodeJoined, Notice, RunStarted, from_json
+from node.telemetry.render import make_renderer
 from node.telemetry.status import read_status
 from wire.errors import ConfigError, LinkError, RunError, ThinwireError, UserError
 from wire.identity.token import JoinToken
@@ -252,6 +256,27 @@ def test_a_reader_that_went_away_is_no_error() -> None:
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_text_that_the_output_cannot_hold_ends_nothing(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = NodeJoined(node_id="node-a", device="Grafikkarte für Büro \u2581 \udcff", address="")
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
+
+    def run(args: argparse.Namespace) -> int:
+        for json_lines in (False, True):
+            with make_renderer(json=json_lines) as emit:
+                emit(said)
+        return 0
+
+    monkeypatch.setattr(doctor, "run", run)
+    assert main(["doctor"]) == 0
+    plain, json_line = raw.getvalue().decode(encoding).splitlines()
+    assert "Grafikkarte f" in plain
+    assert from_json(json_line) == said
+
+
 def test_output_without_room_is_one_line_and_no_bug(run_dir: Path) -> None:
     for command in (["status", str(run_dir)], ["token", "list", str(run_dir), "--json"]):
         with Path("/dev/full").open("w") as full:
@@ -277,6 +302,39 @@ def test_run_directories_are_numbered(tmp_path: Path) -> None:
     assert new_run_directory(None, "demo") == Path("runs/demo-2")
     assert new_run_directory(None, "other") == Path("runs/other-1")
     assert new_run_directory(tmp_path / "a" / "b", "demo") == tmp_path / "a" / "b"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "coordinator run.toml --run-dir NAME",
+        "coordinator run.toml --run-dir NAME --resume",
+        "demo --run-dir NAME",
+        "resume NAME",
+        "status NAME",
+        "coordinator run.toml data.path=NAME",
+    ],
+)
+def test_a_name_that_is_no_text_is_one_line(line: str, capsys: Capture) -> None:
+    name = os.fsdecode(b"n\xff")
+    Path(name).mkdir()
+    Path("run.toml").write_text("")
+    assert main([word.replace("NAME", name) for word in line.split()]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "text in UTF-8" in told
+    assert list(Path(name).iterdir()) == []
+
+
+def test_a_folder_that_is_no_text_holds_no_text_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    folder = tmp_path / os.fsdecode(b"f\xff")
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    Path("run.toml").write_text('[data]\npath = "text.txt"\n')
+    Path("text.txt").write_text("some text")
+    assert main(["coordinator", "run.toml"]) == 2
+    assert "data.path" in (told := capsys.readouterr().err) and "rename that folder" in told
 
 
 def test_a_run_is_never_overwritten(run_dir: Path, tmp_path: Path) -> None:
@@ -405,10 +463,10 @@ def test_join_reads_its_token_from_a_file(tmp_path: Path, monkeypatch: pytest.Mo
     token = JoinToken(("127.0.0.1:1",), "demo-x", b"p" * 32, "abcdefgh", b"s" * 16).encode()
     asked: list[str] = []
     monkeypatch.setattr("node.stage.main.run_node", lambda text, _options: asked.append(text) or 0)
-    for content in (token, f"{token}\n", f"thinwire join {token}\n"):
-        (tmp_path / "token").write_text(content)
+    for content in (token, f"{token}\n", f"thinwire join {token}\n", f"\ufeff{token}\r\n"):
+        (tmp_path / "token").write_text(content, encoding="utf-8")
         assert main(["join", "--token-file", "token"]) == 0
-    assert asked == [token] * 3
+    assert asked == [token] * 4
 
 
 @pytest.mark.parametrize(
@@ -453,6 +511,32 @@ def test_resume_or_start_goes_on_with_the_run_that_is_there(
     Path("run.toml").write_text("")
     assert main(["coordinator", "run.toml", "--resume", "--run-dir", "fresh", changed]) == 5
     assert started == [(run_dir, True, "127.0.0.1:0"), (Path("fresh"), False, "127.0.0.1:0")]
+
+
+@pytest.mark.parametrize("resume", [["--resume"], []])
+@pytest.mark.parametrize("as_far_as", ["nothing", "WAL"])
+def test_a_start_that_was_killed_as_it_made_its_database_begins_again(
+    as_far_as: str, resume: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("run/authority").mkdir(parents=True)
+    Path("run", DATABASE_FILE).touch()
+    if as_far_as == "WAL":
+        with contextlib.closing(sqlite3.connect(Path("run", DATABASE_FILE))) as database:
+            database.execute("PRAGMA journal_mode = WAL")
+    Path("run.toml").write_text("")
+    started: list[bool] = []
+
+    def start(config: RunConfig, *, run_dir: Path, emit: object, resume: bool) -> int:
+        started.append(resume)
+        if not resume:
+            written = to_json(config)
+            Store.create(run_dir, run_id="demo-x", config_json=written, pin=b"p" * 32, now=1.0).close()
+        return 5
+
+    monkeypatch.setattr("node.coordinator.main.run_coordinator", start)
+    assert main(["coordinator", "run.toml", *resume, "--run-dir", "run"]) == 5
+    assert main(["coordinator", "run.toml", "--resume", "--run-dir", "run"]) == 5
+    assert started == [False, True]
 
 
 @pytest.mark.parametrize("command", ["status", "top", "trace", "dashboard", "resume"])

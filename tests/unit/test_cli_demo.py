@@ -31,6 +31,12 @@ STAND_IN = textwrap.dedent(
     directory = pathlib.Path({directory!r})
     name = role if role == "coordinator" else pathlib.Path(sys.argv[sys.argv.index("--state-dir") + 1]).name
     (directory / f"{{name}}.args").write_text(" ".join(sys.argv[1:]))
+    def end(*_):
+        (directory / f"{{name}}.asked").touch()
+        os._exit(0)
+
+    if role == "join":
+        signal.signal(signal.SIGTERM, end)
     # Whoever sees the name reads it whole.
     (directory / f"{{name}}.written").write_text(str(os.getpid()))
     (directory / f"{{name}}.written").rename(directory / f"{{name}}.pid")
@@ -177,6 +183,20 @@ def test_signals_end_every_process(stage: Stage, number: signal.Signals) -> None
         rest, _ = child.communicate(timeout=30)
     assert child.returncode == 130
     assert '"reason": "stopped"' in rest
+    assert stage.alive() == []
+
+
+def test_a_node_that_has_yet_to_join_is_asked_to_end_with_the_demo(stage: Stage) -> None:
+    program = driver(stage, *stage.command("go on", "node stays"))
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            assert any('"nodes are here"' in line for line in child.stdout)
+        finally:
+            child.send_signal(signal.SIGINT)
+        child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert (stage.directory / "node-1.asked").exists(), "it was killed"
     assert stage.alive() == []
 
 

@@ -18,9 +18,9 @@ from node.cli.main import main
 from node.coordinator.claims import check_ports
 from node.dashboard import recorded
 from node.dashboard.feed import Feed
-from node.dashboard.recorded import HistoryTail, follow
-from node.telemetry import events
-from node.telemetry.history import HISTORY_FILE
+from node.dashboard.recorded import follow
+from node.telemetry import events, history
+from node.telemetry.history import Entry, HistoryTail
 from node.telemetry.status import STATUS_FILE, RunStatus
 from node.telemetry.view import RunViewBuilder
 from tests.support.process import Process
@@ -30,50 +30,7 @@ from wire.errors import UserError
 Capture = pytest.CaptureFixture[str]
 
 
-def notice(text: str) -> events.Notice:
-    return events.Notice(text=text)
-
-
-def texts(tail: HistoryTail) -> list[str]:
-    return [entry.event.text for entry in tail.read() if isinstance(entry.event, events.Notice)]
-
-
-def test_a_tail_reads_what_was_appended(tmp_path: Path) -> None:
-    tail = HistoryTail(tmp_path)
-    assert tail.read() == []  # no history yet
-    append(tmp_path, 1.0, notice("one"))
-    append(tmp_path, 2.0, notice("two"))
-    assert texts(tail) == ["one", "two"]
-    assert texts(tail) == []
-    append(tmp_path, 3.0, notice("three"))
-    assert texts(tail) == ["three"]
-
-
-def test_a_line_that_is_being_written_waits_for_its_end(tmp_path: Path) -> None:
-    append(tmp_path, 1.0, notice("whole"))
-    path = tmp_path / HISTORY_FILE
-    line = json.dumps({"at": 2.0, **json.loads(notice("ünfinished").to_json())}, ensure_ascii=False).encode()
-    tail = HistoryTail(tmp_path)
-    with path.open("ab") as file:
-        file.write(line[:-9])
-        file.flush()
-        assert texts(tail) == ["whole"]
-        file.write(line[-9:])
-        file.flush()
-        assert texts(tail) == []
-        file.write(b"\n")
-    assert texts(tail) == ["ünfinished"]
-
-
-def test_lines_that_cannot_be_read_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "MOST_BYTES", 256)
-    append(tmp_path, 1.0, notice("before"))
-    with (tmp_path / HISTORY_FILE).open("ab") as file:
-        file.write(b"\x00\xff not json\n" + b"x" * 2000 + b"\n")
-    append(tmp_path, 2.0, notice("after"))
-    tail = HistoryTail(tmp_path)
-    found = [text for _ in range(20) for text in texts(tail)]
-    assert found == ["before", "after"]
+NEVER = asyncio.Event()
 
 
 def get(url: str) -> Any:
@@ -123,29 +80,63 @@ async def test_a_coordinator_that_was_killed_is_not_shown_as_training(tmp_path: 
     builder = RunViewBuilder()
     feed, tail = Feed(builder), HistoryTail(tmp_path)
     write_status(tmp_path, os.getpid())
-    await follow(tmp_path, builder, feed, tail)
+    await follow(tmp_path, builder, feed, tail, NEVER)
     assert builder.view().state == "training"
     dead = await asyncio.create_subprocess_exec("true")
     await dead.wait()
     write_status(tmp_path, dead.pid)
     seen = builder.view()
-    await follow(tmp_path, builder, feed, tail)
+    await follow(tmp_path, builder, feed, tail, NEVER)
     assert (builder.view().state, builder.view().ended) == ("stopped", recorded.GONE)
     assert builder.view().updated == seen.updated
     # It is told once, and is past when another coordinator goes on with the run.
-    await follow(tmp_path, builder, feed, tail)
+    await follow(tmp_path, builder, feed, tail, NEVER)
     assert [event.kind for event in builder.view().events].count("finished") == 1
     write_status(tmp_path, os.getpid())
     append(tmp_path, seen.updated + 1, HistoryTail(tmp_path).read()[0].event)
-    await follow(tmp_path, builder, feed, tail)
+    await follow(tmp_path, builder, feed, tail, NEVER)
     assert builder.view().state == "waiting for nodes"
+
+
+async def test_a_history_is_read_no_further_once_nobody_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "MOST_BYTES", 10_000)
+    write_run(tmp_path)
+    stopped = asyncio.Event()
+
+    class Stopping(HistoryTail):
+        def read(self) -> list[Entry]:
+            stopped.set()
+            return super().read()
+
+    builder = RunViewBuilder()
+    await follow(tmp_path, builder, Feed(builder), Stopping(tmp_path), stopped)
+    assert 0 < builder.view().step < 268
+
+
+@pytest.mark.timeout(60)
+def test_ctrl_c_ends_the_command_while_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Endless(HistoryTail):
+        reads = 0
+
+        def read(self) -> list[Entry]:
+            self.reads += 1
+            if self.reads == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+            return [Entry(at=1.0, event=events.Notice(text="more"))] if self.reads < 10_000 else []
+
+    monkeypatch.setattr(recorded, "HistoryTail", Endless)
+    told: list[str] = []
+    recorded.serve_recorded(tmp_path, "127.0.0.1", 0, told.append)
+    assert told == []
 
 
 async def test_a_status_that_cannot_be_read_says_nothing_of_the_coordinator(tmp_path: Path) -> None:
     write_run(tmp_path)
     (tmp_path / STATUS_FILE).write_text("{")
     builder = RunViewBuilder()
-    await follow(tmp_path, builder, Feed(builder), HistoryTail(tmp_path))
+    await follow(tmp_path, builder, Feed(builder), HistoryTail(tmp_path), NEVER)
     assert builder.view().state == "training"
 
 

@@ -9,8 +9,16 @@ from typing import ClassVar
 import pytest
 
 from node.telemetry import events, history
-from node.telemetry.history import COSTS_SECONDS, HISTORY_FILE, HistoryWriter, highest_step, read_history
+from node.telemetry.history import (
+    COSTS_SECONDS,
+    HISTORY_FILE,
+    HistoryTail,
+    HistoryWriter,
+    highest_step,
+    read_history,
+)
 from node.telemetry.view import RunViewBuilder, view
+from tests.support.recorded_run import append
 from tests.support.run_events import BEGAN, NODES, aborted, costs, done, joined, placed, started, step
 from wire.errors import RunError
 
@@ -232,3 +240,61 @@ def test_a_full_disk_ends_the_history_once_and_nothing_else(
     writing.writer.close()
     (warning,) = writing.warnings
     assert "No space left on device" in warning and "the run goes on" in warning
+
+
+# ---- reading while it grows
+
+
+def notice(text: str) -> events.Notice:
+    return events.Notice(text=text)
+
+
+def texts(tail: HistoryTail) -> list[str]:
+    return [entry.event.text for entry in tail.read() if isinstance(entry.event, events.Notice)]
+
+
+def test_a_tail_reads_what_was_appended(tmp_path: Path) -> None:
+    tail = HistoryTail(tmp_path)
+    assert tail.read() == []  # no history yet
+    append(tmp_path, 1.0, notice("one"))
+    append(tmp_path, 2.0, notice("two"))
+    assert texts(tail) == ["one", "two"]
+    assert texts(tail) == []
+    append(tmp_path, 3.0, notice("three"))
+    assert texts(tail) == ["three"]
+
+
+def test_a_line_that_is_being_written_waits_for_its_end(tmp_path: Path) -> None:
+    append(tmp_path, 1.0, notice("whole"))
+    path = tmp_path / HISTORY_FILE
+    line = json.dumps({"at": 2.0, **json.loads(notice("ünfinished").to_json())}, ensure_ascii=False).encode()
+    tail = HistoryTail(tmp_path)
+    with path.open("ab") as file:
+        file.write(line[:-9])
+        file.flush()
+        assert texts(tail) == ["whole"]
+        file.write(line[-9:])
+        file.flush()
+        assert texts(tail) == []
+        file.write(b"\n")
+    assert texts(tail) == ["ünfinished"]
+
+
+def test_lines_that_cannot_be_read_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "MOST_BYTES", 256)
+    append(tmp_path, 1.0, notice("before"))
+    with (tmp_path / HISTORY_FILE).open("ab") as file:
+        file.write(b"\x00\xff not json\n" + b"x" * 2000 + b"\n")
+    append(tmp_path, 2.0, notice("after"))
+    tail = HistoryTail(tmp_path)
+    found = [text for _ in range(20) for text in texts(tail)]
+    assert found == ["before", "after"]
+
+
+def test_text_that_is_no_utf8_is_written_and_read(tmp_path: Path) -> None:
+    """As the name of a folder may be."""
+    writing = Writing(tmp_path)
+    writing.start()
+    writing.say(notice("the folder \udcff is missing"))
+    tail = HistoryTail(tmp_path)
+    assert texts(tail) == ["the folder \udcff is missing"] and writing.warnings == []

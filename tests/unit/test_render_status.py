@@ -25,6 +25,7 @@ from node.telemetry.events import (
     PlacementMade,
     RunFinished,
     RunStarted,
+    SnapshotSetAside,
     SnapshotStored,
     StepAborted,
     StepDone,
@@ -103,6 +104,10 @@ def test_the_file_follows_the_events(tmp_path: Path) -> None:
     assert written(tmp_path).aborted == 1
     snapshot = SnapshotStored(step=3, bytes=9, path="x")
     emit(snapshot)
+    emit(SnapshotSetAside(text="", step=2, whole=1))
+    assert written(tmp_path).snapshot is None
+    emit(snapshot)
+    emit(SnapshotSetAside(text="", step=4, whole=3))
     finished = RunFinished(reason="done", failed=False)
     emit(finished)
     assert (written(tmp_path).snapshot, written(tmp_path).finished) == (snapshot, finished)
@@ -189,6 +194,15 @@ def test_whether_the_coordinator_lives(tmp_path: Path) -> None:
     assert coordinator_alive(status(tmp_path)) is True
     assert coordinator_alive(replace(status(tmp_path), process_id=child.pid)) is False
     assert coordinator_alive(replace(status(tmp_path), host="elsewhere")) is None
+
+
+def test_a_later_process_of_the_same_id_is_not_the_coordinator(tmp_path: Path) -> None:
+    StatusWriter(pytest.fail)(started(tmp_path))
+    ours = written(tmp_path)
+    assert ours.process_start and coordinator_alive(ours) is True
+    assert coordinator_alive(replace(ours, process_start="1")) is False
+    # Of an older version, or of a system that does not tell.
+    assert coordinator_alive(replace(ours, process_start="")) is True
 
 
 def test_the_state_in_words(tmp_path: Path) -> None:

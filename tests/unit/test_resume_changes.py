@@ -1,9 +1,11 @@
 """What a resumed run may do otherwise than it did: what the messages for operators tell them to change."""
 
+from pathlib import Path
+
 import pytest
 
 from node.cli.resume import CHANGEABLE
-from node.config.loader import change_config, from_json, to_json
+from node.config.loader import change_config, default_config, from_json, to_json, with_absolute_paths
 from node.config.schema import RunConfig
 from node.coordinator.epoch import Epoch
 from node.coordinator.failures import Failures
@@ -22,6 +24,19 @@ def test_the_learning_rate_its_end_and_the_clip_may_change() -> None:
 def test_what_state_and_batches_depend_on_stays(override: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot change once a run has begun; what can: .*training\.lr"):
         change_config(RunConfig(), [override], CHANGEABLE)
+
+
+def test_what_a_service_says_again_at_each_start_is_no_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("some text")
+    (tmp_path / "words.json").write_text("{}")
+    said = ["run.steps=500", "training.beta1=0.8", "data.path=text.txt", "data.tokenizer=words.json"]
+    config = from_json(to_json(with_absolute_paths(default_config([*said, "model.vocab=300"]))))
+    assert change_config(config, [*said, "training.lr=0.0005"], CHANGEABLE).training.lr == 0.0005
+    with pytest.raises(ConfigError, match=r"run\.steps cannot change once"):
+        change_config(config, [*said, "run.steps=501"], CHANGEABLE)
 
 
 def test_a_run_that_diverged_can_do_what_it_is_told_to() -> None:

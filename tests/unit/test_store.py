@@ -1,6 +1,7 @@
 """The coordinator's database: what it keeps, what it refuses, and who may use it at the same time."""
 
 import math
+import os
 import resource
 import sqlite3
 import subprocess
@@ -77,6 +78,14 @@ def test_writes_are_on_disk_when_they_return(directory: Path) -> None:
         for store in (created, opened):
             assert store._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
             assert store._db.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
+
+
+def test_a_directory_may_have_any_name(tmp_path: Path) -> None:
+    directory = tmp_path / os.fsdecode(b"r\xc3\xbcn %20?x=y \xff")
+    create(directory).close()
+    with Store.open(directory) as store:
+        assert store.run().run_id == "run-a"
+    assert [path.name for path in directory.iterdir()] == [DATABASE_FILE]
 
 
 def test_a_directory_holds_one_run(store: Store, directory: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +134,19 @@ def test_a_history_is_followed_while_it_grows(tmp_path: Path) -> None:
         assert watch.view().step == 1, "half a line is not read"
         file.write(whole[20:] + "\n")
     assert watch.view().step == 2
+
+
+def test_a_history_of_any_length_takes_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.telemetry.history.MOST_BYTES", 1 << 16)
+    with (tmp_path / HISTORY_FILE).open("w") as file:
+        file.write(("x" * 999 + "\n") * 10_000)
+    tracemalloc.start()
+    try:
+        HistoryWatch(tmp_path).view()
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 3e6, "of a file of ten million bytes"
 
 
 LOOK_UPS = ("127.0.0..1:7702", f"http://{'a' * 64}:7702/")

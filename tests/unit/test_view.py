@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from node.telemetry import events
 from node.telemetry.redact import without_addresses
+from node.telemetry.run_view import SnapshotView
 from node.telemetry.series import Series
 from node.telemetry.view import RunViewBuilder, view
 from tests.support.run_events import (
@@ -133,6 +134,34 @@ def test_a_resumed_run_goes_on() -> None:
     nodes = [joined(node) for node in NODES[1:]]
     again = view(history(opening(), step(1), step(2), end, started(first_step=1), *nodes, placed(2, step=1)))
     assert (again.step, again.loss) == (1, seen.loss), "until a step ends, the newest loss is what is known"
+
+
+def stored(step: int, size: int) -> events.SnapshotStored:
+    return events.SnapshotStored(step=step, bytes=size, path="x")
+
+
+SAVED = [*opening(), *step(1), stored(1, 10), *step(2), stored(2, 20)]
+
+
+def test_a_snapshot_that_is_set_aside_is_not_shown_as_the_newest() -> None:
+    told = [*SAVED, *step(3), stored(3, 30)]
+    assert view(history(told)).snapshot == SnapshotView(step=3, bytes=30, at=BEGAN + 13)
+    aside = events.SnapshotSetAside(text="block 3 is damaged", step=3, whole=1)
+    seen = view(history(told, aside))
+    assert seen.snapshot == SnapshotView(step=1, bytes=10, at=BEGAN + 7)
+    assert (seen.events[-1].level, seen.events[-1].text) == ("warning", "block 3 is damaged")
+    again = view(history(told, aside, stored(2, 40)))
+    assert again.snapshot == SnapshotView(step=2, bytes=40, at=BEGAN + 15)
+
+
+def test_a_resumed_run_has_no_snapshot_after_that_which_it_goes_on_from() -> None:
+    assert view(history(SAVED, started(first_step=2))).snapshot == SnapshotView(
+        step=2, bytes=20, at=BEGAN + 10
+    )
+    assert view(history(SAVED, started(first_step=1))).snapshot == SnapshotView(
+        step=1, bytes=10, at=BEGAN + 7
+    )
+    assert view(history(SAVED, started())).snapshot is None
 
 
 def test_reading_in_pieces_gives_the_same() -> None:
