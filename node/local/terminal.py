@@ -51,7 +51,9 @@ def take_any_text(*streams: TextIO) -> None:
     for stream in streams:
         # What stands in for a stream in a test, or where there is no terminal, may be something else.
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            # It looks for its place in the file, which there is not if the file has become a pipe since.
+            with contextlib.suppress(OSError):
+                stream.reconfigure(errors="backslashreplace")
 
 
 def say(line: str) -> None:
