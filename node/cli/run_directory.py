@@ -66,15 +66,13 @@ def existing_run_directory(path: Path) -> Path:
 
 def holds_run(directory: Path) -> bool:
     """Whether the run's database is there. Raises UserError for a directory that no run can have."""
+    from node.config.loader import is_text
     from node.coordinator.store import DATABASE_FILE
 
-    try:
-        str(directory).encode()
-    except UnicodeEncodeError:
-        # A run tells its directory, in text.
+    if not is_text(str(directory)):  # a run tells its directory
         raise UserError(
             f"{str(directory)!r} is not text in UTF-8: rename that directory, or give another one"
-        ) from None
+        )
     return (directory / DATABASE_FILE).exists()
 
 

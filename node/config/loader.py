@@ -204,7 +204,7 @@ def _absolute(section: str, key: str, value: Any) -> Any:
     if (section, key) not in PLACES or value in ("", PLACES[section, key]):
         return value
     absolute = str(expanded(value, f"{section}.{key}").absolute())
-    if not _is_text(absolute):
+    if not is_text(absolute):
         raise ConfigError(f"{section}.{key}: {absolute!r} is not text in UTF-8: rename that folder")
     return absolute
 
@@ -254,7 +254,7 @@ def convert(value: Any, kind: Any, *, where: str, name: str) -> Any:
     """`value` as the field type `kind`; ConfigError when it is another type, or no number of TOML's."""
     if any(type(item) is int and item.bit_length() > INTEGER_BITS for item in _items(value)):
         raise ConfigError(f"{where}: {name} must be {EXPECTED[kind]} of at most {INTEGER_BITS} bits")
-    if not all(_is_text(item) for item in _items(value)):
+    if not all(is_text(item) for item in _items(value)):
         raise ConfigError(f"{where}: {name} must be text in UTF-8")
     if kind is float and type(value) is int:
         return float(value)
@@ -271,7 +271,7 @@ def convert(value: Any, kind: Any, *, where: str, name: str) -> Any:
     raise ConfigError(f"{where}: {name} must be {EXPECTED[kind]}, got {_shown(value)}")
 
 
-def _is_text(value: Any) -> bool:
+def is_text(value: Any) -> bool:
     """Anything but bytes that are no UTF-8, as a command line may bring them: no database takes those."""
     return not (isinstance(value, str) and re.search("[\ud800-\udfff]", value))
 

@@ -28,7 +28,7 @@ from node.training.optimizer import sum_tied_gradients
 from node.training.serialization import without_cache
 from wire.codecs.base import Codec
 from wire.codecs.registry import codec
-from wire.errors import NonFiniteError, ProtocolViolationError
+from wire.errors import ProtocolViolationError
 from wire.spec import Direction, TensorKey, TensorSpec
 
 UnitState = Mapping[str, Tensor]
@@ -94,7 +94,7 @@ class StageExecutor:
             Direction.TIED_SUM: raw,
         }
         self._raw = raw
-        self._transfer = TensorTransfer(device_transfer(device), self._named, clock.beside)
+        self._transfer = TensorTransfer(device_transfer(device), clock.beside)
         self._memory = ActivationMemory(config, windows) if pipeline.remembers else None
         self.uncompressed = False
         """Send and expect fp32, whatever the run's codecs are."""
@@ -364,12 +364,6 @@ class StageExecutor:
         """Follow the device, so that the clock shows what it does and not how fast it is told."""
         if (mark := self._transfer.computed()) is not None:
             mark.synchronize()
-
-    def _named(self, error: NonFiniteError, key: TensorKey, which: str) -> NonFiniteError:
-        return NonFiniteError(
-            f"the {key.direction.name.lower()} {which} over boundary {key.boundary}, "
-            f"microbatch {key.microbatch} ({error})"
-        )
 
     def codec_name(self, direction: Direction) -> str:
         """What packs tensors of this kind at present."""

@@ -71,15 +71,10 @@ class BadTensorError(ProtocolViolationError):
     """A tensor came as no correct stage packs one: its frames were sound, so it is its sender's work."""
 
     def __init__(self, key: TensorKey, error: CodecError) -> None:
-        super().__init__(
-            f"the {key.direction.name.lower()} received over boundary {key.boundary}, "
-            f"microbatch {key.microbatch} ({error})"
-        )
+        super().__init__(_told(key, "received", error))
         self.key = key
 
 
-Named = Callable[[NonFiniteError, TensorKey, str], NonFiniteError]
-"""Gives an error the name of its tensor: (error, key, "to be sent")."""
 Beside = Callable[[str, TensorKey], AbstractContextManager[None]]
 """Notes what the thread does for a tensor (`node.telemetry.clock.StageClock.beside`)."""
 
@@ -87,9 +82,8 @@ Beside = Callable[[str, TensorKey], AbstractContextManager[None]]
 class TensorTransfer:
     """One stage's. All methods are called on the compute thread."""
 
-    def __init__(self, device: DeviceTransfer, named: Named, beside: Beside) -> None:
+    def __init__(self, device: DeviceTransfer, beside: Beside) -> None:
         self._device = device
-        self._named = named
         self._beside = beside
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transfer")
         self._unpacking: dict[TensorKey, Future[tuple[Tensor, Mark | None]]] = {}
@@ -128,7 +122,8 @@ class TensorTransfer:
                 with self._beside(WorkKind.PACK, key):
                     packed = self._device.pack(codec, tensor, mark)
             except Exception as error:
-                named = self._named(error, key, "to be sent") if isinstance(error, NonFiniteError) else error
+                is_named = isinstance(error, NonFiniteError)
+                named = NonFiniteError(_told(key, "to be sent", error)) if is_named else error
                 io.interrupt(named)
                 raise named from error
             io.send(key, packed, tensor.numel())
@@ -200,3 +195,11 @@ class TensorTransfer:
     def _raise_failures(self) -> None:
         while self._packing and self._packing[0].done():
             self._packing.pop(0).result()
+
+
+def _told(key: TensorKey, way: str, error: Exception) -> str:
+    """What is wrong, after the tensor's name."""
+    return (
+        f"the {key.direction.name.lower()} {way} over boundary {key.boundary}, "
+        f"microbatch {key.microbatch} ({error})"
+    )

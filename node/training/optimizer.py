@@ -308,7 +308,7 @@ def sum_tied_gradients(head: Tensor, embed: Tensor) -> Tensor:
 
 
 def _sum_of_squares(norms: Iterable[float]) -> float:
-    """In their order."""
+    """In their order, and with the same bits on every Python: since 3.12 its `sum` rounds in another way."""
     total = 0.0
     for norm in norms:
         total += norm * norm

@@ -42,9 +42,11 @@ def test_flash_attention_is_there_where_its_backward_is(
 def heads() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A gradient of the result, queries, keys and values."""
     made = torch.Generator().manual_seed(1)
-    return tuple(  # type: ignore[return-value]  # four of them
-        torch.randn(BATCH, count, SEQUENCE, WIDTH, generator=made) for count in (HEADS, HEADS, KEYS, KEYS)
-    )
+
+    def drawn(count: int) -> Tensor:
+        return torch.randn(BATCH, count, SEQUENCE, WIDTH, generator=made)
+
+    return drawn(HEADS), drawn(HEADS), drawn(KEYS), drawn(KEYS)
 
 
 @pytest.fixture

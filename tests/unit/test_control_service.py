@@ -15,14 +15,14 @@ import pytest
 from node.coordinator import control_service as module
 from node.coordinator.control_service import ControlService, ControlSession, Desk
 from node.stage.coordinator_client import CoordinatorClient
+from tests.support.hellos import hello
 from tests.support.links import eventually
 from tests.support.ports import free_port
 from wire.errors import LinkError, RefusalCode, Refused
-from wire.identity.enrolment import Hardware, Refusal
-from wire.messages import CoordinatorMessage, Finish, Hello, NodeMessage
+from wire.identity.enrolment import Refusal
+from wire.messages import CoordinatorMessage, Finish, NodeMessage
 from wire.messages_proto import node_message_to_proto
 from wire.v1 import control_pb2_grpc
-from wire.version import PROTOCOL, VERSION
 
 SECONDS = 20.0
 
@@ -69,19 +69,6 @@ async def coordinator(desk: Admits | None = None) -> AsyncIterator[tuple[int, Se
             yield port, service
     finally:
         await server.stop(0)
-
-
-def hello(address: str) -> Hello:
-    return Hello(
-        version=VERSION,
-        protocol=PROTOCOL,
-        peer_address=address,
-        hardware=Hardware("cpu", 2, 0),
-        flops=1.0,
-        download_rate=1.0,
-        epoch=0,
-        process_nonce=7,
-    )
 
 
 async def join(port: int, address: str) -> None:

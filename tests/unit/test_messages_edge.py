@@ -17,16 +17,16 @@ from node.coordinator.control_service import ControlService, ControlSession
 from node.coordinator.snapshot_desk import UploadPermit
 from node.stage.coordinator_client import CoordinatorClient
 from node.training.manifest import UnitEntry
+from tests.support.hellos import hello
 from tests.support.pki import new_authority, new_node
 from wire.channels import make_server, open_channel
 from wire.errors import ProtocolViolationError, RunError, ThinwireError
 from wire.identity.credentials import mutual_tls
-from wire.identity.enrolment import Hardware, Refusal
-from wire.messages import CoordinatorMessage, Finish, Heartbeat, Hello, NodeMessage
+from wire.identity.enrolment import Refusal
+from wire.messages import CoordinatorMessage, Finish, Heartbeat, NodeMessage
 from wire.messages_proto import coordinator_message_to_proto, node_message_to_proto
 from wire.telemetry import Telemetry
 from wire.v1 import control_pb2_grpc
-from wire.version import PROTOCOL, VERSION
 
 AUTHORITY = new_authority()
 NODE, OTHER = new_node(AUTHORITY), new_node(AUTHORITY)
@@ -94,19 +94,6 @@ async def coordinator(desk: FakeDesk | None = None, *handlers: grpc.GenericRpcHa
         yield port
     finally:
         await server.stop(0)
-
-
-def hello(address: str) -> Hello:
-    return Hello(
-        version=VERSION,
-        protocol=PROTOCOL,
-        peer_address=address,
-        hardware=Hardware("cpu", 2, 0),
-        flops=1.0,
-        download_rate=1.0,
-        epoch=0,
-        process_nonce=7,
-    )
 
 
 @contextlib.asynccontextmanager
