@@ -48,6 +48,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Memory and speed of a block's stored activations.")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     parser.add_argument("--seconds", type=float, default=90.0, help="start no more measurements after this")
+    parser.add_argument(
+        "--thousands", type=int, nargs="+", default=[8, 32, 64, 16], help="of tokens; default all of these"
+    )
     parser.add_argument("--check-only", action="store_true")
     parser.add_argument(
         "--storage", action="append", default=[], help="one more way: NAME=kind:form,kind:form"
@@ -71,7 +74,7 @@ def main() -> int:
     ways |= dict(map(_named_storage, arguments.storage))
     earlier = earlier_rows(arguments.out)
     rows = []
-    for name, thousands in PLAN:
+    for name, thousands in (part for part in PLAN if part[1] in arguments.thousands):
         if time.monotonic() - start > arguments.seconds:
             print(f"no time for {name} at {thousands}K tokens", flush=True)
         else:
