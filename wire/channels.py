@@ -4,6 +4,7 @@ Every channel has sockets of its own: bulk data must never share one with small 
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import grpc
@@ -13,6 +14,8 @@ from wire.errors import UserError
 from wire.frames import FRAME_BYTES
 from wire.identity.credentials import mutual_tls, server_name_options
 
+NOT_YET = grpc.StatusCode.ABORTED
+"""What a coordinator answers that still reads what the run goes on from. gRPC itself never makes it."""
 # Tensor data never travels in one message: a frame, and room for what a message adds to it.
 MESSAGE_BYTES = FRAME_BYTES + 4096
 
@@ -92,6 +95,12 @@ def make_server(
 ) -> grpc.aio.Server:
     """A server with this package's options; `unread_bytes` as for a channel. Call it on the running loop."""
     return grpc.aio.server(handlers=handlers, options=(*_SERVER_OPTIONS, *_flow_control(unread_bytes)))
+
+
+def make_threaded_server(handlers: Sequence[grpc.GenericRpcHandler], threads: int) -> grpc.Server:
+    """A server for where no event loop runs, with this package's options."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="grpc")
+    return grpc.server(pool, handlers=list(handlers), options=_SERVER_OPTIONS)
 
 
 def _flow_control(unread_bytes: int | None) -> tuple[tuple[str, int], ...]:

@@ -12,6 +12,7 @@
     │       └── MemoryMismatchError  both ends of a boundary remember different activations
     ├── LinkError                    a connection to a neighbour or the coordinator
     │   ├── ProtocolViolationError   the peer sent what it must never send
+    │   ├── NotYetError              the coordinator is there, and still reads what it goes on from
     │   └── LinkLostError            gone, and not back within the time allowed
     └── RunError                     the run cannot go on; its newest snapshot is intact
         └── DeviceLostError          one of this node's devices is gone, and the node with it
@@ -94,6 +95,10 @@ class LinkError(ThinwireError):
 
 class ProtocolViolationError(LinkError):
     """The peer sent what no correct peer sends."""
+
+
+class NotYetError(LinkError):
+    """The coordinator is there, and still reads what it goes on from: it will answer."""
 
 
 class LinkLostError(LinkError):

@@ -6,6 +6,7 @@ import json
 import logging
 import signal
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +26,7 @@ from node.coordinator.enrolment_service import open_join_port
 from node.coordinator.epoch import Committed
 from node.coordinator.metrics import RunMetrics
 from node.coordinator.narrator import Emit
+from node.coordinator.not_yet import nodes_wait
 from node.coordinator.plan import Past
 from node.coordinator.records import StepRecord
 from node.coordinator.seating import Candidate, sharing, stage_needs, useless
@@ -83,19 +85,13 @@ def run_coordinator(config: RunConfig, *, run_dir: Path, emit: Emit, resume: boo
         if resume:
             # Before all else: who has this run's ports, most likely, is its own coordinator.
             held.enter_context(sole_coordinator(run_dir))
-        corpus = Corpus.load(
-            config.data,
-            sequence=config.model.sequence,
-            global_batch=config.training.global_batch,
-            seed=config.run.seed,
-            vocab=config.model.vocab,
-            tell=tell,
-        )
-        check_cache(config, corpus.windows)
         check_ports(config.coordinator.listen, listen_address(config))
         if resume:
-            run = _reopen(config, run_dir, corpus, tell)
+            authority = CertificateAuthority.load(run_dir / "authority")
+            with _nodes_wait(config, authority):
+                run = _reopen(config, run_dir, authority, _load_corpus(config, tell), tell)
         else:
+            corpus = _load_corpus(config, tell)
             # After all that may refuse: it writes, and a failed start leaves no run behind.
             held.enter_context(sole_coordinator(run_dir))
             run = _create(config, run_dir, corpus)
@@ -106,6 +102,25 @@ def run_coordinator(config: RunConfig, *, run_dir: Path, emit: Emit, resume: boo
                 emit(events.Notice(text=done))
                 return 0
             return asyncio.run(_serve(config, run_dir, run, emit))
+
+
+def _load_corpus(config: RunConfig, tell: Tell) -> Corpus:
+    corpus = Corpus.load(
+        config.data,
+        sequence=config.model.sequence,
+        global_batch=config.training.global_batch,
+        seed=config.run.seed,
+        vocab=config.model.vocab,
+        tell=tell,
+    )
+    check_cache(config, corpus.windows)
+    return corpus
+
+
+def _nodes_wait(config: RunConfig, authority: CertificateAuthority) -> AbstractContextManager[None]:
+    """While it lasts nodes are told that the coordinator is there, unless they cannot know its port."""
+    host, join_port = _split_listen(config.coordinator.listen)
+    return nodes_wait(join_address(host, join_port + 1), authority) if join_port else contextlib.nullcontext()
 
 
 def _create(config: RunConfig, directory: Path, corpus: Corpus) -> _Run:
@@ -125,7 +140,9 @@ def _write_run_file(directory: Path, config: RunConfig) -> None:
     write_private(directory / "run.toml", to_toml(config).encode())
 
 
-def _reopen(config: RunConfig, directory: Path, corpus: Corpus, tell: Tell) -> _Run:
+def _reopen(
+    config: RunConfig, directory: Path, authority: CertificateAuthority, corpus: Corpus, tell: Tell
+) -> _Run:
     try:
         expected = json.loads(_corpus_file(directory).read_bytes())["sha256"]
     except (OSError, ValueError, KeyError) as error:
@@ -152,7 +169,6 @@ def _reopen(config: RunConfig, directory: Path, corpus: Corpus, tell: Tell) -> _
     if (config_json := to_json(config)) != recorded:
         store.set_config(config_json)
         _write_run_file(directory, config)
-    authority = CertificateAuthority.load(directory / "authority")
     last_epoch, last_step = store.last_epoch(), store.last_step()
     committed = None
     if last_step is not None:

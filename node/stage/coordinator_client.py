@@ -14,10 +14,11 @@ import grpc.aio
 
 from node.stage.error_groups import first_error
 from node.stage.snapshot_cache import LayerFile
-from wire.channels import open_channel
+from wire.channels import NOT_YET, open_channel
 from wire.errors import (
     LinkError,
     LinkLostError,
+    NotYetError,
     PackedMismatchError,
     ProtocolViolationError,
     Refused,
@@ -194,7 +195,8 @@ class CoordinatorClient:
     async def _retry(self, call: Callable[[control_pb2_grpc.CoordinatorStub], Awaitable[Result]]) -> Result:
         """Run one bulk call, again after each lost connection, until the outage has lasted too long.
 
-        That counts from the first loss: before it a call may have run for any time.
+        That counts from the first loss: before it a call may have run for any time. A coordinator that says
+        that it cannot answer yet is there, and waited for.
         """
         loop = asyncio.get_running_loop()
         deadline = math.inf
@@ -208,7 +210,10 @@ class CoordinatorClient:
                 failure = _as_error(error)
                 if isinstance(failure, Refused | RunError):
                     raise failure from None
-                deadline = min(deadline, loop.time() + self.outage_seconds)
+                if isinstance(failure, NotYetError):
+                    deadline = math.inf
+                else:
+                    deadline = min(deadline, loop.time() + self.outage_seconds)
                 if loop.time() + delay > deadline:
                     raise LinkLostError(
                         f"the coordinator at {self.address} did not answer for {self.outage_seconds:g} s"
@@ -283,6 +288,8 @@ def _as_error(error: Exception) -> Exception:
     if not isinstance(error, grpc.aio.AioRpcError):
         return error
     details = error.details() or error.code().name
+    if error.code() is NOT_YET:
+        return NotYetError(details)
     if error.code() in _FATAL:
         return RunError(f"the coordinator refused: {details}")
     return LinkError(f"the connection to the coordinator broke: {details}")

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from node.stage.coordinator_client import CoordinatorClient
-from wire.errors import LinkError, LinkLostError, RefusalCode, Refused
+from wire.errors import LinkError, LinkLostError, NotYetError, RefusalCode, Refused
 from wire.messages import CoordinatorMessage, Hello, Leave, NodeMessage
 
 log = logging.getLogger(__name__)
@@ -97,11 +97,11 @@ class Session:
         loop = asyncio.get_running_loop()
         last_contact = loop.time()
         delay = 0.1
-        was_in = False
+        was_in = told = False
 
         def connected() -> None:
-            nonlocal last_contact, delay, was_in
-            last_contact, delay, was_in = loop.time(), 0.1, True
+            nonlocal last_contact, delay, was_in, told
+            last_contact, delay, was_in, told = loop.time(), 0.1, True, False
             if self._leaving and not self._ending:
                 self.post(Leave(reason="said before, perhaps unheard"))
 
@@ -118,7 +118,12 @@ class Session:
                     raise
                 if self._ending and self._outbox.empty():
                     return  # the last word is said
-                if last_contact >= began:
+                if isinstance(error, NotYetError):
+                    last_contact = loop.time() + delay  # it is there until it is asked again
+                    if not told:
+                        log.warning("%s", error)
+                        told = True
+                elif last_contact >= began:
                     last_contact = loop.time()
                     log.warning("%s; connecting again", error)
                 limit = self._client.outage_seconds

@@ -10,6 +10,7 @@ import pytest
 
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.snapshot_cache import LayerFile
+from wire.channels import NOT_YET
 from wire.errors import LinkLostError
 from wire.v1 import control_pb2, control_pb2_grpc
 
@@ -38,6 +39,7 @@ class Slow(control_pb2_grpc.CoordinatorServicer):
 
     def __init__(self, failures: int) -> None:
         self.failures = failures
+        self.failure = grpc.StatusCode.UNAVAILABLE
         self.asked = asyncio.Event()
         self.answer = asyncio.Event()
 
@@ -48,7 +50,7 @@ class Slow(control_pb2_grpc.CoordinatorServicer):
             pass
         if self.failures:
             self.failures -= 1
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+            await context.abort(self.failure, "gone")
         return control_pb2.PutLayerReply(stored=True)
 
     async def GetBatch(
@@ -121,6 +123,22 @@ async def test_an_outage_counts_from_when_a_call_broke() -> None:
     try:
         async with asyncio.timeout(SECONDS):
             await client.put_layer(2, "embed", b"state")
+        assert service.failures == 0
+    finally:
+        await client.close()
+        await server.stop(None)
+
+
+async def test_a_coordinator_that_cannot_answer_yet_is_no_outage() -> None:
+    service = Slow(failures=5)
+    service.failure = NOT_YET
+    server = grpc.aio.server()
+    control_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
+    client = Plain(server.add_insecure_port("127.0.0.1:0"), outage_seconds=OUTAGE)
+    await server.start()
+    try:
+        async with asyncio.timeout(SECONDS):
+            await client.put_layer(2, "embed", b"state")  # after waits of more than `OUTAGE`
         assert service.failures == 0
     finally:
         await client.close()

@@ -3,15 +3,22 @@
 It is started again with `thinwire resume` at the same ports, from its database; nodes ride out the outage.
 """
 
+import asyncio
+import os
 from pathlib import Path
 
 import pytest
 
 from node.faults import Fault, Kind, Phase
+from node.stage.coordinator_client import CoordinatorClient
 from node.telemetry.events import NodeJoined, NodeLeft, PlacementMade, RunFinished
 from node.training.snapshot import list_snapshots
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import KILLED, FaultRun, small
+from tests.support.hellos import hello
+from wire.errors import NotYetError
+from wire.identity.credentials import NodeIdentity
+from wire.messages import CoordinatorMessage
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -126,6 +133,41 @@ def test_a_snapshot_torn_in_the_middle_of_a_write(
         assert [coordinator.exit_code for coordinator in run.coordinators] == [KILLED, 0]
         assert list((run.run_dir / "snapshots").rglob(".*.tmp")) == []
         assert list_snapshots(run.run_dir / "snapshots")[-1] == 6
+
+
+async def test_nodes_wait_while_a_resumed_coordinator_reads(tmp_path: Path, prefork: Prefork) -> None:
+    """However long that takes: here until somebody writes what it reads."""
+    kill = killed(Phase.VOTING)
+    with FaultRun(tmp_path, small(), [kill], snapshot_first=True, launch=prefork.popen) as run:
+        run.start()
+        nodes = run.add_nodes(3)
+        assert run.tend(restart=False) == KILLED
+        layer = sorted((run.run_dir / "snapshots" / f"step-{SNAPSHOT:08d}").glob("*.safetensors"))[0]
+        whole = layer.rename(tmp_path / layer.name)
+        os.mkfifo(layer)
+        run.resume()
+        with layer.open("wb") as pipe:  # both ends are open, or neither
+            identity = NodeIdentity.load(run.state_dirs[nodes[0]])
+            assert identity is not None
+            client = CoordinatorClient(f"127.0.0.1:{run.plan.control_port}", lambda: identity, 0.0)
+            with pytest.raises(NotYetError, match="reads its text and its newest snapshot"):
+                await client.session(hello("127.0.0.1:1"), asyncio.Queue(), _no_message, _never)
+            whole_bytes = whole.read_bytes()
+            whole.rename(layer)
+            pipe.write(whole_bytes)
+        assert run.tend() == 0
+        run.assert_undisturbed()
+        assert [node.exit_code for node in nodes] == [0, 0, 0]
+        before, after = run.all(PlacementMade)
+        assert after.nodes == before.nodes
+
+
+async def _no_message(message: CoordinatorMessage) -> None:
+    raise AssertionError(f"it said {message}")
+
+
+def _never() -> None:
+    raise AssertionError("it answered")
 
 
 def test_a_full_disk_ends_the_run_in_one_line_and_keeps_the_snapshot(

@@ -18,6 +18,7 @@ from wire.errors import (
     LinkError,
     LinkLostError,
     MemoryExhaustedError,
+    NotYetError,
     RefusalCode,
     Refused,
     RunError,
@@ -222,6 +223,27 @@ async def test_a_port_that_cannot_be_reached_for_a_moment_ends_no_node_that_was_
     wire.closes()
     with pytest.raises(LinkLostError, match=r"for 0\.2 s: neighbours cannot reach this node"):
         await asyncio.wait_for(running, SECONDS)
+    await session.close()
+
+
+async def test_a_coordinator_that_cannot_answer_yet_is_waited_for_and_then_may_be_gone_no_longer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wire = Wire()
+    session = a_session(wire)
+    running = asyncio.create_task(session.run())
+    assert await wire.said() == HELLO
+    wire.accepts, wire.outage_seconds = False, 0.2
+    wire.refusal = NotYetError("the coordinator reads")
+    wire.closes()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(4):  # the waits before them: 0.1, 0.2, 0.4 and 0.8 s
+            await asyncio.wait_for(wire.dialled.acquire(), SECONDS)
+        assert not running.done()
+        assert [record.message for record in caplog.records].count("the coordinator reads") == 1
+        wire.refusal = LinkError("connection refused")
+        with pytest.raises(LinkLostError, match=r"for 0\.2 s: connection refused"):
+            await asyncio.wait_for(running, SECONDS)
     await session.close()
 
 

@@ -1,0 +1,53 @@
+"""What a coordinator's control port says while it still reads what the run goes on from.
+
+A text and a snapshot of many gigabytes take minutes. Nodes that rode out the coordinator's end would take it
+for gone by then; told that it is there, they wait.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import grpc
+
+from wire.channels import NOT_YET, make_threaded_server
+from wire.identity.authority import CertificateAuthority
+from wire.identity.credentials import mutual_tls
+
+ANSWER = "the coordinator reads its text and its newest snapshot, and goes on after that"
+LIFETIME = timedelta(days=1)
+STOP_SECONDS = 5.0
+_THREADS = 4
+
+
+class _NotYet(grpc.GenericRpcHandler):
+    """Every call, whatever it is."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any]":
+        return grpc.stream_stream_rpc_method_handler(_not_yet)
+
+
+def _not_yet(requests: Iterator[bytes], context: grpc.ServicerContext) -> NoReturn:
+    # A client that is told before it has said anything may make an internal error of it.
+    next(requests, None)
+    context.abort(NOT_YET, ANSWER)
+
+
+@contextlib.contextmanager
+def nodes_wait(address: str, authority: CertificateAuthority) -> Iterator[None]:
+    """Tell nodes that dial `address` to wait. On threads: the event loop begins after all is read."""
+    credentials = authority.coordinator_credentials(LIFETIME, time.time())
+    server = make_threaded_server([_NotYet()], _THREADS)
+    try:
+        server.add_secure_port(address, mutual_tls(lambda: credentials, authority.certificate_pem))
+    except RuntimeError:
+        # Taken since it was looked at. Whoever listens in earnest says so.
+        yield
+        return
+    server.start()
+    try:
+        yield
+    finally:
+        server.stop(None).wait(STOP_SECONDS)
