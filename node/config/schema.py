@@ -179,8 +179,8 @@ class CoordinatorSection:
     regroup_seconds: float = 10.0
     """How long to wait for a missing node before fewer nodes share the model (see `pipeline.min_stages`)."""
     outage_seconds: float = 60.0
-    """How long nodes wait for a coordinator that went away. One that resumes and still reads says so at a fixed
-    port, and they wait on."""
+    """How long nodes wait for a coordinator that went away. One that resumes and still reads says so, if its
+    port is fixed, and they wait on."""
     certificate_hours: float = 24.0
     """How long a node's certificate lasts; nodes renew theirs in time."""
 

@@ -128,10 +128,15 @@ class Epoch:
         return all(answer.held_step == self.step for answer in self._placed.values())
 
     @property
-    def unplaced(self) -> tuple[str, ...]:
-        """Nodes that have not answered their placement yet."""
-        waiting = self.seats if self.phase is Phase.PLACING else ()
-        return tuple(node for node in waiting if node not in self._placed)
+    def answered(self) -> Collection[str]:
+        """Nodes that have answered what the phase asks of all."""
+        match self.phase:
+            case Phase.PLACING:
+                return self._placed.keys()
+            case Phase.STEPPING:
+                return self._votes.keys()
+            case _:
+                return self._answered
 
     def take_snapshot(self) -> list[Action]:
         """Ask for the state that every stage holds now. Call in `IDLE` only."""

@@ -1,6 +1,6 @@
 """The epochs of one run, one after the other: their numbers, and what the next one begins with. Pure."""
 
-from node.coordinator.epoch import Committed, Epoch, StepPlan
+from node.coordinator.epoch import Committed, Epoch, Phase, StepPlan
 from node.coordinator.plan import Past
 
 PLACING_SECONDS = 90.0
@@ -71,8 +71,10 @@ class EpochSeries:
         if self.current is not None and self.current.number == number:
             self._windows = self.current.planned_windows = windows
 
-    def stuck(self, now: float) -> tuple[str, ...]:
-        """Nodes that have had their time to take their places, and have not."""
-        if self.current is None or now - self._began <= PLACING_SECONDS:
-            return ()
-        return self.current.unplaced
+    def unplaced(self, now: float) -> dict[str, str]:
+        """Nodes that have had their time to take their places, and have not; the line for each."""
+        epoch = self.current
+        if epoch is None or epoch.phase is not Phase.PLACING or now - self._began <= PLACING_SECONDS:
+            return {}
+        line = f"it did not take its place within {PLACING_SECONDS:g} s: start it again"
+        return {node: line for node in epoch.seats if node not in epoch.answered}

@@ -23,7 +23,6 @@ from node.coordinator.actions import (
     Stop,
 )
 from node.coordinator.epoch import Epoch, FiniteUncompressed, NonFinite, Phase
-from node.coordinator.epoch_series import PLACING_SECONDS
 from node.coordinator.failures import GiveUp, Verdict
 from node.coordinator.partings import epoch_over, goodbye, let_go, run_over, sent_away, told
 from node.coordinator.run_state import RunState
@@ -97,9 +96,9 @@ class RunMachine(RunState):
         actions: list[Action] = []
         for node_id, reason in self._roster.overdue(now).items():
             actions += self._gone(node_id, reason, now)
-        for node_id in self._epochs.stuck(now - self._unseen):
-            stuck = f"it did not take its place within {PLACING_SECONDS:g} s: start it again"
-            actions += run_over([node_id], stuck, failed=True) + self._gone(node_id, stuck, now)
+        seen = now - self._unseen
+        for node_id, line in (self._epochs.unplaced(seen) | self._laggards.look(self.epoch, seen)).items():
+            actions += run_over([node_id], line, failed=True) + self._gone(node_id, line, now)
         return actions + self._try_place(now)
 
     def lost(self, node_id: str, reason: str, now: float) -> list[Action]:

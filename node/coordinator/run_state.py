@@ -8,6 +8,7 @@ from node.coordinator.ending import Ending
 from node.coordinator.epoch import Epoch, StepPlan
 from node.coordinator.epoch_series import EpochSeries
 from node.coordinator.failures import Failures
+from node.coordinator.laggards import Laggards
 from node.coordinator.plan import Past, RunPlan
 from node.coordinator.roster import Member, Roster
 from node.coordinator.seating import Seating
@@ -35,6 +36,7 @@ class RunState:
             previous=past.seats,
         )
         self._complaints = Complaints()
+        self._laggards = Laggards()
         self._ending = Ending()
         self._growing = False
         self._unseen = 0.0
