@@ -123,12 +123,22 @@ class Share:
         model = self._model
         return 2 * 4 * model.sequence * model.hidden // model.heads if model.family == "llama" else 0
 
-    def largest_gradient(self, units: Sequence[str]) -> int:
-        """One matrix's, as backward makes it, before it is added to the main gradient."""
+    def new_gradients(self, units: Sequence[str]) -> int:
+        """Those that backward has made and that are not yet added to main gradients: one matrix's, or those
+        of half a block that packs what it keeps, which come together."""
         half, packed = self._training.weights == "bfloat16", self._training.gradients == "fp8"
         # On a CPU in float32 too: unpacked, added to and packed again; one in bfloat16 as it is added.
         more = (12 if packed else 4 * half) if self._devices.on_cpu else 0
-        return ((2 if half else 4) + more) * self._largest_matrix(units)
+        largest = self._largest_matrix(units)
+        together = largest if self._storage.is_off else max(largest, self._half_a_block())
+        return (2 if half else 4) * together + more * largest
+
+    def _half_a_block(self) -> int:
+        """Elements of all matrices in the larger half."""
+        model = self._model
+        feed_forward = (3 if model.family == "llama" else 2) * model.ffn
+        attention = 2 * model.hidden + 2 * kv_width(model)
+        return max(feed_forward, attention) * model.hidden // self._devices.tensor_parallel
 
     def applying(self, units: Sequence[str]) -> int:
         """The most that is made beside the state once backwards have run: where a tied gradient's two shares
@@ -155,9 +165,10 @@ class Share:
         largest = self._largest_matrix(units)
         unpacked = 4 if training.gradients == "fp8" else 0
         if self._devices.on_cpu:
-            # Measured a matrix at a time: a root, twice; all of it in float32; random bits in int64.
+            # Measured a matrix at a time: a root, twice, and the gradient unpacked or the last matrix's root;
+            # all of it in float32; random bits in int64.
             packed = 58 if training.weights == "bfloat16" else 34
-            return (packed if training.moments == "fp8" else 8 + unpacked) * largest
+            return (packed if training.moments == "fp8" else 12) * largest
         if training.moments == "fp8":
             return 0  # the kernel itself makes nothing
         if unpacked:

@@ -43,7 +43,7 @@ class StageMemory:
     kept: int
     """Activations of all microbatches between forward and backward."""
     working: int
-    """The block or head at work, and one gradient in full."""
+    """The block or head at work, and gradients that backward has just made."""
     applying: int
     """After the last backward: the exchange of a tied gradient, the norm, or the optimizer at work."""
     captured: bool
@@ -167,7 +167,7 @@ def _estimate(
                 snapshot=one.snapshot(units),
                 kept=kept,
                 working=max(one.block_at_work(), one.head_at_work() if HEAD in units else 0)
-                + one.largest_gradient(units),
+                + one.new_gradients(units),
                 applying=one.applying(units),
                 captured=captured,
             )

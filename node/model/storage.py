@@ -125,10 +125,10 @@ def stored_bytes(
     keys = kv_width(model)
     element = 2 if training.precision == "bfloat16" else 4
 
-    def kept(form: str, *widths: int, computed: int = element) -> int:
+    def kept(form: str, *widths: int, computed: int = element, packs: bool = False) -> int:
         if form == RECOMPUTE:
             return 0
-        if form == AS_COMPUTED or (form == "bf16" and computed == 2):
+        if form == AS_COMPUTED or (form == "bf16" and computed == 2 and not packs):
             return sum(computed * samples * model.sequence * width for width in widths)
         return sum(packed_bytes((*tokens, width), PACKED[form]) for width in widths)
 
@@ -137,7 +137,8 @@ def stored_bytes(
     sums = 0 if storage.attention_output == RECOMPUTE else 4 * samples * model.heads * model.sequence
     return StoredBytes(
         norm_input=kept(storage.norm_input, model.hidden, model.hidden, computed=4),
-        ffn_input=kept(storage.ffn_input, *inner),
+        # Packed where they are made, bfloat16 too: in whole blocks.
+        ffn_input=kept(storage.ffn_input, *inner, packs=True),
         attention=kept(storage.attention, model.hidden, keys, keys),
         attention_output=kept(storage.attention_output, model.hidden) + sums,
     )

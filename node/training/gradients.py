@@ -4,8 +4,9 @@ In fp32 those of fp32 weights add up in `.grad`, by autograd. Those of bf16 weig
 added in it: they are added to main gradients the moment backward has made them, and dropped.
 
 In e4m3 (design section 4) each matrix's gradient is added to its block-wise codes the moment backward has
-made it, and dropped: no more than one matrix's gradient exists in full at a time. Vectors are few and stay
-fp32. Steps of more than `MOST_TO_NEAREST` microbatches add them with stochastic rounding.
+made it, and dropped: no more than one matrix's gradient exists in full at a time, or those of half a block
+that packs what it keeps, whose backward gives them together. Vectors are few and stay fp32. Steps of more
+than `MOST_TO_NEAREST` microbatches add them with stochastic rounding.
 """
 
 import weakref

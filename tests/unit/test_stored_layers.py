@@ -164,6 +164,7 @@ def saved(model: ModelSection, storage: Storage, precision: str) -> int:
         PRESETS["compact"],
         Storage(norm_input="5", ffn_input="3", attention="6", attention_output="recompute"),
         replace(AGAIN, norm_input="bf16"),
+        Storage(norm_input="bf16", ffn_input="bf16", attention="bf16", attention_output="bf16"),
     ],
     ids=lambda storage: "-".join(vars(storage).values()),
 )
