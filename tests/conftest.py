@@ -1,6 +1,7 @@
 """Shared by all tests: one thread for torch, so that arithmetic order is predictable on few cores; a process
 from which others are forked; and one for Triton's interpreter."""
 
+import gc
 import subprocess
 import tempfile
 from pathlib import Path
@@ -39,6 +40,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     which has much to import, and Triton's interpreter with its tests."""
     if session.config.option.collectonly:
         return
+    # Torch alone makes a million objects, which no collection needs to look at again.
+    gc.freeze()
     items = [item for item in session.items if isinstance(item, pytest.Function)]
     if any("prefork" in item.fixturenames for item in items):
         session.config.stash[TEMPLATE] = Prefork().__enter__()

@@ -284,10 +284,13 @@ def _import_everything() -> None:
 
     import node.cli.coordinator
     import node.cli.join
+    import node.cli.main
     import node.coordinator.main
     import node.parallel.worker
     import node.stage.main
-    import node.telemetry.render  # noqa: F401  # the same
+    import node.telemetry.render
+
+    node.cli.main.build_parser()  # imports every command
 
 
 if __name__ == "__main__":
