@@ -22,9 +22,6 @@ SOAK_ARGS =
 FUZZ = 20
 # Triton's kernels are tested under its interpreter. torch brings Triton where it brings CUDA: that one is used.
 TRITON = triton==3.6.0
-PIP_INSTALL = .venv/bin/python -m pip install --disable-pip-version-check --no-compile
-# On every core, where pip would use one. Some packages bring files that are no Python.
-COMPILE = .venv/bin/python -m compileall -qq -j 0 .venv/lib || true
 
 .PHONY: demo test test-gpu check bench fuzz soak proto constraints clean
 # Two installations at once would spoil each other.
@@ -66,15 +63,13 @@ clean:
 
 # The stamps are older than what they were made from when it changes, so the next command installs again.
 .venv/installed: pyproject.toml constraints.txt | .venv/bin/pip
-	$(PIP_INSTALL) -c constraints.txt -e .
-	$(COMPILE)
+	.venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e .
 	touch $@
 
 .venv/installed-dev: pyproject.toml constraints.txt | .venv/bin/pip
-	$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	.venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	[ "`uname -s`" != Linux ] || .venv/bin/python -c 'import triton' 2>/dev/null || \
-	  $(PIP_INSTALL) --no-deps $(TRITON)
-	$(COMPILE)
+	  .venv/bin/python -m pip install --disable-pip-version-check --no-deps $(TRITON)
 	touch .venv/installed $@
 
 # pip comes last into a new environment, so it is there only if the environment is whole.
