@@ -40,7 +40,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     which has much to import, and Triton's interpreter with its tests."""
     if session.config.option.collectonly:
         return
-    # Torch alone makes a million objects, which no collection needs to look at again.
+    # What is imported stays: no collection needs to look at it again.
     gc.freeze()
     items = [item for item in session.items if isinstance(item, pytest.Function)]
     if any("prefork" in item.fixturenames for item in items):

@@ -163,7 +163,6 @@ class Share:
     def _step(self, units: Sequence[str]) -> int:
         training = self._training
         largest = self._largest_matrix(units)
-        unpacked = 4 if training.gradients == "fp8" else 0
         if self._devices.on_cpu:
             # Measured a matrix at a time: a root, twice, and the gradient unpacked or the last matrix's root;
             # all of it in float32; random bits in int64.
@@ -171,8 +170,8 @@ class Share:
             return (packed if training.moments == "fp8" else 12) * largest
         if training.moments == "fp8":
             return 0  # the kernel itself makes nothing
-        if unpacked:
-            return (4 + unpacked) * largest  # one at a time, with a root
+        if training.gradients == "fp8":
+            return (4 + 4) * largest  # one at a time, unpacked, with a root
         # torch's own for GPUs takes all matrices at once, and makes a root of each.
         return 4 * sum(elements for elements, _, _ in self._parameters(units))
 

@@ -120,7 +120,7 @@ def _patch_once() -> None:
 
 
 def _remember_dtypes() -> None:
-    """Spare the interpreter a sixth of its time: for every tensor it makes a table of all dtypes."""
+    """Spare the interpreter the table of all dtypes that it makes for every tensor."""
     from triton.runtime import interpreter
 
     look_up = getattr(interpreter, "_get_np_dtype", None)
