@@ -77,3 +77,10 @@ def forked_workers(prefork: Prefork, monkeypatch: pytest.MonkeyPatch) -> None:
 def interpreted(request: pytest.FixtureRequest) -> Interpreted:
     """A process for Triton's interpreter, for all files of the session that ask for it."""
     return request.config.stash[INTERPRETER][0]
+
+
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in the user's own state directory, and relative paths in a fresh folder."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)

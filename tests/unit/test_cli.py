@@ -1,8 +1,6 @@
-"""The command line: parsing, exit codes, one-line errors, tokens."""
+"""The command line: parsing, one-line errors, tokens, how runs begin and go on."""
 
-import argparse
 import contextlib
-import io
 import json
 import os
 import sqlite3
@@ -13,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from node.cli import doctor
 from node.cli.coordinator import emitter
 from node.cli.main import main
 from node.cli.run_directory import existing_run_directory, new_run_directory
@@ -21,21 +18,14 @@ from node.cli.token import parse_ttl
 from node.config.loader import to_json
 from node.config.schema import RunConfig
 from node.coordinator.store import DATABASE_FILE, Store
-from node.telemetry.events import NodeJoined, Notice, RunStarted, from_json
-from node.telemetry.render import make_renderer
+from node.telemetry.events import Notice, RunStarted
 from node.telemetry.status import read_status
-from wire.errors import ConfigError, LinkError, RunError, ThinwireError, UserError
+from wire.errors import UserError
 from wire.identity.token import JoinToken
 from wire.version import VERSION
 
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing in the user's own state directory, and relative paths in a fresh folder."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_home")
 
 
 @pytest.fixture
@@ -156,127 +146,6 @@ def test_the_version() -> None:
     assert program("--version").stdout == f"thinwire {VERSION}\n"
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "line"),
-    [
-        (ConfigError("bad key"), 2, "thinwire: error: bad key\n"),
-        (RunError("over"), 1, "thinwire: error: over\n"),
-        (ThinwireError("two\nlines"), 1, "thinwire: error: two lines\n"),
-        (KeyboardInterrupt(), 130, "thinwire: interrupted\n"),
-        (PermissionError(13, "Permission denied", "/x"), 1, "thinwire: error: /x: Permission denied\n"),
-        (
-            BaseExceptionGroup("g", [ExceptionGroup("h", [LinkError("gone")]), KeyboardInterrupt()]),
-            1,
-            "thinwire: error: gone\n",
-        ),
-        (BaseExceptionGroup("g", [KeyboardInterrupt()]), 130, "thinwire: interrupted\n"),
-    ],
-)
-def test_exit_codes(
-    error: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    assert run_failing(error, monkeypatch) == code
-    assert capsys.readouterr() == ("", line)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        ValueError("of a\nkind"),
-        OSError(9, "Bad file descriptor"),
-        ExceptionGroup("tasks", [LinkError("gone"), ValueError("of a kind")]),
-    ],
-)
-def test_a_bug_leaves_its_traceback_in_a_file(
-    error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
-) -> None:
-    assert run_failing(error, monkeypatch) == 70
-    err = capsys.readouterr().err
-    assert err.startswith(f"thinwire: this is a bug: {type(error).__name__}") and err.count("\n") == 1
-    (report,) = (tmp_path / "state" / "thinwire").iterdir()
-    assert err.rstrip().endswith(f"traceback in {report}")
-    text = report.read_text()
-    assert "Traceback (most recent call last)" in text and "raise error" in text
-
-
-def assert_reported_beside(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    """Where the user's own folder takes no report, the one for temporary files does."""
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
-    assert run_failing(ValueError("x"), monkeypatch) == 70
-    report = Path(capsys.readouterr().err.rstrip().rpartition("traceback in ")[2])
-    assert report.parent == folder and "ValueError: x" in report.read_text()
-
-
-def test_a_bug_with_no_place_for_its_file_still_says_where(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
-) -> None:
-    blocked = tmp_path / "blocked"
-    blocked.write_text("a file where a directory is needed")
-    monkeypatch.setenv("XDG_STATE_HOME", str(blocked))
-    assert_reported_beside(tmp_path, monkeypatch, capsys)
-
-
-def test_a_bug_of_a_user_without_a_home(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
-) -> None:
-    def home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_STATE_HOME")
-    monkeypatch.setattr(Path, "home", home)
-    assert_reported_beside(tmp_path, monkeypatch, capsys)
-
-
-def test_a_bug_whose_traceback_no_disk_takes(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
-) -> None:
-    def full(self: Path, *_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    assert run_failing(ValueError("x"), monkeypatch) == 70
-    line = "thinwire: this is a bug: ValueError: x; no disk takes its traceback\n"
-    assert capsys.readouterr().err == line
-
-
-def run_failing(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Run `thinwire doctor` where its work raises `error`."""
-
-    def fail(args: argparse.Namespace) -> int:
-        raise error
-
-    monkeypatch.setattr(doctor, "run", fail)
-    return main(["doctor"])
-
-
-def test_a_reader_that_went_away_is_no_error() -> None:
-    Path("run.toml").write_text("")
-    shell = f"{sys.executable} -m node.cli.main config explain run.toml | head -n 1"
-    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=60)
-    assert (done.stdout.count("\n"), done.stderr) == (1, "")
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_text_that_the_output_cannot_hold_ends_nothing(
-    encoding: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = NodeJoined(node_id="node-a", device="Grafikkarte für Büro \u2581 \udcff", address="")
-    raw = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
-
-    def run(args: argparse.Namespace) -> int:
-        for json_lines in (False, True):
-            with make_renderer(json=json_lines) as emit:
-                emit(said)
-        return 0
-
-    monkeypatch.setattr(doctor, "run", run)
-    assert main(["doctor"]) == 0
-    plain, json_line = raw.getvalue().decode(encoding).splitlines()
-    assert "Grafikkarte f" in plain
-    assert from_json(json_line) == said
-
-
 def test_output_without_room_is_one_line_and_no_bug(run_dir: Path) -> None:
     for command in (["status", str(run_dir)], ["token", "list", str(run_dir), "--json"]):
         with Path("/dev/full").open("w") as full:
@@ -289,12 +158,6 @@ def test_output_without_room_is_one_line_and_no_bug(run_dir: Path) -> None:
             )
         line = "thinwire: error: cannot write output: No space left on device\n"
         assert (done.returncode, done.stderr) == (1, line)
-
-
-def test_a_complaint_without_room_changes_no_exit_code() -> None:
-    with Path("/dev/full").open("w") as full:
-        command = [sys.executable, "-m", "node.cli.main", "status", "absent"]
-        assert subprocess.run(command, stderr=full, timeout=60).returncode == 2
 
 
 def test_run_directories_are_numbered(tmp_path: Path) -> None:
