@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torchft_all_reduce import Torchft, version
 
-from kernels.fp8 import Fp8Gradient, pack_gradient, unpack_gradient
+from kernels.fp8.reference import Fp8Gradient, pack_gradient, unpack_gradient
 from node.lab import private, tools
 from node.lab.network import Network
 from node.lab.results import commit, hardware

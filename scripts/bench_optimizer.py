@@ -24,8 +24,8 @@ from convergence_runs import Run
 from exp_convergence import Windows, make_trainer
 from torch import Tensor
 
-from kernels.adamw import AdamWStep, adamw_step
-from kernels.fp8 import (
+from kernels.fp8.adamw import AdamWStep, adamw_step
+from kernels.fp8.reference import (
     Fp8Gradient,
     Moment,
     accumulate_gradient,

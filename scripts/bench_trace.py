@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from node.config.loader import load_config
 from node.lab.results import commit, processor
-from node.local.demo import demo_file
+from node.processes.demo import demo_file
+from node.run_file.loader import load_config
 from node.telemetry.spans import SpanRing
 from node.telemetry.trace_files import TraceWriter, segments
 from tests.support.memory_pipeline import MemoryPipeline

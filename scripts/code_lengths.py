@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from kernels.trellis_tables import ESCAPE, FAMILIES, MAX_CLASS, MIDDLE, bits_of_counts, split, tables
+from kernels.trellis.tables import ESCAPE, FAMILIES, MAX_CLASS, MIDDLE, bits_of_counts, split, tables
 
 TILE = 64
 ESCAPED = 40.0

@@ -17,7 +17,7 @@ torch and numpy, beside `trellis-R`, whose bytes are real.
 - Token ids: a row is predicted by the mean of the rows before it that have its token (of a gradient: the
   token that it is to predict), times a gain for each number of such rows. *All others* takes later rows,
   too, which no decoder has: more than any memory of one sequence could give.
-- Trellis: the path of least error through four states, all of a row in one, as in `kernels.trellis_loops`.
+- Trellis: the path of least error through four states, all of a row in one, as in `kernels.trellis.loops.encode`.
 """
 
 import argparse
@@ -51,7 +51,7 @@ PRODUCT = "trellis-R"
 CLOSE = 2e-3
 """Bits an element below the wanted rate that are near enough."""
 PATH_NOISE = 0.07
-"""What choosing a path adds to an index's variance (`kernels.trellis_tables`)."""
+"""What choosing a path adds to an index's variance (`kernels.trellis.tables`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

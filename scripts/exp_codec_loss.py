@@ -24,10 +24,10 @@ import grpc
 import numpy as np
 import torch
 
-from node.config.loader import load_config
 from node.config.schema import DataSection
 from node.lab.results import commit, hardware
-from node.local.demo import demo_file, run_demo
+from node.processes.demo import demo_file, run_demo
+from node.run_file.loader import load_config
 from node.telemetry.events import Event, RunFinished, RunSummary, StepDone
 from node.training.data import Corpus
 from node.training.reference import ReferenceTrainer

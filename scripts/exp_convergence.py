@@ -49,7 +49,7 @@ from convergence_runs import (
 )
 from torch import Tensor
 
-from kernels.tiles import NON_FINITE
+from kernels.common.tiles import NON_FINITE
 from node.config.schema import (
     PipelineSection,
     RunConfig,
@@ -57,12 +57,12 @@ from node.config.schema import (
     StorageSection,
     TrainingSection,
 )
-from node.config.validate import validate
 from node.lab.results import commit
-from node.model.memory import stage_storages
-from node.model.split import split_units
+from node.model.rng import generator
+from node.pipeline.memory import stage_storages
+from node.pipeline.split import split_units
+from node.run_file.validate import validate
 from node.training.reference import ReferenceTrainer
-from node.training.rng import generator
 from wire.codecs.header import EXPONENT
 from wire.codecs.registry import codec
 from wire.errors import NonFiniteError

@@ -27,8 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import blockfloat, layers
+from kernels import layers
 from kernels.attention import attention, attention_backward
+from kernels.blockfloat import reference as blockfloat
 from node.config.schema import (
     DataSection,
     ModelSection,

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from kernels.tah import EPSILON, entropy_bits
-from kernels.tiles import floor_to_half, normalised, powers_of_two, step_for, tensor_exponent
+from kernels.common.tiles import floor_to_half, normalised, powers_of_two, step_for, tensor_exponent
+from kernels.tah.reference import EPSILON, entropy_bits
 from node.lab.results import commit
 from wire.codecs.aqsgd import AqsgdCodec, SampleBatch
 from wire.codecs.header import HEADER_BYTES
@@ -92,7 +92,7 @@ TABLES: dict[str, list[Setting]] = {
 
 
 def quantize(x: torch.Tensor, setting: Setting) -> torch.Tensor:
-    """x `[1, S, C]`, C a multiple of the tile, quantized and back, by the arithmetic of `kernels.tah`."""
+    """x `[1, S, C]`, C a multiple of the tile, quantized and back, by the arithmetic of `kernels.tah.reference`."""
     exponent = tensor_exponent(x)
     y = normalised(x.reshape(-1, setting.tile), powers_of_two(-exponent))
     high = _chosen(y, setting)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from node.display.render import event_lines
 from node.faults import ANY, Fault, Kind, Phase
 from node.telemetry.events import (
     Event,
@@ -29,7 +30,6 @@ from node.telemetry.events import (
     StepAborted,
     StepDone,
 )
-from node.telemetry.render import event_lines
 from scripts.doc_tables.markdown import markdown
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, small

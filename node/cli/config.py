@@ -19,9 +19,9 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from node.config.explain import explain, explanation_json, explanation_text
-    from node.config.explain_data import text_plan
-    from node.config.loader import load_config
+    from node.display.explain import explain, explanation_json, explanation_text
+    from node.display.explain_data import text_plan
+    from node.run_file.loader import load_config
 
     config = load_config(args.run_file, args.overrides)
     explanation = explain(config, text_plan(config, _tell))

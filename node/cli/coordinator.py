@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from node.cli.resume import resume_run
     from node.cli.run_directory import new_run_directory, owner_only, run_began
     from node.cli.stay import stay
-    from node.config.loader import load_config, with_absolute_paths
+    from node.run_file.loader import load_config, with_absolute_paths
     from wire.errors import UserError
 
     if args.resume:
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     set_up_logging()
     directory = new_run_directory(args.run_dir, config.run.name)
 
-    from node.coordinator.main import run_coordinator
+    from node.processes.coordinator import run_coordinator
 
     try:
         with owner_only(), emitter(json=args.json) as emit:
@@ -78,9 +78,9 @@ class Emit:
 @contextlib.contextmanager
 def emitter(*, json: bool) -> Iterator[Emit]:
     """Where the coordinator's events go while a command runs; leaving it restores the terminal."""
+    from node.display.render import make_renderer
+    from node.display.status import StatusWriter
     from node.telemetry.history import HistoryWriter
-    from node.telemetry.render import make_renderer
-    from node.telemetry.status import StatusWriter
 
     with contextlib.closing(HistoryWriter(_log.warning)) as history, make_renderer(json=json) as renderer:
         yield Emit(StatusWriter(_log.warning), history, renderer)

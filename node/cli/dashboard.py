@@ -20,8 +20,8 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from node.cli.logs import set_up_logging
     from node.cli.run_directory import existing_run_directory
-    from node.config.validate import parse_listen
     from node.dashboard.recorded import serve_recorded
+    from node.run_file.validate import parse_listen
 
     host, port = parse_listen(args.listen)
     directory = existing_run_directory(args.run_dir)

@@ -19,9 +19,9 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from node.cli.run_directory import new_run_directory
-    from node.config.loader import parse_override
-    from node.local.demo import run_demo
-    from node.telemetry.render import make_renderer
+    from node.display.render import make_renderer
+    from node.processes.demo import run_demo
+    from node.run_file.loader import parse_override
 
     overrides = []
     if args.data is not None:

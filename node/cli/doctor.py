@@ -35,15 +35,15 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from node.cli.parser import check_devices
-    from node.local.doctor import Status, checks_json, checks_text, examine, healthy
     from node.parallel.processes import choose_devices
+    from node.processes.doctor import Status, checks_json, checks_text, examine, healthy
     from wire.errors import UserError
 
     check_devices(args)
     chosen = choose_devices(args.device, args.gpus)
     checks = examine(token=args.token, state_dir=args.state_dir)
     if args.run_file is not None:
-        from node.local.run_check import check_run
+        from node.processes.run_check import check_run
 
         checks += check_run(args.run_file, chosen, args.tensor_parallel)
     sys.stdout.write((checks_json(checks) if args.json else checks_text(checks)) + "\n")

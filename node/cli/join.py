@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from node.cli.parser import UsageError, check_devices
     from node.cli.run_directory import owner_only
     from node.config.join_options import MOST_LIMIT, MOST_THREADS, JoinOptions
-    from node.config.validate import parse_listen
+    from node.run_file.validate import parse_listen
     from wire.identity.token import JoinToken
 
     token = _read_token(args.token, args.token_file)
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     )
     set_up_logging()
 
-    from node.stage.main import run_node
+    from node.processes.node import run_node
 
     with owner_only():
         return run_node(token, options)

@@ -32,7 +32,7 @@ from node.cli import (
     trace,
 )
 from node.cli.parser import Parser
-from node.local.terminal import discard, say, take_any_text
+from node.display.terminal import discard, say, take_any_text
 from wire.errors import ThinwireError
 from wire.version import VERSION
 

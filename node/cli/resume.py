@@ -44,14 +44,14 @@ def resume_run(directory: Path, overrides: Sequence[str], *, json: bool, stays: 
     from node.cli.logs import set_up_logging
     from node.cli.run_directory import owner_only
     from node.cli.stay import stay
-    from node.config.loader import change_config, from_json
     from node.coordinator.store import Store
+    from node.run_file.loader import change_config, from_json
 
     with Store.open(directory) as store:
         config = change_config(from_json(store.run().config_json), overrides, CHANGEABLE)
     set_up_logging()
 
-    from node.coordinator.main import run_coordinator
+    from node.processes.coordinator import run_coordinator
 
     with owner_only(), emitter(json=json) as emit:
         code = run_coordinator(config, run_dir=directory, emit=emit, resume=True)

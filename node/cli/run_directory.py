@@ -66,8 +66,8 @@ def existing_run_directory(path: Path) -> Path:
 
 def holds_run(directory: Path) -> bool:
     """Whether the run's database is there. Raises UserError for a directory that no run can have."""
-    from node.config.loader import is_text
     from node.coordinator.store import DATABASE_FILE
+    from node.run_file.loader import is_text
 
     if not is_text(str(directory)):  # a run tells its directory
         raise UserError(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from node.telemetry.status import RunStatus
+    from node.display.status import RunStatus
 
 
 def add_parser(commands: Any) -> None:
@@ -23,9 +23,9 @@ def run(args: argparse.Namespace) -> int:
     from node.cli.run_directory import existing_run_directory
     from node.cli.token import token_state
     from node.coordinator.store import Store
-    from node.telemetry.status import coordinator_alive, read_status
+    from node.display.status import coordinator_alive, read_status
+    from node.display.watch import HistoryWatch
     from node.telemetry.units import duration_text
-    from node.telemetry.watch import HistoryWatch
 
     directory = existing_run_directory(args.run_dir)
     now = time.time()
@@ -97,7 +97,7 @@ def run_state(status: "RunStatus | None", alive: bool | None, *, complete: bool)
 
 def _live_lines(status: "RunStatus", now: float, alive: bool | None) -> list[str]:
     """What the coordinator last said; `alive` as for `run_state`."""
-    from node.telemetry.render import SHORT_ID, stage_rows, table_lines
+    from node.display.render import SHORT_ID, stage_rows, table_lines
     from node.telemetry.units import count_text, duration_text, printable
 
     lines = [

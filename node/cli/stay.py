@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 def stay(directory: Path, emit: "Callable[[Event], None]") -> int:
     """Serve the page of the run in `directory` where its run file says, until Ctrl-C or SIGTERM."""
-    from node.config.loader import from_json
-    from node.coordinator.claims import sole_coordinator
     from node.coordinator.store import Store
     from node.dashboard.address import listen_address
     from node.dashboard.recorded import serve_recorded
     from node.dashboard.tls import page_tls
+    from node.processes.claims import sole_coordinator
+    from node.run_file.loader import from_json
     from node.telemetry.events import PageServed
     from wire.identity.authority import CertificateAuthority
 

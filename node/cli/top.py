@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from node.telemetry.run_view import RunView
-    from node.telemetry.watch import HistoryWatch, PageWatch
+    from node.analysis.run_view import RunView
+    from node.display.watch import HistoryWatch, PageWatch
 
 INTERVAL_SECONDS = 1.0
 OUTAGE_SECONDS = 60.0
@@ -31,7 +31,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from node.telemetry.top import view_lines
+    from node.display.top import view_lines
 
     watch = _open(args.where, args.ca)
     view = watch.view()
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     elif sys.stdout.isatty():
         _live(watch, view)
     else:
-        from node.telemetry.top import step_line
+        from node.display.top import step_line
 
         _follow(watch, view, lambda seen: sys.stdout.write(step_line(seen) + "\n"), once=False)
     return 0
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _open(where: str, authority: Path | None) -> "HistoryWatch | PageWatch":
     from node.cli.run_directory import existing_run_directory
-    from node.telemetry.watch import HistoryWatch, PageWatch
+    from node.display.watch import HistoryWatch, PageWatch
 
     path = Path(where)
     try:
@@ -91,7 +91,7 @@ class _Patient:
             self.silent_since = None
 
     def lines(self, width: int) -> list[str]:
-        from node.telemetry.top import view_lines
+        from node.display.top import view_lines
 
         lines = view_lines(self.view, time.time(), width)
         if self.silent_since is not None:

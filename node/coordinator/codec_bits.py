@@ -2,9 +2,9 @@
 
 from math import prod
 
-from node.config.explain import framed_bytes
+from node.analysis.remedies import LADDER
 from node.config.schema import RunConfig
-from node.telemetry.remedies import LADDER
+from node.display.explain import framed_bytes
 from wire.codecs.forms import codec_names, form
 
 

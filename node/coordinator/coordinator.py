@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 
 from node import faults
-from node.config.loader import to_json
 from node.config.schema import RunConfig
 from node.coordinator.accounting import Accounting
 from node.coordinator.actions import (
@@ -42,9 +41,10 @@ from node.coordinator.sessions import Sessions
 from node.coordinator.snapshot_desk import SnapshotDesk, UploadPermit
 from node.coordinator.store import Store
 from node.coordinator.tracer import Tracer
-from node.coordinator.window_plan import Windows
 from node.coordinator.window_planner import WindowPlanner
-from node.model.device_memory import devices_of
+from node.pipeline.device_memory import devices_of
+from node.pipeline.window_plan import Windows
+from node.run_file.loader import to_json
 from node.telemetry import events
 from node.training.data import Corpus
 from node.training.manifest import Manifest, UnitEntry

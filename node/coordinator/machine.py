@@ -28,7 +28,7 @@ from node.coordinator.partings import epoch_over, goodbye, let_go, run_over, sen
 from node.coordinator.run_state import RunState
 from node.coordinator.seating import ONE, Candidate
 from node.coordinator.spares import keep_warm
-from node.model.device_memory import Devices
+from node.pipeline.device_memory import Devices
 from wire.messages import Applied, FailureKind, NodeMessage, Placed, Ready, StepFailed, Vote
 
 

@@ -10,11 +10,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from node.analysis.run_view import RunView
 from node.coordinator.accounting import Accounting
 from node.coordinator.actions import AbortKind
 from node.telemetry import events
 from node.telemetry.metrics import RUN_METRICS, Families, Histogram
-from node.telemetry.run_view import RunView
 from wire.version import PROTOCOL, VERSION
 
 COUNTED = (

@@ -12,8 +12,8 @@ from node.coordinator.accounting import Accounting
 from node.coordinator.actions import Aborted, RecordCommit, RecordRestored
 from node.coordinator.records import StepRecord
 from node.coordinator.recovery import Recovery
-from node.model.placement import stage_units
 from node.model.units import is_block, state_bytes
+from node.pipeline.placement import stage_units
 from node.telemetry import events
 from node.telemetry.costs import bits_per_element, idle_by_stage, mbit_by_stage
 from wire.spec import Direction

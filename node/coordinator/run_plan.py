@@ -6,7 +6,7 @@ from node.config.schema import RunConfig
 from node.coordinator.epoch import StepPlan
 from node.coordinator.plan import RunPlan
 from node.coordinator.seating import sharing, stage_needs
-from node.model.placement import stage_units
+from node.pipeline.placement import stage_units
 from node.training.schedule import clip_coefficient, learning_rate
 
 RECONNECT_SECONDS = 1.0

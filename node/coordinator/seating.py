@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from node.config.schema import RunConfig
-from node.model.device_memory import Devices
-from node.model.memory import stage_bytes
 from node.model.shard_shapes import check_sizes
+from node.pipeline.device_memory import Devices
+from node.pipeline.memory import stage_bytes
 from wire.errors import RunError
 
 StageBytes = Callable[[int, Devices], Sequence[int]]

@@ -13,8 +13,8 @@ from node import faults
 from node.config.schema import RunConfig
 from node.coordinator.records import SnapshotRecord
 from node.coordinator.store import Store
-from node.model.placement import most_layer_bytes, stage_units
 from node.model.units import unit_names
+from node.pipeline.placement import most_layer_bytes, stage_units
 from node.training.manifest import Manifest, SnapshotDamagedError, UnitEntry
 from node.training.snapshot import (
     SnapshotWriter,

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from node.config.schema import RunConfig
 from node.coordinator.epoch import Epoch
 from node.coordinator.seating import Candidate
-from node.coordinator.window_plan import Windows, measured, plan_windows
-from node.model.memory import most_held
-from node.model.placement import chunks_of
+from node.pipeline.memory import most_held
+from node.pipeline.placement import chunks_of
+from node.pipeline.window_plan import Windows, measured, plan_windows
 from node.telemetry.events import StepCosts
 from wire.telemetry import LinkReport
 

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from node.analysis.run_view import RunView
+from node.analysis.view import RunViewBuilder
 from node.telemetry.events import Event
-from node.telemetry.run_view import RunView
-from node.telemetry.view import RunViewBuilder
 
 TIMES_AS_LONG = 19
 """Between two views passes so many times what making one takes: a twentieth of a core goes into views."""

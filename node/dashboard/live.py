@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from node.analysis.view import RunViewBuilder
 from node.config.schema import RunConfig
 from node.coordinator.store import Store
 from node.dashboard.access import KEY_FILE, Gate, OperatorKey
@@ -17,7 +18,6 @@ from node.dashboard.server import Page, serve_page
 from node.dashboard.tls import page_tls
 from node.telemetry import events
 from node.telemetry.history import read_history
-from node.telemetry.view import RunViewBuilder
 from wire.errors import RunError
 from wire.identity.authority import CertificateAuthority
 

@@ -10,7 +10,7 @@ from typing import Any
 Fields = Mapping[str, Any]
 
 COLUMNS = ("steps", "times", "values")
-"""Of a `node.telemetry.series.Curve`, equally long."""
+"""Of a `node.analysis.series.Curve`, equally long."""
 
 
 def difference(before: Fields, after: Fields) -> dict[str, Any]:

@@ -6,14 +6,14 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 
+from node.analysis.view import RunViewBuilder
 from node.coordinator.metrics import RunMetrics
 from node.dashboard.address import page_url
 from node.dashboard.feed import Feed
 from node.dashboard.server import Page, serve_page
+from node.display.status import coordinator_alive, read_status
 from node.telemetry import events
 from node.telemetry.history import HistoryTail
-from node.telemetry.status import coordinator_alive, read_status
-from node.telemetry.view import RunViewBuilder
 from wire.errors import RunError
 
 FOLLOW_SECONDS = 1.0

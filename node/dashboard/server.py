@@ -16,13 +16,13 @@ from typing import Any
 
 from aiohttp import web
 
-from node.config.validate import why_not_bound
 from node.dashboard.access import Asking, Gate, connection_denied, is_loopback
 from node.dashboard.assets import Asset, assets
 from node.dashboard.connections import REQUEST_SECONDS, Connections
 from node.dashboard.feed import Feed
 from node.dashboard.operator import Operator
 from node.dashboard.patch import difference
+from node.run_file.validate import why_not_bound
 from node.telemetry.metrics import CONTENT_TYPE
 from wire.errors import UserError
 from wire.identity.names import join_address

@@ -15,8 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from node.config.loader import nearest
 from node.lab.shape import LinkShape, Shape
+from node.run_file.loader import nearest
 from wire.errors import ConfigError
 
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from node.config.loader import to_toml
 from node.config.schema import RunConfig
 from node.lab.tools import prefix
 from node.lab.topology import COORDINATOR, COORDINATOR_ADDRESS, node_address, node_name
+from node.run_file.loader import to_toml
 from node.telemetry.events import (
     Event,
     JoinLine,
@@ -94,7 +94,7 @@ class RunProcesses:
         run_file = self._directory / "run.toml"
         run_file.write_text(to_toml(self._config), encoding="utf-8")
         for stage in range(self._stages):
-            await self._spawn(node_name(stage), ["-m", "node.lab.gate", self._device_of(stage)])
+            await self._spawn(node_name(stage), ["-m", "node.cli.lab_node", self._device_of(stage)])
         command = ["coordinator", str(run_file), "--run-dir", str(self.run_directory), "--json"]
         await self._spawn(COORDINATOR, ["-m", "node.cli.main", *command])
         self._events = self._read_events()

@@ -10,7 +10,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from node.config.loader import (
+from node.config.schema import RunConfig, Window
+from node.lab.matrix import Matrix, read_matrix
+from node.lab.profile import LabSection, NetworkSection, Profile, Sweep, SweepSection
+from node.lab.shape import Shape, uniform
+from node.run_file.loader import (
     convert,
     default_config,
     load_config,
@@ -20,11 +24,7 @@ from node.config.loader import (
     toml_scalar,
     toml_value,
 )
-from node.config.schema import RunConfig, Window
-from node.config.validate import validate
-from node.lab.matrix import Matrix, read_matrix
-from node.lab.profile import LabSection, NetworkSection, Profile, Sweep, SweepSection
-from node.lab.shape import Shape, uniform
+from node.run_file.validate import validate
 from wire.errors import ConfigError
 
 Section = TypeVar("Section", LabSection, NetworkSection, SweepSection)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from node.config.schema import ModelSection
 from node.model.blocks import Embedding, Gpt2Block, Head, LlamaBlock, Rotary
+from node.model.rng import generator
 from node.model.shards import shard
 from node.model.storage import Storage
 from node.model.tensor_rank import TensorRank
@@ -26,7 +27,6 @@ from node.model.units import (
     tied_parameter,
     unit_names,
 )
-from node.training.rng import generator
 from wire.errors import ConfigError
 
 MOST_THREADS = 16

@@ -9,7 +9,7 @@ else (embedding, head, norms, biases of row-parallel projections) is replicated.
 
 from math import prod
 
-from kernels.fp8_layout import BLOCK
+from kernels.fp8.layout import BLOCK
 from node.config.schema import RunConfig
 from node.model.units import ParameterSpec, block_name, is_block, parameter_specs
 from wire.errors import RunError

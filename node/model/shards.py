@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kernels.fp8_layout import blocks
+from kernels.fp8.layout import blocks
 from node.config.schema import ModelSection
 from node.model.shard_shapes import pieces, shard_shape
 from node.model.units import ParameterSpec, parameter_specs

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 
-from kernels.blockfloat_layout import packed_bytes
+from kernels.blockfloat.layout import packed_bytes
 from node.config.schema import ModelSection, StorageSection, TrainingSection
 
 AS_COMPUTED = "none"
@@ -85,7 +85,7 @@ def storages_by_load(
 ) -> tuple[Storage, ...]:
     """How each stage's blocks might keep their activations, by what stages hold of them alone.
 
-    What they do keep is `node.model.memory.stage_storages`, which looks at the rest of a stage's memory too.
+    What they do keep is `node.pipeline.memory.stage_storages`, which looks at the rest of a stage's memory too.
 
     Args:
         loads: the most block activations (microbatches x blocks) that each stage holds at once.

@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import blockfloat_ops as ops
 from kernels import layers
 from kernels.attention import attention, attention_backward
+from kernels.blockfloat import ops
 from node.model.storage import AS_COMPUTED, PACKED, RECOMPUTE, Storage
 from node.model.tensor_rank import TensorRank, compute_dtype
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 
-from kernels.fp8_layout import blocks
+from kernels.fp8.layout import blocks
 from node.config.schema import ModelSection
 from wire.errors import ConfigError
 

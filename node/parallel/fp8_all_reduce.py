@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.fp8 import Fp8Gradient, sum_gradients
-from kernels.fp8_layout import BLOCK, blocks
+from kernels.fp8.layout import BLOCK, blocks
+from kernels.fp8.reference import Fp8Gradient, sum_gradients
 
 # torch 2.13 has another name for it, and warns of the old one.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from node.config.loader import to_json
 from node.config.schema import RunConfig
 from node.model.shard_shapes import check_sizes
 from node.parallel.group import Leader
 from node.parallel.ranks import Ranks, arrival, farewell
 from node.parallel.together import together
+from node.run_file.loader import to_json
 from node.stage.machine_info import choose_device
 from node.stage.watchdog import StuckError
 from wire.errors import DeviceLostError, UserError

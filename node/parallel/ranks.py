@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.fp8 import Fp8Gradient
+from kernels.fp8.reference import Fp8Gradient
 from node.model.tensor_rank import TensorRank
 from node.parallel.fp8_all_reduce import Fp8AllReduce
 from node.parallel.tensor_ranks import TensorRanks

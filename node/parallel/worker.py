@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from node.config.loader import from_json
 from node.config.schema import RunConfig
 from node.parallel.group import Follower
 from node.parallel.ranks import Ranks, arrival, farewell
+from node.run_file.loader import from_json
 from node.stage.fixed_order import fix_order
 from node.stage.machine_info import limit_memory
 from node.stage.out_of_memory import ran_out, room

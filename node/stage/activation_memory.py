@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from node.config.schema import RunConfig
-from node.model.placement import check_cache
+from node.pipeline.placement import check_cache
 from node.training.order import SampleOrder
 from node.training.serialization import CACHE_PREFIX
 from wire.codecs.aqsgd import AqsgdCodec, AqsgdTensorCodec, SampleBatch

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 
 from node.config.schema import RunConfig
-from node.model.placement import chunks_of
+from node.pipeline.placement import chunks_of
 from node.stage.epoch_task import EpochTask
 from node.stage.error_groups import first_error
 from node.stage.node_settings import IdentityHolder

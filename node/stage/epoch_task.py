@@ -12,11 +12,11 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from node import faults
-from node.model.placement import chunks_of
+from node.pipeline.placement import chunks_of
+from node.pipeline.routing import neighbours, source_stage
 from node.stage.batches import Batches
 from node.stage.executor import StageExecutor, StepOutcome
 from node.stage.inbox import Inbox, StepInterrupted
-from node.stage.routing import neighbours, source_stage
 from node.stage.stage_io import LoopIO, TensorLink
 from node.stage.tensor_transfer import BadTensorError
 from node.training.serialization import deserialize_unit

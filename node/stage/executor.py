@@ -15,14 +15,14 @@ from torch import Tensor
 from node import faults
 from node.config.schema import RunConfig
 from node.model.units import EMBED, HEAD, unit_names
+from node.pipeline.schedule import Action, Kind, Order, Orders, schedule
+from node.pipeline.stage_place import StagePlace
+from node.pipeline.turns import Turns
 from node.stage.activation_memory import ActivationMemory
 from node.stage.device_transfer import device_transfer
 from node.stage.inbox import StepInterrupted
-from node.stage.schedule import Action, Kind, Order, Orders, schedule
 from node.stage.stage_model import StageModel
-from node.stage.stage_place import StagePlace
 from node.stage.tensor_transfer import Incoming, PackedIO, TensorTransfer
-from node.stage.turns import Turns
 from node.telemetry.clock import StageClock, TimeKind
 from node.training.optimizer import sum_tied_gradients
 from node.training.serialization import without_cache

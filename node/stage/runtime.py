@@ -15,10 +15,10 @@ from typing import TypeVar
 import torch
 
 from node import faults
-from node.config.loader import from_json
 from node.config.schema import RunConfig
-from node.model.device_memory import devices_of
-from node.model.memory import stage_bytes
+from node.pipeline.device_memory import devices_of
+from node.pipeline.memory import stage_bytes
+from node.run_file.loader import from_json
 from node.stage.batches import Batches
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.epoch_links import EpochLinks

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from node import faults
 from node.config.schema import RunConfig
-from node.model.placement import most_layer_bytes
+from node.pipeline.placement import most_layer_bytes
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.epoch_task import State
 from node.stage.snapshot_cache import SnapshotCache

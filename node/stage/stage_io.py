@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from node.pipeline.routing import source_stage, target_stage
 from node.stage.inbox import Inbox
-from node.stage.routing import source_stage, target_stage
 from wire.errors import LinkError
 from wire.spec import Direction, TensorKey
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from node.config.schema import RunConfig
 from node.model.chunk import Chunk, build_chunk, weight_dtype
-from node.model.memory import stage_storages
-from node.model.placement import chunk_units
 from node.model.tensor_rank import TensorRank
+from node.pipeline.memory import stage_storages
+from node.pipeline.placement import chunk_units
 from node.stage.captured_passes import CapturedPasses, CudaRecorder
 from node.stage.passes import AutogradPasses, ChunkCall, Passes
 from node.training.optimizer import StageOptimizer

@@ -16,9 +16,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from kernels.fp8 import Draw, Fp8Gradient, accumulate_gradient, pack_gradient, unpack_gradient
-from kernels.fp8_layout import blocks
-from node.model.device_memory import GRADIENT_PIECE
+from kernels.fp8.layout import blocks
+from kernels.fp8.reference import Draw, Fp8Gradient, accumulate_gradient, pack_gradient, unpack_gradient
+from node.pipeline.device_memory import GRADIENT_PIECE
 from wire.errors import RunError
 
 MOST_TO_NEAREST = 16

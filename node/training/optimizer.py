@@ -12,16 +12,16 @@ import torch
 import torch._dynamo  # AdamW's constructor imports it: over a second that a run waiting for a node would lose
 from torch import Tensor, nn
 
-from kernels.adamw import AdamWStep, adamw_step
-from kernels.fp8 import Moment
-from kernels.fp8_layout import blocks
+from kernels.fp8.adamw import AdamWStep, adamw_step
+from kernels.fp8.layout import blocks
+from kernels.fp8.reference import Moment
 from node.config.schema import TrainingSection
 from node.model.chunk import Chunk
+from node.model.rng import salt
 from node.model.shard_shapes import pieces
 from node.model.tensor_rank import TensorRank
 from node.model.units import HEAD, parameter_specs, tied_parameter
 from node.training.gradients import MOST_TO_NEAREST, Fp8Gradients, Gradients, PlainGradients, norms
-from node.training.rng import salt
 from wire.errors import RunError
 
 PARAMETER = "parameter"

@@ -5,7 +5,7 @@ from threading import Lock
 
 import numpy as np
 
-from node.training.rng import generator
+from node.model.rng import generator
 
 _KEPT = 3
 """Passes held at once: a step may touch two, and the one before them tells what was sent last."""

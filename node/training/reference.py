@@ -15,8 +15,8 @@ from torch import Tensor
 
 from node.config.schema import RunConfig
 from node.model.chunk import build_chunk, compute_precision, weight_dtype
-from node.model.memory import stage_storages
 from node.model.units import EMBED, HEAD, unit_names
+from node.pipeline.memory import stage_storages
 from node.training.data import Corpus
 from node.training.gradients import gradient_of
 from node.training.manifest import unit_weights_sha256, weights_sha256

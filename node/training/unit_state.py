@@ -11,7 +11,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from kernels.fp8_layout import blocks
+from kernels.fp8.layout import blocks
 from node.config.schema import RunConfig
 from node.model.units import parameter_specs
 from wire.errors import RunError

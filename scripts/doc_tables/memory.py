@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from stored_activations.measure import SHAPES
 
-from kernels.fp8 import Fp8Gradient, Moment
-from kernels.fp8_layout import BLOCK
+from kernels.fp8.layout import BLOCK
+from kernels.fp8.reference import Fp8Gradient, Moment
 
 from .markdown import (
     LOSSES,

@@ -12,8 +12,8 @@ import torch
 import node.config.schema
 import node.lab.profile
 from node.cli.main import build_parser
-from node.config.loader import section_types, toml_value
 from node.lab.profile import LabSection, NetworkSection, SweepSection
+from node.run_file.loader import section_types, toml_value
 from node.telemetry.metrics import NODE_METRICS, PREFIX, RUN_METRICS, Definition
 from wire.codecs.forms import AqsgdForm, codec_names, form
 from wire.codecs.registry import codec

@@ -13,7 +13,9 @@ def calls(
     name: str, x: torch.Tensor, **options: Any
 ) -> tuple[tuple[Callable[[], Any], Callable[[], Any]], torch.Tensor, torch.Tensor]:
     """Encode and decode of x, the packed payload and the decoded tensor; `options` go to the kernels."""
-    from kernels import triton_fixed, triton_tah, triton_tah_decode
+    from kernels.fixed import triton as triton_fixed
+    from kernels.tah.triton import decode as triton_tah_decode
+    from kernels.tah.triton import encode as triton_tah
 
     exponent = torch.zeros(1, dtype=torch.int32, device="cuda")
     out = torch.empty_like(x)

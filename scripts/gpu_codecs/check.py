@@ -8,8 +8,9 @@ import torch
 from wording import one_line
 
 from gpu_codecs.tensors import Guarded, bits, on_gpu
-from kernels import fixed, tah
-from kernels.triton_launch import Launch
+from kernels.common.launch import Launch
+from kernels.fixed import reference as fixed
+from kernels.tah import reference as tah
 from wire.codecs import tah as tah_codec
 from wire.codecs.fixed import FixedCodec
 from wire.codecs.layout import Layout
@@ -40,7 +41,8 @@ class Checks:
 
 
 def check_tah(checks: Checks, name: str, x: torch.Tensor, tau: float, variants: list[dict[str, Any]]) -> None:
-    from kernels import triton_tah, triton_tah_decode
+    from kernels.tah.triton import decode as triton_tah_decode
+    from kernels.tah.triton import encode as triton_tah
 
     samples, tiles = tah_codec.samples_and_tiles(tuple(x.shape))
     four_bit = tah_codec.four_bit_tiles(tiles)
@@ -101,7 +103,7 @@ def check_tah(checks: Checks, name: str, x: torch.Tensor, tau: float, variants: 
 def check_fixed(
     checks: Checks, name: str, x: torch.Tensor, width: int, constant: float, launches: list[Launch]
 ) -> None:
-    from kernels import triton_fixed
+    from kernels.fixed import triton as triton_fixed
 
     layout: Layout = FixedCodec(width)._layout(tuple(x.shape))
     expected = torch.zeros(layout.nbytes, dtype=torch.uint8)

@@ -4,8 +4,8 @@ from argparse import Namespace
 
 import torch
 
+from node.pipeline.floor import LinkRate, step_floor
 from node.telemetry import events
-from node.telemetry.floor import LinkRate, step_floor
 from wire.codecs.registry import codec
 from wire.frames import HEADER_BYTES, PAYLOAD_BYTES
 from wire.spec import TensorSpec

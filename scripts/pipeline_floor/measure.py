@@ -14,7 +14,6 @@ from typing import Any
 
 from shaped_relay import ShapedRelay
 
-from node.config.loader import to_toml
 from node.config.schema import (
     CoordinatorSection,
     DataSection,
@@ -24,6 +23,7 @@ from node.config.schema import (
     RunSection,
     TrainingSection,
 )
+from node.run_file.loader import to_toml
 from node.telemetry import events
 from pipeline_floor.floor import BACKWARD_SECONDS, FORWARD_SECONDS, STAGES, floor
 from pipeline_floor.stand_in import NODE, TIMES

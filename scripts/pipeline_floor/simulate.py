@@ -4,10 +4,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from node.coordinator.window_plan import StepMeasures, plan_windows
-from node.stage.schedule import Kind, schedule
-from node.stage.schedule_simulation import simulate
-from node.telemetry.floor import LinkRate, Network
+from node.pipeline.floor import LinkRate, Network
+from node.pipeline.schedule import Kind, schedule
+from node.pipeline.simulation import simulate
+from node.pipeline.window_plan import StepMeasures, plan_windows
 from pipeline_floor.floor import BACKWARD_SECONDS, FORWARD_SECONDS, STAGES, floor, tensor_bytes
 
 

@@ -17,7 +17,7 @@ def node(token: str, listen: str, advertise: str, directory: str) -> int:
     """`thinwire join` with blocks that take a set time and compute nothing."""
     from node.config.join_options import JoinOptions
     from node.model import blocks
-    from node.stage.main import run_node
+    from node.processes.node import run_node
 
     forward, backward = map(float, os.environ[TIMES].split())
     blocks.LlamaBlock.forward = _block_forward(forward, backward)  # type: ignore[method-assign]

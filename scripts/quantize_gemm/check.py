@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kernels import blockfloat
-from kernels.blockfloat_layout import blocks_of, packed_bytes, payload_offset
+from kernels.blockfloat import reference as blockfloat
+from kernels.blockfloat.layout import blocks_of, packed_bytes, payload_offset
 from quantize_gemm.kernel import BITS, Config, quantize_gemm
 from quantize_gemm.ways import EPS, Inputs, Layer, sample
 

@@ -1,7 +1,7 @@
 """A layer's matrix product that stores its input in 4 bits as it reads it: an experiment, no part of a node.
 
 out = f(input) @ weight.T, where f is SwiGLU of two inputs or RMSNorm of one, computed on each tile of the
-input right before it enters the tensor cores, and the raw input stored as `kernels.blockfloat.pack` stores
+input right before it enters the tensor cores, and the raw input stored as `kernels.blockfloat.reference.pack` stores
 it. All tiles of the output in a row of tiles read the same input; each block of it is packed by exactly one
 of their programs: by the first column's, or by all columns' in turns (`Config.spread`).
 
@@ -19,9 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.blockfloat_layout import BLOCK, blocks_of, limit
-from kernels.triton_common import INTERPRETED, as_bits
-from kernels.triton_store import load_wide, store_blocks, store_rounded
+from kernels.blockfloat.layout import BLOCK, blocks_of, limit
+from kernels.blockfloat.triton.store import load_wide, store_blocks, store_rounded
+from kernels.common.triton.numbers import INTERPRETED, as_bits
 
 BITS = 4
 
@@ -261,7 +261,7 @@ def quantize_gemm(
         scale: RMSNorm's parameter `[width]`, fp32; or None.
         weight: bf16 `[columns, width]`, as a linear layer has it.
         out: bf16 `[rows, columns]`.
-        packed: of x, and of `beside` if it is there: buffers of `kernels.triton_store.empty_packed`.
+        packed: of x, and of `beside` if it is there: buffers of `kernels.blockfloat.triton.store.empty_packed`.
     """
     (rows, width), columns = x.shape, weight.shape[0]
     if (beside is None) == (scale is None):

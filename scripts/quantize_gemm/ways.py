@@ -9,9 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import triton_store, triton_store_ffn, triton_store_norm
-from kernels.triton_common import as_bits
-from kernels.triton_store import load_wide, store_rounded
+from kernels.blockfloat.triton import ffn as triton_store_ffn
+from kernels.blockfloat.triton import norm as triton_store_norm
+from kernels.blockfloat.triton import store as triton_store
+from kernels.blockfloat.triton.store import load_wide, store_rounded
+from kernels.common.triton.numbers import as_bits
 from quantize_gemm.kernel import BITS, Config, quantize_gemm
 
 EPS = 1e-5

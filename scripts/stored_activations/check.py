@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import blockfloat, blockfloat_layers, blockfloat_ops
-from kernels.blockfloat_layout import WIDTHS
+from kernels.blockfloat import layers as blockfloat_layers
+from kernels.blockfloat import ops as blockfloat_ops
+from kernels.blockfloat import reference as blockfloat
+from kernels.blockfloat.layout import WIDTHS
 from node.config.schema import ModelSection
 from node.model.storage import PRESETS, Storage
 from stored_activations.blocks import random_block

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from kernels import fixed, ops, tah
-from kernels.triton_launch import Launch
+from kernels import quantizer_ops as ops
+from kernels.common.launch import Launch
+from kernels.fixed import reference as fixed
+from kernels.tah import reference as tah
 from tests.support.operators import check_operators
 from wire.codecs import tah as tah_codec
 from wire.codecs.fixed import FixedCodec
@@ -97,7 +99,8 @@ def test_bits_are_the_cpus_between_guards(name: str, shape: tuple[int, ...], dty
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
 @pytest.mark.parametrize("look_up", [False, True])
 def test_tah_is_the_same_for_any_launch(launch: Launch, look_up: bool) -> None:
-    from kernels import triton_tah, triton_tah_decode
+    from kernels.tah.triton import decode as triton_tah_decode
+    from kernels.tah.triton import encode as triton_tah
 
     x = sample((2, 300, 256), torch.bfloat16)
     samples, four_bit = split(tuple(x.shape))
@@ -136,7 +139,7 @@ def test_tah_is_the_same_for_any_launch(launch: Launch, look_up: bool) -> None:
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
 def test_fixed_is_the_same_for_any_launch(launch: Launch) -> None:
-    from kernels import triton_fixed
+    from kernels.fixed import triton as triton_fixed
 
     x = sample((600, 256), torch.bfloat16)
     layout = FixedCodec(6)._layout(tuple(x.shape))

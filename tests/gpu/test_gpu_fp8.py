@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kernels import fp8
-from kernels.adamw import adamw_step
+from kernels.fp8 import reference as fp8
+from kernels.fp8.adamw import adamw_step
 from tests.support import fp8_cases as cases
 
 pytestmark = pytest.mark.gpu

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import blockfloat, blockfloat_layers, blockfloat_ops
-from kernels.blockfloat_layout import WIDTHS
+from kernels.blockfloat import layers as blockfloat_layers
+from kernels.blockfloat import ops as blockfloat_ops
+from kernels.blockfloat import reference as blockfloat
+from kernels.blockfloat.layout import WIDTHS
 from node.config.schema import ModelSection
 from node.model.chunk import build_chunk, compute_precision
 from node.model.storage import PRESETS, Storage

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import trellis, trellis_lanes, trellis_ops
-from kernels.trellis_grid import Grid
+from kernels.trellis import lanes as trellis_lanes
+from kernels.trellis import ops as trellis_ops
+from kernels.trellis import reference as trellis
+from kernels.trellis.grid import Grid
 from wire.codecs.header import EXPONENT, seal
 from wire.codecs.registry import codec
 from wire.errors import NonFiniteError, PackedMismatchError
@@ -180,7 +182,7 @@ def test_packing_never_waits_for_the_device() -> None:
 
 
 def test_nothing_is_written_outside_of_the_payload() -> None:
-    from kernels import triton_trellis_encode
+    from kernels.trellis.triton import encode as triton_trellis_encode
     from wire.codecs.trellis import settings
 
     x = inputs()["low rank"].cuda()

@@ -19,16 +19,16 @@ from typing import Any
 import aiohttp
 import pytest
 
+from node.analysis.view import RunViewBuilder
 from node.coordinator.store import Store
 from node.dashboard.access import KEY_FILE, Gate, OperatorKey
 from node.dashboard.feed import Feed
 from node.dashboard.live import past
 from node.dashboard.operator import Operator
 from node.dashboard.server import Page, serve_page
+from node.display.status import read_status
 from node.telemetry import events
 from node.telemetry.history import read_history
-from node.telemetry.status import read_status
-from node.telemetry.view import RunViewBuilder
 from tests.support.browser import Browser, chromium
 from tests.support.browser import Page as Tab
 from tests.support.fault_prefork import Prefork

@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from node.config.loader import to_json
+from node.analysis.view import RunViewBuilder
 from node.config.schema import CoordinatorSection, DashboardSection, RunConfig
 from node.coordinator.store import Store
 from node.dashboard import connections, server
@@ -27,8 +27,8 @@ from node.dashboard.live import live_page
 from node.dashboard.operator import Operator
 from node.dashboard.patch import apply
 from node.dashboard.server import POLICY, Page, serve_page
+from node.run_file.loader import to_json
 from node.telemetry import events
-from node.telemetry.view import RunViewBuilder
 from tests.support import run_events
 from wire.errors import UserError
 from wire.identity.authority import CertificateAuthority

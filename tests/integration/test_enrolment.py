@@ -20,8 +20,8 @@ from node.coordinator.enrolment import EnrolmentDesk
 from node.coordinator.enrolment_service import open_join_port
 from node.coordinator.records import Member
 from node.coordinator.store import Store
-from node.local import join
-from node.local.join import enrol
+from node.processes import join
+from node.processes.join import enrol
 from tests.support.ports import free_port
 from wire.errors import LinkError, RefusalCode, Refused, RunError, TokenError, UserError
 from wire.identity.authority import CertificateAuthority, key_to_pem, public_key_hash

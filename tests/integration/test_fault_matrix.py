@@ -9,7 +9,7 @@ import pytest
 
 from node.config.schema import RunConfig
 from node.faults import Fault, Kind, Phase
-from node.model.memory import stage_storages
+from node.pipeline.memory import stage_storages
 from node.telemetry.events import Event, NodeJoined, NodeLeft, Notice, PlacementMade, StepAborted
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import KILLED, FaultRun, small

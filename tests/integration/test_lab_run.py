@@ -71,7 +71,7 @@ def marked(mark: str) -> list[int]:
 
 def roles(mark: str) -> dict[str, list[int]]:
     """The processes of a lab that last: of others that it starts, such as `ip`, any may be gone again."""
-    words = {"lab": "--inside", "coordinator": "coordinator", "node": "node.lab.gate"}
+    words = {"lab": "--inside", "coordinator": "coordinator", "node": "node.cli.lab_node"}
     found: dict[str, list[int]] = {role: [] for role in words}
     for pid in marked(mark):
         with contextlib.suppress(OSError):

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from node.config.schema import RunConfig
+from node.display.render import SHORT_ID
+from node.display.watch import PageWatch
 from node.faults import Fault, Kind, Phase
-from node.model.memory import stage_bytes
+from node.pipeline.memory import stage_bytes
 from node.stage.memory_note import NOTE_FILE
 from node.telemetry.events import NodeJoined, NodeLeft, PlacementMade
-from node.telemetry.render import SHORT_ID
 from node.telemetry.units import bytes_text
-from node.telemetry.watch import PageWatch
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, small
 from tests.support.run_harness import SMALL, Launch, Process, Run, assert_near_undisturbed

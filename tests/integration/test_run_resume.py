@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from node.config.schema import RunConfig
-from node.model.memory import stage_storages
+from node.pipeline.memory import stage_storages
 from node.telemetry.events import JoinLine, Notice, PlacementMade, RunFinished, RunStarted, StepDone
 from node.training.schedule import learning_rate
 from node.training.snapshot import list_snapshots, snapshot_directory

@@ -285,10 +285,10 @@ def _import_everything() -> None:
     import node.cli.coordinator
     import node.cli.join
     import node.cli.main
-    import node.coordinator.main
+    import node.display.render
     import node.parallel.worker
-    import node.stage.main
-    import node.telemetry.render
+    import node.processes.coordinator
+    import node.processes.node
 
     node.cli.main.build_parser()  # imports every command
 

@@ -26,7 +26,7 @@ from node.config.schema import RunConfig
 from node.coordinator.records import StepRecord
 from node.coordinator.store import Store
 from node.faults import VARIABLE, Fault, Kind, Phase, Plan, fired_at
-from node.model.placement import stage_units
+from node.pipeline.placement import stage_units
 from node.telemetry.events import Event, NodeLeft, Notice, RunFinished, SnapshotStored, from_json
 from tests.support.memory_pipeline import TEXT, reference_run
 from tests.support.ports import free_port

@@ -1,6 +1,6 @@
 """Gradients, moments and AdamW in e4m3 against the reference, for kernels on a GPU and under the interpreter.
 
-Kernels are given as `kernels.fp8` and `kernels.adamw` have them, with tensors on `device`. The reference is
+Kernels are given as `kernels.fp8.reference` and `kernels.fp8.adamw` have them, with tensors on `device`. The reference is
 on the CPU, but for moments, whose logarithms are the device's.
 """
 
@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels import fp8
-from kernels.adamw import AdamWStep, reference_step
-from kernels.fp8 import Draw, Fp8Gradient, Moment, pack_gradient, unpack_moment
-from kernels.fp8_layout import blocks
+from kernels.fp8 import reference as fp8
+from kernels.fp8.adamw import AdamWStep, reference_step
+from kernels.fp8.layout import blocks
+from kernels.fp8.reference import Draw, Fp8Gradient, Moment, pack_gradient, unpack_moment
 
 Accumulate = Callable[[Fp8Gradient, Tensor, Draw | None], None]
 Sum = Callable[[Tensor, Tensor, Fp8Gradient], None]

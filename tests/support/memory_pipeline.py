@@ -16,9 +16,9 @@ from torch import Tensor
 
 from node.config.schema import RunConfig
 from node.model.units import unit_names
+from node.pipeline.routing import source_stage, target_stage
 from node.stage.executor import StageExecutor, StepOutcome, UnitState
 from node.stage.inbox import Inbox, StepInterrupted
-from node.stage.routing import source_stage, target_stage
 from node.telemetry.clock import StageClock
 from node.training.data import Corpus
 from node.training.manifest import unit_weights_sha256, weights_sha256

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels import ops
+from kernels import quantizer_ops as ops
 from wire.codecs import tah
 from wire.codecs.fixed import FixedCodec
 from wire.codecs.registry import codec

@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from node.config.loader import to_json
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection
 from node.coordinator.store import Store
+from node.run_file.loader import to_json
 from node.telemetry import events
 from node.telemetry.clock import TimeKind
 from node.telemetry.history import HISTORY_FILE

@@ -37,7 +37,6 @@ from typing import Self
 
 import pytest
 
-from node.config.loader import to_toml
 from node.config.schema import (
     CoordinatorSection,
     ModelSection,
@@ -48,7 +47,8 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.faults import VARIABLE, Fault, Kind, Phase, Plan
-from node.model.placement import chunk_units
+from node.pipeline.placement import chunk_units
+from node.run_file.loader import to_toml
 from node.telemetry.events import PlacementMade, SnapshotStored, StepDone
 from tests.support.memory_pipeline import TEXT, reference_run
 from tests.support.paths import python_path

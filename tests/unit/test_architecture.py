@@ -20,8 +20,8 @@ EDGE = {
     for module in (
         "node/coordinator/control_service.py",
         "node/coordinator/enrolment_service.py",
-        "node/coordinator/main.py",
-        "node/local/join.py",
+        "node/processes/coordinator.py",
+        "node/processes/join.py",
         "node/stage/coordinator_client.py",
         "wire/connection.py",
         "wire/messages_proto.py",
@@ -130,7 +130,7 @@ def test_a_script_is_no_longer_than_a_module(script: Path) -> None:
         ("kernels/a.py", "import wire.frames", ["wire.frames"]),
         ("kernels/a.py", "from node import stage", ["node.stage"]),
         ("kernels/sub/a.py", "from ..b import c\nimport torch, numpy", []),
-        ("wire/a.py", "def f():\n    from node.stage.schedule import Kind", ["node.stage.schedule.Kind"]),
+        ("wire/a.py", "def f():\n    from node.pipeline.schedule import Kind", ["node.pipeline.schedule.Kind"]),
         ("wire/a.py", "import kernels.pack\nfrom .node import x", []),
         ("node/a.py", "import wire, kernels, node.stage, asyncio, wire.v10", []),
         ("kernels/a.py", "import asyncio, torch\nfrom socket import socket", ["asyncio", "socket.socket"]),
@@ -193,7 +193,7 @@ def brought_in(start: Path) -> dict[str, Path]:
 
 def loaded_by(names: Iterable[str]) -> list[str]:
     """What of `HEAVY` a new interpreter has loaded that imports all of these, and which name did: "torch by
-    kernels.fp8". Not ours may be missing."""
+    kernels.fp8.reference". Not ours may be missing."""
     script = (
         "import contextlib, pkgutil, sys\n"
         f"heavy = {HEAVY!r}\n"
@@ -229,8 +229,8 @@ def test_commands_without_tensors_load_no_torch() -> None:
 
 def test_a_command_with_tensors_is_found_to_load_torch() -> None:
     names = brought_in(Path("node/cli/join.py"))
-    assert "torch" in names and any(name.startswith("kernels.fp8.") for name in names)
-    assert "torch by kernels.fp8" in loaded_by(["node.cli.main", "kernels.fp8"])
+    assert "torch" in names and any(name.startswith("kernels.fp8.reference.") for name in names)
+    assert "torch by kernels.fp8.reference" in loaded_by(["node.cli.main", "kernels.fp8.reference"])
 
 
 def test_what_only_a_type_checker_imports_brings_nothing_in() -> None:

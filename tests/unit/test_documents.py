@@ -85,5 +85,5 @@ def test_a_name_that_is_not_there_is_found() -> None:
     assert listed(text) == ["also_gone.py", "tiles.py"]
     kernels = ROOT / "kernels"
     assert is_there("tiles.py", kernels) and not is_there("gone.py", kernels)
-    assert not resolves("node.cli.gone") and not resolves("kernels.tiles.gone")
-    assert resolves("kernels.tiles") and resolves("kernels.tile_layout.TILE") and resolves("node.cli")
+    assert not resolves("node.cli.gone") and not resolves("kernels.common.tiles.gone")
+    assert resolves("kernels.common.tiles") and resolves("kernels.common.tile_layout.TILE") and resolves("node.cli")

@@ -19,8 +19,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels import fixed, fixed_loops, ops
-from kernels.tiles import MAX_EXPONENT, MIN_EXPONENT, NON_FINITE
+from kernels import quantizer_ops as ops
+from kernels.common.tiles import MAX_EXPONENT, MIN_EXPONENT, NON_FINITE
+from kernels.fixed import loops as fixed_loops
+from kernels.fixed import reference as fixed
 from wire.codecs.base import Codec
 from wire.codecs.fixed import FixedCodec
 from wire.codecs.forms import AqsgdForm

@@ -9,8 +9,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels import fixed, fixed_loops, ops
-from kernels.tiles import HALF_INFINITY, HALF_MAGNITUDE, MAX_EXPONENT, MIN_EXPONENT, TILE, tiles_per_row
+from kernels import quantizer_ops as ops
+from kernels.common.tiles import (
+    HALF_INFINITY,
+    HALF_MAGNITUDE,
+    MAX_EXPONENT,
+    MIN_EXPONENT,
+    TILE,
+    tiles_per_row,
+)
+from kernels.fixed import loops as fixed_loops
+from kernels.fixed import reference as fixed
 from wire.codecs.base import Codec
 from wire.codecs.forms import FixedForm
 from wire.codecs.layout import Layout
@@ -18,7 +27,7 @@ from wire.errors import NonFiniteError, PackedMismatchError
 
 
 class FixedCodec(Codec):
-    """`g -> Q(c g) / c` with b bits (TAH-Quant, eq. 24). The arithmetic is in `kernels.fixed`."""
+    """`g -> Q(c g) / c` with b bits (TAH-Quant, eq. 24). The arithmetic is in `kernels.fixed.reference`."""
 
     exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
 

@@ -10,7 +10,7 @@ import struct
 from difflib import get_close_matches
 from functools import lru_cache
 
-from kernels.tile_layout import LOW_PLANES, TILE, tiles_per_row
+from kernels.common.tile_layout import LOW_PLANES, TILE, tiles_per_row
 from wire.codecs.form import HEADER_BYTES, Form, Parameters, check_shape
 from wire.codecs.sections import Section, Sections, aligned
 from wire.errors import ConfigError

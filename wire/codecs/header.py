@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels.tiles import NON_FINITE
+from kernels.common.tiles import NON_FINITE
 from wire.codecs.form import HEADER_BYTES, MAX_DIMENSIONS, Parameters, check_shape
 from wire.errors import CodecError, MemoryMismatchError, NonFiniteError, PackedMismatchError
 from wire.spec import TensorSpec

@@ -5,7 +5,7 @@ from typing import NoReturn
 
 import torch
 
-from kernels.tiles import NON_FINITE, multiply_all, normalised, powers_of_two
+from kernels.common.tiles import NON_FINITE, multiply_all, normalised, powers_of_two
 from wire.codecs.base import Codec
 from wire.codecs.forms import FP16, RawForm
 from wire.errors import NonFiniteError

@@ -10,8 +10,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels import ops, tah, tah_loops, tah_loops_decode
-from kernels.tiles import HALF_INFINITY, HALF_MAGNITUDE, MAX_EXPONENT, MIN_EXPONENT, TILE, tiles_per_row
+from kernels import quantizer_ops as ops
+from kernels.common.tiles import (
+    HALF_INFINITY,
+    HALF_MAGNITUDE,
+    MAX_EXPONENT,
+    MIN_EXPONENT,
+    TILE,
+    tiles_per_row,
+)
+from kernels.tah import reference as tah
+from kernels.tah.loops import decode as tah_loops_decode
+from kernels.tah.loops import encode as tah_loops
 from wire.codecs.base import Codec
 from wire.codecs.forms import TahForm, four_bit_tiles, samples_and_tiles
 from wire.codecs.layout import Layout
@@ -24,7 +34,7 @@ _PIVOTS = np.packbits(_FLAGS.repeat(6, axis=1), axis=1, bitorder="little")
 
 
 class TahCodec(Codec):
-    """TAH-Quant with G = A = 64, p = 0.80, tau = 2. The arithmetic is in `kernels.tah`.
+    """TAH-Quant with G = A = 64, p = 0.80, tau = 2. The arithmetic is in `kernels.tah.reference`.
 
     A sample is an index of the first of three or more dimensions; fewer dimensions are one sample.
     """
@@ -80,7 +90,7 @@ class TahCodec(Codec):
 
 
 def _fault(sections: tah.TahSections, samples: int, tiles: int) -> int:
-    """What a decoder that trusts its caller must not be given, as `kernels.ops` calls it; 0 if nothing.
+    """What a decoder that trusts its caller must not be given, as `kernels.quantizer_ops` calls it; 0 if nothing.
 
     By numpy: a few bytes a tile, for which torch would wake threads that then keep their cores busy.
     """

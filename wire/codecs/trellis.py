@@ -1,10 +1,10 @@
 """`trellis-R`: R bits an element, from 2 to 10 and anything between; a third of `tah`'s error at its bits.
 
-Low-rank prediction, trellis-coded quantization with one step, range coding: `kernels.trellis`. The step is
+Low-rank prediction, trellis-coded quantization with one step, range coding: `kernels.trellis.reference`. The step is
 nearly the smallest whose code fits the tensor's bytes, which follow from shape and rate alone; what is left
 over is zero.
 
-On a GPU with Triton the same is decided there, by `kernels.triton_trellis_encode`: the host sees nothing of
+On a GPU with Triton the same is decided there, by `kernels.trellis.triton.encode`: the host sees nothing of
 the tensor and never waits to encode; to decode it waits twice.
 """
 
@@ -16,14 +16,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels import ops, trellis, trellis_ops
-from kernels.tiles import MAX_EXPONENT, MIN_EXPONENT, NON_FINITE
-from kernels.trellis import Scales
-from kernels.trellis_factors import Factors, Space, fitted, left_scales, most_multipliers, spaces
-from kernels.trellis_grid import grid, trial_grid
-from kernels.trellis_scales import scales
-from kernels.trellis_settings import LANE_BITS, Settings
-from kernels.trellis_tables import FAMILIES
+from kernels import quantizer_ops as ops
+from kernels.common.tiles import MAX_EXPONENT, MIN_EXPONENT, NON_FINITE
+from kernels.trellis import ops as trellis_ops
+from kernels.trellis import reference as trellis
+from kernels.trellis.factors import Factors, Space, fitted, left_scales, most_multipliers, spaces
+from kernels.trellis.grid import grid, trial_grid
+from kernels.trellis.reference import Scales
+from kernels.trellis.scales import scales
+from kernels.trellis.settings import LANE_BITS, Settings
+from kernels.trellis.tables import FAMILIES
 from wire.codecs import trellis_payload
 from wire.codecs.base import Codec
 from wire.codecs.forms import TrellisForm
@@ -59,7 +61,7 @@ class TrellisCodec(Codec):
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
         if ops.has_kernels(tensor.device.type):
-            from kernels import triton_trellis_encode
+            from kernels.trellis.triton import encode as triton_trellis_encode
 
             rows, columns = tensor.numel() // tensor.shape[-1], tensor.shape[-1]
             x = tensor.reshape(rows, columns).contiguous()
@@ -81,7 +83,7 @@ class TrellisCodec(Codec):
 
 
 def settings(rows: int, columns: int, size: int) -> Settings:
-    """What `kernels.triton_trellis_encode` has to know to encode as this module does, into `size` bytes."""
+    """What `kernels.trellis.triton.encode` has to know to encode as this module does, into `size` bytes."""
     every = _every(rows)
     return Settings(
         rows=rows,

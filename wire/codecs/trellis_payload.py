@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from kernels import trellis, trellis_matrix_loops, trellis_ops
-from kernels.trellis import CLASS_BITS
-from kernels.trellis_code import LOW, Coded
-from kernels.trellis_factors import (
+from kernels.trellis import ops as trellis_ops
+from kernels.trellis import reference as trellis
+from kernels.trellis.code import LOW, Coded
+from kernels.trellis.factors import (
     EXPONENT_BITS,
     MAX_EXPONENT,
     MAX_FACTOR_BITS,
@@ -32,8 +32,10 @@ from kernels.trellis_factors import (
     Factors,
     most_multipliers,
 )
-from kernels.trellis_grid import Grid, grid
-from kernels.trellis_tables import FAMILIES
+from kernels.trellis.grid import Grid, grid
+from kernels.trellis.loops import matrices as trellis_matrix_loops
+from kernels.trellis.reference import CLASS_BITS
+from kernels.trellis.tables import FAMILIES
 from wire.errors import PackedMismatchError
 
 PREFIX_BYTES = 32

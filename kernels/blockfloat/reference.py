@@ -1,0 +1,171 @@
+"""Stored tensors in blocks of 128: the arithmetic in torch, which other implementations repeat bit by bit.
+
+In fp32, each operation rounded by itself to nearest even; m the largest |x_k| of a block, L the limit of its
+format (`kernels.blockfloat.layout`, which has the layout and the formats):
+
+1. s = m * (1 / L), rounded to bf16; 0 if m < 2**-100; NaN if m >= 2**126 or the block holds a NaN;
+2. a = min(|x_k| * (1 / s), L), 0 where s is 0;
+3. magnitude code, e2m, with M = 2**mantissa: the least of rint(a * 2**-k) + k M for k = 0, 1, 2, which is the
+   nearest; 3 bits: the number of thresholds below a;
+4. code: magnitude code, x's sign bit on top;
+5. back: e = code div M, times s, rounded to the output's dtype: the code itself if e = 0, else
+   (M + code mod M) * 2**(e - 1).
+
+What is not finite comes back as NaN, the whole block: whoever sums gradients sees it, and nothing waits.
+Padding stays inside. (Block-wise FP4 for stored activations: AGoQ, arXiv 2605.00539, section 4.1.2.)
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from kernels.blockfloat.layout import (
+    BLOCK,
+    NAN_SCALE,
+    SHARDS,
+    SMALL_MAGNITUDES,
+    SMALL_THRESHOLDS,
+    SMALLEST_BITS,
+    TOO_LARGE_BITS,
+    blocks_of,
+    limit,
+    mantissa,
+    packed_bytes,
+    payload_offset,
+)
+
+# Blocks worked on at once on a CPU: the scratch stays in cache.
+_CPU_BLOCKS = 2048
+
+
+def pack(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Store x (fp32, bf16 or fp16, `[..., C]`) in `bits` (3, 4, 5, 6, 8 or 16): uint8, 1-D.
+
+    Its size is `packed_bytes(x.shape, bits)`. Never waits for the device.
+    """
+    rows = _block_rows(x)
+    if bits == 16:
+        # A copy of bf16, too: an operator's result may not be its input.
+        return rows.to(torch.bfloat16, copy=True).view(-1).view(torch.uint8)
+    # Zeros also fill the gap after the scales, so that equal tensors have equal bytes.
+    packed = torch.zeros(packed_bytes(x.shape, bits), dtype=torch.uint8, device=x.device)
+    scales, shards = _sections(packed, rows.shape[0], bits)
+    for block in _ranges(rows.shape[0], x.device):
+        codes, scales[block] = _encode(rows[block].float(), bits)
+        low = 0
+        for width, shard in zip(SHARDS[bits], shards, strict=True):
+            shard[block] = _pack_shard(codes >> low if low else codes, width)
+            low += width
+    return packed
+
+
+def unpack(packed: torch.Tensor, shape: Sequence[int], bits: int, dtype: torch.dtype) -> torch.Tensor:
+    """What `pack` stored, as a new contiguous tensor of `shape` and `dtype`."""
+    count, width = blocks_of(shape), shape[-1]
+    if bits == 16:
+        rows = packed.view(torch.bfloat16).view(count, BLOCK).to(dtype)
+    else:
+        scales, shards = _sections(packed, count, bits)
+        rows = torch.empty(count, BLOCK, dtype=dtype, device=packed.device)
+        table = _magnitudes(bits, packed.device)
+        for block in _ranges(count, packed.device):
+            codes = _unpack_shard(shards[0][block], SHARDS[bits][0])
+            if len(shards) > 1:
+                codes |= _unpack_shard(shards[1][block], SHARDS[bits][1]) << SHARDS[bits][0]
+            values = table.index_select(0, codes.view(-1).int()).view(-1, BLOCK)
+            rows[block] = values.mul_(scales[block, None].float())
+    whole = rows.view(-1, -(-width // BLOCK) * BLOCK)[:, :width]
+    # What is done to the result must not change what is stored.
+    made = whole.clone(memory_format=torch.contiguous_format) if bits == 16 else whole.contiguous()
+    return made.view(tuple(shape))
+
+
+def _block_rows(x: torch.Tensor) -> torch.Tensor:
+    """`[..., C]` to `[blocks, 128]`."""
+    width = x.shape[-1]
+    rows = x.reshape(-1, width)
+    if short := -width % BLOCK:
+        rows = F.pad(rows, (0, short))
+    return rows.contiguous().view(-1, BLOCK)
+
+
+def _ranges(blocks: int, device: torch.device) -> Iterator[slice]:
+    size = _CPU_BLOCKS if device.type == "cpu" else max(blocks, 1)
+    for start in range(0, blocks, size):
+        yield slice(start, min(start + size, blocks))
+
+
+def _sections(packed: torch.Tensor, blocks: int, bits: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The scales, bf16 `[blocks]`, and the shards, uint8 `[blocks, bytes]`: views of the buffer."""
+    scales = packed[: 2 * blocks].view(torch.bfloat16)
+    shards = []
+    start = payload_offset(blocks, bits)
+    for width in SHARDS[bits]:
+        nbytes = BLOCK * width // 8
+        shards.append(packed[start : start + blocks * nbytes].view(blocks, nbytes))
+        start += blocks * nbytes
+    return scales, shards
+
+
+def _encode(rows: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, uint8 `[n, 128]`, and scales, bf16 `[n]`, of rows fp32 `[n, 128]`."""
+    magnitudes = rows.abs()
+    largest = magnitudes.view(torch.int32).amax(1)
+    top = limit(bits)
+    scale = (largest.view(torch.float32) * (1.0 / top)).to(torch.bfloat16)
+    scale = torch.where(largest < SMALLEST_BITS, 0.0, scale)
+    nan = torch.tensor(NAN_SCALE, dtype=torch.int16, device=rows.device).view(torch.bfloat16)
+    scale = torch.where(largest >= TOO_LARGE_BITS, nan, scale)
+    inverse = torch.where(scale == 0, 0.0, 1.0 / scale.float())
+    scaled = magnitudes.mul_(inverse[:, None])
+    # A NaN fails the comparison, so it becomes the limit wherever this runs.
+    scaled = torch.where(scaled < top, scaled, top)
+    if bits == 3:
+        codes = torch.zeros(rows.shape, dtype=torch.uint8, device=rows.device)
+        for threshold in SMALL_THRESHOLDS:
+            codes += scaled > threshold
+    else:
+        step = 2 ** mantissa(bits)
+        nearest = scaled.round()
+        for exponent in (1, 2):
+            torch.minimum(nearest, (scaled * 0.5**exponent).round_().add_(exponent * step), out=nearest)
+        codes = nearest.to(torch.uint8)
+    codes |= torch.signbit(rows).to(torch.uint8) << (bits - 1)
+    return codes, scale
+
+
+def _magnitudes(bits: int, device: torch.device) -> torch.Tensor:
+    """The value of every code, in scales, fp32."""
+    if bits == 3:
+        positive = list(SMALL_MAGNITUDES)
+    else:
+        step = 2 ** mantissa(bits)
+        positive = [
+            float(code) if code < step else float((step + code % step) << (code // step - 1))
+            for code in range(4 * step)
+        ]
+    return torch.tensor(positive + [-value for value in positive], dtype=torch.float32, device=device)
+
+
+def _pack_shard(codes: torch.Tensor, width: int) -> torch.Tensor:
+    """The lowest `width` bits of codes, uint8 `[n, 128]`, as bytes `[n, 16 * width]`."""
+    if width == 8:
+        return codes
+    each = 8 // width
+    parts = (codes & (2**width - 1)).view(codes.shape[0], -1, each)
+    made: torch.Tensor = parts[:, :, 0].clone()
+    for place in range(1, each):
+        made |= parts[:, :, place] << (place * width)
+    return made
+
+
+def _unpack_shard(shard: torch.Tensor, width: int) -> torch.Tensor:
+    """Inverse of `_pack_shard`: uint8 `[n, 128]`, new."""
+    if width == 8:
+        return shard.clone()
+    each = 8 // width
+    codes = torch.empty(shard.shape[0], BLOCK // each, each, dtype=torch.uint8, device=shard.device)
+    for place in range(each):
+        torch.bitwise_and(shard >> (place * width), 2**width - 1, out=codes[:, :, place])
+    return codes.view(-1, BLOCK)

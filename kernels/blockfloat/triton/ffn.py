@@ -1,0 +1,167 @@
+"""SwiGLU and GELU that store their inputs as they read them, and their gradients from what was stored."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.blockfloat.layout import BLOCK, blocks_of, limit
+from kernels.blockfloat.triton.store import (
+    BLOCKS,
+    WARPS,
+    block_columns,
+    empty_packed,
+    load_blocks,
+    load_wide,
+    row_view,
+    store_blocks,
+    store_jit,
+    store_rounded,
+)
+from kernels.common.triton.numbers import as_bits
+
+_ROOT = tl.constexpr(0.7978845608028654)
+_CUBE = tl.constexpr(0.044715)
+
+
+@triton.jit
+def _sigmoid(v):
+    return 1.0 / (1.0 + tl.exp(-v))
+
+
+@triton.jit
+def _gelu_tanh(v):
+    """tanh(sqrt(2 / pi) (v + 0.044715 v**3))."""
+    return 2.0 * _sigmoid(2.0 * _ROOT * (v + _CUBE * v * v * v)) - 1.0
+
+
+@store_jit
+def _forward(
+    gate,
+    up,
+    inner,
+    packed_gate,
+    packed_up,
+    n,
+    width,
+    per_row,
+    stride,
+    BITS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    GATED: tl.constexpr,
+    T: tl.constexpr,
+):
+    """inner = silu(gate) * up, or gelu(gate) if not GATED; the inputs stored."""
+    block = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
+    inside = block < n
+    row, column = block_columns(block, per_row)
+    columns = column[:, None] + tl.arange(0, 128)[None, :]
+    real = inside[:, None] & (columns < width)
+    source = (row * stride)[:, None] + columns
+    g = load_wide(gate + source, real)
+    store_blocks(packed_gate, n, block, inside, g, BITS, LIMIT)
+    if GATED:
+        u = load_wide(up + source, real)
+        store_blocks(packed_up, n, block, inside, u, BITS, LIMIT)
+        result = g * _sigmoid(g) * u
+    else:
+        result = 0.5 * g * (1.0 + _gelu_tanh(g))
+    store_rounded(inner + (row * width)[:, None] + columns, result, real)
+
+
+@store_jit
+def _backward(
+    grad,
+    packed_gate,
+    packed_up,
+    inner,
+    of_gate,
+    of_up,
+    n,
+    width,
+    per_row,
+    BITS: tl.constexpr,
+    GATED: tl.constexpr,
+    T: tl.constexpr,
+):
+    """Gradients of the stored inputs, and inner computed again; `inner` may be `grad`."""
+    block = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
+    inside = block < n
+    row, column = block_columns(block, per_row)
+    columns = column[:, None] + tl.arange(0, 128)[None, :]
+    real = inside[:, None] & (columns < width)
+    where = (row * width)[:, None] + columns
+    upstream = load_wide(grad + where, real)
+    g = load_blocks(packed_gate, n, block, inside, BITS)
+    if GATED:
+        u = load_blocks(packed_up, n, block, inside, BITS)
+        share = _sigmoid(g)
+        silu = g * share
+        result = silu * u
+        store_rounded(of_up + where, upstream * silu, real)
+        slope = u * (share * (1.0 + g * (1.0 - share)))
+    else:
+        tanh = _gelu_tanh(g)
+        result = 0.5 * g * (1.0 + tanh)
+        slope = 0.5 * (1.0 + tanh) + 0.5 * g * (1.0 - tanh * tanh) * _ROOT * (1.0 + 3.0 * _CUBE * g * g)
+    store_rounded(of_gate + where, upstream * slope, real)
+    store_rounded(inner + where, result, real)
+
+
+def ffn_store(
+    gate: torch.Tensor, up: torch.Tensor | None, bits: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `kernels.blockfloat.layers.ffn_store`."""
+    first = row_view(gate)
+    second = first if up is None else row_view(up)
+    if second.stride(0) != first.stride(0):
+        first, second = first.contiguous(), second.contiguous()
+    count = blocks_of(gate.shape)
+    inner = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    packed_gate = empty_packed(gate.shape, bits, gate.device)
+    packed_up = packed_gate.new_empty(0) if up is None else empty_packed(gate.shape, bits, gate.device)
+    if count:
+        _forward[(triton.cdiv(count, BLOCKS),)](
+            first,
+            second,
+            as_bits(inner),
+            packed_gate,
+            packed_gate if up is None else packed_up,
+            count,
+            gate.shape[-1],
+            -(-gate.shape[-1] // BLOCK),
+            first.stride(0),
+            BITS=bits,
+            LIMIT=limit(bits),
+            GATED=up is not None,
+            T=BLOCKS,
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )
+    return inner, packed_gate, packed_up
+
+
+def ffn_backward(
+    grad: torch.Tensor, packed_gate: torch.Tensor, packed_up: torch.Tensor | None, bits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `kernels.blockfloat.layers.ffn_backward`: `grad`, contiguous, becomes the inner activations."""
+    count = blocks_of(grad.shape)
+    of_gate = torch.empty_like(grad)
+    of_up = grad.new_empty(0) if packed_up is None else torch.empty_like(grad)
+    if count:
+        _backward[(triton.cdiv(count, BLOCKS),)](
+            grad,
+            packed_gate,
+            packed_gate if packed_up is None else packed_up,
+            as_bits(grad),
+            as_bits(of_gate),
+            as_bits(of_gate if packed_up is None else of_up),
+            count,
+            grad.shape[-1],
+            -(-grad.shape[-1] // BLOCK),
+            BITS=bits,
+            GATED=packed_up is not None,
+            T=BLOCKS,
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )
+    return of_gate, of_up

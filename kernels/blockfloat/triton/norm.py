@@ -1,0 +1,235 @@
+"""Norms that store their input as they read it, and that start again from what was stored.
+
+One program a row, whole in registers. A row's sums depend on how many threads share it, so `WARPS` belongs to
+what a run's bits are a function of; it is a function of the width alone.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.blockfloat.layout import BLOCK, blocks_of, limit
+from kernels.blockfloat.triton.store import (
+    empty_packed,
+    load_blocks,
+    load_wide,
+    row_view,
+    store_blocks,
+    store_jit,
+    store_rounded,
+)
+from kernels.common.triton.numbers import as_bits
+
+# Programs of the backward kernel, each of which sums the weight's gradient over its share of the rows.
+PROGRAMS = 264
+
+
+@triton.jit
+def _total(v):
+    return tl.sum(tl.sum(v, 1), 0)
+
+
+@triton.jit
+def _normal(y, real, width, eps, LAYER: tl.constexpr):
+    """y normalised, 0 outside, and the factor by which it was."""
+    if LAYER:
+        y = tl.where(real, y - _total(y) / width, 0.0)
+    inverse = 1.0 / tl.sqrt(_total(y * y) / width + eps)
+    return y * inverse, inverse
+
+
+@store_jit
+def _forward(
+    x,
+    weight,
+    bias,
+    normed,
+    packed,
+    n,
+    rows,
+    width,
+    per_row,
+    stride,
+    eps,
+    BITS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    LAYER: tl.constexpr,
+    AGAIN: tl.constexpr,
+    T: tl.constexpr,
+):
+    """Normalise a row of x and store it; or, AGAIN, of what was stored."""
+    row = tl.program_id(0).to(tl.int64)
+    t = tl.arange(0, T)
+    inside = t < per_row
+    columns = t[:, None] * 128 + tl.arange(0, 128)[None, :]
+    real = inside[:, None] & (columns < width)
+    if AGAIN:
+        y = load_blocks(packed, n, row * per_row + t, inside, BITS)
+        y = tl.where(real, y, 0.0)
+    else:
+        y = load_wide(x + row * stride + columns, real)
+        store_blocks(packed, n, row * per_row + t, inside, y, BITS, LIMIT)
+    normal, _ = _normal(y, real, width, eps, LAYER)
+    result = normal * load_wide(weight + columns, real)
+    if LAYER:
+        result += load_wide(bias + columns, real)
+    store_rounded(normed + row * width + columns, result, real)
+
+
+@store_jit
+def _backward(
+    grad,
+    packed,
+    residual,
+    weight,
+    out,
+    of_weight,
+    of_bias,
+    n,
+    rows,
+    width,
+    per_row,
+    eps,
+    BITS: tl.constexpr,
+    LAYER: tl.constexpr,
+    T: tl.constexpr,
+):
+    """out = residual + gradient of the row; partial sums of the parameters' gradients, a row a program."""
+    program = tl.program_id(0)
+    t = tl.arange(0, T)
+    inside = t < per_row
+    columns = t[:, None] * 128 + tl.arange(0, 128)[None, :]
+    real = inside[:, None] & (columns < width)
+    scale = load_wide(weight + columns, real)
+    sum_weight = tl.zeros((T, 128), tl.float32)
+    sum_bias = tl.zeros((T, 128), tl.float32)
+    row = program.to(tl.int64)
+    while row < rows:
+        y = tl.where(real, load_blocks(packed, n, row * per_row + t, inside, BITS), 0.0)
+        normal, inverse = _normal(y, real, width, eps, LAYER)
+        upstream = load_wide(grad + row * width + columns, real)
+        sum_weight += upstream * normal
+        weighted = upstream * scale
+        inner = _total(weighted * normal) / width
+        if LAYER:
+            sum_bias += upstream
+            weighted -= _total(weighted) / width
+        result = (weighted - normal * inner) * inverse
+        result += load_wide(residual + row * width + columns, real)
+        store_rounded(out + row * width + columns, result, real)
+        row += tl.num_programs(0)
+    partial = program.to(tl.int64) * width + columns
+    tl.store(of_weight + partial, sum_weight, mask=real)
+    if LAYER:
+        tl.store(of_bias + partial, sum_bias, mask=real)
+
+
+def _launch(width: int) -> dict[str, int]:
+    blocks = triton.next_power_of_2(-(-width // BLOCK))
+    return {"T": blocks, "num_warps": min(max(blocks // 4, 1), 8)}
+
+
+def norm_store(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    bits: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of x in `dtype`, and x stored (`kernels.blockfloat.layers.norm_store`)."""
+    rows = row_view(x)
+    packed = empty_packed(x.shape, bits, x.device)
+    normed = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if rows.shape[0]:
+        _run_forward(rows, weight, bias, normed, packed, eps, bits, again=False)
+    return normed, packed
+
+
+def norm_again(
+    packed: torch.Tensor,
+    shape: torch.Size,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    bits: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The norm, in `dtype`, of what was stored."""
+    normed = torch.empty(shape, dtype=dtype, device=packed.device)
+    if normed.numel():
+        _run_forward(normed.view(-1, shape[-1]), weight, bias, normed, packed, eps, bits, again=True)
+    return normed
+
+
+def _run_forward(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    normed: torch.Tensor,
+    packed: torch.Tensor,
+    eps: float,
+    bits: int,
+    *,
+    again: bool,
+) -> None:
+    count, width = rows.shape
+    _forward[(count,)](
+        as_bits(normed) if again else rows,
+        weight,
+        weight if bias is None else bias,
+        as_bits(normed),
+        packed,
+        blocks_of(rows.shape),
+        count,
+        width,
+        -(-width // BLOCK),
+        rows.stride(0),
+        eps,
+        BITS=bits,
+        LIMIT=limit(bits),
+        LAYER=bias is not None,
+        AGAIN=again,
+        **_launch(width),
+        enable_fp_fusion=False,
+    )
+
+
+def norm_backward(
+    grad: torch.Tensor,
+    packed: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    bits: int,
+    *,
+    programs: int = PROGRAMS,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `kernels.blockfloat.layers.norm_backward`."""
+    width = grad.shape[-1]
+    rows, beside = grad.reshape(-1, width).contiguous(), residual.reshape(-1, width).contiguous()
+    out = torch.empty(residual.shape, dtype=residual.dtype, device=grad.device)
+    programs = min(rows.shape[0], programs)
+    sums = torch.zeros(2 if bias is not None else 1, programs, width, dtype=torch.float32, device=grad.device)
+    if programs:
+        _backward[(programs,)](
+            rows,
+            packed,
+            beside,
+            weight,
+            as_bits(out),
+            sums[0],
+            sums[-1],
+            blocks_of(rows.shape),
+            rows.shape[0],
+            width,
+            -(-width // BLOCK),
+            eps,
+            BITS=bits,
+            LAYER=bias is not None,
+            **_launch(width),
+            enable_fp_fusion=False,
+        )
+    of_weight = sums[0].sum(0)
+    return out, of_weight, of_weight.new_empty(0) if bias is None else sums[1].sum(0)

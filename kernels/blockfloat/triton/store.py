@@ -1,0 +1,310 @@
+"""`kernels.blockfloat.reference` in Triton: the same bits, alone or inside the kernels that produce the tensor.
+
+T blocks are `[T, 128]`, as they lie in memory, so that neighbouring threads read neighbouring bytes; the 8
+elements that share a word of a shard belong to one thread if rows begin where 16 bytes do. Every reduction
+here is a maximum of integers, exact in any order; the rest is elementwise, one rounding an operation. Compile
+with `enable_fp_fusion=False`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.blockfloat.layout import (
+    BLOCK,
+    NAN_SCALE,
+    SMALL_MAGNITUDES,
+    SMALL_THRESHOLDS,
+    SMALLEST_BITS,
+    TOO_LARGE_BITS,
+    blocks_of,
+    limit,
+    packed_bytes,
+    payload_offset,
+)
+from kernels.common.triton.numbers import MAGIC, MAGIC_BITS, as_bits, reciprocal
+
+_SMALLEST = tl.constexpr(SMALLEST_BITS)
+_TOO_LARGE = tl.constexpr(TOO_LARGE_BITS)
+_NAN_SCALE = tl.constexpr(NAN_SCALE)
+_THRESHOLDS = tuple(tl.constexpr(value) for value in SMALL_THRESHOLDS)
+_FIRST, _SECOND, _THIRD = _THRESHOLDS
+_SMALL_0, _SMALL_1, _SMALL_2, _SMALL_3 = (tl.constexpr(value) for value in SMALL_MAGNITUDES)
+
+# Triton compiles anew for sizes that are 1 or multiples of 16. That gains something for `width` and `stride`
+# alone, by which it knows that a thread may read several elements at once.
+SIZES = ("n", "rows", "per_row")
+
+# Blocks of a program, and its warps; no bit depends on them.
+BLOCKS = 8
+WARPS = 4
+
+
+@triton.jit
+def load_wide(pointers, mask):
+    """fp32 of fp32, fp16 or bf16 numbers, 0 where masked."""
+    values = tl.load(pointers, mask=mask, other=0.0)
+    if pointers.dtype.element_ty == tl.bfloat16:
+        # The interpreter's own conversion is wrong for subnormal numbers.
+        wide = (values.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = values.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def half_bits(y):
+    """The upper half of fp32's bits, rounded to nearest even: bf16, as int32."""
+    bits = y.to(tl.int32, bitcast=True)
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+
+
+@triton.jit
+def store_rounded(pointers, y, mask):
+    """Round y to the pointers' dtype; int16 stands for bf16 under the interpreter."""
+    if pointers.dtype.element_ty == tl.int16:
+        rounded = half_bits(y).to(tl.int16)
+    else:
+        rounded = y.to(pointers.dtype.element_ty)
+    tl.store(pointers, rounded, mask=mask)
+
+
+@triton.jit
+def _scale_bits(largest, LIMIT: tl.constexpr):
+    """bf16 bits, int32, of the scale of a block whose largest magnitude has these fp32 bits."""
+    scale = half_bits(largest.to(tl.float32, bitcast=True) * (1.0 / LIMIT))
+    scale = tl.where(largest < _SMALLEST, 0, scale)
+    return tl.where(largest >= _TOO_LARGE, _NAN_SCALE, scale)
+
+
+@triton.jit
+def _codes(y, inverse, BITS: tl.constexpr, LIMIT: tl.constexpr):
+    """Codes, int32 like y, of blocks whose scales have these reciprocals `[T]`."""
+    bits = y.to(tl.int32, bitcast=True)
+    scaled = tl.abs(y) * inverse[:, None]
+    # A NaN fails the comparison.
+    scaled = tl.where(scaled < LIMIT, scaled, LIMIT)
+    if BITS == 3:
+        codes = (scaled > _FIRST).to(tl.int32) + (scaled > _SECOND).to(tl.int32)
+        codes += (scaled > _THIRD).to(tl.int32)
+    else:
+        STEP: tl.constexpr = 1 << (BITS - 3)
+        # Products with powers of two are exact, and so is a fused multiplication.
+        nearest = tl.minimum(scaled + MAGIC, tl.fma(scaled, 0.5, MAGIC + STEP))
+        nearest = tl.minimum(nearest, tl.fma(scaled, 0.25, MAGIC + 2 * STEP))
+        codes = nearest.to(tl.int32, bitcast=True) - MAGIC_BITS
+    return codes | ((bits >> (32 - BITS)) & (1 << (BITS - 1)))
+
+
+@triton.jit
+def _store_shard(start, block, inside, codes, WIDTH: tl.constexpr):
+    """The lowest WIDTH bits of codes `[T, 128]` to the shard at `start`."""
+    if WIDTH == 8:
+        where = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+        tl.store(start + where, codes.to(tl.uint8), mask=inside[:, None] & (where >= 0))
+    else:
+        j = tl.arange(0, 8)[None, None, :]
+        eights = tl.reshape(codes & ((1 << WIDTH) - 1), (codes.shape[0], 16, 8))
+        words = tl.sum(eights << (j * WIDTH), 2)
+        if WIDTH == 4:
+            target = start.to(tl.pointer_type(tl.int32), bitcast=True)
+        elif WIDTH == 2:
+            target = start.to(tl.pointer_type(tl.int16), bitcast=True)
+        else:
+            target = start
+        where = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+        tl.store(target + where, words.to(target.dtype.element_ty), mask=inside[:, None] & (where >= 0))
+
+
+@triton.jit
+def _load_shard(start, block, inside, WIDTH: tl.constexpr):
+    """Inverse of `_store_shard`: int32 `[T, 128]`."""
+    if WIDTH == 8:
+        where = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+        codes = tl.load(start + where, mask=inside[:, None] & (where >= 0), other=0).to(tl.int32)
+    else:
+        if WIDTH == 4:
+            source = start.to(tl.pointer_type(tl.int32), bitcast=True)
+        elif WIDTH == 2:
+            source = start.to(tl.pointer_type(tl.int16), bitcast=True)
+        else:
+            source = start
+        where = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+        words = tl.load(source + where, mask=inside[:, None] & (where >= 0), other=0).to(tl.int32)
+        j = tl.arange(0, 8)[None, None, :]
+        codes = tl.reshape((words[:, :, None] >> (j * WIDTH)) & ((1 << WIDTH) - 1), (block.shape[0], 128))
+    return codes
+
+
+@triton.jit
+def _payload(n):
+    """Offset of the first shard (`blockfloat_layout.payload_offset`)."""
+    return (n.to(tl.int64) * 2 + 15) // 16 * 16
+
+
+@triton.jit
+def store_blocks(packed, n, block, inside, y, BITS: tl.constexpr, LIMIT: tl.constexpr):
+    """Store y, fp32 `[T, 128]`, zeros where there is padding, as blocks `block` (int64 `[T]`) of n."""
+    if BITS == 16:
+        bits = y.to(tl.int32, bitcast=True)
+        rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, _NAN_SCALE, half_bits(y)).to(tl.int16)
+        where = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+        target = packed.to(tl.pointer_type(tl.int16), bitcast=True)
+        tl.store(target + where, rounded, mask=inside[:, None] & (where >= 0))
+    else:
+        magnitudes = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        scale = _scale_bits(tl.max(magnitudes, 1), LIMIT)
+        tl.store(packed.to(tl.pointer_type(tl.int16), bitcast=True) + block, scale.to(tl.int16), mask=inside)
+        value = (scale << 16).to(tl.float32, bitcast=True)
+        inverse = tl.where(scale == 0, 0.0, reciprocal(tl.where(scale == 0, 1.0, value)))
+        codes = _codes(y, inverse, BITS, LIMIT)
+        start = packed + _payload(n)
+        if BITS == 8:
+            _store_shard(start, block, inside, codes, 8)
+        elif BITS == 3:
+            _store_shard(start, block, inside, codes, 2)
+            _store_shard(start + n.to(tl.int64) * 32, block, inside, codes >> 2, 1)
+        else:
+            _store_shard(start, block, inside, codes, 4)
+            if BITS > 4:
+                _store_shard(start + n.to(tl.int64) * 64, block, inside, codes >> 4, BITS - 4)
+
+
+@triton.jit
+def load_blocks(packed, n, block, inside, BITS: tl.constexpr):
+    """Inverse of `store_blocks`: fp32 `[T, 128]`, zeros for blocks outside."""
+    if BITS == 16:
+        where = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+        source = packed.to(tl.pointer_type(tl.int16), bitcast=True)
+        bits = tl.load(source + where, mask=inside[:, None] & (where >= 0), other=0).to(tl.int32)
+        y = (bits << 16).to(tl.float32, bitcast=True)
+    else:
+        scales = packed.to(tl.pointer_type(tl.int16), bitcast=True)
+        bits = tl.load(scales + block, mask=inside, other=0).to(tl.int32)
+        scale = (bits << 16).to(tl.float32, bitcast=True)[:, None]
+        start = packed + _payload(n)
+        if BITS == 8:
+            codes = _load_shard(start, block, inside, 8)
+        elif BITS == 3:
+            codes = _load_shard(start, block, inside, 2)
+            codes |= _load_shard(start + n.to(tl.int64) * 32, block, inside, 1) << 2
+        else:
+            codes = _load_shard(start, block, inside, 4)
+            if BITS > 4:
+                codes |= _load_shard(start + n.to(tl.int64) * 64, block, inside, BITS - 4) << 4
+        if BITS == 3:
+            low = tl.where((codes & 1) == 0, _SMALL_0, _SMALL_1)
+            high = tl.where((codes & 1) == 0, _SMALL_2, _SMALL_3)
+            magnitude = tl.where((codes & 2) == 0, low, high)
+        else:
+            STEP: tl.constexpr = 1 << (BITS - 3)
+            exponent = (codes >> (BITS - 3)) & 3
+            value = (codes & (STEP - 1)) | tl.where(exponent == 0, 0, STEP)
+            value = value << tl.maximum(exponent - 1, 0)
+            # 2**23 + value, exactly.
+            magnitude = (value | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+        y = magnitude * scale
+        # The sign as a bit, so that a zero keeps its own.
+        sign = (codes << (32 - BITS)) & -2147483648
+        y = (y.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+    return y
+
+
+@triton.jit
+def block_columns(block, per_row):
+    """Each block's row (int64) and first column."""
+    # There are never so many blocks that 32 bits, whose division is several times as fast, cannot count them.
+    narrow = block.to(tl.int32)
+    row = narrow // per_row
+    return row.to(tl.int64), (narrow - row * per_row) * 128
+
+
+def store_jit(function):
+    """`triton.jit` for kernels that are launched: one compilation for all sizes."""
+    return triton.jit(function, do_not_specialize=SIZES)
+
+
+@store_jit
+def _pack(x, packed, n, width, per_row, stride, BITS: tl.constexpr, LIMIT: tl.constexpr, T: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
+    inside = block < n
+    row, column = block_columns(block, per_row)
+    columns = column[:, None] + tl.arange(0, 128)[None, :]
+    real = inside[:, None] & (columns < width)
+    y = load_wide(x + (row * stride)[:, None] + columns, real)
+    store_blocks(packed, n, block, inside, y, BITS, LIMIT)
+
+
+@store_jit
+def _unpack(packed, out, n, width, per_row, BITS: tl.constexpr, T: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
+    inside = block < n
+    y = load_blocks(packed, n, block, inside, BITS)
+    row, column = block_columns(block, per_row)
+    columns = column[:, None] + tl.arange(0, 128)[None, :]
+    real = inside[:, None] & (columns < width)
+    store_rounded(out + (row * width)[:, None] + columns, y, real)
+
+
+def row_view(x: torch.Tensor) -> torch.Tensor:
+    """`[..., C]` as `[rows, C]` with contiguous elements in a row; a copy only where no such view exists."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def empty_packed(shape: torch.Size, bits: int, device: torch.device) -> torch.Tensor:
+    """The buffer of a stored tensor; its gap after the scales holds zeros, the rest is to be written."""
+    packed = torch.empty(packed_bytes(shape, bits), dtype=torch.uint8, device=device)
+    blocks = blocks_of(shape)
+    if bits != 16 and (2 * blocks) % 16:
+        packed[2 * blocks : payload_offset(blocks, bits)].zero_()
+    return packed
+
+
+def pack(x: torch.Tensor, bits: int, *, blocks: int = BLOCKS, warps: int = WARPS) -> torch.Tensor:
+    """As `kernels.blockfloat.reference.pack`. Never waits."""
+    packed = empty_packed(x.shape, bits, x.device)
+    count = blocks_of(x.shape)
+    if count:
+        rows = row_view(x)
+        _pack[(triton.cdiv(count, blocks),)](
+            rows,
+            packed,
+            count,
+            rows.shape[1],
+            -(-rows.shape[1] // BLOCK),
+            rows.stride(0),
+            BITS=bits,
+            LIMIT=limit(bits),
+            T=blocks,
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
+    return packed
+
+
+def unpack(
+    packed: torch.Tensor,
+    shape: torch.Size,
+    bits: int,
+    dtype: torch.dtype,
+    *,
+    blocks: int = BLOCKS,
+    warps: int = WARPS,
+) -> torch.Tensor:
+    """As `kernels.blockfloat.reference.unpack`."""
+    out = torch.empty(shape, dtype=dtype, device=packed.device)
+    count = blocks_of(shape)
+    if count:
+        _unpack[(triton.cdiv(count, blocks),)](
+            packed,
+            as_bits(out),
+            count,
+            shape[-1],
+            -(-shape[-1] // BLOCK),
+            BITS=bits,
+            T=blocks,
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
+    return out

@@ -1,0 +1,40 @@
+"""Random bits as a hash of (salt, element), for stochastic rounding.
+
+No generator has a state: the same salt gives the same bits however often they are drawn, whatever the launch
+and in whatever pieces. `kernels.fp8.triton` has the same hash.
+"""
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+FIRST_FACTOR = 0x7FEB352D
+SECOND_FACTOR = 0x846CA68B
+
+
+def random_bits(count: int, salt: int, device: torch.device, *, bits: int = 16, first: int = 0) -> Tensor:
+    """`bits` random bits, at most 31, of each element from `first` on, int32 [count]; `salt` has 32."""
+    end = first + count
+    # int32 holds the lower half of a larger number as well.
+    x = torch.arange(first, end, dtype=torch.int32 if end <= 1 << 31 else torch.int64, device=device).int()
+    x.bitwise_xor_(_signed(salt))
+    # A signed number is shifted with copies of its sign, which are cut off.
+    shifted = (x >> 16).bitwise_and_(0xFFFF)
+    x.bitwise_xor_(shifted).mul_(_signed(FIRST_FACTOR))
+    torch.bitwise_right_shift(x, 15, out=shifted).bitwise_and_(0x1FFFF)
+    x.bitwise_xor_(shifted).mul_(_signed(SECOND_FACTOR))
+    torch.bitwise_right_shift(x, 16, out=shifted).bitwise_and_(0xFFFF)
+    return x.bitwise_xor_(shifted).bitwise_and_((1 << bits) - 1)
+
+
+def mixed(number: int) -> int:
+    """A hash of 32 bits to 32 bits, the one that elements go through: salts that differ by little then
+    differ by much."""
+    number = ((number ^ (number >> 16)) * FIRST_FACTOR) & _MASK
+    number = ((number ^ (number >> 15)) * SECOND_FACTOR) & _MASK
+    return number ^ (number >> 16)
+
+
+def _signed(number: int) -> int:
+    """32 bits as int32 has them."""
+    return (number + 2**31) % 2**32 - 2**31

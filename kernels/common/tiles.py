@@ -1,0 +1,161 @@
+"""Tiles, the tensor's exponent and fp16 rounding: what every tiled quantizer here shares.
+
+A tensor `[..., C]` is cut along its last dimension into tiles of `TILE` contiguous elements; a last tile that
+is shorter is filled up with zeros. Tiles are numbered row by row: tile t of row r is r * ceil(C / 64) + t.
+
+Before anything else a tensor is normalised: with e its exponent (`tensor_exponent`), y = x * 2**-e lies in
+(-2**13, 2**13), which is exact. That keeps scales and zero-points in fp16's range for every finite input,
+whether its elements are near 1e-30 or 1e30. What lies 2**37 times below the largest element of the tensor is
+zero to fp16.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+
+# Named again: whoever works on tiles has all of them from here.
+from kernels.common.tile_layout import TILE as TILE
+from kernels.common.tile_layout import tiles_per_row as tiles_per_row
+
+# Largest exponent of a normalised element, exclusive. A rotated tile reaches 4.07 times its largest element
+# (one spike a and 63 elements just below a / 2, summed and divided by 8), which still fits fp16's 65504.
+NORMAL_BITS = 13
+
+# Smallest step that is stored: fp16's smallest subnormal. A tile of zeros gets it too: no step is zero.
+SMALLEST_STEP = 2.0**-24
+
+# Exponents that a finite tensor can have: 2**-149 (fp32's smallest) to below 2**128.
+MIN_EXPONENT = -149 + 1 - NORMAL_BITS
+MAX_EXPONENT = 128 - NORMAL_BITS
+
+# In place of an exponent: the tensor holds infinities or NaNs.
+NON_FINITE = 0x7FFF
+
+# Of the bits of an fp16: those of its magnitude, and an infinity's; NaNs are above.
+HALF_MAGNITUDE = 0x7FFF
+HALF_INFINITY = 0x7C00
+
+# Tiles worked on at once on a CPU: the scratch stays in cache (1 MiB for each fp32 buffer).
+_CPU_BLOCK = 4096
+
+
+def tile_rows(x: torch.Tensor) -> torch.Tensor:
+    """`[..., C]` to `[tiles, 64]`; a copy only if C is no multiple of 64 or x is not contiguous."""
+    width = x.shape[-1]
+    short = -width % TILE
+    rows = x.reshape(-1, width)
+    return (F.pad(rows, (0, short)) if short else rows.contiguous()).view(-1, TILE)
+
+
+def blocks(tiles: int, device: torch.device) -> Iterator[slice]:
+    """Ranges of tiles to work on one after the other. Results never depend on where a range ends."""
+    size = _CPU_BLOCK if device.type == "cpu" else tiles
+    for start in range(0, tiles, size):
+        yield slice(start, min(start + size, tiles))
+
+
+def tensor_exponent(x: torch.Tensor, constant: float = 1.0) -> torch.Tensor:
+    """e, int32 0-d on x's device, such that the largest |x * constant| * 2**-e lies in [2**12, 2**13).
+
+    -13 for a tensor of zeros; `NON_FINITE` if x holds, or x * constant reaches, an infinity or a NaN. Never
+    waits for the device.
+    """
+    low, high = torch.aminmax(x)
+    largest = torch.maximum(-low, high).float() * constant
+    _, exponent = torch.frexp(largest)
+    return torch.where(torch.isfinite(largest), exponent.int() - NORMAL_BITS, NON_FINITE).int()
+
+
+def powers_of_two(exponent: torch.Tensor) -> list[torch.Tensor]:
+    """2**exponent as fp32 0-d factors to multiply by in turn: one factor does not reach beyond 2**127.
+
+    The factor nearer to 1 comes first, so that a result below fp32's normal range is rounded once.
+    """
+    far = exponent.clamp(-126, 126)
+    near = exponent - far
+    factors = [_power_of_two(near), _power_of_two(far)]
+    # Skipping a factor of one changes nothing; asking a GPU whether it is one would wait for it.
+    return factors[1:] if exponent.device.type == "cpu" and near.item() == 0 else factors
+
+
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    return ((exponent + 127) << 23).int().view(torch.float32)
+
+
+def normalised(rows: torch.Tensor, factors: list[torch.Tensor], constant: float = 1.0) -> torch.Tensor:
+    """A new fp32 tensor: rows * constant, then times every factor in order."""
+    # Widened first: normalising would overflow fp16.
+    y = rows.to(torch.float32, copy=True)
+    if constant != 1.0:
+        y.mul_(constant)
+    return multiply_all(y, factors)
+
+
+def multiply_all(x: torch.Tensor, factors: list[torch.Tensor]) -> torch.Tensor:
+    """x times every factor, in place, in order."""
+    for factor in factors:
+        x.mul_(factor)
+    return x
+
+
+def short_tiles(per_tile: torch.Tensor, width: int) -> torch.Tensor:
+    """A view of the entries of each row's last tile in a tensor `[n]`, rows being `width` elements wide."""
+    return per_tile.view(-1, tiles_per_row(width))[:, -1]
+
+
+def _next_up(half: torch.Tensor) -> torch.Tensor:
+    """The next larger fp16. Negative numbers grow as their bits shrink."""
+    bits = half.view(torch.int16)
+    return torch.where(bits < 0, bits - 1, bits + 1).to(torch.int16).view(torch.float16)
+
+
+def ceil_to_half(x: torch.Tensor) -> torch.Tensor:
+    """The smallest fp16 that is not below x (fp32, within fp16's range)."""
+    half = x.to(torch.float16)
+    return torch.where(half.float() < x, _next_up(half), half)
+
+
+def floor_to_half(x: torch.Tensor) -> torch.Tensor:
+    """The largest fp16 that is not above x (fp32, within fp16's range).
+
+    Below 2**-100 in magnitude x counts as 0, so that hardware which flushes subnormals agrees.
+    """
+    return -ceil_to_half(-torch.where(x.abs() < 2.0**-100, 0.0, x))
+
+
+def step_for(span: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """The smallest fp16 of which `steps` cover `span`; fp32 `[n]` both.
+
+    The divisor is a tensor because torch on a GPU multiplies by the reciprocal of a plain number.
+    """
+    return ceil_to_half((span / steps).clamp_min(SMALLEST_STEP))
+
+
+def restore(
+    out: torch.Tensor, tiles: Callable[[slice], torch.Tensor], exponent: int, constant: float = 1.0
+) -> None:
+    """Fill `out` (`[..., C]`, contiguous) from `tiles`, which gives fp32 `[t, 64]` of any block to overwrite.
+
+    Multiplies by 2**exponent, divides by `constant` and rounds to out's dtype, within its finite range: the
+    last code of a tile may lie half a step beyond the largest element, which must not become an infinity.
+    """
+    width = out.shape[-1]
+    if width % TILE:
+        padded = out.new_empty(out.numel() // width, tiles_per_row(width) * TILE)
+        rows = padded.view(-1, TILE)
+    else:
+        rows = out.view(-1, TILE)
+    limit = torch.finfo(out.dtype).max
+    # Normalised values decode to below 2**24, rotated back or not.
+    may_overflow = constant != 1.0 or exponent + 24 >= math.frexp(limit)[1]
+    factors = powers_of_two(torch.tensor(exponent, dtype=torch.int32))
+    for block in blocks(rows.shape[0], out.device):
+        y = multiply_all(tiles(block), factors)
+        if constant != 1.0:
+            # Not a plain number, by whose reciprocal torch on a GPU would multiply.
+            y.div_(y.new_full((1,), constant))
+        rows[block] = y.clamp_(-limit, limit) if may_overflow else y
+    if width % TILE:
+        out.view(-1, width).copy_(padded[:, :width])

@@ -1,0 +1,351 @@
+"""`kernels.fixed.reference` in Triton: the same bits, without waiting for the device.
+
+Encoding reads the tensor once. Its exponent is known only when all of it has been read, but nothing except
+the scales' exponents depends on it: a tile is quantized with its own numbers, and a second, small kernel
+writes the scales. Where that would not be exact (a tile 2**17 or more below the tensor's largest element,
+whose scale is subnormal in fp16; elements beyond 2**-100 .. 2**100), it quantizes the tile again.
+"""
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.common.launch import FIXED_DECODE, FIXED_ENCODE, FIXED_FINISH, Launch, starts_early
+from kernels.common.tiles import TILE, tiles_per_row
+from kernels.common.triton.numbers import (
+    MAGIC,
+    MAGIC_BITS,
+    as_bits,
+    await_previous,
+    ceil_half,
+    ceil_short,
+    denormalised,
+    exponent_of,
+    half_value,
+    largest_of,
+    let_next_start,
+    load_block,
+    peak_bits,
+    powers_of_two,
+    quotient,
+    reciprocal,
+    sized_jit,
+    spread,
+    store_block,
+    tile_max,
+    tile_max_or_nan,
+    wrapped,
+)
+from kernels.common.triton.planes import (
+    BYTES,
+    NIBBLES,
+    gather_bytes,
+    gather_nibbles,
+    load_planes,
+    spread_bytes,
+    spread_nibbles,
+    store_planes,
+    transpose_nibbles,
+)
+from kernels.common.triton.rows import Rows
+
+# Tiles at once where they are quantized again.
+_AGAIN = 32
+
+
+@triton.jit
+def _pack(
+    bits,
+    planes,
+    base,
+    n,
+    T: tl.constexpr,
+    BITS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    NIBBLE_BIAS: tl.constexpr,
+    BYTE_BIAS: tl.constexpr,
+):
+    """Bits of MAGIC + q, q in -LIMIT .. LIMIT, to the planes of q + LIMIT."""
+    if BITS <= 4:
+        words = gather_nibbles(bits) - NIBBLE_BIAS
+        store_planes(planes, transpose_nibbles(words), base, n, T, BITS)
+    else:
+        plane = n.to(tl.int64) * 2
+        if BITS > 8:
+            code = bits - (MAGIC_BITS - LIMIT)
+            low = gather_bytes(code & 255, 0)
+            high = gather_bytes(code & 255, 1)
+            top = transpose_nibbles(gather_nibbles(code >> 8))
+            store_planes(planes + 8 * plane, top, base, n, T, BITS - 8)
+        else:
+            low = gather_bytes(bits, 0) - BYTE_BIAS
+            high = gather_bytes(bits, 1) - BYTE_BIAS
+        first = (low & 0x0F0F0F0F) | ((high << 4) & -0x0F0F0F10)
+        second = ((low >> 4) & 0x0F0F0F0F) | (high & -0x0F0F0F10)
+        store_planes(planes, transpose_nibbles(first), base, n, T, 4)
+        store_planes(planes + 4 * plane, transpose_nibbles(second), base, n, T, min(BITS, 8) - 4)
+
+
+@sized_jit
+def _quantize(
+    x,
+    planes,
+    steps,
+    peaks,
+    n,
+    width,
+    row_stride,
+    per_row,
+    constant,
+    BITS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    INVERSE_LIMIT: tl.constexpr,
+    NIBBLE_BIAS: tl.constexpr,
+    BYTE_BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    FLAT: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EARLY: tl.constexpr,
+    T: tl.constexpr,
+):
+    """Codes of every tile by its own scale; that scale, fp32, to `steps`; the program's largest element to
+    `peaks`."""
+    let_next_start(EARLY)
+    program = tl.program_id(0)
+    base = program.to(tl.int64) * T
+    y, real = load_block(x, base, n, width, row_stride, per_row, T, FLAT, PAIRS)
+    if SCALED:
+        y = y * constant
+    largest = tile_max_or_nan(tl.abs(y))
+    tl.store(peaks + program, peak_bits(y, largest))
+    # Never 0 but for a tile of zeros: what is below 2**-100 is quantized again.
+    step = tl.maximum(ceil_short(quotient(largest, LIMIT, INVERSE_LIMIT)), 1.1754943508222875e-38)
+    tile = tl.arange(0, T)
+    tl.store(steps + base + tile, tl.where(largest == 0, 0.0, step), mask=base + tile < n)
+    bits = (y * spread(reciprocal(step)) + MAGIC).to(tl.int32, bitcast=True)
+    if not FLAT:
+        bits = tl.where(real, bits, MAGIC_BITS - LIMIT)
+    _pack(bits, planes, base, n, T, BITS, LIMIT, NIBBLE_BIAS, BYTE_BIAS)
+
+
+@sized_jit
+def _finish(
+    x,
+    scales,
+    planes,
+    steps,
+    peaks,
+    exponent_out,
+    programs,
+    n,
+    width,
+    row_stride,
+    per_row,
+    constant,
+    BITS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    INVERSE_LIMIT: tl.constexpr,
+    NIBBLE_BIAS: tl.constexpr,
+    BYTE_BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    FLAT: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EARLY: tl.constexpr,
+    T: tl.constexpr,
+    AGAIN: tl.constexpr,
+):
+    """The exponent, and every tile's scale from `steps`; tiles for which that is not exact once more."""
+    program = tl.program_id(0)
+    first = program.to(tl.int64) * T
+    tile = first + tl.arange(0, T)
+    await_previous(EARLY)
+    step = tl.load(steps + tile, mask=tile < n, other=0.0)
+    exponent = exponent_of(largest_of(peaks, programs))
+    if program == 0:
+        tl.store(exponent_out, exponent)
+    near, far = powers_of_two(-exponent)
+    scaled = step * near * far
+    wrong = (step != 0) & (
+        (scaled < 6.103515625e-05) | (step < 7.888609052210118e-31) | (step > 1.2676506002282294e30)
+    )
+    tl.store(scales + tile, ceil_half(tl.maximum(scaled, 5.960464477539063e-08)).to(tl.int16), mask=tile < n)
+    if tl.max(wrong.to(tl.int32), 0) > 0:
+        # Whole blocks again, which writes the same where it was right; after the scales above.
+        tl.debug_barrier()
+        start = 0
+        while start < tl.minimum(T, n - program * T):
+            base = first + start
+            again = base + tl.arange(0, AGAIN)
+            y, real = load_block(x, base, n, width, row_stride, per_row, AGAIN, FLAT, PAIRS)
+            if SCALED:
+                y = y * constant
+            y = y * near * far
+            largest = tile_max(tl.abs(y))
+            exact = tl.div_rn(largest, tl.full((AGAIN,), LIMIT, tl.float32))
+            scale = ceil_half(tl.maximum(exact, 5.960464477539063e-08))
+            tl.store(scales + again, scale.to(tl.int16), mask=again < n)
+            inverse = tl.div_rn(tl.full((AGAIN,), 1.0, tl.float32), half_value(scale))
+            bits = (y * spread(inverse) + MAGIC).to(tl.int32, bitcast=True)
+            bits = tl.where(real, bits, MAGIC_BITS - LIMIT)
+            _pack(bits, planes, base, n, AGAIN, BITS, LIMIT, NIBBLE_BIAS, BYTE_BIAS)
+            start += AGAIN
+
+
+@sized_jit
+def _restore(
+    scales,
+    planes,
+    exponent,
+    out,
+    status,
+    n,
+    width,
+    per_row,
+    constant,
+    BITS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LARGEST_EXPONENT: tl.constexpr,
+    SCALED: tl.constexpr,
+    FLAT: tl.constexpr,
+    T: tl.constexpr,
+):
+    """Decode T tiles; what is wrong with them to `status[program]`."""
+    program = tl.program_id(0)
+    base = program.to(tl.int64) * T
+    tile = tl.arange(0, T)
+    step = tl.load(scales + base + tile, mask=base + tile < n, other=0x3C00).to(tl.int32)
+    if BITS <= 4:
+        words, ones = load_planes(planes, base, n, T, BITS)
+        code = spread_nibbles(transpose_nibbles(words))
+    else:
+        plane = n.to(tl.int64) * 2
+        first, ones = load_planes(planes, base, n, T, 4)
+        second, more_ones = load_planes(planes + 4 * plane, base, n, T, min(BITS, 8) - 4)
+        ones &= more_ones
+        first = transpose_nibbles(first)
+        second = transpose_nibbles(second)
+        low = (first & 0x0F0F0F0F) | ((second << 4) & -0x0F0F0F10)
+        high = ((first >> 4) & 0x0F0F0F0F) | (second & -0x0F0F0F10)
+        code = spread_bytes(low, high)
+        if BITS > 8:
+            top, more_ones = load_planes(planes + 8 * plane, base, n, T, BITS - 8)
+            ones &= more_ones
+            code |= spread_nibbles(transpose_nibbles(top)) << 8
+    # A code of all ones is 2 * LIMIT + 1.
+    wrong = tl.max((ones != 0).to(tl.int32), 0)
+    negative = ((step & 0x8000) != 0) | ((step & 0x7FFF) == 0)
+    infinite = ((step & 0x7FFF) > 0x7C00) | ((step & 0xFFFF) == 0x7C00)
+    wrong = tl.maximum(wrong, tl.max(tl.where(infinite, 4, tl.where(negative, 2, 0)), 0))
+    tl.store(status + program, wrong)
+    # 2**23 + code, exactly.
+    y = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + LIMIT)
+    y = y * spread(half_value(step))
+    if SCALED:
+        near, far = powers_of_two(tl.load(exponent))
+        y = tl.div_rn(y * near * far, tl.full(y.shape, 0.0, tl.float32) + constant)
+        y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
+    else:
+        y = denormalised(y, tl.load(exponent), LARGEST, LARGEST_EXPONENT)
+    store_block(out, y, base, n, width, per_row, T, FLAT)
+
+
+def _encoded(bits: int) -> dict[str, Any]:
+    """Constants of a width for the encoder's kernels."""
+    limit = 2 ** (bits - 1) - 1
+    return {
+        "BITS": bits,
+        "LIMIT": limit,
+        "INVERSE_LIMIT": torch.tensor(1.0 / limit, dtype=torch.float32).item(),
+        "NIBBLE_BIAS": wrapped((MAGIC_BITS.value - limit) * NIBBLES),
+        "BYTE_BIAS": wrapped((MAGIC_BITS.value - limit) * BYTES),
+    }
+
+
+def encode(
+    x: torch.Tensor,
+    scales: torch.Tensor,
+    planes: torch.Tensor,
+    exponent: torch.Tensor,
+    *,
+    constant: float,
+    launch: Launch = FIXED_ENCODE,
+    finish: Launch = FIXED_FINISH,
+) -> None:
+    """As `kernels.fixed.reference.encode`, the exponent into `exponent` (int32, 1 element). Never waits."""
+    rows = Rows(x)
+    programs = triton.cdiv(rows.tiles, launch.tiles)
+    steps = torch.empty(rows.tiles, dtype=torch.float32, device=x.device)
+    peaks = torch.empty(programs, dtype=torch.int32, device=x.device)
+    early = starts_early(x.device)
+    common = {
+        **_encoded(planes.shape[0]),
+        "SCALED": constant != 1.0,
+        "FLAT": rows.flat,
+        "PAIRS": rows.pairs,
+        "EARLY": early,
+        "enable_fp_fusion": False,
+    }
+    sizes = (rows.tiles, rows.width, rows.stride, rows.per_row, constant)
+    words = planes.view(torch.int32)
+    _quantize[(programs,)](
+        rows.data, words, steps, peaks, *sizes, **common, T=launch.tiles, num_warps=launch.warps
+    )
+    _finish[(triton.cdiv(rows.tiles, finish.tiles),)](
+        rows.data,
+        scales.view(torch.int16),
+        words,
+        steps,
+        peaks,
+        exponent,
+        programs,
+        *sizes,
+        **common,
+        T=finish.tiles,
+        AGAIN=min(_AGAIN, finish.tiles),
+        num_warps=finish.warps,
+        **({"launch_pdl": True} if early else {}),
+    )
+
+
+def decode(
+    scales: torch.Tensor,
+    planes: torch.Tensor,
+    out: torch.Tensor,
+    exponent: torch.Tensor,
+    *,
+    constant: float,
+    launch: Launch = FIXED_DECODE,
+) -> torch.Tensor:
+    """As `kernels.fixed.reference.decode`, with the exponent on the device.
+
+    Returns int32 `[k]`, all 0 if the sections were sound: else the largest is what `kernels.quantizer_ops` calls it.
+    What was decoded is then meaningless, but lies within `out`.
+    """
+    width = out.shape[-1]
+    tiles = scales.numel()
+    status = torch.empty(triton.cdiv(tiles, launch.tiles), dtype=torch.int32, device=out.device)
+    _restore[(status.numel(),)](
+        scales.view(torch.int16),
+        planes.view(torch.int32),
+        exponent,
+        as_bits(out),
+        status,
+        tiles,
+        width,
+        tiles_per_row(width),
+        constant,
+        BITS=planes.shape[0],
+        LIMIT=2 ** (planes.shape[0] - 1) - 1,
+        LARGEST=torch.finfo(out.dtype).max,
+        LARGEST_EXPONENT=math.frexp(torch.finfo(out.dtype).max)[1],
+        SCALED=constant != 1.0,
+        FLAT=width % TILE == 0,
+        T=launch.tiles,
+        num_warps=launch.warps,
+        enable_fp_fusion=False,
+    )
+    return status

@@ -1,0 +1,326 @@
+"""`kernels.fp8.reference` and `kernels.fp8.adamw` on GPUs: one pass over memory each.
+
+A program handles rows of 128 elements, a block of e4m3 numbers each. Conversion to and from e4m3 is by
+integers, the same under the interpreter.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import libdevice
+
+from kernels.common.triton.numbers import INTERPRETED, MAGIC, MAGIC_BITS, wrapped
+from kernels.fp8.adamw import AdamWStep
+from kernels.fp8.layout import blocks
+from kernels.fp8.reference import Draw, Fp8Gradient, Moment
+
+ROWS = 4
+WARPS = 2
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+# Triton compiles anew for sizes that are 1 or multiples of 16. For the number of elements that gains
+# something: it then knows that a thread may read several at once.
+
+
+def accumulate_gradient(
+    gradient: Fp8Gradient,
+    addend: Tensor,
+    draw: Draw | None = None,
+    rows: int = ROWS,
+    warps: int = WARPS,
+) -> None:
+    """As `kernels.fp8.reference.accumulate_gradient`, the same bits."""
+    n = addend.numel()
+    count = blocks(n)
+    _accumulate[(triton.cdiv(count, rows),)](
+        gradient.codes,
+        gradient.exponents,
+        addend.contiguous(),
+        gradient.codes if draw is None else draw.microbatch,
+        0 if draw is None else wrapped(draw.parameter),
+        n,
+        count,
+        STOCHASTIC=draw is not None,
+        ROWS=rows,
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
+
+
+def sum_gradients(
+    codes: Tensor, exponents: Tensor, into: Fp8Gradient, rows: int = ROWS, warps: int = WARPS
+) -> None:
+    """As `kernels.fp8.reference.sum_gradients`, the same bits."""
+    n = codes.shape[1]
+    count = blocks(n)
+    _sum[(triton.cdiv(count, rows),)](
+        codes,
+        exponents,
+        into.codes,
+        into.exponents,
+        n,
+        count,
+        codes.stride(0),
+        exponents.stride(0),
+        MANY=len(codes),
+        ROWS=rows,
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
+
+
+def adamw_step(
+    parameter: Tensor,
+    gradient: Tensor | Fp8Gradient,
+    mean: Moment,
+    square: Moment,
+    step: AdamWStep,
+    rows: int = ROWS,
+    warps: int = WARPS,
+) -> None:
+    """As `kernels.fp8.adamw.adamw_step`."""
+    if isinstance(gradient, Fp8Gradient):
+        codes, exponents = gradient.codes, gradient.exponents
+    else:
+        codes = exponents = gradient.contiguous()
+    n = parameter.numel()
+    count = blocks(n)
+    _adamw[(triton.cdiv(count, rows),)](
+        parameter,
+        codes,
+        exponents,
+        mean.codes,
+        mean.scales,
+        mean.powers,
+        square.codes,
+        square.scales,
+        square.powers,
+        n,
+        count,
+        step.clip_coefficient,
+        step.beta1,
+        step.beta2,
+        step.keep,
+        step.step_size,
+        1 / step.root_correction,
+        step.eps,
+        wrapped(step.salt),
+        PACKED=isinstance(gradient, Fp8Gradient),
+        ROWS=rows,
+        num_warps=warps,
+    )
+
+
+@triton.jit(do_not_specialize=("parameter", "count"))
+def _accumulate(
+    codes,
+    exponents,
+    addend,
+    microbatch,
+    parameter,
+    n,
+    count,
+    STOCHASTIC: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = row[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = place < n
+    value = _gradient(codes, exponents, row, place, inside, count)
+    value += tl.load(addend + place, mask=inside, other=0.0).to(tl.float32)
+    noise = place
+    if STOCHASTIC:
+        # `kernels.fp8.reference.Draw.salt`; read here, as a graph that holds this launch is replayed with others.
+        salt = _mixed(tl.load(microbatch).to(tl.uint32) ^ parameter.to(tl.uint32))
+        noise = (_mixed(place.to(tl.uint32) ^ salt) & 0xFFFFF).to(tl.int32)
+    _store_gradient(codes, exponents, value, noise, row, place, inside, count, STOCHASTIC)
+
+
+@triton.jit(do_not_specialize=("count", "exponent_stride"))
+def _sum(
+    codes,
+    exponents,
+    out_codes,
+    out_exponents,
+    n,
+    count,
+    code_stride,
+    exponent_stride,
+    MANY: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = row[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = place < n
+    value = _gradient(codes, exponents, row, place, inside, count)
+    for more in range(1, MANY):
+        offset = tl.cast(more, tl.int64)
+        value += _gradient(
+            codes + offset * code_stride, exponents + offset * exponent_stride, row, place, inside, count
+        )
+    _store_gradient(out_codes, out_exponents, value, place, row, place, inside, count, False)
+
+
+@triton.jit
+def _store_gradient(codes, exponents, value, noise, row, place, inside, count, STOCHASTIC: tl.constexpr):
+    """To nearest, or by `noise`, 20 random bits an element, int32 [ROWS, 128]."""
+    magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.max(magnitude, 1)
+    # largest <= 448 * 2**e = 0.875 * 2**(e + 9)
+    exponent = (largest >> 23) - 126 - 9 + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
+    exponent = tl.maximum(exponent, -126)
+    scaled = value * _power_of_two(-exponent[:, None])
+    code = _encode_stochastically(scaled, noise) if STOCHASTIC else _encode(scaled)
+    finite = largest < 0x7F800000
+    tl.store(codes + place, tl.where(finite[:, None], code, 0).to(tl.uint8), mask=inside)
+    tl.store(exponents + row, tl.where(finite, exponent, -128).to(tl.int8), mask=row < count)
+
+
+@triton.jit(do_not_specialize=("count", "salt"))
+def _adamw(
+    parameter,
+    gradient,
+    exponents,
+    mean,
+    mean_scales,
+    mean_powers,
+    square,
+    square_scales,
+    square_powers,
+    n,
+    count,
+    clip,
+    beta1,
+    beta2,
+    keep,
+    step_size,
+    inverse_root_correction,
+    eps,
+    salt,
+    PACKED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = row[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = place < n
+    real = row < count
+    if PACKED:
+        g = _gradient(gradient, exponents, row, place, inside, count)
+    else:
+        g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
+    g *= clip
+    m = _moment(mean, mean_scales, mean_powers, row, place, inside, real)
+    v = _moment(square, square_scales, square_powers, row, place, inside, real)
+    m += (1 - beta1) * (g - m)
+    v = beta2 * v + (1 - beta2) * g * g
+    weight = tl.load(parameter + place, mask=inside, other=0.0).to(tl.float32) * keep
+    weight -= step_size * m / (tl.sqrt(v) * inverse_root_correction + eps)
+    if parameter.dtype.element_ty == tl.bfloat16:
+        bits = weight.to(tl.int32, bitcast=True)
+        # An unsigned shift: the sign bit must not be copied.
+        rounded = (bits + _random(place, salt)).to(tl.uint32, bitcast=True) >> 16
+        kept = bits.to(tl.uint32, bitcast=True) >> 16
+        halves = tl.where((bits & 0x7F800000) == 0x7F800000, kept, rounded)
+        tl.store(parameter + place, (halves << 16).to(tl.float32, bitcast=True).to(tl.bfloat16), mask=inside)
+    else:
+        tl.store(parameter + place, weight, mask=inside)
+    _store_moment(mean, mean_scales, mean_powers, m, row, place, inside, real)
+    _store_moment(square, square_scales, square_powers, v, row, place, inside, real)
+
+
+@triton.jit
+def _gradient(codes, exponents, row, place, inside, count):
+    """fp32 [ROWS, 128] of a gradient's codes, 0 outside."""
+    code = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
+    exponent = tl.load(exponents + row, mask=row < count, other=0).to(tl.int32)[:, None]
+    value = _decode(code) * _power_of_two(tl.maximum(exponent, -126))
+    return tl.where((exponent == -128) & inside, float("nan"), value)
+
+
+@triton.jit
+def _log2(x):
+    """Within 2**-22, of the logarithm or of 1: far less than a step of e4m3. Correctly rounded it would take
+    most of an update's instructions."""
+    if _INTERPRETED:
+        return tl.log2(x)
+    return libdevice.fast_log2f(x)
+
+
+@triton.jit
+def _moment(codes, scales, powers, row, place, inside, real):
+    code = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
+    scale = tl.load(scales + row, mask=real, other=0.0).to(tl.float32)[:, None]
+    power = tl.load(powers + row, mask=real, other=16).to(tl.float32)[:, None]
+    value = _decode(code & 0x7F)
+    # 8.807... is log2(448).
+    logarithm = (_log2(value) - 8.807354922057604) * (16.0 / power) + _log2(scale)
+    # Not above zero for a code of 0, whose logarithm is minus infinity.
+    bits = tl.exp2(logarithm).to(tl.int32, bitcast=True) | ((code & 0x80) << 24)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _store_moment(codes, scales, powers, value, row, place, inside, real):
+    magnitude = tl.where(inside, tl.abs(value), 0.0)
+    bits = tl.max(magnitude, 1).to(tl.int32, bitcast=True)
+    # bf16, to nearest even.
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    largest = bits.to(tl.float32, bitcast=True)
+    smallest = tl.min(tl.where(magnitude > 0, magnitude, float("inf")), 1)
+    some = largest > 0
+    top = _log2(tl.where(some, largest, 1.0))
+    octaves = top - _log2(tl.where(some, smallest, 1.0))
+    power = tl.floor(16 * 16.614709844115207 / tl.maximum(octaves, 1.0))
+    power = tl.where(some, tl.minimum(tl.maximum(power, 1.0), 255.0), 16.0)
+    exponent = (_log2(magnitude) - top[:, None]) * (power * 0.0625)[:, None] + 8.807354922057604
+    # Of nothing the logarithm is minus infinity, and its code 0.
+    code = _encode(tl.exp2(exponent)) | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)
+    tl.store(codes + place, tl.where(magnitude > 0, code, 0).to(tl.uint8), mask=inside)
+    tl.store(scales + row, largest.to(scales.dtype.element_ty), mask=real)
+    tl.store(powers + row, power.to(tl.uint8), mask=real)
+
+
+@triton.jit
+def _decode(code):
+    """e4m3 codes, int32, as fp32. Not a number is 480 here: nothing that is stored has it."""
+    bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
+    return bits.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
+
+
+@triton.jit
+def _encode(value):
+    """The e4m3 codes, int32, of fp32 numbers, clamped; to nearest, ties to even."""
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = tl.minimum(tl.abs(value), 448.0)
+    whole = magnitude.to(tl.int32, bitcast=True)
+    normal = ((whole + 0x7FFFF + ((whole >> 20) & 1)) >> 20) - 960
+    subnormal = (magnitude * 512.0 + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS
+    return tl.where(magnitude >= 0.015625, normal, subnormal) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _encode_stochastically(value, noise):
+    """As `kernels.fp8.reference` does. Up to 448 but for what is not finite, whose codes nobody keeps."""
+    magnitude = tl.abs(value)
+    normal = magnitude.to(tl.int32, bitcast=True) - 0x3C000000
+    subnormal = (magnitude + 0.015625).to(tl.int32, bitcast=True) - 0x3C800000
+    return ((tl.maximum(normal, subnormal) + noise) >> 20) | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)
+
+
+@triton.jit
+def _power_of_two(exponent):
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _random(place, salt):
+    """`kernels.common.random_bits`, 16 bits, int32."""
+    return (_mixed(place.to(tl.uint32) ^ salt.to(tl.uint32)) & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def _mixed(x):
+    """`kernels.common.random_bits.mixed`, of uint32."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)

@@ -1,0 +1,350 @@
+"""Entropies of tiles and the choice of those with the highest, in Triton (`kernels.tah.reference`, steps 1 and 2).
+
+A radix select over the integer entropies (23 bits, two histograms) in three small kernels over one number a
+tile, no sort: `_rank` counts the upper 9 bits, `_refine` the lower 14 of those in the threshold's bin,
+`_place` says which tiles get 4 bits and how many before each do, ties broken by index. What a program of
+`_place` needs to know of those before it they have left where it looks ("decoupled look-back", Merrill and
+Garland 2016). Every sum is of integers: the order of atomics changes nothing.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.common.launch import Launch, starts_early
+from kernels.common.triton.numbers import (
+    MAGIC,
+    MAGIC_BITS,
+    await_previous,
+    exponent_of,
+    largest_of,
+    let_next_start,
+    load_block,
+    powers_of_two,
+    sized_jit,
+    spread,
+    tile_max,
+    tile_sum,
+    wrapped,
+)
+from kernels.common.triton.rows import Rows
+from kernels.tah import reference as tah
+
+_COARSE = tl.constexpr(512)
+_FINE = tl.constexpr(16384)
+_FINE_BITS = tl.constexpr(14)
+_TOTAL_BIAS = tl.constexpr(wrapped(MAGIC_BITS.value * 64))
+_HALF_BIAS = tl.constexpr(wrapped(MAGIC_BITS.value * 32))
+_C0, _C1, _C2, _C3 = (tl.constexpr(c) for c in tah._LOG2)
+# Entries of the table of terms: 15 octaves of bf16's 128 fractions, filled up.
+_TERMS = tl.constexpr(2048)
+# Tiles at once where entropies are computed again.
+_RARE = 16
+
+
+@cache
+def terms(device: torch.device) -> torch.Tensor:
+    """rint(n log2 n) for the n that bf16 elements have in a tile whose largest lies in 2**14 .. 2**15, at
+    128 times the octave above 2**-1, plus the fraction: int32 `[2048]`."""
+    place = torch.arange(_TERMS.value, dtype=torch.int32)
+    n = ((place % 128 + 128) * 2.0 ** (place // 128 - 8).float()).round_()
+    return tah._log2(n).mul_(n).round_().int().to(device)
+
+
+@triton.jit
+def _log2(log, f):
+    """`kernels.tah.reference._log2` of numbers given as exponent plus fraction, and their fraction."""
+    p = f * _C3 + _C2
+    p = p * f + _C1
+    p = p * f + _C0
+    return log + p * ((1.0 - f) * f)
+
+
+@triton.jit
+def _term(rounded):
+    """The bits of MAGIC + rint(n log2 n), of MAGIC + n."""
+    n = rounded - MAGIC
+    parts = n.to(tl.int32, bitcast=True)
+    # Exact, because n has at most 14 digits.
+    log = tl.fma(parts.to(tl.float32), 1.1920928955078125e-07, -127.0)
+    f = ((parts & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+    return (n * _log2(log, f) + MAGIC).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _split_block(v, T: tl.constexpr):
+    """`[T, 8, 8]` as two `[T, 8, 4]`: of every 8 elements, which one thread has, the first and the last 4."""
+    return tl.split(tl.permute(tl.reshape(v, (T, 8, 2, 4)), (0, 1, 3, 2)))
+
+
+@triton.jit
+def entropy_sums(magnitude, largest, table, TABLE: tl.constexpr):
+    """For tiles of magnitudes: S and T of `kernels.tah.reference`, step 1, and the bits of the exponent of the largest.
+
+    S is 0 for a tile of zeros alone. All is right for tiles whose largest lies in 2**-100 .. 2**100. With
+    TABLE half of the terms of T are looked up, by the bits of elements that were bf16: the same integers.
+    """
+    T: tl.constexpr = magnitude.shape[0]
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
+    factor = ((267 - exponent) << 23).to(tl.float32, bitcast=True)
+    rounded = tl.fma(magnitude, spread(factor), MAGIC)
+    bits = rounded.to(tl.int32, bitcast=True)
+    sums = tile_sum(bits) - _TOTAL_BIAS
+    sums = tl.where((largest > 0) & (exponent == 0), 1, sums)
+    if TABLE:
+        # Shared memory gives half of the terms while the other half is computed: either alone is slower.
+        looked_up, _ = _split_block(magnitude, T)
+        _, computed = _split_block(rounded, T)
+        place = (looked_up.to(tl.int32, bitcast=True) >> 16) - spread((exponent - 14) * 128)
+        # Whatever the bits, the place lies in the table.
+        place = tl.maximum(place, 0) & (_TERMS - 1)
+        entries = tl.load(table + tl.arange(0, _TERMS))
+        found = tl.reshape(tl.gather(entries, tl.reshape(place, (T * 32,)), 0), (T, 8, 4))
+        weights = tile_sum(found + _term(computed)) - _HALF_BIAS
+    else:
+        weights = tile_sum(_term(rounded)) - _TOTAL_BIAS
+    return sums, weights & 0xFFFFFF, exponent
+
+
+@triton.jit
+def entropy_rank(sums, weights):
+    """H of `kernels.tah.reference`, in 2**-20 bits, int32 from 0 to 2**23 - 1."""
+    total = sums.to(tl.float32)
+    log = total.to(tl.int32, bitcast=True).to(tl.float32) * 1.1920928955078125e-07 - 127.0
+    f = log - tl.floor(log)
+    h = _log2(log, f) - tl.div_rn(weights.to(tl.float32), tl.where(sums > 0, total, 1.0))
+    h = tl.where(sums > 0, tl.maximum(h * 1048576.0, 0.0), 0.0)
+    # 2**23 + h rounds h to an integer.
+    return (h + 8388608.0).to(tl.int32, bitcast=True) & 0x7FFFFF
+
+
+@sized_jit
+def _rank(
+    x,
+    total,
+    weighted,
+    peaks,
+    coarse,
+    exponent_out,
+    table,
+    programs,
+    n,
+    tiles,
+    width,
+    row_stride,
+    per_row,
+    FLAT: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EARLY: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RARE: tl.constexpr,
+):
+    """Ranks of a chunk of a sample's tiles, in place of `total`, whose sign stays; their histogram; and the
+    tensor's exponent."""
+    let_next_start(EARLY)
+    chunk = tl.program_id(0)
+    sample = tl.program_id(1)
+    tile = tl.arange(0, CHUNK)
+    inside = chunk * CHUNK + tile < tiles
+    first = sample.to(tl.int64) * tiles + chunk * CHUNK
+    await_previous(EARLY)
+    signed = tl.load(total + first + tile, mask=inside, other=0)
+    packed = tl.load(weighted + first + tile, mask=inside, other=0)
+    sign = signed & -0x80000000
+    sums = signed & 0x7FFFFFFF
+    exponent = (packed >> 24) & 255
+    tensor_exponent = exponent_of(largest_of(peaks, programs))
+    if (chunk == 0) & (sample == 0):
+        tl.store(exponent_out, tensor_exponent)
+    rank = entropy_rank(sums, packed & 0xFFFFFF)
+    # The reference's integers have another unit 2**-75 below the tensor's largest element.
+    rare = (sums != 0) & ((exponent - tensor_exponent < 64) | (exponent < 27) | (exponent > 227))
+    if tl.max(rare.to(tl.int32), 0) > 0:
+        near, far = powers_of_two(-tensor_exponent)
+        start = 0
+        while start < tl.minimum(CHUNK, tiles - chunk * CHUNK):
+            some = start + tl.arange(0, RARE)
+            y, _ = load_block(x, first + start, n, width, row_stride, per_row, RARE, FLAT, PAIRS)
+            magnitude = tl.abs(y * near * far)
+            largest = tl.maximum(tile_max(magnitude), 1.0842021724855044e-19)
+            some_sums, some_weights, _ = entropy_sums(magnitude, largest, table, False)
+            here = chunk * CHUNK + some < tiles
+            tl.store(total + first + some, entropy_rank(some_sums, some_weights), mask=here)
+            start += RARE
+        tl.debug_barrier()
+        rank = tl.load(total + first + tile, mask=inside, other=0)
+        tl.debug_barrier()
+    tl.store(total + first + tile, rank | sign, mask=inside)
+    bins = tl.arange(0, _COARSE)
+    counts = tl.histogram(rank >> _FINE_BITS, _COARSE)
+    # Lanes beyond the sample were counted as 0.
+    counts -= tl.where(bins == 0, tl.sum((inside == 0).to(tl.int32), 0), 0)
+    tl.atomic_add(coarse + sample * _COARSE + bins, counts, mask=counts > 0, sem="relaxed")
+
+
+@triton.jit
+def _find(histogram, wanted, BINS: tl.constexpr):
+    """The bin in which the `wanted`-th entry from above lies, and how many lie above that bin."""
+    bin = tl.arange(0, BINS)
+    entries = tl.load(histogram + bin)
+    above = tl.sum(entries, 0) - tl.cumsum(entries, 0)
+    found = tl.sum((above + entries >= wanted).to(tl.int32), 0) - 1
+    return found, tl.sum(tl.where(bin == found, above, 0), 0)
+
+
+@triton.jit
+def _find_fine(histogram, wanted):
+    """As `_find` for `_FINE` bins, first among rows of 128."""
+    row = tl.arange(0, _FINE // 128)
+    rows = tl.sum(tl.load(histogram + row[:, None] * 128 + tl.arange(0, 128)[None, :]), 1)
+    above = tl.sum(rows, 0) - tl.cumsum(rows, 0)
+    found = tl.sum((above + rows >= wanted).to(tl.int32), 0) - 1
+    before = tl.sum(tl.where(row == found, above, 0), 0)
+    bin, more = _find(histogram + found * 128, wanted - before, 128)
+    return found * 128 + bin, before + more
+
+
+@sized_jit
+def _refine(ranks, coarse, fine, tiles, four_bit, EARLY: tl.constexpr, CHUNK: tl.constexpr):
+    """The fine histogram of the tiles in the coarse bin that holds the threshold."""
+    let_next_start(EARLY)
+    chunk = tl.program_id(0)
+    sample = tl.program_id(1)
+    tile = tl.arange(0, CHUNK)
+    inside = chunk * CHUNK + tile < tiles
+    await_previous(EARLY)
+    first = sample.to(tl.int64) * tiles + chunk * CHUNK
+    rank = tl.load(ranks + first + tile, mask=inside, other=0) & 0x7FFFFF
+    found, _ = _find(coarse + sample * _COARSE, four_bit, _COARSE)
+    among = inside & ((rank >> _FINE_BITS) == found)
+    place = rank & (_FINE - 1)
+    # Where many tiles are equal, as zeros are, atomics on one address would take turns: the largest at once.
+    top = tl.max(tl.where(among, place, -1), 0)
+    tops = tl.sum((among & (place == top)).to(tl.int32), 0)
+    tl.atomic_add(fine + sample * _FINE + tl.maximum(top, 0), tops, mask=tops > 0, sem="relaxed")
+    tl.atomic_add(fine + sample * _FINE + place, 1, mask=among & (place != top), sem="relaxed")
+
+
+@sized_jit
+def _place(
+    ranks,
+    places,
+    coarse,
+    fine,
+    counts,
+    tiles,
+    four_bit,
+    chunks,
+    EARLY: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """For every tile 2 p + s: p is -1 or, if it gets 4 bits, how many before it in all samples do; s is the
+    sign of its rank."""
+    let_next_start(EARLY)
+    chunk = tl.program_id(0)
+    sample = tl.program_id(1)
+    tile = tl.arange(0, CHUNK)
+    inside = chunk * CHUNK + tile < tiles
+    first = sample.to(tl.int64) * tiles + chunk * CHUNK
+    await_previous(EARLY)
+    signed = tl.load(ranks + first + tile, mask=inside, other=0)
+    upper, above_upper = _find(coarse + sample * _COARSE, four_bit, _COARSE)
+    lower, above_lower = _find_fine(fine + sample * _FINE, four_bit - above_upper)
+    threshold = (upper << _FINE_BITS) | lower
+    ties = four_bit - above_upper - above_lower
+    rank = tl.where(inside, signed & 0x7FFFFF, -1)
+    above = (rank > threshold).to(tl.int32)
+    same = (rank == threshold).to(tl.int32)
+
+    # Both counts and a mark that they are there, in one word.
+    mine = tl.sum(above + (same << 15), 0) | 0x40000000
+    tl.atomic_xchg(counts + sample * chunks + chunk, mine, sem="relaxed")
+    some = tl.arange(0, 128)
+    higher = 0
+    equal = 0
+    start = 0
+    while start < chunk:
+        waited = tl.minimum(chunk - start, 128)
+        place = counts + sample * chunks + start + some
+        found = tl.load(place, mask=some < waited, other=0, volatile=True)
+        while tl.sum(found >> 30, 0) < waited:
+            found = tl.load(place, mask=some < waited, other=0, volatile=True)
+        higher += tl.sum(found & 0x7FFF, 0)
+        equal += tl.sum((found >> 15) & 0x7FFF, 0)
+        start += 128
+
+    before = tl.cumsum(above + (same << 16), 0) - above - (same << 16)
+    before_same = equal + (before >> 16)
+    four = (above > 0) | ((same > 0) & (before_same < ties))
+    position = sample * four_bit + higher + (before & 0xFFFF) + tl.minimum(before_same, ties)
+    place = tl.where(four, position, -1) * 2 + ((signed >> 31) & 1)
+    tl.store(places + first + tile, place, mask=inside)
+
+
+class Selection:
+    """Scratch of one tensor's selection, on its device."""
+
+    def __init__(self, samples: int, tiles: int, four_bit: int, launch: Launch, device: torch.device) -> None:
+        chunks = triton.cdiv(tiles, launch.tiles)
+        self._grid = (chunks, samples)
+        self._tiles, self._four_bit, self._launch = tiles, four_bit, launch
+        sizes = [samples * _COARSE.value, samples * _FINE.value, samples * chunks]
+        # The kernel before `run` clears it.
+        self.scratch = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+        self._coarse, self._fine, self._counts = self.scratch.split(sizes)
+        self._early = starts_early(device)
+
+    def run(
+        self,
+        rows: Rows,
+        total: torch.Tensor,
+        weighted: torch.Tensor,
+        peaks: torch.Tensor,
+        table: torch.Tensor,
+        places: torch.Tensor,
+        exponent: torch.Tensor,
+    ) -> None:
+        """From what `entropy_sums` gave (`total` with a flag as its sign, `weighted` with the exponent above
+        24 bits) find the thresholds; fill `places` as `_place` says, and `exponent`. Overwrites `total`."""
+        common: dict[str, Any] = {
+            "EARLY": self._early,
+            "CHUNK": self._launch.tiles,
+            "num_warps": self._launch.warps,
+            "enable_fp_fusion": False,
+        }
+        if self._early:
+            common["launch_pdl"] = True
+        _rank[self._grid](
+            rows.data,
+            total,
+            weighted,
+            peaks,
+            self._coarse,
+            exponent,
+            table,
+            peaks.numel(),
+            rows.tiles,
+            self._tiles,
+            rows.width,
+            rows.stride,
+            rows.per_row,
+            FLAT=rows.flat,
+            PAIRS=rows.pairs,
+            RARE=min(_RARE, self._launch.tiles),
+            **common,
+        )
+        _refine[self._grid](total, self._coarse, self._fine, self._tiles, self._four_bit, **common)
+        _place[self._grid](
+            total,
+            places,
+            self._coarse,
+            self._fine,
+            self._counts,
+            self._tiles,
+            self._four_bit,
+            self._grid[0],
+            **common,
+        )

@@ -1,0 +1,376 @@
+"""A low-rank prediction of a matrix: what the `trellis` codec subtracts before it quantizes.
+
+Activations and their gradients at a stage's boundary lie near a space of few dimensions, above all early in
+training. A matrix `[R, C]` is predicted by 2**(a_r + b_c + e) sum_k u_rk m_k v_ck, all integers, u and v of
+few bits, m a multiplier for each k. The sums stay below 2**24, so they are exact in fp32 in any order, with
+any matrix multiplication, and so is the scaling by powers of two.
+
+The encoder finds a space (`Space`) by two rounds of subspace iteration from a fixed start, on a sample of
+the rows, and then every row's coefficients in it. That is exact, too: matrices are rounded to integers before
+they are multiplied in fp64, and what is no integer is computed element by element, or in numpy for the few
+numbers that belong to a dimension. So every device finds the same factors.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kernels.trellis.loops import residuals as trellis_left_loops
+from kernels.trellis.loops import spaces as trellis_space_loops
+from kernels.trellis.loops.matrices import Prediction
+from kernels.trellis.loops.residuals import Fit
+from kernels.trellis.scales import OCTAVE, logarithms, of_sums, row_scales, scales
+
+Float64Array = NDArray[np.float64]
+Int32Array = NDArray[np.int32]
+
+MAX_RANK = 64
+MIN_FACTOR_BITS = 3
+MAX_FACTOR_BITS = 6
+MAX_MULTIPLIER = 255
+# Octaves that rows and columns may differ by.
+EXPONENT_BITS = 5
+MAX_EXPONENT_STEP = (1 << EXPONENT_BITS) - 1
+# Of the whole prediction.
+MIN_EXPONENT, MAX_EXPONENT = -64, 64
+
+# A whitened element of mean magnitude, and the largest.
+_MEAN_BITS = 5
+_LARGEST = 255
+_FACTOR = 63
+_PRECISE = 1 << 17
+# Of the numbers that make columns orthogonal. With 17 bits of a column and 6 of a rank, below fp64's 53.
+_TURN = 1 << 20
+_LARGEST_TURN = 1 << 29
+# Elements that are widened to fp64 at once.
+_AT_ONCE = 1 << 25
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """A prediction, on the device of what it predicts. u: int8 `[R, K]`, v: int8 `[C, K]`, both of `bits`
+    bits with sign, symmetric."""
+
+    bits: int
+    u: torch.Tensor
+    v: torch.Tensor
+    multiplier: torch.Tensor  # [K], int32, 0 to MAX_MULTIPLIER
+    row_exponent: torch.Tensor  # [R], int32, 0 to MAX_EXPONENT_STEP
+    column_exponent: torch.Tensor  # [C]
+    exponent: int
+
+    @property
+    def tops(self) -> torch.Tensor:
+        """The largest row and column exponents and the sum of the multipliers, int32 `[3]`."""
+        return torch.stack(
+            (self.row_exponent.amax(), self.column_exponent.amax(), self.multiplier.sum(dtype=torch.int32))
+        )
+
+    @property
+    def rank(self) -> int:
+        return self.multiplier.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What a sample of a matrix's rows says of all of them."""
+
+    v: torch.Tensor  # [C, K], fp64 of integers
+    sent: torch.Tensor  # the same, int8
+    energy: torch.Tensor  # [K], of v's columns
+    bits: int
+    multiplier: Int32Array
+    fine: int
+    row_base: int
+    column_exponent: torch.Tensor
+    column_base: int
+    row_exponent: torch.Tensor
+    """Of the sample's rows."""
+    u: torch.Tensor
+    """Their coefficients, int8 `[S, K]`."""
+
+    @property
+    def exponent(self) -> int:
+        """Of the whole prediction."""
+        return self.base - _MEAN_BITS + self.fine
+
+    @property
+    def base(self) -> int:
+        """What exponents of rows and columns count from, together."""
+        return self.row_base + self.column_base
+
+    @property
+    def sample(self) -> Factors:
+        """Of the sample's rows."""
+        return self.factors(self.u, self.row_exponent)
+
+    def factors(self, u: torch.Tensor, row_exponent: torch.Tensor) -> Factors:
+        """Of rows with these coefficients and exponents."""
+        return Factors(
+            self.bits,
+            u,
+            self.sent,
+            torch.from_numpy(self.multiplier).to(u.device),
+            row_exponent,
+            self.column_exponent,
+            self.exponent,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a prediction leaves of a matrix."""
+
+    factors: Factors
+    residual: torch.Tensor  # fp32 [R, C]
+    row: torch.Tensor  # its scales, int32 [R]
+    column: torch.Tensor  # [C]
+    peak: torch.Tensor  # its largest magnitude, fp32 []
+
+
+def most_multipliers(bits: int) -> int:
+    """What multipliers may add up to, so that no sum can leave fp32's integers."""
+    return ((1 << 24) - 1) // _limit(bits) ** 2
+
+
+def predict(factors: Factors) -> torch.Tensor:
+    """The prediction, fp32 `[R, C]`."""
+    _, _, v, row_power, column_power = prediction(factors)
+    u = factors.u.int() * factors.multiplier
+    rows, columns = len(u), len(v)
+    product = torch.empty(rows, columns, dtype=torch.float32, device=u.device)
+    right = v.double().T
+    step = max(1, _AT_ONCE // columns)
+    for start in range(0, rows, step):
+        some = slice(start, start + step)
+        # In fp64, because settings of torch may lower the precision of fp32 products.
+        product[some] = u[some].double() @ right
+    product.mul_(row_power.unsqueeze(1))
+    return product.mul_(column_power)
+
+
+def prediction(factors: Factors) -> Prediction:
+    """The prediction, not yet computed."""
+    return Prediction(
+        factors.u,
+        factors.multiplier,
+        factors.v,
+        _powers(factors.row_exponent + factors.exponent),
+        _powers(factors.column_exponent),
+    )
+
+
+def left_scales(x: torch.Tensor, factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
+    """`kernels.trellis.scales.scales` of what a prediction leaves of fp32 `[R, C]`."""
+    if x.device.type == "cpu":
+        return of_sums(*trellis_left_loops.left_scales(x, prediction(factors), logarithms()))
+    return scales(x - predict(factors))
+
+
+def spaces(
+    sample: torch.Tensor,
+    rank: int,
+    kinds: list[tuple[int, int]],
+    known: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> list[Space]:
+    """A space of each of `kinds`, (rank at most `rank`, bits), for rows like those of fp32 `[S, C]`.
+
+    The sample's elements lie below 2**13 in magnitude; `known` are its scales, if they are.
+    """
+    row, column = scales(sample) if known is None else known
+    row_exponent, row_base = _exponents(row)
+    column_exponent, column_base = _exponents(column)
+    white, turned = _whitened(sample, row_exponent, column_exponent, row_base + column_base)
+    basis = signs(sample.shape[1], rank, sample.device)
+    for _ in range(2):
+        image = _to_integers(_product(white, basis), _FACTOR, _FACTOR / 4)
+        whole = _orthogonal(_product(turned, image))
+        basis = _to_integers(whole, _FACTOR, _FACTOR / 4)
+    # Dimensions do not depend on those behind them: of the same bits, one product does for all.
+    images: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for bits in {bits for _, bits in kinds}:
+        limit = _limit(bits)
+        most = max(dimensions for dimensions, others in kinds if others == bits)
+        v = _to_integers(_first(whole, most), limit, limit / 3.2)
+        images[bits] = v, _product(white, v)
+    vs = [_first(images[bits][0], dimensions) for dimensions, bits in kinds]
+    energies = [_energy(v) for v in vs]
+    spreads = [_spread(images[bits][1], energy) for (_, bits), energy in zip(kinds, energies, strict=True)]
+    found = []
+    all_spreads = torch.cat(spreads).cpu().numpy()
+    for (dimensions, bits), v, energy in zip(kinds, vs, energies, strict=True):
+        spread, all_spreads = all_spreads[:dimensions], all_spreads[dimensions:]
+        multiplier, fine = _multipliers(spread * 2.0**-16 / sample.shape[0], bits)
+        u = _rounded(images[bits][1], energy, multiplier, fine, bits)
+        model = bits, multiplier, fine, row_base, column_exponent, column_base
+        found.append(Space(v, _bytes(v), energy, *model, row_exponent, u))
+    return found
+
+
+def fit(x: torch.Tensor, space: Space) -> Factors:
+    """Factors in a space for all rows of a matrix `[R, C]`."""
+    octaves = torch.div(row_scales(x) + OCTAVE // 2, OCTAVE, rounding_mode="floor")
+    row_exponent = (octaves - space.row_base).clamp(0, MAX_EXPONENT_STEP)
+    u = torch.empty(len(x), space.multiplier.size, dtype=torch.int8, device=x.device)
+    step = max(1, _AT_ONCE // x.shape[1])
+    for start in range(0, len(x), step):
+        some = slice(start, start + step)
+        white, _ = _whitened(x[some], row_exponent[some], space.column_exponent, space.base)
+        u[some] = _rounded(_product(white, space.v), space.energy, space.multiplier, space.fine, space.bits)
+    return space.factors(u, row_exponent)
+
+
+def fitted(x: torch.Tensor, space: Space) -> Left:
+    """What a prediction in a space leaves of fp32 `[R, C]`."""
+    if x.device.type != "cpu":
+        factors = fit(x, space)
+        residual = x - predict(factors)
+        return Left(factors, residual, *scales(residual), residual.abs().amax())
+    way = Fit(
+        row_base=space.row_base,
+        most_exponent=MAX_EXPONENT_STEP,
+        white_bits=_MEAN_BITS - space.base,
+        white_columns=_powers(-space.column_exponent).numpy(),
+        white_limit=np.float32(_LARGEST),
+        energy=space.energy.numpy(),
+        unit=_unit(space.multiplier, space.fine),
+        limit=float(_limit(space.bits)),
+        told=space.multiplier > 0,
+        multiplier=space.multiplier.astype(np.float32),
+        exponent=space.exponent,
+        columns=_powers(space.column_exponent).numpy(),
+    )
+    found = trellis_left_loops.fitted(x, way, space.v, logarithms())
+    scaled = of_sums(found.row, found.column_sums)
+    return Left(space.factors(found.u, found.row_exponent), found.left, *scaled, found.peak)
+
+
+def _whitened(
+    x: torch.Tensor, row_exponent: torch.Tensor, column_exponent: torch.Tensor, base: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x with rows and columns of mean magnitude 2**_MEAN_BITS, in integers; and its transpose."""
+    row_power, column_power = _powers(_MEAN_BITS - base - row_exponent), _powers(-column_exponent)
+    if x.device.type == "cpu":
+        return trellis_space_loops.whitened(x, row_power, column_power, _LARGEST)
+    white = (x * row_power.unsqueeze(1)).mul_(column_power).round_().clamp_(-_LARGEST, _LARGEST)
+    return white, white.T
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b, fp64, of a whitened matrix in fp32 and integers up to `_FACTOR` in fp64; exact."""
+    return trellis_space_loops.product(a, b) if a.device.type == "cpu" else a.double() @ b
+
+
+# By numpy on a CPU: torch might wake its threads, which then keep cores busy for a while.
+def _first(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """The first columns, contiguous."""
+    if x.device.type == "cpu":
+        return torch.from_numpy(np.ascontiguousarray(x.numpy()[:, :columns]))
+    return x[:, :columns].contiguous()
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """Small integers in int8."""
+    return torch.from_numpy(x.numpy().astype(np.int8)) if x.device.type == "cpu" else x.to(torch.int8)
+
+
+def _energy(v: torch.Tensor) -> torch.Tensor:
+    """The squares of each column's integers, at least 1."""
+    if v.device.type == "cpu":
+        return torch.from_numpy(np.maximum(np.square(v.numpy()).sum(0), 1))
+    return (v * v).sum(0).clamp_min(1)
+
+
+def _spread(image: torch.Tensor, energy: torch.Tensor) -> torch.Tensor:
+    """Of the first columns over `energy`, fp64 `[K]`: the sums of their magnitudes in 2**-16."""
+    if image.device.type == "cpu":
+        return trellis_space_loops.spread(image, energy)
+    return (image[:, : energy.numel()] / energy).abs().mul_(2.0**16).round_().sum(0)
+
+
+def _rounded(
+    image: torch.Tensor, energy: torch.Tensor, multiplier: Int32Array, fine: int, bits: int
+) -> torch.Tensor:
+    """Coefficients of rows with these products with the directions, int8 `[R, K]`."""
+    unit, told, limit = _unit(multiplier, fine), multiplier > 0, _limit(bits)
+    if image.device.type == "cpu":
+        return trellis_space_loops.factors(image, energy, unit, told, limit)
+    units, chosen = torch.from_numpy(unit).to(image.device), torch.from_numpy(told).to(image.device)
+    found = (image[:, : energy.numel()] / energy / units).round_().clamp_(-limit, limit)
+    return torch.where(chosen, found, 0.0).to(torch.int8)
+
+
+def _unit(multiplier: Int32Array, fine: int) -> Float64Array:
+    """What coefficients count, `[K]`."""
+    return np.ldexp(np.maximum(multiplier, 1).astype(np.float64), fine)
+
+
+def _limit(bits: int) -> int:
+    """The largest factor."""
+    return (1 << (bits - 1)) - 1
+
+
+def _multipliers(spread: Float64Array, bits: int) -> tuple[Int32Array, int]:
+    """Multipliers of dimensions whose coefficients have a mean magnitude of `spread`, and their exponent."""
+    limit = _limit(bits)
+    # A coefficient of mean magnitude takes a quarter of the range.
+    unit = spread * 4 / limit
+    # The multipliers' own unit: the largest takes the top of what the bound allows.
+    top = min(MAX_MULTIPLIER, (1 << 24) // (limit * limit * unit.size) - 1)
+    fine = int(np.frexp(unit.max() / top)[1]) if unit.max() > 0 else 0
+    return np.minimum(np.rint(np.ldexp(unit, -fine)), top).astype(np.int32), fine
+
+
+def _powers(exponents: torch.Tensor) -> torch.Tensor:
+    """2**exponents in fp32, for int32 from -126 to 127."""
+    return ((exponents + 127) << 23).view(torch.float32)
+
+
+def _exponents(scale: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Scales in whole octaves above the lowest, and the lowest, at most `MAX_EXPONENT_STEP` below the top."""
+    octaves = torch.div(scale + OCTAVE // 2, OCTAVE, rounding_mode="floor")
+    low, high = (int(bound) for bound in torch.stack(torch.aminmax(octaves)).cpu())
+    base = max(low, high - MAX_EXPONENT_STEP)
+    return (octaves - base).clamp_min(0), base
+
+
+@lru_cache(maxsize=16)
+def signs(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    """A fixed matrix of ones and minus ones without a pattern (a multiplicative hash of the position)."""
+    position = np.arange(rows * columns, dtype=np.uint64) + np.uint64(1)
+    mixed = position * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    bits = (mixed >> np.uint64(63)).astype(np.float64)
+    return torch.from_numpy((2 * bits - 1).reshape(rows, columns)).to(device)
+
+
+def _to_integers(x: torch.Tensor, limit: int, of_mean: float) -> torch.Tensor:
+    """Columns scaled so that their mean magnitude becomes about `of_mean`, rounded and clipped to `limit`."""
+    if x.device.type == "cpu":
+        return trellis_space_loops.to_integers(x, _PRECISE, limit, of_mean)
+    parts = _to_parts(x)
+    mean = parts.abs().sum(0) / x.new_full((1,), x.shape[0])
+    factor = x.new_full((1,), of_mean) / mean.clamp_min(1e-300)
+    return parts.mul_(torch.where(mean > 0, factor, 0.0)).round_().clamp_(-limit, limit)
+
+
+def _to_parts(x: torch.Tensor) -> torch.Tensor:
+    """Columns scaled so that their largest element becomes `_PRECISE`, rounded."""
+    largest = x.abs().amax(0)
+    factor = x.new_full((1,), _PRECISE) / largest.clamp_min(1e-300)
+    return (x * torch.where(largest > 0, factor, 0.0)).round_()
+
+
+def _orthogonal(x: torch.Tensor) -> torch.Tensor:
+    """Orthogonal columns that span the columns of x; zero where one depends on those before it."""
+    # Integers below 2**53: exact in any order.
+    on_cpu = x.device.type == "cpu"
+    q = trellis_space_loops.to_parts(x, _PRECISE) if on_cpu else _to_parts(x)
+    gram = trellis_space_loops.gram(q) if on_cpu else (q.T @ q).cpu().numpy()
+    turn = trellis_space_loops.gram_schmidt(gram, 2.0**-20 * _PRECISE**2)
+    integers = np.clip(np.rint(turn * _TURN), -_LARGEST_TURN, _LARGEST_TURN)
+    return trellis_space_loops.turned(q, integers) if on_cpu else q @ torch.from_numpy(integers).to(x.device)

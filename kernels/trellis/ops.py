@@ -1,0 +1,78 @@
+"""The loops of the `trellis` codec by device: numba's on a CPU, Triton's on a GPU, the same bits.
+
+A GPU without Triton has its lanes coded by the CPU.
+"""
+
+import torch
+
+from kernels import quantizer_ops as ops
+from kernels.trellis import lanes as trellis_lanes
+from kernels.trellis import reference as trellis
+from kernels.trellis.code import Coded
+from kernels.trellis.factors import Factors
+from kernels.trellis.grid import Grid
+
+
+def encode(residual: torch.Tensor, classes: torch.Tensor, gain: float, where: Grid, family: int) -> Coded:
+    """`kernels.trellis.lanes.encode`, on the device of `residual`, without waiting for it."""
+    if ops.has_kernels(residual.device.type):
+        from kernels.trellis.triton import lanes as triton_trellis
+
+        return triton_trellis.encode(residual, classes, gain, where, family)
+    coded = trellis_lanes.encode(residual.cpu(), classes.cpu(), gain, where, family)
+    return Coded(*(part.to(residual.device) for part in (coded.states, coded.counts, coded.words)))
+
+
+def decode(
+    states: torch.Tensor,
+    counts: torch.Tensor,
+    words: torch.Tensor,
+    classes: torch.Tensor,
+    where: Grid,
+    family: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`kernels.trellis.lanes.decode`; on a GPU with kernels for any states and counts, without waiting."""
+    if ops.has_kernels(classes.device.type):
+        from kernels.trellis.triton import decode as triton_trellis_decode
+
+        return triton_trellis_decode.decode(states, counts, words, classes, where, family)
+    n, whole = trellis_lanes.decode(states.cpu(), counts.cpu(), words.cpu(), classes.cpu(), where, family)
+    return n.to(classes.device), whole.to(classes.device)
+
+
+def join(coded: Coded, out: torch.Tensor) -> None:
+    """Put the words of all groups one after the other into int16 `out`, as long as they are together."""
+    if ops.has_kernels(out.device.type):
+        from kernels.trellis.triton import lanes as triton_trellis
+
+        triton_trellis.join(coded, out)
+        return
+    whole = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype)
+    # By numpy: torch's copy might wake its threads, which then keep cores busy for a while.
+    words, joined = coded.words.cpu().numpy(), whole.numpy()
+    used = 0
+    for group, count in enumerate(coded.counts.tolist()):
+        joined[used : used + count] = words[group, words.shape[1] - count :]
+        used += count
+    if whole is not out:
+        out.copy_(whole)
+
+
+def classes(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    """`kernels.trellis.reference.classes` of int32 `[R]` and `[C]`."""
+    if ops.has_kernels(row.device.type):
+        from kernels.trellis.triton import restore as triton_trellis_restore
+
+        return triton_trellis_restore.classes(row, column)
+    return trellis.classes(row, column)
+
+
+def restore(n: torch.Tensor, code: int, factors: Factors | None, exponent: int, out: torch.Tensor) -> None:
+    """Fill contiguous `out` `[..., C]` with what a step's code and a prediction make of n, int32 `[E]`, which
+    is lost, times 2**exponent."""
+    if ops.has_kernels(n.device.type):
+        from kernels.trellis.triton import restore as triton_trellis_restore
+
+        triton_trellis_restore.restore(n, code, factors, exponent, out)
+    else:
+        trellis.restore(trellis.reconstruct(n, code, factors), exponent, out)

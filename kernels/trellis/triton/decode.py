@@ -1,0 +1,188 @@
+"""Decoding the lanes of the `trellis` codec on a GPU: `kernels.trellis.lanes.decode` in Triton, as
+`kernels.trellis.triton.lanes` encodes them.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.trellis.code import ESCAPE_BIAS, ESCAPE_PIECE, LOW, PIECE
+from kernels.trellis.grid import Grid
+from kernels.trellis.tables import CLASSES, ESCAPE, MIDDLE, PRECISION, ROW, TOTAL, codes_on, symbols_on
+from kernels.trellis.triton.lanes import AT_ONCE, LANES, ballot, chunks, ones
+
+_LOW = tl.constexpr(LOW)
+_SHIFTED = tl.constexpr(CLASSES - 4)
+_ESCAPE = tl.constexpr(ESCAPE)
+_ESCAPE_PIECE = tl.constexpr(ESCAPE_PIECE)
+_ESCAPE_BIAS = tl.constexpr(ESCAPE_BIAS)
+_MIDDLE = tl.constexpr(MIDDLE)
+_PIECE = tl.constexpr(PIECE)
+_PRECISION = tl.constexpr(PRECISION)
+_ROW = tl.constexpr(ROW)
+_TOTAL = tl.constexpr(TOTAL)
+# Groups of a program, a warp each; no bit depends on it. Fewer than in encoding: here lanes wait for tables.
+TOGETHER = 4
+
+
+@triton.jit
+def _take(state, some, lane, words, position, end):
+    """A word for every one of `some` lanes whose state is below 2**15; none beyond `end`."""
+    taking = some & (state < _LOW)
+    asking = ballot(taking, lane)
+    before = (tl.full(taking.shape, 1, tl.uint32) << lane.to(tl.uint32)) - 1
+    place = position + ones(asking & before)
+    word = tl.load(words + place, mask=taking & (place < end), other=0).to(tl.int32) & 0xFFFF
+    return tl.where(taking, (state << 16) | word, state), position + ones(asking)
+
+
+@triton.jit
+def _take_symbol(state, row, some, symbols, codes, lane, words, position, end):
+    # Two small tables: what a slot's symbol is and where that begins. One of both would not stay as near.
+    slot = state & (_TOTAL - 1)
+    symbol = tl.load(symbols + row * _TOTAL + slot).to(tl.int32)
+    code = tl.load(codes + row * _ROW + symbol)
+    shrunk = (code >> _PRECISION) * (state >> _PRECISION) + slot - (code & (_TOTAL - 1))
+    state, position = _take(tl.where(some, shrunk, state), some, lane, words, position, end)
+    return state, position, symbol
+
+
+@triton.jit
+def _take_bits(state, wide, some, lane, words, position, end):
+    """The lowest `wide` bits of the states of `some` lanes."""
+    has = some & (wide > 0)
+    bits = state - ((state >> wide) << wide)
+    state, position = _take(tl.where(has, state >> wide, state), has, lane, words, position, end)
+    return state, position, bits
+
+
+@triton.jit(do_not_specialize=("elements", "groups", "group_elements", "lanes", "chunks", "total"))
+def _decode(
+    numbers,
+    symbols,
+    codes,
+    states,
+    counts,
+    starts,
+    words,
+    out,
+    whole,
+    elements,
+    groups,
+    group_elements,
+    lanes,
+    chunks,
+    total,
+    GROUPS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    # Known at compilation.
+    if WIDE:
+        lanes = 32
+    group = (tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)).to(tl.int64)[None, :]
+    lane = tl.arange(0, LANES)[:, None]
+    is_group = group < groups
+    start = group * group_elements
+    # Below zero behind the last group.
+    size = tl.minimum(elements - start, group_elements).to(tl.int32)
+    size = tl.where(lane < lanes, size, 0)
+    numbers += start
+    out += start
+    # Whatever the counts say, nothing beyond the words is read.
+    first = tl.minimum(tl.maximum(tl.load(starts + group, mask=is_group, other=0), 0), total)
+    end = tl.minimum(tl.load(counts + group, mask=is_group, other=0), total - first).to(tl.int32)
+    words += first
+    state = tl.load(states + group * lanes + lane, mask=is_group & (lane < lanes), other=_LOW)
+    current = tl.zeros((LANES, GROUPS), tl.int32)
+    before = tl.zeros((LANES, GROUPS), tl.int32)
+    position = tl.zeros((1, GROUPS), tl.int32)
+    chunk = 0
+    while chunk < chunks:
+        classes: "tuple[Any, ...]" = ()  # noqa: UP037 Triton would look the name up
+        for j in tl.static_range(AT_ONCE):
+            place = (chunk * AT_ONCE + j) * lanes + lane
+            real = place < size
+            number = tl.load(numbers + place, mask=real, other=0).to(tl.int32)
+            classes += ((number, real, place),)
+        # As if nothing had escaped and no class were wide, which is seldom wrong; then all again.
+        began = state, current, before, position
+        rare = tl.zeros((LANES, GROUPS), tl.int1)
+        for j in tl.static_range(AT_ONCE):
+            number, real, place = classes[j]
+            shift = tl.maximum((number - _SHIFTED) >> 2, 0)
+            row = 2 * (number - 4 * shift) + current
+            state, position, symbol = _take_symbol(
+                state, row, real, symbols, codes, lane, words, position, end
+            )
+            rare |= real & ((symbol == _ESCAPE) | (shift > _PIECE))
+            state, position, low = _take_bits(
+                state, tl.minimum(shift, _PIECE), real, lane, words, position, end
+            )
+            index = ((symbol - _MIDDLE) << shift) + low
+            tl.store(out + place, 2 * index + current, mask=real)
+            following = (index & 1) ^ before
+            before = tl.where(real, current, before)
+            current = tl.where(real, following, current)
+        if tl.max(tl.max(rare.to(tl.int32), 1), 0) > 0:
+            state, current, before, position = began
+            for j in tl.static_range(AT_ONCE):
+                number, real, place = classes[j]
+                shift = tl.maximum((number - _SHIFTED) >> 2, 0)
+                row = 2 * (number - 4 * shift) + current
+                state, position, symbol = _take_symbol(
+                    state, row, real, symbols, codes, lane, words, position, end
+                )
+                escaped = symbol == _ESCAPE
+                wide = tl.where(escaped, _ESCAPE_PIECE, tl.minimum(shift, _PIECE))
+                state, position, low = _take_bits(state, wide, real, lane, words, position, end)
+                wide = tl.where(escaped, _ESCAPE_PIECE, tl.maximum(shift - _PIECE, 0))
+                state, position, high = _take_bits(state, wide, real, lane, words, position, end)
+                low |= high << tl.where(escaped, _ESCAPE_PIECE, _PIECE)
+                # An escaped n is of its quantizer, but a forged one need not be.
+                whole_index = ((symbol - _MIDDLE) << shift) + low
+                index = tl.where(escaped, (low - _ESCAPE_BIAS) >> 1, whole_index)
+                n = tl.where(escaped, low - _ESCAPE_BIAS, 2 * index + current)
+                tl.store(out + place, n, mask=real)
+                following = (index & 1) ^ before
+                before = tl.where(real, current, before)
+                current = tl.where(real, following, current)
+        chunk += 1
+    wrong = tl.sum((state != _LOW).to(tl.int32), 0)[None, :] + (position != end).to(tl.int32)
+    tl.store(whole + group, wrong, mask=is_group)
+
+
+def decode(
+    states: torch.Tensor,
+    counts: torch.Tensor,
+    words: torch.Tensor,
+    classes: torch.Tensor,
+    where: Grid,
+    family: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`kernels.trellis.lanes.decode` on the device of `classes`, for any states and counts."""
+    device = classes.device
+    out = torch.empty(classes.numel(), dtype=torch.int32, device=device)
+    wrong = torch.empty(where.groups, dtype=torch.int32, device=device)
+    _decode[(triton.cdiv(where.groups, TOGETHER),)](
+        classes,
+        symbols_on(device, family),
+        codes_on(device, family),
+        states,
+        counts,
+        counts.cumsum(0) - counts,
+        words,
+        out,
+        wrong,
+        where.elements,
+        where.groups,
+        where.group_elements,
+        where.lanes,
+        chunks(where),
+        words.numel(),
+        GROUPS=TOGETHER,
+        WIDE=where.lanes == LANES.value,
+        num_warps=TOGETHER,
+    )
+    return out, ~wrong.any()

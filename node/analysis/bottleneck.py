@@ -1,0 +1,231 @@
+"""What holds a run back, in words. Pure: it looks at a `RunView` and at nothing else.
+
+Sentences say what was measured (shares of time, use of links), and what a change would give. Such a gain
+comes from the floor model (`floor.py`) with the measured times and the changed bytes or blocks: what a step
+takes beyond its floor now, it is taken to need then too.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from node.analysis.remedies import Remedy, better_codec, better_split
+from node.analysis.run_view import LinkView, RunView, StageView
+from node.analysis.step_model import FULL, LITTLE, SharedUpload, StepModel, shared_uploads
+from node.pipeline.floor import Floor, ResourceKind
+from node.telemetry.units import duration_text
+
+PACE = 0.7
+"""Where a step takes its floor over this or less, the resource that makes the floor sets the pace."""
+WAITING = 0.15
+"""Waiting for less than this share of the time is not worth a word."""
+PACKING = 0.25
+"""Encoding and decoding for this share of a stage's time is much."""
+MOST_SENTENCES = 3
+
+
+def bottleneck(
+    view: RunView, codec_bits: Mapping[str, float], ends_in_blocks: Sequence[float] = ()
+) -> tuple[str, ...]:
+    """Sentences, the most important first; empty while nothing can be told.
+
+    `codec_bits` are bits an element on this run's links, by codec; `ends_in_blocks` what the embedding and
+    the head take to compute, in blocks, if that is known: without it no split is proposed.
+    """
+    if view.state == "waiting for nodes":
+        here, wanted = len(view.members), view.stages_wanted
+        if here >= wanted:
+            return (f"waiting for a stage's node: {here} nodes are here and none fits or is back yet",)
+        return (f"waiting for nodes: {here} of {wanted} are here; {_how_to_join(view.token_uses)}",)
+    model = StepModel.of(view)
+    if model is None:
+        return ()
+    floor = model.floor()
+    sentences = [
+        *_links(view, model, floor, codec_bits),
+        *_stages(view, model, floor, ends_in_blocks),
+        *_packing(view, model),
+        *_coordinator(view),
+    ]
+    if not sentences:
+        sentences = [*_latency(view, model, floor), *_bubble(view, floor)]
+    return tuple((sentences or [_nothing(view)])[:MOST_SENTENCES])
+
+
+# ---- the cases
+
+
+def _links(view: RunView, model: StepModel, floor: Floor, codec_bits: Mapping[str, float]) -> list[str]:
+    """Links that are full, the fullest first; else the one that makes the floor, if the step is near it."""
+    uploads = shared_uploads(view)
+    shared = [link for upload in uploads for link in upload.links]
+    full = [link for link in view.links if (link.use or 0.0) >= FULL and link not in shared]
+    full.sort(key=lambda link: -(link.use or 0.0))
+    what = "is full"
+    if (
+        not full
+        and not uploads
+        and floor.binds.kind is ResourceKind.LINK
+        and floor.seconds >= PACE * model.seconds
+    ):
+        pair = floor.binds.stage, floor.binds.peer_stage
+        known = [link for link in view.links if link.use is not None and link.use >= LITTLE]
+        full = [link for link in known if (link.source, link.target) == pair]
+        what = "sets the pace"
+    sentences = [_upload(upload) for upload in uploads]
+    for link in full:
+        sentences.append(
+            f"link {link.source} to {link.target} {what}: {_percent(link.use or 0.0)} of {_rate(link)}"
+        )
+    if not sentences:
+        return []
+    # Who waits, and what would help, is the same for all of them: it is said once.
+    parts = [sentences[0]]
+    if waiting := _who_waits(view.stages):
+        parts.append(waiting)
+    # The way back may bind as soon as this one does not, so all links are looked at, these first.
+    others = [link for link in view.links if link not in shared and link not in full]
+    if remedy := better_codec([*shared, *full, *others], model, codec_bits):
+        parts.append(remedy.text)
+    return ["; ".join(parts), *sentences[1:]]
+
+
+def _upload(upload: SharedUpload) -> str:
+    targets = _stages_text([link.target for link in upload.links])
+    return (
+        f"stage {upload.stage} sends {_mbit(upload.mbit)} to {targets} together, and its links to them are "
+        "all full: they seem to share its upload"
+    )
+
+
+def _stages(view: RunView, model: StepModel, floor: Floor, ends_in_blocks: Sequence[float]) -> list[str]:
+    """The busiest stage, if it has no time left or makes the floor that the step is near to."""
+    busiest = max(view.stages, key=lambda stage: stage.busy)
+    near = floor.binds.kind is ResourceKind.COMPUTE and floor.seconds >= PACE * model.seconds
+    if busiest.busy < FULL and not (near and floor.binds.stage == busiest.stage):
+        return []
+    others = [stage for stage in view.stages if stage is not busiest]
+    parts = [f"stage {busiest.stage} is the slowest: it computes {_percent(busiest.busy)} of the time"]
+    if waiting := _who_waits(others):
+        parts.append(waiting)
+    if remedy := better_split(view, model, ends_in_blocks):
+        parts.append(remedy.text)
+    return ["; ".join(parts)]
+
+
+def _packing(view: RunView, model: StepModel) -> list[str]:
+    """The stage that packs and unpacks most, if that is much and it has little time left."""
+    stage = max(view.stages, key=_packing_share)
+    share = _packing_share(stage)
+    if share < PACKING or stage.busy < max(other.busy for other in view.stages):
+        return []
+    codecs = " and ".join(f"`{name}`" for name in dict.fromkeys((view.forward_codec, view.backward_codec)))
+    text = f"stage {stage.stage} packs and unpacks tensors {_percent(share)} of the time ({codecs})"
+    remedy = Remedy.of("codecs that cost no time", model, model.without_packing())
+    return [f"{text}; {remedy.text}" if remedy else text]
+
+
+def _coordinator(view: RunView) -> list[str]:
+    """What even the stage that waits least for the coordinator waits for it is nobody else's time."""
+    shares = [stage.shares.get("wait-coordinator", 0.0) for stage in view.stages]
+    if min(shares) >= WAITING:
+        return [
+            f"every stage waits for the coordinator at least {_percent(min(shares))} of the time: look at "
+            "its disk, its processor and the round trip to it"
+        ]
+    # Others may wait for the coordinator because it waits for stage 0, which is the last to end a step.
+    if shares[0] < WAITING:
+        return []
+    return [
+        f"stage 0 waits for the coordinator {_percent(shares[0])} of the time, and the others for stage 0: "
+        "look at the way of each step's tokens, from the coordinator's disk over the network to that node"
+    ]
+
+
+def _latency(view: RunView, model: StepModel, floor: Floor) -> list[str]:
+    """Nothing is full, yet stages wait for each other for longer than the floor explains."""
+    waits = [
+        stage.shares.get("wait-upstream", 0.0) + stage.shares.get("wait-downstream", 0.0)
+        for stage in view.stages
+    ]
+    slowest = max(view.links, key=lambda link: link.round_trip_seconds, default=None)
+    if slowest is None or max(waits) < WAITING or floor.seconds >= PACE * model.seconds:
+        return []
+    if slowest.round_trip_seconds < model.microbatch_seconds / 2:
+        return []
+    return [
+        f"tensors are on their way: no link is full, and a round trip from stage {slowest.source} to "
+        f"{slowest.target} takes {duration_text(slowest.round_trip_seconds)}; a wider `pipeline.window` "
+        f"would give at most {math.ceil(10 * model.seconds / floor.seconds) / 10:.1f} x"
+    ]
+
+
+def _bubble(view: RunView, floor: Floor) -> list[str]:
+    """The pipeline fills and drains for a large part of the step."""
+    edges = floor.seconds - view.microbatches * floor.microbatch_seconds
+    if len(view.stages) < 2 or edges < 0.3 * floor.seconds:
+        return []
+    return [
+        f"the pipeline fills and drains for {_percent(edges / floor.seconds)} of the shortest step that can "
+        f"be: more than {view.microbatches} microbatches a step would help (a larger "
+        "`training.global_batch`, or a smaller `training.microbatch`)"
+    ]
+
+
+def _nothing(view: RunView) -> str:
+    busiest = max(view.stages, key=lambda stage: stage.busy)
+    return (
+        f"nothing stands out: the busiest stage, {busiest.stage}, works {_percent(busiest.busy)} of the time "
+        "and no link is full"
+    )
+
+
+# ---- words
+
+
+def _how_to_join(token_uses: int | None) -> str:
+    """The join line holds a secret, so it is not said, only where it is."""
+    if token_uses is None:
+        return "paste the join line on another machine; `thinwire token create RUN_DIR` makes a new one"
+    if token_uses == 0:
+        return "no join token is left: `thinwire token create RUN_DIR` makes a join line for one more"
+    nodes = "one more node" if token_uses == 1 else f"{token_uses} more nodes"
+    return (
+        f"paste the join line that the coordinator printed on another machine (tokens are left for {nodes}; "
+        "`thinwire token create RUN_DIR` makes a new line)"
+    )
+
+
+def _who_waits(stages: Sequence[StageView]) -> str:
+    """`stages 3 and 4 wait 61 % of the time`: those that wait much, and what they wait on average."""
+    waiting = [stage for stage in stages if stage.waiting >= WAITING]
+    if not waiting:
+        return ""
+    mean = sum(stage.waiting for stage in waiting) / len(waiting)
+    verb = "waits" if len(waiting) == 1 else "wait"
+    return f"{_stages_text([stage.stage for stage in waiting])} {verb} {_percent(mean)} of the time"
+
+
+def _stages_text(numbers: Sequence[int]) -> str:
+    """`stage 3`, `stages 0 and 2`, `stages 0, 2 and 3`; a row of more than three as `stages 0 to 7`."""
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) == 1:
+        return f"stage {first}"
+    if len(numbers) > 3 and list(numbers) == list(range(first, last + 1)):
+        return f"stages {first} to {last}"
+    return f"stages {', '.join(map(str, numbers[:-1]))} and {last}"
+
+
+def _packing_share(stage: StageView) -> float:
+    return stage.shares.get("encode", 0.0) + stage.shares.get("decode", 0.0)
+
+
+def _rate(link: LinkView) -> str:
+    return _mbit(link.capacity_mbit)
+
+
+def _mbit(rate: float) -> str:
+    return f"{rate:.3g} Mbit/s" if rate < 999.5 else f"{rate:.0f} Mbit/s"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

@@ -1,0 +1,119 @@
+"""What would make a run faster, and by how much: other codecs, another split. Pure."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from node.analysis.run_view import FlowView, LinkView, RunView
+from node.analysis.step_model import StepModel
+
+WORTH = 1.05
+"""A change that gives less is not worth a word."""
+PLENTY = 1.1
+"""The first codec on the ladder that gives this is the one to name: it costs the least precision."""
+LADDER = ("fixed-8", "fixed-6", "trellis-4.41", "trellis-4", "tah")
+"""Codecs to name, the most precise first, as measured on tensors between stages (scripts/results/rivals.json,
+boundary_error.json). On processors `trellis-R` takes many times as long to pack as the others: where that
+would cost more than it saves, what comes after it is named."""
+LOSS_FORWARD = {"trellis-4.41": "nothing that could be measured", "tah": "1.4 %"}
+"""What a codec for activations cost in loss, of those of which the README says it."""
+WAYS = {"activation": "forward", "gradient": "backward"}
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change and how many times as fast steps would be with it."""
+
+    change: str
+    gain: float
+    how: str = ""
+    """What it costs besides, and how to make it."""
+
+    @classmethod
+    def of(cls, change: str, model: StepModel, changed: StepModel, how: str = "") -> Self | None:
+        """None if it would not be worth a word."""
+        gain = model.gain(changed)
+        return cls(change, gain, how) if gain >= WORTH else None
+
+    @property
+    def text(self) -> str:
+        digits = 2 if self.gain < 1.15 else 1
+        return f"{self.change} would give about {self.gain:.{digits}f} x{self.how}"
+
+
+def better_codec(
+    links: Sequence[LinkView], model: StepModel, codec_bits: Mapping[str, float]
+) -> Remedy | None:
+    """The most precise codec that gives plenty, for one kind of the links' tensors, else what gives most.
+
+    For both kinds where that gives plenty more: of links that are full both ways, neither helps alone. A run
+    has one codec for each kind, so what is said of some links is said of all. `links`: the fullest first.
+    """
+    flows: dict[str, FlowView] = {}
+    for flow in (flow for link in links for flow in link.flows):
+        if flow.direction in WAYS and flow.bits_per_element > 0:
+            flows.setdefault(flow.direction, flow)
+    alone = _best([_with([flow], name, model, codec_bits) for flow in flows.values() for name in LADDER])
+    if len(flows) < 2:
+        return alone
+    both = _best([_with(list(flows.values()), name, model, codec_bits) for name in LADDER])
+    if both is not None and (alone is None or both.gain >= PLENTY * alone.gain):
+        return both
+    return alone
+
+
+def _best(remedies: Iterable[Remedy | None]) -> Remedy | None:
+    found = [remedy for remedy in remedies if remedy is not None]
+    plenty = (remedy for remedy in found if remedy.gain >= PLENTY)
+    return next(plenty, max(found, key=lambda remedy: remedy.gain, default=None))
+
+
+def _with(
+    flows: Sequence[FlowView], name: str, model: StepModel, codec_bits: Mapping[str, float]
+) -> Remedy | None:
+    """`name` for the tensors of those flows that it makes smaller."""
+    bits = codec_bits.get(name, 0.0)
+    smaller = [flow for flow in flows if 0 < bits < flow.bits_per_element]
+    if not smaller:
+        return None
+    packing = model.more_packing({flow.direction: (flow.codec, name) for flow in smaller})
+    factors = {flow.direction: bits / flow.bits_per_element for flow in smaller}
+    changed = model.with_codecs(**factors, packing=packing)
+    ways: dict[str, list[str]] = {}
+    for flow in smaller:
+        ways.setdefault(flow.codec, []).append(WAYS[flow.direction])
+    change = " and ".join(f"`{codec}` to `{name}` {' and '.join(way)}" for codec, way in ways.items())
+    directions = [flow.direction for flow in smaller]
+    loss = ""
+    if "activation" in directions and name in LOSS_FORWARD:
+        loss = f" (measured cost in loss, `{name}` forward: {LOSS_FORWARD[name]})"
+    keys = " ".join(f"pipeline.{WAYS[direction]}_codec={name}" for direction in directions)
+    return Remedy.of(change, model, changed, f"{loss}: `thinwire resume RUN_DIR {keys}`, once it is stopped")
+
+
+def better_split(view: RunView, model: StepModel, ends_in_blocks: Sequence[float]) -> Remedy | None:
+    """Blocks given to the stages that have time for them, if the run's stages hold one chunk each.
+
+    `ends_in_blocks`: what the embedding and the head cost, which stay where they are.
+    """
+    blocks = [stage.blocks for stage in view.stages]
+    if view.chunks > 1 or min(blocks) < 1 or len(blocks) < 2 or len(ends_in_blocks) != 2:
+        return None
+    fixed = [0.0] * len(blocks)
+    fixed[0], fixed[-1] = ends_in_blocks
+    times = [f + b for f, b in zip(model.forward, model.backward, strict=True)]
+    if min(times) <= 0:
+        return None
+    # Each block in turn to the stage that is then the quickest: the best there is for equal blocks.
+    a_block = [time / (count + end) for time, count, end in zip(times, blocks, fixed, strict=True)]
+    better = [1] * len(blocks)
+    for _ in range(sum(blocks) - len(blocks)):
+        quickest = min(
+            range(len(blocks)), key=lambda stage: (better[stage] + 1 + fixed[stage]) * a_block[stage]
+        )
+        better[quickest] += 1
+    if better == blocks:
+        return None
+    before = [count + end for count, end in zip(blocks, fixed, strict=True)]
+    after = [count + end for count, end in zip(better, fixed, strict=True)]
+    return Remedy.of(f"`pipeline.split = {better}`", model, model.with_blocks(before, after))

@@ -1,0 +1,382 @@
+"""From a run's events to its `RunView`, one event at a time.
+
+    builder = RunViewBuilder()
+    for at, event in history:
+        builder.apply(event, at)
+    builder.view()
+
+Made from events alone, so a run that is over looks as it did while it ran.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from node.analysis.bottleneck import bottleneck
+from node.analysis.redact import without_addresses
+from node.analysis.run_view import (
+    EventView,
+    FlowView,
+    LinkView,
+    MemberView,
+    RunView,
+    SnapshotView,
+    StageView,
+)
+from node.analysis.series import Series
+from node.analysis.step_model import LITTLE, full_links
+from node.telemetry import events
+from node.telemetry.clock import WAITS, TimeKind
+from node.telemetry.units import bytes_text, duration_text, printable
+
+__all__ = ["RunView", "RunViewBuilder", "view"]
+
+RECENT_STEPS = 10
+"""Shares, rates and the bottleneck are those of so many newest steps together."""
+MOST_EVENTS = 200
+"""The newest ones are kept in the view."""
+
+
+@dataclass
+class _Member:
+    device: str
+    joined: float
+
+
+class RunViewBuilder:
+    """Takes a run's events in their order, from all its coordinators, one after the other."""
+
+    def __init__(self) -> None:
+        self._started: events.RunStarted | None = None
+        self._began = 0.0
+        self._updated = 0.0
+        self._starts = 0
+        self._members: dict[str, _Member] = {}
+        self._devices: dict[str, str] = {}
+        self._placement: events.PlacementMade | None = None
+        self._restoring = False
+        self._step: events.StepDone | None = None
+        self._steps_done = 0
+        self._highest_step = 0
+        self._replayed = 0
+        self._aborted = 0
+        self._recoveries = 0
+        self._snapshots: list[SnapshotView] = []
+        """By step, pruned ones too: what is newest where later ones are set aside."""
+        self._finished: events.RunFinished | None = None
+        self._token_uses: int | None = None
+        self._loss = Series()
+        self._speed = Series()
+        self._recent: deque[events.StepCosts] = deque(maxlen=RECENT_STEPS)
+        self._paces: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._links: dict[tuple[int, int], _LinkSums] = {}
+        self._events: deque[EventView] = deque(maxlen=MOST_EVENTS)
+
+    def apply(self, event: events.Event, at: float) -> None:
+        """Count `event`, which happened at the Unix time `at`. Kinds that are no part of a view pass."""
+        self._updated = max(self._updated, at)
+        match event:
+            case events.RunStarted():
+                self._start(event, at)
+            case events.NodeJoined():
+                self._members[event.node_id] = _Member(event.device, at)
+                self._devices[event.node_id] = event.device
+            case events.NodeLeft():
+                self._members.pop(event.node_id, None)
+            case events.PlacementMade():
+                self._place(event)
+            case events.StepCosts():
+                self._count(event)
+            case events.StepDone():
+                self._done(event, at)
+            case events.StepAborted():
+                self._aborted += 1
+                self._restoring = True
+            case events.Recovered():
+                self._recoveries += 1
+            case events.TokenUses():
+                self._token_uses = event.left
+            case events.SnapshotStored():
+                self._forget_snapshots(event.step - 1)
+                self._snapshots.append(SnapshotView(step=event.step, bytes=event.bytes, at=at))
+            case events.SnapshotSetAside():
+                self._forget_snapshots(event.whole)
+            case events.RunFinished():
+                self._finished = event
+                self._members.clear()
+            case _:
+                pass
+        if (told := _told(event)) is not None:
+            kind, level, text = told
+            line = without_addresses(printable(text))
+            self._events.append(EventView(at=at, kind=kind, level=level, text=line))
+
+    @property
+    def updated(self) -> float:
+        """When the newest event happened, Unix seconds."""
+        return self._updated
+
+    @property
+    def over(self) -> bool:
+        """Whether the newest coordinator has said that it ends."""
+        return self._finished is not None
+
+    def view(self) -> RunView:
+        """The run after the events so far."""
+        started, step = self._started, self._step
+        finished_text = without_addresses(printable(self._finished.reason)) if self._finished else ""
+        stages = self._stage_views()
+        pace = sum(self._paces) / len(self._paces) if self._paces else None
+        steps = started.steps if started else 0
+        done = self._steps_done
+        tokens = started.tokens_per_step if started else 0
+        state = self._state(done, steps)
+        placed = self._placement.nodes if self._placement else ()
+        members = tuple(
+            MemberView(
+                node_id=node_id,
+                device=member.device,
+                stage=placed.index(node_id) if node_id in placed else None,
+                joined=member.joined,
+            )
+            for node_id, member in self._members.items()
+        )
+        so_far = RunView(
+            run_id=started.run_id if started else "",
+            name=started.name if started else "",
+            state=state,
+            ended=finished_text,
+            started=self._began,
+            updated=self._updated,
+            coordinator_starts=self._starts,
+            step=done,
+            steps=steps,
+            stages_wanted=started.stages if started else 0,
+            tokens_per_step=tokens,
+            microbatches=started.microbatches if started else 0,
+            chunks=started.chunks if started else 1,
+            forward_codec=started.forward_codec if started else "",
+            backward_codec=started.backward_codec if started else "",
+            loss=step.loss if step else None,
+            lr=step.lr if step else None,
+            grad_norm=step.grad_norm if step else None,
+            tokens_per_second=tokens / pace if pace else None,
+            step_seconds=pace,
+            eta_seconds=(steps - done) * pace if pace and state in ("training", "restoring") else None,
+            loss_curve=self._loss.curve(),
+            speed_curve=self._speed.curve(),
+            epoch=self._placement.epoch if self._placement else 0,
+            stages=stages,
+            links=self._link_views(),
+            members=members,
+            # Whoever is here before every stage has a node will be needed, and is no spare.
+            spares=0 if state == "waiting for nodes" else sum(member.stage is None for member in members),
+            snapshot=self._snapshots[-1] if self._snapshots else None,
+            aborted=self._aborted,
+            recoveries=self._recoveries,
+            replayed=self._replayed,
+            token_uses=self._token_uses,
+            bottleneck=(),
+            events=tuple(self._events),
+        )
+        full = full_links(so_far)
+        links = tuple(replace(link, full=(link.source, link.target) in full) for link in so_far.links)
+        so_far = replace(so_far, links=links)
+        if started is None:
+            return replace(so_far, bottleneck=bottleneck(so_far, {}))
+        words = bottleneck(so_far, started.codec_bits, started.ends_in_blocks)
+        return replace(so_far, bottleneck=words)
+
+    # ---- inside
+
+    def _start(self, event: events.RunStarted, at: float) -> None:
+        self._starts += 1
+        self._began = self._began or at
+        self._steps_done = self._steps_done or event.first_step
+        self._started = event
+        # Whoever was here was another coordinator's; they come again by themselves.
+        self._members.clear()
+        self._placement = None
+        self._restoring = False
+        self._finished = None
+        # It goes on from the newest snapshot that is whole: those after it are damaged, or gone.
+        self._forget_snapshots(event.first_step)
+        self._recent.clear()
+        self._paces.clear()
+
+    def _forget_snapshots(self, newest: int) -> None:
+        """Those of steps after `newest`."""
+        while self._snapshots and self._snapshots[-1].step > newest:
+            self._snapshots.pop()
+
+    def _place(self, event: events.PlacementMade) -> None:
+        moved = self._placement is None or self._placement.nodes != event.nodes
+        self._placement = event
+        self._steps_done = event.resume_step
+        self._restoring = False
+        if moved:
+            self._recent.clear()
+            self._paces.clear()
+
+    def _count(self, costs: events.StepCosts) -> None:
+        for link in costs.links:
+            self._links.setdefault((link.source, link.target), _LinkSums()).add(link)
+        if not costs.aborted:
+            self._recent.append(costs)
+
+    def _done(self, event: events.StepDone, at: float) -> None:
+        if event.step <= self._highest_step:
+            self._replayed += 1
+        self._highest_step = max(self._highest_step, event.step)
+        self._step = event
+        self._steps_done = event.step
+        self._restoring = False
+        self._paces.append(event.seconds)
+        self._loss.add(event.step, at, event.loss)
+        self._speed.add(event.step, at, event.tokens_per_second)
+
+    def _state(self, done: int, steps: int) -> str:
+        if self._finished is not None:
+            if self._finished.failed:
+                return "failed"
+            return "finished" if done >= steps else "stopped"
+        if self._started is None:
+            return "starting"
+        if self._placement is None or not set(self._placement.nodes) <= self._members.keys():
+            return "waiting for nodes"
+        return "restoring" if self._restoring else "training"
+
+    def _stage_views(self) -> tuple[StageView, ...]:
+        placement = self._placement
+        if placement is None:
+            return ()
+        blocks = dict(enumerate(placement.blocks))
+        views = []
+        for stage, node_id in enumerate(placement.nodes):
+            costs = [cost for one in self._recent for cost in one.stages if cost.stage == stage]
+            wall = sum(cost.wall_seconds for cost in costs)
+            shares: dict[str, float] = {}
+            if wall > 0:
+                for kind in TimeKind:
+                    shares[kind.value] = sum(cost.seconds.get(kind.value, 0.0) for cost in costs) / wall
+            newest = costs[-1] if costs else None
+            waiting = sum(shares.get(kind.value, 0.0) for kind in WAITS)
+            views.append(
+                StageView(
+                    stage=stage,
+                    node_id=node_id,
+                    device=self._devices.get(node_id, ""),
+                    blocks=blocks.get(stage, 0),
+                    present=node_id in self._members,
+                    shares=shares,
+                    busy=max(0.0, sum(shares.values()) - waiting),
+                    waiting=waiting,
+                    memory_bytes=newest.memory_bytes if newest else 0,
+                    peak_memory_bytes=newest.peak_memory_bytes if newest else 0,
+                    gpu_memory_bytes=newest.gpu_memory_bytes if newest else 0,
+                    gpu_peak_memory_bytes=newest.gpu_peak_memory_bytes if newest else 0,
+                )
+            )
+        return tuple(views)
+
+    def _link_views(self) -> tuple[LinkView, ...]:
+        seconds = sum(costs.seconds for costs in self._recent)
+        recent: dict[tuple[int, int], list[events.LinkCost]] = {}
+        for costs in self._recent:
+            for link in costs.links:
+                recent.setdefault((link.source, link.target), []).append(link)
+        return tuple(
+            self._links[pair].view(*pair, recent[pair], seconds) for pair in sorted(recent) if seconds > 0
+        )
+
+
+class _LinkSums:
+    """Totals of one direction of a link over the whole run."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._retransmits = 0
+        self._rejects = 0
+        self._flows: dict[tuple[str, str], tuple[int, int]] = {}
+
+    def add(self, cost: events.LinkCost) -> None:
+        self._bytes += cost.bytes
+        self._retransmits += cost.retransmits
+        self._rejects += cost.rejects
+        for flow in cost.flows:
+            size, elements = self._flows.get((flow.direction, flow.codec), (0, 0))
+            self._flows[flow.direction, flow.codec] = size + flow.bytes, elements + flow.elements
+
+    def view(self, source: int, target: int, recent: list[events.LinkCost], seconds: float) -> LinkView:
+        newest = recent[-1]
+        rate = sum(cost.bytes for cost in recent) / seconds
+        use = min(1.0, rate / newest.capacity) if newest.capacity > 0 else None
+        flows = []
+        for direction, codec in dict.fromkeys((f.direction, f.codec) for c in recent for f in c.flows):
+            mine = [f for c in recent for f in c.flows if (f.direction, f.codec) == (direction, codec)]
+            elements = sum(flow.elements for flow in mine)
+            sent = sum(flow.bytes for flow in mine)
+            size, all_elements = self._flows[direction, codec]
+            flows.append(
+                FlowView(
+                    direction=direction,
+                    codec=codec,
+                    bits_per_element=8 * sent / elements if elements else 0.0,
+                    mbit=8e-6 * sent / seconds,
+                    bytes=size,
+                    elements=all_elements,
+                )
+            )
+        return LinkView(
+            source=source,
+            target=target,
+            bytes=self._bytes,
+            mbit=8e-6 * rate,
+            capacity_mbit=8e-6 * newest.capacity,
+            use=use,
+            busy=min(1.0, sum(cost.busy_seconds for cost in recent) / seconds),
+            flows=tuple(flows),
+            round_trip_seconds=newest.round_trip_seconds,
+            retransmits=self._retransmits,
+            rejects=self._rejects,
+            queued_bytes=newest.queued_bytes,
+            little_used=use is not None and use < LITTLE,
+        )
+
+
+def view(history: Iterable[tuple[float, events.Event]]) -> RunView:
+    """The run after a whole history of (Unix time, event)."""
+    builder = RunViewBuilder()
+    for at, event in history:
+        builder.apply(event, at)
+    return builder.view()
+
+
+def _told(event: events.Event) -> tuple[str, str, str] | None:
+    """Kind, level and text of an event that people want to read of."""
+    match event:
+        case events.RunStarted():
+            resumed = f", from step {event.first_step}" if event.first_step else ""
+            return "started", "info", f"the coordinator started: {event.steps} steps{resumed}"
+        case events.NodeJoined():
+            return "joined", "info", f"{event.node_id} joined ({event.device})"
+        case events.NodeLeft():
+            return "left", "warning", f"{event.node_id} left: {event.reason}"
+        case events.PlacementMade():
+            nodes = ", ".join(f"{stage} {node}" for stage, node in enumerate(event.nodes))
+            return "placed", "info", f"epoch {event.epoch} from step {event.resume_step}: {nodes}"
+        case events.StepAborted():
+            return "aborted", "warning", f"step {event.step} aborted and runs again: {event.reason}"
+        case events.Recovered():
+            return "recovered", "info", f"back at step {event.step} in {duration_text(event.seconds)}"
+        case events.SnapshotStored():
+            return "snapshot", "info", f"snapshot of step {event.step}: {bytes_text(event.bytes)}"
+        case events.SnapshotSetAside():
+            return "snapshot", "warning", event.text
+        case events.Notice():
+            return "notice", "info", event.text
+        case events.RunFinished():
+            level = "error" if event.failed else "info"
+            return "finished", level, f"{'failed' if event.failed else 'ended'}: {event.reason}"
+        case _:
+            return None

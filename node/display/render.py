@@ -1,0 +1,342 @@
+"""A run on the user's screen, from the coordinator's events alone.
+
+Three renderers: JSON lines (`--json`), plain lines (output that is not a terminal; no escapes, at most about
+a line a second), and a live display. All end with the same summary. Results go to stdout, logs to stderr.
+"""
+
+import os
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self, TextIO
+
+from node.display.output import lasting
+from node.telemetry.events import (
+    Event,
+    JoinLine,
+    NodeJoined,
+    NodeLeft,
+    Notice,
+    PageServed,
+    PlacementMade,
+    RunFinished,
+    RunStarted,
+    RunSummary,
+    SnapshotStored,
+    StepAborted,
+    StepDone,
+)
+from node.telemetry.units import bytes_text, count_text, duration_text, printable
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+PLAIN_INTERVAL = 1.0
+"""Seconds between step lines of the plain renderer."""
+FRAME_INTERVAL = 0.1
+"""Seconds between frames of the live display."""
+SHORT_ID = 15
+"""Characters of a node id that are shown."""
+
+
+class Renderer(Protocol):
+    """A context manager that is called with each event; leaving it restores the terminal."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def __call__(self, event: Event) -> None: ...
+
+
+def make_renderer(*, json: bool, stream: TextIO | None = None) -> Renderer:
+    """The renderer that fits: JSON lines if asked for, live on a terminal, else plain lines.
+
+    A stream that cannot be written any more is told of in the log, and the events go on.
+    """
+    stream = lasting(stream or sys.stdout)
+    if json:
+        return JsonRenderer(stream)
+    if stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
+        return LiveRenderer(stream)
+    return PlainRenderer(stream)
+
+
+class JsonRenderer:
+    """Each event as one JSON line, written through at once."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def __call__(self, event: Event) -> None:
+        self._stream.write(event.to_json() + "\n")
+        self._stream.flush()
+
+
+class PlainRenderer:
+    """One line an event; of the steps, the first, the last and at most one a `PLAIN_INTERVAL`."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._pace = Pace()
+        self._next_step_line = -1.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, StepDone):
+            self._pace.add(event)
+            now = self._clock()
+            if now < self._next_step_line and event.step != event.steps:
+                return
+            self._next_step_line = now + PLAIN_INTERVAL
+            lines = [step_line(event, self._pace)]
+        else:
+            lines = event_lines(event)
+        self._stream.write("".join(line + "\n" for line in lines))
+        self._stream.flush()
+
+
+class LiveRenderer:
+    """Progress and a row a stage, redrawn in place; everything else scrolls by above. Needs a terminal."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        # Rich itself honours NO_COLOR.
+        self._console = Console(file=stream, markup=False, emoji=False, highlight=False)
+        # Log lines go above the display when they share its terminal, and where they were sent otherwise.
+        self._live = Live(
+            console=self._console,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        self._clock = clock
+        self._next_frame = 0.0
+        self._pace = Pace()
+        self._nodes: tuple[str, ...] = ()
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, StepDone):
+            self._pace.add(event)
+            now = self._clock()
+            if now >= self._next_frame or event.step == event.steps:
+                self._next_frame = now + FRAME_INTERVAL
+                self._live.update(self._display(event), refresh=True)
+            return
+        if isinstance(event, PlacementMade):
+            self._nodes = event.nodes
+        if isinstance(event, RunFinished):
+            self._live.stop()  # the last frame stays; the summary follows it
+        for line in event_lines(event):
+            # Unwrapped, so that a join line can be copied whole.
+            self._console.print(line, soft_wrap=True)
+
+    def _display(self, done: StepDone) -> "Group":
+        from rich.console import Group
+        from rich.padding import Padding
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        head = Text.assemble(
+            (f"step {done.step}/{done.steps}", "bold"),
+            f"   loss {done.loss:.4f}   {count_text(done.tokens_per_second)} tokens/s   ",
+            f"{_bits(done)}   lr {done.lr:.2e}   grad norm {done.grad_norm:.3g}   eta {self._pace.eta(done)}",
+        )
+        header, rows = stage_rows(done, self._nodes)
+        table = Table(*header[:2], box=None, pad_edge=False)
+        for name in header[2:]:
+            table.add_column(name, justify="right")
+        for row in rows:
+            table.add_row(*row)
+        bar = ProgressBar(total=done.steps, completed=done.step, complete_style="green")
+        # The bar alone ends no line; padding does.
+        return Group(head, Padding(bar, 0), table)
+
+
+class Pace:
+    """Seconds a step: the middle one of the newest, so that one that compiled or recovered does not count."""
+
+    def __init__(self) -> None:
+        self._newest: deque[float] = deque(maxlen=15)
+
+    def add(self, done: StepDone) -> None:
+        self._newest.append(done.seconds)
+
+    def eta(self, done: StepDone) -> str:
+        return duration_text((done.steps - done.step) * statistics.median_low(self._newest or (0.0,)))
+
+
+def step_line(done: StepDone, pace: Pace) -> str:
+    """One step on one line."""
+    return "   ".join(
+        (
+            f"step {done.step}/{done.steps}",
+            f"loss {done.loss:.4f}",
+            f"{count_text(done.tokens_per_second)} tokens/s",
+            f"idle {_by_stage([100 * share for share in done.idle], '%')}",
+            f"up {_by_stage(done.up_mbit, ' Mbit/s')}",
+            _bits(done),
+            f"eta {pace.eta(done)}",
+        )
+    )
+
+
+def event_lines(event: Event) -> list[str]:
+    """Any event but a step, as plain lines."""
+    match event:
+        case RunStarted():
+            resumed = f", from step {event.first_step}" if event.first_step else ""
+            return [
+                printable(
+                    f"run {event.name} ({event.run_id}) in {event.directory}: {event.stages} stages, "
+                    f"{event.steps} steps{resumed}, {count_text(event.tokens_per_step)} tokens a step, "
+                    f"activations {event.forward_codec}, gradients {event.backward_codec}"
+                )
+            ]
+        case JoinLine():
+            return ["join with:", "", f"  {printable(event.line)}", ""]
+        case PageServed():
+            changes = f"changes there need the key in {event.key_file}" if event.key_file else "it only shows"
+            return [printable(f"page at {event.url} ({changes})")]
+        case NodeJoined():
+            return [printable(f"joined: {event.node_id[:SHORT_ID]} ({event.device}) at {event.address}")]
+        case NodeLeft():
+            return [printable(f"left: {event.node_id[:SHORT_ID]}: {event.reason}")]
+        case PlacementMade():
+            nodes = ", ".join(f"{stage} {node[:SHORT_ID]}" for stage, node in enumerate(event.nodes))
+            return [printable(f"placed (epoch {event.epoch}): {nodes}; from step {event.resume_step}")]
+        case StepAborted():
+            return [printable(f"step {event.step} aborted and runs again: {event.reason}")]
+        case SnapshotStored():
+            return [printable(f"snapshot of step {event.step}: {bytes_text(event.bytes)} in {event.path}")]
+        case Notice():
+            return [printable(event.text)]
+        case RunFinished():
+            return finished_lines(event)
+        case _:
+            return []
+
+
+def finished_lines(event: RunFinished) -> list[str]:
+    """How the run ended, and its summary if it has one."""
+    verdict = printable(f"{'failed' if event.failed else 'finished'}: {event.reason}")
+    return ["", verdict, *(summary_lines(event.summary) if event.summary else [])]
+
+
+def summary_lines(summary: RunSummary) -> list[str]:
+    """The closing block: loss, speed, bytes against FP32 and BF16, bits an element, time by stage."""
+    lines = [
+        f"steps       {summary.steps}, {count_text(summary.tokens)} tokens in "
+        f"{duration_text(summary.seconds)}, {count_text(summary.tokens_per_second)} tokens/s",
+        f"loss        {summary.first_loss:.4f} first, {summary.last_loss:.4f} last",
+    ]
+    if summary.link_bytes:
+        lines += [
+            f"on the wire {bytes_text(summary.link_bytes)}; "
+            f"FP32 takes {_against(summary.link_bytes_fp32, summary.link_bytes)}, "
+            f"BF16 {_against(summary.link_bytes_bf16, summary.link_bytes)}",
+            f"bits        {summary.bits_forward:.2f} an activation element, "
+            f"{summary.bits_backward:.2f} a gradient element, headers included",
+        ]
+    if summary.snapshot_path:
+        lines.append(printable(f"snapshot    {summary.snapshot_path}"))
+    if summary.weights_sha256:
+        lines.append(printable(f"weights     sha256 {summary.weights_sha256}"))
+    return lines + _time_lines(summary)
+
+
+def _time_lines(summary: RunSummary) -> list[str]:
+    """Where each stage's wall time went, in percent, a row a stage."""
+    kinds = list(dict.fromkeys(kind for stage in summary.stages for kind in stage.seconds))
+    if not kinds:
+        return []
+    header = ["stage", "node", *(printable(kind).replace("stream", "") for kind in kinds), "seconds"]
+    rows = [
+        [
+            str(stage.stage),
+            printable(stage.node_id[:SHORT_ID]),
+            *(_percent(stage.seconds.get(kind, 0.0), stage.wall_seconds) for kind in kinds),
+            f"{stage.wall_seconds:.1f}",
+        ]
+        for stage in summary.stages
+    ]
+    return ["where time went, % of each stage's wall time:", *table_lines(header, rows)]
+
+
+def stage_rows(done: StepDone, nodes: tuple[str, ...]) -> tuple[list[str], list[list[str]]]:
+    """Header and a row a stage: idle share and traffic of one step."""
+    rows = []
+    for stage, (idle, up, down) in enumerate(zip(done.idle, done.up_mbit, done.down_mbit, strict=True)):
+        node = printable(nodes[stage][:SHORT_ID]) if stage < len(nodes) else ""
+        rows.append([str(stage), node, f"{idle:.0%}", f"{up:.1f}", f"{down:.1f}"])
+    return ["stage", "node", "idle", "up Mbit/s", "down Mbit/s"], rows
+
+
+def table_lines(header: list[str], rows: list[list[str]], left: int = 2) -> list[str]:
+    """Rows in aligned columns: the first `left` flush left, the others (numbers) flush right."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    return [
+        "  "
+        + "  ".join(
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in [header, *rows]
+    ]
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f}" if whole else "-"
+
+
+def _against(other: int, sent: int) -> str:
+    return f"{bytes_text(other)} ({other / sent:.1f}x)"
+
+
+def _bits(done: StepDone) -> str:
+    """Bits an element on the links; a single stage has none."""
+    if len(done.idle) < 2:
+        return "no links"
+    return f"bits {done.bits_forward:.2f} out, {done.bits_backward:.2f} back"
+
+
+def _by_stage(values: list[float] | tuple[float, ...], unit: str) -> str:
+    """Every stage's value while they fit on a line, else their range."""
+    if not values:
+        return "-"
+    if len(values) <= 8:
+        return "/".join(f"{value:.0f}" for value in values) + unit
+    return f"{min(values):.0f} to {max(values):.0f}{unit}"

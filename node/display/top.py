@@ -1,0 +1,143 @@
+"""A run's view as lines for a terminal: all of it, or one line a step."""
+
+import textwrap
+
+from node.analysis.run_view import LinkView, RunView, StageView
+from node.display.render import table_lines
+from node.telemetry.units import bytes_text, count_text, duration_text, printable
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_CURVE_WIDTH = 48
+_EVENTS = 6
+
+
+def view_lines(view: RunView, now: float, width: int = 0) -> list[str]:
+    """Everything, top to bottom: where the run stands, its curves, stages, links and newest events.
+
+    `now` is Unix time. Sentences are wrapped to `width` columns, if that is not 0.
+    """
+    lines = [*_wrapped("", _head(view), width), *_wrapped("", _figures(view), width)]
+    for sentence in view.bottleneck:
+        lines += _wrapped("bottleneck  ", sentence, width)
+    for name, curve, digits in (("loss", view.loss_curve, 4), ("tokens/s", view.speed_curve, 0)):
+        if len(curve.values) > 1:
+            low, high = min(curve.values), max(curve.values)
+            lines.append(f"{name:<11} {sparkline(curve.values)}  {low:.{digits}f} to {high:.{digits}f}")
+    if view.stages:
+        lines += ["", *_stage_table(view.stages)]
+    if view.links:
+        lines += ["", *_link_table(view.links)]
+    lines += ["", _people(view, now)]
+    lines += [
+        f"  {duration_text(max(0.0, now - event.at)):>8} ago  {printable(event.text)}"
+        for event in view.events[-_EVENTS:]
+    ]
+    return lines
+
+
+def _wrapped(title: str, text: str, width: int) -> list[str]:
+    if width <= len(title) + 20:
+        return [title + text]
+    indent = " " * (len(title) or 2)
+    return textwrap.wrap(text, width, initial_indent=title, subsequent_indent=indent)
+
+
+def step_line(view: RunView) -> str:
+    """Where the run stands, on one line."""
+    bottleneck = f"; {view.bottleneck[0]}" if view.bottleneck else ""
+    return f"{_head(view)}; {_figures(view)}{bottleneck}"
+
+
+def sparkline(values: tuple[float, ...], width: int = _CURVE_WIDTH) -> str:
+    """A curve as blocks of eight heights; values that are not finite leave a gap."""
+    groups = [values[len(values) * i // width : len(values) * (i + 1) // width] for i in range(width)]
+    means = [sum(group) / len(group) for group in groups if group] if len(values) > width else list(values)
+    known = [mean for mean in means if mean - mean == 0]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    scale = (len(_BLOCKS) - 2) / (high - low) if high > low else 0.0
+    return "".join(" " if m - m != 0 else _BLOCKS[1 + round(scale * (m - low))] for m in means)
+
+
+def _head(view: RunView) -> str:
+    ended = f" ({printable(view.ended)})" if view.ended else ""
+    return printable(f"run {view.name} ({view.run_id}): {view.state}{ended}, step {view.step}/{view.steps}")
+
+
+def _figures(view: RunView) -> str:
+    parts = []
+    if view.loss is not None:
+        parts.append(f"loss {view.loss:.4f}")
+    if view.tokens_per_second is not None:
+        parts.append(f"{count_text(view.tokens_per_second)} tokens/s")
+    if view.step_seconds is not None:
+        parts.append(f"{duration_text(view.step_seconds)} a step")
+    if view.eta_seconds is not None:
+        parts.append(f"eta {duration_text(view.eta_seconds)}")
+    parts.append(f"activations {view.forward_codec or '-'}, gradients {view.backward_codec or '-'}")
+    return "   ".join(parts)
+
+
+def _stage_table(stages: tuple[StageView, ...]) -> list[str]:
+    header = ["stage", "node", "busy", "forward", "backward", "pack", "unpack", "optimizer"]
+    header += ["wait up", "wait down", "wait coord", "memory", "gpu"]
+    kinds = ("forward", "backward", "encode", "decode", "optimizer")
+    waits = ("wait-upstream", "wait-downstream", "wait-coordinator")
+    rows = []
+    for stage in stages:
+        shares = [_percent(stage.shares[k]) if k in stage.shares else "-" for k in (*kinds, *waits)]
+        rows.append(
+            [
+                str(stage.stage),
+                printable(stage.node_id[:15]) + ("" if stage.present else " (gone)"),
+                _percent(stage.busy) if stage.shares else "-",
+                *shares,
+                bytes_text(stage.memory_bytes) if stage.memory_bytes else "-",
+                bytes_text(stage.gpu_memory_bytes) if stage.gpu_memory_bytes else "-",
+            ]
+        )
+    return table_lines(header, rows)
+
+
+def _link_table(links: tuple[LinkView, ...]) -> list[str]:
+    header = ["link", "codecs", "Mbit/s", "capacity", "use", "bits", "round trip", "sent", "again", "damaged"]
+    rows = [
+        [
+            f"{link.source} to {link.target}",
+            ", ".join(dict.fromkeys(flow.codec for flow in link.flows)) or "-",
+            f"{link.mbit:.1f}",
+            f"{link.capacity_mbit:.1f}" if link.capacity_mbit and not link.little_used else "-",
+            _use(link),
+            "/".join(f"{flow.bits_per_element:.2f}" for flow in link.flows) or "-",
+            duration_text(link.round_trip_seconds) if link.round_trip_seconds else "-",
+            bytes_text(link.bytes),
+            str(link.retransmits),
+            str(link.rejects),
+        ]
+        for link in links
+    ]
+    return table_lines(header, rows)
+
+
+def _use(link: LinkView) -> str:
+    if link.use is None:
+        return "-"
+    return "little" if link.little_used else _percent(link.use) + (" full" if link.full else "")
+
+
+def _people(view: RunView, now: float) -> str:
+    parts = [f"{len(view.members)} nodes, {view.spares} spare"]
+    if view.snapshot is not None:
+        age = duration_text(max(0.0, now - view.snapshot.at))
+        parts.append(f"snapshot of step {view.snapshot.step}, {age} old")
+    for count, word in (
+        (view.aborted, "aborted"),
+        (view.replayed, "replayed"),
+        (view.recoveries, "recoveries"),
+    ):
+        if count:
+            parts.append(f"{count} {word}")
+    return ";  ".join(parts)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}%"

@@ -1,0 +1,143 @@
+"""Where views of a run come from: its history on disk, also while it grows, or its coordinator's page."""
+
+import http.client
+import json
+import ssl
+import urllib.parse
+from dataclasses import replace
+from pathlib import Path
+
+from node.analysis.run_view import RunView
+from node.analysis.view import RunViewBuilder
+from node.display.status import coordinator_alive, read_status
+from node.telemetry.history import HistoryTail
+from wire.errors import LinkError, ProtocolViolationError, RunError, UserError
+
+MOST_ANSWER = 16 * 1024 * 1024
+TIMEOUT_SECONDS = 10.0
+
+
+class HistoryWatch:
+    """Views of the run in `directory`; each call takes in what was appended since the one before."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._builder = RunViewBuilder()
+        self._tail = HistoryTail(directory)
+
+    def view(self) -> RunView:
+        """Raises RunError when the history cannot be read."""
+        while entries := self._tail.read():
+            for entry in entries:
+                self._builder.apply(entry.event, entry.at)
+        view = self._builder.view()
+        if not self._builder.over and self._dead():
+            # Nobody waits any more: a node that came now would find nobody to join.
+            held_back = () if view.state == "waiting for nodes" else view.bottleneck
+            gone = "its coordinator is gone"
+            return replace(view, state="stopped", ended=gone, eta_seconds=None, bottleneck=held_back)
+        return view
+
+    def _dead(self) -> bool:
+        """Whether the coordinator's process, on this machine, is known to have ended."""
+        try:
+            status = read_status(self._directory)
+        except RunError:
+            return False  # perhaps of another version; the history tells the rest
+        return status is not None and coordinator_alive(status) is False
+
+
+class PageWatch:
+    """Views from a coordinator's page: `host:port`, or its http or https address."""
+
+    def __init__(self, address: str, authority: Path | None = None) -> None:
+        """`authority`: the run's CA certificate, for a page that the run's own CA vouches for (https).
+
+        Raises UserError for what is no address and no certificate.
+        """
+        scheme = "http" if authority is None else "https"
+        url = address if "://" in address else f"{scheme}://{address}"
+        try:
+            parts = urllib.parse.urlsplit(url)
+            port = parts.port
+            # What no look-up takes, such as two dots in a row, is found when it is asked for.
+            (parts.hostname or "").encode("idna")
+        except ValueError:
+            parts, port = urllib.parse.urlsplit(""), None
+        # A bare word is a folder that is not there, more likely than a host whose page is at port 80.
+        bare = "://" not in address and port is None
+        if parts.scheme not in ("http", "https") or not parts.hostname or bare:
+            raise UserError(
+                f"{address!r} is neither a run's directory nor its page's address, such as 127.0.0.1:7702"
+            )
+        self._secure = parts.scheme == "https"
+        self._host = parts.hostname
+        self._port = port or (443 if self._secure else 80)
+        self._address = f"{parts.scheme}://{parts.netloc}"
+        self._context = _trusting(authority) if self._secure else None
+
+    def view(self) -> RunView:
+        """Raises LinkError when the page does not answer, RunError when it is no run's."""
+        try:
+            if self._context is not None:
+                link: http.client.HTTPConnection = http.client.HTTPSConnection(
+                    self._host, self._port, timeout=TIMEOUT_SECONDS, context=self._context
+                )
+            else:
+                link = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_SECONDS)
+            try:
+                link.request("GET", "/api/view")
+                answer = link.getresponse()
+                body = answer.read(MOST_ANSWER)
+            finally:
+                link.close()
+        except ssl.SSLCertVerificationError as error:
+            raise RunError(
+                f"{self._address} cannot be trusted ({error.verify_message}): give --ca the run's "
+                "authority/ca.pem, and an address that its certificate names"
+            ) from None
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise LinkError(
+                f"{self._address} does not answer ({reason}): is the coordinator running?{self._hint(error)}"
+            ) from None
+        if answer.status != 200:
+            raise RunError(f"{self._address}/api/view answers {answer.status}: this is no run's page")
+        try:
+            return read_answer(body)
+        except ProtocolViolationError as error:
+            raise RunError(
+                f"{self._address}/api/view is of another version of thinwire ({error}): use the coordinator's"
+            ) from None
+
+    def _hint(self, error: Exception) -> str:
+        """The other scheme, where somebody answered and was not understood."""
+        if self._context is None and isinstance(error, (http.client.HTTPException, ConnectionResetError)):
+            return " A page with dashboard.tls is at https:// and needs --ca with the run's authority/ca.pem"
+        if self._context is not None and isinstance(error, ssl.SSLError):
+            return " A page without dashboard.tls is at http:// and needs no --ca"
+        return ""
+
+
+def _trusting(authority: Path | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=authority)
+    except (OSError, ssl.SSLError) as error:
+        reason = error.strerror if isinstance(error, FileNotFoundError) else "it holds no certificate"
+        raise UserError(
+            f"--ca {authority} cannot be used ({reason}): give authority/ca.pem of the run's directory"
+        ) from None
+
+
+def read_answer(body: bytes) -> RunView:
+    """The view in what a page answers to `/api/view`, of this version or one like it (`RunView.from_json`).
+
+    Raises ProtocolViolationError for anything else.
+    """
+    try:
+        answer = json.loads(body)
+    except ValueError as error:
+        raise ProtocolViolationError(f"the answer is not JSON ({error})") from error
+    if not isinstance(answer, dict) or not isinstance(answer.get("view"), dict):
+        raise ProtocolViolationError("the answer has no view")
+    return RunView.from_fields(answer["view"])

@@ -1,0 +1,315 @@
+"""What one device of a node holds and computes of a stage, in bytes, from shapes.
+
+What is divided is divided here by the same functions as in the model. Tensor parallelism shares the
+projections of blocks and what is computed inside them; embedding, norms and head are whole on every device.
+Between blocks each device has its share of the positions. Data parallelism shares a microbatch's samples and
+nothing else.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from kernels.fp8.layout import BLOCK
+from node.config.schema import ModelSection, RunConfig, TrainingSection
+from node.model.shard_shapes import pieces, shard_shape
+from node.model.storage import AS_COMPUTED, RECOMPUTE, Storage, kv_width
+from node.model.units import EMBED, HEAD, block_name, is_block, parameter_specs
+from wire.identity.enrolment import CPU, Hardware
+
+_GRADIENT_BYTES = 1 + 1 / BLOCK
+_MOMENT_BYTES = 1 + 3 / BLOCK
+"""In e4m3 (`kernels.fp8.reference`): codes, and a block's exponent, or its scale and power."""
+MULTIPROCESSORS = 192
+"""No GPU has more."""
+GRADIENT_PIECE = 1 << 22
+"""Elements of a gradient that its norm is taken of, or that are packed or unpacked, at a time."""
+_SNAPSHOT_BYTES = 12
+"""Weight and two moments in float32; those in e4m3 are less."""
+SNAPSHOTS_SENT = 2
+"""Copies that a node may hold at a time: one on its way over a slow link, and the next."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """What computes a stage at one node."""
+
+    count: int = 1
+    tensor_parallel: int = 1
+    """How many of them share each block."""
+    on_cpu: bool = True
+    """They compute in main memory, where snapshots are copied too, and with the kernels' references, whose
+    intermediate tensors a GPU's kernels do not make."""
+    multiprocessors: int = MULTIPROCESSORS
+    """Of a GPU, or more: attention's backward takes memory by their number."""
+
+    @property
+    def rows(self) -> int:
+        """How many shares of a microbatch's samples there are."""
+        return self.count // self.tensor_parallel
+
+    def captures(self, training: TrainingSection) -> bool:
+        """Whether passes are CUDA graphs (`node.stage.captured_passes`)."""
+        return training.cuda_graphs and not self.on_cpu and self.count == 1
+
+
+def devices_of(hardware: Hardware) -> Devices:
+    """Those that a node says it has."""
+    return Devices(
+        count=hardware.devices,
+        tensor_parallel=hardware.tensor_parallel,
+        on_cpu=hardware.device == CPU,
+    )
+
+
+class Share:
+    """What one of a node's devices holds and computes; all sizes in bytes."""
+
+    def __init__(self, config: RunConfig, devices: Devices, storage: Storage) -> None:
+        self._model: ModelSection = config.model
+        self._training: TrainingSection = config.training
+        self._devices = devices
+        self._storage = storage
+        self._row_tokens = config.training.microbatch * config.model.sequence // devices.rows
+        """Of a microbatch, in the row of devices that shares blocks."""
+        self._tokens = self._row_tokens // devices.tensor_parallel
+        self._half = config.training.precision == "bfloat16"
+        self.captures = devices.captures(config.training)
+        self._element = 2 if self._half else 4
+        """What projections give."""
+
+    @property
+    def residual(self) -> int:
+        """The hidden states of one microbatch: this device's positions, float32."""
+        return 4 * self._tokens * self._model.hidden
+
+    # ---- weights and what belongs to them
+
+    def state(self, units: Sequence[str]) -> int:
+        """Weights, gradients and moments of these units."""
+        training, devices = self._training, self._devices
+        weight = 2 if training.weights == "bfloat16" else 4
+        gradient = _GRADIENT_BYTES if training.gradients == "fp8" else 4  # float32, whatever the weights are
+        moments = 2 * _MOMENT_BYTES if training.moments == "fp8" else 8
+        total = 0.0
+        for elements, is_matrix, is_sharded in self._parameters(units):
+            total += elements * (weight + gradient + moments if is_matrix else 16)
+            if (
+                is_matrix
+                and training.gradients == "fp8"
+                and (devices.rows if is_sharded else devices.count) > 1
+            ):
+                # What the all-reduce sends and receives.
+                total += 2 * _GRADIENT_BYTES * elements
+        return int(total) + (self._copies(units) if self.captures else 0)
+
+    def _copies(self, units: Sequence[str]) -> int:
+        """Autocast's copies of the projections' weights."""
+        if not self._half or self._training.weights == "bfloat16":
+            return 0
+        projecting = self._parameters([unit for unit in units if unit != EMBED])
+        return sum(2 * elements for elements, is_matrix, _ in projecting if is_matrix)
+
+    def snapshot(self, units: Sequence[str]) -> int:
+        """Copies of these units' state for snapshots, whole whatever the share, and a layer as a file."""
+        if not self._devices.on_cpu:
+            return 0
+        sizes = [sum(one[0] for one in _unit_parameters(self._model, unit, 1)) for unit in units]
+        return _SNAPSHOT_BYTES * (SNAPSHOTS_SENT * sum(sizes) + max(sizes))
+
+    def rotary(self) -> int:
+        """A chunk's tables of sines and cosines."""
+        model = self._model
+        return 2 * 4 * model.sequence * model.hidden // model.heads if model.family == "llama" else 0
+
+    def new_gradients(self, units: Sequence[str]) -> int:
+        """Those that backward has made and that are not yet added to main gradients: one matrix's, or those
+        of half a block that packs what it keeps, which come together."""
+        half, packed = self._training.weights == "bfloat16", self._training.gradients == "fp8"
+        # On a CPU in float32 too: unpacked, added to and packed again; one in bfloat16 as it is added.
+        more = (12 if packed else 4 * half) if self._devices.on_cpu else 0
+        largest = self._largest_matrix(units)
+        together = largest if self._storage.is_off else max(largest, self._half_a_block())
+        return (2 if half else 4) * together + more * largest
+
+    def _half_a_block(self) -> int:
+        """Elements of all matrices in the larger half."""
+        model = self._model
+        feed_forward = (3 if model.family == "llama" else 2) * model.ffn
+        attention = 2 * model.hidden + 2 * kv_width(model)
+        return max(feed_forward, attention) * model.hidden // self._devices.tensor_parallel
+
+    def applying(self, units: Sequence[str]) -> int:
+        """The most that is made beside the state once backwards have run: where a tied gradient's two shares
+        are exchanged, for the norm, or by AdamW."""
+        return max(self._tied_exchange(units), self._norm(units), self._step(units))
+
+    def _tied_exchange(self, units: Sequence[str]) -> int:
+        """The sum and its packed form, or both shares; of gradients in e4m3, a piece at work besides."""
+        model, packed = self._model, self._training.gradients == "fp8"
+        ends = (EMBED in units) + (HEAD in units)
+        # Both in float32 at one stage are added where they are.
+        if not model.tied or ends == 0 or (ends == 2 and not packed):
+            return 0
+        matrix = model.vocab * model.hidden
+        return 2 * 4 * matrix + (6 * min(matrix, GRADIENT_PIECE) if packed else 0)
+
+    def _norm(self, units: Sequence[str]) -> int:
+        """A piece in float64, and unpacked."""
+        unpacked = 4 if self._training.gradients == "fp8" else 0
+        return (8 + unpacked) * min(self._largest_matrix(units), GRADIENT_PIECE)
+
+    def _step(self, units: Sequence[str]) -> int:
+        training = self._training
+        largest = self._largest_matrix(units)
+        if self._devices.on_cpu:
+            # Measured a matrix at a time: a root, twice, and the gradient unpacked or the last matrix's root;
+            # all of it in float32; random bits in int64.
+            packed = 58 if training.weights == "bfloat16" else 34
+            return (packed if training.moments == "fp8" else 12) * largest
+        if training.moments == "fp8":
+            return 0  # the kernel itself makes nothing
+        if training.gradients == "fp8":
+            return (4 + 4) * largest  # one at a time, unpacked, with a root
+        # torch's own for GPUs takes all matrices at once, and makes a root of each.
+        return 4 * sum(elements for elements, _, _ in self._parameters(units))
+
+    def _parameters(self, units: Sequence[str]) -> list[tuple[int, bool, bool]]:
+        """Of these units, as `_unit_parameters` has them."""
+        ranks = self._devices.tensor_parallel
+        return [one for unit in units for one in _unit_parameters(self._model, unit, ranks)]
+
+    def _largest_matrix(self, units: Sequence[str]) -> int:
+        return max(elements for elements, is_matrix, _ in self._parameters(units) if is_matrix)
+
+    # ---- activations
+
+    def autograd_keeps(self) -> int:
+        """Of one block and microbatch, where nothing is packed: each saved tensor counted."""
+        model, element, ranks = self._model, self._element, self._devices.tensor_parallel
+        llama = model.family == "llama"
+        # Two norms: the input, and what it divides by.
+        own = 2 * (4 * model.hidden + (4 if llama else 8))
+        if llama and self._devices.on_cpu:
+            own += 2 * 4 * model.hidden  # there torch keeps what it scales by the weight
+        # The norms' results, of all positions; autocast casts one for each projection that it enters.
+        copies = (5 if llama else 2) if self._half and ranks == 1 else 2
+        wide = copies * element * model.hidden
+        # Inside a block a device has its share of heads and of the feed-forward's width: queries, keys,
+        # values, attention's result and log-sum-exp; what the feed-forward keeps.
+        keys = model.hidden if self._repeats_keys else kv_width(model)
+        inside = element * (2 * model.hidden + 2 * keys) + 4 * model.heads
+        inside += self._feed_forward_keeps
+        # Autocast's copies of weights belong to each microbatch's graph, if they are not made once a step.
+        weights = 0 if self.captures else self._copies(["block.0000"])
+        return self._tokens * own + self._row_tokens * wide + self._row_tokens * inside // ranks + weights
+
+    @property
+    def _feed_forward_keeps(self) -> int:
+        """Of one token, by autograd: gate, its SiLU, up and the product, or up and its GELU."""
+        return self._element * (4 if self._model.family == "llama" else 2) * self._model.ffn
+
+    def block_at_work(self) -> int:
+        """What a block's backward makes beside what it was kept."""
+        made = max(self.feed_forward_at_work(), self._attention_at_work())
+        # Between ranks, what one sends and receives, and both in another order.
+        exchanged = 6 * 4 * self._row_tokens * self._model.hidden if self._devices.tensor_parallel > 1 else 0
+        return made + exchanged
+
+    def feed_forward_at_work(self) -> int:
+        """Plain: gradients of two tensors of its width. Packed: they and their inputs, unpacked."""
+        model, ranks = self._model, self._devices.tensor_parallel
+        wide, narrow, element = (2, 2, self._element) if self._storage.is_off else (4, 4, self._element)
+        if self._devices.on_cpu and self._half:
+            wide, narrow = 3, 3
+        if self._devices.on_cpu and not self._storage.is_off:
+            # The references compute in float32, on one input of GELU or two of SwiGLU.
+            wide, narrow, element = (9 if model.family == "llama" else 6), 2, 4
+        return self._row_tokens * element * (wide * model.ffn // ranks + narrow * model.hidden)
+
+    @property
+    def _has_flash(self) -> bool:
+        """Whether GPUs have FlashAttention for it, as `kernels.attention.has_flash`. Those before sm80 have
+        none, and not all have one for heads of 193 to 224."""
+        width = self._model.hidden // self._model.heads
+        return self._half and width % 8 == 0 and width <= 256 and not 192 < width <= 224
+
+    @property
+    def _repeats_keys(self) -> bool:
+        """Whether keys and values are there for every query head: without FlashAttention on a GPU."""
+        return not (self._devices.on_cpu or self._has_flash)
+
+    def _attention_at_work(self) -> int:
+        """What attention's half of a block makes in backward.
+
+        FlashAttention's, where sums have an order: of queries' gradients as many copies in float32 as heads
+        and samples leave multiprocessors for, each of which adds to its own; gradients, those of keys and
+        values for every head; what was packed; and the block's own gradients.
+        """
+        model, ranks, element = self._model, self._devices.tensor_parallel, self._element
+        keys = kv_width(model)
+        if self._devices.on_cpu:
+            return self._row_tokens * self._attention_on_cpu() // ranks
+        shared = keys < model.hidden
+        a_token = element * (4 * model.hidden + 2 * keys * shared)
+        if self._has_flash:
+            samples = self._training.microbatch // self._devices.rows
+            copies = -(-self._devices.multiprocessors * ranks // (samples * model.heads))
+            a_token += 4 * copies * model.hidden
+        elif not self._storage.is_off:
+            # Forward again, with keys and values repeated.
+            a_token += element * (model.hidden + 2 * model.hidden * shared)
+        if self._storage.is_off:
+            # Then autograd has let go of what it kept of the feed-forward.
+            a_token -= self._feed_forward_keeps
+        else:
+            as_kept = "bf16" if self._half else AS_COMPUTED
+            for form, width in (
+                (self._storage.attention, model.hidden + 2 * keys),
+                (self._storage.attention_output, model.hidden),
+            ):
+                a_token += element * width * (form != as_kept)
+        return self._row_tokens * (max(0, a_token) // ranks + 2 * element * model.hidden)
+
+    def _attention_on_cpu(self) -> int:
+        """Of a token, as measured: gradients, rotary's products in float32, keys and values repeated."""
+        model, storage = self._model, self._storage
+        if storage.is_off:
+            return 12 * model.hidden
+        if self._half:
+            return 24 * model.hidden
+        again = RECOMPUTE in (storage.attention, storage.attention_output)
+        return (40 if again else 32) * model.hidden + 4 * (model.hidden - kv_width(model))
+
+    def head_at_work(self) -> int:
+        """Logits, their logarithms and gradient; the norm's input and result. Of CUDA graphs, backward's:
+        two gradients of logits."""
+        if self.captures:
+            return self._head(8)
+        return self._head(3 * 4 + (2 if self._half else 0)) + self._copies([HEAD])
+
+    def head_keeps(self) -> int:
+        """What a CUDA graph of the head's forward has for good: logits and their logarithms."""
+        return self._head(2 * 4 + (2 if self._half else 0)) if self.captures else 0
+
+    def _head(self, of_a_logit: int) -> int:
+        return self._tokens * (of_a_logit * self._model.vocab + 3 * 4 * self._model.hidden)
+
+
+def _unit_parameters(model: ModelSection, unit: str, ranks: int) -> tuple[tuple[int, bool, bool], ...]:
+    """One device's elements of each parameter, whether it is a matrix, and whether it is a shard."""
+    # Blocks have the same shapes, and there may be thousands.
+    return _shapes(model, block_name(0) if is_block(unit) else unit, ranks)
+
+
+@lru_cache(maxsize=64)
+def _shapes(model: ModelSection, unit: str, ranks: int) -> tuple[tuple[int, bool, bool], ...]:
+    return tuple(
+        (
+            prod(shard_shape(unit, spec, ranks)),
+            len(spec.shape) >= 2,
+            ranks > 1 and pieces(unit, spec) is not None,
+        )
+        for spec in parameter_specs(model, unit)
+    )

@@ -1,0 +1,216 @@
+"""How much memory a stage takes on each device of a node, from shapes, before anything is allocated.
+
+`node.pipeline.device_memory` says what one device's share of a stage takes. How blocks keep their activations
+belongs here as well, because bits by stage follow from the estimate.
+
+tests/unit/node/pipeline/test_memory.py compares the estimate with what torch allocates on a CPU, and of blocks with what
+was measured on an H200 (scripts/results/stored_activations.json).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from node.config.schema import RunConfig
+from node.model.shard_shapes import check_shards
+from node.model.storage import STAGE_BITS, Storage, configured, storages_by_load, stored_bytes
+from node.model.units import HEAD
+from node.pipeline.device_memory import MULTIPROCESSORS, Devices, Share
+from node.pipeline.placement import chunks_of, held_blocks, of_chunk, stage_cache_bytes, stage_units
+from node.pipeline.schedule import held_activations, schedule
+from wire.errors import RunError
+
+FIXED_BYTES = 256 * 1024 * 1024
+"""Interpreter, libraries and packed tensors in flight, of each process."""
+TRAVELLING = 4
+"""Boundary tensors in float32 that are unpacked ahead, or wait to be packed."""
+COMPARED_DEVICES = 8
+"""The most of one node that bits by stage look at."""
+MEMORY_SHARE = 0.8
+"""Of a node's memory that a wider window may fill, as the estimate counts it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes that one stage takes on the device of a node that holds the most (the one that leads)."""
+
+    fixed: int
+    """The process, and tensors between it and the network."""
+    state: int
+    """Weights, gradients, moments, what is summed over devices, and what a codec remembers."""
+    snapshot: int
+    """A copy of weights and moments on its way to the coordinator, if it is in the same memory."""
+    kept: int
+    """Activations of all microbatches between forward and backward."""
+    working: int
+    """The block or head at work, and gradients that backward has just made."""
+    applying: int
+    """After the last backward: the exchange of a tied gradient, the norm, or the optimizer at work."""
+    captured: bool
+    """Passes are CUDA graphs: what is kept and at work has its memory for good, and lends it to no other."""
+
+    @property
+    def total(self) -> int:
+        passes = self.kept + self.working
+        step = passes + self.applying if self.captured else max(passes, self.applying)
+        return self.fixed + self.state + self.snapshot + step
+
+
+def stage_bytes(
+    config: RunConfig, stages: int, devices: Devices | None = None, *, windows: int = 0
+) -> tuple[int, ...]:
+    """Bytes that each stage needs on every device of such a node, first stage first.
+
+    Args:
+        devices: one CPU by default.
+        windows: samples of one pass over the text; they count for a codec with a memory.
+    """
+    return tuple(stage.total for stage in stage_memory(config, stages, devices, windows=windows))
+
+
+def stage_memory(
+    config: RunConfig, stages: int, devices: Devices | None = None, *, windows: int = 0
+) -> tuple[StageMemory, ...]:
+    """As `stage_bytes`, by what it is for."""
+    return _estimate(config, stages, stage_storages(config, stages), devices or Devices(), windows)
+
+
+@lru_cache(maxsize=16)
+def stage_storages(config: RunConfig, stages: int) -> tuple[Storage, ...]:
+    """How each stage's blocks keep activations, first stage first.
+
+    A function of the run file and the number of stages alone: it decides a run's bits, and every node and the
+    coordinator come to the same. With `bits_by_stage` a stage has as much of what `storages_by_load` gives it
+    as leaves its estimate at or below the heaviest stage's without: one with few activations may be heaviest
+    for its head. That holds for nodes that are alike, CPUs or GPUs, of up to `COMPARED_DEVICES` each, with or
+    without CUDA graphs: whether there are any must change no bit.
+    """
+    base = (configured(config.storage),) * stages
+    if not config.storage.bits_by_stage:
+        return base
+    loads = held_blocks(config, stages)
+    forms = [base, *(storages_by_load(config.storage, loads, bits) for bits in STAGE_BITS)]
+    widest = [len(STAGE_BITS)] * stages
+    # A codec's memory grows with a text that is not known here: a stage is compared with those that remember
+    # as much or more.
+    remembered = stage_cache_bytes(config, stages, 1)
+    for arranged, devices in _arrangements(config):
+        found = _estimate(arranged, stages, base, devices)
+        held = held_blocks(arranged, stages, apart=devices.captures(arranged.training))
+        plain = stored_bytes(config.model, config.training, base[0]).total // devices.count
+        for stage, own in enumerate(found):
+            heaviest = max(f.total for f, r in zip(found, remembered, strict=True) if r >= remembered[stage])
+            for number in range(widest[stage], -1, -1):
+                storage = forms[number][stage]
+                block = stored_bytes(config.model, config.training, storage).total // devices.count
+                if replace(own, kept=own.kept + held[stage] * (block - plain)).total <= heaviest:
+                    widest[stage] = number
+                    break
+    return tuple(forms[number][stage] for stage, number in enumerate(widest))
+
+
+def _arrangements(config: RunConfig) -> list[tuple[RunConfig, Devices]]:
+    """Every one of up to `COMPARED_DEVICES` that can compute a stage of this run, with graphs and without."""
+    training = config.training
+    graphs, plain = (replace(config, training=replace(training, cuda_graphs=on)) for on in (True, False))
+    found = []
+    for ranks in range(1, COMPARED_DEVICES + 1):
+        try:
+            check_shards(config, ranks)
+        except RunError:
+            continue
+        for rows in range(1, COMPARED_DEVICES // ranks + 1):
+            if config.training.microbatch % rows == 0:
+                cpu = Devices(count=rows * ranks, tensor_parallel=ranks)
+                # What holds for the most multiprocessors and for one holds for every number between.
+                gpus = [replace(cpu, on_cpu=False, multiprocessors=n) for n in (MULTIPROCESSORS, 1)]
+                found += [(plain, devices) for devices in (cpu, *gpus)]
+                found += [(graphs, gpu) for gpu in gpus if gpu.captures(graphs.training)]
+    return found
+
+
+def _estimate(
+    config: RunConfig, stages: int, storages: Sequence[Storage], devices: Devices, windows: int = 0
+) -> tuple[StageMemory, ...]:
+    """As `stage_memory`, of stages that keep activations so."""
+    chunks, captured = chunks_of(config, stages), devices.captures(config.training)
+    held = held_blocks(config, stages, apart=captured)
+    orders = schedule(stages, chunks, config.microbatches, config.pipeline.first_window)
+    caches = stage_cache_bytes(config, stages, windows)
+    whole = config.training.microbatch * config.model.sequence
+    boundary = 4 * whole * config.model.hidden
+    found: list[StageMemory] = []
+    for stage, units in enumerate(stage_units(config, stages)):
+        storage = storages[stage]
+        one = Share(config, devices, storage)
+        if storage.is_off:
+            block = one.autograd_keeps()
+            ends = 1  # its input is the first norm's, and counted there
+        else:
+            block = stored_bytes(config.model, config.training, storage).total // devices.count
+            ends = 2
+        by_chunk = [held_activations(of_chunk(orders[stage], chunk)) for chunk in range(chunks)]
+        in_flight = sum(by_chunk) if captured else held_activations(orders[stage])
+        kept = held[stage] * block + in_flight * ends * one.residual
+        if captured:
+            # A graph's forward keeps the places of what it needs meanwhile, and of what goes in and out.
+            kept += in_flight * (one.feed_forward_at_work() + 4 * one.residual)
+            kept += by_chunk[-1] * one.head_keeps() if HEAD in units else 0
+        # What a step teaches waits beside what is remembered; a snapshot's copy comes on top.
+        cache = caches[stage] + caches[stage] // max(windows, 1) * min(config.training.global_batch, windows)
+        # A leader that shares a microbatch has it whole too, and cut to pieces.
+        travelling = TRAVELLING + (2 if devices.count > 1 else 0)
+        found.append(
+            StageMemory(
+                fixed=FIXED_BYTES + travelling * boundary,
+                state=one.state(units) + one.rotary() * chunks + cache,
+                snapshot=one.snapshot(units),
+                kept=kept,
+                working=max(one.block_at_work(), one.head_at_work() if HEAD in units else 0)
+                + one.new_gradients(units),
+                applying=one.applying(units),
+                captured=captured,
+            )
+        )
+    return tuple(found)
+
+
+def most_held(
+    config: RunConfig,
+    stages: int,
+    memory_bytes: Sequence[int],
+    windows: int = 0,
+    devices: Sequence[Devices] | None = None,
+) -> tuple[int, ...]:
+    """Chunk activations that each stage has memory for; at least those that window 0 holds.
+
+    Args:
+        memory_bytes: of each stage's node, on its smallest device; 0 where it is not known, which leaves
+            nothing beyond window 0.
+        windows: as for `stage_bytes`.
+        devices: of each stage's node.
+    """
+    # What is kept is linear in what is held, so two windows tell what one activation takes.
+    chunks = chunks_of(config, stages)
+    nodes = devices or (Devices(),) * stages
+    held, needs = [], []
+    for window in (0, max(1, config.microbatches)):
+        changed = replace(config, pipeline=replace(config.pipeline, window=window))
+        held.append(
+            [held_activations(order) for order in schedule(stages, chunks, config.microbatches, window)]
+        )
+        by_node = {node: stage_memory(changed, stages, node, windows=windows) for node in set(nodes)}
+        needs.append([by_node[node][stage] for stage, node in enumerate(nodes)])
+    most: list[int] = []
+    for narrow, wide, least, large, memory in zip(*held, *needs, memory_bytes, strict=True):
+        room = MEMORY_SHARE * memory
+        # What the optimizer needs may lie where activations have been, but for CUDA graphs.
+        after = least.applying if least.captured else 0
+        spare = room - (least.fixed + least.state + least.snapshot + least.working + least.kept + after)
+        if least.total > room:
+            spare = 0
+        if config.pipeline.window_gb > 0:
+            spare = min(spare, config.pipeline.window_gb * 1e9)
+        one = (large.kept - least.kept) / max(1, wide - narrow)
+        most.append(wide if one == 0 else narrow + max(0, int(spare // one)))
+    return tuple(most)

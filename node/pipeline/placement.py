@@ -1,0 +1,106 @@
+"""Which layers a stage holds, and what it keeps between steps, for any number of stages. Torch-free."""
+
+from collections.abc import Sequence
+
+from node.config.schema import RunConfig
+from node.model.units import is_block, most_state_bytes
+from node.pipeline.schedule import Kind, Order, schedule
+from node.pipeline.split import split_units
+from wire.errors import ConfigError
+
+REMEMBERED_BYTES = 2
+"""Of an activation's element, in bf16, where the forward codec has a memory."""
+
+
+def chunks_of(config: RunConfig, stages: int) -> int:
+    """Chunks a stage when `stages` nodes share the model; a single stage has nothing to interleave with."""
+    return config.pipeline.chunks if stages > 1 else 1
+
+
+def chunk_units(config: RunConfig, stages: int) -> tuple[tuple[str, ...], ...]:
+    """The layer units of each global chunk when `stages` nodes share the model."""
+    # A split that the user wrote holds for the number of stages that it was written for.
+    split = config.pipeline.split if stages == config.pipeline.stages else ()
+    return split_units(config.model, stages * chunks_of(config, stages), split)
+
+
+def held_blocks(config: RunConfig, stages: int, *, apart: bool = False) -> tuple[int, ...]:
+    """The most block activations that each stage holds at once, over its order in the schedule.
+
+    Args:
+        apart: no chunk uses what another one of the stage held before: the sum of what each holds.
+    """
+    chunks = chunks_of(config, stages)
+    counts = [sum(map(is_block, units)) for units in chunk_units(config, stages)]
+    orders = schedule(stages, chunks, config.microbatches, config.pipeline.first_window)
+    held = []
+    for stage, order in enumerate(orders):
+        parts = [of_chunk(order, chunk) for chunk in range(chunks)] if apart else [order]
+        held.append(sum(_peak_blocks(part, counts[stage::stages]) for part in parts))
+    return tuple(held)
+
+
+def of_chunk(order: Order, chunk: int) -> Order:
+    """A stage's actions on one of its chunks, in order."""
+    return tuple(action for action in order if action.chunk == chunk)
+
+
+def _peak_blocks(order: Order, counts: Sequence[int]) -> int:
+    held = peak = 0
+    for action in order:
+        held += counts[action.chunk] if action.kind is Kind.FORWARD else -counts[action.chunk]
+        peak = max(peak, held)
+    return peak
+
+
+def stage_units(config: RunConfig, stages: int) -> tuple[tuple[str, ...], ...]:
+    """The layer units of each stage when `stages` nodes share the model."""
+    chunks = chunk_units(config, stages)
+    return tuple(tuple(unit for chunk in chunks[stage::stages] for unit in chunk) for stage in range(stages))
+
+
+def boundary_cache_bytes(config: RunConfig, windows: int) -> int:
+    """The most that one end of a boundary remembers, in bytes; 0 unless the forward codec has a memory.
+
+    Args:
+        windows: samples of one pass over the text.
+    """
+    if not config.pipeline.remembers:
+        return 0
+    model = config.model
+    # Values, the number of each sample, and its checksum.
+    return windows * (REMEMBERED_BYTES * model.sequence * model.hidden + 8 + 4)
+
+
+def most_layer_bytes(config: RunConfig, unit: str, windows: int) -> int:
+    """The most bytes that a unit's file of a snapshot may have, what its boundary remembers included.
+
+    Args:
+        windows: samples of one pass over the text.
+    """
+    return most_state_bytes(config.model, unit) + boundary_cache_bytes(config, windows)
+
+
+def stage_cache_bytes(config: RunConfig, stages: int, windows: int) -> tuple[int, ...]:
+    """The most that each stage remembers at all its boundaries, in bytes, first stage first."""
+    chunks = stages * chunks_of(config, stages)
+    ends = [0] * stages
+    for boundary in range(chunks - 1):
+        ends[boundary % stages] += 1
+        ends[(boundary + 1) % stages] += 1
+    one = boundary_cache_bytes(config, windows)
+    return tuple(count * one for count in ends)
+
+
+def check_cache(config: RunConfig, windows: int) -> None:
+    """Raises ConfigError if a stage may come to remember more than `pipeline.cache_gb`."""
+    pipeline, model = config.pipeline, config.model
+    for stages in range(pipeline.min_stages or pipeline.stages, pipeline.stages + 1):
+        most = max(stage_cache_bytes(config, stages, windows))
+        if most > pipeline.cache_gb * 1e9:
+            raise ConfigError(
+                f"pipeline.forward_codec {pipeline.forward_codec} would keep {most / 1e9:.3g} GB of "
+                f"activations at one of {stages} stages ({windows} samples of {model.sequence} x "
+                f"{model.hidden}), and pipeline.cache_gb allows {pipeline.cache_gb:g}: raise it, use "
+                "less text, or a codec without a memory"
+            )

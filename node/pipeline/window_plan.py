@@ -1,0 +1,239 @@
+"""The adaptive window: how many microbatches stages run ahead, from what a step was measured to take. Pure.
+
+The plan is made by simulating the schedule (`node.pipeline.simulation`) with the measured times, for
+windows of growing width: too narrow, and stages wait for round trips; too wide, and they hold memory for
+nothing (and in an interleaved schedule let gradients wait behind forwards that must come first). The smallest
+window within `TOLERANCE` of the best step time wins, then each link's is lowered for as long as that stays
+so. A link's measured rate may be what a narrow window left of it, so no window is narrower than round trips
+ask for. Real steps are less even than simulated ones, so each link gets `MARGIN` more where memory allows.
+
+The result of a step does not depend on its window, so a plan may come late, or be lost with the coordinator.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from node.pipeline.floor import LinkRate, Network
+from node.pipeline.schedule import Kind, held_activations, schedule
+from node.pipeline.simulation import simulate
+from node.telemetry.clock import TimeKind
+from node.telemetry.events import StepCosts
+from wire.telemetry import LinkReport
+
+TOLERANCE = 0.01
+"""A narrower window is taken when its step is at most this much longer than the best one's."""
+KEEP = 0.02
+"""A window that is in use stays when its step is at most this much longer than the plan's."""
+CAUTION = 1.1
+"""Round trips and transfers are planned this much longer than measured: a window that is one too narrow costs
+far more than one that is one too wide."""
+MARGIN = 1
+"""More microbatches in flight on a link than an undisturbed step needs: what came late, a packing thread that
+had to wait for a core, is made up for by those that are there already. Only where a wide window costs nothing
+but memory, so not where chunks are interleaved."""
+MOST_SIMULATED = 96
+"""Microbatches; a longer step is as busy in its middle."""
+
+Windows = tuple[int, ...]
+"""Extra microbatches in flight on each link, the first link first; empty for a single stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMeasures:
+    """What one step was measured to take."""
+
+    forward: tuple[float, ...]
+    """Seconds of a microbatch's forward on each stage, over all its chunks, with half of its packing."""
+    backward: tuple[float, ...]
+    activation_bytes: float
+    """A packed activation, frames included; 0 without neighbours."""
+    gradient_bytes: float
+    links: tuple[LinkRate, ...]
+    """As `node.pipeline.floor.step_floor` takes them."""
+
+
+def measured(
+    costs: StepCosts,
+    link_report: Callable[[int, int], LinkReport | None],
+    chunks: int,
+    microbatches: int,
+) -> StepMeasures | None:
+    """What a step was measured to take; None when that is unknown: it was aborted, or a stage is silent.
+
+    Args:
+        link_report: the newest report of (source, target), if there is one.
+        microbatches: of the step.
+    """
+    stages = len(costs.stages)
+    spent = [stage.seconds for stage in costs.stages]
+    forward = [seconds.get(TimeKind.FORWARD, 0.0) for seconds in spent]
+    backward = [seconds.get(TimeKind.BACKWARD, 0.0) for seconds in spent]
+    if costs.aborted or stages == 0 or min(forward) <= 0 or min(backward) <= 0:
+        return None
+    packing = [seconds.get(TimeKind.ENCODE, 0.0) + seconds.get(TimeKind.DECODE, 0.0) for seconds in spent]
+    crossings = microbatches * (stages * chunks - 1)
+
+    def tensor_bytes(direction: str) -> float:
+        flows = (flow for link in costs.links for flow in link.flows if flow.direction == direction)
+        return sum(flow.bytes for flow in flows) / crossings if stages > 1 else 0.0
+
+    def link(low: int, high: int) -> LinkRate:
+        up, down = link_report(low, high), link_report(high, low)
+        round_trips = [report.least_rtt_seconds for report in (up, down) if report is not None]
+        return LinkRate(
+            up=up.capacity if up is not None and up.capacity > 0 else math.inf,
+            down=down.capacity if down is not None and down.capacity > 0 else math.inf,
+            latency=min(round_trips, default=0.0) / 2,
+        )
+
+    joints = [(stage, stage + 1) for stage in range(stages - 1)]
+    if chunks > 1 and stages > 2:
+        joints.append((stages - 1, 0))
+    return StepMeasures(
+        forward=tuple((x + y / 2) / microbatches for x, y in zip(forward, packing, strict=True)),
+        backward=tuple((x + y / 2) / microbatches for x, y in zip(backward, packing, strict=True)),
+        activation_bytes=tensor_bytes("activation"),
+        gradient_bytes=tensor_bytes("gradient"),
+        links=tuple(link(low, high) for low, high in joints),
+    )
+
+
+def plan_windows(
+    measures: StepMeasures,
+    *,
+    chunks: int,
+    microbatches: int,
+    most_held: Sequence[int],
+    current: Windows,
+) -> Windows:
+    """The windows to use from the next step on.
+
+    Args:
+        most_held: chunk activations that each stage has memory for. Where not even window 0 fits, that is
+            what is planned: the placement was made for it.
+        current: the windows in use, kept when they are as good and fit.
+    """
+    stages = len(measures.forward)
+    if stages == 1:
+        return ()
+
+    def fits(windows: Windows) -> bool:
+        orders = schedule(stages, chunks, microbatches, windows)
+        return all(held_activations(o) <= most for o, most in zip(orders, most_held, strict=True))
+
+    simulated = min(microbatches, MOST_SIMULATED)
+    even = [(width,) * (stages - 1) for width in _widths(simulated)]
+    allowed = [even[0], *(windows for windows in even[1:] if fits(windows))]
+    steps = _Steps(measures, allowed, chunks=chunks, microbatches=simulated)
+    good = len(current) == stages - 1 and fits(current) and steps.near_best(current, KEEP)
+    if chunks > 1:
+        return current if good else steps.smallest_even()
+    fast = _Steps(_with_fast_links(measures), allowed, chunks=chunks, microbatches=simulated)
+
+    def suits(windows: Windows) -> bool:
+        return fits(windows) and steps.near_best(windows)
+
+    found = _raised(steps.smallest(), fast.smallest(), suits)
+    near = all(
+        least <= now <= least + 2 * MARGIN for now, least in zip(current, found, strict=False) if least
+    )
+    margins = tuple(window + MARGIN if window else 0 for window in found)
+    return current if good and near else _raised(found, margins, suits)
+
+
+class _Steps:
+    """How long a step takes, by its windows, at measured rates with `CAUTION`; which of them are enough.
+
+    Args:
+        allowed: even windows, the smallest first.
+    """
+
+    def __init__(
+        self, measures: StepMeasures, allowed: Sequence[Windows], *, chunks: int, microbatches: int
+    ) -> None:
+        self._measures = measures
+        self._allowed = allowed
+        self._chunks = chunks
+        self._microbatches = microbatches
+        links = [
+            LinkRate(
+                up=link.up / CAUTION,
+                down=link.down / CAUTION,
+                latency=link.latency * CAUTION,
+                full_duplex=link.full_duplex,
+            )
+            for link in measures.links
+        ]
+        self._network = Network(len(measures.forward), links)
+        self._known: dict[Windows, float] = {}
+        self._enough = min(map(self._seconds, allowed)) * (1 + TOLERANCE)
+
+    def near_best(self, windows: Windows, beyond: float = 0.0) -> bool:
+        """Whether a step takes at most `TOLERANCE`, and `beyond` that, longer than with the best allowed."""
+        return self._seconds(windows) <= self._enough * (1 + beyond)
+
+    def smallest_even(self) -> Windows:
+        return next(filter(self.near_best, self._allowed))
+
+    def smallest(self) -> Windows:
+        """The same, then each link's lowered, the last link's first: all stages before it hold less by it."""
+        windows = self.smallest_even()
+        for link in reversed(range(len(windows))):
+            while windows[link] > 0:
+                lower = (*windows[:link], windows[link] - 1, *windows[link + 1 :])
+                if not self.near_best(lower):
+                    break
+                windows = lower
+        return windows
+
+    def _seconds(self, windows: Windows) -> float:
+        if windows not in self._known:
+            measures, chunks = self._measures, self._chunks
+            stages = len(measures.forward)
+            self._known[windows] = simulate(
+                schedule(stages, chunks, self._microbatches, windows),
+                lambda chunk, _: measures.forward[chunk % stages] / chunks,
+                lambda chunk, _: measures.backward[chunk % stages] / chunks,
+                network=self._network,
+                sizes={
+                    Kind.FORWARD: measures.activation_bytes,
+                    Kind.BACKWARD: measures.gradient_bytes,
+                },
+                swap=chunks == 1,
+            ).total
+        return self._known[windows]
+
+
+def _with_fast_links(measures: StepMeasures) -> StepMeasures:
+    """The same with links as fast as can be, so that windows are what round trips alone ask for.
+
+    A window that is too narrow for the round trip leaves the link idle, and TCP, which then never has more
+    than a few tensors to carry, does not find its rate: it is measured as slow as the window makes it, and a
+    plan by that rate alone would keep the window narrow.
+    """
+    return replace(
+        measures, links=tuple(replace(link, up=math.inf, down=math.inf) for link in measures.links)
+    )
+
+
+def _widths(microbatches: int) -> list[int]:
+    """Every width up to 8, then a quarter more each time; wider than all microbatches is no wider."""
+    widths = [0]
+    while widths[-1] < microbatches:
+        widths.append(max(widths[-1] + 1, widths[-1] * 5 // 4))
+    return [width for width in widths if width <= microbatches]
+
+
+def _raised(windows: Windows, wanted: Windows, suits: Callable[[Windows], bool]) -> Windows:
+    """Each link's window raised to what is wanted, the last link's first, or to the widest below that suits.
+
+    Not every wider window does: an order of work that one link's window changes can make another stage wait.
+    """
+    for link in reversed(range(len(windows))):
+        for width in range(wanted[link], windows[link], -1):
+            wider = (*windows[:link], width, *windows[link + 1 :])
+            if suits(wider):
+                windows = wider
+                break
+    return windows

@@ -1,0 +1,355 @@
+"""Start a run or go on with one: files, keys, ports, and the coordinator between them."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from node.analysis.view import RunViewBuilder
+from node.config.schema import RunConfig
+from node.coordinator.addresses import own_addresses
+from node.coordinator.codec_bits import codec_bits
+from node.coordinator.control_service import ControlService
+from node.coordinator.coordinator import Coordinator
+from node.coordinator.enrolment import EnrolmentDesk
+from node.coordinator.enrolment_service import open_join_port
+from node.coordinator.epoch import Committed
+from node.coordinator.metrics import RunMetrics
+from node.coordinator.narrator import Emit
+from node.coordinator.not_yet import nodes_wait
+from node.coordinator.plan import Past
+from node.coordinator.records import StepRecord
+from node.coordinator.seating import Candidate, sharing, stage_needs, useless
+from node.coordinator.store import Store
+from node.coordinator.token_watch import token_uses_told
+from node.dashboard.address import listen_address
+from node.dashboard.feed import Feed
+from node.dashboard.live import live_page, past_read
+from node.display.terminal import ending_signals
+from node.model.units import ends_in_blocks
+from node.pipeline.device_memory import devices_of
+from node.pipeline.placement import check_cache
+from node.processes.claims import check_ports, sole_coordinator
+from node.run_file.loader import from_json, to_json, to_toml
+from node.telemetry import events
+from node.telemetry.history import highest_step, history_size
+from node.training.data import Corpus
+from node.training.snapshot import discard_incomplete, snapshot_directory
+from node.training.snapshot_check import Checked, Tell, set_damaged_aside
+from wire.channels import make_server
+from wire.errors import DataError, RunError, UserError
+from wire.identity.authority import CertificateAuthority
+from wire.identity.credentials import mutual_tls
+from wire.identity.enrolment import Hardware
+from wire.identity.files import write_private
+from wire.identity.names import join_address, new_run_id, split_address
+from wire.v1 import control_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+TOKEN_LIFETIME = timedelta(hours=24)
+# The process that holds this certificate's key holds the CA's too: a short lifetime would protect nothing.
+SERVER_LIFETIME = timedelta(days=365)
+INTERRUPTED = 130
+STOP_SECONDS = 2.0
+STOPPING = "ending the run after this step and a snapshot; press Ctrl-C again to end it at once"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    run_id: str
+    store: Store
+    authority: CertificateAuthority
+    corpus: Corpus
+    past: Past
+    news: str = ""
+    """What to tell of its snapshots once it is on."""
+
+
+def run_coordinator(config: RunConfig, *, run_dir: Path, emit: Emit, resume: bool) -> int:
+    """Serve one run to its end; returns the exit code. Raises UserError for what the user can mend."""
+
+    def tell(text: str) -> None:
+        emit(events.Notice(text=text))
+
+    with contextlib.ExitStack() as held:
+        if resume:
+            # Before all else: who has this run's ports, most likely, is its own coordinator.
+            held.enter_context(sole_coordinator(run_dir))
+        check_ports(config.coordinator.listen, listen_address(config))
+        if resume:
+            authority = CertificateAuthority.load(run_dir / "authority")
+            with _nodes_wait(config, authority):
+                run = _reopen(config, run_dir, authority, _load_corpus(config, tell), tell)
+        else:
+            corpus = _load_corpus(config, tell)
+            # After all that may refuse: it writes, and a failed start leaves no run behind.
+            held.enter_context(sole_coordinator(run_dir))
+            run = _create(config, run_dir, corpus)
+        with run.store:
+            if run.past.newest_snapshot >= config.run.steps:
+                weights = snapshot_directory(run_dir / "snapshots", run.past.newest_snapshot)
+                done = f"all {config.run.steps} steps are done; the weights are in {weights}"
+                emit(events.Notice(text=done))
+                return 0
+            return asyncio.run(_serve(config, run_dir, run, emit))
+
+
+def _load_corpus(config: RunConfig, tell: Tell) -> Corpus:
+    corpus = Corpus.load(
+        config.data,
+        sequence=config.model.sequence,
+        global_batch=config.training.global_batch,
+        seed=config.run.seed,
+        vocab=config.model.vocab,
+        tell=tell,
+    )
+    check_cache(config, corpus.windows)
+    return corpus
+
+
+def _nodes_wait(config: RunConfig, authority: CertificateAuthority) -> AbstractContextManager[None]:
+    """While it lasts nodes are told that the coordinator is there, unless they cannot know its port."""
+    host, join_port = _split_listen(config.coordinator.listen)
+    return nodes_wait(join_address(host, join_port + 1), authority) if join_port else contextlib.nullcontext()
+
+
+def _create(config: RunConfig, directory: Path, corpus: Corpus) -> _Run:
+    run_id = new_run_id(config.run.name)
+    now = time.time()
+    authority = CertificateAuthority.create(run_id, now)
+    authority.save(directory / "authority")
+    _write_run_file(directory, config)
+    write_private(_corpus_file(directory), json.dumps({"sha256": corpus.fingerprint()}).encode())
+    # The database comes last: a directory that has one has all the rest.
+    store = Store.create(directory, run_id=run_id, config_json=to_json(config), pin=authority.pin, now=now)
+    return _Run(run_id=run_id, store=store, authority=authority, corpus=corpus, past=Past())
+
+
+def _write_run_file(directory: Path, config: RunConfig) -> None:
+    """For people to read, and whole at any time, also while it is replaced or if that fails."""
+    write_private(directory / "run.toml", to_toml(config).encode())
+
+
+def _reopen(
+    config: RunConfig, directory: Path, authority: CertificateAuthority, corpus: Corpus, tell: Tell
+) -> _Run:
+    try:
+        expected = json.loads(_corpus_file(directory).read_bytes())["sha256"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{_corpus_file(directory)} cannot be read ({error}): the run cannot go on") from None
+    if corpus.fingerprint() != expected:
+        raise DataError(
+            f"the text at {config.data.path} is not the text that the run began with: put it back, so that "
+            "steps run on the same tokens"
+        )
+    checked = _newest_whole(directory / "snapshots", tell)
+    newest = checked.whole
+    store = Store.open(directory)
+    for step, _ in checked.damaged:
+        store.delete_snapshot(step)
+    recorded = store.run().config_json
+    if newest >= config.run.steps:
+        # How it was trained stays on record; how it is looked at may change.
+        config = replace(
+            from_json(recorded),
+            coordinator=config.coordinator,
+            dashboard=config.dashboard,
+            telemetry=config.telemetry,
+        )
+    if (config_json := to_json(config)) != recorded:
+        store.set_config(config_json)
+        _write_run_file(directory, config)
+    last_epoch, last_step = store.last_epoch(), store.last_step()
+    committed = None
+    if last_step is not None:
+        committed = Committed(step=last_step.step, clip_coefficient=last_step.clip, lr=last_step.lr)
+    past = Past(
+        last_epoch=last_epoch,
+        newest_snapshot=newest,
+        committed=committed,
+        seats=tuple(placed.node_id for placed in store.placement(last_epoch)),
+    )
+    return _Run(
+        run_id=store.run().run_id,
+        store=store,
+        authority=authority,
+        corpus=corpus,
+        past=past,
+        news=checked.news() if checked.damaged else "",
+    )
+
+
+def _newest_whole(snapshots: Path, tell: Tell) -> Checked:
+    """Raises UserError if there are snapshots and all are damaged."""
+    discard_incomplete(snapshots)
+    checked = set_damaged_aside(snapshots, tell)
+    if checked.damaged and not checked.whole:
+        found = "; ".join(what for _, what in checked.damaged)
+        raise UserError(
+            f"no snapshot of this run is whole ({found}): put back a copy of one that is, then resume, or "
+            "start a new run"
+        )
+    return checked
+
+
+def _untold(newest: StepRecord | None, told: int) -> StepRecord | None:
+    """The newest commit, if its coordinator died before it told of the step. `told`: steps in the history."""
+    return newest if newest is not None and told == newest.step else None
+
+
+def _told(directory: Path) -> int:
+    """Steps in the history; -1 if it cannot be read, which whoever writes it says."""
+    try:
+        return highest_step(directory)
+    except RunError:
+        return -1
+
+
+def _corpus_file(directory: Path) -> Path:
+    return directory / "corpus.json"
+
+
+async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit) -> int:
+    # Before the first event, which goes into the history too.
+    past_end = history_size(directory)
+    feed = Feed(RunViewBuilder(), past_comes=True)
+    metrics = RunMetrics(feed.view)
+
+    def emit(event: events.Event) -> None:
+        say(event)
+        now = time.time()
+        feed.apply(event, now)
+        metrics.apply(event, now)
+
+    settings = config.coordinator
+    lifetime = timedelta(hours=settings.certificate_hours)
+    needs = stage_needs(config, run.corpus.windows)
+    counts = range(config.pipeline.min_stages or config.pipeline.stages, config.pipeline.stages + 1)
+
+    why_not = sharing(config)
+
+    def of_no_use(hardware: Hardware) -> str | None:
+        offer = Candidate(node_id="", memory_bytes=hardware.memory_bytes, devices=devices_of(hardware))
+        return useless(offer, counts, needs, why_not)
+
+    desk = EnrolmentDesk(run.store, run.authority, lifetime, time.time, of_no_use)
+    coordinator = Coordinator(
+        config=config,
+        directory=directory,
+        run_id=run.run_id,
+        store=run.store,
+        desk=desk,
+        corpus=run.corpus,
+        emit=emit,
+        past=run.past,
+        untold=_untold(run.store.last_step(), _told(directory)),
+    )
+    metrics.accounting = coordinator.accounting
+    credentials = run.authority.coordinator_credentials(SERVER_LIFETIME, time.time())
+    host, join_port = _split_listen(settings.listen)
+    control = make_server([])
+    control_pb2_grpc.add_CoordinatorServicer_to_server(ControlService(coordinator), control)
+    control_port = _listen(
+        control,
+        join_address(host, join_port + 1 if join_port else 0),
+        mutual_tls(lambda: credentials, run.authority.certificate_pem),
+    )
+    await control.start()
+    try:
+        join, join_port = await open_join_port(desk, settings.listen, credentials, control_port)
+        try:
+            addresses = settings.advertise or own_addresses(host, join_port)
+            run.store.set_addresses(addresses)
+            uses = config.pipeline.stages
+            _, token = run.store.create_token(time.time(), TOKEN_LIFETIME, uses)
+            emit(_started(config, directory, run))
+            if run.news:
+                emit(events.Notice(text=run.news))
+            async with live_page(
+                config,
+                directory=directory,
+                feed=feed,
+                controls=coordinator,
+                store=run.store,
+                authority=run.authority,
+                metrics=metrics.render,
+                emit=emit,
+            ):
+                emit(events.JoinLine(line=f"thinwire join {token.encode()}"))
+                async with token_uses_told(run.store, emit), past_read(directory, past_end, feed):
+                    return await _until_done(coordinator, emit)
+        finally:
+            await join.stop(STOP_SECONDS)
+    finally:
+        await control.stop(STOP_SECONDS)
+
+
+async def _until_done(coordinator: Coordinator, emit: Emit) -> int:
+    interrupted = False
+
+    def interrupt(number: signal.Signals) -> None:
+        nonlocal interrupted
+        if interrupted and number is signal.SIGHUP:
+            return  # a terminal that closes says so more than once
+        if not interrupted:
+            emit(events.Notice(text=STOPPING))
+        # Its own second signal only: somebody at the page may have asked for a stop, to whom a snapshot was
+        # promised too.
+        coordinator.stop("stopped by the operator", at_once=interrupted)
+        interrupted = True
+
+    loop, signals = asyncio.get_running_loop(), ending_signals()
+    for number in signals:
+        loop.add_signal_handler(number, interrupt, number)
+    try:
+        outcome = await coordinator.run()
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+    if outcome.failed:
+        return 1
+    return INTERRUPTED if interrupted else 0
+
+
+def _started(config: RunConfig, directory: Path, run: _Run) -> events.RunStarted:
+    return events.RunStarted(
+        run_id=run.run_id,
+        name=config.run.name,
+        directory=str(directory),
+        stages=config.pipeline.stages,
+        steps=config.run.steps,
+        first_step=run.past.newest_snapshot,
+        tokens_per_step=config.training.global_batch * config.model.sequence,
+        forward_codec=config.pipeline.forward_codec,
+        backward_codec=config.pipeline.backward_codec,
+        microbatches=config.microbatches,
+        chunks=config.pipeline.chunks,
+        codec_bits=codec_bits(config),
+        ends_in_blocks=ends_in_blocks(config.model),
+    )
+
+
+def _split_listen(listen: str) -> tuple[str, int]:
+    """Host and port of `[coordinator] listen`, where port 0 stands for any free one."""
+    if listen.endswith(":0"):
+        return split_address(f"{listen[:-1]}1")[0], 0
+    return split_address(listen)
+
+
+def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials) -> int:
+    try:
+        return server.add_secure_port(address, credentials)
+    except RuntimeError:
+        raise UserError(
+            f"cannot listen at {address}: set [coordinator] listen so that its port and the next are free"
+        ) from None

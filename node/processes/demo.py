@@ -1,0 +1,238 @@
+"""A whole run on one machine: a coordinator and its nodes as processes, joined by the real join line.
+
+The nodes go through everything that a volunteer's machine does; only the network is loopback. Every child is
+reaped whatever happens: the end of the run, an error, a child's death, Ctrl-C, SIGTERM, a closed terminal.
+"""
+
+import asyncio
+import contextlib
+import importlib.resources
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from node.display.terminal import Screen, ending_signals
+from node.telemetry.events import Event, JoinLine, Notice, RunFinished, RunStarted, from_json
+from wire.errors import RunError, UserError
+
+START_SECONDS = 120.0
+"""Until the coordinator prints its join line."""
+GRACE_SECONDS = 10.0
+"""From a node's end to the end of the run that explains it."""
+LEAVE_SECONDS = 2.0
+"""From the coordinator's end until nodes are asked to end: those that had yet to join hear nothing of it."""
+STOP_SECONDS = 20.0
+"""Until children that were asked to stop are killed."""
+MAX_EVENT_BYTES = 1 << 20
+
+
+def demo_file() -> Path:
+    """The demo's run file, which is installed with the program."""
+    return Path(str(importlib.resources.files("node.processes").joinpath("demo.toml")))
+
+
+def run_demo(
+    *,
+    run_dir: Path,
+    emit: Callable[[Event], None],
+    overrides: Sequence[str] = (),
+    command: Sequence[str] = (sys.executable, "-m", "node.cli.main"),
+) -> int:
+    """Run `demo_file` in `run_dir` and return the coordinator's exit code.
+
+    Args:
+        emit: shows each of the coordinator's events; once the screen takes no more (an OSError), not again.
+        overrides: `section.key=value`, applied to the run file.
+        command: what starts the program; another one stands in for it in tests.
+
+    Raises UserError when the coordinator refuses what was given, and leaves no folder of it; RunError when a
+    child ends before the run does, with the child's own last words; KeyboardInterrupt on Ctrl-C, SIGTERM and
+    SIGHUP. By then all children are gone.
+    """
+    try:
+        return asyncio.run(_Demo(run_dir, emit, overrides, command).run())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+class _Demo:
+    def __init__(
+        self, run_dir: Path, emit: Callable[[Event], None], overrides: Sequence[str], command: Sequence[str]
+    ) -> None:
+        self._run_dir = run_dir
+        self._show = emit
+        self._screen = Screen("the run")
+        self._overrides = overrides
+        self._command = command
+        self._children: dict[str, Process] = {}
+        self._stages = 0
+        self._finished = asyncio.Event()
+
+    async def run(self) -> int:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def interrupt(number: signal.Signals) -> None:
+            # A terminal that closes tells twice, and again after Ctrl-C: that must not cut the end short.
+            if number is not signal.SIGHUP or not task.cancelling():
+                task.cancel()
+
+        for number in ending_signals():
+            if number is not signal.SIGINT:  # which asyncio.run turns into this already
+                asyncio.get_running_loop().add_signal_handler(number, interrupt, number)
+        (self._run_dir / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            async with asyncio.TaskGroup() as group:
+                return await self._drive(group)
+        except ExceptionGroup as failures:
+            # Tasks of the group fail together; the first says why.
+            raise failures.exceptions[0] from None
+        finally:
+            await self._stop()
+
+    def _emit(self, event: Event) -> None:
+        self._screen.attempt(lambda: self._show(event))
+
+    async def _drive(self, group: asyncio.TaskGroup) -> int:
+        """From the coordinator's start to the end of all children."""
+        coordinator = await self._start(
+            "coordinator", str(demo_file()), "--run-dir", str(self._run_dir), "--json", *self._overrides
+        )
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                join_line = await self._pass_events_on(coordinator, until=JoinLine)
+        except TimeoutError:
+            raise RunError(
+                f"the coordinator printed no join line within {START_SECONDS:g} s; "
+                f"see {self._log('coordinator')}"
+            ) from None
+        if isinstance(join_line, JoinLine):
+            token = join_line.line.split()[-1]
+            for stage in range(self._stages):
+                node = await self._start_node(f"node-{stage}", token)
+                group.create_task(self._watch(f"node-{stage}", node))
+            await self._pass_events_on(coordinator)
+        code = await coordinator.wait()
+        if not self._finished.is_set():
+            if code == UserError.exit_code and not self._stages:
+                raise self._refusal()
+            raise self._failure("coordinator", code)
+        await self._let_nodes_end()
+        return code
+
+    async def _start_node(self, name: str, token: str) -> Process:
+        state = self._run_dir / "nodes" / name
+        threads = max(1, (os.cpu_count() or 1) // self._stages)
+        return await self._start(
+            name,
+            *("join", token, "--listen", "127.0.0.1:0", "--device", "cpu"),
+            *("--threads", str(threads), "--state-dir", str(state)),
+        )
+
+    async def _start(self, name: str, *arguments: str) -> Process:
+        """Start a child. Its logs go to a file; Ctrl-C at the terminal reaches it only through us."""
+        if name == "coordinator":
+            arguments = (name, *arguments)
+        with self._log(name).open("wb") as log:
+            child = await asyncio.create_subprocess_exec(
+                *self._command,
+                *arguments,
+                stdin=DEVNULL,
+                stdout=PIPE if name == "coordinator" else log,
+                stderr=log,
+                limit=MAX_EVENT_BYTES,
+                start_new_session=True,
+            )
+        self._children[name] = child
+        return child
+
+    async def _pass_events_on(self, coordinator: Process, until: type[Event] | None = None) -> Event | None:
+        """Emit the coordinator's events up to one of type `until` (returned), or to the last (None)."""
+        assert coordinator.stdout is not None
+        while line := await coordinator.stdout.readline():
+            event = from_json(line.decode())
+            self._emit(event)
+            if isinstance(event, RunStarted):
+                self._stages = event.stages
+            elif isinstance(event, RunFinished):
+                self._finished.set()
+            if until is not None and isinstance(event, until):
+                return event
+        return None
+
+    async def _watch(self, name: str, node: Process) -> None:
+        """A node may end only with the run."""
+        code = await node.wait()
+        try:
+            async with asyncio.timeout(GRACE_SECONDS):
+                await self._finished.wait()
+        except TimeoutError:
+            raise self._failure(name, code) from None
+
+    async def _let_nodes_end(self) -> None:
+        """The run is over: nodes end by themselves, and those that do not are ended."""
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                for child in self._children.values():
+                    await child.wait()
+        except TimeoutError:
+            for name, child in self._children.items():
+                if child.returncode is None:
+                    self._emit(Notice(text=f"{name} did not end with the run and was killed"))
+                    child.kill()
+
+    async def _stop(self) -> None:
+        """End what still runs: the coordinator as by Ctrl-C, which ends the nodes; then whoever is left."""
+        alive = [child for child in self._children.values() if child.returncode is None]
+        coordinator = self._children.get("coordinator")
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                if coordinator in alive:
+                    coordinator.send_signal(signal.SIGINT)
+                    await self._pass_events_on(coordinator)
+                    await coordinator.wait()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(LEAVE_SECONDS):
+                            for child in alive:
+                                await child.wait()
+                    for child in alive:
+                        if child.returncode is None:
+                            child.terminate()
+                    for child in alive:
+                        await child.wait()
+        except TimeoutError:
+            pass  # whoever is left is killed
+        finally:
+            for child in alive:
+                if child.returncode is None:
+                    child.kill()
+                    await child.wait()
+
+    def _log(self, name: str) -> Path:
+        return self._run_dir / "logs" / f"{name}.log"
+
+    def _last_words(self, name: str) -> str:
+        """The error that a child left in its log."""
+        lines = self._log(name).read_text(encoding="utf-8", errors="replace").splitlines()
+        words = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+        return words.removeprefix("thinwire: ").removeprefix("error: ")
+
+    def _refusal(self) -> UserError:
+        """What the coordinator could not use. Nothing began: its folder would only be in the way."""
+        words = self._last_words("coordinator")
+        with contextlib.suppress(OSError):
+            self._log("coordinator").unlink()
+            self._log("coordinator").parent.rmdir()
+            self._run_dir.rmdir()
+        return UserError(words)
+
+    def _failure(self, name: str, code: int) -> RunError:
+        """The error that a child left in its log; the demo ends with the child's exit code."""
+        words = self._last_words(name)
+        log = self._log(name)
+        error = RunError(f"{words} ({name} ended with exit code {code}; all it said is in {log})")
+        error.exit_code = code if code > 0 else 1
+        return error

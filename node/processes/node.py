@@ -1,0 +1,185 @@
+"""`thinwire join`: from a token to a stage, and out again."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from node.config.join_options import JoinOptions
+from node.display.terminal import Screen, ending_signals, say
+from node.parallel.processes import DeviceGroup, choose_devices
+from node.processes.doctor import (
+    Status,
+    check_open_files,
+    check_packages,
+    check_python,
+    check_torch,
+    package_owners,
+)
+from node.processes.join import enrol
+from node.processes.state_directory import StateDirectory, claim
+from node.stage.fixed_order import fix_order
+from node.stage.machine_info import describe, measure_flops
+from node.stage.memory_note import MemoryNote
+from node.stage.node_metrics import serve_metrics
+from node.stage.node_settings import IdentityHolder, NodeSettings
+from node.stage.out_of_memory import ran_out, room
+from node.stage.runtime import NodeRuntime
+from node.stage.watchdog import StuckError
+from wire.errors import DeviceLostError, MemoryExhaustedError, ThinwireError, UserError
+from wire.identity.token import JoinToken
+from wire.messages import Finish
+from wire.pacing import Pacer
+
+log = logging.getLogger(__name__)
+
+INTERRUPTED = 130
+
+
+def run_node(token_text: str, options: JoinOptions) -> int:
+    """Serve a stage until the run ends or the user leaves; returns the exit code."""
+    token = JoinToken.parse(token_text)
+    _check_machine()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    chosen = choose_devices(options.device, options.gpus)
+    directory = claim(token.run_id, options.state_dir)
+    try:
+        return asyncio.run(_serve(token, options, chosen, directory.path))
+    except (StuckError, DeviceLostError) as error:
+        _end(error, directory)
+    except Exception as error:
+        if not ran_out(error):
+            raise
+        first = chosen[0]
+        _end(
+            MemoryExhaustedError(f"{first} ran out of memory before it had a stage: {room(first)}"), directory
+        )
+    finally:
+        directory.release()
+
+
+def _end(error: ThinwireError, directory: StateDirectory) -> NoReturn:
+    """At once: the interpreter would wait for a thread that does not come back, or for a device's kernels."""
+    say(f"thinwire: error: {error}")
+    directory.release()
+    os._exit(error.exit_code)
+
+
+def _check_machine() -> None:
+    """`doctor`'s quick checks: a failure ends the join, a warning is shown."""
+    checks = [
+        check_python(),
+        check_torch(),
+        check_packages(package_owners()),
+        check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)),
+    ]
+    for check in checks:
+        if check.status is Status.FAIL:
+            raise UserError(f"{check.name}: {check.detail}; {check.fix}")
+        if check.status is Status.WARN:
+            log.warning("%s: %s; %s", check.name, check.detail, check.fix)
+
+
+async def _serve(
+    token: JoinToken, options: JoinOptions, chosen: tuple[torch.device, ...], directory: Path
+) -> int:
+    device = chosen[0]
+    fix_order(device)
+    note = MemoryNote(directory, _most_bytes(options))
+    hardware = note.limit(
+        describe(chosen, tensor_parallel=options.tensor_parallel, most_bytes=note.most_bytes)
+    )
+    identity, control_address = await enrol(token, directory, hardware)
+    settings = NodeSettings(
+        control_address=control_address,
+        listen=options.listen,
+        advertise=options.advertise,
+        device=device,
+        hardware=hardware,
+        flops=len(chosen) * await asyncio.to_thread(measure_flops, device),
+        cache_directory=directory / "snapshots",
+        cache_bytes=shutil.disk_usage(directory).free // 2,
+        pacer=Pacer(options.max_bandwidth_mbit * 1e6 / 8) if options.max_bandwidth_mbit else None,
+        devices=_group(chosen, options) if len(chosen) > 1 else None,
+    )
+    tell = Teller(json_lines=options.json)
+    runtime = NodeRuntime(settings, IdentityHolder(identity, directory), tell)
+    async with contextlib.AsyncExitStack() as stack:
+        if options.metrics:
+            address = await stack.enter_async_context(serve_metrics(options.metrics, runtime.metrics))
+            tell(f"metrics at http://{address}/metrics")
+        try:
+            finish, interrupted = await _until_done(runtime)
+        except MemoryExhaustedError as error:
+            if error.need:
+                note.write(hardware, error.need)
+            raise
+    tell(finish.reason)
+    if interrupted:
+        return INTERRUPTED
+    return 1 if finish.failed else 0
+
+
+def _group(chosen: tuple[torch.device, ...], options: JoinOptions) -> DeviceGroup:
+    return DeviceGroup(chosen, options.threads, options.tensor_parallel, _most_bytes(options))
+
+
+def _most_bytes(options: JoinOptions) -> int:
+    return int(options.max_memory_gb * 1e9)
+
+
+async def _until_done(runtime: NodeRuntime) -> tuple[Finish, bool]:
+    """The first Ctrl-C, SIGTERM or closed terminal leaves the run in good order; another quits at once."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+    interrupts = 0
+
+    def interrupt(number: signal.Signals) -> None:
+        nonlocal interrupts
+        # A terminal that closes tells twice, by its shell and by the kernel: nobody asked again.
+        if number is signal.SIGHUP and interrupts:
+            return
+        interrupts += 1
+        if interrupts == 1:
+            log.warning("leaving after this step and a snapshot; press Ctrl-C again to quit at once")
+            runtime.leave("the volunteer asked to leave")
+        else:
+            task.cancel()
+
+    numbers = ending_signals()
+    for number in numbers:
+        loop.add_signal_handler(number, interrupt, number)
+    try:
+        return await runtime.run(), interrupts > 0
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+class Teller:
+    """Progress on stdout: a line of text, or of JSON, for each thing that happens."""
+
+    def __init__(self, *, json_lines: bool) -> None:
+        self._json = json_lines
+        self._screen = Screen("this node")
+
+    def __call__(self, text: str) -> None:
+        line = json.dumps({"event": "node", "text": text}) if self._json else text
+        self._screen.attempt(lambda: self._write(line))
+
+    def _write(self, line: str) -> None:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()

@@ -1,0 +1,78 @@
+"""Whether this machine's devices could hold the stages of a run: the estimate, before anything is joined."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from node.config.schema import RunConfig
+from node.model.shard_shapes import check_sizes
+from node.pipeline.device_memory import devices_of
+from node.pipeline.memory import StageMemory, stage_memory
+from node.processes.doctor import Check, Status
+from node.run_file.loader import load_config
+from node.stage.machine_info import describe
+from node.telemetry.units import bytes_text
+from wire.errors import RunError, ThinwireError
+from wire.identity.enrolment import Hardware
+
+
+def check_run(path: Path, chosen: tuple[torch.device, ...], tensor_parallel: int) -> Iterator[Check]:
+    """Whether `thinwire join` with these devices could serve the run, and the stages that fit on them."""
+    try:
+        config = load_config(path, ())
+    except ThinwireError as error:
+        yield Check(name="run file", status=Status.FAIL, detail=str(error), fix="correct the run file")
+        return
+    yield devices_check(chosen, tensor_parallel)
+    try:
+        check_sizes(config, len(chosen), tensor_parallel)
+    except RunError as error:
+        fix = "give other --gpus or --tensor-parallel"
+        yield Check(name="sharing", status=Status.FAIL, detail=str(error), fix=fix)
+        return
+    yield judge_stages(config, describe(chosen, tensor_parallel=tensor_parallel))
+
+
+def devices_check(chosen: tuple[torch.device, ...], tensor_parallel: int) -> Check:
+    names = ", ".join(map(str, dict.fromkeys(chosen)))
+    if chosen[0].type == "cpu" and len(chosen) > 1:
+        names += f" ({len(chosen)} processes)"
+    return Check(name="devices", status=Status.OK, detail=f"{names}, tensor parallel {tensor_parallel}")
+
+
+def judge_stages(config: RunConfig, hardware: Hardware) -> Check:
+    """Which of the run's stages fit into the memory that the machine offers."""
+    stages = stage_memory(config, config.pipeline.stages, devices_of(hardware))
+    fitting = [number for number, stage in enumerate(stages) if stage.total <= hardware.memory_bytes]
+    least = min(stages, key=lambda stage: stage.total)
+    each = " on each device" if hardware.devices > 1 else ""
+    offered = f"{bytes_text(hardware.memory_bytes)}{each}"
+    if not fitting:
+        return Check(
+            name="stages",
+            status=Status.FAIL,
+            detail=f"the smallest of {len(stages)} stages needs an estimated {_described(least)}{each}; this "
+            f"machine offers {offered}",
+            fix="more pipeline.stages, storage.preset, training.gradients and moments in fp8, smaller "
+            "microbatches, or --gpus with --tensor-parallel",
+        )
+    largest = max(stages, key=lambda stage: stage.total)
+    detail = f"the largest of {len(stages)} stages needs an estimated {_described(largest)}{each}; this "
+    detail += f"machine offers {offered}"
+    if len(fitting) == len(stages):
+        return Check(name="stages", status=Status.OK, detail=f"{detail}: any stage fits")
+    return Check(
+        name="stages",
+        status=Status.WARN,
+        detail=f"{detail}: only stages {', '.join(map(str, fitting))} fit",
+        fix="join early, so that one of these is free, or let pipeline.split give stages like shares",
+    )
+
+
+def _described(stage: StageMemory) -> str:
+    state = stage.state + stage.snapshot
+    return (
+        f"{bytes_text(stage.total)} ({bytes_text(state)} weights, gradients, optimizer, a snapshot's copy, "
+        f"{bytes_text(stage.kept)} activations between forward and backward, the rest at work)"
+    )

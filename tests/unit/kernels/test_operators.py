@@ -1,0 +1,34 @@
+"""The custom operators say of themselves what they do; tests/gpu asks the same of them on a GPU."""
+
+import pytest
+import torch
+from torch.testing._internal.optests import OpCheckError
+
+from kernels import quantizer_ops as ops
+from tests.support.operators import check_operators
+
+
+@pytest.mark.parametrize("name", ["tah", "fixed-2", "fixed-8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_operators_say_what_they_do(name: str, dtype: torch.dtype) -> None:
+    x = torch.randn(4, 10, 128, generator=torch.Generator().manual_seed(0))
+    check_operators(name, x.to(dtype))
+
+
+def test_an_operator_that_writes_to_what_it_should_only_read_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The check is one: an operator as theirs, whose schema keeps quiet about what it changes."""
+
+    def spoils(x: torch.Tensor, *_: object) -> None:
+        x.zero_()
+
+    with torch.library._scoped_library("thinwire_test", "FRAGMENT") as library:
+        library.define(
+            "spoils(Tensor x, Tensor scales, Tensor planes, Tensor exponent, float constant) -> ()"
+        )
+        library.impl("spoils", spoils, "CPU")
+        library.impl("spoils", lambda *_: None, "Meta")
+        monkeypatch.setattr(ops, "fixed_encode", torch.ops.thinwire_test.spoils.default)
+        with pytest.raises(OpCheckError, match="mutat"):
+            check_operators("fixed-8", torch.ones(4, 10, 128))

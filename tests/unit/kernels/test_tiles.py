@@ -1,0 +1,99 @@
+"""Exponents, powers of two, fp16 rounding and bit-planes."""
+
+import math
+
+import pytest
+import torch
+
+from kernels.common import bitplanes, tiles
+
+
+@pytest.mark.parametrize("value", [2.0**-149, 1e-40, 2.0**-126, 1e-6, 1.0, 1.9999, 2.0, 65504.0, 3.4e38])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_exponent_brings_the_largest_element_near_two_to_the_13(value: float, sign: float) -> None:
+    exponent = int(tiles.tensor_exponent(torch.tensor([0.0, sign * value, value / 2])))
+    exact = torch.tensor(value, dtype=torch.float32).item()
+    assert 2**12 <= math.ldexp(exact, -exponent) < 2**13
+    assert tiles.MIN_EXPONENT <= exponent <= tiles.MAX_EXPONENT
+
+
+def test_the_range_of_exponents_is_tight() -> None:
+    assert tiles.tensor_exponent(torch.tensor([2.0**-149])) == tiles.MIN_EXPONENT
+    assert tiles.tensor_exponent(torch.tensor([torch.finfo(torch.float32).max])) == tiles.MAX_EXPONENT
+    assert tiles.tensor_exponent(torch.zeros(3)) == -tiles.NORMAL_BITS
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_has_no_exponent(bad: float) -> None:
+    assert tiles.tensor_exponent(torch.tensor([1.0, bad, 2.0])) == tiles.NON_FINITE
+
+
+@pytest.mark.parametrize("exponent", range(-161, 162))
+def test_powers_of_two_are_exact(exponent: int) -> None:
+    factors = [f.double().item() for f in tiles.powers_of_two(torch.tensor(exponent, dtype=torch.int32))]
+    assert math.prod(factors) == 2.0**exponent
+    assert all(2.0**-126 <= factor <= 2.0**126 for factor in factors)
+    # The factor nearer to one comes first: a subnormal result is then rounded only once.
+    assert abs(math.log2(factors[0])) <= abs(math.log2(factors[-1]))
+
+
+def test_fp16_rounding_up_and_down_is_that_of_all_fp16_numbers() -> None:
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    halves = bits.view(torch.float16)
+    numbers = halves[halves.isfinite()].float().sort().values
+    numbers = numbers[numbers.diff(append=torch.tensor([torch.inf])) > 0]  # one zero
+    between = (numbers[:-1] + numbers[1:]) / 2
+    for x in (numbers, between, between * (1 + 2.0**-20), between * (1 - 2.0**-20)):
+        up = numbers[torch.searchsorted(numbers, x)]
+        down = numbers[torch.searchsorted(numbers, x, right=True) - 1]
+        assert torch.equal(tiles.ceil_to_half(x).float(), up)
+        assert torch.equal(tiles.floor_to_half(x).float(), down)
+
+
+def test_fp16_rounding_of_what_is_below_fp16() -> None:
+    x = torch.tensor([2.0**-140, -(2.0**-140), 2.0**-60, -(2.0**-60), 0.0, -0.0])
+    assert tiles.ceil_to_half(x).tolist() == [2.0**-24, 0.0, 2.0**-24, 0.0, 0.0, 0.0]
+    down = tiles.floor_to_half(x)
+    assert down.tolist() == [0.0, 0.0, 0.0, -(2.0**-24), 0.0, 0.0]
+    # Zero has one form in packed bytes.
+    assert not down[down == 0].signbit().any()
+
+
+@pytest.mark.parametrize("width", [1, 63, 64, 65, 200])
+def test_tiles_are_cut_along_the_last_dimension(width: int) -> None:
+    x = torch.arange(1, 3 * width + 1).view(3, width)
+    cut = tiles.tile_rows(x).view(3, tiles.tiles_per_row(width) * 64)
+    assert torch.equal(cut[:, :width], x)
+    assert (cut[:, width:] == 0).all()
+    last = tiles.short_tiles(torch.arange(3 * tiles.tiles_per_row(width)), width)
+    assert last.tolist() == [tiles.tiles_per_row(width) * (row + 1) - 1 for row in range(3)]
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("count", [1, 3, 100])
+def test_planes_hold_the_bits_of_each_element(bits: int, count: int) -> None:
+    generator = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 2**bits, (count, 64), generator=generator, dtype=torch.uint8)
+    planes = bitplanes.pack_planes(codes.clone(), bits)
+    assert planes.shape == (bits, count) and planes.dtype == torch.int64
+    for plane in range(bits):
+        words = [sum(int(q >> plane & 1) << i for i, q in enumerate(tile)) for tile in codes.tolist()]
+        assert [word % 2**64 for word in planes[plane].tolist()] == words
+    assert torch.equal(bitplanes.unpack_planes(planes), codes)
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 64, 1001])
+def test_flags_and_sextets(count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    flags = torch.rand(count, generator=generator) < 0.5
+    packed = bitplanes.pack_flags(flags)
+    expected = sum(1 << i for i, flag in enumerate(flags.tolist()) if flag)
+    assert int.from_bytes(packed.numpy().tobytes(), "little") == expected
+    assert torch.equal(bitplanes.unpack_flags(packed, count), flags)
+
+    values = torch.randint(0, 64, (count,), generator=generator)
+    packed = bitplanes.pack_sextets(values)
+    assert packed.numel() == -(-count * 6 // 8)
+    expected = sum(value << 6 * i for i, value in enumerate(values.tolist()))
+    assert int.from_bytes(packed.numpy().tobytes(), "little") == expected
+    assert torch.equal(bitplanes.unpack_sextets(packed, count), values)

@@ -1,0 +1,201 @@
+"""`trellis-R`'s encoder for a GPU gives the CPU's bytes under Triton's interpreter, and never waits.
+
+Its lanes are coded by the CPU's loops here: `test_trellis_interpreter` compares those with Triton's. In a
+process of their own, which `test_in_a_process_of_their_own` starts (`tests.support.interpreter`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels.common.tiles import NON_FINITE
+from kernels.trellis import lanes as trellis_lanes
+from kernels.trellis.triton.state import CONTROLS
+from tests.support.interpreter import Interpreted, inside, needs_triton, outside
+from wire.codecs import trellis
+from wire.codecs.header import EXPONENT, HEADER_BYTES
+from wire.codecs.registry import codec
+
+pytestmark = needs_triton
+
+POISON = 0xA5
+NAME = "trellis-4.41"
+# Operators that wait for a device, or whose result has a shape that depends on data.
+WAITING = (
+    "_local_scalar_dense",
+    "_to_copy",
+    "nonzero",
+    "masked_select",
+    "masked_scatter",
+    "index",
+    "unique",
+    "repeat_interleave",
+    "item",
+    "equal",
+    "bincount",
+)
+# Small launches on top of Triton's: buffers of zeros, the payload's zeros.
+FILLS = 2
+LAUNCHES = 82
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def low_rank() -> torch.Tensor:
+    """One for which a prediction pays."""
+    return normal(33, 3) @ normal(3, 34, seed=1) + 0.02 * normal(33, 34, seed=2)
+
+
+@pytest.fixture
+def cpu_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels.trellis.triton.lanes import Lanes
+
+    def encode(
+        self: Lanes,
+        residual: torch.Tensor,
+        classes: torch.Tensor,
+        control: torch.Tensor,
+        gains: torch.Tensor,
+    ) -> None:
+        elements = self.where.elements
+        for told in control.view(-1, CONTROLS)[: self.at_once].tolist():
+            active, family, slot, offset = told
+            if not active:
+                continue
+            coded = trellis_lanes.encode(
+                residual[offset : offset + elements],
+                classes[:elements],
+                float(gains[0]),
+                self.where,
+                family,
+            )
+            self.states[slot].copy_(coded.states)
+            self.counts[slot].copy_(coded.counts)
+            self.words[slot].copy_(coded.words)
+
+    monkeypatch.setattr(Lanes, "encode", encode)
+
+
+@pytest.fixture
+def large_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that find costs take more of them each, which changes no bit and saves the interpreter most of
+    what a small tensor takes it. One test goes by the shares that GPUs are given."""
+    from kernels.trellis.triton import plan as triton_trellis_plan
+
+    monkeypatch.setattr(triton_trellis_plan, "_SUMS", 128)
+    monkeypatch.setattr(triton_trellis_plan, "_STEPS", 64)
+
+
+def encoded(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The payload, from a poisoned buffer between guards, and the exponent."""
+    from kernels.trellis.triton import encode as triton_trellis_encode
+
+    rows, columns = x.numel() // x.shape[-1], x.shape[-1]
+    size = codec(NAME).encode(torch.zeros_like(x)).numel() - HEADER_BYTES
+    whole = torch.full((size + 64,), POISON, dtype=torch.uint8)
+    payload = whole[32:-32]
+    exponent = triton_trellis_encode.encode(
+        x.reshape(rows, columns), payload, trellis.settings(rows, columns, size)
+    )
+    assert (whole[:32] == POISON).all() and (whole[-32:] == POISON).all()
+    return payload, int(exponent)
+
+
+@outside
+def test_in_a_process_of_their_own(interpreted: Interpreted) -> None:
+    interpreted.passed(__file__)
+
+
+@inside
+@pytest.mark.usefixtures("cpu_lanes")
+@pytest.mark.timeout(300)
+def test_payload_is_the_cpus() -> None:
+    x = low_rank()
+    expected = codec(NAME).encode(x)
+    # Something of a prediction is checked: its rank.
+    assert expected[HEADER_BYTES + 10] > 0
+    check_payload(x, expected)
+
+
+@inside
+@pytest.mark.usefixtures("cpu_lanes", "large_shares")
+@pytest.mark.parametrize("x", [normal(1, 19) * 1e-40, torch.zeros(2, 3)], ids=["a short row, tiny", "zeros"])
+def test_payload_is_the_cpus_by_other_shares(x: torch.Tensor) -> None:
+    check_payload(x, codec(NAME).encode(x))
+
+
+def check_payload(x: torch.Tensor, expected: torch.Tensor) -> None:
+    payload, exponent = encoded(x)
+    assert torch.equal(payload, expected[HEADER_BYTES:])
+    assert exponent == int(expected[EXPONENT].view(torch.int32))
+
+
+@inside
+@pytest.mark.usefixtures("cpu_lanes", "large_shares")
+def test_what_is_not_finite_leaves_zeros() -> None:
+    x = normal(2, 5)
+    x[1, 3] = float("nan")
+    payload, exponent = encoded(x)
+    assert exponent == NON_FINITE and not payload.any()
+
+
+class Counting(TorchDispatchMode):
+    """Names of the operators that torch runs; fails for those that wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.__name__.split(".")[0]
+        if name in WAITING:
+            raise AssertionError(f"{func} may wait for the device")
+        self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@inside
+def test_neither_waiting_nor_launches_depend_on_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are counted, not run, so that large tensors can be asked about."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    launched: list[str] = []
+
+    def run(self: Any, *_: object, grid: object, warmup: bool, **__: object) -> None:
+        launched.append(self.fn.__name__)
+
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    from kernels.trellis.triton import encode as triton_trellis_encode
+
+    for shape in ((1024, 768), (8192, 256)):
+        x = torch.zeros(shape, dtype=torch.bfloat16)
+        size = 4 * x.numel() // 8
+        payload = torch.empty(size, dtype=torch.uint8)
+        asked = trellis.settings(*shape, size)
+        triton_trellis_encode.encode(x, payload, asked)
+        launched.clear()
+        with Counting() as seen:
+            triton_trellis_encode.encode(x, payload, asked)
+        fills = [name for name in seen.names if name in ("zeros", "zero_", "fill_", "copy_")]
+        others = set(seen.names) - {"zeros", "zero_", "empty", "empty_like", "view", "slice", "detach"}
+        assert len(launched) == LAUNCHES and len(fills) == FILLS and not others
+
+
+@inside
+def test_waiting_would_be_seen() -> None:
+    waits: list[Callable[[torch.Tensor], object]] = [
+        lambda x: x[0].item(),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x.to(torch.float64),
+    ]
+    for wait in waits:
+        with pytest.raises(AssertionError, match="may wait"), Counting():
+            wait(torch.ones(3))

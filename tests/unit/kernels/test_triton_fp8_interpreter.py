@@ -1,0 +1,83 @@
+"""The kernels of gradients and moments in e4m3 give the reference's bits under Triton's interpreter, on CPUs;
+moments but for the last bits of logarithms.
+
+In a process of their own, which `test_in_a_process_of_their_own` starts (`tests.support.interpreter`).
+"""
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.support import fp8_cases as cases
+from tests.support.interpreter import Interpreted, inside, needs_triton, outside
+
+pytestmark = [
+    needs_triton,
+    # What lies beyond a tensor's end overflows or has no logarithm in numpy, as on a GPU; nobody keeps it.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+CPU = torch.device("cpu")
+SIZES = (1, 127, 129, 1000, 2048)
+
+
+@outside
+def test_in_a_process_of_their_own(interpreted: Interpreted) -> None:
+    interpreted.passed(__file__)
+
+
+@inside
+@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("scale", [1e-40, 1e-5, 1e30])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_accumulation_gives_the_references_bits(
+    count: int, scale: float, rows: int, stochastic: bool
+) -> None:
+    from kernels.fp8 import triton as triton_fp8
+
+    accumulate = partial(triton_fp8.accumulate_gradient, rows=rows)
+    cases.check_accumulation(accumulate, CPU, count, scale, torch.float32, stochastic=stochastic)
+
+
+@inside
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_what_is_not_finite_is_marked_alike(bad: float, stochastic: bool) -> None:
+    from kernels.fp8 import triton as triton_fp8
+
+    cases.check_not_finite(triton_fp8.accumulate_gradient, CPU, bad, stochastic=stochastic)
+
+
+@inside
+def test_extremes_are_rounded_as_by_the_reference() -> None:
+    from kernels.fp8 import triton as triton_fp8
+
+    cases.check_extremes(triton_fp8.accumulate_gradient, CPU)
+
+
+@inside
+def test_the_salt_is_read_when_the_kernel_runs() -> None:
+    from kernels.fp8 import triton as triton_fp8
+
+    cases.check_replays(triton_fp8.accumulate_gradient, CPU)
+
+
+@inside
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("many", [1, 2, 5])
+def test_sums_give_the_references_bits(count: int, many: int) -> None:
+    from kernels.fp8 import triton as triton_fp8
+
+    cases.check_sums(triton_fp8.sum_gradients, CPU, count, many)
+
+
+@inside
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_adamw_is_the_references_but_for_logarithms(count: int, weights: torch.dtype, packed: bool) -> None:
+    from kernels.fp8 import triton as triton_fp8
+
+    cases.check_adamw(triton_fp8.adamw_step, CPU, count, weights, packed=packed)

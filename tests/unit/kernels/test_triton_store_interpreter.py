@@ -1,0 +1,130 @@
+"""The kernels that store tensors give the reference's bits under Triton's interpreter, on a CPU.
+
+In a process of their own, which `test_in_a_process_of_their_own` starts (`tests.support.interpreter`).
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.blockfloat import layers as blockfloat_layers
+from kernels.blockfloat import reference as blockfloat
+from kernels.blockfloat.layout import WIDTHS
+from tests.support.interpreter import Interpreted, inside, needs_triton, outside
+
+pytestmark = [
+    needs_triton,
+    # Blocks of NaNs and beyond a tensor's end divide by zero and overflow in numpy, as on a GPU.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+
+@outside
+def test_in_a_process_of_their_own(interpreted: Interpreted) -> None:
+    interpreted.passed(__file__)
+
+
+def inputs() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    mixed = normal(40, 256)
+    mixed[3], mixed[6, 130], mixed[0, 5] = 0, 300, -0.0
+    mixed[4] *= 1e-33
+    mixed[5] *= 1e30
+    odd = normal(6, 300)
+    odd[0, 3], odd[1, 200] = torch.nan, torch.inf
+    odd[2] = 1e38
+    return {
+        "mixed": mixed,
+        "bf16": normal(3, 5, 130).bfloat16(),
+        "subnormal bf16": (normal(3, 70) * 1e-38).bfloat16(),
+        "fp16": normal(7, 200).half(),
+        "narrow": normal(9, 1),
+        "vector": normal(1000),
+        "columns": normal(30, 512)[:, 64:200],
+        "ties": torch.randint(-12, 13, (20, 128), generator=generator).float(),
+        "not finite": odd,
+    }
+
+
+def same(found: Tensor, wanted: Tensor) -> bool:
+    """Bit for bit, but that any NaN is as good as another."""
+    size = {2: torch.int16, 4: torch.int32}[wanted.element_size()]
+    equal = found.view(size) == wanted.view(size)
+    return found.dtype == wanted.dtype and bool((equal | (found.isnan() & wanted.isnan())).all())
+
+
+def near(found: Tensor, wanted: Tensor) -> bool:
+    """To rounding in the dtype."""
+    tolerance = 2e-6 if wanted.dtype == torch.float32 else 6e-3
+    close = (found.float() - wanted.float()).norm() <= tolerance * wanted.float().norm()
+    return found.shape == wanted.shape and found.dtype == wanted.dtype and bool(close)
+
+
+@inside
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("which", inputs())
+def test_stored_bits_are_the_references(which: str, bits: int) -> None:
+    from kernels.blockfloat.triton import store as triton_store
+
+    x = inputs()[which]
+    if bits == 16 and which == "not finite":
+        pytest.skip("bf16's NaNs have many forms")
+    packed = blockfloat.pack(x, bits)
+    assert torch.equal(triton_store.pack(x, bits, blocks=16), packed)
+    for dtype in (torch.float32, torch.bfloat16):
+        found = triton_store.unpack(packed, x.shape, bits, dtype, blocks=4)
+        assert same(found, blockfloat.unpack(packed, x.shape, bits, dtype))
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [4, 16])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("width", [200, 256])
+def test_norms_are_the_references(width: int, biased: bool, bits: int, dtype: torch.dtype) -> None:
+    from kernels.blockfloat.triton import norm as triton_store_norm
+
+    generator = torch.Generator().manual_seed(width)
+    x, grad, residual = (torch.randn(2, 5, width, generator=generator) + 0.5 for _ in range(3))
+    weight = torch.randn(width, generator=generator)
+    bias = torch.randn(width, generator=generator) if biased else None
+    normed, packed = triton_store_norm.norm_store(x, weight, bias, 1e-5, bits, dtype)
+    wanted, expected = blockfloat_layers.norm_store(x, weight, bias, 1e-5, bits, dtype)
+    assert torch.equal(packed, expected) and near(normed, wanted)
+    again = triton_store_norm.norm_again(packed, x.shape, weight, bias, 1e-5, bits, dtype)
+    assert near(again, blockfloat_layers.norm_again(packed, x.shape, weight, bias, 1e-5, bits, dtype))
+    inputs_of_backward = (grad.to(dtype), packed, residual, weight, bias, 1e-5, bits)
+    # Fewer programs than rows, so that each sums several.
+    found = triton_store_norm.norm_backward(*inputs_of_backward, programs=3)
+    for part, exact in zip(found, blockfloat_layers.norm_backward(*inputs_of_backward), strict=True):
+        assert near(part, exact)
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("width", [70, 256])
+def test_inner_activations_are_the_references(width: int, gated: bool, bits: int, dtype: torch.dtype) -> None:
+    from kernels.blockfloat.triton import ffn as triton_store_ffn
+
+    generator = torch.Generator().manual_seed(width)
+    gate, up, grad = (torch.randn(3, 5, width, generator=generator).to(dtype) for _ in range(3))
+    second = up if gated else None
+    found = triton_store_ffn.ffn_store(gate, second, bits)
+    wanted = blockfloat_layers.ffn_store(gate, second, bits)
+    assert near(found[0], wanted[0])
+    assert all(torch.equal(part, exact) for part, exact in zip(found[1:], wanted[1:], strict=True))
+    packed_up = wanted[2] if gated else None
+    overwritten, expected = grad.clone(), grad.clone()
+    made = triton_store_ffn.ffn_backward(overwritten, wanted[1], packed_up, bits)
+    for part, exact in zip(
+        (*made, overwritten),
+        (*blockfloat_layers.ffn_backward(expected, wanted[1], packed_up, bits), expected),
+        strict=True,
+    ):
+        assert near(part, exact)

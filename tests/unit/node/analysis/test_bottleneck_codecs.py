@@ -1,0 +1,107 @@
+"""The codecs that the bottleneck's words propose: in which order, what for, and what is said of them."""
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.unit.node.analysis.test_bottleneck import GPU, link, on, says, seen, stage
+
+from node.analysis.packing import PROCESSOR_NANOSECONDS
+from node.analysis.remedies import LADDER, LOSS_FORWARD
+from node.analysis.view import view
+from node.cli.main import build_parser
+from node.telemetry import events
+from tests.support.paths import ROOT
+from tests.support.run_events import history, started
+
+
+def results(file: str, key: str) -> list[dict[str, Any]]:
+    """What an experiment measured."""
+    found: list[dict[str, Any]] = json.loads((ROOT / "scripts/results" / file).read_text("utf-8"))[key]
+    return found
+
+
+def test_how_a_codec_is_changed_and_what_it_was_measured_to_cost() -> None:
+    stages = [stage(0, forward=0.1, backward=0.1), stage(1, forward=0.1, backward=0.1)]
+    back = seen(stages, [link(0, 1, 20, 100), link(1, 0, 96, 100)])
+    assert says(back).endswith(
+        "x: `thinwire resume RUN_DIR pipeline.backward_codec=tah`, once it is stopped"
+    ), "nothing is said of gradients' loss"
+    there = seen(stages, [link(0, 1, 96, 100), link(1, 0, 20, 100)])
+    assert says(there).endswith(
+        "x (measured cost in loss, `tah` forward: 1.4 %): `thinwire resume RUN_DIR "
+        "pipeline.forward_codec=tah`, once it is stopped"
+    )
+    assert "(measured cost in loss, `trellis-4.41` forward: nothing that could be measured)" in says(
+        on(GPU, there)
+    )
+    both = seen(stages, [link(0, 1, 96, 100, codec="fp32"), link(1, 0, 95, 100, codec="fp32")])
+    assert (
+        "`thinwire resume RUN_DIR pipeline.forward_codec=fixed-8 pipeline.backward_codec=fixed-8`"
+    ) in says(both)
+
+
+def test_the_losses_that_are_named_are_the_readmes() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for codec, cost in LOSS_FORWARD.items():
+        assert f"{cost} with `{codec}`" in readme
+
+
+def test_the_commands_that_are_named_exist() -> None:
+    """`RUN_DIR` put in, they are what the command line takes."""
+    stages = [stage(n, forward=0.1, backward=0.1) for n in range(2)]
+    full = seen(stages, [link(0, 1, 96, 100, codec="fp32"), link(1, 0, 95, 100, codec="fp32")])
+    waits = view(history(started(), events.TokenUses(left=0))).bottleneck
+    named = re.findall(r"`thinwire ([^`]+)`", " ".join((says(full), *waits)))
+    assert [one.split()[0] for one in named] == ["resume", "token"]
+    for one in named:
+        build_parser().parse(one.split())
+
+
+def test_codecs_are_named_in_the_order_of_their_errors() -> None:
+    """On tensors between stages; `trellis-4`, which was not measured there, on normal numbers."""
+    errors: dict[str, list[float]] = {}
+    for one in results("boundary_error.json", "results"):
+        errors.setdefault(one["codec"], []).append(one["relative_error"])
+    for one in results("rivals.json", "results"):
+        if one["package"] == "thinwire":
+            errors.setdefault(one["method"], []).append(one["relative_error"])
+    for one in results("codec_speed.json", "results"):
+        errors.setdefault(one["codec"], [one["relative_error"]])
+    means = [sum(errors[name]) / len(errors[name]) for name in LADDER]
+    assert means == sorted(means), dict(zip(LADDER, means, strict=True))
+
+
+def test_packing_costs_are_the_measured_ones() -> None:
+    measured: dict[str, list[tuple[float, float]]] = {}
+    for one in results("codec_speed.json", "results"):
+        times = (one["encode_cpu_nanoseconds_per_element"], one["decode_cpu_nanoseconds_per_element"])
+        measured.setdefault(one["codec"], []).append(times)
+    for one in results("rivals.json", "speeds"):
+        if one["package"] == "thinwire":
+            times = (one["encode_nanoseconds_per_element"], one["decode_nanoseconds_per_element"])
+            measured.setdefault(one["method"], []).append(times)
+    for family, name in {"fixed": "fixed-8", "trellis": "trellis-4.41"}.items():
+        measured[family] = measured[name]
+    for family, costs in PROCESSOR_NANOSECONDS.items():
+        slowest = [max(column) for column in zip(*measured[family], strict=True)]
+        assert costs == pytest.approx(slowest, rel=0.3), family
+
+
+def test_trellis_is_not_proposed_where_its_packing_takes_what_it_saves() -> None:
+    stages = [stage(0, forward=0.1, backward=0.1), stage(1, forward=0.1, backward=0.1)]
+    run = seen(stages, [link(0, 1, 20, 100), link(1, 0, 96, 100)])
+    # 1.9 million elements a tensor: 0.17 s of packing for each of 8 microbatches in a second.
+    assert "`fixed-6` to `tah` backward would" in says(run)
+    assert "`fixed-6` to `trellis-4.41` backward would give about 1." in says(on(GPU, run))
+    # On a link so slow that packing is nothing beside it, processors have the time for it.
+    slow = seen(stages, [link(0, 1, 0.2, 1), link(1, 0, 0.96, 1)])
+    assert "`fixed-6` to `trellis-4.41` backward would give about 1." in says(slow)
+    # Unless they report that they are far slower than the core that was measured.
+    laden = tuple(
+        replace(one, shares={**one.shares, "encode": 0.5, "wait-downstream": one.waiting - 0.5})
+        for one in slow.stages
+    )
+    assert "trellis" not in says(replace(slow, stages=laden))

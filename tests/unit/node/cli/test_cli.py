@@ -1,0 +1,433 @@
+"""The command line: parsing, one-line errors, tokens, how runs begin and go on."""
+
+import contextlib
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from node.cli.coordinator import emitter
+from node.cli.main import main
+from node.cli.run_directory import existing_run_directory, new_run_directory
+from node.cli.token import parse_ttl
+from node.config.schema import RunConfig
+from node.coordinator.store import DATABASE_FILE, Store
+from node.display.status import read_status
+from node.run_file.loader import to_json
+from node.telemetry.events import Notice, RunStarted
+from wire.errors import UserError
+from wire.identity.token import JoinToken
+from wire.version import VERSION
+
+Capture = pytest.CaptureFixture[str]
+pytestmark = pytest.mark.usefixtures("own_home")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    directory = tmp_path / "run"
+    config = to_json(RunConfig())
+    with Store.create(directory, run_id="demo-x", config_json=config, pin=b"p" * 32, now=1.0) as store:
+        store.set_addresses(["127.0.0.1:7700"])
+    return directory
+
+
+def program(*arguments: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "node.cli.main", *arguments], capture_output=True, text=True, timeout=seconds
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", "arguments are required: COMMAND"),
+        ("jion tw1_x", "unknown command 'jion'; did you mean join?"),
+        ("zzzzzz", "unknown command 'zzzzzz'; known: demo, coordinator, join"),
+        ("token crate x", "unknown command 'crate'; did you mean create?"),
+        ("token", "arguments are required: ACTION"),
+        ("coordinator", "arguments are required: RUN.toml (see `thinwire coordinator --help`)"),
+        ("coordinator r.toml --jsno", "unknown option --jsno; did you mean --json?"),
+        ("coordinator r.toml --run-di=x", "unknown option --run-di; did you mean --run-dir?"),
+        ("join tok --zzz", "unknown option --zzz; known: -h, --help"),
+        ("status a b", "unexpected argument 'b'"),
+        ("join tok a=b", "unexpected argument 'a=b'"),
+        ("demo --steps many", "argument --steps: invalid int value: 'many'"),
+        ("join nonsense", "this is not a join token"),
+        ("status absent", "absent is not a directory"),
+        ("token list .", "holds no run"),
+        ("resume .", "holds no run"),
+        ("coordinator absent.toml", "absent.toml: no such run file"),
+        ("config explain absent.toml", "absent.toml: no such run file"),
+        ("demo run.step=3", "did you mean 'steps'?"),
+        ("top 127.0.0..1:7702 --once", "'127.0.0..1:7702' is neither a run's directory nor its page's"),
+        ("dashboard run --listen a..b:1", "'a..b:1' names no host"),
+    ],
+)
+def test_user_mistakes_are_one_line_and_exit_code_2(line: str, words: str, capsys: Capture) -> None:
+    assert main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("thinwire: error: ") and err.count("\n") == 1
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--listen nowhere", "'nowhere' is not host:port"),
+        ("--advertise a:b", "'a:b' has no port"),
+        ("--device gpu", "--device must be auto, cpu or cuda:N, got 'gpu'"),
+        ("--listen 10.0.0..5:0", "'10.0.0..5:0' names no host"),
+        (
+            "--max-memory 1e300",
+            "--max-memory must be a number above 0, at most 1e+09, or 0 for no limit, got 1e+300",
+        ),
+        (
+            "--max-bandwidth 1e300",
+            "--max-bandwidth must be a number above 0, at most 1e+09, or 0 for no limit",
+        ),
+        ("--threads=-1", "--threads must be 0 (torch's own choice) to 4096, got -1"),
+        ("--threads 99999999999999", "--threads must be 0 (torch's own choice) to 4096, got 99999999999999"),
+        ("--gpus 0", "--gpus must be 1 to 64, got 0"),
+        ("--gpus 100000", "--gpus must be 1 to 64, got 100000"),
+        ("--gpus 4 --tensor-parallel 3", "--tensor-parallel must be at least 1 and divide --gpus 4, got 3"),
+        ("--gpus 2 --tensor-parallel 0", "--tensor-parallel must be at least 1 and divide --gpus 2, got 0"),
+    ],
+)
+def test_join_options_are_checked_before_anything_starts(options: str, words: str, capsys: Capture) -> None:
+    token = JoinToken(("127.0.0.1:1",), "demo-x", b"p" * 32, "A" * 8, b"s" * 16).encode()
+    assert main(["join", token, *options.split()]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_overrides_may_stand_after_options(capsys: Capture) -> None:
+    Path("run.toml").write_text("")
+    assert (
+        main(["config", "explain", "run.toml", "model.layers=5", "--json", "run.seed=7", "run.steps=50"]) == 0
+    )
+    config = json.loads(capsys.readouterr().out)["config"]
+    assert (config["model"]["layers"], config["run"]["seed"], config["run"]["steps"]) == (5, 7, 50)
+
+
+def test_a_mistake_in_a_new_process_has_no_traceback() -> None:
+    done = program("coordinator", "absent.toml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+
+
+def test_bad_text_ends_in_one_line_and_leaves_no_run_behind() -> None:
+    Path("run.toml").write_text('[data]\npath = "absent"\n[coordinator]\nlisten = "127.0.0.1:0"\n')
+    done = program("coordinator", "run.toml", "--run-dir", "new")
+    assert done.returncode == 2
+    assert done.stderr.startswith("thinwire: error: ") and done.stderr.count("\n") == 1
+    assert not Path("new").exists()
+
+
+def test_help_loads_nothing_heavy() -> None:
+    watch = "import sys, node.cli.main as m; m.build_parser(); print([x for x in sys.modules if x in H])"
+    heavy = {"torch", "grpc", "numpy", "rich", "cryptography", "asyncio"}
+    done = subprocess.run(
+        [sys.executable, "-c", f"H = {heavy!r}; {watch}"], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "[]\n"
+    done = program("--help")
+    assert done.returncode == 0
+    for command in ("coordinator", "join", "resume", "demo", "token", "status", "doctor", "config"):
+        assert f"  {command}" in done.stdout
+
+
+def test_the_version() -> None:
+    assert program("--version").stdout == f"thinwire {VERSION}\n"
+
+
+def test_output_without_room_is_one_line_and_no_bug(run_dir: Path) -> None:
+    for command in (["status", str(run_dir)], ["token", "list", str(run_dir), "--json"]):
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "node.cli.main", *command],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=60,
+            )
+        line = "thinwire: error: cannot write output: No space left on device\n"
+        assert (done.returncode, done.stderr) == (1, line)
+
+
+def test_run_directories_are_numbered(tmp_path: Path) -> None:
+    assert new_run_directory(None, "demo") == Path("runs/demo-1")
+    assert new_run_directory(None, "demo") == Path("runs/demo-2")
+    assert new_run_directory(None, "other") == Path("runs/other-1")
+    assert new_run_directory(tmp_path / "a" / "b", "demo") == tmp_path / "a" / "b"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "coordinator run.toml --run-dir NAME",
+        "coordinator run.toml --run-dir NAME --resume",
+        "demo --run-dir NAME",
+        "resume NAME",
+        "status NAME",
+        "coordinator run.toml data.path=NAME",
+    ],
+)
+def test_a_name_that_is_no_text_is_one_line(line: str, capsys: Capture) -> None:
+    name = os.fsdecode(b"n\xff")
+    Path(name).mkdir()
+    Path("run.toml").write_text("")
+    assert main([word.replace("NAME", name) for word in line.split()]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "text in UTF-8" in told
+    assert list(Path(name).iterdir()) == []
+
+
+def test_a_folder_that_is_no_text_holds_no_text_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    folder = tmp_path / os.fsdecode(b"f\xff")
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    Path("run.toml").write_text('[data]\npath = "text.txt"\n')
+    Path("text.txt").write_text("some text")
+    assert main(["coordinator", "run.toml"]) == 2
+    assert "data.path" in (told := capsys.readouterr().err) and "rename that folder" in told
+
+
+def test_a_run_is_never_overwritten(run_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"holds a run already: go on with `thinwire resume {run_dir}`"):
+        new_run_directory(run_dir, "demo")
+    assert existing_run_directory(run_dir) == run_dir
+    (run_dir / DATABASE_FILE).unlink()
+    with pytest.raises(UserError, match="holds no run"):
+        existing_run_directory(run_dir)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot make a run directory at .*file"):
+        new_run_directory(tmp_path / "file", "demo")
+
+
+@pytest.mark.parametrize(
+    ("text", "span"),
+    [
+        ("30s", timedelta(seconds=30)),
+        ("90m", timedelta(minutes=90)),
+        ("24h", timedelta(days=1)),
+        ("7d", timedelta(7)),
+    ],
+)
+def test_token_lifetimes(text: str, span: timedelta) -> None:
+    assert parse_ttl(text) == span
+
+
+@pytest.mark.parametrize("text", ["", "5", "h", "-1h", "0s", "1.5h", "367d", "999999999d", "1w", "١h"])
+def test_lifetimes_that_are_none(text: str) -> None:
+    with pytest.raises(UserError, match="--ttl must be a whole number and s, m, h or d"):
+        parse_ttl(text)
+
+
+def test_tokens_are_created_listed_and_revoked(run_dir: Path, capsys: Capture) -> None:
+    def ask(*arguments: str) -> str:
+        assert main(["token", *arguments]) == 0
+        return capsys.readouterr().out
+
+    assert "no tokens" in ask("list", str(run_dir))
+    line = ask("create", str(run_dir), "--uses", "3", "--ttl", "7d")
+    assert line.startswith("thinwire join tw1_") and line.count("\n") == 1
+    token = JoinToken.parse(line.split()[-1])
+    assert (token.addresses, token.run_id) == (("127.0.0.1:7700",), "demo-x")
+
+    made = json.loads(ask("create", str(run_dir), "--json"))
+    assert JoinToken.parse(made["token"]).token_id == made["id"]
+    listed = json.loads(ask("list", str(run_dir), "--json"))
+    assert {row["id"]: row["uses_allowed"] for row in listed} == {token.token_id: 3, made["id"]: 1}
+    assert listed[0]["expires"] - listed[0]["created"] in (86400, 7 * 86400)
+    assert "token" not in listed[0]
+
+    assert ask("revoke", str(run_dir), token.token_id).startswith(f"revoked {token.token_id}")
+    assert json.loads(ask("revoke", str(run_dir), made["id"], "--json"))["state"] == "revoked"
+    rows = [line.split() for line in ask("list", str(run_dir)).splitlines()]
+    assert [row[1] for row in rows] == ["state", "revoked", "revoked"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["create", "--uses", "0"], "--uses must be 1 to 1,000,000, got 0"),
+        (["create", "--uses", "9" * 23], "--uses must be 1 to 1,000,000, got 999"),
+        (["create", "--ttl", "x"], "--ttl must be"),
+        (["revoke", "absent"], "no token 'absent'"),
+    ],
+)
+def test_token_mistakes(run_dir: Path, arguments: list[str], words: str, capsys: Capture) -> None:
+    assert main(["token", arguments[0], str(run_dir), *arguments[1:]]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_revoking_an_unknown_token_suggests_the_nearest(run_dir: Path, capsys: Capture) -> None:
+    assert main(["token", "create", str(run_dir), "--json"]) == 0
+    known = json.loads(capsys.readouterr().out)["id"]
+    assert main(["token", "revoke", str(run_dir), known[:-1] + "0"]) == 2
+    assert f"did you mean {known}?" in capsys.readouterr().err
+
+
+def test_events_go_to_the_screen_and_to_the_status_file(tmp_path: Path, capsys: Capture) -> None:
+    started = RunStarted(
+        run_id="r",
+        name="demo",
+        directory=str(tmp_path),
+        stages=1,
+        steps=1,
+        first_step=0,
+        tokens_per_step=1,
+        forward_codec="tah",
+        backward_codec="fixed-8",
+    )
+    with emitter(json=True) as emit:
+        emit(started)
+        emit(Notice(text="x"))
+    assert capsys.readouterr().out == f"{started.to_json()}\n{Notice(text='x').to_json()}\n"
+    status = read_status(tmp_path)
+    assert status is not None
+    assert (status.started, status.process_id) == (started, os.getpid())
+
+
+def test_resume_hands_the_stored_config_on(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def run_coordinator(config: RunConfig, *, run_dir: Path, emit: object, resume: bool) -> int:
+        asked.extend([config, run_dir, resume])
+        return 5
+
+    monkeypatch.setattr("node.processes.coordinator.run_coordinator", run_coordinator)
+    assert main(["resume", str(run_dir)]) == 5
+    assert asked == [RunConfig(), run_dir, True]
+
+
+def test_coordinator_hands_the_run_file_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def run_coordinator(config: RunConfig, *, run_dir: Path, emit: object, resume: bool) -> int:
+        asked.extend([config.run.name, config.run.steps, config.data.path, run_dir, resume])
+        return 0
+
+    monkeypatch.setattr("node.processes.coordinator.run_coordinator", run_coordinator)
+    Path("run.toml").write_text('[run]\nname = "mine"\n')
+    assert main(["coordinator", "run.toml", "run.steps=40", "data.path=text"]) == 0
+    assert asked == ["mine", 40, str(tmp_path / "text"), Path("runs/mine-1"), False]
+
+
+def test_join_reads_its_token_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = JoinToken(("127.0.0.1:1",), "demo-x", b"p" * 32, "abcdefgh", b"s" * 16).encode()
+    asked: list[str] = []
+    monkeypatch.setattr("node.processes.node.run_node", lambda text, _options: asked.append(text) or 0)
+    for content in (token, f"{token}\n", f"thinwire join {token}\n", f"\ufeff{token}\r\n"):
+        (tmp_path / "token").write_text(content, encoding="utf-8")
+        assert main(["join", "--token-file", "token"]) == 0
+    assert asked == [token] * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "content", "words"),
+    [
+        ([], None, "either as TOKEN or by --token-file"),
+        (["tw1_x", "--token-file", "token"], b"x", "either as TOKEN or by --token-file"),
+        (["--token-file", "token"], None, "cannot be read: No such file"),
+        (["--token-file", "."], None, "cannot be read: Is a directory"),
+        (["--token-file", "token"], b" \n", "is empty"),
+        (["--token-file", "token"], b"\xff\xfe", "it is not text"),
+        (["--token-file", "token"], b"nonsense", "this is not a join token"),
+    ],
+)
+def test_a_token_file_that_cannot_be_used(
+    arguments: list[str], content: bytes | None, words: str, tmp_path: Path, capsys: Capture
+) -> None:
+    if content is not None:
+        (tmp_path / "token").write_bytes(content)
+    assert main(["join", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_resume_or_start_needs_to_know_where(capsys: Capture) -> None:
+    assert main(["coordinator", "absent.toml", "--resume"]) == 2
+    assert "--resume needs --run-dir" in capsys.readouterr().err
+
+
+def test_resume_or_start_goes_on_with_the_run_that_is_there(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[Path, bool, str]] = []
+
+    def start(config: RunConfig, *, run_dir: Path, emit: object, resume: bool) -> int:
+        started.append((run_dir, resume, config.coordinator.listen))
+        return 5
+
+    monkeypatch.setattr("node.processes.coordinator.run_coordinator", start)
+    changed = "coordinator.listen=127.0.0.1:0"
+    # The run file is not even looked at.
+    assert main(["coordinator", "absent.toml", "--resume", "--stay", "--run-dir", str(run_dir), changed]) == 5
+    Path("run.toml").write_text("")
+    assert main(["coordinator", "run.toml", "--resume", "--run-dir", "fresh", changed]) == 5
+    assert started == [(run_dir, True, "127.0.0.1:0"), (Path("fresh"), False, "127.0.0.1:0")]
+
+
+@pytest.mark.parametrize("resume", [["--resume"], []])
+@pytest.mark.parametrize("as_far_as", ["nothing", "WAL"])
+def test_a_start_that_was_killed_as_it_made_its_database_begins_again(
+    as_far_as: str, resume: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("run/authority").mkdir(parents=True)
+    Path("run", DATABASE_FILE).touch()
+    if as_far_as == "WAL":
+        with contextlib.closing(sqlite3.connect(Path("run", DATABASE_FILE))) as database:
+            database.execute("PRAGMA journal_mode = WAL")
+    Path("run.toml").write_text("")
+    started: list[bool] = []
+
+    def start(config: RunConfig, *, run_dir: Path, emit: object, resume: bool) -> int:
+        started.append(resume)
+        if not resume:
+            written = to_json(config)
+            Store.create(run_dir, run_id="demo-x", config_json=written, pin=b"p" * 32, now=1.0).close()
+        return 5
+
+    monkeypatch.setattr("node.processes.coordinator.run_coordinator", start)
+    assert main(["coordinator", "run.toml", *resume, "--run-dir", "run"]) == 5
+    assert main(["coordinator", "run.toml", "--resume", "--run-dir", "run"]) == 5
+    assert started == [False, True]
+
+
+@pytest.mark.parametrize("command", ["status", "top", "trace", "dashboard", "resume"])
+@pytest.mark.parametrize("what", ["run/run.db", "run"])
+def test_a_run_of_another_user_is_one_line(
+    command: str,
+    what: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.db").touch()
+    # Root may read everything, so what the kernel says to others is said for it.
+    refused = tmp_path / what
+    real = os.access
+
+    def access(path: Path, mode: int) -> bool:
+        return refused not in (path, *path.parents) and real(path, mode)
+
+    def exists(path: Path) -> bool:
+        if what == "run" and path.parent == run:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, os.F_OK)
+
+    monkeypatch.setattr(os, "access", access)
+    monkeypatch.setattr(Path, "exists", exists)
+    assert main([command, str(run)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot be read: only the user that runs its coordinator may" in line

@@ -1,0 +1,145 @@
+"""What the `thinwire` command says, and with which exit code, when its work or its output fails."""
+
+import argparse
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from node.cli import doctor
+from node.cli.main import main
+from node.display.render import make_renderer
+from node.telemetry.events import NodeJoined, from_json
+from wire.errors import ConfigError, LinkError, RunError, ThinwireError
+
+Capture = pytest.CaptureFixture[str]
+pytestmark = pytest.mark.usefixtures("own_home")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ConfigError("bad key"), 2, "thinwire: error: bad key\n"),
+        (RunError("over"), 1, "thinwire: error: over\n"),
+        (ThinwireError("two\nlines"), 1, "thinwire: error: two lines\n"),
+        (KeyboardInterrupt(), 130, "thinwire: interrupted\n"),
+        (PermissionError(13, "Permission denied", "/x"), 1, "thinwire: error: /x: Permission denied\n"),
+        (
+            BaseExceptionGroup("g", [ExceptionGroup("h", [LinkError("gone")]), KeyboardInterrupt()]),
+            1,
+            "thinwire: error: gone\n",
+        ),
+        (BaseExceptionGroup("g", [KeyboardInterrupt()]), 130, "thinwire: interrupted\n"),
+    ],
+)
+def test_exit_codes(
+    error: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    assert run_failing(error, monkeypatch) == code
+    assert capsys.readouterr() == ("", line)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("of a\nkind"),
+        OSError(9, "Bad file descriptor"),
+        ExceptionGroup("tasks", [LinkError("gone"), ValueError("of a kind")]),
+    ],
+)
+def test_a_bug_leaves_its_traceback_in_a_file(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
+) -> None:
+    assert run_failing(error, monkeypatch) == 70
+    err = capsys.readouterr().err
+    assert err.startswith(f"thinwire: this is a bug: {type(error).__name__}") and err.count("\n") == 1
+    (report,) = (tmp_path / "state" / "thinwire").iterdir()
+    assert err.rstrip().endswith(f"traceback in {report}")
+    text = report.read_text()
+    assert "Traceback (most recent call last)" in text and "raise error" in text
+
+
+def assert_reported_beside(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """Where the user's own folder takes no report, the one for temporary files does."""
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    assert run_failing(ValueError("x"), monkeypatch) == 70
+    report = Path(capsys.readouterr().err.rstrip().rpartition("traceback in ")[2])
+    assert report.parent == folder and "ValueError: x" in report.read_text()
+
+
+def test_a_bug_with_no_place_for_its_file_still_says_where(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
+) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file where a directory is needed")
+    monkeypatch.setenv("XDG_STATE_HOME", str(blocked))
+    assert_reported_beside(tmp_path, monkeypatch, capsys)
+
+
+def test_a_bug_of_a_user_without_a_home(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
+) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    assert_reported_beside(tmp_path, monkeypatch, capsys)
+
+
+def test_a_bug_whose_traceback_no_disk_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
+) -> None:
+    def full(self: Path, *_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert run_failing(ValueError("x"), monkeypatch) == 70
+    line = "thinwire: this is a bug: ValueError: x; no disk takes its traceback\n"
+    assert capsys.readouterr().err == line
+
+
+def run_failing(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run `thinwire doctor` where its work raises `error`."""
+
+    def fail(args: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr(doctor, "run", fail)
+    return main(["doctor"])
+
+
+def test_a_reader_that_went_away_is_no_error() -> None:
+    Path("run.toml").write_text("")
+    shell = f"{sys.executable} -m node.cli.main config explain run.toml | head -n 1"
+    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=60)
+    assert (done.stdout.count("\n"), done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_text_that_the_output_cannot_hold_ends_nothing(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = NodeJoined(node_id="node-a", device="Grafikkarte für Büro \u2581 \udcff", address="")
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
+
+    def run(args: argparse.Namespace) -> int:
+        for json_lines in (False, True):
+            with make_renderer(json=json_lines) as emit:
+                emit(said)
+        return 0
+
+    monkeypatch.setattr(doctor, "run", run)
+    assert main(["doctor"]) == 0
+    plain, json_line = raw.getvalue().decode(encoding).splitlines()
+    assert "Grafikkarte f" in plain
+    assert from_json(json_line) == said
+
+
+def test_a_complaint_without_room_changes_no_exit_code() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "node.cli.main", "status", "absent"]
+        assert subprocess.run(command, stderr=full, timeout=60).returncode == 2

@@ -1,0 +1,166 @@
+"""What the coordinator tells of steps: costs first, aborted ones, and one that a dead coordinator owed."""
+
+from dataclasses import replace
+
+import pytest
+from tests.unit.node.coordinator.test_accounting import EPOCH, totals
+
+from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
+from node.coordinator.actions import Aborted, AbortKind, RecordCommit, RecordRestored
+from node.coordinator.narrator import Narrator
+from node.coordinator.records import StepRecord
+from node.model.units import state_bytes
+from node.pipeline.placement import stage_units
+from node.processes.coordinator import _untold
+from node.telemetry import events
+from node.telemetry.units import bytes_text
+
+CONFIG = RunConfig(run=RunSection(steps=9), model=ModelSection(layers=5), pipeline=PipelineSection(stages=2))
+NODES = ("a", "b")
+OWED = StepRecord(
+    step=4,
+    epoch=2,
+    loss=3.5,
+    grad_norm=1.5,
+    lr=1e-3,
+    clip=1.0,
+    tokens=4096,
+    seconds=2.0,
+    committed_at=1.7e9,
+)
+
+
+class Told:
+    def __init__(self, untold: StepRecord | None = None, config: RunConfig = CONFIG) -> None:
+        self.events: list[events.Event] = []
+        self.narrator = Narrator(config, self.events.append, untold)
+
+    def restored(self, step: int, epoch: int = EPOCH) -> None:
+        for stage, node in enumerate(NODES):
+            self.narrator.accounting.report(node, totals(0, stage=stage, epoch=epoch))
+        self.narrator.placed()
+        self.narrator.restored(RecordRestored(epoch=epoch, step=step, nodes=NODES), {"a": 1e6})
+
+    def committed(self, step: int) -> None:
+        self.narrator.committed(
+            RecordCommit(epoch=EPOCH, step=step, loss=2.5, grad_norm=1.0, lr=1e-3, clip_coefficient=1.0)
+        )
+
+    def report(self, steps: float) -> None:
+        for stage, node in enumerate(NODES):
+            self.narrator.accounting.report(node, totals(steps, stage=stage))
+
+    @property
+    def kinds(self) -> list[str]:
+        return [event.event for event in self.events]
+
+    def steps(self) -> list[events.StepDone]:
+        return [event for event in self.events if isinstance(event, events.StepDone)]
+
+
+def test_a_step_is_told_with_what_it_cost() -> None:
+    told = Told()
+    told.restored(0)
+    told.committed(0)
+    told.report(1)
+    told.narrator.finish_step()
+    assert told.kinds == ["placement", "step-costs", "step"]
+    placement, costs, step = told.events
+    assert isinstance(placement, events.PlacementMade) and sum(placement.blocks) == 5
+    assert isinstance(costs, events.StepCosts) and [link.bytes for link in costs.links] == [1000, 1000]
+    assert isinstance(step, events.StepDone) and step.idle == (0.25, 0.25) and step.bits_forward == 4.5
+
+
+def test_no_node_spent_more_time_than_passed_here() -> None:
+    told = Told()
+    told.restored(0)
+    told.committed(0)
+    for stage, node in enumerate(NODES):
+        told.narrator.report(node, totals(1e6, stage=stage))
+    told.narrator.finish_step()
+    costs = told.events[1]
+    assert isinstance(costs, events.StepCosts)
+    assert all(stage.wall_seconds < 60 for stage in costs.stages)
+
+
+def test_an_aborted_step_is_told_with_what_it_cost() -> None:
+    told = Told()
+    told.restored(0)
+    told.report(0.5)
+    told.narrator.interrupted(Aborted(epoch=EPOCH, step=0, kind=AbortKind.LOST, reason="node b is gone"))
+    told.restored(0, EPOCH + 1)
+    assert told.kinds == ["placement", "step-costs", "step-aborted", "placement", "recovered"]
+    costs = told.events[1]
+    assert isinstance(costs, events.StepCosts) and costs.aborted and costs.links[0].bytes == 500
+    assert told.events[2] == events.StepAborted(epoch=EPOCH, step=1, kind="lost", reason="node b is gone")
+
+
+@pytest.mark.parametrize("moments", ["float32", "fp8"])
+def test_a_recovery_is_measured_by_the_state_that_travels(moments: str) -> None:
+    config = replace(CONFIG, training=TrainingSection(moments=moments))
+    told = Told(config=config)
+    told.restored(0)
+    told.narrator.interrupted(Aborted(epoch=EPOCH, step=0, kind=AbortKind.LOST, reason="node b is gone"))
+    told.restored(0, EPOCH + 1)
+    stages = [
+        sum(state_bytes(config.model, unit, moments) for unit in units) for units in stage_units(config, 2)
+    ]
+    recovered = told.events[-1]
+    assert isinstance(recovered, events.Recovered)
+    assert f" + {bytes_text(max(stages))} of state / 1 MB/s" in recovered.text
+
+
+def test_a_step_that_was_committed_before_the_abort_is_told_when_it_turns_out_to_be_done() -> None:
+    told = Told()
+    told.restored(0)
+    told.committed(0)
+    told.report(1)
+    told.narrator.interrupted(Aborted(epoch=EPOCH, step=0, kind=AbortKind.LOST, reason="node b is gone"))
+    told.restored(1, EPOCH + 1)
+    assert told.kinds == ["placement", "step-aborted", "step-costs", "step", "placement", "recovered"]
+    assert told.steps()[0].up_mbit[0] > 0, "what it cost is not lost"
+
+
+def test_a_step_that_a_dead_coordinator_committed_is_told_from_the_database() -> None:
+    told = Told(OWED)
+    told.restored(5)
+    (step,) = told.steps()
+    assert (step.step, step.loss, step.grad_norm, step.seconds) == (5, 3.5, 1.5, 2.0)
+    told.committed(5)
+    told.narrator.finish_step()
+    assert [step.step for step in told.steps()] == [5, 6]
+
+
+def test_it_is_not_told_if_it_runs_again() -> None:
+    told = Told(OWED)
+    told.restored(3)
+    assert told.steps() == []
+
+
+def test_only_a_step_that_nobody_told_of_is_owed() -> None:
+    assert _untold(None, 0) is None
+    assert _untold(OWED, 4) is OWED
+    assert _untold(OWED, 5) is None, "its event is in the history"
+    assert _untold(replace(OWED, step=0), 0) is not None
+
+
+def test_the_summary_adds_up() -> None:
+    told = Told()
+    told.restored(0)
+    for step in range(3):
+        told.committed(step)
+        told.report(step + 1)
+        told.narrator.finish_step()
+    told.narrator.snapshot_stored(3, 77, "snapshots/step-3", "ab")
+    told.narrator.finished("all done", failed=False)
+    last = told.events[-1]
+    assert isinstance(last, events.RunFinished) and last.summary is not None
+    assert (last.summary.steps, last.summary.link_bytes) == (3, 6000)
+    assert last.summary.weights_sha256 == "ab" and last.summary.snapshot_path == "snapshots/step-3"
+    assert [sum(stage.seconds.values()) for stage in last.summary.stages] == [6.0, 6.0]
+
+
+def test_a_run_in_which_nothing_happened_has_no_summary() -> None:
+    told = Told()
+    told.narrator.finished("stopped", failed=False)
+    assert told.events == [events.RunFinished(reason="stopped", failed=False)]

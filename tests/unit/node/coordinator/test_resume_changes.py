@@ -1,0 +1,56 @@
+"""What a resumed run may do otherwise than it did: what the messages for operators tell them to change."""
+
+from pathlib import Path
+
+import pytest
+
+from node.cli.resume import CHANGEABLE
+from node.config.schema import RunConfig
+from node.coordinator.epoch import Epoch
+from node.coordinator.failures import Failures
+from node.run_file.loader import change_config, default_config, from_json, to_json, with_absolute_paths
+from wire.errors import ConfigError
+
+CHANGES = ["training.lr=0.0005", "training.min_lr_ratio=0.5", "training.clip=0.25"]
+
+
+def test_the_learning_rate_its_end_and_the_clip_may_change() -> None:
+    changed = change_config(RunConfig(), CHANGES, CHANGEABLE)
+    training = from_json(to_json(changed)).training
+    assert (training.lr, training.min_lr_ratio, training.clip) == (0.0005, 0.5, 0.25)
+
+
+@pytest.mark.parametrize("override", ["training.beta1=0.8", "training.global_batch=32", "run.seed=3"])
+def test_what_state_and_batches_depend_on_stays(override: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot change once a run has begun; what can: .*training\.lr"):
+        change_config(RunConfig(), [override], CHANGEABLE)
+
+
+def test_what_a_service_says_again_at_each_start_is_no_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("some text")
+    (tmp_path / "words.json").write_text("{}")
+    said = ["run.steps=500", "training.beta1=0.8", "data.path=text.txt", "data.tokenizer=words.json"]
+    config = from_json(to_json(with_absolute_paths(default_config([*said, "model.vocab=300"]))))
+    assert change_config(config, [*said, "training.lr=0.0005"], CHANGEABLE).training.lr == 0.0005
+    with pytest.raises(ConfigError, match=r"run\.steps cannot change once"):
+        change_config(config, [*said, "run.steps=501"], CHANGEABLE)
+
+
+def test_a_run_that_diverged_can_do_what_it_is_told_to() -> None:
+    epoch = Epoch(
+        number=1,
+        seats=("a",),
+        addresses=("a:1",),
+        newest_snapshot=0,
+        newest_state=0,
+        committed=None,
+        suspect_step=None,
+        plan=lambda step, norm: (1.0, 1e-3),
+    )
+    epoch.uncompressed = True
+    remedy = getattr(Failures().not_finite(epoch, "a", "the loss"), "remedy", "")
+    key = remedy.removeprefix("lower ").partition(",")[0]
+    assert key in CHANGEABLE, remedy

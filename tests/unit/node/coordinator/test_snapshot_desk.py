@@ -1,0 +1,352 @@
+"""Layers that nodes hand in: what has come whole counts, whoever sent it; attempts at a step do not mix."""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from node.config.schema import ModelSection, RunConfig
+from node.coordinator import snapshot_desk
+from node.coordinator.snapshot_desk import SnapshotDesk
+from node.coordinator.store import Store
+from node.model.chunk import build_chunk
+from node.model.units import unit_names
+from node.pipeline.placement import stage_units
+from node.pipeline.split import split_units
+from node.training.manifest import Manifest
+from node.training.optimizer import StageOptimizer
+from node.training.serialization import serialize_unit
+from node.training.snapshot import SnapshotWriter, list_snapshots
+from node.training.snapshot_check import Checked
+from wire.errors import ProtocolViolationError, RunError
+
+MODEL = ModelSection(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24, vocab=31, sequence=8)
+CONFIG = RunConfig(model=MODEL)
+UNITS = unit_names(MODEL)
+SECONDS = 20.0
+SEATS = ("node-a",)
+
+
+def files(seed: int) -> dict[str, bytes]:
+    """Every unit's file after an attempt at a step; another seed stands for another rounding."""
+    chunks = [build_chunk(MODEL, units, seed, torch.device("cpu")) for units in split_units(MODEL, 1)]
+    optimizer = StageOptimizer(chunks, CONFIG.training)
+    return {unit: serialize_unit(optimizer.unit_state(unit)) for unit in UNITS}
+
+
+class Told:
+    """What the desk tells the run."""
+
+    def __init__(self) -> None:
+        self.stored: asyncio.Queue[Manifest] = asyncio.Queue()
+        self.damaged: list[tuple[int, int]] = []
+        """Steps of those found damaged, each with that of the newest that is whole."""
+        self.failed: list[str] = []
+
+
+@contextlib.asynccontextmanager
+async def desk_at(directory: Path) -> AsyncIterator[tuple[SnapshotDesk, Told]]:
+    told = Told()
+    with Store.create(directory, run_id="run-1", config_json="{}", pin=b"p" * 32, now=0.0) as store:
+        desk = SnapshotDesk(
+            config=CONFIG,
+            windows=1,
+            directory=directory / "snapshots",
+            run_id="run-1",
+            store=store,
+            stored=told.stored.put_nowait,
+            damaged=lambda step, checked: told.damaged.append((step, checked.whole)),
+            failed=told.failed.append,
+        )
+        async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
+            running = group.create_task(desk.run())
+            yield desk, told
+            running.cancel()
+
+
+async def hand_in(desk: SnapshotDesk, step: int, unit: str, data: bytes, node: str = SEATS[0]) -> None:
+    if (permit := desk.permit(node, step, unit)) is not None:
+        await desk.put(permit, data, hashlib.sha256(data).hexdigest())
+
+
+async def test_a_snapshot_that_is_complete_is_told_of_though_its_sender_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that ends while its last layer is being written has its call cancelled."""
+    writing, go_on = threading.Event(), threading.Event()
+    put = SnapshotWriter.put
+
+    def slow(writer: SnapshotWriter, step: int, unit: str, data: bytes, digest: str) -> Manifest | None:
+        if unit == UNITS[-1]:
+            writing.set()
+            assert go_on.wait(SECONDS)
+        return put(writer, step, unit, data, digest)
+
+    monkeypatch.setattr(SnapshotWriter, "put", slow)
+    async with desk_at(tmp_path) as (desk, told):
+        await desk.expect(4, SEATS)
+        made = files(0)
+        for unit in UNITS[:-1]:
+            await hand_in(desk, 4, unit, made[unit])
+        last = asyncio.create_task(hand_in(desk, 4, UNITS[-1], made[UNITS[-1]]))
+        assert await asyncio.to_thread(writing.wait, SECONDS)
+        last.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await last
+        assert told.stored.empty()
+        go_on.set()
+        assert (await told.stored.get()).step == 4
+    assert list_snapshots(tmp_path / "snapshots") == (4,)
+
+
+async def test_a_step_that_is_uploaded_anew_has_nothing_of_the_earlier_attempt(tmp_path: Path) -> None:
+    first, second = files(0), files(1)
+    async with desk_at(tmp_path) as (desk, told):
+        await desk.expect(4, SEATS)
+        await hand_in(desk, 4, UNITS[0], first[UNITS[0]])
+        await desk.expect(4, SEATS)
+        for unit in UNITS[1:]:
+            await hand_in(desk, 4, unit, second[unit])
+        assert told.stored.empty()
+        await hand_in(desk, 4, UNITS[0], second[UNITS[0]])
+        manifest = await told.stored.get()
+        for unit in UNITS:
+            assert manifest.entry(unit).sha256 == hashlib.sha256(second[unit]).hexdigest()
+        # Complete is complete: another attempt does not change it.
+        await desk.expect(4, SEATS)
+        with pytest.raises(ProtocolViolationError, match="differs from the complete snapshot"):
+            await hand_in(desk, 4, UNITS[0], first[UNITS[0]])
+
+
+async def test_a_refusal_is_its_senders_and_the_next_upload_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = files(0)
+    async with desk_at(tmp_path) as (desk, told):
+        await desk.expect(4, SEATS)
+        with pytest.raises(ProtocolViolationError, match="damaged on the way"):
+            permit = desk.permit(SEATS[0], 4, UNITS[0])
+            assert permit is not None
+            await desk.put(permit, made[UNITS[0]], "0" * 64)
+        assert told.failed == []
+
+        def full(*_: object) -> Manifest | None:
+            raise RunError("the disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(SnapshotWriter, "put", full)
+            with pytest.raises(RunError, match="the disk is full"):
+                await hand_in(desk, 4, UNITS[0], made[UNITS[0]])
+        assert told.failed == ["the disk is full"]
+        for unit in UNITS:
+            await hand_in(desk, 4, unit, made[unit])
+        assert (await told.stored.get()).step == 4
+
+
+def header(tensors: object, data: bytes = b"") -> bytes:
+    """A safetensors file with this header, sound or not."""
+    text = json.dumps(tensors).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+HOSTILE = (
+    header({"x": {"dtype": "F32", "shape": [1] * 100, "data_offsets": [0, 4]}}, bytes(4)),
+    header({"x": {"dtype": "F32", "shape": [0, 2**62], "data_offsets": [0, 0]}}),
+    header({"x": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}}, bytes(1)),
+    header([]),
+)
+
+
+@pytest.mark.parametrize("data", HOSTILE)
+async def test_a_file_that_numpy_refuses_is_its_senders_error(tmp_path: Path, data: bytes) -> None:
+    made = files(0)
+    async with desk_at(tmp_path) as (desk, told):
+        await desk.expect(4, SEATS)
+        with pytest.raises(ProtocolViolationError, match="cannot be read"):
+            await hand_in(desk, 4, UNITS[0], data)
+        for unit in UNITS:
+            await hand_in(desk, 4, unit, made[unit])
+        assert (await told.stored.get()).step == 4 and told.failed == []
+
+
+async def test_an_error_that_nobody_foresaw_is_its_senders_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = files(0)
+
+    def broken(*_: object) -> Manifest | None:
+        raise ZeroDivisionError("what nobody foresaw")
+
+    async with desk_at(tmp_path) as (desk, told):
+        await desk.expect(4, SEATS)
+        with monkeypatch.context() as patch:
+            patch.setattr(SnapshotWriter, "put", broken)
+            with pytest.raises(RunError, match=f"could not take in layer {UNITS[0]} of step 4: its log"):
+                await hand_in(desk, 4, UNITS[0], made[UNITS[0]])
+        assert "Traceback" in caplog.text and "what nobody foresaw" in caplog.text
+        for unit in UNITS:
+            await hand_in(desk, 4, unit, made[unit])
+        assert (await told.stored.get()).step == 4 and told.failed == []
+
+
+async def test_a_disk_that_refuses_ends_the_run_though_the_sender_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, go_on = threading.Event(), threading.Event()
+
+    def full(*_: object) -> Manifest | None:
+        writing.set()
+        assert go_on.wait(SECONDS)
+        raise RunError("the disk is full")
+
+    monkeypatch.setattr(SnapshotWriter, "put", full)
+    async with desk_at(tmp_path) as (desk, told):
+        await desk.expect(4, SEATS)
+        sender = asyncio.create_task(hand_in(desk, 4, UNITS[0], files(0)[UNITS[0]]))
+        assert await asyncio.to_thread(writing.wait, SECONDS)
+        sender.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sender
+        again = asyncio.create_task(hand_in(desk, 4, UNITS[0], files(0)[UNITS[0]]))
+        go_on.set()
+        with pytest.raises(RunError, match="the disk is full"):
+            await again
+        assert told.failed == ["the disk is full"] * 2
+
+
+async def test_a_layer_is_its_hosts_to_hand_in(tmp_path: Path) -> None:
+    """Of the epoch that asked last, over or not; a coordinator that was started again must ask itself."""
+    made = files(0)
+    async with desk_at(tmp_path) as (desk, told):
+        with pytest.raises(ProtocolViolationError, match="nobody asked for a snapshot of step 4"):
+            await hand_in(desk, 4, UNITS[0], made[UNITS[0]])
+        first, last = stage_units(CONFIG, 2)
+        await desk.expect(4, ("node-a", "node-b"))
+        for node, foreign in (("node-a", last), ("node-b", first), ("node-spare", UNITS)):
+            for unit in foreign:
+                with pytest.raises(ProtocolViolationError, match="another node's to hand in"):
+                    await hand_in(desk, 4, unit, made[unit], node)
+        await hand_in(desk, 4, first[0], made[first[0]], "node-a")
+        # Asked anew, of other nodes: what is on its way of the earlier attempt is not stored.
+        begun = desk.permit("node-b", 4, last[0])
+        assert begun is not None
+        await desk.expect(4, ("node-b", "node-c"))
+        with pytest.raises(ProtocolViolationError, match="asked for anew"):
+            data = made[last[0]]
+            await desk.put(begun, data, hashlib.sha256(data).hexdigest())
+        with pytest.raises(ProtocolViolationError, match="another node's to hand in"):
+            await hand_in(desk, 4, first[0], made[first[0]], "node-a")
+        for node, units in (("node-c", last), ("node-b", first)):
+            for unit in units:
+                await hand_in(desk, 4, unit, made[unit], node)
+        assert (await told.stored.get()).step == 4
+        # A reply was lost, so that a node hands in again.
+        await hand_in(desk, 4, last[0], made[last[0]], "node-c")
+
+
+async def test_what_is_left_of_older_snapshots_goes_with_the_next_that_is_complete(tmp_path: Path) -> None:
+    made = files(0)
+    root = tmp_path / "snapshots"
+
+    def on_disk() -> list[str]:
+        return sorted(path.name for path in root.iterdir())
+
+    async with desk_at(tmp_path) as (desk, told):
+        for partial in (3, 5, 9):
+            await desk.expect(partial, SEATS)
+            await hand_in(desk, partial, UNITS[0], made[UNITS[0]])
+        begun = desk.permit(SEATS[0], 5, UNITS[1])
+        assert begun is not None
+        await desk.expect(7, SEATS)
+        for unit in UNITS:
+            await hand_in(desk, 7, unit, made[unit])
+        assert (await told.stored.get()).step == 7
+        # One that is newer goes on.
+        assert on_disk() == ["step-00000007", "step-00000009"]
+        # What still comes of older ones is of no use, and no error: that would end its node's epoch.
+        assert desk.permit(SEATS[0], 3, UNITS[1]) is None
+        data = made[UNITS[1]]
+        await desk.put(begun, data, hashlib.sha256(data).hexdigest())
+        assert on_disk() == ["step-00000007", "step-00000009"]
+        for unit in UNITS[1:]:
+            await hand_in(desk, 9, unit, made[unit])
+        assert (await told.stored.get()).step == 9
+        assert list_snapshots(root) == (7, 9)
+
+
+async def stored(desk: SnapshotDesk, told: Told, step: int) -> None:
+    await desk.expect(step, SEATS)
+    for unit, data in files(0).items():
+        await hand_in(desk, step, unit, data)
+    assert (await told.stored.get()).step == step
+
+
+async def test_a_damaged_layer_is_told_of_before_its_node_hears_and_an_older_snapshot_takes_its_place(
+    tmp_path: Path,
+) -> None:
+    async with desk_at(tmp_path) as (desk, told):
+        await stored(desk, told, 5)
+        await stored(desk, told, 7)
+        path = desk.path(7) / "head.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+        for _ in range(2):
+            with pytest.raises(RunError):
+                await desk.layer(7, "head")
+        assert told.damaged == [(7, 5)] and told.failed == []
+        assert list_snapshots(tmp_path / "snapshots") == (5,)
+        assert await desk.layer(5, "head")
+        # The run comes to steps again that were stored: they are stored again, not let pass.
+        await stored(desk, told, 6)
+        await stored(desk, told, 7)
+        assert await desk.layer(7, "head")
+
+
+async def test_a_damaged_layer_of_an_older_snapshot_is_nobodys_loss(tmp_path: Path) -> None:
+    async with desk_at(tmp_path) as (desk, told):
+        await stored(desk, told, 5)
+        await stored(desk, told, 7)
+        (desk.path(5) / "head.safetensors").unlink()
+        with pytest.raises(RunError):
+            await desk.layer(5, "head")
+        assert told.damaged == [] and list_snapshots(tmp_path / "snapshots") == (7,)
+
+
+async def test_a_damaged_layer_with_nothing_to_go_back_to(tmp_path: Path) -> None:
+    async with desk_at(tmp_path) as (desk, told):
+        await stored(desk, told, 7)
+        (desk.path(7) / "manifest.json").write_text("{")
+        with pytest.raises(RunError):
+            await desk.layer_entry(7, "head")
+        assert told.damaged == [(7, 0)] and list_snapshots(tmp_path / "snapshots") == (7,)
+
+
+async def test_a_damaged_layer_is_told_of_though_its_node_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the run would go back, again and again, to a snapshot that is aside."""
+    began, gate, check = threading.Event(), threading.Event(), snapshot_desk.set_damaged_aside
+
+    def slow(directory: Path) -> Checked:
+        began.set()
+        assert gate.wait(SECONDS)
+        return check(directory)
+
+    monkeypatch.setattr(snapshot_desk, "set_damaged_aside", slow)
+    async with desk_at(tmp_path) as (desk, told):
+        await stored(desk, told, 5)
+        await stored(desk, told, 7)
+        (desk.path(7) / "head.safetensors").unlink()
+        asking = asyncio.create_task(desk.layer(7, "head"))
+        await asyncio.to_thread(began.wait, SECONDS)
+        asking.cancel()
+        await asyncio.wait([asking])
+        assert asking.cancelled() and told.damaged == []
+        gate.set()
+        await stored(desk, told, 9)
+        assert told.damaged == [(7, 5)]

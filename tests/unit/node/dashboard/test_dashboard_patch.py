@@ -1,0 +1,119 @@
+"""Patches: what they make of a view, how small they are, and readers that miss some."""
+
+import asyncio
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.analysis.series import Series
+from node.analysis.view import RunViewBuilder
+from node.dashboard.feed import Feed
+from node.dashboard.patch import apply, difference
+from tests.support import run_events
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def curve(series: Series) -> dict[str, Any]:
+    made = series.curve()
+    columns = {"steps": list(made.steps), "times": list(made.times), "values": list(made.values)}
+    return {"stride": made.stride, **columns}
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdef"), PLAIN),
+    st.dictionaries(st.sampled_from("abcdef"), PLAIN, min_size=0),
+)
+def test_a_patch_makes_the_later_view(before: dict[str, Any], after: dict[str, Any]) -> None:
+    after = {**before, **after}  # fields never go away
+    patch = difference(before, after)
+    assert apply(before, patch) == after
+    assert (patch == {}) == (before == after)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.floats(-9, 9)), max_size=60), st.data())
+def test_a_curve_may_grow_go_back_and_be_merged(added: list[tuple[int, float]], data: st.DataObject) -> None:
+    series = Series(most_points=8)
+    before: dict[str, Any] = {"curve": curve(series)}
+    for step, value in added:
+        series.add(step, float(step), value)
+        if data.draw(st.booleans()):
+            after = {"curve": curve(series)}
+            patch = json.loads(json.dumps(difference(before, after)))
+            before = apply(before, patch)
+            assert before == after
+
+
+def test_a_step_more_sends_one_point() -> None:
+    series = Series()
+    for step in range(1, 400):
+        series.add(step, float(step), 1.0)
+    before = {"curve": curve(series), "steps": 500}
+    series.add(400, 400.0, 0.5)
+    patch = difference(before, {"curve": curve(series), "steps": 500})
+    assert patch == {"curve": {"keep": 399, "steps": [400], "times": [400.0], "values": [0.5]}}
+
+
+class Clock:
+    """Moves on by `step` each time that it is read."""
+
+    def __init__(self, step: float) -> None:
+        self.now, self.step = 0.0, step
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+def test_a_feed_is_the_view_of_its_events() -> None:
+    feed = Feed(RunViewBuilder())
+    for at, event in run_events.history(run_events.opening(), run_events.step(1)):
+        feed.apply(event, at)
+    assert feed.view().step == 1
+    _, fields = feed.newest()
+    assert json.loads(json.dumps(fields)) == fields  # no tuples: patches compare equal
+    assert fields == json.loads(feed.view().to_json())
+    assert feed.newest()[1] is fields  # made once for all readers
+
+
+def test_views_take_a_twentieth_of_the_time() -> None:
+    clock = Clock(step=0.0)
+    feed = Feed(RunViewBuilder(), clock)
+    clock.step = 1.0  # a view takes one second
+    made = set()
+    for number, (at, event) in enumerate(
+        run_events.history(run_events.opening(), *map(run_events.step, range(1, 100)))
+    ):
+        feed.apply(event, at)
+        clock.now = float(number)
+        made.add(feed.newest()[0])
+    assert 9 <= len(made) <= 12  # of 203 seconds
+    feed.close()
+    assert feed.newest()[1]["step"] == 99  # the end is never missed
+
+
+async def test_a_reader_that_misses_versions_gets_the_newest() -> None:
+    feed = Feed(RunViewBuilder(), Clock(step=0.0))
+    version, seen = feed.newest()
+    waiting = asyncio.create_task(feed.newer(version))
+    for at, event in run_events.history(run_events.opening(), *map(run_events.step, range(1, 20))):
+        feed.apply(event, at)
+    await waiting
+    after = apply(seen, difference(seen, feed.newest()[1]))
+    assert after == feed.newest()[1] and after["step"] == 19
+
+
+async def test_a_closed_feed_lets_its_readers_go() -> None:
+    feed = Feed(RunViewBuilder())
+    waiting = [asyncio.create_task(feed.newer(feed.newest()[0])), asyncio.create_task(feed.pause(3600))]
+    await asyncio.sleep(0)
+    feed.close()
+    async with asyncio.timeout(5):
+        await asyncio.gather(*waiting)
+    assert feed.closed

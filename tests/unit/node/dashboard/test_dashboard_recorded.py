@@ -1,0 +1,170 @@
+"""A run's page from its history: reading what is appended, and the command that serves it."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.analysis.view import RunViewBuilder
+from node.cli.main import main
+from node.dashboard import recorded
+from node.dashboard.feed import Feed
+from node.dashboard.recorded import follow
+from node.display.status import STATUS_FILE, RunStatus
+from node.processes.claims import check_ports
+from node.telemetry import events, history
+from node.telemetry.history import Entry, HistoryTail
+from tests.support.process import Process
+from tests.support.recorded_run import append, step, write_run
+from wire.errors import UserError
+
+Capture = pytest.CaptureFixture[str]
+
+
+NEVER = asyncio.Event()
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return json.load(answer)
+
+
+@pytest.mark.timeout(240)
+def test_the_command_serves_and_follows_a_history(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    process = Process(
+        "page",
+        ["dashboard", str(tmp_path / "run"), "--listen", "127.0.0.1:0"],
+        directory=tmp_path,
+        environment={"XDG_STATE_HOME": str(tmp_path), "PATH": "/usr/bin"},
+    )
+    try:
+        line = process.wait_line(lambda line: line.startswith("page at "))
+        (url,) = re.findall(r"http://127\.0\.0\.1:\d+/", line)
+        assert get(f"{url}api/view")["view"]["step"] == 268
+        assert get(f"{url}api/operator")["available"] is False
+        with urllib.request.urlopen(f"{url}metrics", timeout=60) as answer:
+            assert b'thinwire_run_state{state="training"} 1.0' in answer.read()
+        for event in step(269):
+            append(tmp_path / "run", time.time(), event)
+        deadline = time.monotonic() + 60
+        while get(f"{url}api/view")["view"]["step"] != 269:
+            assert time.monotonic() < deadline
+        process.send(signal.SIGTERM)
+        assert process.wait_exit() == 0 and process.complaints == []
+    finally:
+        process.reap()
+
+
+def write_status(directory: Path, process_id: int) -> None:
+    """As a coordinator of that process would have left it."""
+    (entry, *_) = HistoryTail(directory).read()
+    assert isinstance(entry.event, events.RunStarted)
+    status = RunStatus(
+        updated=entry.at, host=socket.gethostname(), process_id=process_id, started=entry.event
+    )
+    (directory / STATUS_FILE).write_text(status.to_json())
+
+
+async def test_a_coordinator_that_was_killed_is_not_shown_as_training(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    builder = RunViewBuilder()
+    feed, tail = Feed(builder), HistoryTail(tmp_path)
+    write_status(tmp_path, os.getpid())
+    await follow(tmp_path, builder, feed, tail, NEVER)
+    assert builder.view().state == "training"
+    dead = await asyncio.create_subprocess_exec("true")
+    await dead.wait()
+    write_status(tmp_path, dead.pid)
+    seen = builder.view()
+    await follow(tmp_path, builder, feed, tail, NEVER)
+    assert (builder.view().state, builder.view().ended) == ("stopped", recorded.GONE)
+    assert builder.view().updated == seen.updated
+    # It is told once, and is past when another coordinator goes on with the run.
+    await follow(tmp_path, builder, feed, tail, NEVER)
+    assert [event.kind for event in builder.view().events].count("finished") == 1
+    write_status(tmp_path, os.getpid())
+    append(tmp_path, seen.updated + 1, HistoryTail(tmp_path).read()[0].event)
+    await follow(tmp_path, builder, feed, tail, NEVER)
+    assert builder.view().state == "waiting for nodes"
+
+
+async def test_a_history_is_read_no_further_once_nobody_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "MOST_BYTES", 10_000)
+    write_run(tmp_path)
+    stopped = asyncio.Event()
+
+    class Stopping(HistoryTail):
+        def read(self) -> list[Entry]:
+            stopped.set()
+            return super().read()
+
+    builder = RunViewBuilder()
+    await follow(tmp_path, builder, Feed(builder), Stopping(tmp_path), stopped)
+    assert 0 < builder.view().step < 268
+
+
+@pytest.mark.timeout(60)
+def test_ctrl_c_ends_the_command_while_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Endless(HistoryTail):
+        reads = 0
+
+        def read(self) -> list[Entry]:
+            self.reads += 1
+            if self.reads == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+            return [Entry(at=1.0, event=events.Notice(text="more"))] if self.reads < 10_000 else []
+
+    monkeypatch.setattr(recorded, "HistoryTail", Endless)
+    told: list[str] = []
+    recorded.serve_recorded(tmp_path, "127.0.0.1", 0, told.append)
+    assert told == []
+
+
+async def test_a_status_that_cannot_be_read_says_nothing_of_the_coordinator(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / STATUS_FILE).write_text("{")
+    builder = RunViewBuilder()
+    await follow(tmp_path, builder, Feed(builder), HistoryTail(tmp_path), NEVER)
+    assert builder.view().state == "training"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["absent"], "absent is not a directory"),
+        (["."], "holds no run"),
+        (["run", "--listen", "nowhere"], "is not host:port"),
+        (["run", "--listen", "192.0.2.1:7702"], "name an address of this machine"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    write_run(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    assert main(["dashboard", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_the_pages_port_is_looked_at_before_anything_is_written() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=r"that is the page's: set \[dashboard\] listen"):
+            check_ports("127.0.0.1:0", ("127.0.0.1", port))
+    check_ports("127.0.0.1:0", ("127.0.0.1", 0))
+    check_ports("127.0.0.1:0", None)

@@ -1,0 +1,253 @@
+"""`thinwire config explain` against what is counted by packing and framing real tensors."""
+
+import json
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from node.cli.main import main
+from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
+from node.display.explain import (
+    RATES_MBIT,
+    Explanation,
+    explain,
+    explanation_json,
+    explanation_text,
+    framed_bytes,
+    transfer_seconds,
+)
+from node.display.explain_data import TextPlan
+from node.display.explain_memory import Need, StageNeed, memory_lines
+from node.model.chunk import build_chunk
+from node.model.storage import stored_bytes
+from node.model.units import unit_names
+from node.pipeline.device_memory import Devices
+from node.pipeline.memory import stage_bytes, stage_memory, stage_storages
+from node.pipeline.schedule import dependencies, schedule
+from node.pipeline.split import split_units
+from node.telemetry.units import bytes_text
+from wire.codecs.registry import codec
+from wire.frames import FRAME_BYTES, HEADER_BYTES
+
+SMALL = RunConfig(
+    model=ModelSection(layers=6, hidden=96, heads=4, kv_heads=2, ffn=128, sequence=24),
+    training=TrainingSection(global_batch=12, microbatch=3, warmup_steps=2),
+    pipeline=PipelineSection(stages=3),
+)
+
+
+def with_pipeline(*, tied: bool = False, **values: int | str | tuple[int, ...]) -> RunConfig:
+    pipeline = replace(SMALL.pipeline, **values)  # type: ignore[arg-type]  # keys and values are the section's
+    return replace(SMALL, pipeline=pipeline, model=replace(SMALL.model, tied=tied))
+
+
+def counted_by_packing(config: RunConfig) -> dict[tuple[int, int, str], int]:
+    """Bytes by (sender, receiver, kind): walk every stage's order, encode a tensor, cut it into frames."""
+    pipeline, model = config.pipeline, config.model
+    stages, chunks = pipeline.stages, pipeline.chunks
+    shape = (config.training.microbatch, model.sequence, model.hidden)
+    hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    sent: Counter[tuple[int, int, str]] = Counter()
+    for stage, order in enumerate(schedule(stages, chunks, config.microbatches, pipeline.first_window)):
+        for action in order:
+            made = dependencies(action, stage, stages, chunks).makes
+            if made is None:
+                continue
+            forward = action.kind.value == "forward"
+            name = pipeline.forward_codec if forward else pipeline.backward_codec
+            receiver = (stage + 1 if forward else stage - 1) % stages
+            what = "activation" if forward else "gradient"
+            sent[stage, receiver, what] += frames_of(codec(name).encode(hidden).numel())
+    if model.tied and stages > 1:
+        weight = codec("fp32").encode(torch.zeros(model.vocab, model.hidden)).numel()
+        sent[stages - 1, 0, "tied_share"] = frames_of(weight)
+        sent[0, stages - 1, "tied_sum"] = frames_of(weight)
+    return {key: count for key, count in sent.items() if key[0] != key[1]}
+
+
+def frames_of(packed: int) -> int:
+    """Cut one tensor into frames the plain way."""
+    total = 0
+    while packed > 0:
+        payload = min(packed, FRAME_BYTES - HEADER_BYTES)
+        total += HEADER_BYTES + payload
+        packed -= payload
+    return total
+
+
+@pytest.mark.parametrize("codecs", [("tah", "fixed-8"), ("fp32", "bf16"), ("fixed-4", "tah")])
+@pytest.mark.parametrize(
+    ("stages", "chunks", "window", "tied"),
+    [(1, 1, 0, True), (2, 1, 0, False), (2, 2, 0, True), (2, 3, 1, False), (3, 1, 2, True), (3, 2, 0, True)],
+)
+def test_bytes_are_those_of_packed_and_framed_tensors(
+    stages: int, chunks: int, window: int, tied: bool, codecs: tuple[str, str]
+) -> None:
+    config = with_pipeline(
+        stages=stages,
+        chunks=chunks,
+        window=window,
+        tied=tied,
+        forward_codec=codecs[0],
+        backward_codec=codecs[1],
+    )
+    explanation = explain(config)
+    found = {(flow.sender, flow.receiver, flow.what): flow.bytes for flow in explanation.flows}
+    assert found == counted_by_packing(config)
+
+
+def test_a_tensor_of_several_frames_pays_each_header() -> None:
+    payload = FRAME_BYTES - HEADER_BYTES
+    for packed, frames in ((1, 1), (payload, 1), (payload + 1, 2), (3 * payload, 3)):
+        assert framed_bytes(packed) == packed + frames * HEADER_BYTES == frames_of(packed)
+
+
+def test_flows_add_up_to_link_directions() -> None:
+    explanation = explain(with_pipeline(stages=2, chunks=2, tied=True))
+    assert {(link.sender, link.receiver) for link in explanation.directions} == {(0, 1), (1, 0)}
+    assert sum(link.bytes for link in explanation.directions) == sum(flow.bytes for flow in explanation.flows)
+    assert explanation.busiest is not None
+    assert explanation.busiest.bytes == max(link.bytes for link in explanation.directions)
+
+
+def test_baselines_are_the_same_elements_at_four_and_two_bytes() -> None:
+    tensor = 3 * 24 * 96
+    for flow in explain(SMALL).flows:
+        assert flow.tensors == SMALL.microbatches == 4
+        assert flow.elements == 4 * tensor
+        assert (flow.bytes_fp32, flow.bytes_bf16) == (16 * tensor, 8 * tensor)
+        assert flow.bits_per_element == 8 * flow.bytes / flow.elements
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_parameters_are_those_of_the_built_chunks(family: str, tied: bool) -> None:
+    config = replace(with_pipeline(tied=tied), model=replace(SMALL.model, family=family, tied=tied))
+    explanation = explain(config)
+    for plan, units in zip(explanation.stages, split_units(config.model, 3), strict=True):
+        assert plan.units == units
+        chunk = build_chunk(config.model, units, 0, torch.device("cpu"))
+        assert plan.parameters == sum(parameter.numel() for parameter in chunk.parameters())
+    assert explanation.parameters == sum(plan.parameters for plan in explanation.stages)
+
+
+def test_every_unit_is_on_one_stage_and_the_split_is_kept() -> None:
+    explanation = explain(with_pipeline(stages=2, chunks=2, split=(1, 2, 2, 1)))
+    held = [unit for plan in explanation.stages for unit in plan.units]
+    assert sorted(held) == sorted(unit_names(SMALL.model))
+    assert [len(plan.units) for plan in explanation.stages] == [1 + 1 + 2, 2 + 1 + 1]
+
+
+def test_stored_activations_are_told_by_kind_and_stage() -> None:
+    storage = StorageSection(preset="agoq", bits_by_stage=True)
+    config = replace(SMALL, storage=storage, pipeline=replace(SMALL.pipeline, window=0))
+    explanation = explain(config)
+    lines = explanation_text(explanation).splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("a block keeps for backward"))
+    assert "1 U = hidden states of a microbatch at 2 bytes = 0.014 MB" in lines[start]
+    for stage, (plan, line) in enumerate(zip(explanation.stages, lines[start + 2 :], strict=False)):
+        kept = stored_bytes(config.model, config.training, stage_storages(config, 3)[stage])
+        assert plan.stored == vars(kept)
+        unit = 2 * 3 * 24 * 96
+        form = ("4", "6", "8")[stage]
+        assert f"{form}: {kept.norm_input / unit:.3f} U" in line
+        assert f"{kept.total / unit:.3f} U" in line and line.endswith(f"{kept.total / 1e6:.3f} MB")
+    whole = json.loads(explanation_json(explanation))
+    assert [row["storage"]["ffn_input"] for row in whole["stages"]] == ["4", "6", "8"]
+    assert [sum(row["stored"].values()) for row in whole["stages"]] == [
+        sum(plan.stored.values()) for plan in explanation.stages if plan.stored is not None
+    ]
+    assert "activations: kept by autograd" in explanation_text(explain(SMALL))
+
+
+@pytest.mark.parametrize("storage", ["off", "agoq"])
+def test_memory_of_stages_is_what_the_coordinator_goes_by(storage: str) -> None:
+    config = replace(SMALL, storage=StorageSection(preset=storage))
+    explanation = explain(config)
+    for on_cpu in (True, False):
+        stages = stage_memory(config, 3, Devices(on_cpu=on_cpu))
+        assert tuple(stage.total for stage in stages) == stage_bytes(config, 3, Devices(on_cpu=on_cpu))
+        found = [need.cpu if on_cpu else need.gpu for need in explanation.memory]
+        assert [(need.total, need.state, need.kept) for need in found] == [
+            (stage.total, stage.state, stage.kept) for stage in stages
+        ]
+    rows = json.loads(explanation_json(explanation))["memory"]
+    assert rows == [asdict(need) for need in explanation.memory]
+    assert rows[0]["cpu"]["total"] > rows[0]["gpu"]["total"] > rows[0]["gpu"]["state"] > 0
+    lines = explanation_text(explanation).splitlines()
+    (start,) = [number for number, line in enumerate(lines) if line.startswith("a stage needs, as estimated")]
+    assert "GPU total" in lines[start + 1] and "CPU kept activations" in lines[start + 1]
+    for stage, need in enumerate(explanation.memory):
+        cells = [cell.strip() for cell in lines[start + 2 + stage].split("  ") if cell.strip()]
+        sizes = [size for kind in (need.gpu, need.cpu) for size in (kind.total, kind.state, kind.kept)]
+        assert cells == [str(stage), *map(bytes_text, sizes)]
+
+
+def test_memory_counts_what_a_codec_remembers_of_the_text() -> None:
+    config = with_pipeline(forward_codec="aqsgd-4")
+    stages = stage_memory(config, 3, Devices(), windows=100)
+    assert [need.cpu.state for need in explain(config, TextPlan(samples=100)).memory] == [
+        stage.state for stage in stages
+    ]
+    assert stages[1].state > explain(config).memory[1].cpu.state
+
+
+def test_devices_that_need_the_same_are_one_table() -> None:
+    need = Need(total=3_000_000, state=2_000_000, kept=500_000)
+    header, row = memory_lines((StageNeed(gpu=need, cpu=need),))[1:]
+    assert "GPU" not in header and row.split() == ["0", "3", "MB", "2", "MB", "500", "kB"]
+
+
+def test_held_activations_are_the_design_notes_figures() -> None:
+    config = replace(SMALL, model=replace(SMALL.model, layers=8), training=TrainingSection(global_batch=32))
+    plain = replace(config, pipeline=PipelineSection(stages=4))
+    interleaved = replace(config, pipeline=PipelineSection(stages=4, chunks=2))
+    assert [plan.held_activations for plan in explain(plain).stages] == [4, 3, 2, 1]
+    assert [plan.held_activations for plan in explain(interleaved).stages] == [11, 9, 7, 5]
+
+
+def test_transfer_seconds() -> None:
+    assert transfer_seconds(1_250_000, 10) == 1.0
+    assert transfer_seconds(1_250_000, 1000) == 0.01
+
+
+def test_json_holds_every_number() -> None:
+    explanation = explain(with_pipeline(tied=True))
+    whole = json.loads(explanation_json(explanation))
+    assert whole["config"]["pipeline"]["stages"] == 3
+    assert "pipeline.stages" not in whole["defaults"]
+    assert "pipeline.window" in whole["defaults"]
+    assert [flow["bytes"] for flow in whole["flows"]] == [flow.bytes for flow in explanation.flows]
+    for link, direction in zip(whole["links"], explanation.directions, strict=True):
+        assert link["bytes"] == direction.bytes
+        assert link["seconds_at_mbit"] == {
+            str(rate): transfer_seconds(direction.bytes, rate) for rate in RATES_MBIT
+        }
+
+
+def test_text_marks_defaults_and_shows_links() -> None:
+    lines = explanation_text(explain(SMALL)).splitlines()
+    assert "stages = 3" in lines
+    assert 'window = "auto"  *' in lines
+    assert any(line.split()[:4] == ["0", "embed,", "2", "blocks"] for line in lines)
+    assert sum("->" in line for line in lines) == 4 + 4 + 1
+
+
+def test_a_single_stage_has_no_links() -> None:
+    explanation: Explanation = explain(with_pipeline(stages=1, tied=True))
+    assert explanation.flows == () and explanation.busiest is None
+    assert "a single stage" in explanation_text(explanation)
+    assert json.loads(explanation_json(explanation))["busiest"] is None
+
+
+def test_the_command_prints_text_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[pipeline]\nstages = 2\n")
+    assert main(["config", "explain", str(path), "model.layers=3", "--json", "model.sequence=64"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert (whole["config"]["model"]["layers"], whole["config"]["model"]["sequence"]) == (3, 64)
+    assert main(["config", "explain", str(path)]) == 0
+    assert "each step puts on the links:" in capsys.readouterr().out

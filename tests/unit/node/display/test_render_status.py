@@ -1,0 +1,305 @@
+"""`status.json` and `thinwire status`."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from node.cli.main import main
+from node.cli.status import run_state
+from node.config.schema import RunConfig
+from node.coordinator.records import SnapshotRecord, StepRecord
+from node.coordinator.store import Store
+from node.display.status import (
+    MOST_GONE,
+    STATUS_FILE,
+    WRITE_INTERVAL,
+    RunStatus,
+    StatusWriter,
+    coordinator_alive,
+    read_status,
+)
+from node.run_file.loader import to_json
+from node.telemetry.events import (
+    NodeJoined,
+    NodeLeft,
+    Notice,
+    PageServed,
+    PlacementMade,
+    RunFinished,
+    RunStarted,
+    SnapshotSetAside,
+    SnapshotStored,
+    StepAborted,
+    StepDone,
+)
+from wire.errors import RunError
+
+
+def started(directory: Path) -> RunStarted:
+    return RunStarted(
+        run_id="demo-x",
+        name="demo",
+        directory=str(directory),
+        stages=2,
+        steps=30,
+        first_step=0,
+        tokens_per_step=64,
+        forward_codec="tah",
+        backward_codec="fixed-8",
+    )
+
+
+def step_done(step: int) -> StepDone:
+    return StepDone(
+        step=step,
+        steps=30,
+        loss=4.5,
+        lr=1e-3,
+        grad_norm=1.0,
+        seconds=0.5,
+        tokens_per_second=128.0,
+        idle=(0.25, 0.5),
+        bits_forward=4.4,
+        bits_backward=8.3,
+        up_mbit=(1.0, 2.0),
+        down_mbit=(2.0, 1.0),
+    )
+
+
+NODES = (
+    NodeJoined(node_id="node-a", device="cpu", address="a:1"),
+    NodeJoined(node_id="node-b", device="cpu", address="b:1"),
+)
+PLACED = PlacementMade(epoch=1, nodes=("node-a", "node-b"), resume_step=0)
+
+
+def written(directory: Path) -> RunStatus:
+    status = read_status(directory)
+    assert status is not None
+    return status
+
+
+def test_the_file_follows_the_events(tmp_path: Path) -> None:
+    now = [100.0]
+    emit = StatusWriter(pytest.fail, clock=lambda: now[0])
+    emit(Notice(text="before the run opens there is nowhere to write"))
+    assert read_status(tmp_path) is None
+
+    emit(started(tmp_path))
+    assert written(tmp_path).updated == 100.0
+    for event in (*NODES, NODES[0], PLACED):
+        emit(event)
+    assert written(tmp_path).nodes == (NODES[1], NODES[0])  # joining again replaces
+    assert written(tmp_path).placement == PLACED
+    emit(NodeLeft(node_id="node-a", reason="Ctrl-C"))
+    assert written(tmp_path).nodes == (NODES[1],)
+    emit(StepAborted(epoch=1, step=1, reason="gone"))
+    assert written(tmp_path).aborted == 1
+    snapshot = SnapshotStored(step=3, bytes=9, path="x")
+    emit(snapshot)
+    emit(SnapshotSetAside(text="", step=2, whole=1))
+    assert written(tmp_path).snapshot is None
+    emit(snapshot)
+    emit(SnapshotSetAside(text="", step=4, whole=3))
+    finished = RunFinished(reason="done", failed=False)
+    emit(finished)
+    assert (written(tmp_path).snapshot, written(tmp_path).finished) == (snapshot, finished)
+    assert [path.name for path in tmp_path.iterdir()] == [STATUS_FILE]
+
+
+def test_who_is_gone_stays_until_he_is_back(tmp_path: Path) -> None:
+    emit = StatusWriter(pytest.fail)
+    emit(started(tmp_path))
+    left = [NodeLeft(node_id=f"node-{n}", reason=f"reason {n}") for n in range(MOST_GONE + 2)]
+    for event in (*NODES, *left[:2]):
+        emit(event)
+    assert written(tmp_path).gone == (left[0], left[1])
+    emit(NodeJoined(node_id="node-0", device="cpu", address=""))
+    assert written(tmp_path).gone == (left[1],)
+    for event in left:
+        emit(event)
+    assert written(tmp_path).gone == tuple(left[-MOST_GONE:])
+    again = NodeLeft(node_id=left[-2].node_id, reason="again")
+    emit(again)
+    assert written(tmp_path).gone == (left[-3], left[-1], again)
+
+
+def test_a_status_of_another_version_is_read(tmp_path: Path) -> None:
+    emit = StatusWriter(pytest.fail)
+    for event in (started(tmp_path), *NODES, PLACED):
+        emit(event)
+    known, path = written(tmp_path), tmp_path / STATUS_FILE
+    fields = json.loads(path.read_text())
+    del fields["gone"], fields["placement"]["blocks"]  # an older one lacks them
+    fields["of_a_later_version"] = fields["nodes"][0]["of_a_later_version"] = 3
+    path.write_text(json.dumps(fields))
+    assert written(tmp_path) == known
+
+
+def test_steps_alone_are_written_once_an_interval(tmp_path: Path) -> None:
+    now = [100.0]
+    emit = StatusWriter(pytest.fail, clock=lambda: now[0])
+    emit(started(tmp_path))
+    now[0] += WRITE_INTERVAL / 2
+    emit(step_done(1))
+    assert written(tmp_path).step is None
+    now[0] += WRITE_INTERVAL / 2
+    emit(step_done(2))
+    assert written(tmp_path).step == step_done(2)
+    emit(step_done(3))
+    emit(Notice(text="any other event brings the newest step along"))
+    assert written(tmp_path).step == step_done(3)
+
+
+def test_a_disk_that_fails_is_reported_once_and_stops_nothing(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    emit = StatusWriter(warnings.append)
+    emit(started(tmp_path / "absent"))
+    emit(NODES[0])
+    assert len(warnings) == 1
+    assert "cannot be written (No such file or directory)" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", r" \(.*not JSON.*\)"),
+        ("{}", r" \(.*no known kind.*\)"),
+        ('{"event": "notice", "text": "x"}', ""),
+        ('{"event": "status", "updated": 1, "host": "h", "process_id": 1}', r" \(status has no started\)"),
+    ],
+)
+def test_a_file_that_is_no_status_is_one_line(tmp_path: Path, text: str, why: str) -> None:
+    (tmp_path / STATUS_FILE).write_text(text)
+    with pytest.raises(RunError, match=rf"status\.json is not a run's status{why}; remove it, ") as caught:
+        read_status(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def status(directory: Path) -> RunStatus:
+    host = socket.gethostname()
+    return RunStatus(updated=1.0, host=host, process_id=os.getpid(), started=started(directory))
+
+
+def test_whether_the_coordinator_lives(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        pass  # it has ended, and was waited for
+    assert coordinator_alive(status(tmp_path)) is True
+    assert coordinator_alive(replace(status(tmp_path), process_id=child.pid)) is False
+    assert coordinator_alive(replace(status(tmp_path), host="elsewhere")) is None
+
+
+def test_a_later_process_of_the_same_id_is_not_the_coordinator(tmp_path: Path) -> None:
+    StatusWriter(pytest.fail)(started(tmp_path))
+    ours = written(tmp_path)
+    assert ours.process_start and coordinator_alive(ours) is True
+    assert coordinator_alive(replace(ours, process_start="1")) is False
+    # Of an older version, or of a system that does not tell.
+    assert coordinator_alive(replace(ours, process_start="")) is True
+
+
+def test_the_state_in_words(tmp_path: Path) -> None:
+    now = status(tmp_path)
+    running = replace(now, nodes=NODES, placement=PLACED)
+
+    def state(status: RunStatus | None, alive: bool | None) -> str:
+        return run_state(status, alive, complete=False)
+
+    assert state(None, False) == "stopped"
+    assert state(now, True) == "waiting for nodes"
+    assert state(running, True) == "training"
+    assert state(replace(running, nodes=NODES[:1]), True) == "waiting for nodes"
+    assert state(running, False) == "stopped"
+    assert state(running, None) == "not seen here"
+    for failed, complete, word in (
+        (False, True, "finished"),
+        (False, False, "stopped"),  # by Ctrl-C, before its last step
+        (True, True, "failed"),
+    ):
+        ended = replace(running, finished=RunFinished(reason="", failed=failed))
+        assert run_state(ended, False, complete=complete) == word
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run with two steps, a snapshot and a usable token, whose coordinator is this process."""
+    directory = tmp_path / "run"
+    with Store.create(
+        directory, run_id="demo-x", config_json=to_json(RunConfig()), pin=b"p" * 32, now=1.0
+    ) as store:
+        store.set_addresses(["127.0.0.1:7700"])
+        store.create_token(4e9, timedelta(hours=1), 1)
+        for step in (0, 1):
+            store.record_step(StepRecord(step, 1, 5.0 - step, 1.0, 1e-3, 1.0, 64, 0.5, 2.0))
+        store.record_snapshot(SnapshotRecord(1, "00", 10, True, 2.0))
+        store.record_snapshot(SnapshotRecord(2, "00", 10, False, 2.0))
+    emit = StatusWriter(pytest.fail)
+    for event in (started(directory), *NODES, PLACED, step_done(2), Notice(text="written")):
+        emit(event)
+    return directory
+
+
+def test_the_command_tells_where_the_run_stands(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(run_dir)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "run demo-x: training, 2 of 300 steps"
+    assert "loss      4.0000 in step 2" in lines
+    assert "connected 2 nodes for 2 stages" in lines
+    assert any(line.startswith("snapshots 1, the newest ") for line in lines)
+    assert "tokens    1 usable" in lines
+    assert ["1", "node-b", "50%", "2.0", "1.0"] in [line.split() for line in lines]
+
+
+def test_the_command_says_who_is_gone_and_why(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    emit = StatusWriter(pytest.fail)
+    reason = "it ended: \x1b[2Jcuda:0 ran out of memory"
+    for event in (started(run_dir), *NODES, PLACED, NodeLeft(node_id="node-b" + "x" * 40, reason=reason)):
+        emit(event)
+    assert main(["status", str(run_dir)]) == 0
+    assert "gone      node-bxxxxxxxxx: it ended:  [2Jcuda:0 ran out of memory\n" in capsys.readouterr().out
+
+
+def test_the_command_as_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(run_dir), "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert (whole["state"], whole["steps_done"], whole["steps"]) == ("training", 2, 300)
+    assert whole["status"]["step"]["loss"] == 4.5
+    assert whole["snapshots"] == [1] and whole["snapshot_age_seconds"] >= 0
+
+
+def test_a_stopped_run_names_the_command_that_goes_on(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run_dir / STATUS_FILE).unlink()
+    assert main(["status", str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert "stopped, 2 of 300 steps" in out
+    assert out.endswith(f"go on with: thinwire resume {run_dir}\n")
+
+
+def test_a_coordinator_that_was_killed_has_no_page_and_no_nodes(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    emit = StatusWriter(pytest.fail)
+    page = PageServed(url="http://127.0.0.1:7702/", key_file="operator.key")
+    for event in (started(run_dir), *NODES, PLACED, page):
+        emit(event)
+    assert main(["status", str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert "page      http://127.0.0.1:7702/" in out and "connected 2 nodes" in out
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        pass  # it has ended, and was waited for
+    status = read_status(run_dir)
+    assert status is not None
+    (run_dir / STATUS_FILE).write_text(replace(status, process_id=dead.pid).to_json())
+    assert main(["status", str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert ": stopped, 2 of 300 steps" in out
+    assert "page " not in out and "connected" not in out

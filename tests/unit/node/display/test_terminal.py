@@ -1,0 +1,114 @@
+"""A terminal that closes and a screen that takes no more: what ends for it, and what goes on."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from node.display.terminal import ending_signals
+
+FULL = "/dev/full"
+
+
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    """What a closed terminal does is put back."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def python(program: str, **streams: int) -> subprocess.CompletedProcess[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    words = [sys.executable, "-c", textwrap.dedent(program)]
+    return subprocess.run(words, text=True, timeout=60, check=False, **{**pipes, **streams})
+
+
+def test_a_closed_terminal_ends_what_it_started_but_not_under_nohup(hangup: None) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    assert ending_signals() == (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert ending_signals() == (signal.SIGINT, signal.SIGTERM)
+
+
+TELL = """
+    import sys
+    from node.processes.node import Teller
+    tell = Teller(json_lines=False)
+    tell("one")
+    tell("two")
+    sys.exit(5)
+"""
+
+
+def test_a_node_goes_on_when_its_output_has_nowhere_to_go() -> None:
+    with Path(FULL).open("w") as full:
+        done = python(TELL, stdout=full.fileno())
+    line = "thinwire: cannot write output (No space left on device): this node goes on without\n"
+    assert (done.returncode, done.stderr) == (5, line)
+
+
+def test_a_node_goes_on_when_its_reader_has_gone() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = python(TELL, stdout=writing)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (
+        5,
+        "thinwire: cannot write output (Broken pipe): this node goes on without\n",
+    )
+
+
+def test_a_node_goes_on_when_even_its_complaint_has_nowhere_to_go() -> None:
+    with Path(FULL).open("w") as full:
+        assert python(TELL, stdout=full.fileno(), stderr=full.fileno()).returncode == 5
+
+
+class Runtime:
+    """Leaves when it was asked to and the test has seen it."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.leaving = asyncio.Event()
+        self.done = asyncio.Event()
+
+    def leave(self, reason: str) -> None:
+        self.asked.append(reason)
+        self.leaving.set()
+
+    async def run(self) -> str:
+        await self.done.wait()
+        return "left"
+
+
+async def test_a_closed_terminal_makes_a_node_leave_in_good_order_however_often_it_tells(
+    hangup: None,
+) -> None:
+    from node.processes.node import _until_done
+
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    runtime = Runtime()
+    task = asyncio.create_task(_until_done(runtime))  # type: ignore[arg-type]
+    await asyncio.sleep(0)  # its handlers are in place
+    os.kill(os.getpid(), signal.SIGHUP)
+    await asyncio.wait_for(runtime.leaving.wait(), 20)
+    told_again = asyncio.Event()
+    os.kill(os.getpid(), signal.SIGHUP)
+    # A signal's handler is called in the order of signals, and this one comes after it.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, told_again.set)
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await asyncio.wait_for(told_again.wait(), 20)
+    finally:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)
+    runtime.done.set()
+    assert await asyncio.wait_for(task, 20) == ("left", True)
+    assert runtime.asked == ["the volunteer asked to leave"]

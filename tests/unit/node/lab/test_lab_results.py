@@ -1,0 +1,333 @@
+"""From results to tables, plots and archives; parts, and what may go on in one file."""
+
+import builtins
+import math
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.cli.lab import figure_folders
+from node.cli.main import main
+from node.lab.archive import pack_logs
+from node.lab.merge import merge
+from node.lab.plots import draw
+from node.lab.profile_file import load_profile
+from node.lab.results import Results, read_results
+from node.lab.table import all_tables, paper_tables, provenance, tables_text
+from node.telemetry.clock import TimeKind
+from tests.support.lab_results import cell, results
+from tests.support.locked import lock
+from wire.errors import UserError
+
+PAPER = Path(__file__).parents[4] / "node" / "lab" / "paper_tables.toml"
+SMOKE = Path(__file__).parents[4] / "deploy" / "lab" / "smoke.toml"
+
+
+def test_ratios_are_over_the_same_setting_and_shares_are_told() -> None:
+    found = results(
+        cell("fp32/fp32", 100, 200.0),
+        cell("tah/fixed-6", 100, 1000.0),
+        cell("tah/fixed-6", 100, 1200.0, seed=1),
+        cell("fp32/fp32", 500, 900.0),
+        cell("bf16/bf16", 500, 1800.0),
+    )
+    measured, table3, *_ = all_tables(found)
+    rows = {(row[0], row[3]): dict(zip(measured.headings, row, strict=True)) for row in measured.rows}
+    assert len(rows) == 4
+    tah = rows["100", "tah/fixed-6"]
+    assert tah["tokens/s"] == "1100 (900 to 1320)"
+    assert (tah["/ fp32"], tah["/ bf16"], tah["of the floor"], tah["link use"]) == (
+        "5.50",
+        "-",
+        "0.93",
+        "97 %",
+    )
+    assert (tah["binding"], tah["of unthrottled"]) == ("link 0 to 1", "0.55")
+    assert rows["500", "bf16/bf16"]["/ fp32"] == "2.00"
+    ours = {(row[0], row[2]): dict(zip(table3.headings, row, strict=True)) for row in table3.rows}
+    assert ours["100", "tah/fixed-6"]["paper / fp32"] == "5.39"
+    assert ours["100", "tah/fixed-6"]["here / fp32"] == "5.50"
+    assert ours["100", "tah/fixed-6"]["of unthrottled"] == "0.55"
+    assert ours["1000", "tah/fixed-6"]["here, tokens/s"] == "-"
+    assert ours["500", "bf16/bf16"]["paper, tokens/s"] == "-"
+
+
+def test_results_of_two_files_are_never_pooled() -> None:
+    """What one network and another gave is no ratio: each has its own rows, under its own name."""
+    shared = results(cell("tah/fixed-6", 100, 900.0), cell("fp32/fp32", 100, 150.0))
+    own = {**results(cell("tah/fixed-6", 100, 1500.0)), "profile": "other"}
+    text = tables_text([("shared.json", shared), ("lab/own", own)])
+    ratios = [line.split() for line in text.splitlines() if "tah/fixed-6" in line and "(" in line]
+    assert text.index("shared.json: measured") < text.index("lab/own: measured") < text.index("other: gpt2")
+    # Each file's own row, and its line in the paper's table 3: 900 over 150, and nothing to divide 1500 by.
+    assert [line[4] for line in ratios if line[2] == "auto"] == ["900", "1500"]
+    assert "6.00" in ratios[0] and "6.00" in ratios[1]
+    assert text.count("6.00") == 2
+    assert "8.00" not in text and "10.00" not in text
+    assert text.count("table 3 of the paper") == 2
+
+
+def test_beside_the_paper_stands_what_was_measured_as_the_paper_did() -> None:
+    """Its links are as fast both ways, and no window of ours is set by hand."""
+    found = results(
+        cell("tah/fixed-6", 100, 1000.0),
+        cell("tah/fixed-6", 100, 700.0, shape="500/100"),
+        cell("tah/fixed-6", 100, 600.0, window=0),
+        {**cell("tah/fixed-6", 100, 500.0, shape="100 + 20 ms"), "rtt_ms": 20.0},
+    )
+    measured, table3, *_ = all_tables(found)
+    assert len(measured.rows) == 4
+    here = [dict(zip(table3.headings, row, strict=True))["here, tokens/s"] for row in table3.rows]
+    assert [words for words in here if words != "-"] == ["1000 (900 to 1100)"]
+
+
+def test_the_papers_own_speedups_follow_from_its_numbers() -> None:
+    _, tables = paper_tables()
+    assert [table.number for table in tables] == [3, 5, 6]
+    # As the paper prints them beside tables 5 and 6.
+    printed = {5: (1.78, 2.35, 2.30, 2.14), 6: (1.50, 1.81, 1.73, 1.64)}
+    for table in tables[1:]:
+        for row, speedup in zip(table.rows, printed[table.number], strict=True):
+            ours = table.tokens(row, "tah/fixed-6")
+            base = table.tokens(row, "fp32/fp32")
+            assert ours is not None and base is not None
+            assert ours / base == pytest.approx(speedup, abs=0.006)
+
+
+def test_the_text_says_where_figures_come_from() -> None:
+    found = results(cell("fp32/fp32", 100, 200.0), {**cell("tah/fixed-6", 100, 9.0), "measured_steps": 2})
+    found |= {"profile_file": "cpu.toml", "overrides": ["lab.steps=3"], "only": ["@10 + 100 ms"]}
+    text = tables_text([("results.json", found)])
+    line = text.splitlines()[-1]
+    assert line == provenance(found)
+    for words in (
+        "each figure the median of 2 to 3 steps",
+        "by `thinwire lab run cpu.toml lab.steps=3 --only '@10 + 100 ms'`",
+        "text books.txt, the first 2300 bytes",
+        "tbf",
+        "bbr",
+        "kernel 6.1",
+        "no delay",
+        "1 runs, 1 seed",
+        "commit 0123456789ab with changes",
+    ):
+        assert words in line
+
+
+def test_where_the_time_of_a_step_goes_is_a_table_of_its_own() -> None:
+    spent = dict.fromkeys(TimeKind, 0.0)
+    first = {**spent, "forward": 0.1, "backward": 0.25, "optimizer": 0.05, "encode": 0.01, "decode": 0.02}
+    last = {**spent, "wait-upstream": 0.3, "wait-downstream": 0.1, "wait-coordinator": 0.25}
+    timed = {**cell("tah/fixed-6", 100, 1000.0), "stage_seconds": [first, last]}
+    tables = all_tables(results(timed, cell("fp32/fp32", 100, 200.0)))
+    assert tables[1].rows == (
+        ("100", "1", "auto", "tah/fixed-6", "0", "0.400", "0.030", "0.000", "0.000"),
+        ("100", "1", "auto", "tah/fixed-6", "1", "0.000", "0.000", "0.400", "0.250"),
+    )
+    # Results of before it was recorded have none.
+    assert len(all_tables(results(cell("fp32/fp32", 100, 200.0)))) == len(tables) - 1
+
+
+def test_results_that_are_not_whole_say_so() -> None:
+    part = {**results(cell("fp32/fp32", 100, 200.0)), "finished": False, "planned_cells": 25}
+    assert "; not finished: 1 of its profile's 25 cells are here;" in provenance(part)
+    # Results of before these were recorded.
+    del part["planned_cells"]
+    assert "; not finished: 1 of its profile's cells are here;" in provenance(part)
+    assert "lab run" not in provenance(part)
+    assert "not finished" not in provenance({**part, "finished": True})
+
+
+def test_results_are_written_whole_and_read_strictly(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    Results(path, results(cell("tah/fixed-6", 100, 1.0))).write()
+    assert read_results(path)["cells"][0]["key"]["forward_codec"] == "tah"
+    assert not path.with_suffix(".json.partial").exists()
+    with pytest.raises(ValueError):
+        Results(path, {"cells": [math.nan]}).write()
+    assert read_results(path) == read_results(tmp_path) and read_results(path)["profile"] == "test"
+    path.write_text('{"format": "something else"}')
+    with pytest.raises(UserError, match="holds no laboratory results"):
+        read_results(path)
+    with pytest.raises(UserError, match="no such results file"):
+        read_results(tmp_path / "none.json")
+    path.write_text("[" * 5000)
+    with pytest.raises(UserError, match="cannot be read as results"):
+        read_results(path)
+
+
+def test_results_behind_a_folder_that_may_not_be_entered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock(monkeypatch)
+    for action in ("table", "plot"):
+        assert main(["lab", action, str(tmp_path / "locked")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{tmp_path / 'locked'} cannot be read as results: Permission denied" in line
+
+
+def test_a_full_disk_is_told_of_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, *_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        Results(tmp_path / "results.json", results()).write()
+    assert caught.value.filename == str(tmp_path / "results.json")
+
+
+def test_parts_of_a_profile_merge_into_one() -> None:
+    def part(*cells: dict[str, Any], method: str = "none") -> dict[str, Any]:
+        found = results(*({**each, "run": "00-a-run"} for each in cells))
+        found["runs"] = [{"name": "00-a-run"}]
+        found["network"] |= {"delay_method": method}
+        return {**found, "finished": False}
+
+    slow, fast = cell("tah/fixed-6", 100, 900.0), cell("tah/fixed-6", 500, 5000.0)
+    parts = [part(slow, fast), part(cell("fp32/fp32", 100, 200.0), method="relay"), part({**slow, "mbit": 1})]
+    whole = merge(parts)
+    assert [(c["key"]["forward_codec"], c["key"]["shape"], c["run"]) for c in whole["cells"]] == [
+        ("tah", "100", "02-a-run"),
+        ("tah", "500", "00-a-run"),
+        ("fp32", "100", "01-a-run"),
+    ]
+    assert whole["cells"][0]["mbit"] == 1
+    assert [run["name"] for run in whole["runs"]] == ["00-a-run", "01-a-run", "02-a-run"]
+    assert whole["network"]["delay_method"] == "relay"
+    assert len(whole["calibrations"]) == 3
+    assert parts[0]["network"]["delay_method"] == "none"
+    assert "3 runs" in provenance(whole)
+    assert (whole["finished"], "only" in whole) == (False, False)
+    asked = (["tah/fixed-6", "@30"], ["fp32/fp32", "@30"], ["@30"])
+    named = [
+        {**part, "only": list(only), "planned_cells": 3} for part, only in zip(parts, asked, strict=True)
+    ]
+    assert merge(named)["only"] == ["tah/fixed-6", "@30", "fp32/fp32"]
+    # All three of the profile's cells are there now, though no part has them all.
+    assert merge(named)["finished"]
+    assert merge([named[0], {**named[1], "only": []}])["only"] == []
+    assert not merge(named[:1])["finished"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"profile_sha256": "1"}, "results whose profile_sha256 differ"),
+        ({"machine": {"commit": "another"}}, "machine's commit, machine's cores"),
+        ({"network": {"delay_method": "netem"}}, "delayed by netem and by relay do not mix"),
+    ],
+)
+def test_parts_of_different_measurements_do_not_merge(change: dict[str, Any], words: str) -> None:
+    first = results()
+    first["network"] |= {"delay_method": "relay"}
+    with pytest.raises(UserError, match=words):
+        merge([first, {**first, **change}])
+
+
+def test_results_of_another_machine_or_commit_are_not_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    values = results(cell("tah/fixed-6", 100, 1.0))
+    Results(path, values).write()
+    profile = load_profile(SMOKE)
+    values["profile_sha256"] = profile.sha256
+    Results(path, values).write()
+    assert len(Results.go_on(path, profile, values["machine"]).done) == 1
+    with pytest.raises(UserError, match=r"measured elsewhere \(its commit, gpus differ\)"):
+        Results.go_on(path, profile, {**values["machine"], "commit": "new", "gpus": ["one"]})
+    with pytest.raises(UserError, match="another version of this profile"):
+        Results.go_on(path, load_profile(SMOKE, ["lab.steps=9"]), values["machine"])
+
+
+def test_results_name_the_text_without_this_machines_folders(tmp_path: Path) -> None:
+    profile = load_profile(SMOKE, ["data.path=/some/where/books.txt.xz", "lab.text_bytes=2300"])
+    found = Results.new(tmp_path / "results.json", profile, {}, {})
+    assert found.values["text"] == "books.txt.xz, the first 2300 bytes"
+    assert found.values["overrides"] == ["data.path=books.txt.xz", "lab.text_bytes=2300"]
+
+
+def test_results_record_what_the_command_line_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    profile = load_profile(SMOKE, ["lab.steps=9"])
+    found = Results.new(path, profile, {}, {}, ["fp32/fp32"])
+    assert found.values["planned_cells"] == 3
+    assert (found.values["profile_file"], found.values["overrides"]) == ("smoke.toml", ["lab.steps=9"])
+    found.write()
+    # The same command with other cells goes on in the same file; with none named it asks for all.
+    again = Results.go_on(path, profile, {}, ["@10", "fp32/fp32"])
+    assert again.values["only"] == ["fp32/fp32", "@10"]
+    assert Results.go_on(path, profile, {}).values["only"] == []
+
+
+def test_raw_steps_and_logs_become_one_archive(tmp_path: Path) -> None:
+    assert pack_logs(tmp_path) is None
+    for number in (1, 2):
+        (tmp_path / "raw").mkdir()
+        (tmp_path / "raw" / "00-run.jsonl").write_text(f"steps {number}")
+        (tmp_path / "logs" / "00-run").mkdir(parents=True)
+        (tmp_path / "logs" / "00-run" / "node0.log").write_text("words")
+        (tmp_path / "runs" / "00-run").mkdir(parents=True)
+        (tmp_path / "runs" / "00-run" / "history.jsonl").write_text("{}")
+        pack_logs(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs-2.tar.xz", "logs.tar.xz"]
+    with tarfile.open(tmp_path / "logs-2.tar.xz") as archive:
+        steps = archive.extractfile("raw/00-run.jsonl")
+        assert steps is not None and steps.read() == b"steps 2"
+        assert {"logs/00-run/node0.log", "runs/00-run/history.jsonl"} < set(archive.getnames())
+
+
+def test_figures_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = results(
+        cell("fp32/fp32", 100, 200.0),
+        cell("tah/fixed-6", 100, 1000.0),
+        cell("tah/fixed-6", 500, 1200.0),
+        {**cell("fp32/fp32", 100, 150.0, shape="100 + 20 ms"), "rtt_ms": 20.0, "curve": [[0, 1.0, 5.0]]},
+    )
+    told: list[str] = []
+    files = draw(found, tmp_path / "made", told.append)
+    # A curve of one step is none.
+    assert len(told) == 1 and told[0].endswith("100 + 20 ms Mbit/s: a run has fewer than 10 steps")
+    assert {path.parent for path in files} == {tmp_path / "made"}
+    assert {path.name for path in files} == {
+        "tokens-microbatch-1-window-auto.svg",
+        "tokens-microbatch-1-window-auto-round-trip-20-ms.svg",
+        "use-microbatch-1-window-auto.svg",
+        "use-microbatch-1-window-auto-round-trip-20-ms.svg",
+        "loss-microbatch-1-window-auto-100-Mbit-s.svg",
+        "loss-microbatch-1-window-auto-500-Mbit-s.svg",
+    }
+    text = (tmp_path / "made" / "tokens-microbatch-1-window-auto.svg").read_text()
+    assert "tah/fixed-6" in text and "tokens/s" in text and "Mbit/s" in text
+    with pytest.raises(UserError, match="nothing to draw"):
+        draw(results(), tmp_path / "none", print)
+    assert not (tmp_path / "none").exists()
+
+
+def test_figures_lie_where_nobody_is_surprised(tmp_path: Path) -> None:
+    """An output folder of `lab run` has its own; recorded results elsewhere are left as they are."""
+    recorded, lab = Path("scripts/results/lab_cpu.json"), tmp_path / "smoke"
+    lab.mkdir()
+    assert figure_folders([lab / "results.json", lab, recorded], None) == [
+        lab,
+        tmp_path / "smoke-2",
+        Path("lab/lab_cpu"),
+    ]
+    assert figure_folders([recorded], Path("here")) == [Path("here")]
+    several = figure_folders([recorded, lab, Path("copy/lab_cpu.json")], Path("here"))
+    assert several == [Path("here/lab_cpu"), Path("here/smoke"), Path("here/lab_cpu-2")]
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *arguments: Any, **options: Any) -> Any:
+        if name.partition(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(UserError, match=r"pip install 'thinwire\[lab\]'"):
+        draw(results(cell("fp32/fp32", 100, 200.0)), tmp_path, print)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,265 @@
+"""Blocks that pack what they keep: bits, gradients, bytes and reruns against the plain blocks."""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import layers
+from kernels.attention import attention, attention_backward
+from kernels.blockfloat import reference as blockfloat
+from node.config.schema import ModelSection, TrainingSection
+from node.model.blocks import Gpt2Block, LlamaBlock
+from node.model.chunk import build_chunk, compute_precision
+from node.model.storage import PRESETS, Storage, stored_bytes
+
+CPU = torch.device("cpu")
+LLAMA = ModelSection(layers=2, hidden=96, heads=6, kv_heads=2, ffn=200, sequence=40)
+GPT2 = ModelSection(family="gpt2", layers=2, hidden=96, heads=6, kv_heads=6, ffn=200, sequence=40)
+BLOCKS = ("block.0000", "block.0001")
+AGAIN = Storage(ffn_input="recompute", attention="recompute", attention_output="recompute")
+
+
+def input_and_gradient() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, 2, 37, 96, generator=generator).unbind(0)
+
+
+def run(model: ModelSection, storage: Storage, precision: str = "float32") -> dict[str, Tensor]:
+    """The result of two blocks, and the gradients of their input and parameters."""
+    chunk = build_chunk(model, BLOCKS, 3, CPU, storage=storage)
+    with torch.no_grad():
+        for index, parameter in enumerate(chunk.parameters()):
+            # So that biases and norms count.
+            generator = torch.Generator().manual_seed(index)
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    x, upstream = input_and_gradient()
+    x.requires_grad_()
+    with compute_precision(precision, CPU):
+        result = chunk(x)
+    assert result.dtype == torch.float32
+    torch.autograd.backward(result, upstream)
+    named = {name: parameter.grad for name, parameter in chunk.named_parameters()}
+    made = {"result": result.detach(), "input": x.grad, **named}
+    assert all(tensor is not None for tensor in made.values())
+    return {name: tensor for name, tensor in made.items() if tensor is not None}
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.fixture(params=[LLAMA, GPT2], ids=["llama", "gpt2"])
+def model(request: pytest.FixtureRequest) -> ModelSection:
+    chosen: ModelSection = request.param
+    return chosen
+
+
+def test_off_is_the_plain_block_bit_for_bit(model: ModelSection) -> None:
+    chunk = build_chunk(model, BLOCKS, 3, CPU)
+    again = build_chunk(model, BLOCKS, 3, CPU, storage=Storage())
+    x, _ = input_and_gradient()
+    assert torch.equal(chunk(x), again(x))
+    assert type(again(x).grad_fn).__name__ == "AddBackward0"
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [
+        replace(AGAIN, attention="none", attention_output="none"),
+        replace(AGAIN, attention="none", ffn_input="none"),
+        replace(AGAIN, attention_output="none"),
+        AGAIN,
+    ],
+    ids=lambda storage: "-".join(vars(storage).values()),
+)
+def test_gradients_without_rounding_are_those_of_autograd(model: ModelSection, storage: Storage) -> None:
+    plain, stored = run(model, Storage()), run(model, storage)
+    assert torch.equal(stored["result"], plain["result"])
+    for name, wanted in plain.items():
+        assert distance(stored[name], wanted) < 2e-6, name
+
+
+@pytest.mark.parametrize("preset", ["agoq", "compact"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_packed_blocks_are_near_plain_ones(model: ModelSection, preset: str, precision: str) -> None:
+    plain, stored = run(model, Storage(), precision), run(model, PRESETS[preset], precision)
+    if preset == "agoq" and precision == "bfloat16":
+        # Nothing that forward computes with is packed.
+        assert torch.equal(stored["result"], plain["result"])
+    assert distance(stored["result"], plain["result"]) < 0.01
+    for name, wanted in plain.items():
+        assert distance(stored[name], wanted) < 0.2, name
+
+
+def test_more_bits_are_nearer(model: ModelSection) -> None:
+    plain = run(model, Storage())
+    errors = []
+    for bits in ("4", "5", "6", "8", "bf16"):
+        stored = run(model, Storage(norm_input=bits, ffn_input=bits, attention_output="recompute"))
+        assert torch.equal(stored["result"], plain["result"])
+        errors.append(max(distance(stored[name], wanted) for name, wanted in plain.items()))
+    assert all(more < 0.75 * less for less, more in pairwise(errors)), errors
+
+
+@pytest.mark.parametrize("storage", [PRESETS["agoq"], PRESETS["compact"], replace(AGAIN, norm_input="4")])
+def test_running_again_gives_the_same_bits(model: ModelSection, storage: Storage) -> None:
+    first, second = run(model, storage, "bfloat16"), run(model, storage, "bfloat16")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_attention_runs_on_what_is_kept_so_that_its_sums_fit(
+    model: ModelSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = Storage(attention="4")
+    stored = run(model, storage)
+    block = Gpt2Block if model.family == "gpt2" else LlamaBlock
+    split = block.split
+
+    def rounded(self: Any, projected: Any) -> tuple[Tensor, ...]:
+        """Four bits straight through: what forward sees; gradients pass as if nothing were rounded."""
+        return tuple(part + (_rounded(part) - part).detach() for part in split(self, projected))
+
+    monkeypatch.setattr(block, "split", rounded)
+    plain = run(model, Storage())
+    for name, wanted in plain.items():
+        assert distance(stored[name], wanted) < 3e-6, name
+
+
+def _rounded(heads: Tensor) -> Tensor:
+    """Heads as 4 bits keep them, in blocks along the channels of a token."""
+    flat = heads.detach().transpose(1, 2).flatten(2)
+    kept = blockfloat.unpack(blockfloat.pack(flat, 4), flat.shape, 4, torch.float32)
+    return torch.unflatten(kept, 2, (heads.shape[1], -1)).transpose(1, 2)
+
+
+def saved(model: ModelSection, storage: Storage, precision: str) -> int:
+    """Bytes of all storages in the graph of two blocks but weights and tables."""
+    chunk = build_chunk(model, BLOCKS, 3, CPU, storage=storage)
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*chunk.parameters(), *chunk.buffers())}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    x, _ = input_and_gradient()
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        compute_precision(precision, CPU),
+    ):
+        result = chunk(x.requires_grad_())
+    total = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
+    del result
+    return total
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "storage",
+    [
+        PRESETS["agoq"],
+        PRESETS["compact"],
+        Storage(norm_input="5", ffn_input="3", attention="6", attention_output="recompute"),
+        replace(AGAIN, norm_input="bf16"),
+        Storage(norm_input="bf16", ffn_input="bf16", attention="bf16", attention_output="bf16"),
+    ],
+    ids=lambda storage: "-".join(vars(storage).values()),
+)
+def test_a_block_keeps_the_bytes_that_config_explain_says(
+    model: ModelSection, storage: Storage, precision: str
+) -> None:
+    training = TrainingSection(precision=precision)
+    counted = stored_bytes(replace(model, sequence=37), training, storage, samples=2)
+    assert saved(model, storage, precision) == 2 * counted.total
+
+
+def test_a_model_with_packed_blocks_keeps_less_than_half(model: ModelSection) -> None:
+    assert saved(model, PRESETS["agoq"], "bfloat16") < 0.5 * saved(model, Storage(), "bfloat16")
+
+
+def test_without_gradients_nothing_is_packed(model: ModelSection, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> Any:
+        raise AssertionError("packed")
+
+    monkeypatch.setattr("node.model.stored_layers.ops.norm_store", refuse)
+    chunk = build_chunk(model, BLOCKS, 3, CPU, storage=PRESETS["agoq"])
+    x, _ = input_and_gradient()
+    with torch.no_grad():
+        chunk(x)
+    with pytest.raises(AssertionError, match="packed"):
+        chunk(x)
+
+
+def test_what_is_not_finite_reaches_the_gradients(model: ModelSection) -> None:
+    chunk = build_chunk(model, BLOCKS, 3, CPU, storage=PRESETS["agoq"])
+    x, upstream = input_and_gradient()
+    x[0, 5, 7] = torch.inf
+    torch.autograd.backward(chunk(x.requires_grad_()), upstream)
+    assert not all(bool(parameter.grad.isfinite().all()) for parameter in chunk.parameters())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "length", "width"), [(4, 4, 33, 16), (6, 2, 20, 8), (3, 1, 1, 10)]
+)
+def test_attention_in_two_steps_is_torchs(heads: int, kv_heads: int, length: int, width: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(2, length, count, width, generator=generator).transpose(1, 2).requires_grad_()
+        for count in (heads, kv_heads, kv_heads)
+    )
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, enable_gqa=heads != kv_heads
+    )
+    upstream = torch.randn(wanted.shape, generator=generator)
+    gradients = torch.autograd.grad(wanted, (query, key, value), upstream)
+    with torch.no_grad():
+        out, sums = attention(query, key, value)
+        found = attention_backward(upstream, query, key, value, out, sums)
+    assert torch.equal(out, wanted) and sums.shape == (2, heads, length)
+    for part, exact in zip(found, gradients, strict=True):
+        assert part.shape == exact.shape
+        assert torch.allclose(part, exact, atol=1e-6)
+
+
+def test_attention_without_such_an_operator_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = torch.randn(3, 2, 4, 9, 8, generator=torch.Generator().manual_seed(2)).unbind(0)
+    upstream = torch.ones_like(query)
+    out, sums = attention(query, key, value)
+    wanted = attention_backward(upstream, query, key, value, out, sums)
+    monkeypatch.setattr("kernels.attention.has_flash", lambda _: False)
+    again, none = attention(query, key, value)
+    assert none.numel() == 0 and torch.equal(again, out)
+    for part, exact in zip(attention_backward(upstream, query, key, value, again, none), wanted, strict=True):
+        assert torch.allclose(part, exact, atol=1e-6)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_norm_gradients_are_autograds(biased: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, upstream = (torch.randn(3, 5, 70, generator=generator, dtype=torch.float64) + 0.5 for _ in range(2))
+    weight, bias = (torch.randn(70, generator=generator, dtype=torch.float64) for _ in range(2))
+    leaves = [t.float().requires_grad_() for t in ((x, weight, bias) if biased else (x, weight))]
+    result = layers.norm(leaves[0], leaves[1], leaves[2] if biased else None, 1e-5)
+    wanted = torch.autograd.grad(result, leaves, upstream.float())
+    found = layers.norm_gradient(
+        upstream.float(), x.float(), weight.float(), bias.float() if biased else None, 1e-5
+    )
+    for part, exact in zip(found, (*wanted, None), strict=False):
+        assert part is exact is None or (part - exact).norm() < 1e-5 * exact.norm()  # type: ignore[operator, union-attr]
+
+
+def test_inner_gradients_are_autograds_and_leave_their_input_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    gate, up, upstream = torch.randn(3, 4, 70, generator=generator).unbind(0)
+    kept = upstream.clone()
+    leaves = [gate.clone().requires_grad_(), up.clone().requires_grad_()]
+    wanted = torch.autograd.grad(layers.swiglu(*leaves), leaves, upstream)
+    for part, exact in zip(layers.swiglu_gradient(upstream, gate, up), wanted, strict=True):
+        assert torch.allclose(part, exact, atol=1e-6)
+    (of_gelu,) = torch.autograd.grad(layers.gelu(leaves[0]), leaves[:1], upstream)
+    assert torch.allclose(layers.gelu_gradient(upstream, gate), of_gelu, atol=1e-6)
+    assert torch.equal(upstream, kept)

@@ -1,0 +1,257 @@
+"""The window's plan: near the best that any even window gives, within memory, no wider than it must be."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from node.pipeline.floor import LinkRate, Network, step_floor
+from node.pipeline.schedule import Kind, held_activations, schedule
+from node.pipeline.simulation import simulate
+from node.pipeline.window_plan import KEEP, TOLERANCE, StepMeasures, Windows, measured, plan_windows
+from node.telemetry.events import FlowCost, LinkCost, StageCost, StepCosts
+from tests.support.examples import examples
+from wire.telemetry import LinkReport
+
+PLENTY = 10**6
+
+
+def measures(stages: int = 4, *, rate: float = math.inf, latency: float = 0.0) -> StepMeasures:
+    """Forward 1 s, backward 2 s, ten bytes each way."""
+    return StepMeasures(
+        forward=(1.0,) * stages,
+        backward=(2.0,) * stages,
+        activation_bytes=10.0,
+        gradient_bytes=10.0,
+        links=(LinkRate(up=rate, down=rate, latency=latency),) * (stages - 1),
+    )
+
+
+def plan(
+    given: StepMeasures, *, chunks: int = 1, microbatches: int = 32, most: int = PLENTY, current: Windows = ()
+) -> Windows:
+    held = (most,) * len(given.forward)
+    return plan_windows(given, chunks=chunks, microbatches=microbatches, most_held=held, current=current)
+
+
+def seconds(given: StepMeasures, windows: Windows, chunks: int = 1, microbatches: int = 32) -> float:
+    stages = len(given.forward)
+    return simulate(
+        schedule(stages, chunks, microbatches, windows),
+        lambda chunk, _: given.forward[chunk % stages] / chunks,
+        lambda chunk, _: given.backward[chunk % stages] / chunks,
+        network=Network(stages, given.links),
+        sizes={Kind.FORWARD: given.activation_bytes, Kind.BACKWARD: given.gradient_bytes},
+        swap=chunks == 1,
+    ).total
+
+
+def test_links_that_cost_nothing_need_no_window() -> None:
+    assert plan(measures()) == (0, 0, 0)
+    assert plan(measures(stages=1)) == ()
+
+
+def test_a_round_trip_is_covered_by_compute() -> None:
+    """9 s there and back against 3 s of compute a microbatch: three more in flight, one for caution and
+    one for steps that are less even."""
+    (first, *rest) = plan(measures(latency=4.5))
+    assert 4 <= first <= 5
+    assert all(4 <= window <= 5 for window in rest)
+    assert seconds(measures(latency=4.5), (first, *rest)) < 0.5 * seconds(measures(latency=4.5), (0, 0, 0))
+
+
+def test_a_link_that_its_window_made_slow_gets_a_wider_one() -> None:
+    """30 s there and back, one tensor on its way: the link seems to take 30 s for each."""
+    starved = measures(rate=10 / 30, latency=15.0)
+    windows = plan(starved, current=(1, 1, 1))
+    assert windows == plan(measures(latency=15.0))
+    narrow = (5, 5, 5)
+    assert min(windows) > max(narrow)
+    assert seconds(starved, narrow) < 1.01 * seconds(starved, windows)
+
+
+def test_a_slow_link_gets_the_widest_window() -> None:
+    given = measures()
+    given = replace(given, links=(LinkRate(), LinkRate(latency=9.0), LinkRate()))
+    first, slow, last = plan(given)
+    assert slow >= 5
+    assert max(first, last) < slow
+
+
+def test_memory_bounds_the_window() -> None:
+    given = measures(latency=30.0)
+    wide = plan(given)
+    narrow = plan(given, most=9)
+    held = [held_activations(order) for order in schedule(4, 1, 32, narrow)]
+    assert max(held) <= 9 < held_activations(schedule(4, 1, 32, wide)[0])
+    assert plan(given, most=1) == (0, 0, 0), "window 0 is what the placement was made for"
+
+
+def test_a_window_as_good_as_the_plan_stays() -> None:
+    given = measures(latency=4.5)
+    best = plan(given)
+    wider = tuple(window + 1 for window in best)
+    assert seconds(given, wider) <= seconds(given, best) * (1 + KEEP)
+    assert plan(given, current=wider) == wider
+    held = held_activations(schedule(4, 1, 32, best)[0])
+    assert held_activations(schedule(4, 1, 32, plan(given, current=wider, most=held))[0]) <= held
+    assert plan(given, current=(0, 0, 0)) == best
+    assert plan(given, current=(7,)) == best, "windows of another placement say nothing"
+
+
+def test_interleaved_schedules_have_one_window() -> None:
+    given = replace(measures(latency=3.0), links=(LinkRate(latency=3.0),) * 4)
+    windows = plan(given, chunks=2)
+    assert len(set(windows)) == 1 and windows[0] > 0
+
+
+@settings(max_examples=examples(40))
+@example(  # (0, 0, 2) makes a step longer than (0, 0, 0) does
+    stages=4,
+    chunks=1,
+    microbatches=3,
+    most=3,
+    times=[1.0, 1.0, 4.0] + [1.0] * 7,
+    rates=[2.0, 2.0, 6.0, 1.0, 1.0, 1.0, 1.0, 5.0, 1.0, 1.0],
+    latencies=[0.0, 0.0, 1.0, 0.0, 0.0],
+)
+@given(
+    st.integers(2, 5),
+    st.integers(1, 2),
+    st.integers(1, 24),
+    st.integers(1, 30),
+    st.lists(st.floats(0.01, 10), min_size=10, max_size=10),
+    st.lists(st.floats(0.5, 1000), min_size=10, max_size=10),
+    st.lists(st.floats(0, 20), min_size=5, max_size=5),
+)
+def test_any_plan_fits_and_is_near_the_best_that_fits(
+    stages: int,
+    chunks: int,
+    microbatches: int,
+    most: int,
+    times: list[float],
+    rates: list[float],
+    latencies: list[float],
+) -> None:
+    joints = stages - 1 + (chunks > 1 and stages > 2)
+    given = StepMeasures(
+        forward=tuple(times[:stages]),
+        backward=tuple(times[5 : 5 + stages]),
+        activation_bytes=20.0,
+        gradient_bytes=50.0,
+        links=tuple(LinkRate(up=rates[i], down=rates[5 + i], latency=latencies[i]) for i in range(joints)),
+    )
+    windows = plan(given, chunks=chunks, microbatches=microbatches, most=most)
+    assert len(windows) == stages - 1 and min(windows) >= 0
+    orders = schedule(stages, chunks, microbatches, windows)
+    held = max(map(held_activations, orders))
+    assert held <= max(most, max(map(held_activations, schedule(stages, chunks, microbatches, 0))))
+
+    cautious = replace(
+        given,
+        links=tuple(
+            LinkRate(up=link.up / 1.1, down=link.down / 1.1, latency=link.latency * 1.1)
+            for link in given.links
+        ),
+    )
+
+    def even(width: int) -> float:
+        return seconds(cautious, (width,) * (stages - 1), chunks, microbatches)
+
+    def fits(width: int) -> bool:
+        orders = schedule(stages, chunks, microbatches, (width,) * (stages - 1))
+        return all(held_activations(order) <= most for order in orders)
+
+    best = min(even(width) for width in range(9) if width == 0 or fits(width))
+    assert seconds(cautious, windows, chunks, microbatches) <= best * (1 + TOLERANCE) * (1 + 1e-9)
+    settled = plan(given, chunks=chunks, microbatches=microbatches, most=most, current=windows)
+    assert settled == windows or held > most, "the same measures change nothing"
+
+
+@pytest.mark.parametrize("round_trip", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize("mbit", [1000, 500, 300, 100, 30])
+def test_planned_windows_reach_nine_tenths_of_the_floor(mbit: int, round_trip: float) -> None:
+    """Four stages, 10 and 20 ms, a mebibyte each way: compute binds at most rates, links at the least."""
+    link = LinkRate(up=mbit * 125e3, down=mbit * 125e3, latency=round_trip / 2)
+    given = StepMeasures(
+        forward=(0.01,) * 4,
+        backward=(0.02,) * 4,
+        activation_bytes=2.0**20,
+        gradient_bytes=2.0**20,
+        links=(link,) * 3,
+    )
+    floor = step_floor(
+        microbatches=16,
+        forward=given.forward,
+        backward=given.backward,
+        activation_bytes=given.activation_bytes,
+        gradient_bytes=given.gradient_bytes,
+        links=given.links,
+    )
+    windows = plan(given, microbatches=16)
+    assert floor.share(seconds(given, windows, microbatches=16)) >= 0.9
+    assert floor.share(seconds(given, (0, 0, 0), microbatches=16)) < 0.9, "what the plan is for"
+
+
+def costs(*, aborted: bool = False, idle_stage: bool = False) -> StepCosts:
+    busy = {"forward": 8.0, "backward": 16.0, "encode": 3.0, "decode": 1.0, "wait-upstream": 5.0}
+    stages = tuple(
+        StageCost(stage=s, node_id=f"n{s}", wall_seconds=33.0, seconds={} if idle_stage and s else busy)
+        for s in range(2)
+    )
+
+    def link(source: int, direction: str, size: int) -> LinkCost:
+        flow = FlowCost(direction=direction, codec="bf16", bytes=size, elements=1)
+        return LinkCost(
+            source=source,
+            target=1 - source,
+            bytes=size,
+            flows=(flow,),
+            busy_seconds=1.0,
+            capacity=0.0,
+            round_trip_seconds=9.0,
+            retransmits=0,
+            rejects=0,
+            queued_bytes=0,
+        )
+
+    return StepCosts(
+        step=1,
+        seconds=33.0,
+        aborted=aborted,
+        stages=stages,
+        links=(link(0, "activation", 80), link(1, "gradient", 160)),
+    )
+
+
+def report(source: int, target: int) -> LinkReport | None:
+    """Only the lower stage has measured anything yet."""
+    if source:
+        return None
+    return LinkReport(
+        peer_stage=target,
+        bytes_sent=0,
+        bytes_received=0,
+        retransmits=0,
+        rejects=0,
+        rtt_seconds=9.0,
+        least_rtt_seconds=0.5,
+        capacity=100.0,
+    )
+
+
+def test_measures_are_a_microbatchs() -> None:
+    assert measured(costs(), report, chunks=1, microbatches=8) == StepMeasures(
+        forward=(1.25, 1.25),
+        backward=(2.25, 2.25),
+        activation_bytes=10.0,
+        gradient_bytes=20.0,
+        links=(LinkRate(up=100.0, down=math.inf, latency=0.25),),
+    )
+
+
+@pytest.mark.parametrize("silent", [costs(aborted=True), costs(idle_stage=True)])
+def test_a_step_that_tells_nothing_plans_nothing(silent: StepCosts) -> None:
+    assert measured(silent, report, chunks=1, microbatches=8) is None

@@ -1,0 +1,350 @@
+"""The doctor's findings, each with what to do about it."""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import resource
+import socket
+import ssl
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from node.cli.main import main
+from node.processes import doctor
+from node.processes.doctor import (
+    MIN_FREE_BYTES,
+    MIN_OPEN_FILES,
+    MIN_WRITE_RATE,
+    OUR_PACKAGES,
+    Check,
+    Status,
+    check_congestion_control,
+    check_disk,
+    check_open_files,
+    check_packages,
+    check_python,
+    check_slow_start,
+    check_token,
+    checks_json,
+    checks_text,
+    examine,
+    healthy,
+    judge_disk,
+    judge_torch,
+    package_owners,
+)
+from tests.support.ports import free_port
+from wire.errors import LinkError, TokenError
+from wire.identity.authority import CertificateAuthority
+from wire.identity.token import JoinToken
+
+TOKEN = JoinToken(("127.0.0.1:1", "127.0.0.1:2"), "demo-x", b"p" * 32, "A" * 8, b"s" * 16)
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def test_every_finding_that_is_not_well_says_what_to_do(tmp_path: Path) -> None:
+    checks = examine(token="tw1_truncated", state_dir=tmp_path)
+    assert {"python", "torch", "memory", "packages", "open files", "disk", "token"} <= {
+        c.name for c in checks
+    }
+    for check in checks:
+        assert bool(check.fix) == (check.status is not Status.OK), check
+        assert "\n" not in check.detail + check.fix
+
+
+def test_this_machine_is_ready(tmp_path: Path) -> None:
+    checks = examine(state_dir=tmp_path)
+    assert healthy(checks), checks
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [((3, 10, 13), Status.FAIL), ((3, 11, 0), Status.OK), ((3, 13, 2), Status.OK), ((3, 14, 0), Status.FAIL)],
+)
+def test_python_versions(version: tuple[int, ...], status: Status) -> None:
+    assert check_python(version).status is status
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [
+        ("2.10.1", Status.FAIL),
+        ("2.11.0", Status.OK),
+        ("2.13.0+cpu", Status.OK),
+        ("2.14.0a0+git123", Status.OK),
+        ("3.0.0", Status.OK),
+    ],
+)
+def test_torch_versions(version: str, status: Status) -> None:
+    assert judge_torch(version).status is status
+
+
+def test_a_package_of_our_name_from_elsewhere_is_named() -> None:
+    ours = {"kernels": ["thinwire"], "wire": ["thinwire", "thinwire"], "node": ["thinwire"]}
+    assert check_packages(ours).status is Status.OK
+    assert check_packages({}).status is Status.OK
+    found = check_packages({**ours, "kernels": ["thinwire", "kernels"]})
+    assert found.status is Status.WARN
+    assert "kernels also ships 'kernels'" in found.detail
+    assert "virtual environment of its own" in found.fix
+
+
+def test_owners_of_packages_are_those_that_python_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By declared names or by recorded files; a file or folder inside another package is none of ours."""
+    files = {
+        "declares-1.0.dist-info": {"top_level.txt": "wire\nother\n", "RECORD": "other.py,,\n"},
+        "records-1.0.dist-info": {"RECORD": "bin/x,,\nkernels/__init__.py,,\nnode.py,,\n"},
+        "neither-1.0.dist-info": {"RECORD": "nodes/wire/__init__.py,,\nx/node.py,,\nwired.py,,\n"},
+        "bare-1.0.dist-info": {},
+    }
+    for directory, held in files.items():
+        (tmp_path / directory).mkdir()
+        name = directory.partition("-")[0]
+        for file, text in {"METADATA": f"Name: {name}\nVersion: 1.0\n", **held}.items():
+            (tmp_path / directory / file).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    owners = package_owners()
+    everything = importlib.metadata.packages_distributions()
+    assert {name: set(found) for name, found in owners.items()} == {
+        name: set(everything[name]) for name in OUR_PACKAGES if name in everything
+    }
+    assert {"declares", "records"} <= {name for found in owners.values() for name in found}
+    assert "also ships" in check_packages(owners).detail
+    assert owners["kernels"][0] == owners["node"][0] == "records"
+
+
+@pytest.mark.parametrize(
+    ("limits", "status", "fix"),
+    [
+        ((MIN_OPEN_FILES, 10**6), Status.OK, ""),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), Status.OK, ""),
+        ((64, 10**6), Status.FAIL, "ulimit -n"),
+        ((64, resource.RLIM_INFINITY), Status.FAIL, "ulimit -n"),
+        ((64, 64), Status.FAIL, "administrator"),
+    ],
+)
+def test_open_files(limits: tuple[int, int], status: Status, fix: str) -> None:
+    check = check_open_files(limits)
+    assert check.status is status
+    assert fix in check.fix
+
+
+@pytest.mark.parametrize(
+    ("content", "status"), [("cubic\n", Status.OK), ("bbr\n", Status.WARN), ("bbr2\n", Status.WARN)]
+)
+def test_congestion_control_that_shares_a_line_badly_is_named(
+    content: str, status: Status, tmp_path: Path
+) -> None:
+    setting = tmp_path / "tcp_congestion_control"
+    setting.write_text(content)
+    (check,) = check_congestion_control(setting)
+    assert check.status is status and content.strip() in check.detail
+    assert ("cubic" in check.fix) == (status is Status.WARN)
+
+
+@pytest.mark.parametrize(("content", "helps"), [("1\n", True), ("0\n", False)])
+def test_what_tcp_does_after_a_pause_is_told_without_a_warning(
+    content: str, helps: bool, tmp_path: Path
+) -> None:
+    setting = tmp_path / "tcp_slow_start_after_idle"
+    setting.write_text(content)
+    (check,) = check_slow_start(setting)
+    assert check.status is Status.OK
+    assert ("sysctl -w net.ipv4.tcp_slow_start_after_idle=0" in check.detail) is helps
+    assert list(check_slow_start(tmp_path / "absent")) == []
+
+
+def test_a_system_that_does_not_tell_its_congestion_control_is_not_asked_further(tmp_path: Path) -> None:
+    assert list(check_congestion_control(tmp_path / "absent")) == []
+
+
+def test_a_state_directory_behind_a_folder_that_may_not_be_entered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other checks are told all the same."""
+
+    def exists(path: Path) -> bool:
+        if tmp_path in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return path.is_dir()
+
+    monkeypatch.setattr(Path, "exists", exists)
+    assert main(["doctor", "--state-dir", str(tmp_path / "locked" / "node")]) == 1
+    said = capsys.readouterr().out
+    assert (
+        f"fail  state directory: {tmp_path / 'locked' / 'node'} cannot be written: Permission denied" in said
+    )
+    assert "ok    python: " in said
+
+
+def test_a_user_without_a_home_has_no_default_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    (check,) = (check for check in examine() if check.name == "state directory")
+    assert check.status is Status.FAIL and check.fix == "set HOME, or give --state-dir"
+
+
+def test_disk_space_and_speed_are_judged() -> None:
+    assert judge_disk(MIN_FREE_BYTES, MIN_WRITE_RATE).status is Status.OK
+    tight = judge_disk(MIN_FREE_BYTES - 1, MIN_WRITE_RATE)
+    assert (tight.status, tight.fix) == (Status.WARN, "free 2 GB")
+    slow = judge_disk(MIN_FREE_BYTES, MIN_WRITE_RATE / 2)
+    assert slow.status is Status.WARN and "faster disk" in slow.fix
+
+
+def test_a_state_directory_that_does_not_exist_yet_is_fine(tmp_path: Path) -> None:
+    checks = list(check_disk(tmp_path / "a" / "b"))
+    assert checks[0] == Check(
+        name="state directory", status=Status.OK, detail=f"{tmp_path / 'a' / 'b'} can be written"
+    )
+    assert checks[1].name == "disk"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_state_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    (check,) = check_disk(blocked / "state")
+    assert check.status is Status.FAIL
+    assert "cannot be written" in check.detail and "--state-dir" in check.fix
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    (check,) = check_disk(tmp_path)
+    assert check.status is Status.FAIL
+    assert "No space left on device" in check.detail
+
+
+@pytest.mark.parametrize(
+    "text", ["", "tw1_", "tw2_abc", TOKEN.encode()[:-4], TOKEN.encode().replace("tw1", "xx1")]
+)
+def test_a_token_that_cannot_be_read(text: str) -> None:
+    (check,) = check_token(text)
+    assert check.status is Status.FAIL
+    assert "join line" in check.fix
+
+
+def stub_contact(monkeypatch: pytest.MonkeyPatch, answers: dict[str, Exception | None]) -> None:
+    async def fetch_authority(address: str, pin: bytes, seconds: float) -> bytes:
+        error = answers[address]
+        if error is not None:
+            raise error
+        return b"pem"
+
+    monkeypatch.setattr("wire.identity.bootstrap.fetch_authority", fetch_authority)
+
+
+@pytest.mark.parametrize(
+    ("second", "statuses"),
+    [
+        (None, [Status.OK, Status.OK, Status.OK]),
+        (LinkError("nothing answers"), [Status.OK, Status.OK, Status.WARN]),
+    ],
+)
+def test_one_address_that_answers_is_enough(
+    monkeypatch: pytest.MonkeyPatch, second: Exception | None, statuses: list[Status]
+) -> None:
+    stub_contact(monkeypatch, {"127.0.0.1:1": None, "127.0.0.1:2": second})
+    assert [check.status for check in check_token(TOKEN.encode())] == statuses
+
+
+def test_a_coordinator_that_is_not_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub_contact(monkeypatch, {"127.0.0.1:1": TokenError("other key"), "127.0.0.1:2": LinkError("silence")})
+    token, first, second = check_token(TOKEN.encode())
+    assert token.status is Status.OK
+    assert first.status is Status.FAIL and "do not join" in first.fix
+    assert second.status is Status.FAIL and "port is open" in second.fix
+    assert not healthy([token, first, second])
+
+
+def test_a_port_where_nothing_listens() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    token = JoinToken((address,), "demo-x", b"p" * 32, "A" * 8, b"s" * 16)
+    (_, contact) = check_token(token.encode())
+    assert contact.status is Status.FAIL
+    assert address in contact.detail
+
+
+def test_text_and_json_say_the_same() -> None:
+    checks = [
+        Check(name="a", status=Status.OK, detail="fine"),
+        Check(name="b", status=Status.FAIL, detail="broken", fix="mend it"),
+    ]
+    assert checks_text(checks).splitlines() == [
+        "ok    a: fine",
+        "fail  b: broken",
+        "      fix: mend it",
+        "1 of 2 checks failed",
+    ]
+    whole = json.loads(checks_json(checks))
+    assert whole["ok"] is False
+    assert [check["status"] for check in whole["checks"]] == ["ok", "fail"]
+    assert checks_text(checks[:1]).splitlines()[-1] == "this machine is ready"
+
+
+@pytest.mark.parametrize(("found", "code"), [(Status.OK, 0), (Status.WARN, 0), (Status.FAIL, 1)])
+def test_the_command(
+    found: Status, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check = Check(name="x", status=found, detail="y", fix="z")
+    monkeypatch.setattr(doctor, "examine", lambda token, state_dir: [check])
+    assert main(["doctor", "--json"]) == code
+    assert json.loads(capsys.readouterr().out)["ok"] is (code == 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"), [(["foo"], "token"), (["--run-file", "nofile", "--device", "cpu"], "run file")]
+)
+def test_what_cannot_be_used_has_its_own_exit_code(
+    arguments: list[str], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--json", "--state-dir", str(tmp_path), *arguments]) == 2
+    checks = {check["name"]: check["status"] for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert checks[name] == "fail"
+
+
+def test_a_real_certificate_is_compared_with_the_pin(tmp_path: Path) -> None:
+    authority = CertificateAuthority.create("demo-x", time.time())
+    key, certificate = authority.coordinator_credentials(timedelta(hours=1), time.time())
+    (tmp_path / "chain.pem").write_bytes(key + certificate)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "chain.pem")
+    context.set_alpn_protocols(["h2"])
+
+    def serve(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it is closed under us if the test fails
+            for _ in range(2):
+                connection, _ = listener.accept()
+                with (
+                    connection,
+                    contextlib.suppress(OSError),
+                    context.wrap_socket(connection, server_side=True) as tls,
+                ):
+                    tls.recv(1)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(30)
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        for pin, status in ((authority.pin, Status.OK), (b"x" * 32, Status.FAIL)):
+            token = JoinToken((address,), "demo-x", pin, "A" * 8, b"s" * 16)
+            assert [check.status for check in check_token(token.encode())] == [Status.OK, status]
+        thread.join(30)

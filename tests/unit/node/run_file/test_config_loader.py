@@ -1,0 +1,277 @@
+"""Run files: what is read, what is refused and in which words."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.config.schema import PipelineSection, RunConfig, TrainingSection
+from node.run_file.loader import (
+    change_config,
+    default_config,
+    from_json,
+    load_config,
+    parse_override,
+    section_types,
+    to_json,
+    to_toml,
+    toml_value,
+    with_absolute_paths,
+)
+from wire.errors import ConfigError
+
+DEPLOY = Path(__file__).parents[4] / "deploy"
+RUN_FILES = sorted(path for path in DEPLOY.rglob("*.toml") if path.parent.name != "lab")
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "")) == RunConfig() == default_config()
+
+
+def test_values_are_read_into_their_types(tmp_path: Path) -> None:
+    config = load_config(
+        write(
+            tmp_path,
+            """
+            [training]
+            lr = 1          # a whole number where a float is meant
+            [pipeline]
+            split = [1, 2, 3, 2]
+            [coordinator]
+            advertise = ["a.example:7700"]
+            """,
+        )
+    )
+    assert config.training == TrainingSection(lr=1.0)
+    assert type(config.training.lr) is float
+    assert config.pipeline == PipelineSection(split=(1, 2, 3, 2))
+    assert config.coordinator.advertise == ("a.example:7700",)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[trainning]\nlr = 1.0", ["unknown section [trainning]", "did you mean 'training'?"]),
+        ("[training]\nlrr = 1.0", ["unknown key 'lrr' in [training]", "did you mean 'lr'?"]),
+        ("[training]\nsequence = 8", ["unknown key 'sequence'", "did you mean model.sequence?"]),
+        ("[zzz]", ["unknown section [zzz]", "known: run, model"]),
+        ("steps = 3", ["key 'steps' is outside its section", "[run]"]),
+        ("run = 3", ["[run] must be a section", "3 (a whole number)"]),
+        ("[run]\nsteps = 3.0", ["run.steps must be a whole number", "3.0 (a number)"]),
+        ("[run]\nsteps = true", ["run.steps must be a whole number", "True (true or false)"]),
+        ("[run]\nname = 3", ["run.name must be a string"]),
+        ("[model]\ntied = 1", ["model.tied must be true or false"]),
+        ("[training]\nlr = 'fast'", ["training.lr must be a number", "'fast' (a string)"]),
+        ("[pipeline]\nsplit = 4", ["pipeline.split must be a list of whole numbers"]),
+        ("[pipeline]\nsplit = [1, 2.0]", ["pipeline.split must be a list of whole numbers"]),
+        ("[coordinator]\nadvertise = [1]", ["coordinator.advertise must be a list of strings"]),
+        ("[run]\nname = 1979-05-27", ["run.name must be a string", "(date)"]),
+        ("[run\nsteps = 3", ["not valid TOML", "line 1"]),
+        ("[run]\nsteps = 3\nsteps = 4", ["not valid TOML"]),
+        (f"[run]\nsteps = {'9' * 5000}", ["not valid TOML: a number in it has thousands of digits"]),
+        (f"[run]\nsteps = 0x{'f' * 5000}", ["run.steps must be a whole number of at most 64 bits"]),
+        (f"[training]\nlr = {'9' * 400}", ["training.lr must be a number of at most 64 bits"]),
+        (f"[pipeline]\nsplit = [1, {'9' * 400}]", ["must be a list of whole numbers of at most 64 bits"]),
+        (f"[pipeline]\nsplit = [[0x{'f' * 5000}]]", ["pipeline.split must be a list", "... (a list)"]),
+        (f"[pipeline]\nsplit = {'[' * 3000}", ["not valid TOML: hundreds of brackets"]),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_what_cannot_be_used_is_named_in_one_line(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    message = str(caught.value)
+    assert message.startswith(str(path))
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_a_long_value_is_cut_short(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"xxx\.\.\. \(a string\)") as caught:
+        load_config(write(tmp_path, f"[run]\nsteps = '{'x' * 5000}'"))
+    assert len(str(caught.value)) < 300
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such run file"):
+        load_config(tmp_path / "absent.toml")
+    with pytest.raises(ConfigError, match="is a directory"):
+        load_config(tmp_path)
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"not UTF-8 text \(byte 0\)"):
+        load_config(binary)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path: Path) -> None:
+    marked = tmp_path / "marked.toml"
+    marked.write_bytes(b"\xef\xbb\xbf[run]\nsteps = 7\nname = 'x'\n[training]\nwarmup_steps = 1\n")
+    assert load_config(marked).run.steps == 7
+
+
+def test_a_run_keeps_its_text_whatever_folder_it_is_resumed_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/someone")
+    path = write(tmp_path, "[data]\npath = 'texts/a.txt'\ntokenizer = '~/bpe'")
+    config = with_absolute_paths(load_config(path))
+    assert config.data.path == str(tmp_path / "texts" / "a.txt")
+    assert config.data.tokenizer == "/home/someone/bpe"
+    assert with_absolute_paths(config) == config
+    assert with_absolute_paths(RunConfig()) == RunConfig()
+    moved = change_config(config, ["data.path=b.txt"], ["data.path"])
+    assert moved.data.path == str(tmp_path / "b.txt")
+    assert change_config(config, ["data.path=stdlib"], ["data.path"]).data.path == "stdlib"
+
+
+@pytest.mark.parametrize("key", ["data.path", "data.tokenizer"])
+def test_the_home_of_nobody_is_named(key: str) -> None:
+    config = default_config([f"{key}=~nosuchuser/x.txt"])
+    words = f"^{key} '~nosuchuser/x.txt': this machine knows no home of that user"
+    with pytest.raises(ConfigError, match=words):
+        with_absolute_paths(config)
+    with pytest.raises(ConfigError, match=words):
+        change_config(default_config(), [f"{key}=~nosuchuser/x.txt"], ["data"])
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("training.lr=3e-4", ("training", "lr", 3e-4)),
+        ("training.lr = 1", ("training", "lr", 1.0)),
+        ("run.steps=7", ("run", "steps", 7)),
+        ("run.name=my-run", ("run", "name", "my-run")),
+        ("run.name='quoted'", ("run", "name", "quoted")),
+        ("run.name=7", ("run", "name", "7")),
+        ("data.path=/a b/c=d", ("data", "path", "/a b/c=d")),
+        ("model.tied=true", ("model", "tied", True)),
+        ("pipeline.split=2,2,3,1", ("pipeline", "split", (2, 2, 3, 1))),
+        ("pipeline.split=[2, 6]", ("pipeline", "split", (2, 6))),
+        ("pipeline.split=8", ("pipeline", "split", (8,))),
+        ("pipeline.split=", ("pipeline", "split", ())),
+        ("coordinator.advertise=a:1,b:2", ("coordinator", "advertise", ("a:1", "b:2"))),
+    ],
+)
+def test_overrides_are_read_as_people_type_them(override: str, expected: tuple[str, str, object]) -> None:
+    found = parse_override(override)
+    assert found == expected
+    assert type(found[2]) is type(expected[2])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("training.lr", "expected section.key=value"),
+        ("lr=3", "did you mean training.lr?"),
+        ("training.steps=3", "did you mean run.steps?"),
+        ("trainin.lr=3", "did you mean 'training'?"),
+        ("training.lr=fast", "training.lr must be a number"),
+        ("training.lr=", "training.lr must be a number, got '' (a string)"),
+        ("model.tied=yes", "model.tied must be true or false"),
+        ("pipeline.split=2,x", "a list of whole numbers"),
+        ("run.steps=1\nb = 2", "run.steps must be a whole number"),
+        (f"run.steps={'9' * 5000}", "run.steps must be a whole number"),
+        (f"run.steps=0x{'f' * 5000}", "run.steps must be a whole number of at most 64 bits"),
+        (f"training.lr={'9' * 400}", "training.lr must be a number of at most 64 bits"),
+        (f"pipeline.split={'[' * 3000}", "pipeline.split must be a list of whole numbers"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_bad_overrides_are_named(override: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_override(override)
+    assert words in str(caught.value)
+    assert repr(override) in str(caught.value)
+
+
+def test_overrides_win_and_the_last_wins_most(tmp_path: Path) -> None:
+    path = write(tmp_path, "[run]\nsteps = 50")
+    assert load_config(path, ["run.steps=60", "run.steps=70", "run.seed=5"]).run.steps == 70
+
+
+def test_rules_are_checked_after_the_overrides(tmp_path: Path) -> None:
+    path = write(tmp_path, "[training]\nglobal_batch = 6\nmicrobatch = 4")
+    with pytest.raises(ConfigError, match="must be a multiple of training"):
+        load_config(path)
+    assert load_config(path, ["training.microbatch=3"]).microbatches == 2
+
+
+def test_every_run_file_we_ship_parses() -> None:
+    assert DEPLOY / "recipes" / "demo.toml" in RUN_FILES
+    for path in RUN_FILES:
+        assert load_config(path).run.steps > 0, path
+
+
+def test_no_run_file_we_ship_gives_up_the_window_that_adapts() -> None:
+    for path in RUN_FILES:
+        assert load_config(path).pipeline.window == "auto", path
+
+
+def test_the_resolved_config_survives_json_and_toml(tmp_path: Path) -> None:
+    for path in RUN_FILES:
+        config = load_config(path)
+        assert from_json(to_json(config)) == config
+        assert load_config(write(tmp_path, to_toml(config))) == config
+    assert "\n" not in to_json(config)
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_categories=["Cs"])))
+def test_any_string_survives_toml(text: str) -> None:
+    assert tomllib.loads(f"value = {toml_value(text)}") == {"value": text}
+
+
+@given(st.floats(allow_nan=False))
+def test_any_float_survives_toml(number: float) -> None:
+    assert tomllib.loads(f"value = {toml_value(number)}") == {"value": number}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda raw: raw["run"].pop("seed"), "run.seed is missing"),
+        (lambda raw: raw.pop("model"), "model.family is missing"),
+        (lambda raw: raw["run"].update(speed=3), "unknown key 'speed' in [run]; did you mean 'seed'?"),
+        (lambda raw: raw["run"].update(seed="x"), "run.seed must be a whole number"),
+        (lambda raw: raw.update(extra={}), "unknown section [extra]"),
+        (lambda raw: raw["model"].update(heads=7), "must be a multiple of model.heads (7)"),
+    ],
+)
+def test_json_from_another_version_is_refused(change: Callable[[dict[str, Any]], object], words: str) -> None:
+    raw = json.loads(to_json(RunConfig()))
+    change(raw)
+    with pytest.raises(ConfigError) as caught:
+        from_json(json.dumps(raw))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null"])
+def test_json_that_is_no_config_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="the run's resolved config"):
+        from_json(text)
+
+
+def test_reading_needs_no_torch() -> None:
+    program = "import sys, node.run_file.loader; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
+
+
+def test_every_field_has_a_type_that_can_be_read() -> None:
+    for name, section in section_types().items():
+        for key, value in vars(section()).items():
+            assert parse_override(f"{name}.{key}={toml_value(value)}") == (name, key, value)

@@ -1,0 +1,134 @@
+"""Where tensors wait for the compute thread: any order, waits that end, nothing left behind."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from node.pipeline.routing import neighbours, source_stage, target_stage
+from node.stage.inbox import Inbox, StepInterrupted
+from wire.errors import LinkLostError
+from wire.spec import Direction, TensorKey
+
+SECONDS = 20.0
+
+
+def key(microbatch: int, direction: Direction = Direction.ACTIVATION, boundary: int = 0) -> TensorKey:
+    return TensorKey(1, 0, microbatch, boundary, direction)
+
+
+def in_thread(work: Callable[[], bytearray]) -> "Future[bytearray]":
+    pool = ThreadPoolExecutor(1)
+    try:
+        return pool.submit(work)
+    finally:
+        pool.shutdown(wait=False)
+
+
+def test_tensors_are_taken_in_any_order_and_once() -> None:
+    inbox = Inbox()
+    for microbatch in range(3):
+        inbox.put(key(microbatch), bytearray([microbatch]))
+    for microbatch in (2, 0, 1):
+        assert inbox.holds(key(microbatch))
+        assert inbox.take(key(microbatch)) == bytearray([microbatch])
+        assert not inbox.holds(key(microbatch))
+    with pytest.raises(LinkLostError):
+        inbox.take(key(0), timeout=0.0)
+
+
+def test_a_wait_ends_when_the_tensor_comes_and_not_before() -> None:
+    inbox = Inbox()
+    taken = in_thread(lambda: inbox.take(key(1), SECONDS))
+    inbox.put(key(0), bytearray(b"another"))
+    inbox.put(key(1, Direction.GRADIENT), bytearray(b"the other way"))
+    assert not taken.done()
+    inbox.put(key(1), bytearray(b"it"))
+    assert taken.result(SECONDS) == b"it"
+
+
+def test_a_neighbour_that_sends_nothing_is_named_by_what_is_missing() -> None:
+    with pytest.raises(LinkLostError) as stuck:
+        Inbox().take(key(3, Direction.GRADIENT, boundary=2), timeout=0.0)
+    assert str(stuck.value) == (
+        "no gradient of microbatch 3 came over boundary 2 within 0 s: the neighbour's stage is stuck"
+    )
+
+
+def test_an_interruption_ends_every_wait_at_once() -> None:
+    inbox = Inbox()
+    waits = [in_thread(partial(inbox.take, key(microbatch), SECONDS)) for microbatch in range(3)]
+    inbox.interrupt("the epoch is over")
+    for wait in waits:
+        with pytest.raises(StepInterrupted, match="the epoch is over"):
+            wait.result(SECONDS)
+
+
+def test_the_first_reason_wins_and_stays_until_reset() -> None:
+    inbox, cause = Inbox(), LinkLostError("gone")
+    inbox.check()
+    inbox.put(key(0), bytearray(b"x"))
+    inbox.interrupt("first", cause)
+    inbox.interrupt("second")
+    for _ in range(2):
+        with pytest.raises(StepInterrupted, match="first") as stopped:
+            inbox.take(key(0))  # even what is there belongs to a step that is over
+        assert stopped.value.cause is cause
+        with pytest.raises(StepInterrupted, match="first"):
+            inbox.check()
+    inbox.reset()
+    inbox.check()
+    assert not inbox.holds(key(0)), "tensors of the epoch before are forgotten"
+
+
+def test_no_tensor_is_lost_between_threads() -> None:
+    inbox = Inbox()
+    count = 2000
+
+    def put() -> None:
+        for number in range(count):
+            inbox.put(key(number ^ 1), bytearray(number.to_bytes(4, "big")))
+
+    putter = threading.Thread(target=put)
+    putter.start()
+    taken = [inbox.take(key(number), SECONDS) for number in range(count)]
+    putter.join(SECONDS)
+    assert taken == [bytearray((number ^ 1).to_bytes(4, "big")) for number in range(count)]
+
+
+# ---- who sends what to whom
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_a_boundarys_tensors_pass_between_linked_stages(stages: int, chunks: int) -> None:
+    for boundary in range(stages * chunks - 1):
+        forth = key(0, Direction.ACTIVATION, boundary)
+        back = key(0, Direction.GRADIENT, boundary)
+        sender, receiver = boundary % stages, (boundary + 1) % stages
+        assert (source_stage(forth, stages), target_stage(forth, stages)) == (sender, receiver)
+        assert (source_stage(back, stages), target_stage(back, stages)) == (receiver, sender)
+        if stages > 1:
+            assert receiver in neighbours(sender, stages, chunks, tied=False)
+            assert sender in neighbours(receiver, stages, chunks, tied=False)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+def test_tied_gradients_pass_between_the_ends(stages: int) -> None:
+    share, total = key(0, Direction.TIED_SHARE), key(0, Direction.TIED_SUM)
+    last = stages - 1
+    assert (source_stage(share, stages), target_stage(share, stages)) == (last, 0)
+    assert (source_stage(total, stages), target_stage(total, stages)) == (0, last)
+    assert last in neighbours(0, stages, 1, tied=True)
+    assert 0 in neighbours(last, stages, 1, tied=True)
+
+
+def test_neighbours() -> None:
+    assert [neighbours(stage, 4, 1, tied=False) for stage in range(4)] == [(1,), (0, 2), (1, 3), (2,)]
+    ring = [(1, 3), (0, 2), (1, 3), (0, 2)]
+    assert [neighbours(stage, 4, 2, tied=False) for stage in range(4)] == ring
+    assert [neighbours(stage, 4, 1, tied=True) for stage in range(4)] == ring
+    assert [neighbours(stage, 2, 2, tied=True) for stage in range(2)] == [(1,), (0,)]
+    assert neighbours(0, 1, 3, tied=True) == ()

@@ -1,0 +1,188 @@
+"""A node's compute thread: what it does counts as work, and one that hangs lets its process end."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from node.config.schema import RunConfig
+from node.run_file.loader import to_json
+from node.stage import runtime as module
+from node.stage import watchdog
+from node.stage.node_settings import IdentityHolder, NodeSettings
+from node.stage.runtime import NodeRuntime
+from node.stage.watchdog import StuckError
+from node.telemetry.clock import TimeKind
+from tests.support.pki import new_authority, new_node
+from wire.errors import LinkError, LinkLostError, RefusalCode, Refused
+from wire.identity.authority import CertificateAuthority
+from wire.identity.credentials import NodeIdentity, load_key
+from wire.identity.enrolment import Hardware
+from wire.messages import Finish, Heartbeat, Welcome
+
+SECONDS = 30.0
+WELCOME = Welcome(node_id="node-1", config_json=to_json(RunConfig()), heartbeat_seconds=0.01)
+
+
+@pytest.fixture
+def authority() -> CertificateAuthority:
+    return new_authority()
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, authority: CertificateAuthority) -> NodeRuntime:
+    settings = NodeSettings(
+        control_address="127.0.0.1:1",
+        listen="127.0.0.1:0",
+        advertise="",
+        device=torch.device("cpu"),
+        hardware=Hardware("cpu", 1, 0),
+        flops=1.0,
+        cache_directory=tmp_path,
+        cache_bytes=0,
+    )
+    return NodeRuntime(settings, IdentityHolder(new_node(authority), tmp_path), lambda _: None)
+
+
+@pytest.fixture
+def over() -> Iterator[threading.Event]:
+    """Work that waits for it hangs for the whole test."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def alone(runtime: NodeRuntime, monkeypatch: pytest.MonkeyPatch, *messages: Any) -> None:
+    """Its coordinator says this, and nothing more."""
+
+    async def rate() -> float:
+        return 1.0
+
+    async def session() -> None:
+        for message in messages:
+            await runtime._handle(message)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(runtime._client, "measure_download", rate)
+    monkeypatch.setattr(runtime._session, "run", session)
+
+
+@contextlib.asynccontextmanager
+async def running(runtime: NodeRuntime) -> AsyncIterator["asyncio.Task[Finish]"]:
+    async with asyncio.timeout(SECONDS):
+        yield asyncio.create_task(runtime.run())
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0.01)
+
+
+async def test_all_that_the_compute_thread_does_is_work_and_then_it_waits(runtime: NodeRuntime) -> None:
+    clock = runtime._clock
+    assert clock.running()[0] is TimeKind.WAIT_COORDINATOR
+    assert (await runtime.compute(clock.running))[0] is TimeKind.OPTIMIZER
+    # A step ends in another kind, and so does one that breaks off.
+    await runtime.compute(lambda: clock.switch(TimeKind.BACKWARD))
+    assert clock.running()[0] is TimeKind.WAIT_COORDINATOR
+    with pytest.raises(ZeroDivisionError):
+        await runtime.compute(lambda: 1 // 0)
+    assert clock.running()[0] is TimeKind.WAIT_COORDINATOR
+
+
+@pytest.mark.parametrize("failed", [False, True])
+async def test_a_node_whose_run_is_over_does_not_wait_for_a_thread_that_hangs(
+    runtime: NodeRuntime, monkeypatch: pytest.MonkeyPatch, over: threading.Event, failed: bool
+) -> None:
+    alone(runtime, monkeypatch)
+    async with running(runtime) as task:
+        hung = asyncio.create_task(runtime.compute(over.wait))
+        runtime._end(Finish(reason="over", failed=failed))
+        # Nobody looks before its time: it may be at a long piece of work.
+        done, _ = await asyncio.wait([task], timeout=0.1)
+        assert not done
+        monkeypatch.setattr(watchdog, "STUCK_SECONDS", 0.1)
+        with pytest.raises(StuckError, match="does not come back"):
+            await task
+        hung.cancel()
+
+
+async def test_a_node_whose_run_is_over_waits_for_what_it_is_at(
+    runtime: NodeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone(runtime, monkeypatch)
+    started, go = threading.Event(), threading.Event()
+
+    def work() -> None:
+        started.set()
+        go.wait()
+
+    async with running(runtime) as task:
+        at_it = asyncio.create_task(runtime.compute(work))
+        await asyncio.to_thread(started.wait)
+        runtime._end(Finish(reason="over", failed=False))
+        assert not (await asyncio.wait([task], timeout=0.1))[0]
+        go.set()
+        assert await task == Finish(reason="over", failed=False)
+        await at_it
+
+
+@pytest.mark.parametrize("ahead", [0.0, 6 * 3600.0])
+async def test_a_certificate_is_renewed_and_a_clock_by_which_each_has_ended_ends_the_node(
+    runtime: NodeRuntime, authority: CertificateAuthority, monkeypatch: pytest.MonkeyPatch, ahead: float
+) -> None:
+    first, asked = runtime._identity.current, 0
+    key = load_key(first.key_pem).public_key()
+
+    async def renew(csr_der: bytes) -> bytes:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise LinkLostError("the coordinator is away")
+        if asked == 3:
+            raise Refused(RefusalCode.EVICTED, "enough")
+        issued = time.time() - ahead
+        return authority.issue_node(key, first.node_id, timedelta(hours=24), issued)
+
+    monkeypatch.setattr(module, "RENEW_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(NodeIdentity, "renewal_time", 0.0)
+    monkeypatch.setattr(runtime._client, "renew", renew)
+    error, line = (LinkError, "set the clock") if ahead else (Refused, "enough")
+    async with asyncio.timeout(SECONDS):
+        with pytest.raises(error, match=line):
+            await runtime._renew_certificate()
+    assert (runtime._identity.current == first) == bool(ahead)
+
+
+async def test_a_node_lives_while_its_devices_start(
+    runtime: NodeRuntime, monkeypatch: pytest.MonkeyPatch, over: threading.Event
+) -> None:
+    alone(runtime, monkeypatch, WELCOME)
+    heard: asyncio.Queue[Any] = asyncio.Queue()
+    monkeypatch.setattr(runtime._session, "post", heard.put_nowait)
+    monkeypatch.setattr(runtime, "_make_executor", lambda *_: over.wait())
+    async with running(runtime) as task:
+        for _ in range(3):
+            assert isinstance(await heard.get(), Heartbeat)
+        assert runtime._clock.running()[0] is TimeKind.OPTIMIZER, "the watchdog looks at it"
+        task.cancel()
+        over.set()
+        await asyncio.wait([task])
+
+
+async def test_devices_that_never_start_end_the_node(
+    runtime: NodeRuntime, monkeypatch: pytest.MonkeyPatch, over: threading.Event
+) -> None:
+    monkeypatch.setattr(watchdog, "STUCK_SECONDS", 0.1)
+    alone(runtime, monkeypatch, WELCOME)
+    monkeypatch.setattr(runtime, "_make_executor", lambda *_: over.wait())
+    async with running(runtime) as task:
+        with pytest.raises(StuckError, match="does not come back"):
+            await task

@@ -1,0 +1,67 @@
+"""A compute thread that hangs is noticed, one that works or waits is not, and its process ends."""
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+from node.stage import watchdog
+from node.stage.inbox import STALL_SECONDS
+from node.stage.watchdog import STUCK_SECONDS, StuckError, check_progress, watch
+from node.telemetry.clock import WAITS, StageClock, TimeKind
+
+HANGS = """
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+import node.processes.node as main
+from node.config.join_options import JoinOptions
+from node.stage.watchdog import StuckError
+
+async def serve(*_):
+    threading.Thread(target=threading.Event().wait).start()  # never ends, and the interpreter waits for it
+    raise StuckError("stuck for good")
+
+main._serve = serve
+main._check_machine = lambda: None
+main.JoinToken = SimpleNamespace(parse=lambda _: SimpleNamespace(run_id="r"))
+main.claim = lambda *_: SimpleNamespace(path=Path("."), release=lambda: print("released", flush=True))
+main.run_node("token", JoinOptions(device="cpu"))
+"""
+
+
+@pytest.mark.parametrize("kind", list(TimeKind))
+def test_only_work_can_take_too_long(kind: TimeKind) -> None:
+    check_progress(kind, STUCK_SECONDS)
+    if kind in WAITS:
+        check_progress(kind, 100 * STUCK_SECONDS)
+    else:
+        with pytest.raises(StuckError, match=f"in {kind} for 301 s"):
+            check_progress(kind, STUCK_SECONDS + 1)
+
+
+def test_neighbours_are_blamed_later() -> None:
+    assert STUCK_SECONDS + watchdog.LOOK_SECONDS < STALL_SECONDS
+
+
+async def test_the_clock_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0.001)
+    now = 0.0
+    clock = StageClock(lambda: now)
+    clock.switch(TimeKind.FORWARD)
+    watching = asyncio.create_task(watch(clock))
+    now = STUCK_SECONDS
+    await asyncio.sleep(0.05)
+    assert not watching.done()
+    now += 1
+    with pytest.raises(StuckError):
+        async with asyncio.timeout(5):
+            await watching
+
+
+def test_the_process_ends_although_its_thread_does_not() -> None:
+    done = subprocess.run((sys.executable, "-c", HANGS), capture_output=True, text=True, timeout=150)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.strip() == "thinwire: error: stuck for good"
+    assert done.stdout.strip() == "released"

@@ -1,0 +1,256 @@
+"""What Prometheus reads: every name and label as defined, counters that only grow, nothing secret."""
+
+import errno
+import os
+import re
+from dataclasses import replace
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.unit.node.coordinator.test_accounting import EPOCH, totals
+
+from node.analysis.view import RunViewBuilder
+from node.coordinator.accounting import Accounting
+from node.coordinator.actions import AbortKind
+from node.coordinator.metrics import COUNTED, STATES, RunMetrics
+from node.run_file.validate import why_not_bound
+from node.stage.node_metrics import NodeMetrics, serve_metrics
+from node.telemetry import events
+from node.telemetry.metrics import (
+    NODE_METRICS,
+    PREFIX,
+    RUN_METRICS,
+    STEP_BUCKETS,
+    Definition,
+    Families,
+    Histogram,
+    MetricKind,
+)
+from tests.support.run_events import BEGAN, NODES, aborted, done, joined, opening, step
+from wire.errors import UserError
+
+FORBIDDEN_LABELS = {"step", "token", "address", "microbatch", "peer_address", "host", "ip"}
+
+
+class Watched:
+    """A run's metrics, fed by hand."""
+
+    def __init__(self) -> None:
+        self.builder = RunViewBuilder()
+        self.metrics = RunMetrics(self.builder.view)
+        self.metrics.accounting = self.accounting = Accounting({"tah", "fixed-8"})
+        self.now = BEGAN
+
+    def say(self, *told: events.Event) -> None:
+        for event in told:
+            self.builder.apply(event, self.now)
+            self.metrics.apply(event, self.now)
+            self.now += 1
+
+    def report(self, steps: float, epoch: int = EPOCH) -> None:
+        for stage, node in enumerate(NODES[:2]):
+            told = replace(totals(steps, stage=stage, epoch=epoch), clock_error_seconds=1e-3)
+            self.accounting.report(node, told)
+
+    def samples(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        return parsed(self.metrics.render())
+
+
+def parsed(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
+@pytest.fixture
+def watched() -> Watched:
+    one = Watched()
+    one.say(*opening())
+    one.report(0)
+    one.accounting.begin_epoch(EPOCH, NODES[:2])
+    return one
+
+
+@pytest.mark.parametrize("definition", [*RUN_METRICS, *NODE_METRICS], ids=lambda one: one.name)
+def test_names_follow_the_rules(definition: Definition) -> None:
+    assert re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", definition.name)
+    assert (definition.kind is MetricKind.COUNTER) == definition.name.endswith("_total")
+    assert not set(definition.labels) & FORBIDDEN_LABELS
+    assert definition.meaning.endswith(".")
+    for unit in ("_ms", "_mbit", "_percent", "_kb", "_mb", "_milliseconds"):
+        assert not definition.name.endswith(unit), "base units"
+
+
+def test_a_run_gives_every_metric_that_is_defined(watched: Watched) -> None:
+    watched.say(*step(1), aborted(2), events.SnapshotStored(step=1, bytes=77, path="p"))
+    watched.say(events.Recovered(text="", step=1, seconds=3.0))
+    watched.report(1)
+    samples = watched.samples()
+    for definition in RUN_METRICS:
+        suffixes = ("_bucket", "_sum", "_count") if definition.kind is MetricKind.HISTOGRAM else ("",)
+        for suffix in suffixes:
+            mine = [labels for name, labels in samples if name == PREFIX + definition.name + suffix]
+            assert mine, f"{definition.name} has no sample"
+            extra = {"le"} if suffix == "_bucket" else set()
+            assert all({key for key, _ in labels} == set(definition.labels) | extra for labels in mine)
+    assert {name for name, _ in samples} <= {
+        PREFIX + definition.name + suffix
+        for definition in RUN_METRICS
+        for suffix in ("", "_bucket", "_sum", "_count")
+    }
+    assert samples["thinwire_loss", ()] == pytest.approx(5.99)
+    assert samples["thinwire_steps_total", ()] == 1
+    assert samples["thinwire_tokens_total", ()] == pytest.approx(4096)
+    assert samples["thinwire_recovery_seconds_total", ()] == 3.0
+    assert samples["thinwire_snapshot_bytes", ()] == 77
+    assert samples["thinwire_stage_seconds_total", (("kind", "forward"), ("stage", "0"))] == 1.0
+    link = (("source", "0"), ("target", "1"))
+    assert samples["thinwire_link_bytes_total", link] == 1000
+    assert samples["thinwire_link_capacity_bytes_per_second", link] == 5000
+    flow = (("codec", "tah"), ("direction", "activation"), *link)
+    assert 8 * samples["thinwire_link_tensor_bytes_total", flow] / samples[
+        "thinwire_link_elements_total", flow
+    ] == pytest.approx(4.5)
+
+
+def test_counters_only_grow_over_epochs_deaths_and_restarts(watched: Watched) -> None:
+    before: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    counters = {PREFIX + one.name for one in RUN_METRICS if one.kind is MetricKind.COUNTER}
+
+    def check() -> None:
+        nonlocal before
+        now = {key: value for key, value in watched.samples().items() if key[0] in counters}
+        assert before.keys() <= now.keys()
+        assert all(now[key] >= value for key, value in before.items())
+        before = now
+
+    for epoch in range(EPOCH, EPOCH + 3):
+        for steps in (0.0, 0.5, 1.0, 2.0):
+            watched.report(steps, epoch)
+            check()
+        watched.say(done(1), aborted(2, epoch), events.NodeLeft(node_id=NODES[1], reason="killed"))
+        watched.accounting.step(2, 1.0, aborted=True)
+        watched.accounting.forget(NODES[1])
+        check()
+        watched.say(joined(NODES[1]))
+        watched.report(0.0, epoch + 1)
+        watched.accounting.begin_epoch(epoch + 1, NODES[:2])
+        check()
+    assert before["thinwire_nodes_left_total", ()] == 3
+    assert before["thinwire_link_bytes_total", (("source", "0"), ("target", "1"))] == 6000
+
+
+def test_a_node_that_is_gone_leaves_no_gauge_behind(watched: Watched) -> None:
+    watched.report(1)
+    assert ("thinwire_node_clock_skew_seconds", (("node", NODES[1]),)) in watched.samples()
+    watched.accounting.forget(NODES[1])
+    samples = watched.samples()
+    assert ("thinwire_node_clock_skew_seconds", (("node", NODES[1]),)) not in samples
+    assert ("thinwire_stage_memory_bytes", (("stage", "1"),)) not in samples
+    assert ("thinwire_stage_memory_bytes", (("stage", "0"),)) in samples
+
+
+def test_one_state_at_a_time(watched: Watched) -> None:
+    samples = watched.samples()
+    states = {
+        labels[0][1]: value for (name, labels), value in samples.items() if name == "thinwire_run_state"
+    }
+    assert set(states) == set(STATES)
+    assert [state for state, value in states.items() if value] == ["training"]
+
+
+def test_steps_that_are_not_finite_are_counted_apart(watched: Watched) -> None:
+    watched.say(aborted(2))
+    assert watched.samples()["thinwire_non_finite_total", ()] == 0
+    # A node's own words count for nothing.
+    watched.say(events.StepAborted(epoch=1, step=2, kind=AbortKind.FAILED, reason="the loss is not finite"))
+    assert watched.samples()["thinwire_non_finite_total", ()] == 0
+    watched.say(events.StepAborted(epoch=1, step=2, kind=AbortKind.NOT_FINITE, reason="the loss"))
+    assert watched.samples()["thinwire_non_finite_total", ()] == 1
+    assert watched.samples()["thinwire_steps_aborted_total", ()] == 3
+
+
+def test_nothing_secret_and_no_address_is_shown(watched: Watched) -> None:
+    watched.say(events.JoinLine(line="thinwire join tw1_S3cr3t"), aborted(2))
+    text = watched.metrics.render().decode()
+    assert "S3cr3t" not in text and "192.0.2" not in text and "4711" not in text
+
+
+def test_labels_from_nodes_cannot_break_the_format(watched: Watched) -> None:
+    hostile = 'x"} 1\nthinwire_loss 0\n'
+    watched.say(events.NodeJoined(node_id=NODES[0], device=hostile, address=""))
+    samples = watched.samples()
+    assert samples["thinwire_stage_info", (("device", hostile), ("node", NODES[0]), ("stage", "0"))] == 1
+
+
+def test_a_name_means_the_same_at_the_coordinator_and_at_a_node() -> None:
+    run = {one.name: one for one in RUN_METRICS}
+    assert [one.name for one in NODE_METRICS if run.get(one.name, one) != one] == []
+
+
+def test_every_counted_event_is_a_metric() -> None:
+    assert set(COUNTED) <= {one.name for one in RUN_METRICS if one.kind is MetricKind.COUNTER}
+
+
+def test_a_histogram_is_cumulative() -> None:
+    histogram = Histogram()
+    for seconds in (0.05, 0.1, 0.11, 3.0, 1e6):
+        histogram.add(seconds)
+    buckets, total = histogram.buckets()
+    counts = dict(buckets)
+    assert total == pytest.approx(1_000_003.26)
+    assert (counts["0.1"], counts["0.25"], counts["5.0"], counts["+Inf"]) == (2, 3, 4, 5)
+    assert len(counts) == len(STEP_BUCKETS) + 1
+
+
+def test_wrong_names_and_labels_are_mistakes() -> None:
+    families = Families(RUN_METRICS)
+    with pytest.raises(KeyError):
+        families.set("no_such_metric", 1.0)
+    with pytest.raises(ValueError, match="labels"):
+        families.set("link_bytes_total", 1.0, 0)
+
+
+def test_a_node_shows_itself_across_epochs() -> None:
+    metrics = NodeMetrics(node_id="node-a", run_id="run-a", device="cpu")
+    metrics.report(totals(0), -1, 0)
+    metrics.report(totals(1), 0, 2)
+    metrics.report(totals(2), 0, 2)
+    metrics.report(totals(1, stage=1, epoch=EPOCH + 1, rejects=3), 1, 2)
+    samples = parsed(metrics.render())
+    assert samples["thinwire_node_stage", ()] == 1
+    assert samples["thinwire_node_link_bytes_total", (("peer", "1"),)] == 2000
+    assert samples["thinwire_node_link_bytes_total", (("peer", "0"),)] == 1000
+    assert samples["thinwire_node_link_rejects_total", (("peer", "0"),)] == 3
+    assert samples["thinwire_node_seconds_total", (("kind", "forward"),)] == 3.0
+    flow = (("codec", "tah"), ("direction", "gradient"), ("peer", "0"))
+    assert samples["thinwire_node_link_elements_total", flow] == 1600
+    assert {name for name, _ in samples} <= {PREFIX + one.name for one in NODE_METRICS}
+
+
+async def test_a_node_serves_its_metrics_and_nothing_else() -> None:
+    async with (
+        serve_metrics("127.0.0.1:0", lambda: b"thinwire_node_stage 3\n") as address,
+        aiohttp.ClientSession(f"http://{address}") as session,
+    ):
+        async with session.get("/metrics") as answer:
+            assert answer.status == 200
+            assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+            assert parsed(await answer.read()) == {("thinwire_node_stage", ()): 3.0}
+        async with session.get("/") as answer:
+            assert answer.status == 404
+        async with session.post("/metrics") as answer:
+            assert answer.status == 405
+    with pytest.raises(UserError, match=r"cannot serve metrics at 192\.0\.2\.1:1 \([^(]+\): give another"):
+        async with serve_metrics("192.0.2.1:1", lambda: b""):
+            pass
+
+
+def test_the_systems_words_are_told_even_where_asyncio_has_no_number() -> None:
+    taken = OSError(errno.EADDRINUSE, "error while attempting to bind on address ('127.0.0.1', 1): ...")
+    assert why_not_bound(taken) == os.strerror(errno.EADDRINUSE)
+    passed_over = OSError("could not bind on any address out of [('192.0.2.1', 1)]")
+    assert why_not_bound(passed_over) == os.strerror(errno.EADDRNOTAVAIL)
