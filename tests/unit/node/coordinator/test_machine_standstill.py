@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.unit.node.coordinator.test_machine_carried_out import CONFIG, SECONDS, scene
-from tests.unit.test_machine_stuck import wait
+from tests.unit.node.coordinator.test_machine_stuck import wait
 
 from node.coordinator import coordinator as module
 from node.coordinator.actions import Action, Released
