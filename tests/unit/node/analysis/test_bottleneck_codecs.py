@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.unit.node.analysis.test_bottleneck import GPU, link, on, says, seen, stage
 
 from node.analysis.packing import PROCESSOR_NANOSECONDS
 from node.analysis.remedies import LADDER, LOSS_FORWARD
@@ -15,6 +14,7 @@ from node.cli.main import build_parser
 from node.telemetry import events
 from tests.support.paths import ROOT
 from tests.support.run_events import history, started
+from tests.unit.node.analysis.test_bottleneck import GPU, link, on, says, seen, stage
 
 
 def results(file: str, key: str) -> list[dict[str, Any]]:

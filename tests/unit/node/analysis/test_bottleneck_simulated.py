@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
-from tests.unit.node.analysis.test_bottleneck import BITS, GPU, link, seen, stage
 
 from node.analysis.bottleneck import bottleneck
 from node.analysis.packing import nanoseconds, packing_seconds
@@ -13,6 +12,7 @@ from node.analysis.run_view import LinkView, RunView
 from node.pipeline.floor import LinkRate, Network
 from node.pipeline.schedule import Kind, schedule
 from node.pipeline.simulation import Timeline, simulate
+from tests.unit.node.analysis.test_bottleneck import BITS, GPU, link, seen, stage
 
 MICROBATCHES, WINDOW = 32, 8
 ELEMENTS = 1_000_000

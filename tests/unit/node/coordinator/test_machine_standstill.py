@@ -5,8 +5,6 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.unit.node.coordinator.test_machine_carried_out import CONFIG, SECONDS, scene
-from tests.unit.node.coordinator.test_machine_stuck import wait
 
 from node.coordinator import coordinator as module
 from node.coordinator.actions import Action, Released
@@ -22,6 +20,8 @@ from tests.support.machine_driver import (
     placement_of,
     sent,
 )
+from tests.unit.node.coordinator.test_machine_carried_out import CONFIG, SECONDS, scene
+from tests.unit.node.coordinator.test_machine_stuck import wait
 from wire.messages import Begin
 
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from tests.unit.node.coordinator.test_accounting import EPOCH, totals
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
 from node.coordinator.actions import Aborted, AbortKind, RecordCommit, RecordRestored
@@ -14,6 +13,7 @@ from node.pipeline.placement import stage_units
 from node.processes.coordinator import _untold
 from node.telemetry import events
 from node.telemetry.units import bytes_text
+from tests.unit.node.coordinator.test_accounting import EPOCH, totals
 
 CONFIG = RunConfig(run=RunSection(steps=9), model=ModelSection(layers=5), pipeline=PipelineSection(stages=2))
 NODES = ("a", "b")

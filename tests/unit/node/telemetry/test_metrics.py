@@ -8,7 +8,6 @@ from dataclasses import replace
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.unit.node.coordinator.test_accounting import EPOCH, totals
 
 from node.analysis.view import RunViewBuilder
 from node.coordinator.accounting import Accounting
@@ -28,6 +27,7 @@ from node.telemetry.metrics import (
     MetricKind,
 )
 from tests.support.run_events import BEGAN, NODES, aborted, done, joined, opening, step
+from tests.unit.node.coordinator.test_accounting import EPOCH, totals
 from wire.errors import UserError
 
 FORBIDDEN_LABELS = {"step", "token", "address", "microbatch", "peer_address", "host", "ip"}
