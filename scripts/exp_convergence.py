@@ -60,7 +60,7 @@ from node.config.schema import (
 from node.lab.results import commit
 from node.model.rng import generator
 from node.pipeline.memory import stage_storages
-from node.pipeline.split import split_units
+from node.pipeline.placement import split_units
 from node.run_file.validate import validate
 from node.training.reference import ReferenceTrainer
 from wire.codecs.header import EXPONENT

@@ -78,8 +78,7 @@ def holds_run(directory: Path) -> bool:
 
 def run_began(directory: Path) -> bool:
     """Whether a run is there to go on with: not where its coordinator died as it made the database."""
-    from node.coordinator.database import is_empty
-    from node.coordinator.store import DATABASE_FILE
+    from node.coordinator.store import DATABASE_FILE, is_empty
 
     return holds_run(directory) and not is_empty(directory / DATABASE_FILE)
 

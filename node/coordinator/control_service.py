@@ -12,20 +12,21 @@ import socket
 from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from node.coordinator.bulk_calls import CallLimit, chunks, zeros, zeros_sha256
-from node.coordinator.snapshot_desk import UploadPermit
+from node.coordinator.sessions import ControlSession
+from node.coordinator.snapshot_handler import UploadPermit
 from node.training.manifest import UnitEntry
 from wire.errors import ProtocolViolationError, RefusalCode, RunError, ThinwireError
 from wire.identity.credentials import peer_node_id
 from wire.identity.enrolment import Refusal
 from wire.identity.names import join_address, split_address
-from wire.messages import CoordinatorMessage, Hello, NodeMessage
+from wire.messages import Hello, NodeMessage
 from wire.messages_proto import coordinator_message_to_proto, node_message_from_proto
 from wire.v1 import control_pb2, control_pb2_grpc, enrolment_pb2
 from wire.version import PROTOCOL, VERSION
@@ -37,40 +38,12 @@ HELLO_SECONDS = 10.0
 REACH_SECONDS = 5.0
 MOST_LOOKUPS = 16
 """Names that are looked up at a time. A name server of its owner's choosing may take minutes to answer."""
-MOST_WAITING = 64
-"""Messages that wait to be sent to a node before answers to its heartbeats are left out."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Request = TypeVar("Request")
 
 
-class ControlSession:
-    """One node's open control connection."""
-
-    def __init__(self, node_id: str, hello: Hello, address: str) -> None:
-        self.node_id = node_id
-        self.hello = hello
-        self.address = address
-        """host:port where neighbours reach the node."""
-        self._outbox: asyncio.Queue[CoordinatorMessage | None] = asyncio.Queue()
-
-    def send(self, message: CoordinatorMessage) -> None:
-        self._outbox.put_nowait(message)
-
-    def answer(self, message: CoordinatorMessage) -> None:
-        """Send what may be left out: it is, to a node that asks on and reads nothing."""
-        if self._outbox.qsize() < MOST_WAITING:
-            self.send(message)
-
-    def close(self) -> None:
-        """End the connection once everything queued has been sent."""
-        self._outbox.put_nowait(None)
-
-    async def next(self) -> CoordinatorMessage | None:
-        return await self._outbox.get()
-
-
-class Desk(Protocol):
+class Handler(Protocol):
     """What the service asks of the coordinator."""
 
     async def refusal_for(self, node_id: str) -> Refusal | None:
@@ -126,8 +99,8 @@ class Names:
 
 
 class ControlService(control_pb2_grpc.CoordinatorServicer):
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
         self._calls = CallLimit()
         self._names = Names()
         self._greeting: dict[str, asyncio.Timeout] = {}
@@ -153,11 +126,11 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             )
             return
         session = ControlSession(node_id, hello, found)
-        self._desk.opened(session)
+        self._handler.opened(session)
         try:
             await self._serve(session, requests, context)
         finally:
-            self._desk.closed(session)
+            self._handler.closed(session)
 
     @asynccontextmanager
     async def _newest(self, node_id: str) -> AsyncIterator[None]:
@@ -175,7 +148,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
 
     async def _look_at(self, node_id: str, hello: Hello, context: Context) -> str | Refusal:
         """Where neighbours dial a node, host:port; or why it may not take part."""
-        refusal = await self._desk.refusal_for(node_id) or _version_refusal(hello)
+        refusal = await self._handler.refusal_for(node_id) or _version_refusal(hello)
         if refusal is not None:
             return refusal
         # What it said, with the host that we see if it named none.
@@ -200,7 +173,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         async def read() -> None:
             try:
                 async for request in requests:
-                    self._desk.heard(session, node_message_from_proto(request))
+                    self._handler.heard(session, node_message_from_proto(request))
             except ProtocolViolationError as error:
                 log.warning("closed the session of %s: %s", session.node_id, error)
             session.close()
@@ -212,7 +185,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             reader.cancel()
 
     async def Renew(self, request: control_pb2.RenewRequest, context: Context) -> control_pb2.RenewReply:
-        outcome = await self._desk.renew(await self._member(context), request.csr_der)
+        outcome = await self._handler.renew(await self._member(context), request.csr_der)
         if isinstance(outcome, Refusal):
             refused = enrolment_pb2.Refusal(code=outcome.code.value, message=outcome.message)
             return control_pb2.RenewReply(refusal=refused)
@@ -235,7 +208,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         node_id = await self._member(context)
         async with self._calls.turn(node_id, "batch"):
             try:
-                data = await self._desk.batch(node_id, request.step, labels=request.labels)
+                data = await self._handler.batch(node_id, request.step, labels=request.labels)
             except ThinwireError as error:
                 await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
             digest = (await asyncio.to_thread(hashlib.sha256, data)).hexdigest()
@@ -245,12 +218,12 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         node_id = await self._member(context)
         async with self._calls.turn(node_id, "get layer"):
             try:
-                entry = await self._desk.layer_entry(request.step, request.unit)
+                entry = await self._handler.layer_entry(request.step, request.unit)
                 if request.held_sha256 == entry.sha256:
                     await context.write(control_pb2.DataChunk(total_bytes=entry.bytes, sha256=entry.sha256))
                     return
                 # Its digest was compared with the manifest's as it was read.
-                data = await self._desk.layer(node_id, request.step, request.unit)
+                data = await self._handler.layer(node_id, request.step, request.unit)
             except ThinwireError as error:
                 await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
             await _write(context, len(data), entry.sha256, chunks(data))
@@ -273,7 +246,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         first = await anext(uploaded, None)
         if first is None:
             raise ProtocolViolationError("the upload is incomplete")
-        permit = self._desk.upload_permit(node_id, first.step, first.unit)
+        permit = self._handler.upload_permit(node_id, first.step, first.unit)
         size, came = first.total_bytes, 0
         if permit is not None and size > permit.most_bytes:
             raise ProtocolViolationError(
@@ -292,7 +265,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         if came != size:
             raise ProtocolViolationError("the upload is incomplete")
         if permit is not None:
-            await self._desk.store_layer(permit, bytes(data), first.sha256)
+            await self._handler.store_layer(permit, bytes(data), first.sha256)
 
     async def _member(self, context: Context) -> str:
         """The caller's node id, if it may take part in the run; ends the call otherwise."""
@@ -300,7 +273,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         refusal = (
             Refusal(RefusalCode.NOT_A_MEMBER, "the certificate names no node")
             if node_id is None
-            else await self._desk.refusal_for(node_id)
+            else await self._handler.refusal_for(node_id)
         )
         if node_id is None or refusal is not None:
             assert refusal is not None
@@ -367,3 +340,65 @@ async def _write(context: Context, size: int, digest: str, pieces: Iterator[byte
 async def _abort(context: Context, code: grpc.StatusCode, message: str) -> NoReturn:
     await context.abort(code, message)
     raise AssertionError("abort raises")
+
+
+CHUNK_BYTES = 256 * 1024
+MOST_CALLS = 2
+"""Of one kind a node at a time: text and labels, two snapshots under way, a layer that is needed and one that
+is fetched ahead."""
+_ZEROS = bytes(CHUNK_BYTES)
+
+
+@dataclass
+class _Places:
+    free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_CALLS))
+    users: int = 0
+    """Calls that have a place or wait for one."""
+
+
+class CallLimit:
+    """A call too many waits until another of its kind and node is over. Kinds do not wait for each other:
+    an upload over a slow link takes minutes, and a step waits for its batch.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[str, str], _Places] = {}
+
+    @asynccontextmanager
+    async def turn(self, node_id: str, kind: str) -> AsyncIterator[None]:
+        """Have a place inside the block."""
+        places = self._places.setdefault((node_id, kind), _Places())
+        places.users += 1
+        try:
+            async with places.free:
+                yield
+        finally:
+            places.users -= 1
+            if places.users == 0:
+                del self._places[node_id, kind]
+
+    def __len__(self) -> int:
+        """Nodes and kinds with calls."""
+        return len(self._places)
+
+
+def chunks(data: bytes) -> Iterator[bytes]:
+    """Copied one at a time; at least one."""
+    yield data[:CHUNK_BYTES]
+    for start in range(CHUNK_BYTES, len(data), CHUNK_BYTES):
+        yield data[start : start + CHUNK_BYTES]
+
+
+def zeros(size: int) -> Iterator[bytes]:
+    """Chunks of so many zero bytes, which are never all there; at least one."""
+    yield _ZEROS[:size]
+    for start in range(CHUNK_BYTES, size, CHUNK_BYTES):
+        yield _ZEROS[: size - start]
+
+
+def zeros_sha256(size: int) -> str:
+    """Of what `zeros` gives."""
+    digest = hashlib.sha256()
+    for chunk in zeros(size):
+        digest.update(chunk)
+    return digest.hexdigest()

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,29 +30,30 @@ from node.coordinator.actions import (
     StepDone,
     Stop,
 )
-from node.coordinator.control_service import ControlSession
-from node.coordinator.enrolment import EnrolmentDesk
+from node.coordinator.enrolment import EnrolmentHandler
+from node.coordinator.epoch import Epoch
 from node.coordinator.machine import RunMachine
-from node.coordinator.narrator import Emit, Narrator
-from node.coordinator.plan import Past
-from node.coordinator.records import PlacedNode, StepOutcome, StepRecord
-from node.coordinator.run_plan import run_plan, step_plan
-from node.coordinator.sessions import Sessions
-from node.coordinator.snapshot_desk import SnapshotDesk, UploadPermit
-from node.coordinator.store import Store
+from node.coordinator.reporter import Emit, Reporter
+from node.coordinator.run_plan import Past, run_plan, step_plan
+from node.coordinator.sessions import ControlSession, Sessions
+from node.coordinator.snapshot_handler import SnapshotHandler, UploadPermit
+from node.coordinator.stage_assignment import Candidate
+from node.coordinator.store import PlacedNode, StepOutcome, StepRecord, Store
 from node.coordinator.tracer import Tracer
-from node.coordinator.window_planner import WindowPlanner
 from node.pipeline.device_memory import devices_of
-from node.pipeline.window_plan import Windows
+from node.pipeline.memory import most_held
+from node.pipeline.placement import chunks_of
+from node.pipeline.window_plan import Windows, measured, plan_windows
 from node.run_file.loader import to_json
 from node.telemetry import events
+from node.telemetry.events import StepCosts
 from node.training.data import Corpus
 from node.training.manifest import Manifest, UnitEntry
 from node.training.snapshot_check import Checked
 from wire.errors import ProtocolViolationError, RefusalCode, RunError
 from wire.identity.enrolment import Refusal
 from wire.messages import Applied, Finish, Heartbeat, HeartbeatReply, Leave, NodeMessage, Ready, Vote, Welcome
-from wire.telemetry import StepSpans
+from wire.telemetry import LinkReport, StepSpans
 
 TICK_SECONDS = 0.25
 STANDSTILL_SECONDS = 2.0
@@ -71,7 +72,7 @@ class Outcome:
 
 
 class Coordinator:
-    """Implements `node.coordinator.control_service.Desk`."""
+    """Implements `node.coordinator.control_service.Handler`."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class Coordinator:
         directory: Path,
         run_id: str,
         store: Store,
-        desk: EnrolmentDesk,
+        enrolment: EnrolmentHandler,
         corpus: Corpus,
         emit: Emit,
         past: Past,
@@ -89,7 +90,7 @@ class Coordinator:
         """`untold` is a step that an earlier coordinator committed and has not told of."""
         self.config = config
         self._store = store
-        self._desk = desk
+        self._enrolment = enrolment
         self._corpus = corpus
         self._emit = emit
         # Of where the text is here, nodes need to know nothing.
@@ -97,9 +98,9 @@ class Coordinator:
         there = replace(data, path=Path(data.path).name, tokenizer=Path(data.tokenizer).name)
         self._config_json = to_json(replace(config, data=there))
         self._machine = RunMachine(run_plan(config, corpus.windows), step_plan(config), past)
-        self._narrator = Narrator(config, emit, untold)
+        self._reporter = Reporter(config, emit, untold)
         self._tracer = Tracer(config.telemetry, directory, lambda: self.accounting.seats)
-        self._snapshots = SnapshotDesk(
+        self._snapshots = SnapshotHandler(
             config=config,
             windows=corpus.windows,
             directory=directory / "snapshots",
@@ -119,7 +120,7 @@ class Coordinator:
     @property
     def accounting(self) -> Accounting:
         """What the run's nodes have reported."""
-        return self._narrator.accounting
+        return self._reporter.accounting
 
     # ---- running
 
@@ -136,7 +137,7 @@ class Coordinator:
                 task.cancel()
         await self._say_goodbye()
         await self._tracer.write()
-        self._narrator.finished(outcome.reason, failed=outcome.failed)
+        self._reporter.finished(outcome.reason, failed=outcome.failed)
         return outcome
 
     def stop(self, reason: str, *, at_once: bool = False) -> None:
@@ -222,17 +223,17 @@ class Coordinator:
             case Send():
                 self._sessions.send(action.node_id, action.message)
             case RecordPlacement():
-                self._narrator.placed()
+                self._reporter.placed()
                 hosts = zip(action.nodes, action.addresses, strict=True)
                 placed = [PlacedNode(stage, node, address) for stage, (node, address) in enumerate(hosts)]
                 await asyncio.to_thread(self._store.record_placement, action.epoch, placed)
             case RecordRestored():
                 rates = {session.node_id: session.hello.download_rate for session in self._sessions}
-                self._narrator.restored(action, rates)
+                self._reporter.restored(action, rates)
             case RecordCommit():
                 await self._record_commit(action)
             case StepDone():
-                costs = self._narrator.finish_step()
+                costs = self._reporter.finish_step()
                 if costs is not None and self.config.pipeline.window == "auto":
                     self._plan_windows(action.epoch, costs)
             case Announce():
@@ -241,7 +242,7 @@ class Coordinator:
                 if (asking := self._machine.epoch) is not None:
                     await self._snapshots.expect(action.step, asking.seats)
             case Aborted():
-                self._narrator.interrupted(action)
+                self._reporter.interrupted(action)
             case Released():
                 self._sessions.close(action.node_id)
                 self.accounting.forget(action.node_id)
@@ -259,7 +260,7 @@ class Coordinator:
             lr=commit.lr,
             clip=commit.clip_coefficient,
             tokens=training.global_batch * model.sequence,
-            seconds=self._narrator.step_seconds,
+            seconds=self._reporter.step_seconds,
             committed_at=time.time(),
         )
         outcome = await asyncio.to_thread(self._store.record_step, record)
@@ -270,7 +271,7 @@ class Coordinator:
                     "codecs or machines are others, so this run cannot be reproduced bit for bit"
                 )
             )
-        self._narrator.committed(commit)
+        self._reporter.committed(commit)
         faults.reach_coordinator(faults.Phase.COMMIT_APPLY, step=commit.step)
 
     # ---- what the control service asks
@@ -325,7 +326,7 @@ class Coordinator:
         if session not in self._sessions:
             return  # a newer session of this node is open, perhaps another process's; it is asked again there
         if isinstance(message, Ready | Applied | Heartbeat):
-            self._narrator.report(node_id, message.telemetry)
+            self._reporter.report(node_id, message.telemetry)
         match message:
             case StepSpans():
                 self._tracer.add(node_id, message)
@@ -353,7 +354,7 @@ class Coordinator:
             self._post(lambda now: self._machine.disconnected(node_id, now))
 
     async def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal:
-        return await asyncio.to_thread(self._desk.renew, node_id, csr_der)
+        return await asyncio.to_thread(self._enrolment.renew, node_id, csr_der)
 
     async def batch(self, node_id: str, step: int, *, labels: bool) -> bytes:
         epoch = self._machine.epoch
@@ -381,10 +382,64 @@ class Coordinator:
 
     def _snapshot_stored(self, manifest: Manifest) -> None:
         path = str(self._snapshots.path(manifest.step))
-        self._narrator.snapshot_stored(manifest.step, manifest.total_bytes, path, manifest.weights_sha256)
+        self._reporter.snapshot_stored(manifest.step, manifest.total_bytes, path, manifest.weights_sha256)
         self._post(lambda now: self._machine.snapshot_stored(manifest.step, now))
 
     def _snapshot_damaged(self, step: int, checked: Checked) -> None:
         if checked.whole:
             self._emit(events.SnapshotSetAside(text=checked.news(), step=step, whole=checked.whole))
         self._post(lambda _now: self._machine.snapshot_damaged(step, checked.whole))
+
+
+class WindowPlanner:
+    """Takes what steps cost, on the event loop; only the newest counts."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        samples: int,
+        link_report: Callable[[int, int], LinkReport | None],
+        use: Callable[[int, Windows], None],
+    ) -> None:
+        """
+        Args:
+            samples: of one pass over the text.
+            link_report: the newest report of (source, target), if there is one.
+            use: is told of each plan, with the number of its epoch.
+        """
+        self._config = config
+        self._samples = samples
+        self._link_report = link_report
+        self._use = use
+        self._measured = asyncio.Event()
+        self._work: tuple[int, Callable[[], Windows]] = (0, tuple)
+
+    def step_done(self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts) -> None:
+        """A step of `epoch`, which these nodes host, has cost this."""
+        config, stages = self._config, len(nodes)
+        chunks, current = chunks_of(config, stages), epoch.planned_windows or (0,) * (stages - 1)
+        measures = measured(costs, self._link_report, chunks, config.microbatches)
+        if measures is None:
+            return
+
+        def work() -> Windows:
+            memory, devices = [node.memory_bytes for node in nodes], [node.devices for node in nodes]
+            return plan_windows(
+                measures,
+                chunks=chunks,
+                microbatches=config.microbatches,
+                most_held=most_held(config, stages, memory, self._samples, devices),
+                current=current,
+            )
+
+        self._work = epoch.number, work
+        self._measured.set()
+
+    async def run(self) -> None:
+        """Plan until cancelled."""
+        while True:
+            await self._measured.wait()
+            self._measured.clear()
+            epoch, work = self._work
+            self._use(epoch, await asyncio.to_thread(work))

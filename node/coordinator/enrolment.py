@@ -3,23 +3,28 @@
 The calls are blocking (a database transaction, a signature): use `asyncio.to_thread`.
 """
 
-from collections.abc import Callable
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from datetime import timedelta
 
 from node import faults
-from node.coordinator.records import Member
-from node.coordinator.store import Store
-from wire.errors import RefusalCode
+from node.coordinator.store import Member, Store
+from node.telemetry import events
+from wire.errors import RefusalCode, RunError
 from wire.identity.authority import CertificateAuthority, csr_public_key, public_key_hash
 from wire.identity.enrolment import Granted, Hardware, JoinRequest, Refusal
 from wire.identity.names import node_id_of
+from wire.identity.token import TokenRecord
 from wire.version import PROTOCOL, VERSION
 
 _LONGEST_DEVICE_NAME = 100
 _LARGEST_INTEGER = 2**63 - 1
 
 
-class EnrolmentDesk:
+class EnrolmentHandler:
     """Admits nodes by token, and renews the certificates of those it admitted.
 
     Args:
@@ -125,3 +130,42 @@ def _refuse_hardware(hardware: Hardware) -> Refusal | None:
 def _bad_csr(error: ValueError) -> Refusal:
     reason = str(error).splitlines()[0] if str(error) else "unreadable"
     return Refusal(RefusalCode.BAD_REQUEST, f"the certificate request is unusable ({reason}): send a new one")
+
+
+INTERVAL_SECONDS = 5.0
+
+
+def uses_left(records: Iterable[TokenRecord], now: float) -> int:
+    """Over all tokens that still admit somebody at the Unix time `now`."""
+    usable = (record for record in records if not record.revoked and now < record.expires)
+    return sum(max(0, record.uses_allowed - record.uses) for record in usable)
+
+
+@asynccontextmanager
+async def token_uses_told(
+    store: Store,
+    emit: Callable[[events.Event], None],
+    *,
+    interval: float = INTERVAL_SECONDS,
+    clock: Callable[[], float] = time.time,
+) -> AsyncIterator[None]:
+    """Inside the block `emit` gets a `TokenUses` at once, then one within `interval` of a change."""
+
+    async def watch() -> None:
+        told = None
+        while True:
+            # A database that cannot be read now may be at the next look; whoever needs it complains.
+            with contextlib.suppress(RunError):
+                left = uses_left(await asyncio.to_thread(store.list_tokens), clock())
+                if left != told:
+                    told = left
+                    emit(events.TokenUses(left=left))
+            await asyncio.sleep(interval)
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching

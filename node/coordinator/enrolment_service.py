@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from node.coordinator.enrolment import EnrolmentDesk
+from node.coordinator.enrolment import EnrolmentHandler
 from wire.errors import RunError, UserError
 from wire.identity.enrolment import Granted, Hardware, JoinRequest
 from wire.v1 import enrolment_pb2 as pb
@@ -79,13 +79,13 @@ class _Silent:
 
 
 class EnrolmentService:
-    """`thinwire.wire.v1.Enrolment` over an `EnrolmentDesk`.
+    """`thinwire.wire.v1.Enrolment` over an `EnrolmentHandler`.
 
     A refused request is an answer, not a gRPC error; RESOURCE_EXHAUSTED means "ask again later".
     """
 
-    def __init__(self, desk: EnrolmentDesk, control_port: int) -> None:
-        self._desk = desk
+    def __init__(self, handler: EnrolmentHandler, control_port: int) -> None:
+        self._handler = handler
         self._control_port = control_port
         self._limit = RateLimit(_JOINS_A_SECOND, _JOINS_AT_ONCE)
         self._work = asyncio.Semaphore(_MOST_AT_WORK)
@@ -133,7 +133,7 @@ class EnrolmentService:
         )
         try:
             async with self._work:
-                outcome = await asyncio.to_thread(self._desk.join, request)
+                outcome = await asyncio.to_thread(self._handler.join, request)
         except RunError as error:
             logger.error("a join request from %s could not be served: %s", context.peer(), error)
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the coordinator cannot use its database")
@@ -152,7 +152,7 @@ class EnrolmentService:
 
 
 async def open_join_port(
-    desk: EnrolmentDesk, listen: str, credentials: tuple[bytes, bytes], control_port: int
+    handler: EnrolmentHandler, listen: str, credentials: tuple[bytes, bytes], control_port: int
 ) -> tuple[grpc.aio.Server, int]:
     """Start serving joins at `listen` (host:port, port 0 for any free one); returns the server and its port.
 
@@ -163,7 +163,7 @@ async def open_join_port(
     The caller stops the server. Raises UserError when the port is taken.
     """
     server = grpc.aio.server(options=_OPTIONS)
-    server.add_generic_rpc_handlers([EnrolmentService(desk, control_port).handler()])
+    server.add_generic_rpc_handlers([EnrolmentService(handler, control_port).handler()])
     try:
         port = server.add_secure_port(listen, grpc.ssl_server_credentials([credentials]))
     except RuntimeError:

@@ -8,7 +8,7 @@ once an epoch, after every stage voted, and never before the commit is recorded;
 a node that is gone, leaving or quarantined never gets a seat.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from node.coordinator.actions import (
     Aborted,
@@ -21,19 +21,70 @@ from node.coordinator.actions import (
     Send,
     StepDone,
     Stop,
+    epoch_over,
+    goodbye,
+    let_go,
+    run_over,
+    sent_away,
+    told,
 )
-from node.coordinator.epoch import Epoch, FiniteUncompressed, NonFinite, Phase
-from node.coordinator.failures import GiveUp, Verdict
-from node.coordinator.partings import epoch_over, goodbye, let_go, run_over, sent_away, told
-from node.coordinator.run_state import RunState
-from node.coordinator.seating import ONE, Candidate
-from node.coordinator.spares import keep_warm
+from node.coordinator.epoch import Epoch, EpochSeries, FiniteUncompressed, NonFinite, Phase, StepPlan
+from node.coordinator.failures import Blame, Complaints, Ending, Failures, GiveUp, Stragglers, Verdict
+from node.coordinator.membership import Member, Roster, keep_warm
+from node.coordinator.run_plan import Past, RunPlan
+from node.coordinator.snapshot_schedule import SnapshotSchedule
+from node.coordinator.stage_assignment import ONE, Candidate, StageAssigner
 from node.pipeline.device_memory import Devices
-from wire.messages import Applied, FailureKind, NodeMessage, Placed, Ready, StepFailed, Vote
+from wire.messages import Applied, FailureKind, Finish, NodeMessage, Placed, Ready, StepFailed, Vote
 
 
-class RunMachine(RunState):
+class RunMachine:
     """One run, from the first hello to `Stop`."""
+
+    def __init__(self, plan: RunPlan, step_plan: StepPlan, past: Past) -> None:
+        self.plan = plan
+        self.stopped = False
+        self._roster = Roster(silent_seconds=plan.silent_seconds, reconnect_seconds=plan.reconnect_seconds)
+        self._snapshots = SnapshotSchedule(every=plan.snapshot_every, newest=past.newest_snapshot)
+        self._failures = Failures()
+        self._blame = Blame()
+        self._epochs = EpochSeries(past.last_epoch, past.committed, step_plan)
+        self._seating = StageAssigner(
+            stages=plan.stages,
+            min_stages=plan.min_stages,
+            regroup_seconds=plan.regroup_seconds,
+            stage_bytes=plan.stage_bytes,
+            sharing=plan.sharing,
+            previous=past.seats,
+        )
+        self._complaints = Complaints()
+        self._laggards = Stragglers()
+        self._ending = Ending()
+        self._growing = False
+        self._unseen = 0.0
+        """Seconds of the epoch in which nobody could be heard."""
+        self.goodbye = Finish(reason="the run is over", failed=False)
+        """What nodes hear once the run is."""
+
+    @property
+    def epoch(self) -> Epoch | None:
+        """The placement that is on, if one is."""
+        return self._epochs.current
+
+    @property
+    def members(self) -> Mapping[str, Member]:
+        """Who is in the run, in the order in which they came."""
+        return self._roster.members
+
+    @property
+    def quarantined(self) -> Mapping[str, str]:
+        """Nodes that are shut out for what their neighbours said, and what that was."""
+        return self._complaints.quarantined
+
+    @property
+    def newest_snapshot(self) -> int:
+        """The newest one that is complete and on disk; 0 before there is one."""
+        return self._snapshots.newest
 
     # ---- who is here
 

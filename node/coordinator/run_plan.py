@@ -1,13 +1,45 @@
-"""What the state machine of a run takes from its run file."""
+"""What the run's state machine starts from, as plain values."""
 
 import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from node.config.schema import RunConfig
-from node.coordinator.epoch import StepPlan
-from node.coordinator.plan import RunPlan
-from node.coordinator.seating import sharing, stage_needs
+from node.coordinator.epoch import Committed, StepPlan
+from node.coordinator.stage_assignment import Sharing, StageBytes, sharing, stage_needs
 from node.pipeline.placement import stage_units
 from node.training.schedule import clip_coefficient, learning_rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What the run file says, as far as the state machine needs it. Times in seconds."""
+
+    stages: int
+    min_stages: int
+    """With fewer nodes than this the run pauses."""
+    total_steps: int
+    snapshot_every: int
+    silent_seconds: float
+    reconnect_seconds: float
+    """How long a node whose connection broke may take to come back before it counts as dead."""
+    regroup_seconds: float
+    """How long to wait for a missing node before its stage, or the whole split, changes hands."""
+    units: Callable[[int], Sequence[Sequence[str]]]
+    """Number of stages -> the layer units of each stage."""
+    stage_bytes: StageBytes
+    sharing: Sharing = lambda _: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """What the database knows of the run; the defaults are a new run's."""
+
+    last_epoch: int = 0
+    newest_snapshot: int = 0
+    committed: Committed | None = None
+    seats: tuple[str, ...] = ()
+
 
 RECONNECT_SECONDS = 1.0
 

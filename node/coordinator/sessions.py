@@ -3,8 +3,36 @@
 import asyncio
 from collections.abc import Iterator
 
-from node.coordinator.control_service import ControlSession
-from wire.messages import CoordinatorMessage, Finish
+from wire.messages import CoordinatorMessage, Finish, Hello
+
+MOST_WAITING = 64
+"""Messages that wait to be sent to a node before answers to its heartbeats are left out."""
+
+
+class ControlSession:
+    """One node's open control connection."""
+
+    def __init__(self, node_id: str, hello: Hello, address: str) -> None:
+        self.node_id = node_id
+        self.hello = hello
+        self.address = address
+        """host:port where neighbours reach the node."""
+        self._outbox: asyncio.Queue[CoordinatorMessage | None] = asyncio.Queue()
+
+    def send(self, message: CoordinatorMessage) -> None:
+        self._outbox.put_nowait(message)
+
+    def answer(self, message: CoordinatorMessage) -> None:
+        """Send what may be left out: it is, to a node that asks on and reads nothing."""
+        if self._outbox.qsize() < MOST_WAITING:
+            self.send(message)
+
+    def close(self) -> None:
+        """End the connection once everything queued has been sent."""
+        self._outbox.put_nowait(None)
+
+    async def next(self) -> CoordinatorMessage | None:
+        return await self._outbox.get()
 
 
 class Sessions:

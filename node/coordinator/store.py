@@ -8,29 +8,24 @@ turns by BEGIN IMMEDIATE and wait for each other for some seconds.
 Times are Unix seconds.
 """
 
+import contextlib
 import json
 import math
+import os
 import sqlite3
 import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from datetime import timedelta
+from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import quote
 
-from node.coordinator.database import connect, explained
-from node.coordinator.records import (
-    Member,
-    PlacedNode,
-    RunRecord,
-    SnapshotRecord,
-    StepOutcome,
-    StepRecord,
-)
-from wire.errors import RefusalCode, UserError
+from wire.errors import RefusalCode, RunError, UserError
 from wire.identity.enrolment import Hardware, Refusal
 from wire.identity.files import create_private, make_private_directory
 from wire.identity.token import Decision, JoinToken, TokenRecord, admit, hash_secret, new_secret, new_token_id
@@ -38,6 +33,7 @@ from wire.version import PROTOCOL, VERSION
 
 DATABASE_FILE = "run.db"
 SCHEMA_VERSION = 1
+_BUSY_SECONDS = 10.0
 
 _SCHEMA = """
 CREATE TABLE run (
@@ -62,6 +58,79 @@ CREATE TABLE snapshots (
     step INTEGER PRIMARY KEY, manifest_sha256 TEXT NOT NULL, bytes INTEGER NOT NULL,
     complete INTEGER NOT NULL, created REAL NOT NULL);
 """
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """What the run is; fixed when it was created, but for the advertised addresses."""
+
+    run_id: str
+    config_json: str
+    """The resolved run config."""
+    pin: bytes
+    """SHA-256 of the CA's SubjectPublicKeyInfo."""
+    version: str
+    protocol: int
+    created: float
+    addresses: tuple[str, ...]
+    """host:port pairs that go into join tokens; empty until the coordinator listens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A node that was admitted. `evicted` is when it was shut out, None for one that is welcome."""
+
+    node_id: str
+    public_key_hash: bytes
+    hardware: Hardware
+    joined: float
+    evicted: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedNode:
+    """Who hosts a stage in an epoch, and where its neighbours reach it."""
+
+    stage: int
+    node_id: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A committed step. A value that is not a number is kept as such."""
+
+    step: int
+    epoch: int
+    loss: float
+    grad_norm: float
+    lr: float
+    clip: float
+    """The coefficient that gradients were multiplied by."""
+    tokens: int
+    seconds: float
+    committed_at: float
+
+
+class StepOutcome(Enum):
+    """What `record_step` found."""
+
+    NEW = "new"
+    REPEATED = "repeated"
+    """The step was there already, with the same bits of loss."""
+    DIFFERS = "differs"
+    """The step was there already, with another loss: the run is not reproducible. The newest loss counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRecord:
+    """A snapshot after a step; `complete` once every layer's file is stored."""
+
+    step: int
+    manifest_sha256: str
+    bytes: int
+    complete: bool
+    created: float
 
 
 class Store:
@@ -390,3 +459,47 @@ def _float(value: float | None) -> float:
 def _same_bits(left: float, right: float) -> bool:
     both_nan = math.isnan(left) and math.isnan(right)
     return both_nan or struct.pack("<d", left) == struct.pack("<d", right)
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open the file. Raises UserError when it is none of ours."""
+    # Even reading takes a file beside it that a reader may lock, unless nobody can be writing.
+    if os.access(path, os.W_OK) and os.access(path.parent, os.W_OK):
+        mode = "rw"
+    else:
+        mode = "ro" if path.with_name(path.name + "-wal").exists() else "ro&immutable=1"
+    place = f"file:{quote(os.fsencode(path.absolute()))}?mode={mode}"
+    # The store's lock replaces sqlite3's own thread check; transactions are its own, so no implicit ones.
+    try:
+        db = sqlite3.connect(
+            place, uri=True, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+        )
+    except sqlite3.DatabaseError as error:
+        raise UserError(f"{path} cannot be opened ({error}): give a run's directory") from None
+    try:
+        db.execute("PRAGMA synchronous = FULL")
+    except sqlite3.DatabaseError as error:
+        db.close()
+        raise UserError(f"{path} is not a run's database ({error}): give a run's directory") from None
+    return db
+
+
+def is_empty(path: Path) -> bool:
+    """Whether nothing is in the file: its maker died at once, and no run began."""
+    with contextlib.suppress(UserError, sqlite3.DatabaseError), contextlib.closing(connect(path)) as db:
+        tables: int = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
+        return tables == 0
+    return False  # what it is instead is told by whoever uses it
+
+
+def explained(path: Path, error: sqlite3.DatabaseError) -> RunError:
+    """What to tell of a database that fails in use."""
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_READONLY:
+        return RunError(
+            f"the run's database {path} cannot be changed from here: it is on a read-only disk, or another "
+            "user's; all that was acknowledged is intact"
+        )
+    return RunError(
+        f"the run's database {path} cannot be used ({error}): free the disk or end the process that holds "
+        "it; all that was acknowledged is intact"
+    )

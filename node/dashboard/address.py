@@ -1,7 +1,7 @@
 """Where a run's page is served, and what to call that."""
 
 from node.config.schema import RunConfig
-from node.coordinator.addresses import own_hosts
+from node.coordinator.ports import own_hosts
 from node.run_file.validate import parse_listen
 from wire.identity.names import join_address
 

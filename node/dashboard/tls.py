@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from node.config.schema import RunConfig
-from node.coordinator.addresses import own_hosts
+from node.coordinator.ports import own_hosts
 from node.run_file.validate import parse_listen
 from wire.identity.authority import CertificateAuthority
 from wire.identity.files import write_private

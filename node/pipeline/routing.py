@@ -3,6 +3,9 @@
 Global chunk j lives on stage j mod n, so with more than one chunk a stage the last stage feeds the first.
 """
 
+from node.config.schema import RunConfig
+from node.pipeline.placement import chunk_units, chunks_of
+from node.pipeline.schedule import Action, Kind, dependencies
 from wire.spec import Direction, TensorKey
 
 
@@ -42,3 +45,59 @@ def neighbours(stage: int, stages: int, chunks: int, tied: bool) -> tuple[int, .
         if stage == stages - 1:
             found.add(0)
     return tuple(sorted(found - {stage}))
+
+
+class StageLayout:
+    """Stage `stage` of `stages`, with `chunks` model chunks."""
+
+    def __init__(self, config: RunConfig, stage: int, stages: int) -> None:
+        self.stage = stage
+        self.stages = stages
+        self.chunks = chunks_of(config, stages)
+        self.last_chunk = stages * self.chunks - 1
+        """The global chunk that the loss comes from."""
+        self._own = range(stage, stages * self.chunks, stages)
+        self._units = chunk_units(config, stages)
+        self._microbatches = config.microbatches
+        self._shares_tie = config.model.tied and stages > 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Layer units of this stage, in model order within each chunk."""
+        return tuple(unit for chunk in self._own for unit in self._units[chunk])
+
+    @property
+    def boundaries(self) -> dict[int, str]:
+        """The boundaries of this stage by number, and the layer unit before each."""
+        ends = {chunk - 1 for chunk in self._own} | set(self._own)
+        return {index: self._units[index][-1] for index in sorted(ends) if 0 <= index < self.last_chunk}
+
+    def global_chunk(self, action: Action) -> int:
+        """The number in the whole model of the chunk that an action of this stage runs."""
+        return action.chunk * self.stages + self.stage
+
+    def receives(self, key: TensorKey) -> bool:
+        """Whether such a tensor comes to this stage."""
+        if target_stage(key, self.stages) != self.stage:
+            return False
+        if key.direction in (Direction.TIED_SHARE, Direction.TIED_SUM):
+            # One a step: its key has no microbatch and no boundary, and every key that is let in may be given
+            # a buffer as large as the embedding.
+            return self._shares_tie and key.microbatch == 0 and key.boundary == 0
+        return 0 <= key.boundary < self.last_chunk and 0 <= key.microbatch < self._microbatches
+
+    def needed(self, epoch: int, step: int, action: Action) -> TensorKey | None:
+        """The tensor that an action of this stage waits for."""
+        tensor = dependencies(action, self.stage, self.stages, self.chunks).needs
+        if tensor is None:
+            return None
+        direction = Direction.ACTIVATION if tensor.kind is Kind.FORWARD else Direction.GRADIENT
+        return TensorKey(epoch, step, tensor.microbatch, tensor.boundary, direction)

@@ -16,21 +16,17 @@ import grpc.aio
 
 from node.analysis.view import RunViewBuilder
 from node.config.schema import RunConfig
-from node.coordinator.addresses import own_addresses
-from node.coordinator.codec_bits import codec_bits
 from node.coordinator.control_service import ControlService
 from node.coordinator.coordinator import Coordinator
-from node.coordinator.enrolment import EnrolmentDesk
+from node.coordinator.enrolment import EnrolmentHandler, token_uses_told
 from node.coordinator.enrolment_service import open_join_port
 from node.coordinator.epoch import Committed
 from node.coordinator.metrics import RunMetrics
-from node.coordinator.narrator import Emit
-from node.coordinator.not_yet import nodes_wait
-from node.coordinator.plan import Past
-from node.coordinator.records import StepRecord
-from node.coordinator.seating import Candidate, sharing, stage_needs, useless
-from node.coordinator.store import Store
-from node.coordinator.token_watch import token_uses_told
+from node.coordinator.ports import nodes_wait, own_addresses
+from node.coordinator.reporter import Emit, codec_bits
+from node.coordinator.run_plan import Past
+from node.coordinator.stage_assignment import Candidate, sharing, stage_needs, useless
+from node.coordinator.store import StepRecord, Store
 from node.dashboard.address import listen_address
 from node.dashboard.feed import Feed
 from node.dashboard.live import live_page, past_read
@@ -242,13 +238,13 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit) -> in
         offer = Candidate(node_id="", memory_bytes=hardware.memory_bytes, devices=devices_of(hardware))
         return useless(offer, counts, needs, why_not)
 
-    desk = EnrolmentDesk(run.store, run.authority, lifetime, time.time, of_no_use)
+    enrolment = EnrolmentHandler(run.store, run.authority, lifetime, time.time, of_no_use)
     coordinator = Coordinator(
         config=config,
         directory=directory,
         run_id=run.run_id,
         store=run.store,
-        desk=desk,
+        enrolment=enrolment,
         corpus=run.corpus,
         emit=emit,
         past=run.past,
@@ -266,7 +262,7 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit) -> in
     )
     await control.start()
     try:
-        join, join_port = await open_join_port(desk, settings.listen, credentials, control_port)
+        join, join_port = await open_join_port(enrolment, settings.listen, credentials, control_port)
         try:
             addresses = settings.advertise or own_addresses(host, join_port)
             run.store.set_addresses(addresses)

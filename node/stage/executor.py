@@ -15,8 +15,8 @@ from torch import Tensor
 from node import faults
 from node.config.schema import RunConfig
 from node.model.units import EMBED, HEAD, unit_names
+from node.pipeline.routing import StageLayout
 from node.pipeline.schedule import Action, Kind, Order, Orders, schedule
-from node.pipeline.stage_place import StagePlace
 from node.pipeline.turns import Turns
 from node.stage.activation_memory import ActivationMemory
 from node.stage.device_transfer import device_transfer
@@ -57,7 +57,7 @@ class StepOutcome:
 class StageExecutor:
     """One stage of a pipeline, on one device; `place` says which."""
 
-    _place: StagePlace
+    _place: StageLayout
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class StageExecutor:
     def place(self, stage: int, stages: int) -> int:
         """Take stage `stage` of `stages`; returns the step whose state is already here for it, or -1."""
         if (stage, stages) != (self.stage, self.stages):
-            self._place = StagePlace(self.config, stage, stages)
+            self._place = StageLayout(self.config, stage, stages)
             self.stage, self.stages = stage, stages
             self._orders = ()
             self.use_windows(())

@@ -16,10 +16,9 @@ import pytest_asyncio
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from node.coordinator import enrolment_service
-from node.coordinator.enrolment import EnrolmentDesk
+from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.enrolment_service import open_join_port
-from node.coordinator.records import Member
-from node.coordinator.store import Store
+from node.coordinator.store import Member, Store
 from node.processes import join
 from node.processes.join import enrol
 from tests.support.ports import free_port
@@ -59,7 +58,7 @@ class Coordinator:
 
     store: Store
     authority: CertificateAuthority
-    desk: EnrolmentDesk
+    handler: EnrolmentHandler
     clock: Clock
     port: int
 
@@ -71,7 +70,7 @@ class Coordinator:
         return self.store.list_tokens(), self.store.members()
 
 
-class LossyDesk(EnrolmentDesk):
+class LossyHandler(EnrolmentHandler):
     """Decides and records as ever, but the first `lost` replies never leave."""
 
     lost = 0
@@ -97,12 +96,12 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         store = Store.create(
             tmp_path / run_id, run_id=run_id, config_json="{}", pin=authority.pin, now=clock()
         )
-        desk = LossyDesk(store, authority, DAY, clock)
+        handler = LossyHandler(store, authority, DAY, clock)
         credentials = authority.coordinator_credentials(DAY, clock())
-        server, port = await open_join_port(desk, "127.0.0.1:0", credentials, CONTROL_PORT)
+        server, port = await open_join_port(handler, "127.0.0.1:0", credentials, CONTROL_PORT)
         running.append((server, store))
         store.set_addresses([f"127.0.0.1:{port}"])
-        return Coordinator(store, authority, desk, clock, port)
+        return Coordinator(store, authority, handler, clock, port)
 
     yield start_one
     for server, store in running:
@@ -143,7 +142,7 @@ async def test_a_moved_coordinator_is_asked_again(start: Start, tmp_path: Path) 
     token = coordinator.token()
     first, _ = await enrol(token, tmp_path / "node", HARDWARE)
     credentials = coordinator.authority.coordinator_credentials(DAY, time.time())
-    server, port = await open_join_port(coordinator.desk, "127.0.0.1:0", credentials, 9999)
+    server, port = await open_join_port(coordinator.handler, "127.0.0.1:0", credentials, 9999)
     try:
         moved = replace(token, addresses=(f"127.0.0.1:{port}",))
         again, control_address = await enrol(moved, tmp_path / "node", HARDWARE)
@@ -156,9 +155,9 @@ async def test_a_moved_coordinator_is_asked_again(start: Start, tmp_path: Path) 
 async def test_an_ended_certificate_needs_a_token_and_keeps_the_name(
     coordinator: Coordinator, tmp_path: Path
 ) -> None:
-    coordinator.desk._lifetime = timedelta(minutes=1)
+    coordinator.handler._lifetime = timedelta(minutes=1)
     first, _ = await enrol(coordinator.token(), tmp_path / "node", HARDWARE)
-    coordinator.desk._lifetime = DAY
+    coordinator.handler._lifetime = DAY
     again, _ = await enrol(coordinator.token(), tmp_path / "node", HARDWARE)
     assert again.node_id == first.node_id and again.expires_at > first.expires_at + 80000
     assert len(coordinator.store.members()) == 1
@@ -217,10 +216,10 @@ async def test_a_lost_reply_does_not_burn_the_use(
     coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(join, "_ROUNDS", (0.0, 0.0, 0.0))
-    assert isinstance(coordinator.desk, LossyDesk)
-    coordinator.desk.lost = 2
+    assert isinstance(coordinator.handler, LossyHandler)
+    coordinator.handler.lost = 2
     identity, _ = await enrol(coordinator.token(), tmp_path / "node", HARDWARE)
-    assert coordinator.desk.lost == 0
+    assert coordinator.handler.lost == 0
     assert [member.node_id for member in coordinator.store.members()] == [identity.node_id]
     assert coordinator.store.list_tokens()[0].uses == 1
 
@@ -229,8 +228,8 @@ async def test_a_node_that_dies_while_joining_asks_again(
     coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(join, "_ROUNDS", (0.0,))
-    assert isinstance(coordinator.desk, LossyDesk)
-    coordinator.desk.lost = 1
+    assert isinstance(coordinator.handler, LossyHandler)
+    coordinator.handler.lost = 1
     token = coordinator.token()
     with pytest.raises(LinkError, match="did not answer the join request"):
         await enrol(token, tmp_path / "node", HARDWARE)
@@ -304,12 +303,12 @@ def tampered_csr(key_pem: bytes) -> bytes:
     return csr[:-1] + bytes([csr[-1] ^ 1])
 
 
-def test_the_desk_refuses_what_a_correct_node_never_sends(tmp_path: Path) -> None:
+def test_the_handler_refuses_what_a_correct_node_never_sends(tmp_path: Path) -> None:
     authority = CertificateAuthority.create("run-a", time.time())
     key_pem = key_to_pem(ec.generate_private_key(ec.SECP256R1()))
     request = JoinRequest(VERSION, PROTOCOL, "run-a", "zzzzzzzz", bytes(16), make_csr(key_pem), HARDWARE)
     with Store.create(tmp_path, run_id="run-a", config_json="{}", pin=authority.pin, now=0.0) as store:
-        desk = EnrolmentDesk(store, authority, DAY, time.time)
+        handler = EnrolmentHandler(store, authority, DAY, time.time)
         for change, code in (
             ({"run_id": "run-b"}, RefusalCode.WRONG_RUN),
             ({"protocol": PROTOCOL + 1, "run_id": "run-b"}, RefusalCode.VERSION_MISMATCH),
@@ -318,7 +317,7 @@ def test_the_desk_refuses_what_a_correct_node_never_sends(tmp_path: Path) -> Non
             ({"csr_der": request.csr_der.replace(b"\2\1\0", b"\2\1\5", 1)}, RefusalCode.BAD_REQUEST),
             ({"secret": b""}, RefusalCode.TOKEN_UNKNOWN),
         ):
-            outcome = desk.join(replace(request, **change))
+            outcome = handler.join(replace(request, **change))
             assert isinstance(outcome, Refusal) and outcome.code is code
             assert "\n" not in outcome.message
         assert store.members() == []
@@ -331,10 +330,10 @@ def test_a_node_that_is_of_no_use_is_told_so_if_its_token_is_good(tmp_path: Path
     with Store.create(tmp_path, run_id="run-a", config_json="{}", pin=authority.pin, now=0.0) as store:
         store.set_addresses(["127.0.0.1:7700"])
         record, token = store.create_token(time.time(), DAY, 1)
-        desk = EnrolmentDesk(store, authority, DAY, time.time, lambda hardware: "needs 9 GB")
+        handler = EnrolmentHandler(store, authority, DAY, time.time, lambda hardware: "needs 9 GB")
         request = JoinRequest(VERSION, PROTOCOL, "run-a", record.token_id, token.secret, csr, HARDWARE)
-        assert desk.join(request) == Refusal(RefusalCode.BAD_REQUEST, "needs 9 GB")
-        stranger = desk.join(replace(request, secret=bytes(16)))
+        assert handler.join(request) == Refusal(RefusalCode.BAD_REQUEST, "needs 9 GB")
+        stranger = handler.join(replace(request, secret=bytes(16)))
         assert isinstance(stranger, Refusal) and stranger.code is RefusalCode.TOKEN_UNKNOWN
         assert "9 GB" not in stranger.message
         assert [token.uses for token in store.list_tokens()] == [0]
@@ -374,7 +373,7 @@ async def test_an_evicted_node_is_refused_everywhere(coordinator: Coordinator, t
     (tmp_path / "node" / "identity.json").unlink()
     with pytest.raises(Refused, match="was evicted from this run by its operator"):
         await enrol(coordinator.token(), tmp_path / "node", HARDWARE)
-    outcome = coordinator.desk.renew(identity.node_id, identity.csr_der())
+    outcome = coordinator.handler.renew(identity.node_id, identity.csr_der())
     assert isinstance(outcome, Refusal) and outcome.code is RefusalCode.EVICTED
 
 
@@ -458,7 +457,7 @@ def test_the_rate_limit_refills() -> None:
 async def test_a_taken_port_says_so(coordinator: Coordinator) -> None:
     credentials = coordinator.authority.coordinator_credentials(DAY, time.time())
     with pytest.raises(UserError, match=r"cannot listen at .* port that is free"):
-        await open_join_port(coordinator.desk, f"127.0.0.1:{coordinator.port}", credentials, 1)
+        await open_join_port(coordinator.handler, f"127.0.0.1:{coordinator.port}", credentials, 1)
 
 
 async def test_secrets_stay_out_of_logs_and_files(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from node.coordinator.enrolment import EnrolmentDesk
+from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.enrolment_service import open_join_port
 from node.coordinator.store import Store
 from node.processes.join import enrol
@@ -24,7 +24,7 @@ DAY = timedelta(hours=24)
 
 COORDINATOR = """
 import asyncio, datetime, pathlib, sys, time
-from node.coordinator.enrolment import EnrolmentDesk
+from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.enrolment_service import open_join_port
 from node.coordinator.store import Store
 from wire.identity.authority import CertificateAuthority
@@ -33,9 +33,9 @@ async def main(directory, day=datetime.timedelta(hours=24)):
     authority = CertificateAuthority.create("run-a", time.time())
     authority.save(directory)
     store = Store.create(directory, run_id="run-a", config_json="{}", pin=authority.pin, now=time.time())
-    desk = EnrolmentDesk(store, authority, day, time.time)
+    handler = EnrolmentHandler(store, authority, day, time.time)
     credentials = authority.coordinator_credentials(day, time.time())
-    server, port = await open_join_port(desk, sys.argv[2], credentials, 7701)
+    server, port = await open_join_port(handler, sys.argv[2], credentials, 7701)
     store.set_addresses([f"127.0.0.1:{port}"])
     print(store.create_token(time.time(), day, 1)[1].encode(), flush=True)
     await server.wait_for_termination()
@@ -72,9 +72,9 @@ async def _go_on(directory: Path, store: Store, token: JoinToken, tmp_path: Path
     """A coordinator that starts again at the same address knows its node and its used-up token."""
     authority = CertificateAuthority.load(directory)
     assert authority.pin == token.pin
-    desk = EnrolmentDesk(store, authority, DAY, time.time)
+    handler = EnrolmentHandler(store, authority, DAY, time.time)
     credentials = authority.coordinator_credentials(DAY, time.time())
-    server, _ = await open_join_port(desk, token.addresses[0], credentials, 7701)
+    server, _ = await open_join_port(handler, token.addresses[0], credentials, 7701)
     try:
         (tmp_path / "node" / "identity.json").unlink()
         again, _ = await enrol(token, tmp_path / "node", HARDWARE)

@@ -15,9 +15,8 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from node.coordinator.enrolment import EnrolmentDesk
-from node.coordinator.records import Member
-from node.coordinator.store import Store
+from node.coordinator.enrolment import EnrolmentHandler
+from node.coordinator.store import Member, Store
 from wire.identity.authority import CertificateAuthority, csr_public_key, key_to_pem, public_key_hash
 from wire.identity.credentials import (
     NodeIdentity,
@@ -148,12 +147,12 @@ def test_renewal_is_for_members_and_their_own_key(authority: CertificateAuthorit
     identity, stranger = make_identity(authority, timedelta(hours=1)), make_identity(authority)
     key_hash = public_key_hash(csr_public_key(identity.csr_der()))
     with Store.create(tmp_path, run_id="run-a", config_json="{}", pin=authority.pin, now=0.0) as store:
-        desk = EnrolmentDesk(store, authority, DAY, time.time)
+        handler = EnrolmentHandler(store, authority, DAY, time.time)
         store.set_addresses(["127.0.0.1:7700"])
         member = Member(identity.node_id, key_hash, Hardware("cpu", 2, 1), time.time())
         _, token = store.create_token(time.time(), DAY, 1)
         assert store.admit_token(token.token_id, token.secret, member).refusal is None
-        certificate = desk.renew(identity.node_id, identity.csr_der())
+        certificate = handler.renew(identity.node_id, identity.csr_der())
         assert isinstance(certificate, bytes)
         assert identity.renewed(certificate).expires_at > identity.expires_at + 80000
         for node_id, csr, line in (
@@ -161,6 +160,6 @@ def test_renewal_is_for_members_and_their_own_key(authority: CertificateAuthorit
             (identity.node_id, stranger.csr_der(), "joined with another key"),
             (identity.node_id, b"", "certificate request is unusable"),
         ):
-            outcome = desk.renew(node_id, csr)
+            outcome = handler.renew(node_id, csr)
             assert isinstance(outcome, Refusal) and line in outcome.message and "\n" not in outcome.message
         assert len(store.members()) == 1

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from node.coordinator.complaints import MAX_STRIKES
+from node.coordinator.failures import MAX_STRIKES
 from node.faults import Fault, Kind, Phase
 from node.telemetry.events import NodeLeft, Notice, PlacementMade, RunFinished, StepAborted
 from node.training.snapshot import list_snapshots

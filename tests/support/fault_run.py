@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from node.config.schema import RunConfig
-from node.coordinator.records import StepRecord
-from node.coordinator.store import Store
+from node.coordinator.store import StepRecord, Store
 from node.faults import VARIABLE, Fault, Kind, Phase, Plan, fired_at
 from node.pipeline.placement import stage_units
 from node.telemetry.events import Event, NodeLeft, Notice, RunFinished, SnapshotStored, from_json

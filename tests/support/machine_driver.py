@@ -6,7 +6,7 @@ from typing import TypeVar
 from node.coordinator.actions import Action, OpenSnapshot, RecordPlacement, Send, Stop
 from node.coordinator.epoch import Epoch, Phase
 from node.coordinator.machine import RunMachine
-from node.coordinator.plan import Past, RunPlan
+from node.coordinator.run_plan import Past, RunPlan
 from wire.messages import (
     Abort,
     Applied,

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Protocol
 
 from node.coordinator.epoch import Committed
-from node.coordinator.plan import Past
+from node.coordinator.run_plan import Past
 from node.training.schedule import global_norm
 from wire.messages import (
     Abort,

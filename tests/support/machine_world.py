@@ -24,7 +24,7 @@ from node.coordinator.actions import (
 from node.coordinator.epoch import Phase
 from node.coordinator.failures import MAX_RETRIES
 from node.coordinator.machine import RunMachine
-from node.coordinator.plan import RunPlan
+from node.coordinator.run_plan import RunPlan
 from node.coordinator.snapshot_schedule import MAX_ASKED
 from tests.support.machine_nodes import (
     UNITS,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from node.config.schema import ModelSection, RunConfig
 from node.model.chunk import build_chunk
-from node.pipeline.split import split_units
+from node.pipeline.placement import split_units
 from node.training.manifest import Manifest
 from node.training.optimizer import StageOptimizer
 from node.training.serialization import serialize_unit

@@ -13,8 +13,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from node.coordinator.control_service import ControlService, ControlSession
-from node.coordinator.snapshot_desk import UploadPermit
+from node.coordinator.control_service import ControlService
+from node.coordinator.sessions import ControlSession
+from node.coordinator.snapshot_handler import UploadPermit
 from node.stage.coordinator_client import CoordinatorClient
 from node.training.manifest import UnitEntry
 from tests.support.hellos import hello
@@ -41,7 +42,7 @@ NOT_MESSAGES = (
 
 
 @dataclass
-class FakeDesk:
+class FakeHandler:
     """Admits everybody and remembers what happened."""
 
     open: dict[str, ControlSession] = field(default_factory=dict)
@@ -82,11 +83,11 @@ class FakeDesk:
 
 
 @contextlib.asynccontextmanager
-async def coordinator(desk: FakeDesk | None = None, *handlers: grpc.GenericRpcHandler) -> AsyncIterator[int]:
-    """The coordinator's mutual-TLS port: the product's service for `desk`, or what `handlers` do instead."""
+async def coordinator(handler: FakeHandler | None = None, *handlers: grpc.GenericRpcHandler) -> AsyncIterator[int]:
+    """The coordinator's mutual-TLS port: the product's service for `handler`, or what `handlers` do instead."""
     server = make_server(handlers)
-    if desk is not None:
-        control_pb2_grpc.add_CoordinatorServicer_to_server(ControlService(desk), server)
+    if handler is not None:
+        control_pb2_grpc.add_CoordinatorServicer_to_server(ControlService(handler), server)
     credentials = AUTHORITY.coordinator_credentials(timedelta(hours=1), time.time())
     port = server.add_secure_port("127.0.0.1:0", mutual_tls(lambda: credentials, AUTHORITY.certificate_pem))
     await server.start()
@@ -107,9 +108,9 @@ async def raw_session(port: int, node: Any = NODE) -> AsyncIterator[Any]:
 
 @pytest.mark.parametrize("junk", NOT_MESSAGES)
 async def test_bytes_that_are_no_message_end_the_session_alone(junk: bytes) -> None:
-    desk = FakeDesk()
+    handler = FakeHandler()
     async with (
-        coordinator(desk) as port,
+        coordinator(handler) as port,
         raw_session(port) as bad,
         raw_session(port, OTHER) as good,
     ):
@@ -120,23 +121,23 @@ async def test_bytes_that_are_no_message_end_the_session_alone(junk: bytes) -> N
         await bad.write(junk)
         assert await bad.read() == grpc.aio.EOF
         assert await bad.code() is grpc.StatusCode.OK
-        assert list(desk.open) == [OTHER.node_id]
+        assert list(handler.open) == [OTHER.node_id]
         await good.write(node_message_to_proto(Heartbeat(telemetry=Telemetry())).SerializeToString())
         assert await good.read() != grpc.aio.EOF
-        assert desk.messages == [Heartbeat(telemetry=Telemetry())]
+        assert handler.messages == [Heartbeat(telemetry=Telemetry())]
 
 
 @pytest.mark.parametrize("junk", NOT_MESSAGES)
 async def test_a_session_that_begins_with_junk_is_refused_in_words(junk: bytes) -> None:
-    desk = FakeDesk()
+    handler = FakeHandler()
     async with (
-        coordinator(desk) as port,
+        coordinator(handler) as port,
         raw_session(port) as session,
     ):
         await session.write(junk)
         assert await session.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert (await session.details()).endswith(("no message", "empty control message"))
-        assert desk.open == {}
+        assert handler.open == {}
 
 
 async def hear(session: Any, heard: list[CoordinatorMessage]) -> None:

@@ -11,9 +11,18 @@ from hashlib import sha256
 import pytest
 
 from node.coordinator import control_service
-from node.coordinator.bulk_calls import CHUNK_BYTES, MOST_CALLS, CallLimit, chunks, zeros, zeros_sha256
-from node.coordinator.control_service import MOST_PROBE_BYTES, ControlService, ControlSession
-from node.coordinator.snapshot_desk import UploadPermit
+from node.coordinator.control_service import (
+    CHUNK_BYTES,
+    MOST_CALLS,
+    MOST_PROBE_BYTES,
+    CallLimit,
+    ControlService,
+    ControlSession,
+    chunks,
+    zeros,
+    zeros_sha256,
+)
+from node.coordinator.snapshot_handler import UploadPermit
 from node.stage.coordinator_client import CoordinatorClient
 from node.training.manifest import UnitEntry
 from tests.support.pki import new_authority, new_node
@@ -30,7 +39,7 @@ SECONDS = 20.0
 LAYER = bytes(range(256)) * (40 * CHUNK_BYTES // 256) + b"tail"
 
 
-class Desk:
+class Handler:
     """Has one layer, and takes in what it permits."""
 
     def __init__(self) -> None:
@@ -71,8 +80,8 @@ class Desk:
 
 
 @contextlib.asynccontextmanager
-async def coordinator(desk: Desk) -> AsyncIterator[tuple[int, ControlService]]:
-    server, service = make_server([]), ControlService(desk)
+async def coordinator(handler: Handler) -> AsyncIterator[tuple[int, ControlService]]:
+    server, service = make_server([]), ControlService(handler)
     control_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
     credentials = AUTHORITY.coordinator_credentials(timedelta(hours=1), time.time())
     port = server.add_secure_port("127.0.0.1:0", mutual_tls(lambda: credentials, AUTHORITY.certificate_pem))
@@ -112,7 +121,7 @@ async def test_answers_that_nobody_reads_are_made_as_far_as_they_travel(
             made.append(len(chunk))
             yield chunk
 
-    async with coordinator(Desk()) as (port, _), deaf(port, NODE) as stub:
+    async with coordinator(Handler()) as (port, _), deaf(port, NODE) as stub:
         with monkeypatch.context() as patch:
             patch.setattr(control_service, "zeros", counted)
             asked = [stub.Probe(control_pb2.ProbeRequest(bytes=MOST_PROBE_BYTES)) for _ in range(8)]
@@ -128,8 +137,8 @@ async def test_answers_that_nobody_reads_are_made_as_far_as_they_travel(
 
 
 async def test_one_node_waits_for_itself_alone() -> None:
-    desk = Desk()
-    async with coordinator(desk) as (port, _):
+    handler = Handler()
+    async with coordinator(handler) as (port, _):
         async with deaf(port, NODE) as stub:
             asked = [stub.GetLayer(control_pb2.GetLayerRequest(step=4, unit="embed")) for _ in range(8)]
             begun = [asyncio.ensure_future(call.read()) for call in asked]
@@ -138,7 +147,7 @@ async def test_one_node_waits_for_itself_alone() -> None:
             one, other = client(port, NODE), client(port, OTHER)
             assert await other.layer(4, "embed", len(LAYER)) == LAYER
             assert await one.batch(4, labels=False, size=1000) == LAYER[:1000]
-            assert desk.asked == MOST_CALLS + 1
+            assert handler.asked == MOST_CALLS + 1
             for waiting in begun:
                 waiting.cancel()
         # What it left behind is over, and frees its places.
@@ -148,17 +157,17 @@ async def test_one_node_waits_for_itself_alone() -> None:
 
 
 async def test_an_upload_that_nobody_needs_any_more_counts_as_stored() -> None:
-    desk = Desk()
-    async with coordinator(desk) as (port, _):
+    handler = Handler()
+    async with coordinator(handler) as (port, _):
         node = client(port, NODE)
         await node.put_layer(4, "embed", LAYER)
-        assert desk.stored == []
-        desk.permit = permit(len(LAYER) - 1)
+        assert handler.stored == []
+        handler.permit = permit(len(LAYER) - 1)
         with pytest.raises(RunError, match=f"at most {len(LAYER) - 1} bytes"):
             await node.put_layer(4, "embed", LAYER)
-        desk.permit = permit(len(LAYER))
+        handler.permit = permit(len(LAYER))
         await node.put_layer(4, "embed", LAYER)
-        assert desk.stored == [LAYER]
+        assert handler.stored == [LAYER]
         await node.close()
 
 

@@ -13,7 +13,8 @@ import grpc.aio
 import pytest
 
 from node.coordinator import control_service as module
-from node.coordinator.control_service import ControlService, ControlSession, Desk
+from node.coordinator.control_service import ControlService, Handler
+from node.coordinator.sessions import ControlSession
 from node.stage.coordinator_client import CoordinatorClient
 from tests.support.hellos import hello
 from tests.support.links import eventually
@@ -28,7 +29,7 @@ SECONDS = 20.0
 
 
 class Admits:
-    """The part of a `Desk` that a session's beginning meets."""
+    """The part of a `Handler` that a session's beginning meets."""
 
     def __init__(self) -> None:
         self.addresses: list[str] = []
@@ -59,8 +60,8 @@ class Client(CoordinatorClient):
 
 
 @contextlib.asynccontextmanager
-async def coordinator(desk: Admits | None = None) -> AsyncIterator[tuple[int, Service]]:
-    server, service = grpc.aio.server(), Service(cast(Desk, desk or Admits()))
+async def coordinator(handler: Admits | None = None) -> AsyncIterator[tuple[int, Service]]:
+    server, service = grpc.aio.server(), Service(cast(Handler, handler or Admits()))
     control_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -101,8 +102,8 @@ async def test_a_session_that_ends_without_a_hello_may_come_again() -> None:
 
 
 async def test_of_a_nodes_sessions_that_said_nothing_only_the_newest_waits() -> None:
-    desk = Admits()
-    async with coordinator(desk) as (port, service), contextlib.AsyncExitStack() as stack:
+    handler = Admits()
+    async with coordinator(handler) as (port, service), contextlib.AsyncExitStack() as stack:
 
         async def silent(node_id: str) -> Any:
             before = service._greeting.get(node_id)
@@ -117,7 +118,7 @@ async def test_of_a_nodes_sessions_that_said_nothing_only_the_newest_waits() -> 
         for waiting in (sessions[-1], other):
             await waiting.write(node_message_to_proto(hello(f"127.0.0.1:{port}")))
             assert await waiting.read() is not grpc.aio.EOF
-        assert len(desk.addresses) == 2
+        assert len(handler.addresses) == 2
         await eventually(lambda: not service._greeting)
 
 
@@ -142,8 +143,8 @@ async def test_a_name_that_takes_long_holds_up_nothing_else(monkeypatch: pytest.
 
     names = SimpleNamespace(getaddrinfo=getaddrinfo, SOCK_STREAM=socket.SOCK_STREAM)
     monkeypatch.setattr(module, "socket", names)
-    desk = Admits()
-    async with coordinator(desk) as (port, service):
+    handler = Admits()
+    async with coordinator(handler) as (port, service):
         monkeypatch.setattr(module, "REACH_SECONDS", 0.1)
         tries = 0
         while not asked or tries < 3:
@@ -159,4 +160,4 @@ async def test_a_name_that_takes_long_holds_up_nothing_else(monkeypatch: pytest.
         for name in ("slow.example", "quick.example"):
             with pytest.raises(LinkError, match="closed the control connection"):
                 await join(port, f"{name}:{port}")
-        assert desk.addresses == [f"slow.example:{port}", f"quick.example:{port}"]
+        assert handler.addresses == [f"slow.example:{port}", f"quick.example:{port}"]

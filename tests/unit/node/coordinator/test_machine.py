@@ -18,7 +18,7 @@ from node.coordinator.actions import (
 )
 from node.coordinator.epoch import Phase
 from node.coordinator.machine import RunMachine
-from node.coordinator.plan import Past
+from node.coordinator.run_plan import Past
 from node.pipeline.device_memory import Devices
 from tests.support.machine_driver import (
     UNITS,

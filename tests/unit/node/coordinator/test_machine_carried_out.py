@@ -20,12 +20,11 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.coordinator import coordinator as module
-from node.coordinator.control_service import MOST_WAITING, ControlSession
 from node.coordinator.coordinator import Coordinator, Outcome
-from node.coordinator.enrolment import EnrolmentDesk
-from node.coordinator.plan import Past
-from node.coordinator.records import PlacedNode, StepOutcome, StepRecord
-from node.coordinator.store import Store
+from node.coordinator.enrolment import EnrolmentHandler
+from node.coordinator.run_plan import Past
+from node.coordinator.sessions import MOST_WAITING, ControlSession
+from node.coordinator.store import PlacedNode, StepOutcome, StepRecord, Store
 from node.pipeline.placement import stage_units
 from node.run_file.loader import from_json
 from node.telemetry import events
@@ -143,7 +142,7 @@ class Scene:
             directory=directory,
             run_id="test-run",
             store=cast(Store, self.store),
-            desk=cast(EnrolmentDesk, None),
+            enrolment=cast(EnrolmentHandler, None),
             corpus=Corpus(np.zeros(4096, dtype=np.uint8), sequence=16, global_batch=4, seed=0),
             emit=self.events.append,
             past=Past(),

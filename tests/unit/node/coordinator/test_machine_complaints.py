@@ -1,7 +1,7 @@
 """Who complains first does not matter: a node that breaks the protocol gets its strike all the same."""
 
 from node.coordinator.actions import Action, Released
-from node.coordinator.complaints import MAX_ALONE, MAX_STRIKES
+from node.coordinator.failures import MAX_ALONE, MAX_STRIKES
 from tests.support.machine_driver import Driver, finishes, of_kind
 from wire.messages import FailureKind, StepFailed
 

@@ -13,9 +13,8 @@ from node.coordinator.actions import (
     Released,
     Send,
 )
-from node.coordinator.complaints import MAX_STRIKES
 from node.coordinator.epoch import Phase
-from node.coordinator.failures import MAX_RETRIES
+from node.coordinator.failures import MAX_RETRIES, MAX_STRIKES
 from tests.support.machine_driver import (
     RECONNECT,
     REGROUP,

@@ -2,7 +2,7 @@
 
 from node.coordinator.actions import OpenSnapshot, RecordPlacement
 from node.coordinator.epoch import Committed
-from node.coordinator.plan import Past
+from node.coordinator.run_plan import Past
 from tests.support.machine_driver import (
     REGROUP,
     Driver,

@@ -8,7 +8,7 @@ import pytest
 
 from node.coordinator import coordinator as module
 from node.coordinator.actions import Action, Released
-from node.coordinator.epoch_series import PLACING_SECONDS
+from node.coordinator.epoch import PLACING_SECONDS
 from node.telemetry import events
 from tests.support.machine_driver import (
     RECONNECT,
@@ -21,7 +21,7 @@ from tests.support.machine_driver import (
     sent,
 )
 from tests.unit.node.coordinator.test_machine_carried_out import CONFIG, SECONDS, scene
-from tests.unit.node.coordinator.test_machine_stuck import wait
+from tests.unit.node.coordinator.test_machine_stragglers import wait
 from wire.messages import Begin
 
 

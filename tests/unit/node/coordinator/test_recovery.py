@@ -1,6 +1,6 @@
 """The line about an interruption: its own times, and the formula with its own numbers."""
 
-from node.coordinator.recovery import Recovery
+from node.coordinator.reporter import Recovery
 
 
 def test_nothing_is_said_without_an_interruption() -> None:

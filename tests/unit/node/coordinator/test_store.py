@@ -15,14 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from node.coordinator.records import (
+from node.coordinator.store import (
+    DATABASE_FILE,
     Member,
     PlacedNode,
     SnapshotRecord,
     StepOutcome,
     StepRecord,
+    Store,
 )
-from node.coordinator.store import DATABASE_FILE, Store
 from wire.errors import RefusalCode, RunError, UserError
 from wire.identity.enrolment import Hardware
 from wire.identity.names import node_id_of
@@ -312,7 +313,7 @@ def test_threads_share_one_single_use_token(directory: Path) -> None:
 def test_two_processes_write_at_once(store: Store, directory: Path) -> None:
     script = (
         "import sys, pathlib\n"
-        "from node.coordinator.records import SnapshotRecord\n"
+        "from node.coordinator.store import SnapshotRecord\n"
         "from node.coordinator.store import Store\n"
         "with Store.open(pathlib.Path(sys.argv[1])) as store:\n"
         "    print('ready', flush=True)\n"

@@ -10,8 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from node.coordinator.records import Member
-from node.coordinator.store import Store
+from node.coordinator.store import Member, Store
 from tests.support.examples import examples
 from wire.errors import RefusalCode
 from wire.identity.enrolment import Hardware

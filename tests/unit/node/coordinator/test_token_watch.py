@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from node.coordinator.enrolment import token_uses_told, uses_left
 from node.coordinator.store import Store
-from node.coordinator.token_watch import token_uses_told, uses_left
 from node.telemetry import events
 from wire.errors import RunError
 from wire.identity.token import TokenRecord

@@ -26,8 +26,8 @@ from node.model.storage import stored_bytes
 from node.model.units import unit_names
 from node.pipeline.device_memory import Devices
 from node.pipeline.memory import stage_bytes, stage_memory, stage_storages
+from node.pipeline.placement import split_units
 from node.pipeline.schedule import dependencies, schedule
-from node.pipeline.split import split_units
 from node.telemetry.units import bytes_text
 from wire.codecs.registry import codec
 from wire.frames import FRAME_BYTES, HEADER_BYTES

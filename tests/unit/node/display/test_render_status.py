@@ -14,8 +14,7 @@ import pytest
 from node.cli.main import main
 from node.cli.status import run_state
 from node.config.schema import RunConfig
-from node.coordinator.records import SnapshotRecord, StepRecord
-from node.coordinator.store import Store
+from node.coordinator.store import SnapshotRecord, StepRecord, Store
 from node.display.status import (
     MOST_GONE,
     STATUS_FILE,

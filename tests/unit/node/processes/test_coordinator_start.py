@@ -18,13 +18,12 @@ from node.analysis.view import RunViewBuilder, view
 from node.cli.stay import stay
 from node.config.schema import CoordinatorSection, DashboardSection, RunConfig
 from node.coordinator.coordinator import Coordinator, Outcome
-from node.coordinator.records import SnapshotRecord, StepRecord
-from node.coordinator.store import Store
+from node.coordinator.store import SnapshotRecord, StepRecord, Store
 from node.dashboard import live, recorded
 from node.dashboard.feed import Feed
 from node.dashboard.live import past_read
 from node.model.chunk import build_chunk
-from node.pipeline.split import split_units
+from node.pipeline.placement import split_units
 from node.processes import coordinator as main
 from node.processes.claims import sole_coordinator
 from node.run_file.loader import to_json

@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
-from node.pipeline.split import split_units
+from node.pipeline.placement import split_units
 from node.stage.inbox import Inbox
 from node.training.reference import Step
 from tests.support.memory_pipeline import MemoryIO, MemoryPipeline, reference_run

@@ -16,7 +16,7 @@ from node.config.schema import (
     RunSection,
     TrainingSection,
 )
-from node.pipeline.split import split_units
+from node.pipeline.placement import split_units
 from node.stage.executor import StageExecutor
 from node.telemetry.clock import StageClock
 from node.training.data import Corpus

@@ -10,7 +10,7 @@ from torch import Tensor
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
 from node.model.chunk import Chunk, build_chunk, compute_precision, weight_dtype
 from node.model.units import unit_names
-from node.pipeline.split import split_units
+from node.pipeline.placement import split_units
 from node.stage.stage_model import StageModel
 from node.training import gradients as gradients_module
 from node.training import optimizer as optimizer_module

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from node.config.schema import ModelSection, RunConfig, RunSection, TrainingSection
-from node.pipeline.split import split_units
+from node.pipeline.placement import split_units
 from node.training.data import Corpus
 from node.training.reference import ReferenceTrainer
 from node.training.serialization import serialize_unit

@@ -10,7 +10,7 @@ from torch import Tensor
 from node.config.schema import ModelSection, TrainingSection
 from node.model.chunk import Chunk, build_chunk
 from node.model.units import unit_names
-from node.pipeline.split import split_units
+from node.pipeline.placement import split_units
 from node.training.gradients import gradient_of
 from node.training.optimizer import StageOptimizer
 from node.training.serialization import deserialize_unit, serialize_unit

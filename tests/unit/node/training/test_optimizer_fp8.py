@@ -12,7 +12,7 @@ from kernels.fp8.reference import Fp8Gradient, unpack_gradient
 from node.config.schema import ModelSection, RunConfig, RunSection, TrainingSection
 from node.model.chunk import Chunk, build_chunk, weight_dtype
 from node.model.units import state_bytes, unit_names
-from node.pipeline.split import split_units
+from node.pipeline.placement import split_units
 from node.training.data import Corpus
 from node.training.optimizer import StageOptimizer
 from node.training.reference import ReferenceTrainer

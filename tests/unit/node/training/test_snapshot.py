@@ -14,7 +14,7 @@ import torch
 
 from node.model.chunk import build_chunk
 from node.model.units import unit_names
-from node.pipeline.split import split_units
+from node.pipeline.placement import split_units
 from node.training.manifest import MANIFEST_NAME, unit_weights_sha256, weights_sha256
 from node.training.serialization import deserialize_unit, load_unit, serialize_unit
 from node.training.snapshot import (

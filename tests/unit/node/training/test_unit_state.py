@@ -14,7 +14,7 @@ from torch import Tensor
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
 from node.model.chunk import build_chunk, weight_dtype
 from node.model.units import unit_names
-from node.pipeline.split import split_units
+from node.pipeline.placement import split_units
 from node.training.optimizer import StageOptimizer
 from node.training.serialization import CACHE_PREFIX, serialize_unit
 from node.training.snapshot import SnapshotWriter

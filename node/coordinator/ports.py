@@ -5,6 +5,7 @@ for gone by then; told that it is there, they wait.
 """
 
 import contextlib
+import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -15,6 +16,7 @@ import grpc
 from wire.channels import NOT_YET, make_threaded_server
 from wire.identity.authority import CertificateAuthority
 from wire.identity.credentials import mutual_tls
+from wire.identity.names import join_address
 
 ANSWER = "the coordinator reads its text and its newest snapshot, and goes on after that"
 LIFETIME = timedelta(days=1)
@@ -51,3 +53,25 @@ def nodes_wait(address: str, authority: CertificateAuthority) -> Iterator[None]:
         yield
     finally:
         server.stop(None).wait(STOP_SECONDS)
+
+
+def own_addresses(host: str, port: int) -> tuple[str, ...]:
+    """What others may dial to reach `host` (perhaps "any") at `port`, the likeliest first."""
+    return tuple(join_address(name, port) for name in own_hosts(host))
+
+
+def own_hosts(host: str) -> tuple[str, ...]:
+    """`host` itself, or for "any" the address of the default route and loopback."""
+    if host not in ("0.0.0.0", "::"):
+        return (host,)
+    family = socket.AF_INET6 if host == "::" else socket.AF_INET
+    outside = "2001:db8::1" if host == "::" else "192.0.2.1"
+    loopback = "::1" if host == "::" else "127.0.0.1"
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            # Nothing is sent: connecting a datagram socket only picks the address of the default route.
+            probe.connect((outside, 9))
+            own = probe.getsockname()[0]
+        except OSError:
+            own = loopback
+    return tuple(dict.fromkeys((own, loopback)))

@@ -6,16 +6,21 @@ It keeps what this process has seen and no more; the run's state is in the state
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
+from node.analysis.remedies import LADDER
 from node.config.schema import RunConfig
 from node.coordinator.accounting import Accounting
 from node.coordinator.actions import Aborted, RecordCommit, RecordRestored
-from node.coordinator.records import StepRecord
-from node.coordinator.recovery import Recovery
+from node.coordinator.store import StepRecord
+from node.display.explain import framed_bytes
 from node.model.units import is_block, state_bytes
 from node.pipeline.placement import stage_units
 from node.telemetry import events
 from node.telemetry.costs import bits_per_element, idle_by_stage, mbit_by_stage
+from node.telemetry.events import Recovered
+from node.telemetry.units import bytes_text, duration_text
+from wire.codecs.forms import codec_names, form
 from wire.spec import Direction
 from wire.telemetry import Telemetry
 
@@ -45,7 +50,7 @@ class _Tally:
     seconds: float = 0.0
 
 
-class Narrator:
+class Reporter:
     """Emits events; times are taken here, on the monotonic clock.
 
     `untold` is a step that an earlier coordinator committed and died before it could tell of.
@@ -193,3 +198,54 @@ class Narrator:
             snapshot_path=self.snapshot_path,
             weights_sha256=self.weights_sha256,
         )
+
+
+BASE_SECONDS = 10.0
+"""What a start, a placement and warm links may take; fetching a stage's state comes on top."""
+
+
+class Recovery:
+    """Times of one interruption, in seconds on any monotonic clock."""
+
+    def __init__(self) -> None:
+        self._interrupted_at: float | None = None
+        self._placed_at: float | None = None
+
+    def interrupted(self, now: float) -> None:
+        """An epoch ended early; what interrupts its successor before a step is done counts to the first."""
+        if self._interrupted_at is None:
+            self._interrupted_at = now
+
+    def placed(self, now: float) -> None:
+        """There are nodes for every stage again."""
+        self._placed_at = now
+
+    def over(self, *, step: int, now: float, state_bytes: int, rate: float) -> Recovered | None:
+        """What to tell once every stage holds the state of `step`; None if nothing was interrupted.
+
+        Args:
+            state_bytes: weights and optimizer state of the largest stage.
+            rate: bytes a second from the coordinator to the slowest node; 0 when it is not known.
+        """
+        interrupted_at, self._interrupted_at = self._interrupted_at, None
+        if interrupted_at is None or self._placed_at is None:
+            return None
+        limit = f"{BASE_SECONDS:g} s + {bytes_text(state_bytes)} of state"
+        if rate > 0:
+            seconds = BASE_SECONDS + state_bytes / rate
+            limit += f" / {bytes_text(rate)}/s = {duration_text(seconds)}"
+        text = (
+            f"back at step {step} in {duration_text(now - interrupted_at)}, of which "
+            f"{duration_text(now - self._placed_at)} since a node was there for every stage; "
+            f"expected at most {limit}"
+        )
+        return Recovered(text=text, step=step, seconds=now - interrupted_at)
+
+
+def codec_bits(config: RunConfig) -> dict[str, float]:
+    """Bits an element of a boundary tensor, headers and frames included, of every codec without a memory and
+    of whatever else may be proposed."""
+    training, model = config.training, config.model
+    shape = (training.microbatch, model.sequence, model.hidden)
+    names = dict.fromkeys((*codec_names(), *LADDER))
+    return {name: 8 * framed_bytes(form(name).packed_bytes(shape)) / prod(shape) for name in names}

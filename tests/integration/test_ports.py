@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from node.coordinator.not_yet import ANSWER, nodes_wait
+from node.coordinator.ports import ANSWER, nodes_wait
 from node.stage.coordinator_client import CoordinatorClient
 from tests.support.hellos import hello
 from tests.support.links import SECONDS

@@ -6,8 +6,8 @@ import pytest
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
 from node.coordinator.actions import Aborted, AbortKind, RecordCommit, RecordRestored
-from node.coordinator.narrator import Narrator
-from node.coordinator.records import StepRecord
+from node.coordinator.reporter import Reporter
+from node.coordinator.store import StepRecord
 from node.model.units import state_bytes
 from node.pipeline.placement import stage_units
 from node.processes.coordinator import _untold
@@ -33,22 +33,22 @@ OWED = StepRecord(
 class Told:
     def __init__(self, untold: StepRecord | None = None, config: RunConfig = CONFIG) -> None:
         self.events: list[events.Event] = []
-        self.narrator = Narrator(config, self.events.append, untold)
+        self.reporter = Reporter(config, self.events.append, untold)
 
     def restored(self, step: int, epoch: int = EPOCH) -> None:
         for stage, node in enumerate(NODES):
-            self.narrator.accounting.report(node, totals(0, stage=stage, epoch=epoch))
-        self.narrator.placed()
-        self.narrator.restored(RecordRestored(epoch=epoch, step=step, nodes=NODES), {"a": 1e6})
+            self.reporter.accounting.report(node, totals(0, stage=stage, epoch=epoch))
+        self.reporter.placed()
+        self.reporter.restored(RecordRestored(epoch=epoch, step=step, nodes=NODES), {"a": 1e6})
 
     def committed(self, step: int) -> None:
-        self.narrator.committed(
+        self.reporter.committed(
             RecordCommit(epoch=EPOCH, step=step, loss=2.5, grad_norm=1.0, lr=1e-3, clip_coefficient=1.0)
         )
 
     def report(self, steps: float) -> None:
         for stage, node in enumerate(NODES):
-            self.narrator.accounting.report(node, totals(steps, stage=stage))
+            self.reporter.accounting.report(node, totals(steps, stage=stage))
 
     @property
     def kinds(self) -> list[str]:
@@ -63,7 +63,7 @@ def test_a_step_is_told_with_what_it_cost() -> None:
     told.restored(0)
     told.committed(0)
     told.report(1)
-    told.narrator.finish_step()
+    told.reporter.finish_step()
     assert told.kinds == ["placement", "step-costs", "step"]
     placement, costs, step = told.events
     assert isinstance(placement, events.PlacementMade) and sum(placement.blocks) == 5
@@ -76,8 +76,8 @@ def test_no_node_spent_more_time_than_passed_here() -> None:
     told.restored(0)
     told.committed(0)
     for stage, node in enumerate(NODES):
-        told.narrator.report(node, totals(1e6, stage=stage))
-    told.narrator.finish_step()
+        told.reporter.report(node, totals(1e6, stage=stage))
+    told.reporter.finish_step()
     costs = told.events[1]
     assert isinstance(costs, events.StepCosts)
     assert all(stage.wall_seconds < 60 for stage in costs.stages)
@@ -87,7 +87,7 @@ def test_an_aborted_step_is_told_with_what_it_cost() -> None:
     told = Told()
     told.restored(0)
     told.report(0.5)
-    told.narrator.interrupted(Aborted(epoch=EPOCH, step=0, kind=AbortKind.LOST, reason="node b is gone"))
+    told.reporter.interrupted(Aborted(epoch=EPOCH, step=0, kind=AbortKind.LOST, reason="node b is gone"))
     told.restored(0, EPOCH + 1)
     assert told.kinds == ["placement", "step-costs", "step-aborted", "placement", "recovered"]
     costs = told.events[1]
@@ -100,7 +100,7 @@ def test_a_recovery_is_measured_by_the_state_that_travels(moments: str) -> None:
     config = replace(CONFIG, training=TrainingSection(moments=moments))
     told = Told(config=config)
     told.restored(0)
-    told.narrator.interrupted(Aborted(epoch=EPOCH, step=0, kind=AbortKind.LOST, reason="node b is gone"))
+    told.reporter.interrupted(Aborted(epoch=EPOCH, step=0, kind=AbortKind.LOST, reason="node b is gone"))
     told.restored(0, EPOCH + 1)
     stages = [
         sum(state_bytes(config.model, unit, moments) for unit in units) for units in stage_units(config, 2)
@@ -115,7 +115,7 @@ def test_a_step_that_was_committed_before_the_abort_is_told_when_it_turns_out_to
     told.restored(0)
     told.committed(0)
     told.report(1)
-    told.narrator.interrupted(Aborted(epoch=EPOCH, step=0, kind=AbortKind.LOST, reason="node b is gone"))
+    told.reporter.interrupted(Aborted(epoch=EPOCH, step=0, kind=AbortKind.LOST, reason="node b is gone"))
     told.restored(1, EPOCH + 1)
     assert told.kinds == ["placement", "step-aborted", "step-costs", "step", "placement", "recovered"]
     assert told.steps()[0].up_mbit[0] > 0, "what it cost is not lost"
@@ -127,7 +127,7 @@ def test_a_step_that_a_dead_coordinator_committed_is_told_from_the_database() ->
     (step,) = told.steps()
     assert (step.step, step.loss, step.grad_norm, step.seconds) == (5, 3.5, 1.5, 2.0)
     told.committed(5)
-    told.narrator.finish_step()
+    told.reporter.finish_step()
     assert [step.step for step in told.steps()] == [5, 6]
 
 
@@ -150,9 +150,9 @@ def test_the_summary_adds_up() -> None:
     for step in range(3):
         told.committed(step)
         told.report(step + 1)
-        told.narrator.finish_step()
-    told.narrator.snapshot_stored(3, 77, "snapshots/step-3", "ab")
-    told.narrator.finished("all done", failed=False)
+        told.reporter.finish_step()
+    told.reporter.snapshot_stored(3, 77, "snapshots/step-3", "ab")
+    told.reporter.finished("all done", failed=False)
     last = told.events[-1]
     assert isinstance(last, events.RunFinished) and last.summary is not None
     assert (last.summary.steps, last.summary.link_bytes) == (3, 6000)
@@ -162,5 +162,5 @@ def test_the_summary_adds_up() -> None:
 
 def test_a_run_in_which_nothing_happened_has_no_summary() -> None:
     told = Told()
-    told.narrator.finished("stopped", failed=False)
+    told.reporter.finished("stopped", failed=False)
     assert told.events == [events.RunFinished(reason="stopped", failed=False)]

@@ -125,7 +125,7 @@ def useless(
     )
 
 
-class Seating:
+class StageAssigner:
     """Remembers who held which stage, for how long to wait for them, and picks the next epoch's nodes."""
 
     def __init__(

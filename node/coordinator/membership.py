@@ -1,9 +1,12 @@
 """Who is in the run: the nodes that are connected, or were a moment ago. Pure."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from node.coordinator.seating import Candidate
+from node.coordinator.actions import Action, Send
+from node.coordinator.epoch import Epoch
+from node.coordinator.stage_assignment import Candidate, prefetch_order
+from wire.messages import Prefetch
 
 
 @dataclass
@@ -81,3 +84,23 @@ class Roster:
     def connected(self, nodes: Iterable[str]) -> bool:
         """Whether all of these members are connected at this moment."""
         return all(self.members[node_id].disconnected_at is None for node_id in nodes)
+
+
+def keep_warm(
+    nodes: Iterable[str],
+    epoch: Epoch | None,
+    roster: Roster,
+    newest: int,
+    units: Callable[[int], Sequence[Sequence[str]]],
+) -> list[Action]:
+    """To spares among `nodes`: the newest snapshot, the stage that each would most likely take first.
+
+    Args:
+        newest: its step; 0 when there is none.
+        units: number of stages -> the layer units of each.
+    """
+    if epoch is None or newest == 0:
+        return []
+    spares, split = roster.spares(epoch.seats), units(len(epoch.seats))
+    orders = {node: prefetch_order(spares.index(node), split) for node in nodes if node in spares}
+    return [Send(node_id=node, message=Prefetch(step=newest, units=order)) for node, order in orders.items()]

@@ -7,8 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.config.schema import ModelSection, RunConfig, TrainingSection
-from node.coordinator import seating as seating_module
-from node.coordinator.seating import Candidate, Seating, prefetch_order, sharing, stage_needs, useless
+from node.coordinator import stage_assignment as seating_module
+from node.coordinator.stage_assignment import (
+    Candidate,
+    StageAssigner,
+    prefetch_order,
+    sharing,
+    stage_needs,
+    useless,
+)
 from node.pipeline.device_memory import Devices
 
 
@@ -101,9 +108,9 @@ def test_a_placement_is_found_whenever_there_is_one(
 # ---- over time
 
 
-def seating(stages: int = 3, least: int = 3, previous: tuple[str, ...] = (), total: int = 12) -> Seating:
+def seating(stages: int = 3, least: int = 3, previous: tuple[str, ...] = (), total: int = 12) -> StageAssigner:
     """Stages of a model of `total` bytes, split evenly."""
-    return Seating(
+    return StageAssigner(
         stages=stages,
         min_stages=least,
         regroup_seconds=10.0,
@@ -254,7 +261,7 @@ def test_what_a_node_must_have_follows_from_its_devices() -> None:
 
 
 def test_a_shortage_names_what_each_kind_of_node_would_need() -> None:
-    seats = Seating(
+    seats = StageAssigner(
         stages=2,
         min_stages=2,
         regroup_seconds=1.0,

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from node.config.schema import ModelSection, RunConfig
-from node.coordinator import snapshot_desk
-from node.coordinator.snapshot_desk import SnapshotDesk
+from node.coordinator import snapshot_handler
+from node.coordinator.snapshot_handler import SnapshotHandler
 from node.coordinator.store import Store
 from node.model.chunk import build_chunk
 from node.model.units import unit_names
-from node.pipeline.placement import stage_units
-from node.pipeline.split import split_units
+from node.pipeline.placement import split_units, stage_units
 from node.training.manifest import Manifest
 from node.training.optimizer import StageOptimizer
 from node.training.serialization import serialize_unit
@@ -41,7 +40,7 @@ def files(seed: int) -> dict[str, bytes]:
 
 
 class Told:
-    """What the desk tells the run."""
+    """What the handler tells the run."""
 
     def __init__(self) -> None:
         self.stored: asyncio.Queue[Manifest] = asyncio.Queue()
@@ -51,10 +50,10 @@ class Told:
 
 
 @contextlib.asynccontextmanager
-async def desk_at(directory: Path) -> AsyncIterator[tuple[SnapshotDesk, Told]]:
+async def desk_at(directory: Path) -> AsyncIterator[tuple[SnapshotHandler, Told]]:
     told = Told()
     with Store.create(directory, run_id="run-1", config_json="{}", pin=b"p" * 32, now=0.0) as store:
-        desk = SnapshotDesk(
+        handler = SnapshotHandler(
             config=CONFIG,
             windows=1,
             directory=directory / "snapshots",
@@ -65,14 +64,14 @@ async def desk_at(directory: Path) -> AsyncIterator[tuple[SnapshotDesk, Told]]:
             failed=told.failed.append,
         )
         async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
-            running = group.create_task(desk.run())
-            yield desk, told
+            running = group.create_task(handler.run())
+            yield handler, told
             running.cancel()
 
 
-async def hand_in(desk: SnapshotDesk, step: int, unit: str, data: bytes, node: str = SEATS[0]) -> None:
-    if (permit := desk.permit(node, step, unit)) is not None:
-        await desk.put(permit, data, hashlib.sha256(data).hexdigest())
+async def hand_in(handler: SnapshotHandler, step: int, unit: str, data: bytes, node: str = SEATS[0]) -> None:
+    if (permit := handler.permit(node, step, unit)) is not None:
+        await handler.put(permit, data, hashlib.sha256(data).hexdigest())
 
 
 async def test_a_snapshot_that_is_complete_is_told_of_though_its_sender_died(
@@ -89,12 +88,12 @@ async def test_a_snapshot_that_is_complete_is_told_of_though_its_sender_died(
         return put(writer, step, unit, data, digest)
 
     monkeypatch.setattr(SnapshotWriter, "put", slow)
-    async with desk_at(tmp_path) as (desk, told):
-        await desk.expect(4, SEATS)
+    async with desk_at(tmp_path) as (handler, told):
+        await handler.expect(4, SEATS)
         made = files(0)
         for unit in UNITS[:-1]:
-            await hand_in(desk, 4, unit, made[unit])
-        last = asyncio.create_task(hand_in(desk, 4, UNITS[-1], made[UNITS[-1]]))
+            await hand_in(handler, 4, unit, made[unit])
+        last = asyncio.create_task(hand_in(handler, 4, UNITS[-1], made[UNITS[-1]]))
         assert await asyncio.to_thread(writing.wait, SECONDS)
         last.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -107,33 +106,33 @@ async def test_a_snapshot_that_is_complete_is_told_of_though_its_sender_died(
 
 async def test_a_step_that_is_uploaded_anew_has_nothing_of_the_earlier_attempt(tmp_path: Path) -> None:
     first, second = files(0), files(1)
-    async with desk_at(tmp_path) as (desk, told):
-        await desk.expect(4, SEATS)
-        await hand_in(desk, 4, UNITS[0], first[UNITS[0]])
-        await desk.expect(4, SEATS)
+    async with desk_at(tmp_path) as (handler, told):
+        await handler.expect(4, SEATS)
+        await hand_in(handler, 4, UNITS[0], first[UNITS[0]])
+        await handler.expect(4, SEATS)
         for unit in UNITS[1:]:
-            await hand_in(desk, 4, unit, second[unit])
+            await hand_in(handler, 4, unit, second[unit])
         assert told.stored.empty()
-        await hand_in(desk, 4, UNITS[0], second[UNITS[0]])
+        await hand_in(handler, 4, UNITS[0], second[UNITS[0]])
         manifest = await told.stored.get()
         for unit in UNITS:
             assert manifest.entry(unit).sha256 == hashlib.sha256(second[unit]).hexdigest()
         # Complete is complete: another attempt does not change it.
-        await desk.expect(4, SEATS)
+        await handler.expect(4, SEATS)
         with pytest.raises(ProtocolViolationError, match="differs from the complete snapshot"):
-            await hand_in(desk, 4, UNITS[0], first[UNITS[0]])
+            await hand_in(handler, 4, UNITS[0], first[UNITS[0]])
 
 
 async def test_a_refusal_is_its_senders_and_the_next_upload_is_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = files(0)
-    async with desk_at(tmp_path) as (desk, told):
-        await desk.expect(4, SEATS)
+    async with desk_at(tmp_path) as (handler, told):
+        await handler.expect(4, SEATS)
         with pytest.raises(ProtocolViolationError, match="damaged on the way"):
-            permit = desk.permit(SEATS[0], 4, UNITS[0])
+            permit = handler.permit(SEATS[0], 4, UNITS[0])
             assert permit is not None
-            await desk.put(permit, made[UNITS[0]], "0" * 64)
+            await handler.put(permit, made[UNITS[0]], "0" * 64)
         assert told.failed == []
 
         def full(*_: object) -> Manifest | None:
@@ -142,10 +141,10 @@ async def test_a_refusal_is_its_senders_and_the_next_upload_is_stored(
         with monkeypatch.context() as patch:
             patch.setattr(SnapshotWriter, "put", full)
             with pytest.raises(RunError, match="the disk is full"):
-                await hand_in(desk, 4, UNITS[0], made[UNITS[0]])
+                await hand_in(handler, 4, UNITS[0], made[UNITS[0]])
         assert told.failed == ["the disk is full"]
         for unit in UNITS:
-            await hand_in(desk, 4, unit, made[unit])
+            await hand_in(handler, 4, unit, made[unit])
         assert (await told.stored.get()).step == 4
 
 
@@ -166,12 +165,12 @@ HOSTILE = (
 @pytest.mark.parametrize("data", HOSTILE)
 async def test_a_file_that_numpy_refuses_is_its_senders_error(tmp_path: Path, data: bytes) -> None:
     made = files(0)
-    async with desk_at(tmp_path) as (desk, told):
-        await desk.expect(4, SEATS)
+    async with desk_at(tmp_path) as (handler, told):
+        await handler.expect(4, SEATS)
         with pytest.raises(ProtocolViolationError, match="cannot be read"):
-            await hand_in(desk, 4, UNITS[0], data)
+            await hand_in(handler, 4, UNITS[0], data)
         for unit in UNITS:
-            await hand_in(desk, 4, unit, made[unit])
+            await hand_in(handler, 4, unit, made[unit])
         assert (await told.stored.get()).step == 4 and told.failed == []
 
 
@@ -183,15 +182,15 @@ async def test_an_error_that_nobody_foresaw_is_its_senders_too(
     def broken(*_: object) -> Manifest | None:
         raise ZeroDivisionError("what nobody foresaw")
 
-    async with desk_at(tmp_path) as (desk, told):
-        await desk.expect(4, SEATS)
+    async with desk_at(tmp_path) as (handler, told):
+        await handler.expect(4, SEATS)
         with monkeypatch.context() as patch:
             patch.setattr(SnapshotWriter, "put", broken)
             with pytest.raises(RunError, match=f"could not take in layer {UNITS[0]} of step 4: its log"):
-                await hand_in(desk, 4, UNITS[0], made[UNITS[0]])
+                await hand_in(handler, 4, UNITS[0], made[UNITS[0]])
         assert "Traceback" in caplog.text and "what nobody foresaw" in caplog.text
         for unit in UNITS:
-            await hand_in(desk, 4, unit, made[unit])
+            await hand_in(handler, 4, unit, made[unit])
         assert (await told.stored.get()).step == 4 and told.failed == []
 
 
@@ -206,14 +205,14 @@ async def test_a_disk_that_refuses_ends_the_run_though_the_sender_is_gone(
         raise RunError("the disk is full")
 
     monkeypatch.setattr(SnapshotWriter, "put", full)
-    async with desk_at(tmp_path) as (desk, told):
-        await desk.expect(4, SEATS)
-        sender = asyncio.create_task(hand_in(desk, 4, UNITS[0], files(0)[UNITS[0]]))
+    async with desk_at(tmp_path) as (handler, told):
+        await handler.expect(4, SEATS)
+        sender = asyncio.create_task(hand_in(handler, 4, UNITS[0], files(0)[UNITS[0]]))
         assert await asyncio.to_thread(writing.wait, SECONDS)
         sender.cancel()
         with pytest.raises(asyncio.CancelledError):
             await sender
-        again = asyncio.create_task(hand_in(desk, 4, UNITS[0], files(0)[UNITS[0]]))
+        again = asyncio.create_task(hand_in(handler, 4, UNITS[0], files(0)[UNITS[0]]))
         go_on.set()
         with pytest.raises(RunError, match="the disk is full"):
             await again
@@ -223,31 +222,31 @@ async def test_a_disk_that_refuses_ends_the_run_though_the_sender_is_gone(
 async def test_a_layer_is_its_hosts_to_hand_in(tmp_path: Path) -> None:
     """Of the epoch that asked last, over or not; a coordinator that was started again must ask itself."""
     made = files(0)
-    async with desk_at(tmp_path) as (desk, told):
+    async with desk_at(tmp_path) as (handler, told):
         with pytest.raises(ProtocolViolationError, match="nobody asked for a snapshot of step 4"):
-            await hand_in(desk, 4, UNITS[0], made[UNITS[0]])
+            await hand_in(handler, 4, UNITS[0], made[UNITS[0]])
         first, last = stage_units(CONFIG, 2)
-        await desk.expect(4, ("node-a", "node-b"))
+        await handler.expect(4, ("node-a", "node-b"))
         for node, foreign in (("node-a", last), ("node-b", first), ("node-spare", UNITS)):
             for unit in foreign:
                 with pytest.raises(ProtocolViolationError, match="another node's to hand in"):
-                    await hand_in(desk, 4, unit, made[unit], node)
-        await hand_in(desk, 4, first[0], made[first[0]], "node-a")
+                    await hand_in(handler, 4, unit, made[unit], node)
+        await hand_in(handler, 4, first[0], made[first[0]], "node-a")
         # Asked anew, of other nodes: what is on its way of the earlier attempt is not stored.
-        begun = desk.permit("node-b", 4, last[0])
+        begun = handler.permit("node-b", 4, last[0])
         assert begun is not None
-        await desk.expect(4, ("node-b", "node-c"))
+        await handler.expect(4, ("node-b", "node-c"))
         with pytest.raises(ProtocolViolationError, match="asked for anew"):
             data = made[last[0]]
-            await desk.put(begun, data, hashlib.sha256(data).hexdigest())
+            await handler.put(begun, data, hashlib.sha256(data).hexdigest())
         with pytest.raises(ProtocolViolationError, match="another node's to hand in"):
-            await hand_in(desk, 4, first[0], made[first[0]], "node-a")
+            await hand_in(handler, 4, first[0], made[first[0]], "node-a")
         for node, units in (("node-c", last), ("node-b", first)):
             for unit in units:
-                await hand_in(desk, 4, unit, made[unit], node)
+                await hand_in(handler, 4, unit, made[unit], node)
         assert (await told.stored.get()).step == 4
         # A reply was lost, so that a node hands in again.
-        await hand_in(desk, 4, last[0], made[last[0]], "node-c")
+        await hand_in(handler, 4, last[0], made[last[0]], "node-c")
 
 
 async def test_what_is_left_of_older_snapshots_goes_with_the_next_that_is_complete(tmp_path: Path) -> None:
@@ -257,72 +256,72 @@ async def test_what_is_left_of_older_snapshots_goes_with_the_next_that_is_comple
     def on_disk() -> list[str]:
         return sorted(path.name for path in root.iterdir())
 
-    async with desk_at(tmp_path) as (desk, told):
+    async with desk_at(tmp_path) as (handler, told):
         for partial in (3, 5, 9):
-            await desk.expect(partial, SEATS)
-            await hand_in(desk, partial, UNITS[0], made[UNITS[0]])
-        begun = desk.permit(SEATS[0], 5, UNITS[1])
+            await handler.expect(partial, SEATS)
+            await hand_in(handler, partial, UNITS[0], made[UNITS[0]])
+        begun = handler.permit(SEATS[0], 5, UNITS[1])
         assert begun is not None
-        await desk.expect(7, SEATS)
+        await handler.expect(7, SEATS)
         for unit in UNITS:
-            await hand_in(desk, 7, unit, made[unit])
+            await hand_in(handler, 7, unit, made[unit])
         assert (await told.stored.get()).step == 7
         # One that is newer goes on.
         assert on_disk() == ["step-00000007", "step-00000009"]
         # What still comes of older ones is of no use, and no error: that would end its node's epoch.
-        assert desk.permit(SEATS[0], 3, UNITS[1]) is None
+        assert handler.permit(SEATS[0], 3, UNITS[1]) is None
         data = made[UNITS[1]]
-        await desk.put(begun, data, hashlib.sha256(data).hexdigest())
+        await handler.put(begun, data, hashlib.sha256(data).hexdigest())
         assert on_disk() == ["step-00000007", "step-00000009"]
         for unit in UNITS[1:]:
-            await hand_in(desk, 9, unit, made[unit])
+            await hand_in(handler, 9, unit, made[unit])
         assert (await told.stored.get()).step == 9
         assert list_snapshots(root) == (7, 9)
 
 
-async def stored(desk: SnapshotDesk, told: Told, step: int) -> None:
-    await desk.expect(step, SEATS)
+async def stored(handler: SnapshotHandler, told: Told, step: int) -> None:
+    await handler.expect(step, SEATS)
     for unit, data in files(0).items():
-        await hand_in(desk, step, unit, data)
+        await hand_in(handler, step, unit, data)
     assert (await told.stored.get()).step == step
 
 
 async def test_a_damaged_layer_is_told_of_before_its_node_hears_and_an_older_snapshot_takes_its_place(
     tmp_path: Path,
 ) -> None:
-    async with desk_at(tmp_path) as (desk, told):
-        await stored(desk, told, 5)
-        await stored(desk, told, 7)
-        path = desk.path(7) / "head.safetensors"
+    async with desk_at(tmp_path) as (handler, told):
+        await stored(handler, told, 5)
+        await stored(handler, told, 7)
+        path = handler.path(7) / "head.safetensors"
         path.write_bytes(path.read_bytes()[:-1])
         for _ in range(2):
             with pytest.raises(RunError):
-                await desk.layer(7, "head")
+                await handler.layer(7, "head")
         assert told.damaged == [(7, 5)] and told.failed == []
         assert list_snapshots(tmp_path / "snapshots") == (5,)
-        assert await desk.layer(5, "head")
+        assert await handler.layer(5, "head")
         # The run comes to steps again that were stored: they are stored again, not let pass.
-        await stored(desk, told, 6)
-        await stored(desk, told, 7)
-        assert await desk.layer(7, "head")
+        await stored(handler, told, 6)
+        await stored(handler, told, 7)
+        assert await handler.layer(7, "head")
 
 
 async def test_a_damaged_layer_of_an_older_snapshot_is_nobodys_loss(tmp_path: Path) -> None:
-    async with desk_at(tmp_path) as (desk, told):
-        await stored(desk, told, 5)
-        await stored(desk, told, 7)
-        (desk.path(5) / "head.safetensors").unlink()
+    async with desk_at(tmp_path) as (handler, told):
+        await stored(handler, told, 5)
+        await stored(handler, told, 7)
+        (handler.path(5) / "head.safetensors").unlink()
         with pytest.raises(RunError):
-            await desk.layer(5, "head")
+            await handler.layer(5, "head")
         assert told.damaged == [] and list_snapshots(tmp_path / "snapshots") == (7,)
 
 
 async def test_a_damaged_layer_with_nothing_to_go_back_to(tmp_path: Path) -> None:
-    async with desk_at(tmp_path) as (desk, told):
-        await stored(desk, told, 7)
-        (desk.path(7) / "manifest.json").write_text("{")
+    async with desk_at(tmp_path) as (handler, told):
+        await stored(handler, told, 7)
+        (handler.path(7) / "manifest.json").write_text("{")
         with pytest.raises(RunError):
-            await desk.layer_entry(7, "head")
+            await handler.layer_entry(7, "head")
         assert told.damaged == [(7, 0)] and list_snapshots(tmp_path / "snapshots") == (7,)
 
 
@@ -330,23 +329,23 @@ async def test_a_damaged_layer_is_told_of_though_its_node_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the run would go back, again and again, to a snapshot that is aside."""
-    began, gate, check = threading.Event(), threading.Event(), snapshot_desk.set_damaged_aside
+    began, gate, check = threading.Event(), threading.Event(), snapshot_handler.set_damaged_aside
 
     def slow(directory: Path) -> Checked:
         began.set()
         assert gate.wait(SECONDS)
         return check(directory)
 
-    monkeypatch.setattr(snapshot_desk, "set_damaged_aside", slow)
-    async with desk_at(tmp_path) as (desk, told):
-        await stored(desk, told, 5)
-        await stored(desk, told, 7)
-        (desk.path(7) / "head.safetensors").unlink()
-        asking = asyncio.create_task(desk.layer(7, "head"))
+    monkeypatch.setattr(snapshot_handler, "set_damaged_aside", slow)
+    async with desk_at(tmp_path) as (handler, told):
+        await stored(handler, told, 5)
+        await stored(handler, told, 7)
+        (handler.path(7) / "head.safetensors").unlink()
+        asking = asyncio.create_task(handler.layer(7, "head"))
         await asyncio.to_thread(began.wait, SECONDS)
         asking.cancel()
         await asyncio.wait([asking])
         assert asking.cancelled() and told.damaged == []
         gate.set()
-        await stored(desk, told, 9)
+        await stored(handler, told, 9)
         assert told.damaged == [(7, 5)]

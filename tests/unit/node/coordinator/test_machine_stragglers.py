@@ -6,9 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from node.coordinator.actions import Action, Released, Send
-from node.coordinator.epoch import Phase
-from node.coordinator.epoch_series import PLACING_SECONDS
-from node.coordinator.laggards import LATE_SECONDS, LATE_TIMES
+from node.coordinator.epoch import PLACING_SECONDS, Phase
+from node.coordinator.failures import LATE_SECONDS, LATE_TIMES
 from tests.support.machine_driver import Driver, aborts, finishes, of_kind, placement_of, sent
 from wire.messages import Begin
 

@@ -11,8 +11,7 @@ from typing import TypeVar
 
 from node import faults
 from node.config.schema import RunConfig
-from node.coordinator.records import SnapshotRecord
-from node.coordinator.store import Store
+from node.coordinator.store import SnapshotRecord, Store
 from node.model.units import unit_names
 from node.pipeline.placement import most_layer_bytes, stage_units
 from node.training.manifest import Manifest, SnapshotDamagedError, UnitEntry
@@ -54,7 +53,7 @@ class _Upload:
     """What its sender waits for, if it still does."""
 
 
-class SnapshotDesk:
+class SnapshotHandler:
     """One run's. The disk is worked on in threads."""
 
     def __init__(
