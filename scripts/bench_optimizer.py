@@ -24,11 +24,11 @@ from convergence_runs import Run
 from exp_convergence import Windows, make_trainer
 from torch import Tensor
 
-from kernels.fp8.adamw import AdamWStep, adamw_step
+from kernels.fp8.ops import accumulate_gradient, adamw_step
 from kernels.fp8.reference import (
+    AdamWStep,
     Fp8Gradient,
     Moment,
-    accumulate_gradient,
     pack_gradient,
     pack_moment,
     unpack_moment,

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels import quantizer_ops as ops
 from kernels.blockfloat import layers as blockfloat_layers
 from kernels.blockfloat import reference as blockfloat
 from kernels.blockfloat.layout import packed_bytes
+from kernels.common import dispatch
 
 
 @torch.library.custom_op("thinwire::store", mutates_args=())
 def store(x: Tensor, bits: int) -> Tensor:
     """`kernels.blockfloat.reference.pack`."""
-    if ops.has_kernels(x.device.type):
+    if dispatch.has_kernels(x.device.type):
         from kernels.blockfloat.triton import store as triton_store
 
         return triton_store.pack(x, bits)
@@ -27,7 +27,7 @@ def store(x: Tensor, bits: int) -> Tensor:
 @torch.library.custom_op("thinwire::restore", mutates_args=())
 def restore(packed: Tensor, shape: Sequence[int], bits: int, dtype: torch.dtype) -> Tensor:
     """`kernels.blockfloat.reference.unpack`."""
-    if ops.has_kernels(packed.device.type):
+    if dispatch.has_kernels(packed.device.type):
         from kernels.blockfloat.triton import store as triton_store
 
         return triton_store.unpack(packed, torch.Size(shape), bits, dtype)
@@ -39,7 +39,7 @@ def norm_store(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, bits: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """`kernels.blockfloat.layers.norm_store`."""
-    if ops.has_kernels(x.device.type):
+    if dispatch.has_kernels(x.device.type):
         from kernels.blockfloat.triton import norm as triton_store_norm
 
         return triton_store_norm.norm_store(x, weight, bias, eps, bits, dtype)
@@ -57,7 +57,7 @@ def norm_again(
     dtype: torch.dtype,
 ) -> Tensor:
     """`kernels.blockfloat.layers.norm_again`."""
-    if ops.has_kernels(packed.device.type):
+    if dispatch.has_kernels(packed.device.type):
         from kernels.blockfloat.triton import norm as triton_store_norm
 
         return triton_store_norm.norm_again(packed, torch.Size(shape), weight, bias, eps, bits, dtype)
@@ -75,7 +75,7 @@ def norm_backward(
     bits: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`kernels.blockfloat.layers.norm_backward`."""
-    if ops.has_kernels(grad.device.type):
+    if dispatch.has_kernels(grad.device.type):
         from kernels.blockfloat.triton import norm as triton_store_norm
 
         return triton_store_norm.norm_backward(grad, packed, residual, weight, bias, eps, bits)
@@ -85,7 +85,7 @@ def norm_backward(
 @torch.library.custom_op("thinwire::ffn_store", mutates_args=())
 def ffn_store(gate: Tensor, up: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """`kernels.blockfloat.layers.ffn_store`."""
-    if ops.has_kernels(gate.device.type):
+    if dispatch.has_kernels(gate.device.type):
         from kernels.blockfloat.triton import ffn as triton_store_ffn
 
         return triton_store_ffn.ffn_store(gate, up, bits)
@@ -97,7 +97,7 @@ def ffn_backward(
     grad: Tensor, packed_gate: Tensor, packed_up: Tensor | None, bits: int
 ) -> tuple[Tensor, Tensor]:
     """`kernels.blockfloat.layers.ffn_backward`: `grad` becomes the inner activations."""
-    if ops.has_kernels(grad.device.type):
+    if dispatch.has_kernels(grad.device.type):
         from kernels.blockfloat.triton import ffn as triton_store_ffn
 
         return triton_store_ffn.ffn_backward(grad, packed_gate, packed_up, bits)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.launch import FIXED_DECODE, FIXED_ENCODE, FIXED_FINISH, Launch, starts_early
+from kernels.common.dispatch import FIXED_DECODE, FIXED_ENCODE, FIXED_FINISH, Launch, starts_early
 from kernels.common.tiles import TILE, tiles_per_row
 from kernels.common.triton.numbers import (
     MAGIC,
@@ -25,18 +25,11 @@ from kernels.common.triton.numbers import (
     denormalised,
     exponent_of,
     half_value,
-    largest_of,
     let_next_start,
-    load_block,
-    peak_bits,
     powers_of_two,
     quotient,
     reciprocal,
     sized_jit,
-    spread,
-    store_block,
-    tile_max,
-    tile_max_or_nan,
     wrapped,
 )
 from kernels.common.triton.planes import (
@@ -50,7 +43,16 @@ from kernels.common.triton.planes import (
     store_planes,
     transpose_nibbles,
 )
-from kernels.common.triton.rows import Rows
+from kernels.common.triton.tiles import (
+    Rows,
+    largest_of,
+    load_block,
+    peak_bits,
+    spread,
+    store_block,
+    tile_max,
+    tile_max_or_nan,
+)
 
 # Tiles at once where they are quantized again.
 _AGAIN = 32
@@ -322,7 +324,7 @@ def decode(
 ) -> torch.Tensor:
     """As `kernels.fixed.reference.decode`, with the exponent on the device.
 
-    Returns int32 `[k]`, all 0 if the sections were sound: else the largest is what `kernels.quantizer_ops` calls it.
+    Returns int32 `[k]`, all 0 if the sections were sound: else the largest is what `kernels.common.dispatch` calls it.
     What was decoded is then meaningless, but lies within `out`.
     """
     width = out.shape[-1]

@@ -1,25 +1,30 @@
-"""e4m3 numbers in blocks of 128: gradients with a power-of-two scale, optimizer moments with range expansion.
+"""e4m3 numbers in blocks of 128, in plain torch: gradients, optimizer moments, and AdamW on them.
 
-The reference; `kernels.fp8.triton` is the same on GPUs: bit for bit for gradients, for moments but for the
-last bits of logarithms.
+The reference for `kernels.fp8.ops`. `kernels.fp8.cpu` gives the same bits; `kernels.fp8.triton` too, except that
+moments may differ in the last bits of logarithms.
 
-Gradients (design section 4). A block has one exponent e; its values are code * 2**e, the largest code from
-224 to 448. Scaling by a power of two is exact, so a value that an addition does not change keeps its code
+Gradients (design section 4). A block has one exponent e; its values are code * 2**e, with the largest code
+from 224 to 448. Scaling by a power of two is exact. So a value that an addition does not change keeps its code
 however often the block is packed again, as long as its exponent stays.
 
-Added up and packed to nearest, many small addends are lost: beside a sum that is 16 times as large, one is
-less than half of a code's step, and every time. `accumulate_gradient` therefore also rounds stochastically,
-by a hash (`kernels.common.random_bits`), so that a sum is right on average however many addends it has.
+Rounding to nearest loses many small addends: beside a sum that is 16 times as large, an addend is less than
+half a code's step, every time. `accumulate_gradient` can therefore round stochastically, by a hash
+(`kernels.common.random_bits`), so that a sum is right on average however many addends it has.
 
 Moments (papers/coat.txt, section 4.2). A block's magnitudes x up to its largest M are stored as
-448 (x / M)**k, with k such that the smallest comes to 448 * 2 / 448**2, near e4m3's own smallest: an
-optimizer's moments span far less than e4m3 can, and an error is divided by k on the way back. k is a multiple
-of 1/16 from 1/16 to 255/16, so that a block of equal magnitudes (where COAT's formula gives infinity) works.
+448 (x / M)**k. k maps the smallest to 448 * 2 / 448**2, near e4m3's own smallest: an optimizer's moments span
+far less than e4m3 can, and k divides the error on the way back. k is a multiple of 1/16 from 1/16 to 255/16,
+so that a block of equal magnitudes (where COAT's formula gives infinity) works.
 
-Tensors are flat; a last block shorter than 128 is a block of its own. torch's conversion to e4m3 saturates or
-not by version, so everything here is clamped first.
+AdamW (Loshchilov and Hutter 2019). The update uses the moments before they are packed (papers/coat.txt,
+section 3). bf16 weights are rounded stochastically, with 16 bits an element from a hash of (salt, element). The
+caller makes the salt from seed, step and parameter, so a step has the same bits however often it runs.
+
+Tensors are flat. A last block shorter than 128 is a block of its own. torch's conversion to e4m3 saturates or
+not by version, so values are clamped first.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +32,6 @@ from torch import Tensor
 
 from kernels.common.random_bits import mixed, random_bits
 from kernels.fp8.layout import BLOCK, blocks
-from kernels.quantizer_ops import has_kernels
 
 LARGEST = 448.0
 """e4m3's largest number."""
@@ -44,8 +48,6 @@ _SMALLEST_NORMAL = 2.0**-6
 _SMALLEST_NORMAL_BITS = 0x3C800000
 _BIAS_BITS = 0x3C000000
 """An fp32 number's bits less these are its e4m3 code and `ROUNDED_BITS` more, if the code is a normal one."""
-PIECE = 1 << 16
-"""Elements that a CPU rounds stochastically at a time: what hashing them takes stays in its cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,52 +154,14 @@ def accumulate_gradient(gradient: Fp8Gradient, addend: Tensor, draw: Draw | None
     Args:
         draw: round stochastically by these bits; to nearest without.
     """
-    if has_kernels(addend.device.type):
-        from kernels.fp8 import triton as triton_fp8
-
-        triton_fp8.accumulate_gradient(gradient, addend, draw)
-    elif addend.device.type == "cpu" and draw is not None:
-        _accumulate_in_pieces(gradient, addend, draw.salt)
-    else:
-        reference_accumulate(gradient, addend, draw)
-
-
-def reference_accumulate(gradient: Fp8Gradient, addend: Tensor, draw: Draw | None = None) -> None:
-    """`accumulate_gradient` in plain torch, on any device."""
     noise = None
     if draw is not None:
         noise = random_bits(addend.numel(), draw.salt, addend.device, bits=ROUNDED_BITS)
     pack_gradient(unpack_gradient(gradient) + addend.float(), gradient, noise)
 
 
-def _accumulate_in_pieces(gradient: Fp8Gradient, addend: Tensor, salt: int) -> None:
-    """`reference_accumulate` with `salt`, the same bits, a few blocks at a time."""
-    for start in range(0, addend.numel(), PIECE):
-        piece = addend[start : start + PIECE]
-        noise = random_bits(piece.numel(), salt, piece.device, bits=ROUNDED_BITS, first=start)
-        part = Fp8Gradient(
-            gradient.codes[start : start + PIECE],
-            gradient.exponents[start // BLOCK : blocks(start + piece.numel())],
-        )
-        pack_gradient(unpack_gradient(part) + piece.float(), part, noise)
-
-
 def sum_gradients(codes: Tensor, exponents: Tensor, into: Fp8Gradient) -> None:
     """Pack the sum of several gradients: uint8 [k, n] and int8 [k, blocks], summed in fp32 in their order."""
-    if has_kernels(codes.device.type):
-        from kernels.fp8 import triton as triton_fp8
-
-        triton_fp8.sum_gradients(codes, exponents, into)
-    elif codes.device.type == "cpu":
-        from kernels.fp8 import pieces as fp8_pieces
-
-        fp8_pieces.sum_gradients(codes, exponents, into)
-    else:
-        reference_sum(codes, exponents, into)
-
-
-def reference_sum(codes: Tensor, exponents: Tensor, into: Fp8Gradient) -> None:
-    """`sum_gradients` in plain torch, on any device."""
     total: Tensor | None = None
     for row, exponent in zip(codes, exponents, strict=True):
         values = unpack_gradient(Fp8Gradient(row, exponent))
@@ -256,6 +220,67 @@ def unpack_moment(moment: Moment) -> Tensor:
     logarithm = torch.log2(codes.abs() / LARGEST) / power + torch.log2(moment.scales.float())[:, None]
     values = torch.copysign(torch.exp2(logarithm), codes)
     return torch.where(codes == 0, 0.0, values).flatten()[: moment.codes.numel()].contiguous()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWStep:
+    """What one step does to a parameter; everything but `salt` is the same for all of a group."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    """Counted from 1."""
+    clip_coefficient: float
+    """Gradients are multiplied by it first."""
+    salt: int
+    """32 bits, for stochastic rounding."""
+
+    @property
+    def keep(self) -> float:
+        """What weight decay leaves of a weight."""
+        return 1 - self.lr * self.weight_decay
+
+    @property
+    def step_size(self) -> float:
+        return self.lr / (1 - self.beta1**self.step)
+
+    @property
+    def root_correction(self) -> float:
+        """What the second moment's root is divided by."""
+        return math.sqrt(1 - self.beta2**self.step)
+
+
+def adamw_step(
+    parameter: Tensor, gradient: Tensor | Fp8Gradient, mean: Moment, square: Moment, step: AdamWStep
+) -> None:
+    """Update `parameter` (contiguous, fp32 or bf16, n elements), `mean` and `square` in place.
+
+    Args:
+        gradient: [n] or of the parameter's shape, any float dtype, or e4m3 codes.
+    """
+    g = unpack_gradient(gradient) if isinstance(gradient, Fp8Gradient) else gradient.flatten().float()
+    g = g * step.clip_coefficient
+    m = unpack_moment(mean).lerp_(g, 1 - step.beta1)
+    v = unpack_moment(square).mul_(step.beta2).addcmul_(g, g, value=1 - step.beta2)
+    flat = parameter.view(-1)
+    weight = flat.float() * step.keep
+    weight -= step.step_size * m / (v.sqrt() / step.root_correction + step.eps)
+    flat.copy_(weight if flat.dtype == torch.float32 else round_stochastically(weight, step.salt))
+    pack_moment(m, mean)
+    pack_moment(v, square)
+
+
+def round_stochastically(values: Tensor, salt: int) -> Tensor:
+    """bf16 of fp32 `values` [n]: up or down with the odds that make the mean right."""
+    bits = values.view(torch.int32).long() & 0xFFFFFFFF
+    # Adding below the last kept bit and cutting off rounds a magnitude up as often as its rest is long.
+    rounded = (bits + random_bits(values.numel(), salt, values.device)) >> 16
+    special = (bits & 0x7F800000) == 0x7F800000
+    halves = torch.where(special, bits >> 16, rounded & 0xFFFF)
+    return (halves - ((halves & 0x8000) << 1)).to(torch.int16).view(torch.bfloat16)
 
 
 def _rows(values: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""`kernels.fp8.reference` and `kernels.fp8.adamw` on GPUs: one pass over memory each.
+"""`kernels.fp8.reference` on GPUs: one pass over memory for each function.
 
-A program handles rows of 128 elements, a block of e4m3 numbers each. Conversion to and from e4m3 is by
-integers, the same under the interpreter.
+A program handles rows of 128 elements, one block of e4m3 numbers each. Conversion to and from e4m3 uses
+integers, so the interpreter gives the same bits.
 """
 
 import triton
@@ -9,10 +9,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
-from kernels.common.triton.numbers import INTERPRETED, MAGIC, MAGIC_BITS, wrapped
-from kernels.fp8.adamw import AdamWStep
+from kernels.common.triton.numbers import (
+    INTERPRETED,
+    MAGIC,
+    MAGIC_BITS,
+    wrapped,
+)
 from kernels.fp8.layout import blocks
-from kernels.fp8.reference import Draw, Fp8Gradient, Moment
+from kernels.fp8.reference import AdamWStep, Draw, Fp8Gradient, Moment
 
 ROWS = 4
 WARPS = 2
@@ -78,7 +82,7 @@ def adamw_step(
     rows: int = ROWS,
     warps: int = WARPS,
 ) -> None:
-    """As `kernels.fp8.adamw.adamw_step`."""
+    """As `kernels.fp8.reference.adamw_step`."""
     if isinstance(gradient, Fp8Gradient):
         codes, exponents = gradient.codes, gradient.exponents
     else:

@@ -5,7 +5,7 @@ A GPU without Triton has its lanes coded by the CPU.
 
 import torch
 
-from kernels import quantizer_ops as ops
+from kernels.common import dispatch
 from kernels.trellis import lanes as trellis_lanes
 from kernels.trellis import reference as trellis
 from kernels.trellis.code import Coded
@@ -15,7 +15,7 @@ from kernels.trellis.grid import Grid
 
 def encode(residual: torch.Tensor, classes: torch.Tensor, gain: float, where: Grid, family: int) -> Coded:
     """`kernels.trellis.lanes.encode`, on the device of `residual`, without waiting for it."""
-    if ops.has_kernels(residual.device.type):
+    if dispatch.has_kernels(residual.device.type):
         from kernels.trellis.triton import lanes as triton_trellis
 
         return triton_trellis.encode(residual, classes, gain, where, family)
@@ -32,7 +32,7 @@ def decode(
     family: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`kernels.trellis.lanes.decode`; on a GPU with kernels for any states and counts, without waiting."""
-    if ops.has_kernels(classes.device.type):
+    if dispatch.has_kernels(classes.device.type):
         from kernels.trellis.triton import decode as triton_trellis_decode
 
         return triton_trellis_decode.decode(states, counts, words, classes, where, family)
@@ -42,7 +42,7 @@ def decode(
 
 def join(coded: Coded, out: torch.Tensor) -> None:
     """Put the words of all groups one after the other into int16 `out`, as long as they are together."""
-    if ops.has_kernels(out.device.type):
+    if dispatch.has_kernels(out.device.type):
         from kernels.trellis.triton import lanes as triton_trellis
 
         triton_trellis.join(coded, out)
@@ -60,7 +60,7 @@ def join(coded: Coded, out: torch.Tensor) -> None:
 
 def classes(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     """`kernels.trellis.reference.classes` of int32 `[R]` and `[C]`."""
-    if ops.has_kernels(row.device.type):
+    if dispatch.has_kernels(row.device.type):
         from kernels.trellis.triton import restore as triton_trellis_restore
 
         return triton_trellis_restore.classes(row, column)
@@ -70,7 +70,7 @@ def classes(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
 def restore(n: torch.Tensor, code: int, factors: Factors | None, exponent: int, out: torch.Tensor) -> None:
     """Fill contiguous `out` `[..., C]` with what a step's code and a prediction make of n, int32 `[E]`, which
     is lost, times 2**exponent."""
-    if ops.has_kernels(n.device.type):
+    if dispatch.has_kernels(n.device.type):
         from kernels.trellis.triton import restore as triton_trellis_restore
 
         triton_trellis_restore.restore(n, code, factors, exponent, out)

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels.fp8.layout import BLOCK, blocks
-from kernels.fp8.reference import Fp8Gradient, sum_gradients
+from kernels.fp8.ops import sum_gradients
+from kernels.fp8.reference import Fp8Gradient
 
 # torch 2.13 has another name for it, and warns of the old one.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

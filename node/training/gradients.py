@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from kernels.fp8.layout import blocks
-from kernels.fp8.reference import Draw, Fp8Gradient, accumulate_gradient, pack_gradient, unpack_gradient
+from kernels.fp8.ops import accumulate_gradient
+from kernels.fp8.reference import Draw, Fp8Gradient, pack_gradient, unpack_gradient
 from node.pipeline.device_memory import GRADIENT_PIECE
 from wire.errors import RunError
 

@@ -12,9 +12,9 @@ import torch
 import torch._dynamo  # AdamW's constructor imports it: over a second that a run waiting for a node would lose
 from torch import Tensor, nn
 
-from kernels.fp8.adamw import AdamWStep, adamw_step
 from kernels.fp8.layout import blocks
-from kernels.fp8.reference import Moment
+from kernels.fp8.ops import adamw_step
+from kernels.fp8.reference import AdamWStep, Moment
 from node.config.schema import TrainingSection
 from node.model.chunk import Chunk
 from node.model.rng import salt

@@ -8,7 +8,7 @@ import torch
 from wording import one_line
 
 from gpu_codecs.tensors import Guarded, bits, on_gpu
-from kernels.common.launch import Launch
+from kernels.common.dispatch import Launch
 from kernels.fixed import reference as fixed
 from kernels.tah import reference as tah
 from wire.codecs import tah as tah_codec

@@ -13,7 +13,7 @@ from gpu_codecs.check import Checks, check_fixed, check_tah
 from gpu_codecs.check_graph import check_graph
 from gpu_codecs.sanitized import SANITIZED, run_sanitized
 from gpu_codecs.tensors import cases
-from kernels.common.launch import Launch
+from kernels.common.dispatch import Launch
 
 PROGRAM = Path(__file__).resolve().parents[1] / "bench_gpu_codecs.py"
 PARTS = ("tah-bf16", "tah-fp32", "tah-fp16", "fixed-flat", "fixed-dtypes", "fixed-odd", "graph")

@@ -15,7 +15,7 @@ import torch
 from gpu_codecs.check import Checks, check_fixed, check_tah
 from gpu_codecs.scratch import GuardedScratch
 from gpu_codecs.tensors import Guarded, bits, cases, on_gpu
-from kernels.common.launch import Launch
+from kernels.common.dispatch import Launch
 from wire.codecs.header import EXPONENT, HEADER_BYTES
 from wire.codecs.registry import codec
 from wire.codecs.trellis import TrellisCodec

@@ -10,7 +10,7 @@ import torch
 from gpu_codecs.calls import calls
 from gpu_codecs.tensors import sample
 from gpu_codecs.timing import SHAPES, graph_seconds
-from kernels.common.launch import Launch
+from kernels.common.dispatch import Launch
 from wire.codecs.registry import codec
 from wire.spec import TensorSpec
 

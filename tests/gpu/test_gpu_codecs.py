@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from kernels import quantizer_ops as ops
-from kernels.common.launch import Launch
+from kernels.common.dispatch import Launch
+from kernels.fixed import ops as fixed_ops
 from kernels.fixed import reference as fixed
+from kernels.tah import ops as tah_ops
 from kernels.tah import reference as tah
 from tests.support.operators import check_operators
 from wire.codecs import tah as tah_codec
@@ -41,8 +42,8 @@ def split(shape: tuple[int, ...]) -> tuple[int, int]:
 def encoder(name: str, x: torch.Tensor, payload: torch.Tensor, exponent: torch.Tensor) -> Callable[[], None]:
     sections = sections_of(name, payload, tuple(x.shape))
     if name == "tah":
-        return lambda: ops.tah_encode(x, *sections, exponent, *split(tuple(x.shape)), tah_codec.TAU)
-    return lambda: ops.fixed_encode(x, *sections, exponent, 1.0)
+        return lambda: tah_ops.encode(x, *sections, exponent, *split(tuple(x.shape)), tah_codec.TAU)
+    return lambda: fixed_ops.encode(x, *sections, exponent, 1.0)
 
 
 def decoder(
@@ -50,8 +51,8 @@ def decoder(
 ) -> Callable[[], torch.Tensor]:
     sections = sections_of(name, payload, tuple(out.shape))
     if name == "tah":
-        return lambda: ops.tah_decode(*sections, out, exponent, *split(tuple(out.shape)))
-    return lambda: ops.fixed_decode(*sections, out, exponent, 1.0)
+        return lambda: tah_ops.decode(*sections, out, exponent, *split(tuple(out.shape)))
+    return lambda: fixed_ops.decode(*sections, out, exponent, 1.0)
 
 
 def sample(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from kernels.fp8 import ops
 from kernels.fp8 import reference as fp8
-from kernels.fp8.adamw import adamw_step
 from tests.support import fp8_cases as cases
 
 pytestmark = pytest.mark.gpu
@@ -20,37 +20,37 @@ SIZES = (1, 127, 129, 5000, 1 << 20)
 def test_accumulation_gives_the_references_bits(
     count: int, scale: float, dtype: torch.dtype, stochastic: bool
 ) -> None:
-    cases.check_accumulation(fp8.accumulate_gradient, CUDA, count, scale, dtype, stochastic=stochastic)
+    cases.check_accumulation(ops.accumulate_gradient, CUDA, count, scale, dtype, stochastic=stochastic)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_what_is_not_finite_is_marked_alike(bad: float, stochastic: bool) -> None:
-    cases.check_not_finite(fp8.accumulate_gradient, CUDA, bad, stochastic=stochastic)
+    cases.check_not_finite(ops.accumulate_gradient, CUDA, bad, stochastic=stochastic)
 
 
 def test_extremes_are_rounded_as_by_the_reference() -> None:
-    cases.check_extremes(fp8.accumulate_gradient, CUDA)
+    cases.check_extremes(ops.accumulate_gradient, CUDA)
 
 
 def test_the_salt_is_read_when_the_kernel_runs() -> None:
-    cases.check_replays(fp8.accumulate_gradient, CUDA)
+    cases.check_replays(ops.accumulate_gradient, CUDA)
 
 
 def test_a_graph_draws_by_the_salt_of_each_replay() -> None:
     addend, microbatch = cases.values(5000, 1).to(CUDA), torch.zeros(1, dtype=torch.int64, device=CUDA)
     draw = fp8.Draw(microbatch, 0xFEDCBA98)
     found, expected = fp8.Fp8Gradient.zeros(5000, CUDA), fp8.Fp8Gradient.zeros(5000, CUDA)
-    fp8.accumulate_gradient(found, addend, draw)  # compiled before it is captured
+    ops.accumulate_gradient(found, addend, draw)  # compiled before it is captured
     found.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        fp8.accumulate_gradient(found, addend, draw)
+        ops.accumulate_gradient(found, addend, draw)
     seen = set()
     for salt in (3, 0x80000001, 5):
         microbatch.fill_(salt)
         graph.replay()
-        fp8.accumulate_gradient(expected, addend, fp8.Draw(torch.tensor([salt], device=CUDA), 0xFEDCBA98))
+        ops.accumulate_gradient(expected, addend, fp8.Draw(torch.tensor([salt], device=CUDA), 0xFEDCBA98))
         assert torch.equal(found.codes, expected.codes) and torch.equal(found.exponents, expected.exponents)
         seen.add(bytes(found.codes.cpu().numpy()))
     assert len(seen) == 3
@@ -59,11 +59,11 @@ def test_a_graph_draws_by_the_salt_of_each_replay() -> None:
 @pytest.mark.parametrize("count", SIZES)
 @pytest.mark.parametrize("many", [1, 2, 5])
 def test_sums_give_the_references_bits(count: int, many: int) -> None:
-    cases.check_sums(fp8.sum_gradients, CUDA, count, many)
+    cases.check_sums(ops.sum_gradients, CUDA, count, many)
 
 
 @pytest.mark.parametrize("count", SIZES)
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("packed", [False, True])
 def test_adamw_is_the_references_but_for_logarithms(count: int, weights: torch.dtype, packed: bool) -> None:
-    cases.check_adamw(adamw_step, CUDA, count, weights, packed=packed)
+    cases.check_adamw(ops.adamw_step, CUDA, count, weights, packed=packed)

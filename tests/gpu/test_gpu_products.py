@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.triton.products import product, small_product
+from kernels.common.triton.numbers import product, small_product
 
 ROWS, DEPTH, COLUMNS = 16, 64, 32
 

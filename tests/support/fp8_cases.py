@@ -1,7 +1,7 @@
 """Gradients, moments and AdamW in e4m3 against the reference, for kernels on a GPU and under the interpreter.
 
-Kernels are given as `kernels.fp8.reference` and `kernels.fp8.adamw` have them, with tensors on `device`. The reference is
-on the CPU, but for moments, whose logarithms are the device's.
+Kernels have the signatures of `kernels.fp8.reference`, with tensors on `device`. The reference runs on the CPU,
+except for moments, whose logarithms are the device's.
 """
 
 from collections.abc import Callable
@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from kernels.fp8 import reference as fp8
-from kernels.fp8.adamw import AdamWStep, reference_step
 from kernels.fp8.layout import blocks
-from kernels.fp8.reference import Draw, Fp8Gradient, Moment, pack_gradient, unpack_moment
+from kernels.fp8.reference import AdamWStep, Draw, Fp8Gradient, Moment, pack_gradient, unpack_moment
 
 Accumulate = Callable[[Fp8Gradient, Tensor, Draw | None], None]
 Sum = Callable[[Tensor, Tensor, Fp8Gradient], None]
@@ -70,7 +69,7 @@ def check_accumulation(
         addend = values(count, seed, scale).to(dtype)
         # Salts on both sides of 2**31, where their sign is.
         own, theirs = draws(0x7FFFFFFF + seed, 0xFEDCBA98, (CPU, device)) if stochastic else (None, None)
-        fp8.reference_accumulate(expected, addend, own)
+        fp8.accumulate_gradient(expected, addend, own)
         accumulate(found, addend.to(device), theirs)
         assert_same(found, expected)
     assert untouched(all_codes) and untouched(all_exponents)
@@ -96,7 +95,7 @@ def check_extremes(accumulate: Accumulate, device: torch.device) -> None:
     own, theirs = draws(123, 456, (CPU, device))
     expected, found = (Fp8Gradient.zeros(addend.numel(), where) for where in (CPU, device))
     for factor in (1.0, 0.0, -0.5, 1.0 / 3, 1.0):
-        fp8.reference_accumulate(expected, addend * factor, own)
+        fp8.accumulate_gradient(expected, addend * factor, own)
         accumulate(found, (addend * factor).to(device), theirs)
         assert_same(found, expected)
     # Twice the largest number is infinite, and stays so.
@@ -111,7 +110,7 @@ def check_replays(accumulate: Accumulate, device: torch.device) -> None:
     for salt in (1, 0xFFFFFFFF, 5):
         microbatch.fill_(salt)
         addend = values(1000, salt & 7)
-        fp8.reference_accumulate(expected, addend, Draw(torch.tensor([salt]), 77))
+        fp8.accumulate_gradient(expected, addend, Draw(torch.tensor([salt]), 77))
         accumulate(found, addend.to(device), draw)
         assert_same(found, expected)
 
@@ -124,7 +123,7 @@ def check_not_finite(
     expected, found = (Fp8Gradient.zeros(1000, where) for where in (CPU, device))
     own, theirs = draws(3, 4, (CPU, device)) if stochastic else (None, None)
     for _ in range(2):
-        fp8.reference_accumulate(expected, addend, own)
+        fp8.accumulate_gradient(expected, addend, own)
         accumulate(found, addend.to(device), theirs)
         assert_same(found, expected)
     assert (expected.exponents == fp8.NON_FINITE).sum() == 1
@@ -138,7 +137,7 @@ def check_sums(sum_gradients: Sum, device: torch.device, count: int, many: int) 
     codes = torch.stack([gradient.codes for gradient in packed])
     exponents = torch.stack([gradient.exponents for gradient in packed])
     expected, found = (Fp8Gradient.zeros(count, where) for where in (CPU, device))
-    fp8.reference_sum(codes, exponents, expected)
+    fp8.sum_gradients(codes, exponents, expected)
     sum_gradients(codes.to(device), exponents.to(device), found)
     assert_same(found, expected)
 
@@ -172,7 +171,7 @@ def check_adamw(step: Step, device: torch.device, count: int, weights: torch.dty
             mine.powers.copy_(reference.powers)
         found.copy_(expected)
         step(found, gradient, *pairs[0], how)
-        reference_step(expected, gradient, *pairs[1], how)
+        fp8.adamw_step(expected, gradient, *pairs[1], how)
         if weights == torch.float32:
             assert torch.allclose(found, expected, rtol=1e-5, atol=2e-6)
         else:

@@ -2,7 +2,8 @@
 
 import torch
 
-from kernels import quantizer_ops as ops
+from kernels.fixed import ops as fixed_ops
+from kernels.tah import ops as tah_ops
 from wire.codecs import tah
 from wire.codecs.fixed import FixedCodec
 from wire.codecs.registry import codec
@@ -27,8 +28,8 @@ def check_operators(name: str, x: torch.Tensor) -> None:
             sections[index] = padded[:size]
         samples, tiles = tah.samples_and_tiles(tuple(x.shape))
         split = samples, tah.four_bit_tiles(tiles)
-        torch.library.opcheck(ops.tah_encode, (x, *sections, exponent, *split, tah.TAU))
-        torch.library.opcheck(ops.tah_decode, (*sections, torch.empty_like(x), exponent, *split))
+        torch.library.opcheck(tah_ops.encode, (x, *sections, exponent, *split, tah.TAU))
+        torch.library.opcheck(tah_ops.decode, (*sections, torch.empty_like(x), exponent, *split))
     else:
-        torch.library.opcheck(ops.fixed_encode, (x, *sections, exponent, 1.0))
-        torch.library.opcheck(ops.fixed_decode, (*sections, torch.empty_like(x), exponent, 1.0))
+        torch.library.opcheck(fixed_ops.encode, (x, *sections, exponent, 1.0))
+        torch.library.opcheck(fixed_ops.decode, (*sections, torch.empty_like(x), exponent, 1.0))

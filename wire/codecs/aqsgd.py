@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels import quantizer_ops as ops
+from kernels.common import dispatch
 from kernels.common.tiles import MAX_EXPONENT, MIN_EXPONENT, NON_FINITE
 from kernels.fixed import loops as fixed_loops
+from kernels.fixed import ops
 from kernels.fixed import reference as fixed
 from wire.codecs.base import Codec
 from wire.codecs.fixed import FixedCodec
@@ -158,8 +159,8 @@ class AqsgdTensorCodec(Codec):
         sections = fixed.FixedSections(*self._fixed._layout(tuple(shape)).views(payload))
         change = torch.zeros(shape, dtype=torch.float32, device=payload.device)
         constant = self.parameters.constant
-        if ops.has_kernels(payload.device.type):
-            ops.fixed_decode(*sections, change, exponent, constant)
+        if dispatch.has_kernels(payload.device.type):
+            ops.decode(*sections, change, exponent, constant)
         elif int(exponent) != NON_FINITE:
             fixed_loops.decode(sections, change, int(exponent), constant=constant)
         return change

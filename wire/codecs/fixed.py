@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels import quantizer_ops as ops
+from kernels.common import dispatch
 from kernels.common.tiles import (
     HALF_INFINITY,
     HALF_MAGNITUDE,
@@ -19,6 +19,7 @@ from kernels.common.tiles import (
     tiles_per_row,
 )
 from kernels.fixed import loops as fixed_loops
+from kernels.fixed import ops
 from kernels.fixed import reference as fixed
 from wire.codecs.base import Codec
 from wire.codecs.forms import FixedForm
@@ -51,35 +52,35 @@ class FixedCodec(Codec):
         layout = self._layout(tensor.shape)
         layout.clear_gaps(payload)
         sections = fixed.FixedSections(*layout.views(payload))
-        if ops.has_kernels(tensor.device.type):
+        if dispatch.has_kernels(tensor.device.type):
             exponent = torch.empty((), dtype=torch.int32, device=tensor.device)
-            ops.fixed_encode(tensor, *sections, exponent, self._constant)
+            ops.encode(tensor, *sections, exponent, self._constant)
             return exponent
         return fixed_loops.encode(tensor, sections, constant=self._constant)
 
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
         sections = fixed.FixedSections(*self._layout(out.shape).views(payload))
-        if ops.has_kernels(out.device.type):
+        if dispatch.has_kernels(out.device.type):
             device_exponent = torch.full((), exponent, dtype=torch.int32, device=out.device)
-            status = ops.fixed_decode(*sections, out, device_exponent, self._constant)
+            status = ops.decode(*sections, out, device_exponent, self._constant)
             self._refuse(int(status.max()))
             return
         # By numpy: a few bytes a tile, for which torch would wake threads that then keep their cores busy.
         scales = sections.scales.view(torch.int16).cpu().numpy()
         # An infinity below zero is refused as any scale below zero.
         if scales.max() >= HALF_INFINITY or (scales & HALF_MAGNITUDE).max() > HALF_INFINITY:
-            self._refuse(ops.NON_FINITE)
+            self._refuse(dispatch.NON_FINITE)
         if scales.min() <= 0:
-            self._refuse(ops.BAD_SCALE)
+            self._refuse(dispatch.BAD_SCALE)
         if not fixed_loops.decode(sections, out, exponent, constant=self._constant):
-            self._refuse(ops.BAD_CODE)
+            self._refuse(dispatch.BAD_CODE)
 
     def _refuse(self, fault: int) -> None:
-        if fault == ops.NON_FINITE:
+        if fault == dispatch.NON_FINITE:
             raise NonFiniteError(f"a packed {self.name} tensor has scales that are not finite: refused")
-        if fault == ops.BAD_SCALE:
+        if fault == dispatch.BAD_SCALE:
             raise PackedMismatchError(f"a packed {self.name} tensor has a scale of zero or below: refused")
-        if fault == ops.BAD_CODE:
+        if fault == dispatch.BAD_CODE:
             raise PackedMismatchError(f"a packed {self.name} tensor has a code beyond its range: refused")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels import quantizer_ops as ops
+from kernels.common import dispatch
 from kernels.common.tiles import (
     HALF_INFINITY,
     HALF_MAGNITUDE,
@@ -19,6 +19,7 @@ from kernels.common.tiles import (
     TILE,
     tiles_per_row,
 )
+from kernels.tah import ops
 from kernels.tah import reference as tah
 from kernels.tah.loops import decode as tah_loops_decode
 from kernels.tah.loops import encode as tah_loops
@@ -71,18 +72,18 @@ class TahCodec(Codec):
         layout = _layout(tensor.shape)
         layout.clear_gaps(payload)
         sections = tah.TahSections(*layout.views(payload))
-        if ops.has_kernels(tensor.device.type):
+        if dispatch.has_kernels(tensor.device.type):
             exponent = torch.empty((), dtype=torch.int32, device=tensor.device)
-            ops.tah_encode(tensor, *sections, exponent, samples, four_bit_tiles(tiles), TAU)
+            ops.encode(tensor, *sections, exponent, samples, four_bit_tiles(tiles), TAU)
             return exponent
         return tah_loops.encode(tensor, sections, samples=samples, four_bit=four_bit_tiles(tiles), tau=TAU)
 
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
         samples, tiles = samples_and_tiles(out.shape)
         sections = tah.TahSections(*_layout(out.shape).views(payload))
-        if ops.has_kernels(out.device.type):
+        if dispatch.has_kernels(out.device.type):
             device_exponent = torch.full((), exponent, dtype=torch.int32, device=out.device)
-            status = ops.tah_decode(*sections, out, device_exponent, samples, four_bit_tiles(tiles))
+            status = ops.decode(*sections, out, device_exponent, samples, four_bit_tiles(tiles))
             _refuse(int(status.max()), tiles)
             return
         _refuse(_fault(sections, samples, tiles), tiles)
@@ -90,7 +91,7 @@ class TahCodec(Codec):
 
 
 def _fault(sections: tah.TahSections, samples: int, tiles: int) -> int:
-    """What a decoder that trusts its caller must not be given, as `kernels.quantizer_ops` calls it; 0 if nothing.
+    """What a decoder that trusts its caller must not be given, as `kernels.common.dispatch` calls it; 0 if nothing.
 
     By numpy: a few bytes a tile, for which torch would wake threads that then keep their cores busy.
     """
@@ -99,20 +100,20 @@ def _fault(sections: tah.TahSections, samples: int, tiles: int) -> int:
         for part in (sections.scales, sections.zero_points)
     )
     if max(scales.max(), zero_points.max()) >= HALF_INFINITY:
-        return ops.NON_FINITE
+        return dispatch.NON_FINITE
     if scales.min() == 0:
-        return ops.BAD_SCALE
+        return dispatch.BAD_SCALE
     flags = np.unpackbits(sections.bit_map.cpu().numpy(), count=samples * tiles, bitorder="little")
     four = np.count_nonzero(flags.view(np.bool_).reshape(samples, tiles), axis=1)
-    return 0 if (four == four_bit_tiles(tiles)).all() else ops.BAD_CODE
+    return 0 if (four == four_bit_tiles(tiles)).all() else dispatch.BAD_CODE
 
 
 def _refuse(fault: int, tiles: int) -> None:
-    if fault == ops.NON_FINITE:
+    if fault == dispatch.NON_FINITE:
         raise NonFiniteError("a packed tah tensor has scales or zero-points that are not finite: refused")
-    if fault == ops.BAD_SCALE:
+    if fault == dispatch.BAD_SCALE:
         raise PackedMismatchError("a packed tah tensor has a scale of zero: refused")
-    if fault == ops.BAD_CODE:
+    if fault == dispatch.BAD_CODE:
         raise PackedMismatchError(
             f"a packed tah tensor's bit-map must give 4 bits to {four_bit_tiles(tiles)} of each sample's "
             f"{tiles} tiles: refused"

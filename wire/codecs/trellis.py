@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels import quantizer_ops as ops
+from kernels.common import dispatch
 from kernels.common.tiles import MAX_EXPONENT, MIN_EXPONENT, NON_FINITE
 from kernels.trellis import ops as trellis_ops
 from kernels.trellis import reference as trellis
@@ -60,7 +60,7 @@ class TrellisCodec(Codec):
         super().__init__(TrellisForm(rate))
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
-        if ops.has_kernels(tensor.device.type):
+        if dispatch.has_kernels(tensor.device.type):
             from kernels.trellis.triton import encode as triton_trellis_encode
 
             rows, columns = tensor.numel() // tensor.shape[-1], tensor.shape[-1]

@@ -22,7 +22,12 @@ from kernels.blockfloat.layout import (
     packed_bytes,
     payload_offset,
 )
-from kernels.common.triton.numbers import MAGIC, MAGIC_BITS, as_bits, reciprocal
+from kernels.common.triton.numbers import (
+    MAGIC,
+    MAGIC_BITS,
+    as_bits,
+    reciprocal,
+)
 
 _SMALLEST = tl.constexpr(SMALLEST_BITS)
 _TOO_LARGE = tl.constexpr(TOO_LARGE_BITS)

@@ -1,10 +1,6 @@
-"""What the Triton kernels share: tiles in registers, exponents, exact division, fp16 rounding.
+"""Exact arithmetic on floats and whole numbers in Triton, and how kernels are compiled and chained.
 
-A block of T tiles is `[T, 8, 8]`: element 8 k + j of tile t lies at [t, k, j], so the 8 elements of one byte
-of every bit-plane belong to one thread and the 8 bytes of a tile to 8 neighbours, which read 16 bytes each.
-Every reduction is over integers or a maximum, exact in any order.
-
-All arithmetic is that of `kernels.common.tiles`, one rounding an operation; compile with `enable_fp_fusion=False`.
+All arithmetic is that of `kernels.common.tiles`, one rounding an operation: compile with `enable_fp_fusion=False`.
 Outside of `quotient` and `reciprocal` a `tl.fma` stands only where its product is exact, so that the
 interpreter, which rounds it, gives the same.
 """
@@ -25,6 +21,8 @@ MAGIC = tl.constexpr(12582912.0)
 MAGIC_BITS = tl.constexpr(0x4B400000)
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _NON_FINITE = tl.constexpr(0x7FFF)
+# `product` splits by it: a power of two, so joining the parts again is exact.
+_PART = tl.constexpr(128.0)
 
 # Triton compiles anew for sizes that are 1 or multiples of 16, which gains nothing here.
 _SIZES = (
@@ -69,152 +67,6 @@ def await_previous(EARLY: tl.constexpr):
     so that whoever waits for this kernel has waited for those before it too."""
     if EARLY:
         cuda.gdc_wait()
-
-
-@triton.jit
-def load_block(
-    x, base, n, width, row_stride, per_row, T: tl.constexpr, FLAT: tl.constexpr, PAIRS: tl.constexpr
-):
-    """Tiles base (int64) to base + T - 1 in fp32, 0 beyond the n-th tile; and which elements are real."""
-    tile = tl.arange(0, T)[:, None, None]
-    if PAIRS:
-        # Two bf16 a word: one operation an element to widen them, where loading bf16 takes two.
-        i = tl.arange(0, T * 32)
-        words = x.to(tl.pointer_type(tl.int32), bitcast=True) + base * 32
-        word = tl.load(words + i, mask=i < (n - base) * 32, other=0)
-        first = (word << 16).to(tl.float32, bitcast=True)
-        second = (word & -65536).to(tl.float32, bitcast=True)
-        return tl.reshape(tl.join(first, second), (T, 8, 8)), base + tile < n
-    i = tl.arange(0, T * 64)
-    if FLAT:
-        values = tl.load(x + base * 64 + i, mask=i < (n - base) * 64, other=0.0)
-        real = base + tile < n
-    else:
-        whole = base + i // 64
-        row = whole // per_row
-        column = (whole - row * per_row) * 64 + i % 64
-        mask = (whole < n) & (column < width)
-        values = tl.load(x + row * row_stride + column, mask=mask, other=0.0)
-        real = tl.reshape(mask, (T, 8, 8))
-    return tl.reshape(_widened(values), (T, 8, 8)), real
-
-
-@triton.jit
-def _widened(values):
-    if values.dtype == tl.bfloat16:
-        # The interpreter's own conversion is wrong for subnormal numbers.
-        bits = values.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        return bits.to(tl.float32, bitcast=True)
-    return values.to(tl.float32)
-
-
-@triton.jit
-def load_tile(x, tile, width, row_stride, per_row):
-    """One tile (int64) in fp32, `[64]`, 0 beyond its row."""
-    row = tile // per_row
-    column = (tile - row * per_row) * 64 + tl.arange(0, 64)
-    return _widened(tl.load(x + row * row_stride + column, mask=column < width, other=0.0))
-
-
-@triton.jit
-def store_tile(out, y, tile, width, per_row):
-    """Inverse of `load_tile`, into contiguous rows."""
-    row = tile // per_row
-    column = (tile - row * per_row) * 64 + tl.arange(0, 64)
-    tl.store(out + row * width + column, _rounded(y, out.dtype.element_ty), mask=column < width)
-
-
-@triton.jit
-def _rounded(y, dtype: tl.constexpr):
-    if dtype == tl.int16:
-        # bf16 under the interpreter: to nearest even by integers.
-        bits = y.to(tl.int32, bitcast=True)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
-    return y.to(dtype)
-
-
-@triton.jit
-def store_block(out, y, base, n, width, per_row, T: tl.constexpr, FLAT: tl.constexpr):
-    """Round y to the dtype of `out`, whose rows are contiguous; inverse of `load_block`."""
-    rounded = tl.reshape(_rounded(y, out.dtype.element_ty), (T * 64,))
-    i = tl.arange(0, T * 64)
-    if FLAT:
-        tl.store(out + base * 64 + i, rounded, mask=i < (n - base) * 64)
-    else:
-        whole = base + i // 64
-        row = whole // per_row
-        column = (whole - row * per_row) * 64 + i % 64
-        tl.store(out + row * width + column, rounded, mask=(whole < n) & (column < width))
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def tile_max(v):
-    """The largest of every tile, `[T]`; NaN may be lost."""
-    return tl.max(tl.max(v, 2), 1)
-
-
-@triton.jit
-def tile_min(v):
-    return tl.min(tl.min(v, 2), 1)
-
-
-@triton.jit
-def tile_sum(v):
-    """Sums of integers, modulo 2**32."""
-    return tl.sum(tl.sum(v, 2), 1)
-
-
-@triton.jit
-def tile_max_or_nan(v):
-    """The largest of every tile, `[T]`, NaN if there is one; the interpreter needs `peak_bits` for that."""
-    return tile_max(v) if _INTERPRETED else tl.reduce(tl.reduce(v, 2, _larger), 1, _larger)
-
-
-@triton.jit
-def peak_bits(y, largest):
-    """The bits of the largest magnitude of a block: integers order infinities and NaNs above all numbers."""
-    if _INTERPRETED:
-        peak = tl.max(tl.max(tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2), 1), 0)
-    else:
-        peak = tl.max(largest.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-    return peak
-
-
-@triton.jit
-def largest_of(peaks, programs):
-    """The largest of what `programs` programs left in `peaks`."""
-    # As many at once as a tensor of 64 MiB has: each turn of the loop waits for memory.
-    i = tl.arange(0, 8192)
-    largest = tl.zeros((8192,), tl.int32)
-    start = 0
-    while start < programs:
-        largest = tl.maximum(largest, tl.load(peaks + start + i, mask=start + i < programs, other=0))
-        start += 8192
-    return tl.max(largest, 0)
-
-
-@triton.jit
-def halves(per_tile, T: tl.constexpr):
-    """`[T]` as every other tile and the rest, each with a tile in one thread, not in all 8 that share it: for
-    what takes many operations a tile. Back with `whole`."""
-    return tl.split(tl.reshape(per_tile, (T // 2, 2)))
-
-
-@triton.jit
-def whole(even, odd, T: tl.constexpr):
-    """Inverse of `halves`."""
-    return tl.reshape(tl.join(even, odd), (T,))
-
-
-@triton.jit
-def spread(v):
-    """`[T]` to `[T, 1, 1]`."""
-    return v[:, None, None]
 
 
 @triton.jit
@@ -303,3 +155,26 @@ def floor_half(x):
 def ceil_short(x):
     """x >= 0 rounded up to fp16's 11 digits, in fp32: what `ceil_half` gives, whatever the scale."""
     return ((x.to(tl.int32, bitcast=True) + 0x1FFF) & ~0x1FFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def small_product(a, b):
+    """fp32 `a @ b` of whole numbers up to 256 in magnitude, in fp32, on tensor cores.
+
+    bf16 holds these numbers, and sums in fp32 are exact in any order while they stay below 2**24.
+    """
+    # The interpreter computes nothing in bf16.
+    if _INTERPRETED:
+        return tl.dot(a, b, input_precision="ieee")
+    return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+
+
+@triton.jit
+def product(a, b):
+    """fp32 `a @ b` of whole numbers, in fp32, up to 2**15 in magnitude in `a` and up to 256 in `b`."""
+    if _INTERPRETED:
+        return tl.dot(a, b, input_precision="ieee")
+    high = tl.floor(a / _PART + 0.5)
+    low = a - high * _PART
+    right = b.to(tl.bfloat16)
+    return tl.dot(high.to(tl.bfloat16), right) * _PART + tl.dot(low.to(tl.bfloat16), right)

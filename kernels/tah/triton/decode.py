@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.launch import TAH_DECODE, Launch, starts_early
+from kernels.common.dispatch import TAH_DECODE, Launch, starts_early
 from kernels.common.tiles import TILE, tiles_per_row
 from kernels.common.triton.numbers import (
     as_bits,
@@ -16,12 +16,9 @@ from kernels.common.triton.numbers import (
     half_value,
     let_next_start,
     sized_jit,
-    spread,
-    store_block,
-    store_tile,
 )
 from kernels.common.triton.planes import load_plane, planes_to_words, spread_nibbles, transpose_nibbles
-from kernels.tah.triton.hadamard import first_of, hadamard, swapped
+from kernels.common.triton.tiles import first_of, hadamard, spread, store_block, store_tile, swapped
 
 # Words of the bit-map (32 tiles) of a program of `_positions`, and how many it counts at once before its own.
 _WORDS = 256
@@ -212,7 +209,7 @@ def decode(
     """As `kernels.tah.reference.decode`, with the exponent on the device. `bit_map` must start at a multiple of 4 bytes
     in a buffer whose size is one: it is read by words.
 
-    Returns int32 `[k]`, all 0 if the sections were sound: else the largest is what `kernels.quantizer_ops` calls it.
+    Returns int32 `[k]`, all 0 if the sections were sound: else the largest is what `kernels.common.dispatch` calls it.
     What was decoded is then meaningless, but lies within `out`.
     """
     width = out.shape[-1]

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.launch import TAH_MEASURE, TAH_QUANTIZE, TAH_SELECT, Launch, starts_early
+from kernels.common.dispatch import TAH_MEASURE, TAH_QUANTIZE, TAH_SELECT, Launch, starts_early
 from kernels.common.triton.numbers import (
     MAGIC,
     MAGIC_BITS,
@@ -20,27 +20,31 @@ from kernels.common.triton.numbers import (
     ceil_half,
     floor_half,
     half_value,
-    halves,
     let_next_start,
-    load_block,
-    load_tile,
-    peak_bits,
     powers_of_two,
     quotient,
     reciprocal,
     sized_jit,
+    wrapped,
+)
+from kernels.common.triton.planes import NIBBLES, columns, four_bytes, gather_nibbles, transpose_nibbles
+from kernels.common.triton.tiles import (
+    Rows,
+    first_of,
+    hadamard,
+    halves,
+    load_block,
+    load_tile,
+    peak_bits,
     spread,
+    swapped,
     tile_max,
     tile_max_or_nan,
     tile_min,
     tile_sum,
     whole,
-    wrapped,
 )
-from kernels.common.triton.planes import NIBBLES, columns, four_bytes, gather_nibbles, transpose_nibbles
-from kernels.common.triton.rows import Rows
 from kernels.tah.triton import select as triton_select
-from kernels.tah.triton.hadamard import first_of, hadamard, swapped
 
 _NIBBLE_BIAS = tl.constexpr(wrapped(MAGIC_BITS.value * NIBBLES))
 

@@ -14,23 +14,25 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.launch import Launch, starts_early
+from kernels.common.dispatch import Launch, starts_early
 from kernels.common.triton.numbers import (
     MAGIC,
     MAGIC_BITS,
     await_previous,
     exponent_of,
-    largest_of,
     let_next_start,
-    load_block,
     powers_of_two,
     sized_jit,
+    wrapped,
+)
+from kernels.common.triton.tiles import (
+    Rows,
+    largest_of,
+    load_block,
     spread,
     tile_max,
     tile_sum,
-    wrapped,
 )
-from kernels.common.triton.rows import Rows
 from kernels.tah import reference as tah
 
 _COARSE = tl.constexpr(512)

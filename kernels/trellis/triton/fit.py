@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kernels.common.triton.products import product
+from kernels.common.triton.numbers import product
 from kernels.trellis.triton import state as at
 from kernels.trellis.triton.scales import BINS, ORIGIN, logarithm, parts, power, untold_scale
 from kernels.trellis.triton.spaces import (

@@ -11,8 +11,7 @@ import triton.language as tl
 
 from kernels.blockfloat.triton.store import store_rounded
 from kernels.common import tiles
-from kernels.common.triton.numbers import as_bits
-from kernels.common.triton.products import product
+from kernels.common.triton.numbers import as_bits, product
 from kernels.trellis import reference as trellis
 from kernels.trellis.factors import Factors, prediction
 from kernels.trellis.tables import MAX_CLASS

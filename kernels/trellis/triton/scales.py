@@ -9,7 +9,7 @@ steps are searched by histograms alone.
 import triton
 import triton.language as tl
 
-from kernels.common.triton.numbers import _widened as widened
+from kernels.common.triton.tiles import widened
 from kernels.trellis.triton import state as at
 
 _NON_FINITE = tl.constexpr(0x7FFF)

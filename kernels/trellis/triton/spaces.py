@@ -7,8 +7,7 @@ dimension. Products are of integers: exact in fp32 as far as a block goes, and a
 import triton
 import triton.language as tl
 
-from kernels.common.triton.numbers import MAGIC
-from kernels.common.triton.products import small_product
+from kernels.common.triton.numbers import MAGIC, small_product
 from kernels.trellis.triton import state as at
 from kernels.trellis.triton.scales import BINS, ORIGIN, power
 

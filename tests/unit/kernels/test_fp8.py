@@ -6,16 +6,17 @@ import pytest
 import torch
 
 from kernels.common.random_bits import random_bits
-from kernels.fp8.adamw import AdamWStep, adamw_step, round_stochastically
+from kernels.fp8.ops import accumulate_gradient, adamw_step
 from kernels.fp8.reference import (
     BLOCK,
     NON_FINITE,
+    AdamWStep,
     Fp8Gradient,
     Moment,
-    accumulate_gradient,
     blocks,
     pack_gradient,
     pack_moment,
+    round_stochastically,
     unpack_gradient,
     unpack_moment,
 )

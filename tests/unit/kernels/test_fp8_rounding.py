@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 
 from kernels.common.random_bits import mixed, random_bits
+from kernels.fp8 import reference as fp8
+from kernels.fp8.cpu import PIECE
+from kernels.fp8.ops import accumulate_gradient
 from kernels.fp8.reference import (
     BLOCK,
     LARGEST,
     NON_FINITE,
-    PIECE,
     ROUNDED_BITS,
     SMALLEST_EXPONENT,
     Draw,
     Fp8Gradient,
-    accumulate_gradient,
     pack_gradient,
-    reference_accumulate,
     unpack_gradient,
 )
 from tests.support import fp8_cases as cases
@@ -57,7 +57,7 @@ def test_a_cpu_gives_the_references_bits(count: int, scale: float, dtype: torch.
 def test_pieces_draw_as_the_whole(count: int) -> None:
     expected, found = Fp8Gradient.zeros(count, CPU), Fp8Gradient.zeros(count, CPU)
     for seed in range(2):
-        reference_accumulate(expected, normal(count, seed), draw(seed))
+        fp8.accumulate_gradient(expected, normal(count, seed), draw(seed))
         accumulate_gradient(found, normal(count, seed), draw(seed))
         cases.assert_same(found, expected)
 

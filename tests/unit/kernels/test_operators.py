@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing._internal.optests import OpCheckError
 
-from kernels import quantizer_ops as ops
+from kernels.fixed import ops as fixed_ops
 from tests.support.operators import check_operators
 
 
@@ -29,6 +29,6 @@ def test_an_operator_that_writes_to_what_it_should_only_read_is_found(
         )
         library.impl("spoils", spoils, "CPU")
         library.impl("spoils", lambda *_: None, "Meta")
-        monkeypatch.setattr(ops, "fixed_encode", torch.ops.thinwire_test.spoils.default)
+        monkeypatch.setattr(fixed_ops, "encode", torch.ops.thinwire_test.spoils.default)
         with pytest.raises(OpCheckError, match="mutat"):
             check_operators("fixed-8", torch.ones(4, 10, 128))

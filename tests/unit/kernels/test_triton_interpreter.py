@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kernels import quantizer_ops as ops
-from kernels.common.launch import Launch
+from kernels.common import dispatch
+from kernels.common.dispatch import Launch
 from kernels.fixed import reference as fixed
 from kernels.tah import reference as tah
 from tests.support.interpreter import Interpreted, inside, needs_triton, outside
@@ -45,7 +45,7 @@ def test_in_a_process_of_their_own(interpreted: Interpreted) -> None:
 
 @pytest.fixture
 def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "has_kernels", lambda device_type: True)
+    monkeypatch.setattr(dispatch, "has_kernels", lambda device_type: True)
 
 
 def poisoned(nbytes: int) -> torch.Tensor:
@@ -220,7 +220,7 @@ def test_what_no_encoder_makes_is_refused_as_by_the_reference(
     target[: len(value)] = torch.tensor(list(value), dtype=torch.uint8)
     said = []
     for kernels in (False, True):
-        monkeypatch.setattr(ops, "has_kernels", lambda device_type, kernels=kernels: kernels)
+        monkeypatch.setattr(dispatch, "has_kernels", lambda device_type, kernels=kernels: kernels)
         with pytest.raises(CodecError) as problem:
             which.unpack(packed, spec, header)
         said.append((problem.type, str(problem.value)))

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kernels.fp8.reference import Fp8Gradient, blocks, pack_gradient, sum_gradients, unpack_gradient
+from kernels.fp8.ops import sum_gradients
+from kernels.fp8.reference import Fp8Gradient, blocks, pack_gradient, unpack_gradient
 from node.parallel.fp8_all_reduce import _cut
 from tests.support.fault_prefork import Prefork
 from tests.support.ranks import run_ranks

@@ -4,15 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.fp8 import pieces as fp8_pieces
+from kernels.fp8 import cpu, reference
 from kernels.fp8.reference import (
     BLOCK,
     NON_FINITE,
     Fp8Gradient,
     blocks,
     pack_gradient,
-    reference_sum,
-    sum_gradients,
 )
 
 
@@ -33,8 +31,8 @@ def poisoned(elements: int) -> Fp8Gradient:
 
 def check(codes: Tensor, exponents: Tensor) -> Fp8Gradient:
     expected, found = poisoned(codes.shape[1]), poisoned(codes.shape[1])
-    reference_sum(codes, exponents, expected)
-    sum_gradients(codes, exponents, found)
+    reference.sum_gradients(codes, exponents, expected)
+    cpu.sum_gradients(codes, exponents, found)
     assert torch.equal(found.codes, expected.codes)
     assert torch.equal(found.exponents, expected.exponents)
     return found
@@ -42,7 +40,7 @@ def check(codes: Tensor, exponents: Tensor) -> Fp8Gradient:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_pieces, "PIECE_BLOCKS", 3)
+    monkeypatch.setattr(cpu, "PIECE_BLOCKS", 3)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
@@ -77,5 +75,5 @@ def test_every_code_is_read_as_torch_reads_it() -> None:
     check(codes, exponents)
     values = codes[0].view(torch.float8_e4m3fn).float()
     into = torch.empty(256)
-    fp8_pieces._decode(codes[0], torch.empty(256, dtype=torch.int16), into)
+    cpu._decode(codes[0], torch.empty(256, dtype=torch.int16), into)
     assert torch.equal((into * 256).view(torch.int32), values.view(torch.int32))

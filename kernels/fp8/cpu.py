@@ -1,24 +1,30 @@
-"""Sums of e4m3 gradients on a CPU: `kernels.fp8.reference`'s bits, in pieces that stay in its cache.
+"""Sums of e4m3 gradients on a CPU: the bits of `kernels.fp8.reference`, in pieces that fit its cache.
 
-The reference makes a dozen tensors as long as the gradient. Their memory is fresh each time, and to get it
-from the system takes longer than the arithmetic. Here everything is written into a few short buffers.
+The reference allocates a dozen tensors as long as the gradient. Getting fresh memory from the system takes longer
+than the arithmetic. Here all results go to a few short buffers.
 """
 
 import torch
 from torch import Tensor
 
-from kernels.fp8.layout import BLOCK
+from kernels.common.random_bits import random_bits
+from kernels.fp8 import reference
+from kernels.fp8.layout import BLOCK, blocks
 from kernels.fp8.reference import (
     LARGEST,
     NON_FINITE,
+    ROUNDED_BITS,
     SMALLEST_EXPONENT,
     Fp8Gradient,
+    pack_gradient,
     power_of_two,
-    reference_sum,
+    unpack_gradient,
 )
 
+PIECE = 1 << 16
+"""Elements to round stochastically at a time."""
 PIECE_BLOCKS = 1024
-"""131,072 elements: 1.3 MB of buffers."""
+"""Blocks to sum at a time: 131,072 elements, 1.3 MB of buffers."""
 _MOST_EXPONENT = 119
 """Up to here 2**(e + 8) is an fp32 number."""
 
@@ -33,8 +39,20 @@ class _Buffers:
         self.total = torch.empty(elements)
 
 
+def accumulate_gradient(gradient: Fp8Gradient, addend: Tensor, salt: int) -> None:
+    """`kernels.fp8.reference.accumulate_gradient` with random bits drawn from `salt`."""
+    for start in range(0, addend.numel(), PIECE):
+        piece = addend[start : start + PIECE]
+        noise = random_bits(piece.numel(), salt, piece.device, bits=ROUNDED_BITS, first=start)
+        part = Fp8Gradient(
+            gradient.codes[start : start + PIECE],
+            gradient.exponents[start // BLOCK : blocks(start + piece.numel())],
+        )
+        pack_gradient(unpack_gradient(part) + piece.float(), part, noise)
+
+
 def sum_gradients(codes: Tensor, exponents: Tensor, into: Fp8Gradient) -> None:
-    """As `kernels.fp8.reference.reference_sum`, bit for bit; contiguous rows on a CPU."""
+    """`kernels.fp8.reference.sum_gradients` of contiguous rows."""
     whole = into.codes.numel() // BLOCK
     plain = whole > 0 and bool(((exponents > NON_FINITE) & (exponents <= _MOST_EXPONENT)).all())
     done = 0
@@ -50,7 +68,7 @@ def sum_gradients(codes: Tensor, exponents: Tensor, into: Fp8Gradient) -> None:
     if done < len(into.exponents):
         # A block that is not full, or sums that are not finite.
         rest = slice(done * BLOCK, None)
-        reference_sum(
+        reference.sum_gradients(
             codes[:, rest], exponents[:, done:], Fp8Gradient(into.codes[rest], into.exponents[done:])
         )
 
@@ -58,7 +76,7 @@ def sum_gradients(codes: Tensor, exponents: Tensor, into: Fp8Gradient) -> None:
 def _sum_piece(
     codes: Tensor, scales: Tensor, into: Fp8Gradient, start: int, end: int, buffers: _Buffers
 ) -> bool:
-    """Blocks `start` to `end`; false, and nothing written, if their sum is not finite."""
+    """Sum blocks `start` to `end`. If a sum is not finite, write nothing and return False."""
     count, where = (end - start) * BLOCK, slice(start * BLOCK, end * BLOCK)
     total, values = buffers.total[:count], buffers.values[:count]
     for number in range(len(codes)):

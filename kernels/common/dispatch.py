@@ -1,0 +1,51 @@
+"""Which implementation runs on a device, what decoders report, and the launch sizes of the Triton kernels.
+
+Without Triton, which only machines with a GPU have.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+# What a decoder found wrong. Of several faults the largest number is reported.
+BAD_CODE = 1
+BAD_SCALE = 2
+NON_FINITE = 4
+
+
+@cache
+def has_kernels(device_type: str) -> bool:
+    """Whether there are Triton kernels for tensors on such a device."""
+    return device_type == "cuda" and find_spec("triton") is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Tiles of a program (a power of two, at least 16), and its warps. No bit depends on them."""
+
+    tiles: int
+    warps: int
+
+    def statuses(self, scales: torch.Tensor) -> torch.Tensor:
+        """An int32 for each program of a decoder, one scale a tile; not initialized."""
+        return scales.new_empty((scales.numel() + self.tiles - 1) // self.tiles, dtype=torch.int32)
+
+
+FIXED_ENCODE = Launch(tiles=128, warps=4)
+FIXED_FINISH = Launch(tiles=2048, warps=16)
+FIXED_DECODE = Launch(tiles=32, warps=2)
+
+TAH_MEASURE = Launch(tiles=128, warps=4)
+TAH_QUANTIZE = Launch(tiles=32, warps=1)
+TAH_DECODE = Launch(tiles=32, warps=1)
+# For programs that handle metadata alone.
+TAH_SELECT = Launch(tiles=4096, warps=16)
+
+
+@cache
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel may be placed before the one before it has ended (CUDA's programmatic dependent launch,
+    from Hopper on)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

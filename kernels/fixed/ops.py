@@ -1,0 +1,47 @@
+"""The fixed-point quantizer as torch operators: Triton's kernels on a GPU, numba's loops on a CPU, with the same bits.
+
+`torch.ops.thinwire.fixed_encode` and `fixed_decode` never wait for the device. Once they have run on it, a CUDA graph can capture
+them. Scratch memory comes from torch's allocator. A GPU without Triton runs the loops on the CPU.
+"""
+
+import torch
+
+from kernels.common import dispatch
+from kernels.fixed import loops
+from kernels.fixed.reference import FixedSections
+
+
+@torch.library.custom_op("thinwire::fixed_encode", mutates_args=("scales", "planes", "exponent"))
+def encode(
+    x: torch.Tensor, scales: torch.Tensor, planes: torch.Tensor, exponent: torch.Tensor, constant: float
+) -> None:
+    """`kernels.fixed.reference.encode` of x into its sections, and the exponent into `exponent` (int32, 1 element)."""
+    if dispatch.has_kernels(x.device.type):
+        from kernels.fixed import triton
+
+        triton.encode(x, scales, planes, exponent, constant=constant)
+    else:
+        exponent.copy_(loops.encode(x, FixedSections(scales, planes), constant=constant))
+
+
+@torch.library.custom_op("thinwire::fixed_decode", mutates_args=("out",))
+def decode(
+    scales: torch.Tensor, planes: torch.Tensor, out: torch.Tensor, exponent: torch.Tensor, constant: float
+) -> torch.Tensor:
+    """`kernels.fixed.reference.decode` of the sections into `out`; else as `tah_decode`."""
+    if dispatch.has_kernels(out.device.type):
+        from kernels.fixed import triton
+
+        return triton.decode(scales, planes, out, exponent, constant=constant)
+    loops.decode(FixedSections(scales, planes), out, int(exponent), constant=constant)
+    return dispatch.FIXED_DECODE.statuses(scales).zero_()
+
+
+@encode.register_fake
+def _(*_: object) -> None:
+    return None
+
+
+@decode.register_fake
+def _(scales: torch.Tensor, *_: object) -> torch.Tensor:
+    return dispatch.FIXED_DECODE.statuses(scales)

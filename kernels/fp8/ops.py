@@ -1,0 +1,43 @@
+"""e4m3 gradients and AdamW by device: Triton's kernels on a GPU, pieces on a CPU, else the reference."""
+
+from torch import Tensor
+
+from kernels.common import dispatch
+from kernels.fp8 import cpu, reference
+from kernels.fp8.reference import AdamWStep, Draw, Fp8Gradient, Moment
+
+
+def accumulate_gradient(gradient: Fp8Gradient, addend: Tensor, draw: Draw | None = None) -> None:
+    """`kernels.fp8.reference.accumulate_gradient`, the same bits."""
+    if dispatch.has_kernels(addend.device.type):
+        from kernels.fp8 import triton
+
+        triton.accumulate_gradient(gradient, addend, draw)
+    elif addend.device.type == "cpu" and draw is not None:
+        cpu.accumulate_gradient(gradient, addend, draw.salt)
+    else:
+        reference.accumulate_gradient(gradient, addend, draw)
+
+
+def sum_gradients(codes: Tensor, exponents: Tensor, into: Fp8Gradient) -> None:
+    """`kernels.fp8.reference.sum_gradients`, the same bits."""
+    if dispatch.has_kernels(codes.device.type):
+        from kernels.fp8 import triton
+
+        triton.sum_gradients(codes, exponents, into)
+    elif codes.device.type == "cpu":
+        cpu.sum_gradients(codes, exponents, into)
+    else:
+        reference.sum_gradients(codes, exponents, into)
+
+
+def adamw_step(
+    parameter: Tensor, gradient: Tensor | Fp8Gradient, mean: Moment, square: Moment, step: AdamWStep
+) -> None:
+    """`kernels.fp8.reference.adamw_step`; on a GPU, moments may differ in the last bits of logarithms."""
+    if dispatch.has_kernels(parameter.device.type):
+        from kernels.fp8 import triton
+
+        triton.adamw_step(parameter, gradient, mean, square, step)
+    else:
+        reference.adamw_step(parameter, gradient, mean, square, step)

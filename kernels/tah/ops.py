@@ -1,0 +1,107 @@
+"""TAH-Quant as torch operators: Triton's kernels on a GPU, numba's loops on a CPU, with the same bits.
+
+`torch.ops.thinwire.tah_encode` and `tah_decode` never wait for the device. Once they have run on it, a CUDA graph can capture
+them. Scratch memory comes from torch's allocator. A GPU without Triton runs the loops on the CPU.
+"""
+
+import torch
+
+from kernels.common import dispatch
+from kernels.tah.loops import decode as loops_decode
+from kernels.tah.loops import encode as loops_encode
+from kernels.tah.reference import TahSections
+
+
+@torch.library.custom_op(
+    "thinwire::tah_encode",
+    mutates_args=(
+        "scales",
+        "zero_points",
+        "bit_map",
+        "pivots",
+        "low_planes",
+        "fourth_planes",
+        "exponent",
+    ),
+)
+def encode(
+    x: torch.Tensor,
+    scales: torch.Tensor,
+    zero_points: torch.Tensor,
+    bit_map: torch.Tensor,
+    pivots: torch.Tensor,
+    low_planes: torch.Tensor,
+    fourth_planes: torch.Tensor,
+    exponent: torch.Tensor,
+    samples: int,
+    four_bit: int,
+    tau: float,
+) -> None:
+    """`kernels.tah.reference.encode` of x into its sections, and the exponent into `exponent` (int32, 1 element)."""
+    if dispatch.has_kernels(x.device.type):
+        from kernels.tah.triton import encode as triton_encode
+
+        triton_encode.encode(
+            x,
+            scales,
+            zero_points,
+            bit_map,
+            pivots,
+            low_planes,
+            fourth_planes,
+            exponent,
+            samples=samples,
+            four_bit=four_bit,
+            tau=tau,
+        )
+    else:
+        sections = TahSections(scales, zero_points, bit_map, pivots, low_planes, fourth_planes)
+        exponent.copy_(loops_encode.encode(x, sections, samples=samples, four_bit=four_bit, tau=tau))
+
+
+@torch.library.custom_op("thinwire::tah_decode", mutates_args=("out",))
+def decode(
+    scales: torch.Tensor,
+    zero_points: torch.Tensor,
+    bit_map: torch.Tensor,
+    pivots: torch.Tensor,
+    low_planes: torch.Tensor,
+    fourth_planes: torch.Tensor,
+    out: torch.Tensor,
+    exponent: torch.Tensor,
+    samples: int,
+    four_bit: int,
+) -> torch.Tensor:
+    """`kernels.tah.reference.decode` of the sections into `out`, with the exponent (int32, 1 element) on the device.
+
+    Returns int32 `[k]`: the largest says what Triton's kernels found wrong, 0 if nothing. The others take
+    sections that their caller has checked.
+    """
+    if dispatch.has_kernels(out.device.type):
+        from kernels.tah.triton import decode as triton_decode
+
+        return triton_decode.decode(
+            scales,
+            zero_points,
+            bit_map,
+            pivots,
+            low_planes,
+            fourth_planes,
+            out,
+            exponent,
+            samples=samples,
+            four_bit=four_bit,
+        )
+    sections = TahSections(scales, zero_points, bit_map, pivots, low_planes, fourth_planes)
+    loops_decode.decode(sections, out, int(exponent))
+    return dispatch.TAH_DECODE.statuses(scales).zero_()
+
+
+@encode.register_fake
+def _(*_: object) -> None:
+    return None
+
+
+@decode.register_fake
+def _(scales: torch.Tensor, *_: object) -> torch.Tensor:
+    return dispatch.TAH_DECODE.statuses(scales)
