@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torchft_all_reduce import Torchft, version
 
 from kernels.fp8.reference import Fp8Gradient, pack_gradient, unpack_gradient
-from node.lab import private, tools
+from node.lab import namespaces, tools
 from node.lab.network import Network
 from node.lab.results import commit, hardware
 from node.lab.shape import uniform
@@ -111,14 +111,14 @@ def in_the_laboratory(count: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rows.json")
         again = [sys.executable, __file__, *sys.argv[1:], "--ranks", str(count), "--inside", str(out)]
-        subprocess.run([tools.tool("unshare"), *private.working_flags(), *again], check=True)
+        subprocess.run([tools.tool("unshare"), *namespaces.working_flags(), *again], check=True)
         rows: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
         return rows
 
 
 def linked(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Some ranks at every rate."""
-    private.furnish()
+    namespaces.furnish()
     rows: list[dict[str, Any]] = []
     (count,) = arguments.ranks
     topology = lay_out(count, [], topology="interfaces", relay=False)

@@ -22,7 +22,7 @@ from typing import Any
 
 import grpc
 
-from node.lab import private, tools
+from node.lab import namespaces, tools
 from node.lab.network import Network
 from node.lab.results import commit, hardware
 from node.lab.shape import uniform
@@ -60,7 +60,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             rows = Path(folder, "rows.json")
             again = [sys.executable, "-m", "scripts.bench_pauses", "--inside", str(rows)]
-            subprocess.run([tools.tool("unshare"), *private.working_flags(), *again], check=True)
+            subprocess.run([tools.tool("unshare"), *namespaces.working_flags(), *again], check=True)
             report = {
                 "experiment": "pauses",
                 "commit": commit(),
@@ -79,7 +79,7 @@ def main() -> int:
 
 def all_bursts() -> list[dict[str, Any]]:
     """Every shape, pause and way."""
-    private.furnish()
+    namespaces.furnish()
     rows = []
     for mbit, round_trip in SHAPES:
         for pause in PAUSES:

@@ -21,6 +21,8 @@
 Messages name what was wrong, what was expected and what to do, in one line.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from enum import StrEnum
 
 
@@ -125,3 +127,10 @@ class MemoryExhaustedError(DeviceLostError):
         super().__init__(message)
         self.need = need
         self.happened = happened or message
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: `; did you mean 'X'?`, or all known names."""
+    known = list(known)
+    match = get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(known)}"

@@ -2,15 +2,8 @@
 
 import argparse
 import contextlib
-import logging
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from node.telemetry.events import Event
-
-_log = logging.getLogger(__name__)
+from typing import Any
 
 
 def add_parser(commands: Any) -> None:
@@ -29,11 +22,10 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from node.cli.logs import set_up_logging
-    from node.cli.parser import UsageError
+    from node.cli.parser import UsageError, set_up_logging
     from node.cli.resume import resume_run
     from node.cli.run_directory import new_run_directory, owner_only, run_began
-    from node.cli.stay import stay
+    from node.cli.run_output import emitter, serve_finished
     from node.run_file.loader import load_config, with_absolute_paths
     from wire.errors import UserError
 
@@ -56,31 +48,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         with owner_only(), emitter(json=args.json) as emit:
             code = run_coordinator(config, run_dir=directory, emit=emit, resume=False)
-            return stay(directory, emit) if args.stay and code == 0 else code
+            return serve_finished(directory, emit) if args.stay and code == 0 else code
     except UserError:
         # Nothing began: an empty directory would only be in the way.
         with contextlib.suppress(OSError):
             directory.rmdir()
         raise
-
-
-class Emit:
-    """Hands each event to the status file, the history and the screen."""
-
-    def __init__(self, *sinks: "Callable[[Event], None]") -> None:
-        self._sinks = sinks
-
-    def __call__(self, event: "Event") -> None:
-        for sink in self._sinks:
-            sink(event)
-
-
-@contextlib.contextmanager
-def emitter(*, json: bool) -> Iterator[Emit]:
-    """Where the coordinator's events go while a command runs; leaving it restores the terminal."""
-    from node.display.render import make_renderer
-    from node.display.status import StatusWriter
-    from node.telemetry.history import HistoryWriter
-
-    with contextlib.closing(HistoryWriter(_log.warning)) as history, make_renderer(json=json) as renderer:
-        yield Emit(StatusWriter(_log.warning), history, renderer)

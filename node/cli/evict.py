@@ -6,8 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from node.cli.parser import nearest
-from wire.errors import UserError
+from wire.errors import UserError, nearest
 
 
 def add_parser(commands: Any) -> None:

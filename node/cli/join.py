@@ -55,8 +55,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from node.cli.logs import set_up_logging
-    from node.cli.parser import UsageError, check_devices
+    from node.cli.parser import UsageError, check_devices, set_up_logging
     from node.cli.run_directory import owner_only
     from node.config.join_options import MOST_LIMIT, MOST_THREADS, JoinOptions
     from node.run_file.validate import parse_listen

@@ -1,6 +1,6 @@
 """`thinwire lab run|merge|table|plot|check`: shaped networks on one machine, real runs over them, figures.
 
-`run` starts itself again in private namespaces (`node.lab.private`) and measures there.
+`run` starts itself again in private namespaces (`node.lab.namespaces`) and measures there.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def add_parser(commands: Any) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from node.lab.plan import check_only
-    from node.lab.profile_file import load_profile
+    from node.lab.profile import load_profile
 
     if not 0 <= args.time_limit < 1e9:
         raise UsageError(f"--time-limit must be a number of seconds of at least 0, got {args.time_limit:g}")
@@ -85,7 +85,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.inside:
         return _run_inside(args, out)
     from node.lab.archive import pack_logs
-    from node.lab.private import run_inside
+    from node.lab.namespaces import run_inside
     from node.lab.results import RESULTS_FILE
     from node.lab.support import check_devices
 
@@ -119,8 +119,9 @@ def _run_inside(args: argparse.Namespace, out: Path) -> int:
     import asyncio
 
     from node.lab.laboratory import end_with_stdin, run_laboratory
-    from node.lab.private import furnish
-    from node.lab.profile_file import load_profile
+    from node.lab.namespaces import furnish
+    from node.lab.profile import load_profile
+    from wire import event_loop
 
     furnish()
     profile = load_profile(args.profile, args.overrides)
@@ -131,13 +132,12 @@ def _run_inside(args: argparse.Namespace, out: Path) -> int:
             await run_laboratory(profile, out, time_limit=args.time_limit, tell=_tell, only=args.only)
             lifeline.cancel()
 
-    asyncio.run(run())
+    event_loop.run(run())
     return 0
 
 
 def _merge(args: argparse.Namespace) -> int:
-    from node.lab.merge import merge
-    from node.lab.results import Results, read_results
+    from node.lab.results import Results, merge, read_results
 
     merged = merge([read_results(path) for path in args.parts])
     try:

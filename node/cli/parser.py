@@ -1,14 +1,15 @@
-"""An argument parser whose mistakes are one line each, with the nearest match."""
+"""The command line: a parser whose errors are one line with the nearest match, shared checks, logging."""
 
 import argparse
-import difflib
+import logging
+import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from node.config.join_options import MOST_DEVICES
-from wire.errors import UserError
+from wire.errors import UserError, nearest
 
 
 class UsageError(UserError):
@@ -51,13 +52,6 @@ class Parser(argparse.ArgumentParser):
         return args
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?`, or the known names when nothing is near."""
-    known = list(known)
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean {match[0]}?" if match else f"; known: {', '.join(known)}"
-
-
 def check_devices(args: argparse.Namespace) -> None:
     """Raise UsageError unless --device, --gpus and --tensor-parallel make sense together."""
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", args.device):
@@ -68,3 +62,26 @@ def check_devices(args: argparse.Namespace) -> None:
         raise UsageError(
             f"--tensor-parallel must be at least 1 and divide --gpus {args.gpus}, got {args.tensor_parallel}"
         )
+
+
+class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not subscriptable at run time
+    """Writes to what `sys.stderr` is at that moment: the live display puts itself in front of it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def set_up_logging() -> None:
+    """Log INFO and above to stderr; `THINWIRE_LOG=debug` (or warning, error) sets another level.
+
+    Call it before grpc is imported: gRPC's core reads its own verbosity once, and tells users of every
+    connection that a peer closed.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    handler = _StderrHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+    level = os.environ.get("THINWIRE_LOG", "info").upper()
+    if level not in logging.getLevelNamesMapping():
+        level = "INFO"
+    logging.basicConfig(level=level, handlers=[handler])

@@ -40,10 +40,9 @@ def run(args: argparse.Namespace) -> int:
 
 def resume_run(directory: Path, overrides: Sequence[str], *, json: bool, stays: bool) -> int:
     """Go on with the run in `directory`; returns the exit code."""
-    from node.cli.coordinator import emitter
-    from node.cli.logs import set_up_logging
+    from node.cli.parser import set_up_logging
     from node.cli.run_directory import owner_only
-    from node.cli.stay import stay
+    from node.cli.run_output import emitter, serve_finished
     from node.coordinator.store import Store
     from node.run_file.loader import change_config, from_json
 
@@ -55,4 +54,4 @@ def resume_run(directory: Path, overrides: Sequence[str], *, json: bool, stays: 
 
     with owner_only(), emitter(json=json) as emit:
         code = run_coordinator(config, run_dir=directory, emit=emit, resume=True)
-        return stay(directory, emit) if stays and code == 0 else code
+        return serve_finished(directory, emit) if stays and code == 0 else code

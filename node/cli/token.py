@@ -88,9 +88,9 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _revoke(args: argparse.Namespace) -> int:
-    from node.cli.parser import nearest
     from node.cli.run_directory import existing_run_directory
     from node.coordinator.store import Store
+    from wire.errors import nearest
 
     with Store.open(existing_run_directory(args.run_dir)) as store:
         if not store.revoke_token(args.token_id):

@@ -14,6 +14,7 @@ from node.dashboard.server import Page, serve_page
 from node.display.status import coordinator_alive, read_status
 from node.telemetry import events
 from node.telemetry.history import HistoryTail
+from wire import event_loop
 from wire.errors import RunError
 
 FOLLOW_SECONDS = 1.0
@@ -29,7 +30,7 @@ def serve_recorded(
 
     Raises UserError when it cannot be served there, RunError when the history cannot be read.
     """
-    asyncio.run(_serve(run_dir, host, port, tell, tls))
+    event_loop.run(_serve(run_dir, host, port, tell, tls))
 
 
 async def _serve(

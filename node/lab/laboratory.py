@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from node.config.schema import RunConfig
-from node.lab import private
+from node.lab import namespaces
+from node.lab.archive import keep_run
 from node.lab.calibration import Calibration, calibrate
-from node.lab.kept import keep_run
-from node.lab.measure import (
+from node.lab.figures import (
     PhaseSteps,
     cell_figures,
     cell_floor,
@@ -28,8 +28,7 @@ from node.lab.network import Network, describe_shapers
 from node.lab.phase import Phases
 from node.lab.plan import Cell, PlannedRun, all_shapes, plan_runs
 from node.lab.processes import RunProcesses
-from node.lab.profile import Profile
-from node.lab.profile_file import link_ends
+from node.lab.profile import Profile, link_ends
 from node.lab.results import RESULTS_FILE, Results, describe_machine
 from node.lab.support import congestion_control, delay_method
 from node.lab.topology import lay_out
@@ -50,7 +49,7 @@ async def run_laboratory(
 ) -> bool:
     """Measure every cell of a profile that `out` does not hold yet. True when all are there.
 
-    Called in the private place that `node.lab.private` makes. Results are in `out` after every cell.
+    Called in the private place that `node.lab.namespaces` makes. Results are in `out` after every cell.
 
     Args:
         time_limit: seconds; a cell that would not end by then is left out. 0 is the profile's.
@@ -245,7 +244,7 @@ class _Run:
     async def prepare(self) -> RunProcesses:
         """Start the processes, which wait before they join."""
         section = self._lab._profile.lab
-        logs, scratch = self._lab._out / "logs" / self.name, private.SCRATCH / str(self.number)
+        logs, scratch = self._lab._out / "logs" / self.name, namespaces.SCRATCH / str(self.number)
         logs.mkdir(parents=True, exist_ok=True)
         config = await asyncio.to_thread(_with_text, self._run.config, section.text_bytes, scratch)
         self._processes = RunProcesses(

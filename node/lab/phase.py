@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol, TextIO
 
-from node.lab.measure import PhaseSteps
+from node.lab.figures import PhaseSteps
 from node.lab.network import WireBytes
 from node.lab.processes import Step
 from node.lab.shape import Shape

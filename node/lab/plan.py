@@ -9,8 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from node.config.schema import RunConfig, Window
-from node.lab.profile import Profile
-from node.lab.profile_file import vary
+from node.lab.profile import Profile, vary
 from node.lab.shape import Shape
 from wire.errors import ConfigError
 

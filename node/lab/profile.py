@@ -1,12 +1,28 @@
-"""A laboratory profile: what to run, over which links, and how to measure. Frozen dataclasses, no reading.
+"""Laboratory profiles: strict TOML in, a checked `Profile` out. No torch, but for the check of codec names.
 
-`node.lab.profile_file` reads and checks the TOML. Every field's meaning is given beneath it.
+A profile holds `[lab]`, `[network]`, one or more `[[sweep]]`, and any section of a run file, which changes
+the base run file of `lab.base`. Every field's meaning is given beneath it.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
 
 from node.config.schema import RunConfig, Window
-from node.lab.shape import Shape
+from node.lab.shape import Matrix, Shape, read_matrix, uniform
+from node.run_file.loader import (
+    convert,
+    default_config,
+    load_config,
+    read_toml,
+    section_types,
+    toml_scalar,
+    toml_value,
+)
+from node.run_file.validate import validate
+from wire.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,3 +135,251 @@ class Profile:
     """The profile's name, without its folders."""
     overrides: tuple[str, ...]
     """As given, but for the folders of absolute paths, which only this machine has."""
+
+
+Section = TypeVar("Section", LabSection, NetworkSection, SweepSection)
+
+CHOICES = {
+    "lab.device": ("cpu", "cuda"),
+    "network.topology": ("links", "interfaces"),
+    "network.qdisc": ("tbf", "htb"),
+    "network.delay": ("auto", "netem", "relay"),
+}
+MOST_TOLERATED = 0.05
+"""The share by which a link may be off at most: no figure of one that is further off is reported."""
+OWNED = ("run.steps", "run.seed", "run.snapshot_every", "pipeline.forward_codec", "pipeline.backward_codec")
+"""Keys of a run file that the lab sets itself: a profile that gives them would be misled."""
+
+
+def load_profile(path: Path, overrides: Sequence[str] = ()) -> Profile:
+    """Read a profile and the files that it names; overrides such as `lab.steps=10` replace its values.
+
+    Raises ConfigError, in one line that names the file, the key and what was expected.
+    """
+    raw = read_toml(path, "profile", "deploy/lab/")
+    where = str(path)
+    for override in overrides:
+        _override(raw, override)
+    known = ("lab", "network", "sweep", *section_types())
+    for name in raw:
+        if name not in known:
+            raise ConfigError(f"{where}: unknown section [{name}]{nearest(name, known)}")
+    lab = _section(LabSection, raw.get("lab", {}), "lab", where)
+    network = _section(NetworkSection, raw.get("network", {}), "network", where)
+    entries = raw.get("sweep", [])
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{where}: give at least one [[sweep]], with its rates and codecs")
+    sections = [_section(SweepSection, entry, f"sweep {i + 1}", where) for i, entry in enumerate(entries)]
+
+    base = path.parent / lab.base if lab.base else None
+    config = _run_config(raw, base, where)
+    _check_lab(lab, where)
+    _check_network(network, config.pipeline.stages, where)
+    matrix_path = path.parent / network.matrix if network.matrix else None
+    matrix = read_matrix(matrix_path) if matrix_path else None
+    sweeps = tuple(
+        _sweep(section, lab, network, matrix, config, f"{where}: sweep {i + 1}")
+        for i, section in enumerate(sections)
+    )
+    files = [
+        path.read_bytes(),
+        "\n".join(overrides).encode(),
+        *(file.read_bytes() for file in (base, matrix_path) if file),
+    ]
+    digest = sha256(b"\0".join(sha256(data).digest() for data in files)).hexdigest()
+    return Profile(
+        lab=lab,
+        network=network,
+        sweeps=sweeps,
+        config=config,
+        sha256=digest,
+        file=path.name,
+        overrides=tuple(map(_without_folders, overrides)),
+    )
+
+
+def closing_link(config: RunConfig) -> bool:
+    """Whether the last stage and the first have a link of their own."""
+    pipeline = config.pipeline
+    return pipeline.stages > 2 and (config.model.tied or pipeline.chunks > 1)
+
+
+def link_ends(config: RunConfig) -> tuple[tuple[int, int], ...]:
+    """The stages that each link joins, the one that counts as lower first, in pipeline order."""
+    stages = config.pipeline.stages
+    ends = [(stage, stage + 1) for stage in range(stages - 1)]
+    return (*ends, (stages - 1, 0)) if closing_link(config) else tuple(ends)
+
+
+def _override(raw: dict[str, Any], override: str) -> None:
+    """Put `section.key=value` into what was read; the sections' own checks come after."""
+    name, equals, text = override.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not equals or not dot or section == "sweep":
+        raise ConfigError(
+            f"override {override!r}: expected section.key=value, as in lab.steps=10; sweeps stay"
+        )
+    table = raw.setdefault(section, {})
+    if isinstance(table, dict):
+        table[key] = toml_scalar(text, text.strip())
+
+
+def _without_folders(override: str) -> str:
+    """`data.path=/some/where/text.txt` as `data.path=text.txt`; anything else as it is."""
+    name, equals, value = override.partition("=")
+    path = value.strip().strip("\"'")
+    return f"{name}{equals}{Path(path).name}" if path.startswith(("/", "~")) else override
+
+
+def _section(kind: type[Section], table: Any, name: str, where: str) -> Section:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where}: [{name}] must be a section of keys")
+    types = get_type_hints(kind)
+    values = {}
+    for key, value in table.items():
+        if key not in types:
+            raise ConfigError(f"{where}: unknown key {key!r} in [{name}]{nearest(key, types)}")
+        values[key] = convert(value, types[key], where=where, name=f"{name}.{key}")
+    section = kind(**values)
+    for full, choices in CHOICES.items():
+        prefix, _, key = full.partition(".")
+        if prefix == name and getattr(section, key) not in choices:
+            value = getattr(section, key)
+            raise ConfigError(f"{where}: {full} {value!r} is unknown{nearest(value, choices)}")
+    return section
+
+
+def _run_config(raw: Mapping[str, Any], base: Path | None, where: str) -> RunConfig:
+    """The base run file with the profile's run sections applied, by the run file's own strict reader."""
+    overrides = []
+    for section in section_types():
+        table = raw.get(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{where}: [{section}] must be a section of keys")
+        for key, value in table.items():
+            if f"{section}.{key}" in OWNED or section == "coordinator":
+                raise ConfigError(
+                    f"{where}: {section}.{key} is set by the lab itself (from [lab], [[sweep]] and its own "
+                    "addresses): remove it"
+                )
+            overrides.append(f"{section}.{key}={toml_value(value)}")
+    try:
+        return load_config(base, overrides) if base else default_config(overrides)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _check_lab(lab: LabSection, where: str) -> None:
+    least = {"steps": 1, "warmup_steps": 1, "warmup_round_trips": 0}
+    least |= {"unthrottled_steps": 0, "threads": 0, "text_bytes": 0}
+    for key, value in least.items():
+        if getattr(lab, key) < value:
+            raise ConfigError(f"{where}: lab.{key} must be at least {value}, got {getattr(lab, key)}")
+    if not lab.name.replace("-", "").replace("_", "").isalnum() or not lab.name.isascii():
+        raise ConfigError(f"{where}: lab.name {lab.name!r} must be letters, digits, '-' and '_'")
+    if not lab.seeds or min(lab.seeds) < 0:
+        raise ConfigError(f"{where}: lab.seeds must be one or more numbers of at least 0")
+    if lab.time_limit_seconds < 0 or lab.step_seconds <= 0:
+        raise ConfigError(
+            f"{where}: lab.time_limit_seconds cannot be negative, lab.step_seconds must be above 0"
+        )
+
+
+def _check_network(network: NetworkSection, stages: int, where: str) -> None:
+    if stages < 2:
+        raise ConfigError(f"{where}: pipeline.stages must be at least 2: a single stage has no link")
+    if not 0 < network.tolerance <= MOST_TOLERATED or not 0 < network.socket_buffer_mb <= 1000:
+        raise ConfigError(
+            f"{where}: network.tolerance must be above 0 and at most {MOST_TOLERATED}, socket_buffer_mb "
+            "above 0 and at most 1000"
+        )
+    if bool(network.matrix) != bool(network.regions):
+        raise ConfigError(f"{where}: network.matrix and network.regions come together or not at all")
+    if network.matrix and network.topology != "links":
+        raise ConfigError(f'{where}: a matrix gives each pair a rate: set network.topology = "links"')
+    if network.regions and len(network.regions) != stages:
+        raise ConfigError(f"{where}: network.regions has {len(network.regions)} names for {stages} stages")
+
+
+def _sweep(
+    section: SweepSection,
+    lab: LabSection,
+    network: NetworkSection,
+    matrix: Matrix | None,
+    config: RunConfig,
+    where: str,
+) -> Sweep:
+    shapes = _matrix_shapes(section, network, matrix, config, where) if matrix else ()
+    if not matrix:
+        if section.matrix_shares or not section.rates or not section.delays_ms:
+            raise ConfigError(f"{where} needs rates and delays_ms (matrix_shares go with network.matrix)")
+        shapes = tuple(
+            _uniform(rate, delay, network, config, where)
+            for delay in section.delays_ms
+            for rate in section.rates
+        )
+    microbatches = section.microbatches or (config.training.microbatch,)
+    windows = tuple(_window(text, where) for text in section.windows) or (config.pipeline.window,)
+    codecs = []
+    for text in section.codecs:
+        forward, slash, backward = text.partition("/")
+        if not slash:
+            raise ConfigError(f'{where}: codec pair {text!r} must be "FORWARD/BACKWARD", as in "tah/fixed-6"')
+        codecs.append((forward, backward))
+    if not codecs:
+        raise ConfigError(f"{where} names no codecs")
+    if section.steps < 0:
+        raise ConfigError(f"{where}: steps cannot be negative, got {section.steps}")
+    for forward, backward in codecs:
+        for microbatch in microbatches:
+            for window in windows:
+                validate(vary(config, forward, backward, microbatch, window), where=where)
+    return Sweep(
+        shapes=shapes,
+        codecs=tuple(codecs),
+        microbatches=microbatches,
+        windows=windows,
+        steps=section.steps or lab.steps,
+    )
+
+
+def _window(text: str, where: str) -> Window:
+    if text == "auto":
+        return "auto"
+    if text.isascii() and text.isdigit():
+        return int(text)
+    raise ConfigError(f'{where}: window {text!r} must be "auto" or a number in quotes, as in "4"')
+
+
+def vary(config: RunConfig, forward: str, backward: str, microbatch: int, window: Window) -> RunConfig:
+    """The config of one run of a sweep."""
+    return replace(
+        config,
+        training=replace(config.training, microbatch=microbatch),
+        pipeline=replace(config.pipeline, forward_codec=forward, backward_codec=backward, window=window),
+    )
+
+
+def _uniform(rate: str, delay: float, network: NetworkSection, config: RunConfig, where: str) -> Shape:
+    wires = len(link_ends(config)) if network.topology == "links" else config.pipeline.stages
+    try:
+        return uniform(rate, delay, wires)
+    except ValueError:
+        raise ConfigError(
+            f'{where}: rate {rate!r} with {delay:g} ms: a rate is "100" or "UP/DOWN" in Mbit/s, above 0 and '
+            "below a million; a delay from 0 to 10000 ms"
+        ) from None
+
+
+def _matrix_shapes(
+    section: SweepSection, network: NetworkSection, matrix: Matrix, config: RunConfig, where: str
+) -> tuple[Shape, ...]:
+    if section.rates or not section.matrix_shares or min(section.matrix_shares) <= 0:
+        raise ConfigError(f"{where}: with network.matrix give matrix_shares (above 0) in place of rates")
+    for region in network.regions:
+        if region not in matrix.regions:
+            raise ConfigError(
+                f"{where}: region {region!r} is not in the matrix{nearest(region, matrix.regions)}"
+            )
+    closing = closing_link(config)
+    return tuple(matrix.shape(network.regions, share, closing) for share in section.matrix_shares)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from node.lab import private, tools
+from node.lab import namespaces, tools
 from node.lab.profile import Profile
 from node.lab.relay import PACKET_VNET_HDR, SOL_PACKET
 from node.lab.topology import LAB
@@ -101,7 +101,7 @@ def find_outside() -> list[Finding]:
             findings.append(Finding(name=name, works=False, detail=str(error), needed=True))
     if all(finding.works for finding in findings):
         try:
-            flags = private.working_flags()
+            flags = namespaces.working_flags()
             how = (
                 "rootless, in a user namespace" if "--user" in flags else "as root, without a user namespace"
             )
@@ -120,7 +120,7 @@ def find_outside() -> list[Finding]:
 
 def ask_private() -> list[Finding]:
     """`find_in_private`'s answer, from a private place made for the purpose."""
-    command = [tools.tool("unshare"), *private.working_flags(), sys.executable, "-m", "node.lab.support"]
+    command = [tools.tool("unshare"), *namespaces.working_flags(), sys.executable, "-m", "node.lab.support"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except subprocess.TimeoutExpired:
@@ -181,7 +181,7 @@ def _forwarding() -> None:
 
 
 def _main() -> None:
-    private.furnish()
+    namespaces.furnish()
     sys.stdout.write(json.dumps([vars(finding) for finding in find_in_private()]))
 
 

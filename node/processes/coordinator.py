@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import signal
+import socket
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -34,13 +35,15 @@ from node.display.terminal import ending_signals
 from node.model.units import ends_in_blocks
 from node.pipeline.device_memory import devices_of
 from node.pipeline.placement import check_cache
-from node.processes.claims import check_ports, sole_coordinator
+from node.processes.locks import run_lock
 from node.run_file.loader import from_json, to_json, to_toml
+from node.run_file.validate import parse_listen
 from node.telemetry import events
 from node.telemetry.history import highest_step, history_size
 from node.training.data import Corpus
 from node.training.snapshot import discard_incomplete, snapshot_directory
 from node.training.snapshot_check import Checked, Tell, set_damaged_aside
+from wire import event_loop
 from wire.channels import make_server
 from wire.errors import DataError, RunError, UserError
 from wire.identity.authority import CertificateAuthority
@@ -80,7 +83,7 @@ def run_coordinator(config: RunConfig, *, run_dir: Path, emit: Emit, resume: boo
     with contextlib.ExitStack() as held:
         if resume:
             # Before all else: who has this run's ports, most likely, is its own coordinator.
-            held.enter_context(sole_coordinator(run_dir))
+            held.enter_context(run_lock(run_dir))
         check_ports(config.coordinator.listen, listen_address(config))
         if resume:
             authority = CertificateAuthority.load(run_dir / "authority")
@@ -89,7 +92,7 @@ def run_coordinator(config: RunConfig, *, run_dir: Path, emit: Emit, resume: boo
         else:
             corpus = _load_corpus(config, tell)
             # After all that may refuse: it writes, and a failed start leaves no run behind.
-            held.enter_context(sole_coordinator(run_dir))
+            held.enter_context(run_lock(run_dir))
             run = _create(config, run_dir, corpus)
         with run.store:
             if run.past.newest_snapshot >= config.run.steps:
@@ -97,7 +100,7 @@ def run_coordinator(config: RunConfig, *, run_dir: Path, emit: Emit, resume: boo
                 done = f"all {config.run.steps} steps are done; the weights are in {weights}"
                 emit(events.Notice(text=done))
                 return 0
-            return asyncio.run(_serve(config, run_dir, run, emit))
+            return event_loop.run(_serve(config, run_dir, run, emit))
 
 
 def _load_corpus(config: RunConfig, tell: Tell) -> Corpus:
@@ -349,3 +352,28 @@ def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCrede
         raise UserError(
             f"cannot listen at {address}: set [coordinator] listen so that its port and the next are free"
         ) from None
+
+
+def check_ports(listen: str, page: tuple[str, int] | None = None) -> None:
+    """Raise UserError unless the port of `listen` (host:port) and the next can be had, and that of `page`.
+
+    Port 0 always can. Asked before anything is written, so that a failed start leaves no run behind.
+    """
+    host, port = parse_listen(listen)
+    free = "to an address of this machine whose port and the next are free"
+    for number in (port, port + 1) if port else ():
+        _check_port(host, number, f"set [coordinator] listen {free}")
+    if page is not None and page[1]:
+        free = 'to an address of this machine whose port is free, or to "" for no page'
+        _check_port(*page, f"that is the page's: set [dashboard] listen {free}")
+
+
+def _check_port(host: str, port: int, advice: str) -> None:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            # As gRPC does: a port that is only waiting out closed connections is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise UserError(f"cannot listen at {join_address(host, port)} ({error.strerror}): {advice}") from None

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from node.display.terminal import Screen, ending_signals
 from node.telemetry.events import Event, JoinLine, Notice, RunFinished, RunStarted, from_json
+from wire import event_loop
 from wire.errors import RunError, UserError
 
 START_SECONDS = 120.0
@@ -53,7 +54,7 @@ def run_demo(
     SIGHUP. By then all children are gone.
     """
     try:
-        return asyncio.run(_Demo(run_dir, emit, overrides, command).run())
+        return event_loop.run(_Demo(run_dir, emit, overrides, command).run())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
 

@@ -16,6 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from node.telemetry.units import bytes_text, printable
+from wire import event_loop
 from wire.errors import LinkError, TokenError
 from wire.version import VERSION
 
@@ -60,6 +61,7 @@ def examine(*, token: str | None = None, state_dir: Path | None = None) -> list[
     """Run all checks; with a token also those of its run. Takes a few seconds; raises nothing."""
     return [
         check_python(),
+        check_event_loop(),
         check_torch(),
         *check_device(),
         check_packages(package_owners()),
@@ -84,6 +86,17 @@ def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Check:
     if MIN_PYTHON <= version[:2] < END_PYTHON:
         return Check(name="python", status=Status.OK, detail=text)
     return Check(name="python", status=Status.FAIL, detail=text, fix="install Python 3.11, 3.12 or 3.13")
+
+
+def check_event_loop(system: str = sys.platform) -> Check:
+    """uvloop, or asyncio's own loop where uvloop is not installed."""
+    name = event_loop.loop_name()
+    if name.startswith("uvloop"):
+        return Check(name="event loop", status=Status.OK, detail=name)
+    detail = f"{name}'s own loop, slower than uvloop"
+    if system == "win32":
+        return Check(name="event loop", status=Status.OK, detail=f"{detail}, which {system} does not have")
+    return Check(name="event loop", status=Status.WARN, detail=detail, fix="pip install uvloop")
 
 
 def check_torch() -> Check:
@@ -280,7 +293,7 @@ def check_token(text: str) -> Iterator[Check]:
         return
     places = ", ".join(token.addresses)
     yield Check(name="token", status=Status.OK, detail=printable(f"run {token.run_id} at {places}"))
-    found = asyncio.run(_contact(token.addresses, token.pin))
+    found = event_loop.run(_contact(token.addresses, token.pin))
     reached = any(check.status is Status.OK for check in found)
     for check in found:
         # A node needs one of the addresses; the others may be of networks that this machine is not in.

@@ -25,8 +25,8 @@ from node.processes.doctor import (
     check_torch,
     package_owners,
 )
-from node.processes.join import enrol
-from node.processes.state_directory import StateDirectory, claim
+from node.processes.enrol import enrol
+from node.processes.locks import StateDirectory, claim
 from node.stage.fixed_order import fix_order
 from node.stage.machine_info import describe, measure_flops
 from node.stage.memory_note import MemoryNote
@@ -35,6 +35,7 @@ from node.stage.node_settings import IdentityHolder, NodeSettings
 from node.stage.out_of_memory import ran_out, room
 from node.stage.runtime import NodeRuntime
 from node.stage.watchdog import StuckError
+from wire import event_loop
 from wire.errors import DeviceLostError, MemoryExhaustedError, ThinwireError, UserError
 from wire.identity.token import JoinToken
 from wire.messages import Finish
@@ -54,7 +55,7 @@ def run_node(token_text: str, options: JoinOptions) -> int:
     chosen = choose_devices(options.device, options.gpus)
     directory = claim(token.run_id, options.state_dir)
     try:
-        return asyncio.run(_serve(token, options, chosen, directory.path))
+        return event_loop.run(_serve(token, options, chosen, directory.path))
     except (StuckError, DeviceLostError) as error:
         _end(error, directory)
     except Exception as error:

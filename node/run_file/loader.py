@@ -6,20 +6,19 @@ float is meant, and a list where a tuple is meant. Nothing here imports torch, e
 the codec names.
 """
 
-import difflib
 import json
 import re
 import tomllib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from node.config.places import expanded
 from node.config.schema import RunConfig, Window
 from node.run_file.validate import validate
-from wire.errors import ConfigError
+from node.training.text import expanded
+from wire.errors import ConfigError, nearest
 
 EXPECTED = {
     str: "a string",
@@ -298,13 +297,6 @@ def toml_scalar(raw: str, default: Any = None) -> Any:
     except (ValueError, RecursionError):
         return default  # also what is TOML and thousands of digits long, or as deep
     return parsed["value"] if len(parsed) == 1 else default
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error line: the nearest known name, else all of them."""
-    known = list(known)
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(known)}"
 
 
 def _shown(value: object) -> str:

@@ -3,7 +3,6 @@
 `problems` lists every broken rule, each as one line that says what to change; `validate` raises for them.
 """
 
-import difflib
 import errno
 import math
 import os
@@ -23,7 +22,7 @@ from node.config.schema import (
 from node.model.storage import AS_COMPUTED, FROM_PRESET, KINDS, PRESETS, RECOMPUTE, configured
 from node.telemetry.traced_steps import TracedSteps
 from wire.codecs.forms import form
-from wire.errors import ConfigError
+from wire.errors import ConfigError, nearest
 from wire.frames import MAX_TENSOR_BYTES
 from wire.identity.token import MAX_ADDRESS_BYTES, MAX_ADDRESSES, MAX_ADDRESSES_BYTES
 
@@ -366,6 +365,4 @@ def _positive(values: dict[str, float]) -> Iterator[str]:
 
 def _name(key: str, value: str, known: Sequence[str]) -> Iterator[str]:
     if value not in known:
-        match = difflib.get_close_matches(value, known, n=1)
-        hint = f"did you mean {match[0]!r}?" if match else f"known: {', '.join(known)}"
-        yield f"{key} {value!r} is unknown; {hint}"
+        yield f"{key} {value!r} is unknown{nearest(value, known)}"

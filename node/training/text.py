@@ -13,9 +13,8 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from node.config.places import expanded
 from node.config.schema import DataSection
-from wire.errors import DataError
+from wire.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +27,19 @@ TEXT_SUFFIXES = frozenset((".txt", ".md", ".rst", ".tex", ".html", ".csv", ".jso
 _COMPRESSED = frozenset((".xz", ".gz"))
 # Not part of every installation, or not the standard library at all.
 _STDLIB_SKIPPED = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"))
+
+
+def expanded(path: str, key: str) -> Path:
+    """`path` with a leading `~` or `~user` replaced by that home; `key` is the run-file key that names it.
+
+    Raises ConfigError.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{key} {path!r}: this machine knows no home of that user; write the whole path, from / on"
+        ) from None
 
 
 def read_text(data: DataSection) -> bytes:

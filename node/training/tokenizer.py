@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from node.config.places import expanded
-from node.training.text import SEPARATOR
+from node.training.text import SEPARATOR, expanded
 from wire.errors import DataError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.enrolment_service import open_join_port
 from node.coordinator.store import Member, Store
 from node.processes import join
-from node.processes.join import enrol
+from node.processes.enrol import enrol
 from tests.support.ports import free_port
 from wire.errors import LinkError, RefusalCode, Refused, RunError, TokenError, UserError
 from wire.identity.authority import CertificateAuthority, key_to_pem, public_key_hash

@@ -12,7 +12,7 @@ import pytest
 from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.enrolment_service import open_join_port
 from node.coordinator.store import Store
-from node.processes.join import enrol
+from node.processes.enrol import enrol
 from tests.support.ports import free_port
 from wire.errors import Refused
 from wire.identity.authority import CertificateAuthority

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from node.lab import private, tools
+from node.lab import namespaces, tools
 from wire.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +21,7 @@ IN_A_USER_NAMESPACE = ("--user", "--map-root-user")
 def flags() -> tuple[str, ...]:
     """How private namespaces are made here."""
     try:
-        return private.working_flags()
+        return namespaces.working_flags()
     except UserError as error:
         pytest.skip(f"no laboratory can be built here: {error}")
 

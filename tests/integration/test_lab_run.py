@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from node.cli.main import main
-from node.lab import private
+from node.lab import namespaces
 from node.telemetry.events import RunFinished
 from node.telemetry.history import read_history
 from node.telemetry.trace import align
@@ -36,7 +36,7 @@ MARK = "THINWIRE_LAB_TEST"
 @pytest.fixture(scope="module")
 def laboratory() -> None:
     try:
-        private.working_flags()
+        namespaces.working_flags()
     except UserError as error:
         pytest.skip(f"no laboratory can be built here: {error}")
 
@@ -300,7 +300,7 @@ def test_a_lab_without_iproute2_names_the_package(tmp_path: Path, mark: str) -> 
         (["run", str(SMOKE), "--only", "tah"], "--only 'tah' names no cell of this profile"),
         (["merge", "none.json", "--out", "all.json"], "none.json: no such results file"),
         (["table", "none.json"], "none.json: no such results file"),
-        (["tabel"], "unknown command 'tabel'; did you mean table?"),
+        (["tabel"], "unknown command 'tabel'; did you mean 'table'?"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from node.lab import private, tools
+from node.lab import namespaces, tools
 from node.lab.calibration import ATTEMPTS, Measured, measure
 from node.lab.network import Network
 from node.lab.shape import LinkShape, Shape, shaper_commands, uniform
@@ -28,7 +28,7 @@ TOLERANCE = 0.05
 def main() -> None:
     case, *settings = sys.argv[1:]
     values = dict(setting.split("=") for setting in settings)
-    private.furnish()
+    namespaces.furnish()
     sys.stdout.write(json.dumps(CASES[case](values)) + "\n")
 
 

@@ -35,7 +35,7 @@ EDGE = {
         "node/coordinator/control_service.py",
         "node/coordinator/enrolment_service.py",
         "node/processes/coordinator.py",
-        "node/processes/join.py",
+        "node/processes/enrol.py",
         "node/stage/coordinator_client.py",
         "wire/connection.py",
         "wire/messages_proto.py",

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from node.cli.coordinator import emitter
 from node.cli.main import main
 from node.cli.run_directory import existing_run_directory, new_run_directory
+from node.cli.run_output import emitter
 from node.cli.token import parse_ttl
 from node.config.schema import RunConfig
 from node.coordinator.store import DATABASE_FILE, Store
@@ -47,13 +47,13 @@ def program(*arguments: str, seconds: float = 60) -> subprocess.CompletedProcess
     ("line", "words"),
     [
         ("", "arguments are required: COMMAND"),
-        ("jion tw1_x", "unknown command 'jion'; did you mean join?"),
+        ("jion tw1_x", "unknown command 'jion'; did you mean 'join'?"),
         ("zzzzzz", "unknown command 'zzzzzz'; known: demo, coordinator, join"),
-        ("token crate x", "unknown command 'crate'; did you mean create?"),
+        ("token crate x", "unknown command 'crate'; did you mean 'create'?"),
         ("token", "arguments are required: ACTION"),
         ("coordinator", "arguments are required: RUN.toml (see `thinwire coordinator --help`)"),
-        ("coordinator r.toml --jsno", "unknown option --jsno; did you mean --json?"),
-        ("coordinator r.toml --run-di=x", "unknown option --run-di; did you mean --run-dir?"),
+        ("coordinator r.toml --jsno", "unknown option --jsno; did you mean '--json'?"),
+        ("coordinator r.toml --run-di=x", "unknown option --run-di; did you mean '--run-dir'?"),
         ("join tok --zzz", "unknown option --zzz; known: -h, --help"),
         ("status a b", "unexpected argument 'b'"),
         ("join tok a=b", "unexpected argument 'a=b'"),
@@ -273,7 +273,7 @@ def test_revoking_an_unknown_token_suggests_the_nearest(run_dir: Path, capsys: C
     assert main(["token", "create", str(run_dir), "--json"]) == 0
     known = json.loads(capsys.readouterr().out)["id"]
     assert main(["token", "revoke", str(run_dir), known[:-1] + "0"]) == 2
-    assert f"did you mean {known}?" in capsys.readouterr().err
+    assert f"did you mean {known!r}?" in capsys.readouterr().err
 
 
 def test_events_go_to_the_screen_and_to_the_status_file(tmp_path: Path, capsys: Capture) -> None:

@@ -20,7 +20,7 @@ from node.dashboard import recorded
 from node.dashboard.feed import Feed
 from node.dashboard.recorded import follow
 from node.display.status import STATUS_FILE, RunStatus
-from node.processes.claims import check_ports
+from node.processes.coordinator import check_ports
 from node.telemetry import events, history
 from node.telemetry.history import Entry, HistoryTail
 from tests.support.process import Process

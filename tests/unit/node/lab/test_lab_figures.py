@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-from node.lab.measure import (
+from node.lab.figures import (
     Compute,
     PhaseSteps,
     cell_figures,

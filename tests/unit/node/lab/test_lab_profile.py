@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from node.lab.matrix import read_matrix
 from node.lab.plan import SPARE_STEPS, CellKey, plan_runs, planned_steps
-from node.lab.profile_file import link_ends, load_profile
+from node.lab.profile import link_ends, load_profile
+from node.lab.shape import read_matrix
 from wire.errors import ConfigError
 
 LAB = Path(__file__).parents[4] / "deploy" / "lab"

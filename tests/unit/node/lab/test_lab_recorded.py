@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from node.lab.plan import CellKey, plan_runs
-from node.lab.profile_file import load_profile
+from node.lab.profile import load_profile
 from node.lab.results import Results, read_results
 from node.lab.table import all_tables, provenance
 

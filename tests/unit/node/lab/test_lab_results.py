@@ -11,10 +11,9 @@ import pytest
 from node.cli.lab import figure_folders
 from node.cli.main import main
 from node.lab.archive import pack_logs
-from node.lab.merge import merge
 from node.lab.plots import draw
-from node.lab.profile_file import load_profile
-from node.lab.results import Results, read_results
+from node.lab.profile import load_profile
+from node.lab.results import Results, merge, read_results
 from node.lab.table import all_tables, paper_tables, provenance, tables_text
 from node.telemetry.clock import TimeKind
 from tests.support.lab_results import cell, results

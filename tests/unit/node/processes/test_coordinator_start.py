@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from node.analysis.view import RunViewBuilder, view
-from node.cli.stay import stay
+from node.cli.run_output import serve_finished
 from node.config.schema import CoordinatorSection, DashboardSection, RunConfig
 from node.coordinator.coordinator import Coordinator, Outcome
 from node.coordinator.store import SnapshotRecord, StepRecord, Store
@@ -25,7 +25,7 @@ from node.dashboard.live import past_read
 from node.model.chunk import build_chunk
 from node.pipeline.placement import split_units
 from node.processes import coordinator as main
-from node.processes.claims import sole_coordinator
+from node.processes.locks import run_lock
 from node.run_file.loader import to_json
 from node.telemetry import events
 from node.telemetry.history import HISTORY_FILE, Entry, HistoryWriter, history_size
@@ -173,7 +173,7 @@ def test_with_a_history_that_cannot_be_read_nothing_is_told_again(tmp_path: Path
 @pytest.mark.parametrize("page", [False, True], ids=["join-port", "page-port"])
 def test_a_run_whose_coordinator_lives_is_not_told_of_ports(page: bool, tmp_path: Path) -> None:
     """The ports that a second one finds taken are, most likely, the first one's."""
-    with socket.socket() as taken, sole_coordinator(tmp_path):
+    with socket.socket() as taken, run_lock(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -208,12 +208,12 @@ def test_a_run_whose_page_is_still_served_is_told_by_whom(
                 )
 
     monkeypatch.setattr(recorded, "serve_recorded", serve)
-    assert stay(tmp_path, print) == 0 and served == ["127.0.0.1"]
+    assert serve_finished(tmp_path, print) == 0 and served == ["127.0.0.1"]
     assert main.run_coordinator(config, run_dir=tmp_path, emit=lambda _: None, resume=True) == 0
     with (
-        sole_coordinator(tmp_path),
+        run_lock(tmp_path),
         pytest.raises(UserError, match="another coordinator is running"),
-        sole_coordinator(tmp_path),
+        run_lock(tmp_path),
     ):
         pass
 

@@ -25,6 +25,7 @@ from node.processes.doctor import (
     Status,
     check_congestion_control,
     check_disk,
+    check_event_loop,
     check_open_files,
     check_packages,
     check_python,
@@ -73,6 +74,14 @@ def test_this_machine_is_ready(tmp_path: Path) -> None:
 )
 def test_python_versions(version: tuple[int, ...], status: Status) -> None:
     assert check_python(version).status is status
+
+
+def test_the_event_loop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_event_loop().status is Status.OK and check_event_loop().detail.startswith("uvloop ")
+    monkeypatch.setattr("wire.event_loop.uvloop", None)
+    without = check_event_loop("linux")
+    assert without.status is Status.WARN and "asyncio" in without.detail and "uvloop" in without.fix
+    assert check_event_loop("win32").status is Status.OK
 
 
 @pytest.mark.parametrize(

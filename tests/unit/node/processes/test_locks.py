@@ -11,7 +11,7 @@ from node.cli.main import main
 from node.cli.run_directory import new_run_directory
 from node.config.join_options import JoinOptions
 from node.config.schema import RunConfig
-from node.processes.state_directory import claim
+from node.processes.locks import claim
 from wire.errors import UserError
 from wire.identity.credentials import load_or_create_key
 from wire.identity.token import JoinToken

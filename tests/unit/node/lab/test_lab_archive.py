@@ -14,10 +14,10 @@ from node.cli.main import main
 from node.config.schema import RunConfig
 from node.coordinator.store import DATABASE_FILE, Store
 from node.lab import support
-from node.lab.kept import keep_run
+from node.lab.archive import keep_run
 from node.lab.laboratory import _Run
 from node.lab.plan import PlannedRun
-from node.lab.profile_file import load_profile
+from node.lab.profile import load_profile
 from node.telemetry.history import read_history
 from node.telemetry.trace_files import TraceWriter, read_batches
 from tests.support.recorded_run import write_run
@@ -100,7 +100,7 @@ def test_a_profile_for_gpus_begins_only_where_every_stage_has_one(
     here: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: here)
-    monkeypatch.setattr("node.lab.private.run_inside", lambda arguments: pytest.fail("the lab was started"))
+    monkeypatch.setattr("node.lab.namespaces.run_inside", lambda arguments: pytest.fail("the lab was started"))
     out = tmp_path / "out"
     assert main(["lab", "run", str(LAB / "gpt2-xl-4gpu.toml"), "--out", str(out)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -121,7 +121,7 @@ def test_a_run_that_is_refused_leaves_no_empty_folder(
             Path("lab/smoke/raw").touch()
         return 2
 
-    monkeypatch.setattr("node.lab.private.run_inside", refuse)
+    monkeypatch.setattr("node.lab.namespaces.run_inside", refuse)
     monkeypatch.chdir(tmp_path)
     assert main(["lab", "run", str(LAB / "smoke.toml")]) == 2
     assert sorted(str(path) for path in Path().rglob("*")) == left

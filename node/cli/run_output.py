@@ -1,0 +1,60 @@
+"""Where a coordinator's events go, and its page once the run is over; for `coordinator` and `resume`."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from node.telemetry.events import Event
+
+_log = logging.getLogger(__name__)
+
+
+class Emit:
+    """Hands each event to the status file, the history and the screen."""
+
+    def __init__(self, *sinks: "Callable[[Event], None]") -> None:
+        self._sinks = sinks
+
+    def __call__(self, event: "Event") -> None:
+        for sink in self._sinks:
+            sink(event)
+
+
+@contextlib.contextmanager
+def emitter(*, json: bool) -> Iterator[Emit]:
+    """Where the coordinator's events go while a command runs; leaving it restores the terminal."""
+    from node.display.render import make_renderer
+    from node.display.status import StatusWriter
+    from node.telemetry.history import HistoryWriter
+
+    with contextlib.closing(HistoryWriter(_log.warning)) as history, make_renderer(json=json) as renderer:
+        yield Emit(StatusWriter(_log.warning), history, renderer)
+
+
+def serve_finished(directory: Path, emit: "Callable[[Event], None]") -> int:
+    """Serve the page of the run in `directory` where its run file says, until Ctrl-C or SIGTERM."""
+    from node.coordinator.store import Store
+    from node.dashboard.address import listen_address
+    from node.dashboard.recorded import serve_recorded
+    from node.dashboard.tls import page_tls
+    from node.processes.locks import run_lock
+    from node.run_file.loader import from_json
+    from node.telemetry.events import PageServed
+    from wire.identity.authority import CertificateAuthority
+
+    with Store.open(directory) as store:
+        config = from_json(store.run().config_json)
+    listen = listen_address(config)
+    if listen is None:
+        return 0
+    tls = None
+    if config.dashboard.tls:
+        authority = CertificateAuthority.load(directory / "authority")
+        tls = page_tls(config, listen[0], authority, directory)
+    # Whoever goes on with the run would find the page's port taken, and be told of that alone.
+    with run_lock(directory, page_only=True):
+        serve_recorded(directory, *listen, lambda url: emit(PageServed(url=url, key_file="")), tls)
+    return 0

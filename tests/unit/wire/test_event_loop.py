@@ -1,0 +1,45 @@
+"""Which event loop a process runs on, and what ends it."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from wire import event_loop
+
+
+async def _name() -> str:
+    return type(asyncio.get_running_loop()).__module__
+
+
+def test_uvloop_runs_and_returns_the_result() -> None:
+    assert event_loop.run(_name()).startswith("uvloop")
+
+
+def test_without_uvloop_it_is_asyncio(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "uvloop", None)
+    assert event_loop.run(_name()).startswith("asyncio") and event_loop.loop_name() == "asyncio"
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_ctrl_c_cancels_and_raises(monkeypatch: pytest.MonkeyPatch, fallback: bool) -> None:
+    if fallback:
+        monkeypatch.setattr(event_loop, "uvloop", None)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    cancelled = []
+
+    async def main() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.wait_for(asyncio.Event().wait(), 30)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            event_loop.run(main())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert cancelled == [True]
