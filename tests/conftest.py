@@ -1,11 +1,12 @@
-"""Shared by all tests: one thread for torch, so that arithmetic order is predictable on few cores; a process
-from which others are forked; and one for Triton's interpreter."""
+"""Setup of all tests: torch's threads, Ctrl-C, Hypothesis's profile, and fixtures that a session shares."""
 
 import gc
+import signal
 import subprocess
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +15,14 @@ from hypothesis import HealthCheck, settings
 from node.parallel import processes
 from tests.support.examples import FUZZ, examples
 from tests.support.fault_prefork import Prefork
-from tests.support.interpreter import HAS_TRITON, INTERPRETED, Interpreted, sure_of_sums
+from tests.support.interpreter import INTERPRETED, Interpreted, skip_overflow_checks
 
+# The order of sums must not depend on the number of cores.
 torch.set_num_threads(1)
 if INTERPRETED:
-    sure_of_sums()
+    skip_overflow_checks()
 
-# A busy machine is slow at times, in making examples too: how long a test may take, pytest-timeout says.
+# No deadline for an example: a busy machine is slow at times, and pytest-timeout bounds each test.
 settings.register_profile(
     "thinwire",
     deadline=None,
@@ -31,52 +33,54 @@ settings.register_profile(
 settings.load_profile("thinwire")
 
 
-TEMPLATE = pytest.StashKey[Prefork]()
-INTERPRETER = pytest.StashKey[tuple[Interpreted, tempfile.TemporaryDirectory[str]]]()
+def pytest_configure() -> None:
+    """Let Ctrl-C end processes that tests start: it is ignored, and so in them, under `make test &`."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start what works beside the tests, if any test asks for it: the process that others are forked from,
-    which has much to import, and Triton's interpreter with its tests."""
-    if session.config.option.collectonly:
-        return
-    # What is imported stays: no collection needs to look at it again.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep tests of one file, which share fixtures, on one worker; and so all under Triton's interpreter."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "interpreter" if file.endswith("_interpreter.py") else file
+
+    return ByFile(config, log)
+
+
+def pytest_collection_finish() -> None:
+    # No garbage collection needs to look at the imported modules again.
     gc.freeze()
-    items = [item for item in session.items if isinstance(item, pytest.Function)]
-    if any("prefork" in item.fixturenames for item in items):
-        session.config.stash[TEMPLATE] = Prefork().__enter__()
-    asked = {item.path for item in items if "interpreted" in item.fixturenames}
-    if asked and HAS_TRITON and not INTERPRETED:
-        folder = tempfile.TemporaryDirectory()
-        session.config.stash[INTERPRETER] = Interpreted(sorted(asked), Path(folder.name)), folder
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if (template := config.stash.get(TEMPLATE, None)) is not None:
-        template.__exit__(None, None, None)
-    if (interpreter := config.stash.get(INTERPRETER, None)) is not None:
-        interpreted, folder = interpreter
-        interpreted.end()
-        folder.cleanup()
 
 
 @pytest.fixture(scope="session")
-def prefork(request: pytest.FixtureRequest) -> Prefork:
+def prefork() -> Iterator[Prefork]:
     """A process that has imported everything, from which others are forked."""
-    return request.config.stash[TEMPLATE]
+    with Prefork() as template:
+        yield template
 
 
 @pytest.fixture
 def forked_workers(prefork: Prefork, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes of a node's other devices are forked too; `test_run_devices.py` starts them for real."""
+    """Fork the processes of a node's other devices too; `test_run_devices.py` starts them for real."""
     names = {"PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
     monkeypatch.setattr(processes, "subprocess", SimpleNamespace(Popen=prefork.popen, **names))
 
 
 @pytest.fixture(scope="session")
-def interpreted(request: pytest.FixtureRequest) -> Interpreted:
-    """A process for Triton's interpreter, for all files of the session that ask for it."""
-    return request.config.stash[INTERPRETER][0]
+def interpreted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Interpreted]:
+    """A process under Triton's interpreter for all files of the session that use it."""
+    items = (item for item in request.session.items if isinstance(item, pytest.Function))
+    files = {item.path for item in items if "interpreted" in item.fixturenames}
+    process = Interpreted(sorted(files), tmp_path_factory.mktemp("interpreter"))
+    yield process
+    process.end()
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module")
 def expected() -> Expected:
-    """Of stages joined by memory, which `tests/unit/node/stage/test_executor_aqsgd.py` compares with a simulation."""
+    """Computed by stages joined by memory; `test_executor_aqsgd.py` compares those with a simulation."""
     with MemoryPipeline(CONFIG, corpus(CONFIG, SHORT)) as stages:
         steps = stages.train(CONFIG.run.steps)
         return Expected(

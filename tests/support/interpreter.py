@@ -1,10 +1,10 @@
 """Tests of Triton kernels on a CPU, under Triton's interpreter.
 
-The interpreter is chosen when kernels are defined, so such tests run in a process of their own: one test of
-each of their files, marked `outside`, asks the fixture `interpreted` whether the others, marked `inside`,
-passed there. One process runs all files of a session, as it takes longer to start than many tests to run. It
-starts with the session, beside the other tests.
-Without Triton (torch for CPUs does not bring it) nothing runs: `needs_triton`.
+Triton chooses the interpreter when a kernel is defined, so these tests run in a process of their own: one
+test of each file, marked `outside`, asks the fixture `interpreted` whether those marked `inside` passed.
+One process runs the files of a whole session, as it takes longer to start than many of their tests.
+Names of these files end in `_interpreter.py`. Without Triton, which torch for CPUs does not bring, they are
+skipped: `needs_triton`.
 """
 
 import importlib.util
@@ -23,24 +23,21 @@ import pytest
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SECONDS = 900
-"""That the process may take; a test in it may take what its mark says."""
+"""Limit for the process; the tests in it have their own."""
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
-inside = pytest.mark.skipif(not INTERPRETED, reason="in the interpreter's process")
-_in_front = pytest.mark.skipif(INTERPRETED, reason="this is the process")
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
+_in_front = pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 
 
 def outside(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark the test that asks for those of its file; whichever is first waits for all files."""
+    """Mark the test that asks for the others of its file; the first of a session waits for all files."""
     return pytest.mark.timeout(SECONDS + 30)(_in_front(test))
 
 
-def sure_of_sums() -> None:
-    """Have the interpreter no longer work out whether sums and products overflow.
-
-    Outside its debugging it does not look at what it found, and that takes half of its time.
-    """
+def skip_overflow_checks() -> None:
+    """Skip the interpreter's checks for overflow: half of its time, and only debugging reports them."""
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
@@ -48,15 +45,15 @@ def sure_of_sums() -> None:
 
 
 class Interpreted:
-    """Runs the tests of `files` that are marked `inside`, once, and remembers how they went.
+    """Runs the tests of `files` that are marked `inside`, once.
 
-    `folder` is where pytest writes that, as JUnit's XML, and what it prints.
+    pytest writes their results, as JUnit's XML, and its output to `folder`.
     """
 
     def __init__(self, files: Sequence[Path], folder: Path) -> None:
         self._report, self._printed = folder / "report.xml", folder / "printed.txt"
         self._cases: list[ElementTree.Element] | None = None
-        # No other plugin that happens to be installed: some warn, and a warning is an error here.
+        # Other installed plugins may warn, and a warning is an error here.
         plugins = ["-p", "no:cacheprovider", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout"]
         with self._printed.open("wb") as printed:
             self._process = subprocess.Popen(
@@ -84,7 +81,7 @@ class Interpreted:
         wrong = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
         ran = [case for case in cases if case.find("skipped") is None]
         printed = self._printed.read_text(encoding="utf-8", errors="replace")[-4000:]
-        assert ran and not wrong, "\n".join([f"{len(ran)} ran", *map(_told, wrong), printed])
+        assert ran and not wrong, "\n".join([f"{len(ran)} ran", *map(_failure, wrong), printed])
 
     def end(self) -> None:
         """End the process, if nobody has waited for it."""
@@ -92,26 +89,26 @@ class Interpreted:
         self._process.wait()
 
 
-def _told(case: ElementTree.Element) -> str:
-    """What a test that did not pass says."""
+def _failure(case: ElementTree.Element) -> str:
+    """The report of a test that did not pass."""
     said = [part.text or part.get("message", "") for part in case if part.tag in ("failure", "error")]
     return f"{case.get('name')}:\n" + "\n".join(said)[-3000:]
 
 
 def _patch_once() -> None:
-    """Spare the interpreter a third of its time: at each call of a device function, of which a program has
-    hundreds, it looks through all of Triton's language to replace what the launch has replaced already."""
+    """Patch Triton's language once a launch, not again at each of a program's hundreds of calls of device
+    functions: a third of the interpreter's time."""
     import triton.language as tl
     from triton.runtime import interpreter
 
     patch = getattr(interpreter, "_patch_lang", None)
     scope = getattr(interpreter, "_LangPatchScope", None)
     if patch is None or scope is None:
-        return  # another Triton, which does it another way
+        return  # another version of Triton
 
     def patch_once(fn: Callable[..., object]) -> object:
-        """What was replaced, for a launch to put back; a call within one puts nothing back."""
-        # Whatever a kernel can call finds its language in one of these.
+        """The scope that restores the language at the end of a launch; empty for a call within one."""
+        # A kernel finds the language in one of these modules.
         if all(lang.static_print is print for lang in (tl, tl.core)):
             return scope()
         return patch(fn)
@@ -120,12 +117,12 @@ def _patch_once() -> None:
 
 
 def _remember_dtypes() -> None:
-    """Spare the interpreter the table of all dtypes that it makes for every tensor."""
+    """Look up each dtype once: the interpreter builds the table of all dtypes for every tensor."""
     from triton.runtime import interpreter
 
     look_up = getattr(interpreter, "_get_np_dtype", None)
     if look_up is None:
-        return  # another Triton, which does it another way
+        return  # another version of Triton
     remembered = cache(look_up)
 
     def np_dtype(dtype: Any) -> Any:
@@ -136,13 +133,12 @@ def _remember_dtypes() -> None:
 
 
 def _reduce_by_halves() -> None:
-    """Have a reduction by a kernel's own function combine halves, as a GPU does, not one element after the
-    other, of which each is a call of that function."""
+    """Reduce with a kernel's own function by halves, as a GPU does, not with one call an element."""
     from triton.runtime import interpreter
 
     reduce = getattr(interpreter.ReduceOps, "generic_reduce", None)
     if reduce is None:
-        return  # as above
+        return  # another version of Triton
 
     def by_halves(self: Any, inputs: Any) -> Any:
         if self.axis is None or self.keep_dims:
