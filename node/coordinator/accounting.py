@@ -1,4 +1,4 @@
-"""From the totals that nodes report to what a step and a run cost. Pure."""
+"""Turn the totals that nodes report into the cost of each step and of the run. Pure."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -13,19 +13,16 @@ CLOCK_RATIO = 1.01
 FASTEST = 1e11
 """Bytes a second that no node's links carry: 800 Gbit/s."""
 SLACK_SECONDS = 1.0
-"""Nodes open their links and may send before their epoch has begun here."""
+"""Nodes may open links and send before the coordinator sees their epoch begin."""
 
 
 class Accounting:
-    """Takes the reports of a run's nodes; gives what each step cost.
-
-    `codecs` are the names that flows may carry.
-    """
+    """Takes node reports, gives step costs. `codecs` are the codec names that reports may use."""
 
     def __init__(self, codecs: Collection[str]) -> None:
         self.run = Ledger(codecs)
-        """Since this coordinator began, aborted steps included."""
-        self.seats: tuple[str, ...] = ()
+        """Since this process started, aborted steps included."""
+        self.hosts: tuple[str, ...] = ()
         """Who hosts the stages of the epoch that runs; empty between epochs."""
         self.newest: dict[str, Telemetry] = {}
         """Each node's newest report."""
@@ -41,11 +38,12 @@ class Accounting:
         """A node's newest totals.
 
         Args:
-            elapsed: seconds since `begin_epoch`. A node that says that it spent more, or sent more than any
-                can in that time, is not believed.
+            elapsed: seconds since `begin_epoch`. Reports of more time, or of more bytes than any link carries
+                in
+                that time, are capped.
         """
         self.newest[node_id] = telemetry
-        if node_id not in self.seats or telemetry.epoch != self._epoch:
+        if node_id not in self.hosts or telemetry.epoch != self._epoch:
             return
         before = self._counted.get(node_id, Telemetry())
         most = self._ready_wall.get(node_id, 0.0) + CLOCK_RATIO * elapsed
@@ -54,27 +52,27 @@ class Accounting:
         sent = self._epoch_bytes.get(node_id, 0)
         room = FASTEST * (elapsed + SLACK_SECONDS) - sent
         for ledger in (self.run, self._step):
-            counted = ledger.add(self.seats.index(node_id), len(self.seats), before, telemetry, room)
+            counted = ledger.add(self.hosts.index(node_id), len(self.hosts), before, telemetry, room)
         self._epoch_bytes[node_id] = sent + counted
 
     def forget(self, node_id: str) -> None:
-        """The node is gone: what it said last is no news any more."""
+        """The node is gone: drop its last report."""
         self.newest.pop(node_id, None)
 
-    def begin_epoch(self, epoch: int, seats: Sequence[str]) -> None:
-        """Count from what every stage reported when it was ready; what came before is nobody's step."""
-        self._epoch, self.seats = epoch, tuple(seats)
-        ready = {node: self.newest[node] for node in seats if node in self.newest}
+    def begin_epoch(self, epoch: int, hosts: Sequence[str]) -> None:
+        """Count from each stage's report at `Ready`; earlier totals belong to no step."""
+        self._epoch, self.hosts = epoch, tuple(hosts)
+        ready = {node: self.newest[node] for node in hosts if node in self.newest}
         self._counted = {node: report for node, report in ready.items() if report.epoch == epoch}
         self._ready_wall = {node: report.wall_seconds for node, report in self._counted.items()}
         self._epoch_bytes = {}
-        self._hosts.update(enumerate(seats))
+        self._hosts.update(enumerate(hosts))
         self._step = Ledger(self._codecs)
 
     def step(self, step: int, seconds: float, *, aborted: bool = False) -> StepCosts:
-        """What the step that just ended cost; `seconds` is its wall time at the coordinator.
+        """The cost of the step that just ended; `seconds` is its wall time at the coordinator.
 
-        A step that was aborted ended its epoch.
+        An aborted step ends its epoch.
         """
         ledger, self._step = self._step, Ledger(self._codecs)
         costs = StepCosts(
@@ -83,7 +81,7 @@ class Accounting:
             aborted=aborted,
             stages=tuple(
                 self._stage_cost(stage, node, ledger.stages.get(stage, StageSums()))
-                for stage, node in enumerate(self.seats)
+                for stage, node in enumerate(self.hosts)
             ),
             links=tuple(
                 self._link_cost(source, target, sums)
@@ -91,11 +89,11 @@ class Accounting:
             ),
         )
         if aborted:
-            self.seats = ()
+            self.hosts = ()
         return costs
 
     def stage_times(self) -> tuple[StageTimes, ...]:
-        """Where each stage's time went, over the whole run."""
+        """Each stage's time by kind, over the whole run."""
         return tuple(
             StageTimes(
                 stage=stage,
@@ -107,10 +105,10 @@ class Accounting:
         )
 
     def link_report(self, source: int, target: int) -> LinkReport | None:
-        """What the sender said last of this direction of a link, if it is in use."""
-        if source >= len(self.seats):
+        """The sender's newest report of this direction of a link, if the link is in use."""
+        if source >= len(self.hosts):
             return None
-        links = self.newest.get(self.seats[source], Telemetry()).links
+        links = self.newest.get(self.hosts[source], Telemetry()).links
         return next((link for link in links if link.peer_stage == target), None)
 
     # ---- inside

@@ -1,5 +1,5 @@
-"""What the run's state machine asks of the world. Executed in order: what is recorded is durable before the
-next action starts, so a commit is on disk before any stage hears of it.
+"""The actions that the run's state machine returns. Carried out in order: a record is durable before the next
+action starts, so a commit is on disk before any stage is told.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from wire.messages import Abort, CoordinatorMessage, Finish
 
 @dataclass(frozen=True, kw_only=True)
 class Send:
-    """Queue a control message for a node; one that is not connected gets it when it is back."""
+    """Queue a control message for a node. A node that reconnects is sent what it missed."""
 
     node_id: str
     message: CoordinatorMessage
@@ -71,14 +71,14 @@ class AbortKind(StrEnum):
     FAILED = "failed"
     """A stage could not do its part."""
     NOT_FINITE = "not-finite"
-    """A value was not finite: the step was at fault, not a node."""
+    """A value was not finite."""
     PLACEMENT = "placement"
-    """Other nodes, or more of them, share the model from here on."""
+    """The stages move to other nodes, or to more of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Aborted:
-    """The epoch is over before its step was; the step runs again in the next one."""
+    """The epoch ended before its step did; the next epoch runs the step again."""
 
     epoch: int
     step: int
@@ -88,7 +88,7 @@ class Aborted:
 
 @dataclass(frozen=True, kw_only=True)
 class Released:
-    """The node is no longer part of the run; close its session after sending `Finish`."""
+    """The node has left the run; close its session after sending `Finish`."""
 
     node_id: str
     reason: str
@@ -124,24 +124,24 @@ Action = (
 
 
 def epoch_over(nodes: Iterable[str], epoch: int, reason: str) -> list[Action]:
-    """They go back to waiting for a place."""
+    """The nodes go back to waiting for a stage."""
     return [Send(node_id=node, message=Abort(epoch=epoch, reason=reason)) for node in nodes]
 
 
 def run_over(nodes: Iterable[str], reason: str, *, failed: bool) -> list[Action]:
-    """They end."""
-    return told(nodes, Finish(reason=reason, failed=failed))
+    """The nodes end."""
+    return finish_all(nodes, Finish(reason=reason, failed=failed))
 
 
-def told(nodes: Iterable[str], finish: Finish) -> list[Action]:
-    """So are they, in words that are given."""
+def finish_all(nodes: Iterable[str], finish: Finish) -> list[Action]:
+    """Send every node this `Finish`."""
     return [Send(node_id=node, message=finish) for node in nodes]
 
 
 def goodbye(reason: str, *, failed: bool, done: bool) -> Finish:
-    """What all hear at the end. Of a run that is stopped with steps left a node ends as of one that failed.
+    """The last message of a run. If steps are left, nodes end with an error even if the run was only stopped.
 
-    So whatever keeps it up (systemd, a Job) starts it again, and it is there when the run is resumed.
+    Then whatever supervises them (systemd, a Job) restarts them, and they are there when the run resumes.
     """
     if failed or done:
         return Finish(reason=reason, failed=failed)
@@ -150,12 +150,12 @@ def goodbye(reason: str, *, failed: bool, done: bool) -> Finish:
 
 
 def sent_away(node_id: str, reason: str) -> list[Action]:
-    """The run has no use for this node."""
+    """The run cannot use this node."""
     return [*run_over([node_id], reason, failed=True), Released(node_id=node_id, reason=reason)]
 
 
 def let_go(node_id: str) -> list[Action]:
-    """The node asked for it."""
+    """The node asked to leave."""
     return [
         *run_over([node_id], "you have left the run", failed=False),
         Released(node_id=node_id, reason="it left"),

@@ -37,14 +37,14 @@ MOST_PROBE_BYTES = 16 * 1024 * 1024
 HELLO_SECONDS = 10.0
 REACH_SECONDS = 5.0
 MOST_LOOKUPS = 16
-"""Names that are looked up at a time. A name server of its owner's choosing may take minutes to answer."""
+"""Concurrent DNS look-ups. A node chooses the name, and its name server may take minutes to answer."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Request = TypeVar("Request")
 
 
 class Handler(Protocol):
-    """What the service asks of the coordinator."""
+    """What the service needs of the coordinator."""
 
     async def refusal_for(self, node_id: str) -> Refusal | None:
         """Why this node may not take part, if it may not."""
@@ -59,33 +59,33 @@ class Handler(Protocol):
     async def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal: ...
 
     async def batch(self, node_id: str, step: int, *, labels: bool) -> bytes:
-        """Raises ProtocolViolationError if the node's stage has no business with it."""
+        """Raises ProtocolViolationError if the node's stage has no use for it."""
         ...
 
     async def layer_entry(self, step: int, unit: str) -> UnitEntry:
-        """What the manifest of a complete snapshot says of a unit's file."""
+        """A unit's entry in the manifest of a complete snapshot."""
         ...
 
     async def layer(self, node_id: str, step: int, unit: str) -> bytes: ...
 
     def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit | None:
-        """None: it counts as stored; raises ProtocolViolationError if it is not wanted of this node."""
+        """None: already stored. Raises ProtocolViolationError if this node is not to upload it."""
         ...
 
     async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None: ...
 
 
 class Names:
-    """Looks up names that nodes gave, on threads of its own: on the loop's the run's records are written."""
+    """Looks up host names that nodes gave, on its own threads: the loop's threads write the run's records."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(MOST_LOOKUPS, thread_name_prefix="names")
         self._under_way: dict[str, Future[Any]] = {}
 
     async def look_up(self, node_id: str, host: str) -> list[str]:
-        """The IP addresses of `host`. Raises OSError, also while an earlier name of this node's is looked up.
+        """The IP addresses of `host`. Raises OSError, also while an earlier name of this node is looked up.
 
-        A look-up cannot be called off, and one that takes long must not take the threads from other nodes.
+        A look-up cannot be cancelled, so each node has at most one: slow ones must not use up the threads.
         """
         with contextlib.suppress(ValueError):
             if "%" not in host:
@@ -104,7 +104,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         self._calls = CallLimit()
         self._names = Names()
         self._greeting: dict[str, asyncio.Timeout] = {}
-        """Of each node the newest session that is not open yet."""
+        """Each node's newest session that is not open yet."""
 
     async def Session(self, requests: AsyncIterator[control_pb2.NodeMessage], context: Context) -> None:
         node_id = await self._member(context)
@@ -116,7 +116,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         except ProtocolViolationError as error:
             await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except TimeoutError:
-            # The network may have held it up: that must not end the node.
+            # A slow network must not end the node.
             await _abort(context, grpc.StatusCode.UNAVAILABLE, "no hello came in time")
         if isinstance(found, Refusal):
             await context.write(
@@ -134,7 +134,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
 
     @asynccontextmanager
     async def _newest(self, node_id: str) -> AsyncIterator[None]:
-        """Of a node's sessions that are not open yet only the newest goes on; TimeoutError in the others."""
+        """Only the newest of a node's unopened sessions goes on; the others get TimeoutError."""
         older = self._greeting.get(node_id)
         if older is not None and not older.expired():
             older.reschedule(asyncio.get_running_loop().time())
@@ -147,11 +147,11 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
                     del self._greeting[node_id]
 
     async def _look_at(self, node_id: str, hello: Hello, context: Context) -> str | Refusal:
-        """Where neighbours dial a node, host:port; or why it may not take part."""
+        """host:port where neighbours dial the node, or why it may not take part."""
         refusal = await self._handler.refusal_for(node_id) or _version_refusal(hello)
         if refusal is not None:
             return refusal
-        # What it said, with the host that we see if it named none.
+        # If the node named no host, use the one it dials from.
         address = hello.peer_address
         if address.startswith(":"):
             address = _peer_host(context.peer()) + address
@@ -191,7 +191,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             return control_pb2.RenewReply(refusal=refused)
         return control_pb2.RenewReply(certificate_pem=outcome)
 
-    # Answers are written and not yielded: a generator that is left behind would keep its place.
+    # Replies are written, not yielded: an abandoned generator would keep its call slot.
 
     async def Probe(self, request: control_pb2.ProbeRequest, context: Context) -> None:
         node_id = await self._member(context)
@@ -222,7 +222,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
                 if request.held_sha256 == entry.sha256:
                     await context.write(control_pb2.DataChunk(total_bytes=entry.bytes, sha256=entry.sha256))
                     return
-                # Its digest was compared with the manifest's as it was read.
+                # `layer` has compared the digest with the manifest's.
                 data = await self._handler.layer(node_id, request.step, request.unit)
             except ThinwireError as error:
                 await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
@@ -242,7 +242,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         return control_pb2.PutLayerReply(stored=True)
 
     async def _receive(self, node_id: str, uploaded: AsyncIterator[control_pb2.PutLayerChunk]) -> None:
-        """Take one upload in."""
+        """Receive one upload."""
         first = await anext(uploaded, None)
         if first is None:
             raise ProtocolViolationError("the upload is incomplete")
@@ -258,7 +258,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             came += len(chunk.data)
             if came > size:
                 raise ProtocolViolationError(f"more came than the {size} bytes announced")
-            # What counts as stored is let pass: a client that is answered early may take it for a lost link.
+            # Read and drop a layer that is stored already: a client may take an early reply for a lost link.
             if permit is not None:
                 data += chunk.data
             chunk = await anext(uploaded, None)
@@ -282,8 +282,8 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
 
 
 async def _hello(requests: AsyncIterator[control_pb2.NodeMessage]) -> Hello:
-    """What a session begins with. Raises TimeoutError if it does not come, ProtocolViolationError if it is
-    something else."""
+    """The first message of a session. Raises TimeoutError if none comes, ProtocolViolationError if it is not
+    a hello."""
     async with asyncio.timeout(HELLO_SECONDS):
         first = await anext(requests, None)
     if first is None:
@@ -295,7 +295,7 @@ async def _hello(requests: AsyncIterator[control_pb2.NodeMessage]) -> Hello:
 
 
 async def _parsed(requests: AsyncIterator[Request]) -> AsyncIterator[Request]:
-    """The same messages; raises ProtocolViolationError at bytes that are none."""
+    """The same messages; raises ProtocolViolationError for bytes that do not parse."""
     try:
         async for request in requests:
             yield request
@@ -314,7 +314,7 @@ def _version_refusal(hello: Hello) -> Refusal | None:
 
 
 async def _connect(hosts: Iterable[str], port: int) -> None:
-    """Connect to the first of these that lets us, and hang up. Raises OSError if none does."""
+    """Connect to the first host that accepts, and hang up. Raises OSError if none does."""
     for host in hosts:
         with contextlib.suppress(OSError):
             _, writer = await asyncio.open_connection(host, port)
@@ -331,7 +331,7 @@ def _peer_host(peer: str) -> str:
 
 
 async def _write(context: Context, size: int, digest: str, pieces: Iterator[bytes]) -> None:
-    """Answer with data, each piece taken when the one before it is on its way."""
+    """Reply with data, one piece at a time as the transport takes them."""
     await context.write(control_pb2.DataChunk(data=next(pieces), total_bytes=size, sha256=digest))
     for piece in pieces:
         await context.write(control_pb2.DataChunk(data=piece))
@@ -344,60 +344,60 @@ async def _abort(context: Context, code: grpc.StatusCode, message: str) -> NoRet
 
 CHUNK_BYTES = 256 * 1024
 MOST_CALLS = 2
-"""Of one kind a node at a time: text and labels, two snapshots under way, a layer that is needed and one that
-is fetched ahead."""
+"""Concurrent calls of one kind and node: inputs and labels, two snapshots, a needed and a prefetched
+layer."""
 _ZEROS = bytes(CHUNK_BYTES)
 
 
 @dataclass
-class _Places:
+class _Slots:
     free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_CALLS))
     users: int = 0
-    """Calls that have a place or wait for one."""
+    """Calls that have a slot or wait for one."""
 
 
 class CallLimit:
-    """A call too many waits until another of its kind and node is over. Kinds do not wait for each other:
-    an upload over a slow link takes minutes, and a step waits for its batch.
+    """Limits each node's calls of one kind; more wait. Kinds do not wait for each other: an upload over a
+    slow link takes minutes, and a step waits for its batch.
     """
 
     def __init__(self) -> None:
-        self._places: dict[tuple[str, str], _Places] = {}
+        self._slots: dict[tuple[str, str], _Slots] = {}
 
     @asynccontextmanager
     async def turn(self, node_id: str, kind: str) -> AsyncIterator[None]:
-        """Have a place inside the block."""
-        places = self._places.setdefault((node_id, kind), _Places())
-        places.users += 1
+        """Hold a slot inside the block."""
+        slots = self._slots.setdefault((node_id, kind), _Slots())
+        slots.users += 1
         try:
-            async with places.free:
+            async with slots.free:
                 yield
         finally:
-            places.users -= 1
-            if places.users == 0:
-                del self._places[node_id, kind]
+            slots.users -= 1
+            if slots.users == 0:
+                del self._slots[node_id, kind]
 
     def __len__(self) -> int:
-        """Nodes and kinds with calls."""
-        return len(self._places)
+        """Pairs of node and kind with calls."""
+        return len(self._slots)
 
 
 def chunks(data: bytes) -> Iterator[bytes]:
-    """Copied one at a time; at least one."""
+    """At least one chunk, copied one at a time."""
     yield data[:CHUNK_BYTES]
     for start in range(CHUNK_BYTES, len(data), CHUNK_BYTES):
         yield data[start : start + CHUNK_BYTES]
 
 
 def zeros(size: int) -> Iterator[bytes]:
-    """Chunks of so many zero bytes, which are never all there; at least one."""
+    """Chunks of `size` zero bytes; at least one, all the same object."""
     yield _ZEROS[:size]
     for start in range(CHUNK_BYTES, size, CHUNK_BYTES):
         yield _ZEROS[: size - start]
 
 
 def zeros_sha256(size: int) -> str:
-    """Of what `zeros` gives."""
+    """The digest of `size` zero bytes."""
     digest = hashlib.sha256()
     whole, rest = divmod(size, CHUNK_BYTES)
     for _ in range(whole):

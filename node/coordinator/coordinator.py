@@ -99,7 +99,7 @@ class Coordinator:
         self._config_json = to_json(replace(config, data=there))
         self._machine = RunMachine(run_plan(config, corpus.windows), step_plan(config), past)
         self._reporter = Reporter(config, emit, untold)
-        self._tracer = Tracer(config.telemetry, directory, lambda: self.accounting.seats)
+        self._tracer = Tracer(config.telemetry, directory, lambda: self.accounting.hosts)
         self._snapshots = SnapshotHandler(
             config=config,
             windows=corpus.windows,
@@ -188,7 +188,7 @@ class Coordinator:
         """Have windows planned from what a step cost, unless its epoch is over."""
         epoch, members = self._machine.epoch, self._machine.members
         if epoch is not None and epoch.number == number:
-            self._planner.step_done(epoch, [members[node].offer for node in epoch.seats], costs)
+            self._planner.step_done(epoch, [members[node].offer for node in epoch.hosts], costs)
 
     def _use_windows(self, epoch: int, windows: Windows) -> None:
         self._post(lambda _now: self._machine.plan_windows(epoch, windows))
@@ -240,7 +240,7 @@ class Coordinator:
                 self._emit(events.Notice(text=action.text))
             case OpenSnapshot():
                 if (asking := self._machine.epoch) is not None:
-                    await self._snapshots.expect(action.step, asking.seats)
+                    await self._snapshots.expect(action.step, asking.hosts)
             case Aborted():
                 self._reporter.interrupted(action)
             case Released():
@@ -358,7 +358,7 @@ class Coordinator:
 
     async def batch(self, node_id: str, step: int, *, labels: bool) -> bytes:
         epoch = self._machine.epoch
-        entitled = epoch is not None and epoch.seats[-1 if labels else 0] == node_id
+        entitled = epoch is not None and epoch.hosts[-1 if labels else 0] == node_id
         if not entitled or step >= self.config.run.steps:
             raise ProtocolViolationError(f"{node_id} has no business with that batch of step {step}")
         faults.reach_coordinator(faults.Phase.FORWARD, step=step)

@@ -30,7 +30,7 @@ class EnrolmentHandler:
     Args:
         lifetime: of a node's certificate.
         clock: returns Unix seconds.
-        useless: a line for hardware on which the run has no use for a node; its token stays unused.
+        useless: a line for hardware that the run cannot use; the token stays unused.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class EnrolmentHandler:
         return Granted(member.node_id, certificate, self._authority.certificate_pem)
 
     def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal:
-        """A new certificate (PEM) for a member, whose present one proved that it is `node_id`.
+        """A new certificate (PEM) for a member that proved its id with its present one.
 
-        The key must be the one it joined with; a node that wants another joins again.
+        The key must be the one it joined with; for another key it joins again.
         """
         try:
             key = csr_public_key(csr_der)
@@ -94,7 +94,7 @@ class EnrolmentHandler:
         return self._authority.issue_node(key, node_id, self._lifetime, self._clock())
 
     def _refuse_peer(self, request: JoinRequest) -> Refusal | None:
-        # The version first: with another one, no other field can be relied on.
+        # The version first: other versions may give the other fields another meaning.
         if (request.version, request.protocol) != (VERSION, PROTOCOL):
             return Refusal(
                 RefusalCode.VERSION_MISMATCH,
@@ -111,7 +111,7 @@ class EnrolmentHandler:
 
 
 def _refuse_hardware(hardware: Hardware) -> Refusal | None:
-    """It ends in a database and on a terminal."""
+    """Why this hardware cannot be recorded; it goes into the database and to terminals."""
     if len(hardware.device) > _LONGEST_DEVICE_NAME or not hardware.device.isprintable():
         return Refusal(
             RefusalCode.BAD_REQUEST,
@@ -136,7 +136,7 @@ INTERVAL_SECONDS = 5.0
 
 
 def uses_left(records: Iterable[TokenRecord], now: float) -> int:
-    """Over all tokens that still admit somebody at the Unix time `now`."""
+    """Uses left over all valid tokens at the Unix time `now`."""
     usable = (record for record in records if not record.revoked and now < record.expires)
     return sum(max(0, record.uses_allowed - record.uses) for record in usable)
 
@@ -154,7 +154,7 @@ async def token_uses_told(
     async def watch() -> None:
         told = None
         while True:
-            # A database that cannot be read now may be at the next look; whoever needs it complains.
+            # Try again at the next look; whoever needs the database reports its error.
             with contextlib.suppress(RunError):
                 left = uses_left(await asyncio.to_thread(store.list_tokens), clock())
                 if left != told:

@@ -69,13 +69,13 @@ class Committed:
 
 
 class Epoch:
-    """`seats[i]` hosts stage i; `addresses[i]` is where its neighbours reach it."""
+    """`hosts[i]` hosts stage i; `addresses[i]` is where its neighbours reach it."""
 
     def __init__(
         self,
         *,
         number: int,
-        seats: tuple[str, ...],
+        hosts: tuple[str, ...],
         addresses: tuple[str, ...],
         newest_snapshot: int,
         newest_state: int,
@@ -89,7 +89,7 @@ class Epoch:
             branches: of states that are the run's; None: it is not known, so any that all stages are on.
         """
         self.number = number
-        self.seats = seats
+        self.hosts = hosts
         self.step = max(newest_snapshot, newest_state)
         """The step that runs, or runs next; until all are placed, where the record says that the run is."""
         self.phase = Phase.PLACING
@@ -116,7 +116,7 @@ class Epoch:
     # ---- what goes out
 
     def announce(self) -> list[Action]:
-        return [Send(node_id=node, message=self._placement(node)) for node in self.seats]
+        return [Send(node_id=node, message=self._placement(node)) for node in self.hosts]
 
     def begin(self) -> list[Action]:
         """Open the step. Call in `IDLE` only."""
@@ -168,10 +168,10 @@ class Epoch:
     # ---- what comes in
 
     def placed(self, node_id: str, placed: Placed) -> list[Action]:
-        if self.phase is not Phase.PLACING or node_id not in self.seats:
+        if self.phase is not Phase.PLACING or node_id not in self.hosts:
             return []
         self._placed[node_id] = placed
-        if len(self._placed) < len(self.seats):
+        if len(self._placed) < len(self.hosts):
             return []
         # Stages that can agree go on from where they are; otherwise all go back to what is on disk.
         # Which is a branch of its own: with other stages or links the same steps may end in other bits.
@@ -196,10 +196,10 @@ class Epoch:
         if not self._all_answered(node_id, Phase.RESTORING):
             return []
         self.phase = Phase.IDLE
-        return [RecordRestored(epoch=self.number, step=self.step, nodes=self.seats)]
+        return [RecordRestored(epoch=self.number, step=self.step, nodes=self.hosts)]
 
     def vote(self, node_id: str, vote: Vote) -> list[Action] | NonFinite | FiniteUncompressed:
-        if self.phase is not Phase.STEPPING or vote.step != self.step or node_id not in self.seats:
+        if self.phase is not Phase.STEPPING or vote.step != self.step or node_id not in self.hosts:
             return []
         for unit, norm in vote.norms.items():
             if not 0.0 <= norm < math.inf:
@@ -207,7 +207,7 @@ class Epoch:
         if vote.loss is not None and not math.isfinite(vote.loss):
             return NonFinite(node_id, "the loss")
         self._votes[node_id] = vote
-        if len(self._votes) < len(self.seats):
+        if len(self._votes) < len(self.hosts):
             return []
         return self._commit_step(node_id)
 
@@ -216,7 +216,7 @@ class Epoch:
             return []
         self.phase = Phase.IDLE
         self.step += 1
-        return [StepDone(epoch=self.number, step=step, nodes=self.seats)]
+        return [StepDone(epoch=self.number, step=step, nodes=self.hosts)]
 
     # ---- inside
 
@@ -255,10 +255,10 @@ class Epoch:
         return states
 
     def _all_answered(self, node_id: str, phase: Phase) -> bool:
-        if self.phase is not phase or node_id not in self.seats:
+        if self.phase is not phase or node_id not in self.hosts:
             return False
         self._answered.add(node_id)
-        return len(self._answered) == len(self.seats)
+        return len(self._answered) == len(self.hosts)
 
     def _begin(self) -> Begin:
         return Begin(epoch=self.number, step=self.step, link_windows=self._windows)
@@ -276,15 +276,15 @@ class Epoch:
     def _placement(self, node_id: str) -> Placement:
         return Placement(
             epoch=self.number,
-            stage=self.seats.index(node_id),
+            stage=self.hosts.index(node_id),
             stages=tuple(
                 PlacedStage(node_id=node, address=address)
-                for node, address in zip(self.seats, self.addresses, strict=True)
+                for node, address in zip(self.hosts, self.addresses, strict=True)
             ),
         )
 
     def _to_all(self, message: CoordinatorMessage) -> list[Action]:
-        return [Send(node_id=node, message=message) for node in self.seats]
+        return [Send(node_id=node, message=message) for node in self.hosts]
 
 
 class EpochSeries:
@@ -306,7 +306,7 @@ class EpochSeries:
 
     def begin(
         self,
-        seats: tuple[str, ...],
+        hosts: tuple[str, ...],
         addresses: tuple[str, ...],
         *,
         newest_snapshot: int,
@@ -320,7 +320,7 @@ class EpochSeries:
             self._branches.add(self.ended.branch)
         self.current = Epoch(
             number=self._last_number,
-            seats=seats,
+            hosts=hosts,
             addresses=addresses,
             newest_snapshot=newest_snapshot,
             newest_state=self._newest_state,
@@ -329,7 +329,7 @@ class EpochSeries:
             suspect_step=suspect_step,
             plan=self._step_plan,
         )
-        if len(self._windows) == len(seats) - 1:
+        if len(self._windows) == len(hosts) - 1:
             self.current.planned_windows = self._windows
         return self.current
 
@@ -356,4 +356,4 @@ class EpochSeries:
         if epoch is None or epoch.phase is not Phase.PLACING or now - self._began <= PLACING_SECONDS:
             return {}
         line = f"it did not take its place within {PLACING_SECONDS:g} s: start it again"
-        return {node: line for node in epoch.seats if node not in epoch.answered}
+        return {node: line for node in epoch.hosts if node not in epoch.answered}

@@ -55,7 +55,7 @@ class Failures:
     def failed(self, epoch: Epoch, node_id: str, message: str) -> RunAgain | GiveUp:
         """A stage could not do its part of the step, and nobody is dead."""
         self._retries += 1
-        reason = f"stage {epoch.seats.index(node_id)}: {message}"
+        reason = f"stage {epoch.hosts.index(node_id)}: {message}"
         if self._retries > MAX_RETRIES:
             return GiveUp(
                 kind=AbortKind.FAILED,
@@ -67,18 +67,18 @@ class Failures:
             )
         return RunAgain(kind=AbortKind.FAILED, reason=reason)
 
-    def seat_given_up(self, epoch: Epoch, culprit: str, verdict: GiveUp) -> RunAgain:
+    def stage_given_up(self, epoch: Epoch, culprit: str, verdict: GiveUp) -> RunAgain:
         """Instead of the run's end: a spare takes this node's stage, and has as many attempts."""
         self._retries = 0
         return RunAgain(
             kind=verdict.kind,
             reason=verdict.reason,
-            note=f"{verdict.why}: a spare takes stage {epoch.seats.index(culprit)} from node {culprit}",
+            note=f"{verdict.why}: a spare takes stage {epoch.hosts.index(culprit)} from node {culprit}",
         )
 
     def not_finite(self, epoch: Epoch, node_id: str, what: str) -> RunAgain | GiveUp:
         """First time: the same step again without compression. Second time: the run diverges."""
-        what = f"{what} at stage {epoch.seats.index(node_id)} is not finite"
+        what = f"{what} at stage {epoch.hosts.index(node_id)} is not finite"
         if epoch.uncompressed:
             # No snapshot: of a run that diverges, older states are worth more than the newest.
             return GiveUp(
@@ -160,7 +160,7 @@ MAX_ALONE = 2
 
 def neighbours(epoch: Epoch, node_id: str) -> set[int]:
     """The stages that this one's node may have links to; the first and the last may have one too."""
-    stage, stages = epoch.seats.index(node_id), len(epoch.seats)
+    stage, stages = epoch.hosts.index(node_id), len(epoch.hosts)
     around = {stage - 1, stage + 1, *({0, stages - 1} if stage in (0, stages - 1) else ())} - {stage}
     return around & set(range(stages))
 
@@ -185,12 +185,12 @@ class Complaints:
 
     def hear(self, epoch: Epoch, node_id: str, message: StepFailed) -> str | None:
         """Take what a stage of `epoch` says; gives the node that is quarantined for it."""
-        if message.kind is not FailureKind.PEER or node_id not in epoch.seats:
+        if message.kind is not FailureKind.PEER or node_id not in epoch.hosts:
             return None
         # Only a neighbour can know.
         if message.peer_stage not in neighbours(epoch, node_id):
             return None
-        culprit = epoch.seats[message.peer_stage]
+        culprit = epoch.hosts[message.peer_stage]
         accusers = self._accusers.setdefault(culprit, set())
         accusers.add(node_id)
         if self._struck.get(culprit, 0) >= epoch.number:
@@ -215,19 +215,19 @@ class Blame:
     """What is held against nodes since a step was last done."""
 
     def __init__(self) -> None:
-        self._unseated: set[str] = set()
+        self._replaced: set[str] = set()
         """They gave up a stage for it."""
         self._heeded: set[str] = set()
         """A neighbour gave up its stage on their word."""
         self._named: Counter[str] = Counter()
-        """In how many failures, since the newest change of seats, each had a part."""
+        """In how many failures, since the newest change of hosts, each had a part."""
         self._at_work: frozenset[str] = frozenset()
         """Who did the newest step that is done."""
 
     def done(self, nodes: Collection[str]) -> None:
         """These nodes have done a step."""
         self._at_work = frozenset(nodes)
-        self._unseated.clear()
+        self._replaced.clear()
         self._heeded.clear()
         self._named.clear()
 
@@ -244,16 +244,16 @@ class Blame:
             ends, key=lambda node: (node not in self._heeded, node in self._at_work, -self._named[node])
         )
 
-    def unseat(self, culprit: str, *, by: str) -> None:
+    def take_stage(self, culprit: str, *, by: str) -> None:
         """The node gives up its stage, for what `by` said."""
-        self._unseated.add(culprit)
+        self._replaced.add(culprit)
         if by != culprit:
             self._heeded.add(by)
         self._named.clear()
 
     def blameless(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Those that have not given up a stage."""
-        return [candidate for candidate in candidates if candidate.node_id not in self._unseated]
+        return [candidate for candidate in candidates if candidate.node_id not in self._replaced]
 
 
 def _other_end(epoch: Epoch, node_id: str, failure: StepFailed) -> str | None:
@@ -261,7 +261,7 @@ def _other_end(epoch: Epoch, node_id: str, failure: StepFailed) -> str | None:
     if failure.kind not in (FailureKind.LINK, FailureKind.PEER):
         return None
     stage = failure.peer_stage
-    return epoch.seats[stage] if stage in neighbours(epoch, node_id) else None
+    return epoch.hosts[stage] if stage in neighbours(epoch, node_id) else None
 
 
 LATE_SECONDS = 900.0
@@ -291,4 +291,4 @@ class Stragglers:
         if late <= max(LATE_SECONDS, LATE_TIMES * (self._first - self._began)):
             return {}
         line = f"it did not end step {epoch.step + 1} within {late:.0f} s after another did: start it again"
-        return {node: line for node in epoch.seats if node not in epoch.answered}
+        return {node: line for node in epoch.hosts if node not in epoch.answered}

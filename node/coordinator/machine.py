@@ -5,7 +5,7 @@ done comes out as a list of actions. No I/O, no clock, no randomness: the same e
 
 Invariants (tested): at most one node a stage an epoch; epoch numbers only grow; a step is committed at most
 once an epoch, after every stage voted, and never before the commit is recorded; steps are committed in order;
-a node that is gone, leaving or quarantined never gets a seat.
+a node that is gone, leaving or quarantined never gets a stage.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,15 +22,15 @@ from node.coordinator.actions import (
     StepDone,
     Stop,
     epoch_over,
+    finish_all,
     goodbye,
     let_go,
     run_over,
     sent_away,
-    told,
 )
 from node.coordinator.epoch import Epoch, EpochSeries, FiniteUncompressed, NonFinite, Phase, StepPlan
 from node.coordinator.failures import Blame, Complaints, Ending, Failures, GiveUp, Stragglers, Verdict
-from node.coordinator.membership import Member, Roster, keep_warm
+from node.coordinator.membership import Member, Roster, prefetch
 from node.coordinator.run_plan import Past, RunPlan
 from node.coordinator.snapshot_schedule import SnapshotSchedule
 from node.coordinator.stage_assignment import ONE, Candidate, StageAssigner
@@ -49,13 +49,13 @@ class RunMachine:
         self._failures = Failures()
         self._blame = Blame()
         self._epochs = EpochSeries(past.last_epoch, past.committed, step_plan)
-        self._seating = StageAssigner(
+        self._assigner = StageAssigner(
             stages=plan.stages,
             min_stages=plan.min_stages,
             regroup_seconds=plan.regroup_seconds,
             stage_bytes=plan.stage_bytes,
             sharing=plan.sharing,
-            previous=past.seats,
+            previous=past.hosts,
         )
         self._complaints = Complaints()
         self._laggards = Stragglers()
@@ -105,7 +105,7 @@ class RunMachine:
         One that cannot hold any stage is sent away.
         """
         if self.stopped:
-            return told([node_id], self.goodbye)
+            return finish_all([node_id], self.goodbye)
         if node_id in self.quarantined:
             return sent_away(node_id, f"quarantined: {self.quarantined[node_id]}")
         actions: list[Action] = []
@@ -114,13 +114,13 @@ class RunMachine:
             # Not `lost`: its session is the new process's already, and must stay open.
             del self._roster.members[node_id]
             again = f"node {node_id} was started again"
-            actions += [Announce(text=again), *self._unseat(node_id, again, now)]
+            actions += [Announce(text=again), *self._unassign(node_id, again, now)]
             member = None
         offer = Candidate(node_id=node_id, memory_bytes=memory_bytes, devices=devices)
-        if member is None and (line := self._seating.useless(offer)) is not None:
+        if member is None and (line := self._assigner.useless(offer)) is not None:
             return [*actions, *sent_away(node_id, line), *self._try_place(now)]
         self._roster.arrived(offer, address=address, process_nonce=process_nonce, now=now)
-        current = self.epoch if self.epoch is not None and node_id in self.epoch.seats else None
+        current = self.epoch if self.epoch is not None and node_id in self.epoch.hosts else None
         if epoch and (current is None or current.number != epoch):
             actions += epoch_over([node_id], epoch, "that epoch is over")
         if current is not None:
@@ -142,7 +142,7 @@ class RunMachine:
         """
         if unseen:
             self._roster.excuse(unseen, now)
-            self._seating.excuse(unseen)
+            self._assigner.excuse(unseen)
             self._unseen += unseen
         actions: list[Action] = []
         for node_id, reason in self._roster.overdue(now).items():
@@ -163,7 +163,7 @@ class RunMachine:
             return []
         member.leaving = True
         epoch = self.epoch
-        if epoch is not None and node_id in epoch.seats and self._holds_progress(epoch):
+        if epoch is not None and node_id in epoch.hosts and self._holds_progress(epoch):
             return []  # `_placed` or, after the step, `_between_steps` sees the flag
         return self._release(node_id, now) + self._try_place(now)
 
@@ -177,7 +177,7 @@ class RunMachine:
     # ---- what nodes say
 
     def message(self, node_id: str, message: NodeMessage, now: float) -> list[Action]:
-        """Handle one control message; what is of another epoch, or from a node without a seat, is dropped.
+        """Handle one control message; what is of another epoch, or from a node without a stage, is dropped.
 
         But for complaints: the node at fault may have told of its broken link first.
         """
@@ -185,7 +185,7 @@ class RunMachine:
         epoch, ended = self.epoch, self._epochs.ended
         if isinstance(message, StepFailed) and ended is not None and message.epoch == ended.number:
             return self._complaint(ended, node_id, message, now)
-        if self.stopped or epoch is None or node_id not in epoch.seats:
+        if self.stopped or epoch is None or node_id not in epoch.hosts:
             return []
         match message:
             case Placed() if message.epoch == epoch.number:
@@ -265,7 +265,7 @@ class RunMachine:
             return []
         if isinstance(actions[-1], StepDone):
             self._failures.forgive()
-            self._blame.done(epoch.seats)
+            self._blame.done(epoch.hosts)
         if epoch.step < self.plan.total_steps:
             if self._snapshots.due(epoch.step):
                 # Also after a restore: the epoch that should have taken this snapshot may have ended badly.
@@ -284,7 +284,7 @@ class RunMachine:
         if self._ending.due:
             return self._end()
         if self._growing:
-            self._seating.regroup(now)
+            self._assigner.regroup(now)
         return self._end_epoch(AbortKind.PLACEMENT, "the placement changes") + self._try_place(now)
 
     def _may_go_on(self, epoch: Epoch) -> bool:
@@ -292,7 +292,7 @@ class RunMachine:
 
     def _is_to_end(self, epoch: Epoch) -> bool:
         """Whether the epoch ends once its state is on disk, because the run does or a stage leaves."""
-        return self._ending.due or bool(self._roster.leaving(epoch.seats))
+        return self._ending.due or bool(self._roster.leaving(epoch.hosts))
 
     def _holds_progress(self, epoch: Epoch) -> bool:
         """Whether the epoch may be past the newest snapshot, so that ending it now would lose work."""
@@ -303,8 +303,8 @@ class RunMachine:
         return [OpenSnapshot(step=epoch.step), *epoch.take_snapshot()]
 
     def _can_grow(self, epoch: Epoch) -> bool:
-        return self._roster.connected(epoch.seats) and self._seating.can_grow(
-            len(epoch.seats), self._candidates()
+        return self._roster.connected(epoch.hosts) and self._assigner.can_grow(
+            len(epoch.hosts), self._candidates()
         )
 
     # ---- inside: failures
@@ -320,9 +320,9 @@ class RunMachine:
         if isinstance(verdict, GiveUp) and not self._ending.due:
             unblamed = self._blame.blameless(self._roster.candidates())
             for culprit in suspects:
-                if self._seating.hand_over(culprit, unblamed, now):
-                    self._blame.unseat(culprit, by=node_id)
-                    verdict = self._failures.seat_given_up(epoch, culprit, verdict)
+                if self._assigner.hand_over(culprit, unblamed, now):
+                    self._blame.take_stage(culprit, by=node_id)
+                    verdict = self._failures.stage_given_up(epoch, culprit, verdict)
                     break
         return actions + self._after_failure(epoch, verdict, now)
 
@@ -332,13 +332,13 @@ class RunMachine:
         is_told = verdict.note and (isinstance(verdict, GiveUp) or not self._ending.due)
         notes: list[Action] = [Announce(text=verdict.note)] if is_told else []
         # Links may be broken for good, but what stages hold can be handed in without them.
-        stay = {offer.node_id for offer in self._roster.candidates()} >= set(epoch.seats)
+        stay = {offer.node_id for offer in self._roster.candidates()} >= set(epoch.hosts)
         unsaved = epoch.phase is Phase.APPLYING or self._snapshots.newest < epoch.step
         saves = stay and unsaved and self._ending.saves_once(verdict)
         if isinstance(verdict, GiveUp) and not saves:
             return self._end()
         over = [*notes, *self._end_epoch(verdict.kind, verdict.reason)]
-        return over + (self._begin_epoch(epoch.seats, now) if saves else self._try_place(now))
+        return over + (self._begin_epoch(epoch.hosts, now) if saves else self._try_place(now))
 
     def _complaint(self, epoch: Epoch, node_id: str, message: StepFailed, now: float) -> list[Action]:
         """What a stage says against a neighbour; who says it of everybody is the culprit."""
@@ -347,7 +347,7 @@ class RunMachine:
         why = f"quarantined: {self.quarantined[culprit]}"
         return run_over([culprit], why, failed=True) + self.lost(culprit, why, now)
 
-    # ---- inside: seats
+    # ---- inside: hosts
 
     def _candidates(self) -> list[Candidate]:
         """Who could host a stage. Those who gave one up at this step only if the run could not go on else."""
@@ -358,19 +358,19 @@ class RunMachine:
     def _release(self, node_id: str, now: float) -> list[Action]:
         """Let a node go that asked to."""
         del self._roster.members[node_id]
-        return self._unseat(node_id, f"node {node_id} left", now) + let_go(node_id)
+        return self._unassign(node_id, f"node {node_id} left", now) + let_go(node_id)
 
     def _gone(self, node_id: str, reason: str, now: float) -> list[Action]:
         if self.stopped or self._roster.members.pop(node_id, None) is None:
             return []
-        lost = self._unseat(node_id, f"node {node_id} is gone: {reason}", now)
+        lost = self._unassign(node_id, f"node {node_id} is gone: {reason}", now)
         return [Released(node_id=node_id, reason=reason), *lost]
 
-    def _unseat(self, node_id: str, reason: str, now: float) -> list[Action]:
-        if self._seating.vacate(node_id, now):
+    def _unassign(self, node_id: str, reason: str, now: float) -> list[Action]:
+        if self._assigner.vacate(node_id, now):
             # Failures that its neighbours told of were its own end.
             self._failures.forgive()
-        if self.epoch is None or node_id not in self.epoch.seats:
+        if self.epoch is None or node_id not in self.epoch.hosts:
             return []
         return self._end_epoch(AbortKind.LOST, reason)
 
@@ -379,7 +379,7 @@ class RunMachine:
             return []
         self._growing = False
         self._snapshots.epoch_over()
-        here = [node for node in epoch.seats if node in self.members]
+        here = [node for node in epoch.hosts if node in self.members]
         over = Aborted(epoch=epoch.number, step=epoch.step, kind=kind, reason=reason)
         return [*epoch_over(here, epoch.number, reason), over]
 
@@ -391,9 +391,9 @@ class RunMachine:
             return self._end()
         actions = [one for node in self._roster.leaving(self.members) for one in self._release(node, now)]
         candidates = self._candidates()
-        nodes = self._seating.choose(candidates, now)
+        nodes = self._assigner.choose(candidates, now)
         if nodes is None:
-            news = self._seating.news(candidates)
+            news = self._assigner.news(candidates)
             return [*actions, Announce(text=news)] if news is not None else actions
         return [*actions, *self._begin_epoch(nodes, now)]
 
@@ -410,11 +410,11 @@ class RunMachine:
         return [placement, *epoch.announce()]
 
     def _prefetch(self, nodes: Iterable[str]) -> list[Action]:
-        return keep_warm(nodes, self.epoch, self._roster, self._snapshots.newest, self.plan.units)
+        return prefetch(nodes, self.epoch, self._roster, self._snapshots.newest, self.plan.units)
 
     def _end(self) -> list[Action]:
         """End the run as was asked for, or for what cannot be mended."""
-        reason, failed = self._ending.last_words(self._snapshots.what_is_kept())
+        reason, failed = self._ending.last_words(self._snapshots.saved_state())
         return self._stop(reason, failed=failed)
 
     def _stop(self, reason: str, *, failed: bool) -> list[Action]:
@@ -423,4 +423,4 @@ class RunMachine:
         self.stopped = True
         self._epochs.end()
         self.goodbye = goodbye(reason, failed=failed, done=self._snapshots.newest >= self.plan.total_steps)
-        return [*told(self.members, self.goodbye), Stop(reason=reason, failed=failed)]
+        return [*finish_all(self.members, self.goodbye), Stop(reason=reason, failed=failed)]

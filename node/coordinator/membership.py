@@ -1,4 +1,4 @@
-"""Who is in the run: the nodes that are connected, or were a moment ago. Pure."""
+"""The nodes of the run: connected ones, and those that may still reconnect. Pure."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Roster:
         self._reconnect_seconds = reconnect_seconds
 
     def arrived(self, offer: Candidate, *, address: str, process_nonce: int, now: float) -> None:
-        """A node is here, for the first time or again; what it offers is what it offered first."""
+        """A node connected, for the first time or again; its first offer stands."""
         member = self.members.get(offer.node_id)
         if member is None:
             member = Member(address=address, offer=offer, process_nonce=process_nonce, last_heard=now)
@@ -48,14 +48,14 @@ class Roster:
             member.disconnected_at = now
 
     def excuse(self, seconds: float, now: float) -> None:
-        """For so long, until now, nobody could be heard: it counts as nobody's silence."""
+        """The coordinator heard nobody for the last `seconds`: do not count them as silence."""
         for member in self.members.values():
             member.last_heard = min(member.last_heard + seconds, now)
             if member.disconnected_at is not None:
                 member.disconnected_at = min(member.disconnected_at + seconds, now)
 
     def overdue(self, now: float) -> dict[str, str]:
-        """Nodes that count as dead from now on, and why."""
+        """Nodes that count as dead from now on, with the reason."""
         dead: dict[str, str] = {}
         for node_id, member in self.members.items():
             gone = member.disconnected_at
@@ -66,19 +66,19 @@ class Roster:
         return dead
 
     def candidates(self) -> list[Candidate]:
-        """Who could host a stage: is connected, and wants to stay."""
+        """Nodes that could host a stage: connected and not leaving."""
         return [
             member.offer
             for member in self.members.values()
             if member.disconnected_at is None and not member.leaving
         ]
 
-    def spares(self, seats: Collection[str]) -> list[str]:
-        """Candidates without a seat."""
-        return [offer.node_id for offer in self.candidates() if offer.node_id not in seats]
+    def spares(self, hosts: Collection[str]) -> list[str]:
+        """Candidates without a stage."""
+        return [offer.node_id for offer in self.candidates() if offer.node_id not in hosts]
 
     def leaving(self, nodes: Iterable[str]) -> list[str]:
-        """Who of these members has asked to go."""
+        """The members among `nodes` that asked to leave."""
         return [node_id for node_id in nodes if self.members[node_id].leaving]
 
     def connected(self, nodes: Iterable[str]) -> bool:
@@ -86,21 +86,21 @@ class Roster:
         return all(self.members[node_id].disconnected_at is None for node_id in nodes)
 
 
-def keep_warm(
+def prefetch(
     nodes: Iterable[str],
     epoch: Epoch | None,
     roster: Roster,
     newest: int,
     units: Callable[[int], Sequence[Sequence[str]]],
 ) -> list[Action]:
-    """To spares among `nodes`: the newest snapshot, the stage that each would most likely take first.
+    """Have the spares among `nodes` fetch the newest snapshot, each the stage it would most likely take.
 
     Args:
-        newest: its step; 0 when there is none.
+        newest: the snapshot's step; 0 when there is none.
         units: number of stages -> the layer units of each.
     """
     if epoch is None or newest == 0:
         return []
-    spares, split = roster.spares(epoch.seats), units(len(epoch.seats))
+    spares, split = roster.spares(epoch.hosts), units(len(epoch.hosts))
     orders = {node: prefetch_order(spares.index(node), split) for node in nodes if node in spares}
     return [Send(node_id=node, message=Prefetch(step=newest, units=order)) for node, order in orders.items()]

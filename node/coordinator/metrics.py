@@ -1,7 +1,7 @@
-"""The run's metrics for Prometheus, at the coordinator for all nodes: it alone can reach them all.
+"""The run's Prometheus metrics. The coordinator exports them for all nodes, which cannot be scraped behind
+NAT.
 
-Counters are this process's: they begin at nothing when a coordinator starts, as Prometheus expects, and go on
-whatever happens to nodes and epochs.
+Counters belong to this process: they start at 0 with it, as Prometheus expects, and outlive nodes and epochs.
 """
 
 from collections.abc import Callable, Iterator
@@ -73,7 +73,7 @@ class RunMetrics(Collector):
         return generate_latest(self._registry)
 
     def describe(self) -> Iterator[Metric]:
-        """Called when it is registered: there is nothing to look at yet."""
+        """Called at registration, before there is anything to collect."""
         return iter(Families(RUN_METRICS))
 
     def collect(self) -> Iterator[Metric]:
@@ -126,7 +126,7 @@ def _stages(families: Families, accounting: Accounting) -> None:
     for stage, sums in accounting.run.stages.items():
         for kind, seconds in sums.seconds.items():
             families.set("stage_seconds_total", seconds, stage, kind)
-    for stage, node in enumerate(accounting.seats):
+    for stage, node in enumerate(accounting.hosts):
         if (report := accounting.newest.get(node)) is not None:
             families.set("stage_memory_bytes", report.memory_bytes, stage)
             families.set("stage_peak_memory_bytes", report.peak_memory_bytes, stage)

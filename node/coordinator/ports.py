@@ -1,7 +1,7 @@
-"""What a coordinator's control port says while it still reads what the run goes on from.
+"""Where the coordinator can be reached, and its control port while a resumed run is still being read.
 
-A text and a snapshot of many gigabytes take minutes. Nodes that rode out the coordinator's end would take it
-for gone by then; told that it is there, they wait.
+Reading a large text and snapshot takes minutes. Nodes that waited out the coordinator's restart would give up
+by then, so the port tells them to keep waiting.
 """
 
 import contextlib
@@ -25,27 +25,27 @@ _THREADS = 4
 
 
 class _NotYet(grpc.GenericRpcHandler):
-    """Every call, whatever it is."""
+    """Answers every call."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any]":
         return grpc.stream_stream_rpc_method_handler(_not_yet)
 
 
 def _not_yet(requests: Iterator[bytes], context: grpc.ServicerContext) -> NoReturn:
-    # A client that is told before it has said anything may make an internal error of it.
+    # Aborting before the client has sent anything can surface there as an internal error.
     next(requests, None)
     context.abort(NOT_YET, ANSWER)
 
 
 @contextlib.contextmanager
 def nodes_wait(address: str, authority: CertificateAuthority) -> Iterator[None]:
-    """Tell nodes that dial `address` to wait. On threads: the event loop begins after all is read."""
+    """Tell nodes that dial `address` to wait. Runs on threads: the event loop starts after reading."""
     credentials = authority.coordinator_credentials(LIFETIME, time.time())
     server = make_threaded_server([_NotYet()], _THREADS)
     try:
         server.add_secure_port(address, mutual_tls(lambda: credentials, authority.certificate_pem))
     except RuntimeError:
-        # Taken since it was looked at. Whoever listens in earnest says so.
+        # Taken since `check_ports`; the real server reports it.
         yield
         return
     server.start()
@@ -56,7 +56,7 @@ def nodes_wait(address: str, authority: CertificateAuthority) -> Iterator[None]:
 
 
 def own_addresses(host: str, port: int) -> tuple[str, ...]:
-    """What others may dial to reach `host` (perhaps "any") at `port`, the likeliest first."""
+    """Addresses that reach `host` (perhaps "any") at `port`, the most likely first."""
     return tuple(join_address(name, port) for name in own_hosts(host))
 
 
@@ -69,7 +69,7 @@ def own_hosts(host: str) -> tuple[str, ...]:
     loopback = "::1" if host == "::" else "127.0.0.1"
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            # Nothing is sent: connecting a datagram socket only picks the address of the default route.
+            # Sends nothing: connecting a datagram socket only selects the source address.
             probe.connect((outside, 9))
             own = probe.getsockname()[0]
         except OSError:

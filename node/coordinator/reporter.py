@@ -1,6 +1,6 @@
-"""What the coordinator tells of its run: the events of steps, placements and recoveries, and the summary.
+"""Emit the run's events: steps, placements, recoveries and the summary.
 
-It keeps what this process has seen and no more; the run's state is in the state machine and the database.
+The reporter knows what this process has seen; the run's state is in the state machine and the database.
 """
 
 import time
@@ -29,14 +29,14 @@ Emit = Callable[[events.Event], None]
 
 @dataclass(frozen=True)
 class _Commit:
-    """A step that is committed and of which no `StepDone` has told yet."""
+    """A committed step whose `StepDone` event is still to come."""
 
     step: int
     loss: float
     lr: float
     grad_norm: float
     seconds: float | None = None
-    """Of its run by an earlier coordinator; None if it ran under this one."""
+    """Measured by an earlier coordinator; None if this one ran the step."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class _Tally:
 class Reporter:
     """Emits events; times are taken here, on the monotonic clock.
 
-    `untold` is a step that an earlier coordinator committed and died before it could tell of.
+    `untold` is a step that an earlier coordinator committed without emitting its event.
     """
 
     def __init__(self, config: RunConfig, emit: Emit, untold: StepRecord | None = None) -> None:
@@ -72,7 +72,7 @@ class Reporter:
 
     @property
     def step_seconds(self) -> float:
-        """Since the step that runs began."""
+        """Seconds since the running step began."""
         return time.monotonic() - self._step_began
 
     def report(self, node_id: str, telemetry: Telemetry) -> None:
@@ -87,10 +87,10 @@ class Reporter:
         self._commit = _Commit(commit.step, commit.loss, commit.lr, commit.grad_norm)
 
     def interrupted(self, aborted: Aborted) -> None:
-        """The epoch is over before its step was."""
+        """The epoch ended before its step did."""
         self._recovery.interrupted(time.monotonic())
-        if self._commit is None and self.accounting.seats:
-            # Bytes were sent and time was spent, though nothing came of it.
+        if self._commit is None and self.accounting.hosts:
+            # The aborted step cost bytes and time.
             self._emit(self.accounting.step(aborted.step + 1, self.step_seconds, aborted=True))
         self._emit(
             events.StepAborted(
@@ -101,7 +101,7 @@ class Reporter:
     def restored(self, restored: RecordRestored, download_rates: Mapping[str, float]) -> None:
         """Every stage holds the state of a step. `download_rates`: bytes a second, by node."""
         if self._commit is not None and restored.step == self._commit.step + 1:
-            # The epoch that committed it ended before every stage had said so.
+            # Its epoch ended before every stage had reported it applied.
             self.finish_step()
         self._commit = None
         self.accounting.begin_epoch(restored.epoch, restored.nodes)
@@ -127,7 +127,7 @@ class Reporter:
         self._step_began = time.monotonic()
 
     def finish_step(self) -> events.StepCosts | None:
-        """Every stage has applied the step committed last; gives its costs, unless they were told before."""
+        """Every stage has applied the newest commit; gives its costs, unless they were reported before."""
         commit, seconds = self._commit, self.step_seconds
         self._step_began = time.monotonic()
         if commit is None:
@@ -205,14 +205,14 @@ BASE_SECONDS = 10.0
 
 
 class Recovery:
-    """Times of one interruption, in seconds on any monotonic clock."""
+    """Times one interruption and says how long recovery should take; seconds on any monotonic clock."""
 
     def __init__(self) -> None:
         self._interrupted_at: float | None = None
         self._placed_at: float | None = None
 
     def interrupted(self, now: float) -> None:
-        """An epoch ended early; what interrupts its successor before a step is done counts to the first."""
+        """An epoch ended early. Interruptions before the next finished step count as one."""
         if self._interrupted_at is None:
             self._interrupted_at = now
 
@@ -221,7 +221,7 @@ class Recovery:
         self._placed_at = now
 
     def over(self, *, step: int, now: float, state_bytes: int, rate: float) -> Recovered | None:
-        """What to tell once every stage holds the state of `step`; None if nothing was interrupted.
+        """The event to emit once every stage holds the state of `step`; None if nothing was interrupted.
 
         Args:
             state_bytes: weights and optimizer state of the largest stage.
@@ -243,8 +243,8 @@ class Recovery:
 
 
 def codec_bits(config: RunConfig) -> dict[str, float]:
-    """Bits an element of a boundary tensor, headers and frames included, of every codec without a memory and
-    of whatever else may be proposed."""
+    """Bits an element of a boundary tensor for every stateless codec and every proposed one, frames
+    included."""
     training, model = config.training, config.model
     shape = (training.microbatch, model.sequence, model.hidden)
     names = dict.fromkeys((*codec_names(), *LADDER))

@@ -1,4 +1,4 @@
-"""What the run's state machine starts from, as plain values."""
+"""What the run's state machine starts from: settings of the run file, and the past from the database."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from node.training.schedule import clip_coefficient, learning_rate
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """What the run file says, as far as the state machine needs it. Times in seconds."""
+    """The settings that the state machine needs. Times in seconds."""
 
     stages: int
     min_stages: int
@@ -33,12 +33,12 @@ class RunPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """What the database knows of the run; the defaults are a new run's."""
+    """The run's past, from the database; the defaults are a new run's."""
 
     last_epoch: int = 0
     newest_snapshot: int = 0
     committed: Committed | None = None
-    seats: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
 
 
 RECONNECT_SECONDS = 1.0
@@ -65,7 +65,7 @@ def run_plan(config: RunConfig, windows: int) -> RunPlan:
 
 
 def step_plan(config: RunConfig) -> StepPlan:
-    """From a step and the norm of its gradients to its clip coefficient and learning rate."""
+    """Gives the clip coefficient and learning rate of a step from its gradient norm."""
     training = config.training
 
     def plan(step: int, grad_norm: float) -> tuple[float, float]:

@@ -23,7 +23,7 @@ class ControlSession:
         self._outbox.put_nowait(message)
 
     def answer(self, message: CoordinatorMessage) -> None:
-        """Send what may be left out: it is, to a node that asks on and reads nothing."""
+        """Send a reply, unless the node keeps asking without reading its replies."""
         if self._outbox.qsize() < MOST_WAITING:
             self.send(message)
 
@@ -36,7 +36,7 @@ class ControlSession:
 
 
 class Sessions:
-    """What is sent to a node without a session is dropped: it is told anew when it is back."""
+    """Messages to a node without a session are dropped: it is sent what it missed when it reconnects."""
 
     def __init__(self) -> None:
         self._newest: dict[str, ControlSession] = {}
@@ -51,17 +51,17 @@ class Sessions:
         return self._newest.get(session.node_id) is session
 
     def add(self, session: ControlSession) -> None:
-        """Take a session in, in place of an older one of its node, which is closed."""
+        """Add a session; an older one of the same node is closed."""
         if (older := self._newest.get(session.node_id)) is not None:
             if older.hello.process_nonce != session.hello.process_nonce:
-                # If it still runs, it must not come back and throw this one out in turn.
+                # Otherwise two live processes of one node would keep closing each other's session.
                 older.send(Finish(reason="another process has joined as this node", failed=True))
             older.close()
         self._newest[session.node_id] = session
         self._deserted.clear()
 
     def remove(self, session: ControlSession) -> None:
-        """A session that is here has ended."""
+        """An added session has ended."""
         del self._newest[session.node_id]
         if not self._newest:
             self._deserted.set()

@@ -1,4 +1,4 @@
-"""Where nodes hand in the layers of snapshots that were asked for, and fetch those that are stored."""
+"""Receive the layers of snapshots that the run asked for, and serve stored ones."""
 
 import asyncio
 import hashlib
@@ -31,12 +31,12 @@ Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 Hosts = dict[str, str]
-"""The node that hands in each unit: that which holds it in the epoch that asked."""
+"""Unit -> the node that uploads it: its host in the epoch that asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UploadPermit:
-    """One upload that may come, for the attempt at its step that was on as it began."""
+    """Permission for one upload; valid for the attempt at its step that was current when it began."""
 
     step: int
     unit: str
@@ -50,11 +50,11 @@ class _Upload:
     data: bytes
     digest: str
     done: asyncio.Future[None]
-    """What its sender waits for, if it still does."""
+    """Resolved when stored; its sender may have gone."""
 
 
 class SnapshotHandler:
-    """One run's. The disk is worked on in threads."""
+    """One run's snapshots. Disk work runs on threads."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class SnapshotHandler:
         Args:
             windows: samples of one pass over the text.
             directory: where the run keeps its snapshots.
-            stored: told of every snapshot that is complete and on record.
-            damaged: told of the step whose snapshot is found damaged, if it is the newest, and what is left.
-            failed: told why the disk or the database refused.
+            stored: called for every snapshot that is complete and recorded.
+            damaged: called when the newest snapshot turns out damaged, with its step and what is left.
+            failed: called with the reason when the disk or the database fails.
         """
         self._config = config
         self._windows = windows
@@ -85,25 +85,25 @@ class SnapshotHandler:
         self._damaged = damaged
         self._failed = failed
         self._wanted: dict[int, Hosts] = {}
-        """By step, from when it is asked for until a later one is complete."""
+        """By step, from the request until a later snapshot is complete."""
         self._newest = 0
-        """The newest step that was completed here."""
+        """The newest step completed by this process."""
         self._uploads: asyncio.Queue[_Upload] = asyncio.Queue()
         self._writing = asyncio.Lock()
         self._setting_aside: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Store what comes, until cancelled.
+        """Store uploads until cancelled.
 
-        What has come whole is stored, and told of, though its sender be gone meanwhile: it may complete a
-        snapshot, which nobody would know of until the same step is uploaded again.
+        Complete uploads are stored and announced even if the sender has disconnected: one may complete a
+        snapshot.
         """
         while True:
             upload = await self._uploads.get()
             try:
                 manifest = await self._take_in(upload)
             except Exception as error:
-                told = self._told_of(error, upload.permit)
+                told = self._error_for(error, upload.permit)
                 if not upload.done.done():
                     upload.done.set_exception(told)
                 continue
@@ -112,16 +112,16 @@ class SnapshotHandler:
             if not upload.done.done():
                 upload.done.set_result(None)
 
-    async def expect(self, step: int, seats: Sequence[str]) -> None:
-        """Nodes are about to upload the state of `step`, all of it: what came of an earlier attempt goes.
+    async def expect(self, step: int, nodes: Sequence[str]) -> None:
+        """Nodes are about to upload the whole state of `step`; parts of an earlier attempt are discarded.
 
         Args:
-            seats: the node of each stage.
+            nodes: the node of each stage.
         """
-        held = zip(seats, stage_units(self._config, len(seats)), strict=True)
+        held = zip(nodes, stage_units(self._config, len(nodes)), strict=True)
         hosts = {unit: node for node, units in held for unit in units}
         if step not in self._wanted:
-            self._wanted[step] = hosts  # nothing has come of it, so the run need not wait for the disk
+            self._wanted[step] = hosts  # nothing to discard, so no wait for the disk
             return
         async with self._writing:
             self._wanted[step] = hosts
@@ -143,14 +143,13 @@ class SnapshotHandler:
         return await self._whole(step, lambda: read_unit(self.path(step), unit))
 
     def permit(self, node_id: str, step: int, unit: str) -> UploadPermit | None:
-        """Leave to upload; None if nobody needs the step any more, so that it counts as stored.
+        """Permission to upload; None if the step is no longer needed and counts as stored.
 
-        A node goes on with an upload when its epoch is over, so what counts is who held the unit in the epoch
-        that asked last. Asked again, perhaps of others, the state may have other bits: no upload that began
-        before then is stored. A coordinator that was started again knows of no attempt until it asks itself.
+        Uploads go on after their epoch ends, so the host that counts is that of the epoch that asked last.
+        When a step is asked for again its state may have other bits: uploads that began earlier are dropped.
 
         Raises:
-            ProtocolViolationError: it is not wanted, or not of this node.
+            ProtocolViolationError: nobody asked for it, or another node uploads it.
         """
         self._check_unit(unit)
         if step < self._newest:
@@ -166,10 +165,10 @@ class SnapshotHandler:
         return UploadPermit(step=step, unit=unit, most_bytes=most, hosts=hosts)
 
     async def put(self, permit: UploadPermit, data: bytes, digest: str) -> None:
-        """Hand a unit's file to `run`, and wait until it is stored.
+        """Pass a unit's file to `run` and wait until it is stored.
 
-        Raises RunError when the disk or the database refuses, ProtocolViolationError for what is not that
-        unit.
+        Raises RunError when the disk or the database fails, ProtocolViolationError for a file that is not
+        that unit.
         """
         faults.reach_coordinator(faults.Phase.SNAPSHOT, step=permit.step)
         done = asyncio.get_running_loop().create_future()
@@ -177,7 +176,7 @@ class SnapshotHandler:
         await done
 
     async def _take_in(self, upload: _Upload) -> Manifest | None:
-        """The manifest, which is on record, if this unit completes its snapshot."""
+        """The recorded manifest, if this unit completes its snapshot."""
         permit = upload.permit
         async with self._writing:
             if permit.step < self._newest:
@@ -193,18 +192,18 @@ class SnapshotHandler:
             return manifest
 
     async def _whole(self, step: int, read: Callable[[], Result]) -> Result:
-        """What `read` finds in the snapshot of `step`, on a thread; one that is damaged is set aside."""
+        """Run `read` on the snapshot of `step` on a thread; a damaged snapshot is set aside."""
         try:
             return await asyncio.to_thread(read)
         except SnapshotDamagedError:
-            # Before the node hears of it: what it fails of runs again from an older one.
+            # Before the node gets its error: the step it fails must run again from an older snapshot.
             await self._go_back(step)
             raise
 
     async def _go_back(self, step: int) -> None:
-        """A complete snapshot is damaged: it counts no more, if an older one can stand in for it.
+        """Set a damaged snapshot aside, if there is an older one to fall back on.
 
-        The run hears of it though the node that came upon it be gone meanwhile.
+        Shielded: it happens even if the node that found the damage disconnects.
         """
         task = asyncio.create_task(self._set_aside(step))
         self._setting_aside.add(task)
@@ -215,7 +214,7 @@ class SnapshotHandler:
         async with self._writing:
             complete = await asyncio.to_thread(list_snapshots, self._directory)
             if step not in complete:
-                return  # it was set aside or pruned meanwhile
+                return  # set aside or pruned since
             if step < complete[-1]:
                 await asyncio.to_thread(set_aside, self.path(step))
                 await asyncio.to_thread(self._store.delete_snapshot, step)
@@ -225,13 +224,13 @@ class SnapshotHandler:
                 return
             self._damaged(step, checked)
             if checked.whole:
-                # Later steps are asked for again, and must be stored then.
+                # Later steps will be asked for again and must then be stored.
                 self._newest = min(self._newest, checked.whole)
                 for other, _ in checked.damaged:
                     await asyncio.to_thread(self._store.delete_snapshot, other)
 
-    def _told_of(self, error: Exception, permit: UploadPermit) -> Exception:
-        """What an upload's sender hears of an error; without the disk or the database the run is over."""
+    def _error_for(self, error: Exception, permit: UploadPermit) -> Exception:
+        """The error that the sender gets; failures of the disk or the database end the run."""
         if isinstance(error, ThinwireError | OSError):
             if isinstance(error, RunError):
                 self._failed(str(error))
@@ -260,7 +259,7 @@ class SnapshotHandler:
         )
         for step in prune(self._directory, self._config.run.keep_snapshots):
             self._store.delete_snapshot(step)
-        # Of older steps, which nobody goes back to, and whose uploads may have ended with their nodes.
+        # Nobody goes back to older steps, and their uploads may never complete.
         self._writer.discard_below(manifest.step)
 
     def _check_unit(self, unit: str) -> None:

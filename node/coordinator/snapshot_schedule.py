@@ -1,41 +1,41 @@
-"""When the run's state goes to disk: which snapshots are due, under way, and stored. Pure."""
+"""Which snapshots are due, under way and stored. Pure."""
 
 MAX_ASKED = 2
-"""Snapshots being uploaded at a time; where links are slower than that, some are left out. Each costs its
-nodes a copy of their state."""
+"""Snapshots being uploaded at a time; on slower links some are skipped. Each costs its nodes a copy of their
+state."""
 
 
 class SnapshotSchedule:
-    """Of one run. A snapshot is named by the steps that led to it."""
+    """One run's snapshots, named by the number of steps that led to them."""
 
     def __init__(self, *, every: int, newest: int) -> None:
         self.newest = newest
         """The newest one that is complete and on disk; 0 before there is one."""
         self.awaited = False
-        """The run goes on when the snapshot asked for last is stored."""
+        """The run waits until the snapshot asked for last is stored."""
         self._every = every
         self._asked: list[int] = []
-        """Those that the epoch asked for and that are not stored yet."""
+        """Steps that the epoch asked for and that are not stored yet."""
         self._requested = False
         self._damaged = 0
-        """One that is, and that no older whole one can stand in for; 0 for none."""
+        """A damaged snapshot with no older intact one to fall back on; 0 for none."""
 
     def request(self) -> None:
-        """The operator wants the next one that can be taken, due or not."""
+        """Take the next possible one, due or not."""
         self._requested = True
 
     def due(self, step: int) -> bool:
-        """Whether the run file asks for one here."""
+        """Whether the run file asks for one after this step."""
         return step % self._every == 0
 
     def wanted(self, step: int) -> bool:
-        """Whether to take one here, beside the steps that follow."""
+        """Whether to take one now, while the next steps run."""
         if not self.due(step) and not self._requested:
             return False
         return self.newest < step and len(self._asked) < MAX_ASKED
 
     def ask(self, step: int, *, await_it: bool) -> None:
-        """One is taken; with `await_it` nothing else happens until it is stored."""
+        """One is being taken; with `await_it` the run waits until it is stored."""
         self._asked.append(step)
         if await_it:
             self.awaited = True
@@ -47,9 +47,9 @@ class SnapshotSchedule:
         self._asked = [asked for asked in self._asked if asked > self.newest]
 
     def damaged(self, step: int, whole: int) -> None:
-        """It turns out that one is. `whole`: the newest that is not; 0 if none is.
+        """The snapshot of `step` is damaged; `whole` is the newest intact one, 0 for none.
 
-        If it is the newest, the next step that ends has one: until then a failure costs many steps.
+        If it was the newest, take another after the next step: until then a failure costs many steps.
         """
         if step != self.newest:
             return
@@ -58,12 +58,12 @@ class SnapshotSchedule:
         self._requested = True
 
     def epoch_over(self) -> None:
-        """Whoever was to upload is told otherwise."""
+        """Uploads of the epoch may never complete."""
         self.awaited = False
         self._asked.clear()
 
-    def what_is_kept(self) -> str:
-        """For the operator of a run that ends."""
+    def saved_state(self) -> str:
+        """What is on disk, for the operator of a run that ends."""
         if not self.newest:
             return "no snapshot is complete yet"
         if self.newest == self._damaged:

@@ -1,4 +1,4 @@
-"""Who sits where: which nodes host the stages of the next epoch, and what spares keep at hand. Pure."""
+"""Assign the stages of the next epoch to nodes, and choose what spares prefetch. Pure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from node.pipeline.memory import stage_bytes
 from wire.errors import RunError
 
 StageBytes = Callable[[int, Devices], Sequence[int]]
-"""Number of stages, a node's devices -> bytes that each stage needs on every device, first stage first."""
+"""(stages, a node's devices) -> bytes that each stage needs on every device, first stage first."""
 Sharing = Callable[[Devices], str | None]
-"""A node's devices -> a line, if they cannot share the run's blocks or microbatches."""
+"""A node's devices -> why they cannot share the run's blocks or microbatches, or None."""
 ONE = Devices()
 _KINDS_REMEMBERED = 64
 
 
 def stage_needs(config: RunConfig, windows: int) -> StageBytes:
-    """A run's estimates; those of the newest few kinds of node are remembered.
+    """A run's memory estimates, cached for the newest few kinds of node.
 
     Args:
         windows: samples of one pass over the text.
@@ -33,7 +33,7 @@ def stage_needs(config: RunConfig, windows: int) -> StageBytes:
 
 
 def sharing(config: RunConfig) -> Sharing:
-    """Whether devices can share what a stage of this run computes, whichever stage it is."""
+    """Checks whether a node's devices can share a stage of this run."""
 
     def why_not(devices: Devices) -> str | None:
         try:
@@ -47,21 +47,21 @@ def sharing(config: RunConfig) -> Sharing:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A node that could host a stage. `memory_bytes`, of its smallest device, is 0 when it is not known."""
+    """A node that could host a stage. `memory_bytes` is that of its smallest device, 0 if unknown."""
 
     node_id: str
     memory_bytes: int
     devices: Devices = ONE
 
 
-def seat(
+def assign(
     previous: Sequence[str | None], candidates: Sequence[Candidate], stages: int, stage_bytes: StageBytes
 ) -> tuple[str, ...] | None:
-    """One node for each of the stages, or None if that cannot be.
+    """One node for each stage, or None if there is no such assignment.
 
-    Nodes keep the seat they had when the number of stages stays, and their order along the pipeline when it
-    changes; newcomers fill the gaps in the order in which they came. Nobody gets a stage that does not fit:
-    where only that helps, nodes change seats.
+    While the number of stages stays the same nodes keep their stages; when it changes they keep their order
+    along the pipeline. Newcomers fill the gaps in order of arrival. No node gets a stage that does not fit in
+    its memory; nodes swap stages where only that helps.
     """
     here = {candidate.node_id for candidate in candidates}
     needs = {devices: stage_bytes(stages, devices) for devices in {c.devices for c in candidates}}
@@ -70,31 +70,31 @@ def seat(
         for stage in range(stages)
     ]
     wished = previous if len(previous) == stages else [node for node in previous if node in here]
-    seats: list[str | None] = [None] * stages
+    hosts: list[str | None] = [None] * stages
     for stage, node in enumerate(wished[:stages]):
         if node in fitting[stage]:
-            seats[stage] = node
+            hosts[stage] = node
     for stage in range(stages):
-        if seats[stage] is None:
-            free = next((node for node in fitting[stage] if node not in seats), None)
+        if hosts[stage] is None:
+            free = next((node for node in fitting[stage] if node not in hosts), None)
             if free is not None:
-                seats[stage] = free
-            elif not _make_room(stage, seats, fitting, set()):
+                hosts[stage] = free
+            elif not _make_room(stage, hosts, fitting, set()):
                 return None
-    return tuple(node for node in seats if node is not None)
+    return tuple(node for node in hosts if node is not None)
 
 
 def _make_room(
-    stage: int, seats: list[str | None], fitting: Sequence[Sequence[str]], asked: set[str]
+    stage: int, hosts: list[str | None], fitting: Sequence[Sequence[str]], asked: set[str]
 ) -> bool:
-    """Find `stage` a node by moving others (an augmenting path of bipartite matching)."""
+    """Find a node for `stage` by moving others (an augmenting path of bipartite matching)."""
     for node in fitting[stage]:
         if node in asked:
             continue
         asked.add(node)
-        held = seats.index(node) if node in seats else None
-        if held is None or _make_room(held, seats, fitting, asked):
-            seats[stage] = node
+        held = hosts.index(node) if node in hosts else None
+        if held is None or _make_room(held, hosts, fitting, asked):
+            hosts[stage] = node
             return True
     return False
 
@@ -102,15 +102,14 @@ def _make_room(
 def useless(
     candidate: Candidate, counts: Sequence[int], stage_bytes: StageBytes, why_not: Sharing
 ) -> str | None:
-    """A line for a node whose devices cannot share a stage, or that cannot hold the smallest of any split.
-
-    None for one that can.
+    """Why a node can host no stage: its devices cannot share one, or the smallest does not fit. None if it
+    can.
 
     Args:
-        counts: the numbers of stages that the run may come to.
+        counts: possible numbers of stages.
         why_not: as `sharing` gives.
     """
-    # First: what is not divided evenly has no estimate.
+    # First: there is no estimate for what does not divide evenly.
     if (line := why_not(candidate.devices)) is not None:
         return line
     if candidate.memory_bytes == 0:
@@ -126,7 +125,7 @@ def useless(
 
 
 class StageAssigner:
-    """Remembers who held which stage, for how long to wait for them, and picks the next epoch's nodes."""
+    """Remembers who hosted which stage and how long to wait for them; picks the next epoch's hosts."""
 
     def __init__(
         self,
@@ -144,14 +143,14 @@ class StageAssigner:
         self._stage_bytes = stage_bytes
         self._sharing = sharing
         self._holders: list[str | None] = list(previous)
-        """By stage of the newest placement; None for a node that is gone for good."""
+        """By stage, of the newest placement; None for a node that is gone for good."""
         self._regroup_at: float | None = None
-        """When the stages of those who are missing change hands, or fewer nodes share the model."""
+        """When the stages of missing nodes go to others, or the model is split over fewer nodes."""
         self._told: str | None = None
-        """The newest shortage since the last placement that the operator knows of."""
+        """The newest shortage reported since the last placement."""
 
     def vacate(self, node_id: str, now: float) -> bool:
-        """The node is gone: its seat is free at once, the split stays for a while. False if it had none."""
+        """The node is gone: its stage is free at once, the split stays for a while. False if it had none."""
         if node_id not in self._holders:
             return False
         self._holders = [None if node == node_id else node for node in self._holders]
@@ -159,41 +158,41 @@ class StageAssigner:
         return True
 
     def hand_over(self, node_id: str, candidates: Sequence[Candidate], now: float) -> bool:
-        """Free the seat of a node that is here, if `candidates` can fill all seats without it; else False."""
+        """Free the stage of a connected node, if `candidates` can host all stages without it; else False."""
         holders = [None if node == node_id else node for node in self._holders]
         others = [candidate for candidate in candidates if candidate.node_id != node_id]
-        if seat(holders, others, len(holders), self._stage_bytes) is None:
+        if assign(holders, others, len(holders), self._stage_bytes) is None:
             return False
         self._holders = holders
-        # A split of fewer stages than asked for has no seat to fill: it is made anew, which may be at once.
+        # A split into fewer stages than asked for is made anew, perhaps at once.
         self._regroup_at = now if len(holders) < self._stages else now + self._regroup_seconds
         return True
 
     def regroup(self, now: float) -> None:
-        """The number of stages may change at once."""
+        """Let the number of stages change at once."""
         self._regroup_at = now
 
     def excuse(self, seconds: float) -> None:
-        """For so long nobody could come: whoever is waited for may take as much longer."""
+        """The coordinator heard nobody for `seconds`: wait that much longer for missing nodes."""
         if self._regroup_at is not None:
             self._regroup_at += seconds
 
     def choose(self, candidates: Sequence[Candidate], now: float) -> tuple[str, ...] | None:
-        """The nodes of the next epoch, by stage, or None while the run must wait.
+        """The hosts of the next epoch, by stage, or None while the run must wait.
 
-        As many stages as the run asks for if that can be; else the same nodes as before; else, once it is
-        time to regroup, as many as there are nodes for. Call it again when somebody comes, and with time.
+        As many stages as the run asks for, if possible; else the same nodes as before; else, once it is time
+        to regroup, as many stages as there are nodes for. Call it again when a node arrives, and regularly.
         """
         present = {candidate.node_id for candidate in candidates}
         missing = [node for node in self._holders if node not in present]
         if candidates and missing and self._regroup_at is None:
-            # A coordinator that has come back, or a connection that broke: holders get a moment to return.
+            # The coordinator restarted, or a connection broke: give the hosts a moment to return.
             self._regroup_at = now + self._regroup_seconds
         due = self._regroup_at is not None and now >= self._regroup_at
         if any(node is not None for node in missing) and not due:
             return None
         for stages in self._counts(len(candidates), due=due, whole=not missing):
-            if (nodes := seat(self._holders, candidates, stages, self._stage_bytes)) is not None:
+            if (nodes := assign(self._holders, candidates, stages, self._stage_bytes)) is not None:
                 self._holders = list(nodes)
                 self._regroup_at = self._told = None
                 return nodes
@@ -202,30 +201,30 @@ class StageAssigner:
         return None
 
     def can_grow(self, stages: int, candidates: Sequence[Candidate]) -> bool:
-        """Whether these nodes could share the model on more than `stages` stages."""
+        """Whether these nodes could host more than `stages` stages."""
         most = min(self._stages, len(candidates))
         return any(
-            seat((), candidates, more, self._stage_bytes) is not None for more in range(stages + 1, most + 1)
+            assign((), candidates, more, self._stage_bytes) is not None
+            for more in range(stages + 1, most + 1)
         )
 
     def shortage(self, candidates: Sequence[Candidate]) -> str | None:
-        """A line for the operator when there are nodes enough, but not memory enough."""
+        """A line for the operator when there are enough nodes but not enough memory."""
         if len(candidates) < self._stages:
             return None
-        if seat((), candidates, self._stages, self._stage_bytes) is not None:
+        if assign((), candidates, self._stages, self._stage_bytes) is not None:
             return None
         parts: list[str] = []
         for devices in dict.fromkeys(candidate.devices for candidate in candidates):
             wanted = ", ".join(map(_mebibytes, self._stage_bytes(self._stages, devices)))
             rooms = [f"{c.node_id} {_mebibytes(c.memory_bytes)}" for c in candidates if c.devices == devices]
             parts.append(
-                f"the stages need {wanted}{_where(devices)} and the nodes that are here have "
-                f"{', '.join(rooms)}"
+                f"the stages need {wanted}{_where(devices)} and the connected nodes have {', '.join(rooms)}"
             )
         return f"waiting for a node with more memory: {'; '.join(parts)}"
 
     def news(self, candidates: Sequence[Candidate]) -> str | None:
-        """As `shortage`, but each line once."""
+        """As `shortage`, but each line only once."""
         line = self.shortage(candidates)
         if line is None or line == self._told:
             return None
@@ -233,7 +232,7 @@ class StageAssigner:
         return line
 
     def useless(self, candidate: Candidate) -> str | None:
-        """As the function `useless`, for the splits that this run may come to."""
+        """As the function `useless`, for this run's possible splits."""
         counts = range(self._min_stages, self._stages + 1)
         return useless(candidate, counts, self._stage_bytes, self._sharing)
 

@@ -1,9 +1,9 @@
 """The coordinator's database: one SQLite file in the run's directory that outlives any crash.
 
-A method returns only after its change is on disk (WAL, synchronous=FULL), so whatever is answered after it is
-never lost. One connection behind one lock: call it from any thread, never from an event loop. Other processes
-may have the file open at the same time (`thinwire token create` beside a running coordinator): writers take
-turns by BEGIN IMMEDIATE and wait for each other for some seconds.
+A method returns only after its change is on disk (WAL, synchronous=FULL). One connection behind one lock:
+call it from any thread, never from an event loop. Other processes may have the file open at the same time
+(`thinwire token create` beside a running coordinator): writers take turns by BEGIN IMMEDIATE and wait some
+seconds.
 
 Times are Unix seconds.
 """
@@ -62,7 +62,7 @@ CREATE TABLE snapshots (
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What the run is; fixed when it was created, but for the advertised addresses."""
+    """The run's identity; only the advertised addresses change."""
 
     run_id: str
     config_json: str
@@ -78,7 +78,7 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A node that was admitted. `evicted` is when it was shut out, None for one that is welcome."""
+    """An admitted node. `evicted` is when the operator shut it out, else None."""
 
     node_id: str
     public_key_hash: bytes
@@ -98,7 +98,7 @@ class PlacedNode:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A committed step. A value that is not a number is kept as such."""
+    """A committed step. NaN values are kept."""
 
     step: int
     epoch: int
@@ -106,7 +106,7 @@ class StepRecord:
     grad_norm: float
     lr: float
     clip: float
-    """The coefficient that gradients were multiplied by."""
+    """The clip coefficient, which gradients are multiplied by."""
     tokens: int
     seconds: float
     committed_at: float
@@ -117,9 +117,9 @@ class StepOutcome(Enum):
 
     NEW = "new"
     REPEATED = "repeated"
-    """The step was there already, with the same bits of loss."""
+    """The step was recorded before, with the same bits of loss."""
     DIFFERS = "differs"
-    """The step was there already, with another loss: the run is not reproducible. The newest loss counts."""
+    """The step was recorded before with another loss: the run is not reproducible. The newest loss counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class Store:
         create_private(path, b"")
         store = cls(path, connect(path))
         try:
-            # Outside a transaction, and once: the file remembers it.
+            # Outside a transaction, once: the setting persists in the file.
             with store._reading() as db:
                 db.execute("PRAGMA journal_mode = WAL")
             with store._writing() as db:
@@ -222,7 +222,7 @@ class Store:
     # ---- tokens
 
     def create_token(self, now: float, ttl: timedelta, uses: int) -> tuple[TokenRecord, JoinToken]:
-        """Issue a token for `uses` nodes and the time `ttl`. Only here is its secret known."""
+        """Issue a token for `uses` nodes, valid for `ttl`. The store keeps only the hash of its secret."""
         if uses < 1 or ttl <= timedelta(0):
             raise UserError(f"a token of {uses} uses and {ttl} admits nobody: both must be more than zero")
         secret = new_secret()
@@ -260,7 +260,7 @@ class Store:
         A refusal changes nothing. The same key may ask again and is admitted without another use.
 
         Args:
-            useless: why the run has no use for this node; only who has a good token is told.
+            useless: why the run cannot use this node; said only to holders of a valid token.
         """
         with self._writing() as db:
             records = _tokens(db, "token_id = ?", token_id)
@@ -325,10 +325,10 @@ class Store:
     # ---- steps, snapshots
 
     def record_step(self, step: StepRecord) -> StepOutcome:
-        """Write a committed step. One that is there already (a replay) stays if it is the same.
+        """Record a committed step. A replayed step with the same bits changes nothing.
 
-        Otherwise it is replaced, with its loss, and those after it are forgotten: they led on from what it
-        was, and the commit with the highest number must be the newest, as stages were sent it.
+        A step with other bits replaces the recorded one and deletes all later ones: they grew from the old
+        state, and the highest step on record must be the newest commit.
         """
         with self._writing() as db:
             row = db.execute("SELECT * FROM steps WHERE step = ?", (step.step,)).fetchone()
@@ -354,7 +354,7 @@ class Store:
             return None if row is None else _step(row)
 
     def record_snapshot(self, snapshot: SnapshotRecord) -> None:
-        """Write a snapshot, or replace what was known of the one after the same step."""
+        """Record a snapshot, replacing an earlier record of the same step."""
         with self._writing() as db:
             db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?, ?)", astuple(snapshot))
 
@@ -365,7 +365,7 @@ class Store:
             return [SnapshotRecord(row[0], row[1], row[2], bool(row[3]), row[4]) for row in rows]
 
     def delete_snapshot(self, step: int) -> bool:
-        """Forget a snapshot (its files are the caller's). False when there was none."""
+        """Delete a snapshot's record (its files are the caller's). False when there was none."""
         with self._writing() as db:
             return db.execute("DELETE FROM snapshots WHERE step = ?", (step,)).rowcount == 1
 
@@ -373,7 +373,7 @@ class Store:
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """One durable transaction: all of the block or, if anything in it raises, nothing."""
+        """One durable transaction: all of the block or, if it raises, nothing."""
         with self._reading() as db:
             db.execute("BEGIN IMMEDIATE")
             try:
@@ -424,7 +424,7 @@ def _refuse_member(db: sqlite3.Connection, member: Member) -> Refusal | None:
 
 
 def _put_member(db: sqlite3.Connection, member: Member) -> None:
-    """A node that joins again keeps when it first did; its hardware may have changed."""
+    """A node that joins again keeps its first joining time; its hardware may have changed."""
     hardware = member.hardware
     db.execute(
         "INSERT INTO members VALUES (?, ?, ?, ?, ?, ?, NULL) ON CONFLICT (node_id) DO UPDATE SET "
@@ -447,7 +447,7 @@ def _step(row: tuple[Any, ...]) -> StepRecord:
 
 
 def _what_it_did(step: StepRecord) -> tuple[float, ...]:
-    """All that the state after it depends on, or shows of it."""
+    """The values that identify what the step did."""
     return step.loss, step.grad_norm, step.lr, step.clip
 
 
@@ -462,14 +462,14 @@ def _same_bits(left: float, right: float) -> bool:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open the file. Raises UserError when it is none of ours."""
-    # Even reading takes a file beside it that a reader may lock, unless nobody can be writing.
+    """Open the file. Raises UserError when it is not a run's database."""
+    # Reading a WAL database needs a writable lock file beside it, unless opened as immutable.
     if os.access(path, os.W_OK) and os.access(path.parent, os.W_OK):
         mode = "rw"
     else:
         mode = "ro" if path.with_name(path.name + "-wal").exists() else "ro&immutable=1"
     place = f"file:{quote(os.fsencode(path.absolute()))}?mode={mode}"
-    # The store's lock replaces sqlite3's own thread check; transactions are its own, so no implicit ones.
+    # The store has its own lock and transactions: no thread check, no implicit transactions.
     try:
         db = sqlite3.connect(
             place, uri=True, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
@@ -485,15 +485,15 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def is_empty(path: Path) -> bool:
-    """Whether nothing is in the file: its maker died at once, and no run began."""
+    """Whether the file has no tables: its creator died before a run began."""
     with contextlib.suppress(UserError, sqlite3.DatabaseError), contextlib.closing(connect(path)) as db:
         tables: int = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
         return tables == 0
-    return False  # what it is instead is told by whoever uses it
+    return False  # whoever uses the file reports what is wrong with it
 
 
 def explained(path: Path, error: sqlite3.DatabaseError) -> RunError:
-    """What to tell of a database that fails in use."""
+    """The error to raise for a database that fails in use."""
     if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_READONLY:
         return RunError(
             f"the run's database {path} cannot be changed from here: it is on a read-only disk, or another "

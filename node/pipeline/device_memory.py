@@ -1,9 +1,8 @@
 """What one device of a node holds and computes of a stage, in bytes, from shapes.
 
-What is divided is divided here by the same functions as in the model. Tensor parallelism shares the
-projections of blocks and what is computed inside them; embedding, norms and head are whole on every device.
-Between blocks each device has its share of the positions. Data parallelism shares a microbatch's samples and
-nothing else.
+Sizes are divided by the same functions as in the model. Tensor parallelism shares the projections of blocks
+and what is computed inside them; embedding, norms and head are whole on every device. Between blocks each
+device has its share of the positions. Data parallelism shares only a microbatch's samples.
 """
 
 from collections.abc import Sequence
@@ -20,15 +19,15 @@ from wire.identity.enrolment import CPU, Hardware
 
 _GRADIENT_BYTES = 1 + 1 / BLOCK
 _MOMENT_BYTES = 1 + 3 / BLOCK
-"""In e4m3 (`kernels.fp8.reference`): codes, and a block's exponent, or its scale and power."""
+"""e4m3 (`kernels.fp8.reference`): codes, plus a block's exponent, or its scale and power."""
 MULTIPROCESSORS = 192
 """No GPU has more."""
 GRADIENT_PIECE = 1 << 22
-"""Elements of a gradient that its norm is taken of, or that are packed or unpacked, at a time."""
+"""Elements of a gradient processed at a time: for its norm, packing or unpacking."""
 _SNAPSHOT_BYTES = 12
 """Weight and two moments in float32; those in e4m3 are less."""
 SNAPSHOTS_SENT = 2
-"""Copies that a node may hold at a time: one on its way over a slow link, and the next."""
+"""Copies that a node may hold at a time: one being sent over a slow link, and the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +38,10 @@ class Devices:
     tensor_parallel: int = 1
     """How many of them share each block."""
     on_cpu: bool = True
-    """They compute in main memory, where snapshots are copied too, and with the kernels' references, whose
+    """They compute in main memory, which also holds snapshot copies, with the kernels' references, whose
     intermediate tensors a GPU's kernels do not make."""
     multiprocessors: int = MULTIPROCESSORS
-    """Of a GPU, or more: attention's backward takes memory by their number."""
+    """An upper bound for a GPU: attention's backward takes memory by their number."""
 
     @property
     def rows(self) -> int:
@@ -55,7 +54,7 @@ class Devices:
 
 
 def devices_of(hardware: Hardware) -> Devices:
-    """Those that a node says it has."""
+    """The devices that a node reports."""
     return Devices(
         count=hardware.devices,
         tensor_parallel=hardware.tensor_parallel,
@@ -72,12 +71,12 @@ class Share:
         self._devices = devices
         self._storage = storage
         self._row_tokens = config.training.microbatch * config.model.sequence // devices.rows
-        """Of a microbatch, in the row of devices that shares blocks."""
+        """A microbatch's tokens in the row of devices that shares blocks."""
         self._tokens = self._row_tokens // devices.tensor_parallel
         self._half = config.training.precision == "bfloat16"
         self.captures = devices.captures(config.training)
         self._element = 2 if self._half else 4
-        """What projections give."""
+        """Bytes an element of what projections return."""
 
     @property
     def residual(self) -> int:
@@ -119,13 +118,13 @@ class Share:
         return _SNAPSHOT_BYTES * (SNAPSHOTS_SENT * sum(sizes) + max(sizes))
 
     def rotary(self) -> int:
-        """A chunk's tables of sines and cosines."""
+        """A chunk's sine and cosine tables."""
         model = self._model
         return 2 * 4 * model.sequence * model.hidden // model.heads if model.family == "llama" else 0
 
     def new_gradients(self, units: Sequence[str]) -> int:
-        """Those that backward has made and that are not yet added to main gradients: one matrix's, or those
-        of half a block that packs what it keeps, which come together."""
+        """Gradients not yet added to the main ones: one matrix's, or those of half a packed block, which
+        backward returns at once."""
         half, packed = self._training.weights == "bfloat16", self._training.gradients == "fp8"
         # On a CPU in float32 too: unpacked, added to and packed again; one in bfloat16 as it is added.
         more = (12 if packed else 4 * half) if self._devices.on_cpu else 0
@@ -141,12 +140,12 @@ class Share:
         return max(feed_forward, attention) * model.hidden // self._devices.tensor_parallel
 
     def applying(self, units: Sequence[str]) -> int:
-        """The most that is made beside the state once backwards have run: where a tied gradient's two shares
-        are exchanged, for the norm, or by AdamW."""
+        """The most that is allocated beside the state after the backwards: by the exchange of a tied
+        gradient, the norm, or AdamW."""
         return max(self._tied_exchange(units), self._norm(units), self._step(units))
 
     def _tied_exchange(self, units: Sequence[str]) -> int:
-        """The sum and its packed form, or both shares; of gradients in e4m3, a piece at work besides."""
+        """The sum and its packed form, or both shares; in e4m3 also the piece being processed."""
         model, packed = self._model, self._training.gradients == "fp8"
         ends = (EMBED in units) + (HEAD in units)
         # Both in float32 at one stage are added where they are.
@@ -156,7 +155,7 @@ class Share:
         return 2 * 4 * matrix + (6 * min(matrix, GRADIENT_PIECE) if packed else 0)
 
     def _norm(self, units: Sequence[str]) -> int:
-        """A piece in float64, and unpacked."""
+        """A piece in float64, plus its unpacked form."""
         unpacked = 4 if self._training.gradients == "fp8" else 0
         return (8 + unpacked) * min(self._largest_matrix(units), GRADIENT_PIECE)
 
@@ -176,7 +175,7 @@ class Share:
         return 4 * sum(elements for elements, _, _ in self._parameters(units))
 
     def _parameters(self, units: Sequence[str]) -> list[tuple[int, bool, bool]]:
-        """Of these units, as `_unit_parameters` has them."""
+        """`_unit_parameters` of all these units."""
         ranks = self._devices.tensor_parallel
         return [one for unit in units for one in _unit_parameters(self._model, unit, ranks)]
 
@@ -186,7 +185,7 @@ class Share:
     # ---- activations
 
     def autograd_keeps(self) -> int:
-        """Of one block and microbatch, where nothing is packed: each saved tensor counted."""
+        """What autograd saves of one block and microbatch where nothing is packed."""
         model, element, ranks = self._model, self._element, self._devices.tensor_parallel
         llama = model.family == "llama"
         # Two norms: the input, and what it divides by.
@@ -207,11 +206,11 @@ class Share:
 
     @property
     def _feed_forward_keeps(self) -> int:
-        """Of one token, by autograd: gate, its SiLU, up and the product, or up and its GELU."""
+        """Saved by autograd for one token: gate, its SiLU, up and the product, or up and its GELU."""
         return self._element * (4 if self._model.family == "llama" else 2) * self._model.ffn
 
     def block_at_work(self) -> int:
-        """What a block's backward makes beside what it was kept."""
+        """What a block's backward allocates beside the saved tensors."""
         made = max(self.feed_forward_at_work(), self._attention_at_work())
         # Between ranks, what one sends and receives, and both in another order.
         exchanged = 6 * 4 * self._row_tokens * self._model.hidden if self._devices.tensor_parallel > 1 else 0
@@ -230,22 +229,22 @@ class Share:
 
     @property
     def _has_flash(self) -> bool:
-        """Whether GPUs have FlashAttention for it, as `kernels.attention.has_flash`. Those before sm80 have
-        none, and not all have one for heads of 193 to 224."""
+        """Whether GPUs have FlashAttention for this shape, as `kernels.attention.has_flash`. Cards before
+        sm80 have none, and not all have one for heads of 193 to 224."""
         width = self._model.hidden // self._model.heads
         return self._half and width % 8 == 0 and width <= 256 and not 192 < width <= 224
 
     @property
     def _repeats_keys(self) -> bool:
-        """Whether keys and values are there for every query head: without FlashAttention on a GPU."""
+        """Whether keys and values are repeated for every query head: on a GPU without FlashAttention."""
         return not (self._devices.on_cpu or self._has_flash)
 
     def _attention_at_work(self) -> int:
-        """What attention's half of a block makes in backward.
+        """What attention's half of a block allocates in backward.
 
-        FlashAttention's, where sums have an order: of queries' gradients as many copies in float32 as heads
-        and samples leave multiprocessors for, each of which adds to its own; gradients, those of keys and
-        values for every head; what was packed; and the block's own gradients.
+        Deterministic FlashAttention keeps float32 copies of the queries' gradients, one for each group of
+        multiprocessors; to these come the gradients, those of keys and values for every head, the unpacked
+        tensors, and the block's own gradients.
         """
         model, ranks, element = self._model, self._devices.tensor_parallel, self._element
         keys = kv_width(model)
@@ -261,7 +260,7 @@ class Share:
             # Forward again, with keys and values repeated.
             a_token += element * (model.hidden + 2 * model.hidden * shared)
         if self._storage.is_off:
-            # Then autograd has let go of what it kept of the feed-forward.
+            # By then autograd has freed what it saved of the feed-forward.
             a_token -= self._feed_forward_keeps
         else:
             as_kept = "bf16" if self._half else AS_COMPUTED
@@ -273,7 +272,7 @@ class Share:
         return self._row_tokens * (max(0, a_token) // ranks + 2 * element * model.hidden)
 
     def _attention_on_cpu(self) -> int:
-        """Of a token, as measured: gradients, rotary's products in float32, keys and values repeated."""
+        """Bytes a token, as measured: gradients, rotary's products in float32, keys and values repeated."""
         model, storage = self._model, self._storage
         if storage.is_off:
             return 12 * model.hidden
@@ -283,14 +282,14 @@ class Share:
         return (40 if again else 32) * model.hidden + 4 * (model.hidden - kv_width(model))
 
     def head_at_work(self) -> int:
-        """Logits, their logarithms and gradient; the norm's input and result. Of CUDA graphs, backward's:
-        two gradients of logits."""
+        """Logits, their logarithms and gradient; the norm's input and result. With CUDA graphs only what
+        backward allocates: two gradients of logits."""
         if self.captures:
             return self._head(8)
         return self._head(3 * 4 + (2 if self._half else 0)) + self._copies([HEAD])
 
     def head_keeps(self) -> int:
-        """What a CUDA graph of the head's forward has for good: logits and their logarithms."""
+        """What a CUDA graph of the head's forward holds permanently: logits and their logarithms."""
         return self._head(2 * 4 + (2 if self._half else 0)) if self.captures else 0
 
     def _head(self, of_a_logit: int) -> int:

@@ -1,10 +1,10 @@
-"""How much memory a stage takes on each device of a node, from shapes, before anything is allocated.
+"""Estimate the memory that a stage takes on each device of a node, from shapes alone.
 
-`node.pipeline.device_memory` says what one device's share of a stage takes. How blocks keep their activations
-belongs here as well, because bits by stage follow from the estimate.
+`node.pipeline.device_memory` gives one device's share of a stage. Bits by stage follow from the estimate, so
+how blocks store activations is decided here too.
 
-tests/unit/node/pipeline/test_memory.py compares the estimate with what torch allocates on a CPU, and of blocks with what
-was measured on an H200 (scripts/results/stored_activations.json).
+tests/unit/node/pipeline/test_memory.py compares the estimate with what torch allocates on a CPU, and blocks
+with measurements on an H200 (scripts/results/stored_activations.json).
 """
 
 from collections.abc import Sequence
@@ -23,31 +23,31 @@ from wire.errors import RunError
 FIXED_BYTES = 256 * 1024 * 1024
 """Interpreter, libraries and packed tensors in flight, of each process."""
 TRAVELLING = 4
-"""Boundary tensors in float32 that are unpacked ahead, or wait to be packed."""
+"""Boundary tensors in float32, unpacked ahead or waiting to be packed."""
 COMPARED_DEVICES = 8
-"""The most of one node that bits by stage look at."""
+"""The most devices of one node that bits by stage consider."""
 MEMORY_SHARE = 0.8
-"""Of a node's memory that a wider window may fill, as the estimate counts it."""
+"""The share of a node's memory that a wider window may fill."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Bytes that one stage takes on the device of a node that holds the most (the one that leads)."""
+    """Bytes that a stage takes on the node's fullest device, its leader."""
 
     fixed: int
     """The process, and tensors between it and the network."""
     state: int
-    """Weights, gradients, moments, what is summed over devices, and what a codec remembers."""
+    """Weights, gradients, moments, all-reduce buffers and sample caches."""
     snapshot: int
-    """A copy of weights and moments on its way to the coordinator, if it is in the same memory."""
+    """A copy of weights and moments being uploaded, if it is in the same memory."""
     kept: int
     """Activations of all microbatches between forward and backward."""
     working: int
-    """The block or head at work, and gradients that backward has just made."""
+    """The block or head being computed, and its fresh gradients."""
     applying: int
-    """After the last backward: the exchange of a tied gradient, the norm, or the optimizer at work."""
+    """After the last backward: a tied gradient's exchange, the norm, or the optimizer."""
     captured: bool
-    """Passes are CUDA graphs: what is kept and at work has its memory for good, and lends it to no other."""
+    """Passes are CUDA graphs, whose memory is permanent and not shared."""
 
     @property
     def total(self) -> int:
@@ -63,7 +63,7 @@ def stage_bytes(
 
     Args:
         devices: one CPU by default.
-        windows: samples of one pass over the text; they count for a codec with a memory.
+        windows: samples of one pass over the text; they size a stateful codec's sample cache.
     """
     return tuple(stage.total for stage in stage_memory(config, stages, devices, windows=windows))
 
@@ -71,19 +71,19 @@ def stage_bytes(
 def stage_memory(
     config: RunConfig, stages: int, devices: Devices | None = None, *, windows: int = 0
 ) -> tuple[StageMemory, ...]:
-    """As `stage_bytes`, by what it is for."""
+    """As `stage_bytes`, by purpose."""
     return _estimate(config, stages, stage_storages(config, stages), devices or Devices(), windows)
 
 
 @lru_cache(maxsize=16)
 def stage_storages(config: RunConfig, stages: int) -> tuple[Storage, ...]:
-    """How each stage's blocks keep activations, first stage first.
+    """How each stage's blocks store activations, first stage first.
 
-    A function of the run file and the number of stages alone: it decides a run's bits, and every node and the
-    coordinator come to the same. With `bits_by_stage` a stage has as much of what `storages_by_load` gives it
-    as leaves its estimate at or below the heaviest stage's without: one with few activations may be heaviest
-    for its head. That holds for nodes that are alike, CPUs or GPUs, of up to `COMPARED_DEVICES` each, with or
-    without CUDA graphs: whether there are any must change no bit.
+    A function of the run file and the number of stages alone: it decides the run's bits, and every node and
+    the coordinator must agree. With `bits_by_stage` a stage gets more bits (`storages_by_load`) as long as
+    its estimate stays at or below the heaviest stage's: a stage with few activations may be heaviest for its
+    head. That holds for like nodes, CPUs or GPUs, of up to `COMPARED_DEVICES` each, with or without CUDA
+    graphs, which must not change bits.
     """
     base = (configured(config.storage),) * stages
     if not config.storage.bits_by_stage:
@@ -91,8 +91,8 @@ def stage_storages(config: RunConfig, stages: int) -> tuple[Storage, ...]:
     loads = held_blocks(config, stages)
     forms = [base, *(storages_by_load(config.storage, loads, bits) for bits in STAGE_BITS)]
     widest = [len(STAGE_BITS)] * stages
-    # A codec's memory grows with a text that is not known here: a stage is compared with those that remember
-    # as much or more.
+    # A sample cache grows with the text, which is not known here: compare a stage with those whose cache is
+    # at least as large.
     remembered = stage_cache_bytes(config, stages, 1)
     for arranged, devices in _arrangements(config):
         found = _estimate(arranged, stages, base, devices)
@@ -110,7 +110,7 @@ def stage_storages(config: RunConfig, stages: int) -> tuple[Storage, ...]:
 
 
 def _arrangements(config: RunConfig) -> list[tuple[RunConfig, Devices]]:
-    """Every one of up to `COMPARED_DEVICES` that can compute a stage of this run, with graphs and without."""
+    """All nodes of up to `COMPARED_DEVICES` that can compute a stage of this run, with graphs and without."""
     training = config.training
     graphs, plain = (replace(config, training=replace(training, cuda_graphs=on)) for on in (True, False))
     found = []
@@ -122,7 +122,7 @@ def _arrangements(config: RunConfig) -> list[tuple[RunConfig, Devices]]:
         for rows in range(1, COMPARED_DEVICES // ranks + 1):
             if config.training.microbatch % rows == 0:
                 cpu = Devices(count=rows * ranks, tensor_parallel=ranks)
-                # What holds for the most multiprocessors and for one holds for every number between.
+                # What holds for one multiprocessor and for the most holds in between.
                 gpus = [replace(cpu, on_cpu=False, multiprocessors=n) for n in (MULTIPROCESSORS, 1)]
                 found += [(plain, devices) for devices in (cpu, *gpus)]
                 found += [(graphs, gpu) for gpu in gpus if gpu.captures(graphs.training)]
@@ -132,7 +132,7 @@ def _arrangements(config: RunConfig) -> list[tuple[RunConfig, Devices]]:
 def _estimate(
     config: RunConfig, stages: int, storages: Sequence[Storage], devices: Devices, windows: int = 0
 ) -> tuple[StageMemory, ...]:
-    """As `stage_memory`, of stages that keep activations so."""
+    """As `stage_memory`, for stages that store activations this way."""
     chunks, captured = chunks_of(config, stages), devices.captures(config.training)
     held = held_blocks(config, stages, apart=captured)
     orders = schedule(stages, chunks, config.microbatches, config.pipeline.first_window)
@@ -153,12 +153,12 @@ def _estimate(
         in_flight = sum(by_chunk) if captured else held_activations(orders[stage])
         kept = held[stage] * block + in_flight * ends * one.residual
         if captured:
-            # A graph's forward keeps the places of what it needs meanwhile, and of what goes in and out.
+            # A graph's forward holds its intermediate tensors, inputs and outputs.
             kept += in_flight * (one.feed_forward_at_work() + 4 * one.residual)
             kept += by_chunk[-1] * one.head_keeps() if HEAD in units else 0
-        # What a step teaches waits beside what is remembered; a snapshot's copy comes on top.
+        # A step's new samples wait beside the cache; a snapshot's copy comes on top.
         cache = caches[stage] + caches[stage] // max(windows, 1) * min(config.training.global_batch, windows)
-        # A leader that shares a microbatch has it whole too, and cut to pieces.
+        # A leader that shares a microbatch holds it whole and in pieces.
         travelling = TRAVELLING + (2 if devices.count > 1 else 0)
         found.append(
             StageMemory(
@@ -185,12 +185,11 @@ def most_held(
     """Chunk activations that each stage has memory for; at least those that window 0 holds.
 
     Args:
-        memory_bytes: of each stage's node, on its smallest device; 0 where it is not known, which leaves
-            nothing beyond window 0.
+        memory_bytes: of each node's smallest device; 0 if unknown, which allows window 0 only.
         windows: as for `stage_bytes`.
         devices: of each stage's node.
     """
-    # What is kept is linear in what is held, so two windows tell what one activation takes.
+    # Memory is linear in the activations held, so two windows give the size of one.
     chunks = chunks_of(config, stages)
     nodes = devices or (Devices(),) * stages
     held, needs = [], []
@@ -204,7 +203,7 @@ def most_held(
     most: list[int] = []
     for narrow, wide, least, large, memory in zip(*held, *needs, memory_bytes, strict=True):
         room = MEMORY_SHARE * memory
-        # What the optimizer needs may lie where activations have been, but for CUDA graphs.
+        # Except with CUDA graphs, the optimizer may reuse the memory of activations.
         after = least.applying if least.captured else 0
         spare = room - (least.fixed + least.state + least.snapshot + least.working + least.kept + after)
         if least.total > room:

@@ -1,4 +1,4 @@
-"""Which layer units each chunk of the pipeline holds. Torch-free, for the coordinator.
+"""Which layer units each chunk and stage holds, for any number of stages. Torch-free.
 
 A chunk is a contiguous run of units. The first also holds "embed", the last also holds "head", and every
 chunk holds at least one block.
@@ -55,10 +55,8 @@ def split_units(model: ModelSection, chunks: int, split: tuple[int, ...] = ()) -
 
 
 def _even_split(model: ModelSection, chunks: int) -> tuple[int, ...]:
-    """Blocks of each chunk. All blocks cost the same, so only the two ends differ from the middle.
-
-    Gives each block in turn to the chunk that is then cheapest; of equals the later one, because earlier
-    stages hold more microbatches. This is optimal for equal blocks.
+    """Blocks of each chunk: each block goes to the cheapest chunk so far, of equals to the later one, because
+    earlier stages hold more microbatches. Optimal, as all blocks cost the same.
     """
     block = unit_cost(model, block_name(0))
     fixed = [0.0] * chunks
@@ -72,17 +70,17 @@ def _even_split(model: ModelSection, chunks: int) -> tuple[int, ...]:
 
 
 REMEMBERED_BYTES = 2
-"""Of an activation's element, in bf16, where the forward codec has a memory."""
+"""Bytes an element of a sample cache: bf16."""
 
 
 def chunks_of(config: RunConfig, stages: int) -> int:
-    """Chunks a stage when `stages` nodes share the model; a single stage has nothing to interleave with."""
+    """Chunks a stage when `stages` nodes share the model; a single stage has one."""
     return config.pipeline.chunks if stages > 1 else 1
 
 
 def chunk_units(config: RunConfig, stages: int) -> tuple[tuple[str, ...], ...]:
     """The layer units of each global chunk when `stages` nodes share the model."""
-    # A split that the user wrote holds for the number of stages that it was written for.
+    # The run file's split holds only for the number of stages it was written for.
     split = config.pipeline.split if stages == config.pipeline.stages else ()
     return split_units(config.model, stages * chunks_of(config, stages), split)
 
@@ -91,7 +89,7 @@ def held_blocks(config: RunConfig, stages: int, *, apart: bool = False) -> tuple
     """The most block activations that each stage holds at once, over its order in the schedule.
 
     Args:
-        apart: no chunk uses what another one of the stage held before: the sum of what each holds.
+        apart: chunks do not reuse each other's memory: sum their peaks.
     """
     chunks = chunks_of(config, stages)
     counts = [sum(map(is_block, units)) for units in chunk_units(config, stages)]
@@ -123,7 +121,7 @@ def stage_units(config: RunConfig, stages: int) -> tuple[tuple[str, ...], ...]:
 
 
 def boundary_cache_bytes(config: RunConfig, windows: int) -> int:
-    """The most that one end of a boundary remembers, in bytes; 0 unless the forward codec has a memory.
+    """The largest sample cache of one end of a boundary, in bytes; 0 unless the forward codec has one.
 
     Args:
         windows: samples of one pass over the text.
@@ -136,7 +134,7 @@ def boundary_cache_bytes(config: RunConfig, windows: int) -> int:
 
 
 def most_layer_bytes(config: RunConfig, unit: str, windows: int) -> int:
-    """The most bytes that a unit's file of a snapshot may have, what its boundary remembers included.
+    """The most bytes that a unit's snapshot file may have, its boundary's sample cache included.
 
     Args:
         windows: samples of one pass over the text.
@@ -145,7 +143,7 @@ def most_layer_bytes(config: RunConfig, unit: str, windows: int) -> int:
 
 
 def stage_cache_bytes(config: RunConfig, stages: int, windows: int) -> tuple[int, ...]:
-    """The most that each stage remembers at all its boundaries, in bytes, first stage first."""
+    """The largest sample caches of each stage, in bytes, first stage first."""
     chunks = stages * chunks_of(config, stages)
     ends = [0] * stages
     for boundary in range(chunks - 1):
@@ -156,7 +154,7 @@ def stage_cache_bytes(config: RunConfig, stages: int, windows: int) -> tuple[int
 
 
 def check_cache(config: RunConfig, windows: int) -> None:
-    """Raises ConfigError if a stage may come to remember more than `pipeline.cache_gb`."""
+    """Raises ConfigError if a stage's sample caches may exceed `pipeline.cache_gb`."""
     pipeline, model = config.pipeline, config.model
     for stages in range(pipeline.min_stages or pipeline.stages, pipeline.stages + 1):
         most = max(stage_cache_bytes(config, stages, windows))

@@ -1,6 +1,7 @@
-"""Which stage sends a tensor to which. Pure.
+"""Which stage sends a tensor to which, and a stage's units and boundaries. Pure.
 
-Global chunk j lives on stage j mod n, so with more than one chunk a stage the last stage feeds the first.
+Global chunk j lives on stage j mod n, and boundary j is between the chunks j and j + 1. So with more than one
+chunk a stage the last stage feeds the first.
 """
 
 from node.config.schema import RunConfig
@@ -39,7 +40,7 @@ def neighbours(stage: int, stages: int, chunks: int, tied: bool) -> tuple[int, .
     """The stages that `stage` has a link with, in ascending order."""
     found = {stage - 1, stage + 1} & set(range(stages))
     if (chunks > 1 or tied) and stages > 1:
-        # The ring closes: chunk n of the last stage's output goes to the first, or the tied gradient does.
+        # The ring closes: the last stage's output, or the tied gradient, goes to the first.
         if stage == 0:
             found.add(stages - 1)
         if stage == stages - 1:
@@ -85,12 +86,12 @@ class StageLayout:
         return action.chunk * self.stages + self.stage
 
     def receives(self, key: TensorKey) -> bool:
-        """Whether such a tensor comes to this stage."""
+        """Whether this stage receives a tensor with this key."""
         if target_stage(key, self.stages) != self.stage:
             return False
         if key.direction in (Direction.TIED_SHARE, Direction.TIED_SUM):
-            # One a step: its key has no microbatch and no boundary, and every key that is let in may be given
-            # a buffer as large as the embedding.
+            # One a step, without microbatch or boundary. Every accepted key may be given a buffer as large as
+            # the embedding.
             return self._shares_tie and key.microbatch == 0 and key.boundary == 0
         return 0 <= key.boundary < self.last_chunk and 0 <= key.microbatch < self._microbatches
 

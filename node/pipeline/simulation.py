@@ -74,15 +74,15 @@ def simulate(
 ) -> Timeline:
     """Run a schedule in simulated time.
 
-    With `swap` a stage whose next action waits may run another one (`node.pipeline.turns`), as stages with one
+    With `swap` a stage whose next action waits may run another one (`node.pipeline.turns`), as stages of one
     chunk do.
 
     With a `network`, `sizes` gives the bytes of a tensor of each kind, and `transfer_time` and `latency` do
     not count.
 
-    A schedule that can finish finishes whatever the times are, because nothing that a stage chooses can stand
-    in the way of anything else: one run shows that there is no deadlock. Raises ConfigError for incomplete
-    orders (see `check_complete`) and for a deadlock, naming what each blocked stage waits for.
+    Whether a schedule finishes does not depend on the times, so one run shows that there is no deadlock.
+    Raises ConfigError for incomplete orders (see `check_complete`) and for a deadlock, with what each stage
+    waits for.
     """
     chunks, _ = check_complete(orders)
 
@@ -161,7 +161,7 @@ class _Simulation:
         self._push(now + time, stage, action)
 
     def _send(self, kind: Kind, stage: int, now: float) -> None:
-        """Send on what the action that a stage has just ended makes."""
+        """Send the tensor that a stage's finished action makes."""
         place = self._computing[stage]
         assert place is not None, "only what computes can end"
         tensor = self._edges[stage][place].makes
@@ -172,7 +172,7 @@ class _Simulation:
             self._arrived.add(tensor)
             return
         occupied, latency = self._passage(tensor, stage, neighbour)
-        # All parts of the way serve a tensor at once, from when the last of them is free.
+        # All parts of the path serve a tensor at once, from when the last of them is free.
         start = max((self._link_free[part] for part in occupied), default=now)
         start = max(start, now)
         for part, time in occupied.items():

@@ -1,13 +1,13 @@
-"""A stage's turns: its order, but for actions that run early while the one that is next waits. Pure.
+"""Choose a stage's next action: its order, but an action may run early while the next one waits. Pure.
 
-An order fixes in which sequence forwards run and in which sequence backwards do, and how many microbatches a
-stage may hold between the two. How the two sequences interleave does not change a bit of the result. So a
-stage whose next action waits for a tensor runs the next action of the other kind when that one can: a
-gradient is not held up by forwards that come over a slow link, nor a forward by gradients.
+An order fixes the sequence of forwards, the sequence of backwards, and how many microbatches a stage may hold
+between the two. How the two sequences interleave does not change the result. So while the next action waits
+for a tensor, the next action of the other kind may run: slow forwards do not hold up gradients, nor the
+reverse.
 
-Every action still comes after a fixed set of others: its own kind's one before, its tensor's maker, a
-backward after its forward, a forward after the backward that makes room for it. The order itself obeys all of
-these, so they make no circle, and no choice of turns can end in a deadlock.
+Every action still comes after a fixed set of others: the one before of its kind, the maker of its tensor, for
+a backward its forward, for a forward the backward that frees its memory. The order itself satisfies all of
+these, so there is no circle and no deadlock.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +16,11 @@ from node.pipeline.schedule import Kind, Order, held_activations
 
 
 class Turns:
-    """What a stage may do next, and what it has begun. Actions are named by their places in the order.
+    """What a stage may do next, and what it has begun. Actions are named by their index in the order.
 
     Args:
-        swap: whether actions may run early. Only where the tensors of each neighbour come in the order in
-            which they are needed, as with one chunk a stage: else what is wanted may wait behind what is not.
+        swap: whether actions may run early. Only if each neighbour's tensors come in the order in which they
+            are needed, as with one chunk a stage; otherwise a needed tensor may wait behind others.
     """
 
     def __init__(self, order: Order, *, swap: bool) -> None:
@@ -38,7 +38,8 @@ class Turns:
 
     @property
     def choices(self) -> Sequence[int]:
-        """What may run once its tensor is here: the order's next action, then the one that may run early."""
+        """What may run once its tensor has arrived: the order's next action, then the one that may run
+        early."""
         forward, backward = self._begun_forwards, self._begun_backwards
         places = self._soonest(1)
         if len(places) < 2 or not self._swap:

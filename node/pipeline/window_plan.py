@@ -1,13 +1,13 @@
-"""The adaptive window: how many microbatches stages run ahead, from what a step was measured to take. Pure.
+"""Plan the window (microbatches in flight on each link) from the measured times of a step. Pure.
 
-The plan is made by simulating the schedule (`node.pipeline.simulation`) with the measured times, for
-windows of growing width: too narrow, and stages wait for round trips; too wide, and they hold memory for
-nothing (and in an interleaved schedule let gradients wait behind forwards that must come first). The smallest
-window within `TOLERANCE` of the best step time wins, then each link's is lowered for as long as that stays
-so. A link's measured rate may be what a narrow window left of it, so no window is narrower than round trips
-ask for. Real steps are less even than simulated ones, so each link gets `MARGIN` more where memory allows.
+The plan simulates the schedule (`node.pipeline.simulation`) with the measured times, for windows of growing
+width. Too narrow, and stages wait for round trips; too wide, and they waste memory, and in an interleaved
+schedule delay gradients. The smallest window within `TOLERANCE` of the best step time wins; then each link's
+is lowered while that holds. A narrow window can lower a link's measured rate, so no window is narrower than
+the round trip needs. Real steps are less even than simulated ones, so each link gets `MARGIN` more where
+memory allows.
 
-The result of a step does not depend on its window, so a plan may come late, or be lost with the coordinator.
+A step's result does not depend on its window, so a plan may come late or be lost with the coordinator.
 """
 
 import math
@@ -26,12 +26,11 @@ TOLERANCE = 0.01
 KEEP = 0.02
 """A window that is in use stays when its step is at most this much longer than the plan's."""
 CAUTION = 1.1
-"""Round trips and transfers are planned this much longer than measured: a window that is one too narrow costs
-far more than one that is one too wide."""
+"""Plan with round trips and transfers this much longer than measured: a window one too narrow costs far more
+than one too wide."""
 MARGIN = 1
-"""More microbatches in flight on a link than an undisturbed step needs: what came late, a packing thread that
-had to wait for a core, is made up for by those that are there already. Only where a wide window costs nothing
-but memory, so not where chunks are interleaved."""
+"""Extra microbatches in flight on a link beyond what an undisturbed step needs, to make up for delays. Not
+with interleaved chunks, where a wide window costs more than memory."""
 MOST_SIMULATED = 96
 """Microbatches; a longer step is as busy in its middle."""
 
@@ -59,7 +58,7 @@ def measured(
     chunks: int,
     microbatches: int,
 ) -> StepMeasures | None:
-    """What a step was measured to take; None when that is unknown: it was aborted, or a stage is silent.
+    """The measured times of a step; None if it was aborted or a stage sent no report.
 
     Args:
         link_report: the newest report of (source, target), if there is one.
@@ -110,8 +109,8 @@ def plan_windows(
     """The windows to use from the next step on.
 
     Args:
-        most_held: chunk activations that each stage has memory for. Where not even window 0 fits, that is
-            what is planned: the placement was made for it.
+        most_held: chunk activations that each stage has memory for. Window 0 is the least, even if it does
+            not fit: the placement was made for it.
         current: the windows in use, kept when they are as good and fit.
     """
     stages = len(measures.forward)
@@ -143,7 +142,7 @@ def plan_windows(
 
 
 class _Steps:
-    """How long a step takes, by its windows, at measured rates with `CAUTION`; which of them are enough.
+    """Simulated step times by window, at measured rates with `CAUTION`; tells which windows suffice.
 
     Args:
         allowed: even windows, the smallest first.
@@ -170,7 +169,7 @@ class _Steps:
         self._enough = min(map(self._seconds, allowed)) * (1 + TOLERANCE)
 
     def near_best(self, windows: Windows, beyond: float = 0.0) -> bool:
-        """Whether a step takes at most `TOLERANCE`, and `beyond` that, longer than with the best allowed."""
+        """Whether a step takes at most `TOLERANCE` plus `beyond` longer than with the best allowed window."""
         return self._seconds(windows) <= self._enough * (1 + beyond)
 
     def smallest_even(self) -> Windows:

@@ -176,7 +176,7 @@ def _reopen(
         last_epoch=last_epoch,
         newest_snapshot=newest,
         committed=committed,
-        seats=tuple(placed.node_id for placed in store.placement(last_epoch)),
+        hosts=tuple(placed.node_id for placed in store.placement(last_epoch)),
     )
     return _Run(
         run_id=store.run().run_id,

@@ -146,8 +146,8 @@ class Driver:
         return self.machine.message(node_id, answer, self.time)
 
     def vote(self, node_id: str, norm: float = 1.0, loss: float | None = None) -> list[Action]:
-        stage = self.epoch.seats.index(node_id)
-        if loss is None and stage == len(self.epoch.seats) - 1:
+        stage = self.epoch.hosts.index(node_id)
+        if loss is None and stage == len(self.epoch.hosts) - 1:
             loss = 2.0
         answer = Vote(epoch=self.epoch.number, step=self.epoch.step, norms={stage: norm}, loss=loss)
         return self.machine.message(node_id, answer, self.time)
@@ -168,25 +168,25 @@ class Driver:
 
     def all_placed(self, held: int = -1, *, voted: bool = False) -> list[Action]:
         actions: list[Action] = []
-        for node_id in self.epoch.seats:
+        for node_id in self.epoch.hosts:
             actions = self.placed(node_id, held, voted=voted)
         return actions
 
     def all_ready(self) -> list[Action]:
         actions: list[Action] = []
-        for node_id in self.epoch.seats:
+        for node_id in self.epoch.hosts:
             actions = self.ready(node_id)
         return actions
 
     def all_vote(self) -> list[Action]:
         actions: list[Action] = []
-        for node_id in self.epoch.seats:
+        for node_id in self.epoch.hosts:
             actions = self.vote(node_id)
         return actions
 
     def all_applied(self) -> list[Action]:
         actions: list[Action] = []
-        for node_id in self.epoch.seats:
+        for node_id in self.epoch.hosts:
             actions = self.applied(node_id)
         return actions
 
@@ -219,9 +219,9 @@ class Driver:
         assert (self.epoch.step, self.plan.total_steps, self.machine.newest_snapshot) == (2, 3, 0)
         match phase:
             case Phase.PLACING:
-                self.failed(self.epoch.seats[0])
+                self.failed(self.epoch.hosts[0])
             case Phase.RESTORING:
-                self.failed(self.epoch.seats[0])
+                self.failed(self.epoch.hosts[0])
                 self.all_placed(2)
             case Phase.APPLYING:
                 self.all_vote()

@@ -74,7 +74,7 @@ def chain(step: int) -> int:
 @dataclass
 class Disk:
     last_epoch: int = 0
-    seats: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
     commits: dict[int, tuple[float, float]] = field(default_factory=dict)
     snapshots: set[int] = field(default_factory=set)
     pruned: set[int] = field(default_factory=set)
@@ -90,7 +90,7 @@ class Disk:
             last_epoch=self.last_epoch,
             newest_snapshot=max(self.snapshots, default=0),
             committed=committed,
-            seats=self.seats,
+            hosts=self.hosts,
         )
 
 

@@ -144,7 +144,7 @@ class World:
             case RecordCommit():
                 self._record_commit(action)
             case RecordRestored():
-                assert action.epoch == self.disk.last_epoch and action.nodes == self.disk.seats
+                assert action.epoch == self.disk.last_epoch and action.nodes == self.disk.hosts
                 for node in self.nodes:
                     if node.node_id in action.nodes and self._is_in(node, action.epoch):
                         assert node.state_step == action.step, "an epoch begins with one state on all stages"
@@ -178,7 +178,7 @@ class World:
             case Begin() if (message.epoch, message.step) not in self.begun:
                 self.begun.add((message.epoch, message.step))
                 assert self.restored[message.epoch] <= message.step
-                assert not any(machine.members[node].leaving for node in self.disk.seats)
+                assert not any(machine.members[node].leaving for node in self.disk.hosts)
             case _:
                 pass
 
@@ -192,13 +192,13 @@ class World:
         for node_id in placement.nodes:
             assert node_id in machine.members and node_id not in machine.quarantined
             assert not machine.members[node_id].leaving
-        self.disk.last_epoch, self.disk.seats = placement.epoch, placement.nodes
+        self.disk.last_epoch, self.disk.hosts = placement.epoch, placement.nodes
 
     def _record_commit(self, commit: RecordCommit) -> None:
         assert commit.epoch == self.disk.last_epoch, "only the newest epoch commits"
         assert commit.epoch in self.restored
         voters = self.cast.get((commit.epoch, commit.step), set())
-        assert voters == set(self.disk.seats), "a commit comes after every stage's vote"
+        assert voters == set(self.disk.hosts), "a commit comes after every stage's vote"
         assert commit.step <= len(self.disk.commits), "steps are committed in order, without a gap"
         assert commit.step != self.poisoned_step
         content = commit.clip_coefficient, commit.lr
@@ -211,10 +211,10 @@ class World:
         assert len(machine._snapshots._asked) <= MAX_ASKED + 1, "the due ones, and one that the run waits for"
         assert machine.newest_snapshot == max(self.disk.snapshots, default=0)
         if self.stopped is None and epoch is not None:
-            assert epoch.number == self.disk.last_epoch and epoch.seats == self.disk.seats
-            assert set(epoch.seats) <= machine.members.keys()
+            assert epoch.number == self.disk.last_epoch and epoch.hosts == self.disk.hosts
+            assert set(epoch.hosts) <= machine.members.keys()
             for node_id, member in machine.members.items():
-                assert not member.leaving or node_id in epoch.seats, "only a stage keeps who wants to leave"
+                assert not member.leaving or node_id in epoch.hosts, "only a stage keeps who wants to leave"
 
     def check_nodes(self) -> None:
         for node in self.nodes:

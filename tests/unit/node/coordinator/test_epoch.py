@@ -17,7 +17,7 @@ def epoch(
 ) -> Epoch:
     return Epoch(
         number=4,
-        seats=("a", "b"),
+        hosts=("a", "b"),
         addresses=("a:1", "b:1"),
         newest_snapshot=snapshot,
         newest_state=state,

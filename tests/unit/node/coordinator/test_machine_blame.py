@@ -1,4 +1,4 @@
-"""A step that keeps failing with nobody dead: spares take seats, the likeliest at fault first."""
+"""A step that keeps failing with nobody dead: spares take hosts, the likeliest at fault first."""
 
 from collections.abc import Callable, Iterable
 
@@ -13,7 +13,7 @@ INTERNAL = FailureKind.INTERNAL
 
 
 def said(run: Driver, node_id: str, kind: FailureKind, peer: str = "") -> Told:
-    stage = run.epoch.seats.index(peer) if peer else -1
+    stage = run.epoch.hosts.index(peer) if peer else -1
     words = f"the link to stage {stage} (node {peer}) was not up within 60 s" if peer else "the disk is full"
     return node_id, StepFailed(
         epoch=run.epoch.number,
@@ -46,7 +46,7 @@ def broken(*nodes: str) -> Callable[[Driver], Told]:
     """Every start of a stage on these nodes fails."""
 
     def fault(run: Driver) -> Told:
-        seated = [node for node in run.epoch.seats if node in nodes]
+        seated = [node for node in run.epoch.hosts if node in nodes]
         return said(run, seated[0], INTERNAL) if seated else None
 
     return fault
@@ -58,11 +58,11 @@ def cut_off(bad: str, accusers: Iterable[str] = ()) -> Callable[[Driver], Told]:
 
     def fault(run: Driver) -> Told:
         nonlocal turn
-        seats = run.epoch.seats
-        if bad not in seats:
+        hosts = run.epoch.hosts
+        if bad not in hosts:
             return None
-        at = seats.index(bad)
-        around = [seats[stage] for stage in (at - 1, at + 1) if 0 <= stage < len(seats)]
+        at = hosts.index(bad)
+        around = [hosts[stage] for stage in (at - 1, at + 1) if 0 <= stage < len(hosts)]
         teller = [*accusers][turn % len([*accusers])] if accusers else around[0]
         turn += 1
         if teller == bad:
@@ -81,7 +81,7 @@ def with_spares(spares: str, nodes: str = "abc") -> Driver:
 def test_a_spare_takes_the_stage_of_a_node_that_keeps_failing() -> None:
     run = with_spares("x")
     actions = attempts(run, broken("b"))
-    assert run.epoch.seats == ("a", "x", "c")
+    assert run.epoch.hosts == ("a", "x", "c")
     assert len(of_kind(actions, Aborted)) == MAX_RETRIES + 1
     assert [note.text for note in of_kind(actions, Announce)] == [
         "step 3 failed 4 times in a row, last at stage 1: the disk is full: a spare takes stage 1 from node b"
@@ -97,23 +97,23 @@ def test_of_a_link_the_other_end_goes_first_and_then_who_complained() -> None:
     run.stored(2)
 
     def fault(run: Driver) -> Told:
-        if "a" not in run.epoch.seats:
+        if "a" not in run.epoch.hosts:
             return None
-        return said(run, "a", FailureKind.LINK, run.epoch.seats[1])
+        return said(run, "a", FailureKind.LINK, run.epoch.hosts[1])
 
     attempts(run, fault, MAX_RETRIES + 1)
-    assert run.epoch.seats == ("a", "x", "c")
+    assert run.epoch.hosts == ("a", "x", "c")
     attempts(run, fault)
-    assert run.epoch.seats == ("y", "x", "c")
+    assert run.epoch.hosts == ("y", "x", "c")
 
 
 def test_who_took_a_dead_nodes_seat_and_cannot_be_reached_goes() -> None:
     run = with_spares("xy")
     run.die("b")
-    assert run.epoch.seats == ("a", "x", "c")
+    assert run.epoch.hosts == ("a", "x", "c")
     run.all_placed(2)
     attempts(run, cut_off("x"))
-    assert run.epoch.seats == ("a", "y", "c")
+    assert run.epoch.hosts == ("a", "y", "c")
 
 
 def test_of_two_ends_the_new_one_goes_though_it_was_the_first_to_complain() -> None:
@@ -121,32 +121,32 @@ def test_of_two_ends_the_new_one_goes_though_it_was_the_first_to_complain() -> N
     run.die("b")
     run.all_placed(2)
     attempts(run, cut_off("x", "x"))
-    assert run.epoch.seats == ("a", "y", "c")
+    assert run.epoch.hosts == ("a", "y", "c")
 
 
 def test_who_has_a_part_in_all_failures_goes_whoever_told_of_the_last() -> None:
     run = with_spares("x")
     attempts(run, cut_off("b", "aacb"))
-    assert run.epoch.seats == ("a", "x", "c")
+    assert run.epoch.hosts == ("a", "x", "c")
 
 
 def test_one_whose_word_was_heeded_in_vain_goes_before_another_spare_does() -> None:
     """It blames one neighbour after the other, also those that are new."""
     run = with_spares("xyz")
     attempts(run, cut_off("a", "a"))
-    assert "a" not in run.epoch.seats
-    assert len(set(run.epoch.seats) & set("xyz")) == 2
+    assert "a" not in run.epoch.hosts
+    assert len(set(run.epoch.hosts) & set("xyz")) == 2
 
 
 def test_who_gave_up_a_stage_gets_none_again_at_this_step() -> None:
     run = with_spares("xy")
     attempts(run, broken("b", "x"))
-    assert run.epoch.seats == ("a", "y", "c")
+    assert run.epoch.hosts == ("a", "y", "c")
 
 
 def test_when_no_spare_is_left_the_run_is_given_up() -> None:
     run = with_spares("xy")
-    actions = attempts(run, lambda run: said(run, run.epoch.seats[1], INTERNAL))
+    actions = attempts(run, lambda run: said(run, run.epoch.hosts[1], INTERNAL))
     end = stop_of(actions)
     assert end.failed and end.reason.startswith("step 3 failed 4 times in a row, last at stage 1")
     assert len(of_kind(actions, Announce)) == 2, "twice a spare took over"
@@ -165,7 +165,7 @@ def test_a_step_that_is_done_clears_everybody() -> None:
     run.all_ready()
     run.steps(1, store=False)
     run.die("c")
-    assert run.epoch.seats == ("a", "x", "b")
+    assert run.epoch.hosts == ("a", "x", "b")
 
 
 def test_who_gave_up_a_stage_is_better_than_nobody() -> None:
@@ -180,11 +180,11 @@ def test_a_split_of_fewer_stages_changes_hands_too() -> None:
     run.die("b")
     run.die("d")
     run.tick(REGROUP)
-    assert run.epoch.seats == ("a", "c")
+    assert run.epoch.hosts == ("a", "c")
     run.restored()
     run.hello("x")
     actions = attempts(run, broken("c"))
-    assert run.epoch.seats == ("a", "x")
+    assert run.epoch.hosts == ("a", "x")
     assert len(of_kind(actions, Aborted)) == MAX_RETRIES + 1
     run.all_ready()
     assert run.epoch.phase is Phase.STEPPING, "no epoch is ended for a third stage on the node that failed"

@@ -21,7 +21,7 @@ def test_a_complaint_counts_although_the_culprit_complained_first() -> None:
         run.machine.message("c", complaint(run, epoch), run.time)
         run.restored(2)
     assert run.machine.quarantined == {"b": "nonsense"}
-    assert run.epoch.seats == ("a", "x", "c")
+    assert run.epoch.hosts == ("a", "x", "c")
 
 
 def test_two_neighbours_that_complain_about_one_epoch_count_as_one() -> None:
@@ -66,7 +66,7 @@ def test_who_finds_fault_with_every_neighbour_is_the_one_who_goes() -> None:
     actions = slandered(run, "b", 0)
     assert finishes(actions) == {"b": "quarantined: it alone found fault with a and w, and then with x"}
     assert of_kind(actions, Released)[0].node_id == "b"
-    assert run.epoch.seats == ("x", "y", "c"), "the slandered keeps its seat"
+    assert run.epoch.hosts == ("x", "y", "c"), "the slandered keeps its seat"
     slandered(run, "c", 1)
     assert "y" in run.machine.quarantined, "others are heard as before"
 
@@ -80,4 +80,4 @@ def test_a_node_that_two_complain_of_goes_whoever_one_of_them_is() -> None:
     run.restored(2)
     slandered(run, "b", 0)
     assert run.machine.quarantined.keys() == {"a", "w", "x"}
-    assert run.epoch.seats == ("y", "b", "c")
+    assert run.epoch.hosts == ("y", "b", "c")

@@ -67,7 +67,7 @@ def test_the_others_keep_their_seats_and_fetch_what_the_dead_took_along() -> Non
     run = Driver(every=4).started("abc", 6)
     run.hello("x")
     run.die("a")
-    assert run.epoch.seats == ("x", "b", "c")
+    assert run.epoch.hosts == ("x", "b", "c")
     run.placed("b", 6)
     run.placed("c", 6, voted=True)
     assert restore_of(run.placed("x", -1)) == Restore(epoch=2, step=4, branch=2)
@@ -125,7 +125,7 @@ def test_a_late_node_is_told_that_its_epoch_is_over_and_waits_as_a_spare() -> No
     run.restored()
     late = run.hello("b", epoch=1)
     assert late[0] == Send(node_id="b", message=Abort(epoch=1, reason="that epoch is over"))
-    assert run.epoch.seats == ("a", "x", "c")
+    assert run.epoch.hosts == ("a", "x", "c")
     assert [type(message).__name__ for message in sent(late)] == ["Abort", "Prefetch"]
 
 
@@ -138,7 +138,7 @@ def test_a_node_that_missed_a_new_placement_gets_both() -> None:
     abort, *rest = sent(run.hello("b", epoch=1), "b")
     assert abort == Abort(epoch=1, reason="that epoch is over")
     assert [type(message).__name__ for message in rest] == ["Placement"]
-    assert run.epoch.seats == ("a", "b")
+    assert run.epoch.hosts == ("a", "b")
 
 
 @EVERY_PHASE
@@ -179,9 +179,9 @@ def test_an_evicted_node_is_gone_at_once() -> None:
 
 def placed_again(run: Driver, *answers: tuple[int, bool]) -> Restore:
     """The epoch ends, and in the next the stages hold these states."""
-    run.failed(run.epoch.seats[0])
+    run.failed(run.epoch.hosts[0])
     actions: list[Action] = []
-    for node, (held, voted) in zip(run.epoch.seats, answers, strict=True):
+    for node, (held, voted) in zip(run.epoch.hosts, answers, strict=True):
         actions = run.placed(node, held, voted=voted)
     return restore_of(actions)
 
@@ -230,7 +230,7 @@ def test_a_node_that_comes_back_with_a_state_of_before_gets_the_snapshots() -> N
     run.steps(2)
     run.hello("a")
     run.die("x")
-    assert run.epoch.seats == ("a", "b", "c") and run.branch == 2
+    assert run.epoch.hosts == ("a", "b", "c") and run.branch == 2
     run.placed("b", 6)
     run.placed("c", 6)
     assert restore_of(run.placed("a", 6, branch=1)) == Restore(epoch=3, step=4, branch=3)
@@ -332,7 +332,7 @@ def test_the_run_goes_on_failing_within_its_limit_on_fewer_stages_than_asked_for
     run = Driver(stages=3, min_stages=1, every=2).started("abc", 2)
     run.die("b")
     run.tick(REGROUP)
-    assert run.epoch.seats == ("a", "c")
+    assert run.epoch.hosts == ("a", "c")
     run.restored()
     assert placement_of(run.failed("c")) == ("a", "c")
 

@@ -255,7 +255,7 @@ def regrouped() -> Driver:
     run = Driver(stages=3, min_stages=1, every=4).started("abc", 5)
     run.die("b")
     run.tick(REGROUP)
-    assert run.epoch.seats == ("a", "c")
+    assert run.epoch.hosts == ("a", "c")
     run.restored()
     return run
 

@@ -15,9 +15,9 @@ from tests.support.machine_driver import (
 from wire.messages import Abort, Begin, Commit, Restore
 
 
-def past(*, step: int | None, snapshot: int = 0, seats: str = "ab") -> Past:
+def past(*, step: int | None, snapshot: int = 0, hosts: str = "ab") -> Past:
     committed = None if step is None else Committed(step=step, clip_coefficient=0.25, lr=0.125)
-    return Past(last_epoch=7, newest_snapshot=snapshot, committed=committed, seats=tuple(seats))
+    return Past(last_epoch=7, newest_snapshot=snapshot, committed=committed, hosts=tuple(hosts))
 
 
 def test_a_restarted_coordinator_waits_for_those_who_had_a_seat() -> None:
@@ -68,5 +68,5 @@ def test_a_coordinator_that_died_after_the_last_snapshot_is_done() -> None:
 
 
 def test_one_that_was_one_stage_alone_goes_on_alone() -> None:
-    run = Driver(stages=2, min_stages=1, past=past(step=5, snapshot=4, seats="a"))
+    run = Driver(stages=2, min_stages=1, past=past(step=5, snapshot=4, hosts="a"))
     assert placement_of(run.hello("a", epoch=7)) == ("a",)

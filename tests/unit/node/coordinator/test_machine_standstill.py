@@ -84,7 +84,7 @@ def test_time_in_which_the_coordinator_stood_still_is_not_taken_from_who_takes_i
     actions = wait(run, 2)
     assert [released.node_id for released in of_kind(actions, Released)] == ["b"]
     run.placed("a")
-    assert run.epoch.seats == ("a", "c")
+    assert run.epoch.hosts == ("a", "c")
     assert wait(run, PLACING_SECONDS - 1) == []
     assert finishes(wait(run, 2)).keys() == {"c"}, "and it was no credit for the next epoch"
 

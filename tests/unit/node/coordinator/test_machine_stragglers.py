@@ -100,5 +100,5 @@ def test_a_plan_outlives_its_epoch_but_not_its_number_of_stages() -> None:
     assert run.epoch.planned_windows == (2, 1)
     run.die("c")
     wait(run, 30)
-    assert run.epoch.seats == ("a", "b")
+    assert run.epoch.hosts == ("a", "b")
     assert len(run.epoch.planned_windows) == 0

@@ -42,7 +42,7 @@ def test_what_a_service_says_again_at_each_start_is_no_change(
 def test_a_run_that_diverged_can_do_what_it_is_told_to() -> None:
     epoch = Epoch(
         number=1,
-        seats=("a",),
+        hosts=("a",),
         addresses=("a:1",),
         newest_snapshot=0,
         newest_state=0,

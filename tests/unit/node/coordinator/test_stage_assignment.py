@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.config.schema import ModelSection, RunConfig, TrainingSection
-from node.coordinator import stage_assignment as seating_module
+from node.coordinator import stage_assignment as module
 from node.coordinator.stage_assignment import (
     Candidate,
     StageAssigner,
@@ -27,54 +27,54 @@ def sized(**memory: int) -> list[Candidate]:
     return [Candidate(node_id=name, memory_bytes=size) for name, size in memory.items()]
 
 
-def seat(
+def assign(
     previous: Sequence[str | None], candidates: Sequence[Candidate], needs: Sequence[int]
 ) -> tuple[str, ...] | None:
     """Where every node needs as much."""
-    return seating_module.seat(previous, candidates, len(needs), lambda _stages, _devices: needs)
+    return module.assign(previous, candidates, len(needs), lambda _stages, _devices: needs)
 
 
 # ---- one placement
 
 
 def test_newcomers_sit_in_the_order_in_which_they_came() -> None:
-    assert seat((), nodes("badc"), [1, 1, 1]) == ("b", "a", "d")
+    assert assign((), nodes("badc"), [1, 1, 1]) == ("b", "a", "d")
 
 
 def test_nodes_keep_their_seats() -> None:
-    assert seat(("c", "a", "b"), nodes("abcd"), [1, 1, 1]) == ("c", "a", "b")
+    assert assign(("c", "a", "b"), nodes("abcd"), [1, 1, 1]) == ("c", "a", "b")
 
 
 def test_a_newcomer_fills_the_gap() -> None:
-    assert seat(("c", None, "b"), nodes("bcxy"), [1, 1, 1]) == ("c", "x", "b")
-    assert seat(("c", "gone", "b"), nodes("bcxy"), [1, 1, 1]) == ("c", "x", "b")
+    assert assign(("c", None, "b"), nodes("bcxy"), [1, 1, 1]) == ("c", "x", "b")
+    assert assign(("c", "gone", "b"), nodes("bcxy"), [1, 1, 1]) == ("c", "x", "b")
 
 
 def test_order_is_kept_when_the_number_of_stages_changes() -> None:
-    assert seat(("d", "gone", "b", "a"), nodes("abd"), [1, 1, 1]) == ("d", "b", "a")
-    assert seat(("d", "b", "a"), nodes("abcd"), [1, 1, 1, 1]) == ("d", "b", "a", "c")
+    assert assign(("d", "gone", "b", "a"), nodes("abd"), [1, 1, 1]) == ("d", "b", "a")
+    assert assign(("d", "b", "a"), nodes("abcd"), [1, 1, 1, 1]) == ("d", "b", "a", "c")
 
 
 def test_too_few_nodes_are_no_placement() -> None:
-    assert seat((), nodes("ab"), [1, 1, 1]) is None
-    assert seat((), [], [1]) is None
+    assert assign((), nodes("ab"), [1, 1, 1]) is None
+    assert assign((), [], [1]) is None
 
 
 def test_nobody_gets_a_stage_that_does_not_fit() -> None:
-    assert seat((), sized(small=4, large=9), [5, 3]) == ("large", "small")
-    assert seat((), sized(small=4, other=4), [5, 3]) is None
+    assert assign((), sized(small=4, large=9), [5, 3]) == ("large", "small")
+    assert assign((), sized(small=4, other=4), [5, 3]) is None
 
 
 def test_memory_that_is_not_known_fits() -> None:
-    assert seat((), sized(unknown=0, small=4), [100, 3]) == ("unknown", "small")
+    assert assign((), sized(unknown=0, small=4), [100, 3]) == ("unknown", "small")
 
 
 def test_nodes_change_seats_where_only_that_helps() -> None:
     # "large" came first and took what "small" could have had.
-    assert seat((), sized(large=9, small=4), [3, 8]) == ("small", "large")
-    assert seat(("large", None), sized(large=9, small=4), [3, 8]) == ("small", "large")
+    assert assign((), sized(large=9, small=4), [3, 8]) == ("small", "large")
+    assert assign(("large", None), sized(large=9, small=4), [3, 8]) == ("small", "large")
     # A holder whose stage has grown moves; the chain is three long.
-    assert seat(("c", "b", None), sized(a=1, b=2, c=3), [1, 2, 3]) == ("a", "b", "c")
+    assert assign(("c", "b", None), sized(a=1, b=2, c=3), [1, 2, 3]) == ("a", "b", "c")
 
 
 @given(
@@ -88,7 +88,7 @@ def test_a_placement_is_found_whenever_there_is_one(
     candidates = [Candidate(node_id=f"n{i}", memory_bytes=room) for i, room in enumerate(rooms)]
     distinct = [node if held.index(node) == at else None for at, node in enumerate(held)]
     previous = [None if node is None else f"n{node}" for node in distinct]
-    found = seat(previous, candidates, needs)
+    found = assign(previous, candidates, needs)
 
     def fits(order: tuple[Candidate, ...]) -> bool:
         pairs = zip(order, needs, strict=True)
@@ -108,7 +108,9 @@ def test_a_placement_is_found_whenever_there_is_one(
 # ---- over time
 
 
-def seating(stages: int = 3, least: int = 3, previous: tuple[str, ...] = (), total: int = 12) -> StageAssigner:
+def make_assigner(
+    stages: int = 3, least: int = 3, previous: tuple[str, ...] = (), total: int = 12
+) -> StageAssigner:
     """Stages of a model of `total` bytes, split evenly."""
     return StageAssigner(
         stages=stages,
@@ -120,119 +122,119 @@ def seating(stages: int = 3, least: int = 3, previous: tuple[str, ...] = (), tot
 
 
 def test_a_new_run_waits_for_all_stages_however_long() -> None:
-    seats = seating(least=1)
-    assert seats.choose(nodes("ab"), 0.0) is None
-    assert seats.choose(nodes("ab"), 1000.0) is None
-    assert seats.choose(nodes("abc"), 1000.0) == ("a", "b", "c")
+    assigner = make_assigner(least=1)
+    assert assigner.choose(nodes("ab"), 0.0) is None
+    assert assigner.choose(nodes("ab"), 1000.0) is None
+    assert assigner.choose(nodes("abc"), 1000.0) == ("a", "b", "c")
 
 
 def test_a_spare_takes_a_dead_nodes_seat_at_once() -> None:
-    seats = seating()
-    assert seats.choose(nodes("abc"), 0.0)
-    assert seats.vacate("b", 5.0)
-    assert seats.choose(nodes("acx"), 5.0) == ("a", "x", "c")
+    assigner = make_assigner()
+    assert assigner.choose(nodes("abc"), 0.0)
+    assert assigner.vacate("b", 5.0)
+    assert assigner.choose(nodes("acx"), 5.0) == ("a", "x", "c")
 
 
 def test_one_without_a_seat_vacates_nothing() -> None:
-    seats = seating()
-    assert seats.choose(nodes("abc"), 0.0)
-    assert not seats.vacate("x", 1.0)
-    assert seats.choose(nodes("abcx"), 1.0) == ("a", "b", "c")
+    assigner = make_assigner()
+    assert assigner.choose(nodes("abc"), 0.0)
+    assert not assigner.vacate("x", 1.0)
+    assert assigner.choose(nodes("abcx"), 1.0) == ("a", "b", "c")
 
 
 def test_without_a_spare_the_split_stays_until_it_is_time_to_regroup() -> None:
-    seats = seating(least=2)
-    assert seats.choose(nodes("abc"), 0.0)
-    seats.vacate("b", 5.0)
-    assert seats.choose(nodes("ac"), 14.9) is None
-    assert seats.choose(nodes("ac"), 15.0) == ("a", "c")
+    assigner = make_assigner(least=2)
+    assert assigner.choose(nodes("abc"), 0.0)
+    assigner.vacate("b", 5.0)
+    assert assigner.choose(nodes("ac"), 14.9) is None
+    assert assigner.choose(nodes("ac"), 15.0) == ("a", "c")
 
 
 def test_below_the_least_number_of_stages_the_run_waits() -> None:
-    seats = seating(least=2)
-    assert seats.choose(nodes("abc"), 0.0)
-    seats.vacate("a", 5.0)
-    seats.vacate("b", 5.0)
-    assert seats.choose(nodes("c"), 100.0) is None
-    assert seats.choose(nodes("cx"), 100.0) == ("c", "x")
+    assigner = make_assigner(least=2)
+    assert assigner.choose(nodes("abc"), 0.0)
+    assigner.vacate("a", 5.0)
+    assigner.vacate("b", 5.0)
+    assert assigner.choose(nodes("c"), 100.0) is None
+    assert assigner.choose(nodes("cx"), 100.0) == ("c", "x")
 
 
 def test_the_same_few_go_on_at_once_when_an_epoch_ends_for_another_reason() -> None:
     """An aborted step on fewer stages than asked for must not wait for ever."""
-    seats = seating(least=1)
-    assert seats.choose(nodes("abc"), 0.0)
-    seats.vacate("b", 5.0)
-    assert seats.choose(nodes("ac"), 15.0) == ("a", "c")
-    assert seats.choose(nodes("ac"), 16.0) == ("a", "c")
-    seats.vacate("a", 20.0)
-    assert seats.choose(nodes("c"), 30.0) == ("c",)
-    assert seats.choose(nodes("c"), 31.0) == ("c",)
-    assert seats.choose(nodes("cab"), 32.0) == ("c", "a", "b")
+    assigner = make_assigner(least=1)
+    assert assigner.choose(nodes("abc"), 0.0)
+    assigner.vacate("b", 5.0)
+    assert assigner.choose(nodes("ac"), 15.0) == ("a", "c")
+    assert assigner.choose(nodes("ac"), 16.0) == ("a", "c")
+    assigner.vacate("a", 20.0)
+    assert assigner.choose(nodes("c"), 30.0) == ("c",)
+    assert assigner.choose(nodes("c"), 31.0) == ("c",)
+    assert assigner.choose(nodes("cab"), 32.0) == ("c", "a", "b")
 
 
 def test_holders_from_before_a_restart_get_a_moment_from_the_first_that_comes() -> None:
-    seats = seating(previous=("a", "b", "c"))
-    assert seats.choose([], 0.0) is None
-    assert seats.choose([], 100.0) is None
-    assert seats.choose(nodes("xyzb"), 100.0) is None
-    assert seats.choose(nodes("xyzb"), 109.9) is None
-    assert seats.choose(nodes("xyzbac"), 109.9) == ("a", "b", "c")
+    assigner = make_assigner(previous=("a", "b", "c"))
+    assert assigner.choose([], 0.0) is None
+    assert assigner.choose([], 100.0) is None
+    assert assigner.choose(nodes("xyzb"), 100.0) is None
+    assert assigner.choose(nodes("xyzb"), 109.9) is None
+    assert assigner.choose(nodes("xyzbac"), 109.9) == ("a", "b", "c")
 
 
 def test_holders_that_do_not_come_back_lose_their_seats() -> None:
-    seats = seating(previous=("a", "b", "c"))
-    assert seats.choose(nodes("xyb"), 0.0) is None
-    assert seats.choose(nodes("xyb"), 10.0) == ("x", "b", "y")
+    assigner = make_assigner(previous=("a", "b", "c"))
+    assert assigner.choose(nodes("xyb"), 0.0) is None
+    assert assigner.choose(nodes("xyb"), 10.0) == ("x", "b", "y")
 
 
 def test_fewer_holders_from_before_a_restart_go_on_as_they_were() -> None:
-    assert seating(least=1, previous=("a",)).choose(nodes("a"), 0.0) == ("a",)
-    assert seating(least=1, previous=("b", "a")).choose(nodes("ab"), 0.0) == ("b", "a")
+    assert make_assigner(least=1, previous=("a",)).choose(nodes("a"), 0.0) == ("a",)
+    assert make_assigner(least=1, previous=("b", "a")).choose(nodes("ab"), 0.0) == ("b", "a")
 
 
 def test_a_resumed_run_may_ask_for_fewer_or_more_stages() -> None:
-    fewer = seating(stages=2, least=2, previous=("a", "b", "c", "d"))
+    fewer = make_assigner(stages=2, least=2, previous=("a", "b", "c", "d"))
     assert fewer.choose(nodes("abcd"), 0.0) == ("a", "b")
-    more = seating(stages=3, least=3, previous=("a", "b"))
+    more = make_assigner(stages=3, least=3, previous=("a", "b"))
     assert more.choose(nodes("ab"), 0.0) is None
     assert more.choose(nodes("abx"), 1.0) == ("a", "b", "x")
 
 
 def test_growth_may_come_at_once_when_it_is_called_for() -> None:
-    seats = seating(least=1)
-    seats.choose(nodes("abc"), 0.0)
-    seats.vacate("b", 0.0)
-    assert seats.choose(nodes("ac"), 10.0) == ("a", "c")
-    seats.vacate("c", 20.0)
-    assert seats.choose(nodes("a"), 30.0) == ("a",)
-    assert not seats.can_grow(1, nodes("a"))
-    assert seats.can_grow(1, nodes("ax"))
-    assert not seats.can_grow(2, nodes("ax"))
-    assert seats.choose(nodes("ax"), 31.0) == ("a",)
-    seats.regroup(32.0)
-    assert seats.choose(nodes("ax"), 32.0) == ("a", "x")
+    assigner = make_assigner(least=1)
+    assigner.choose(nodes("abc"), 0.0)
+    assigner.vacate("b", 0.0)
+    assert assigner.choose(nodes("ac"), 10.0) == ("a", "c")
+    assigner.vacate("c", 20.0)
+    assert assigner.choose(nodes("a"), 30.0) == ("a",)
+    assert not assigner.can_grow(1, nodes("a"))
+    assert assigner.can_grow(1, nodes("ax"))
+    assert not assigner.can_grow(2, nodes("ax"))
+    assert assigner.choose(nodes("ax"), 31.0) == ("a",)
+    assigner.regroup(32.0)
+    assert assigner.choose(nodes("ax"), 32.0) == ("a", "x")
 
 
 def test_a_run_never_grows_beyond_what_it_asks_for_or_what_fits() -> None:
-    seats = seating(stages=3, total=12)
-    assert not seats.can_grow(3, nodes("abcde"))
-    assert not seats.can_grow(2, sized(a=6, b=6, c=3))
-    assert seats.can_grow(2, sized(a=6, b=6, c=4))
+    assigner = make_assigner(stages=3, total=12)
+    assert not assigner.can_grow(3, nodes("abcde"))
+    assert not assigner.can_grow(2, sized(a=6, b=6, c=3))
+    assert assigner.can_grow(2, sized(a=6, b=6, c=4))
 
 
 def test_nodes_without_the_memory_are_explained_and_then_done_without() -> None:
     """Three nodes are here, one of them too small for a third: two can share the model."""
-    seats = seating(stages=3, least=2, total=12 * 2**20)
+    assigner = make_assigner(stages=3, least=2, total=12 * 2**20)
     here = sized(a=9 * 2**20, b=9 * 2**20, c=2**20)
-    assert seats.shortage(here[:2]) is None
-    line = seats.shortage(here)
+    assert assigner.shortage(here[:2]) is None
+    line = assigner.shortage(here)
     assert line == (
-        "waiting for a node with more memory: the stages need 4 MiB, 4 MiB, 4 MiB and the nodes that are "
-        "here have a 9 MiB, b 9 MiB, c 1 MiB"
+        "waiting for a node with more memory: the stages need 4 MiB, 4 MiB, 4 MiB and the connected nodes "
+        "have a 9 MiB, b 9 MiB, c 1 MiB"
     )
-    assert seats.choose(here, 0.0) is None
-    assert seats.choose(here, 10.0) == ("a", "b")
-    assert seats.shortage(sized(a=4 * 2**20, b=0, c=9 * 2**20)) is None
+    assert assigner.choose(here, 0.0) is None
+    assert assigner.choose(here, 10.0) == ("a", "b")
+    assert assigner.shortage(sized(a=4 * 2**20, b=0, c=9 * 2**20)) is None
 
 
 def test_spares_begin_at_different_stages_and_cover_all() -> None:
@@ -256,12 +258,12 @@ def test_what_a_node_must_have_follows_from_its_devices() -> None:
     small = Candidate(node_id="small", memory_bytes=4)
     shared = Candidate(node_id="shared", memory_bytes=4, devices=pair)
     large = Candidate(node_id="large", memory_bytes=8)
-    assert seating_module.seat((), [small, shared, large], 2, need) == ("shared", "large")
-    assert seating_module.seat((), [small, large], 2, need) is None
+    assert module.assign((), [small, shared, large], 2, need) == ("shared", "large")
+    assert module.assign((), [small, large], 2, need) is None
 
 
 def test_a_shortage_names_what_each_kind_of_node_would_need() -> None:
-    seats = StageAssigner(
+    assigner = StageAssigner(
         stages=2,
         min_stages=2,
         regroup_seconds=1.0,
@@ -272,18 +274,18 @@ def test_a_shortage_names_what_each_kind_of_node_would_need() -> None:
         Candidate(node_id="a", memory_bytes=16 << 20),
         Candidate(node_id="b", memory_bytes=4 << 20, devices=pair),
     ]
-    assert seats.shortage(here) == (
-        "waiting for a node with more memory: the stages need 16 MiB, 16 MiB and the nodes that are here "
-        "have a 16 MiB; the stages need 8 MiB, 8 MiB on each of 2 devices (tensor parallel 2) and the nodes "
-        "that are here have b 4 MiB"
+    assert assigner.shortage(here) == (
+        "waiting for a node with more memory: the stages need 16 MiB, 16 MiB and the connected nodes "
+        "have a 16 MiB; the stages need 8 MiB, 8 MiB on each of 2 devices (tensor parallel 2) and the "
+        "connected nodes have b 4 MiB"
     )
 
 
 def test_the_smallest_stage_of_any_split_decides_who_is_too_small() -> None:
-    seats = seating(stages=3, least=1, total=12 << 20)
-    assert seats.useless(Candidate(node_id="a", memory_bytes=4 << 20)) is None
-    assert seats.useless(Candidate(node_id="a", memory_bytes=0)) is None
-    line = seats.useless(Candidate(node_id="a", memory_bytes=3 << 20))
+    assigner = make_assigner(stages=3, least=1, total=12 << 20)
+    assert assigner.useless(Candidate(node_id="a", memory_bytes=4 << 20)) is None
+    assert assigner.useless(Candidate(node_id="a", memory_bytes=0)) is None
+    line = assigner.useless(Candidate(node_id="a", memory_bytes=3 << 20))
     assert line is not None and "\n" not in line
     assert line.startswith("the smallest of 3 stages needs an estimated 4 MiB, and this node offers 3 MiB: ")
 

@@ -27,7 +27,7 @@ Plan = tuple[int, Windows]
 def epoch(number: int) -> Epoch:
     return Epoch(
         number=number,
-        seats=("a", "b"),
+        hosts=("a", "b"),
         addresses=("a:1", "b:1"),
         newest_snapshot=0,
         newest_state=0,
