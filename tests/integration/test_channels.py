@@ -1,6 +1,7 @@
-"""HTTP/2's flow control on the connections of links."""
+"""gRPC channels: HTTP/2's flow control on links, and many handshakes at once."""
 
 import asyncio
+from collections.abc import Callable
 
 import grpc
 import pytest
@@ -13,6 +14,7 @@ from wire.link import LinkSettings
 
 METHOD = "/test/Unread"
 MESSAGE = bytes(256 * 1024)
+ROUNDS, AT_ONCE = 10, 16
 
 
 class _Unread(grpc.GenericRpcHandler):
@@ -61,3 +63,47 @@ async def test_http2_holds_a_links_window_of_what_nobody_has_read(upward: bool) 
             call.cancel()
     finally:
         await server.stop(None)
+
+
+async def test_handshakes_at_the_same_time_never_replace_the_certificate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gRPC frees what it replaces under handshakes that are using it (grpc/grpc#36693)."""
+    authority = new_authority()
+    server_node, client = new_node(authority), new_node(authority)
+    answers: list[object] = []
+    make = grpc.dynamic_ssl_server_credentials
+
+    def watched(
+        initial: grpc.ServerCertificateConfiguration,
+        fetch: Callable[[], grpc.ServerCertificateConfiguration],
+        require_client_authentication: bool,
+    ) -> grpc.ServerCredentials:
+        def fetch_and_note() -> grpc.ServerCertificateConfiguration:
+            answers.append(answer := fetch())
+            return answer
+
+        return make(initial, fetch_and_note, require_client_authentication)
+
+    monkeypatch.setattr(grpc, "dynamic_ssl_server_credentials", watched)
+    server = make_server([])
+    port = listen_mutual_tls(server, "127.0.0.1:0", server_node)
+    await server.start()
+
+    async def connect() -> None:
+        name = client.server_name(server_node.node_id)
+        async with (
+            asyncio.timeout(30),
+            open_channel(f"127.0.0.1:{port}", identity=client, server_name=name) as channel,
+        ):
+            await channel.channel_ready()
+
+    try:
+        for _ in range(ROUNDS):
+            async with asyncio.TaskGroup() as group:
+                for _ in range(AT_ONCE):
+                    group.create_task(connect())
+    finally:
+        await server.stop(0)
+    assert len(answers) >= ROUNDS * AT_ONCE
+    assert set(answers) == {None}

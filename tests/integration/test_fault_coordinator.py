@@ -15,7 +15,7 @@ from node.telemetry.events import NodeJoined, NodeLeft, PlacementMade, RunFinish
 from node.training.snapshot import list_snapshots
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import KILLED, FaultRun, small
-from tests.support.hellos import hello
+from tests.support.pki import hello
 from wire.errors import NotYetError
 from wire.identity.credentials import NodeIdentity
 from wire.messages import CoordinatorMessage

@@ -8,9 +8,8 @@ import pytest
 
 from node.coordinator.ports import ANSWER, nodes_wait
 from node.stage.coordinator_client import CoordinatorClient
-from tests.support.hellos import hello
 from tests.support.links import SECONDS
-from tests.support.pki import new_authority, new_node
+from tests.support.pki import hello, new_authority, new_node
 from tests.support.ports import free_port
 from wire.channels import make_server
 from wire.errors import LinkError, NotYetError

@@ -13,8 +13,7 @@ from node.telemetry.events import PageServed, PlacementMade, RunStarted
 from node.telemetry.metrics import NODE_METRICS, PREFIX, RUN_METRICS, Definition, MetricKind
 from tests.support.deploy import DEPLOY, compose
 from tests.support.fault_prefork import Prefork
-from tests.support.prometheus import BINARY, MISSING, Prometheus
-from tests.support.promql import queries
+from tests.support.prometheus import BINARY, MISSING, Prometheus, queries
 from tests.support.run_harness import SMALL, Run
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)

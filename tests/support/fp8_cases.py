@@ -1,6 +1,6 @@
 """Gradients, moments and AdamW in e4m3 against the reference, for kernels on a GPU and under the interpreter.
 
-Kernels have the signatures of `kernels.fp8.reference`, with tensors on `device`. The reference runs on the CPU,
+Kernels have the signatures of `kernels.fp8.reference`, with tensors on `device`. The reference is on the CPU,
 except for moments, whose logarithms are the device's.
 """
 

@@ -1,4 +1,4 @@
-"""A real Prometheus for tests: Debian's package `prometheus`, on a free port, with files of its own.
+"""A real Prometheus, on a free port, and the queries of deploy/: dashboards, their variables, and rules.
 
 with Prometheus(tmp_path, {"coordinator": "127.0.0.1:7702"}) as prometheus:
     prometheus.wait_for('up{job="coordinator"} == 1')
@@ -6,6 +6,7 @@ with Prometheus(tmp_path, {"coordinator": "127.0.0.1:7702"}) as prometheus:
 """
 
 import json
+import re
 import shutil
 import subprocess
 import threading
@@ -13,11 +14,15 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import yaml
+
+from tests.support.paths import ROOT
 from tests.support.ports import free_port
 
 BINARY = shutil.which("prometheus")
@@ -77,7 +82,7 @@ class Prometheus:
             error.add_note((self._directory / "prometheus.log").read_text(errors="replace")[-3000:])
 
     def get(self, path: str, **parameters: str) -> Any:
-        """The `data` of one API answer. Raises QueryError for an answer that is an error."""
+        """The `data` of one API response. Raises QueryError for an error."""
         query = urllib.parse.urlencode(parameters)
         try:
             with urllib.request.urlopen(f"{self._url}/api/v1/{path}?{query}", timeout=10) as answer:
@@ -92,7 +97,7 @@ class Prometheus:
         return body["data"]
 
     def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
-        """Labels and value of every sample that an instant query gives now."""
+        """Labels and value of each sample of an instant query."""
         data = self.get("query", query=expression)
         assert data["resultType"] in ("vector", "scalar"), data
         if data["resultType"] == "scalar":
@@ -100,7 +105,7 @@ class Prometheus:
         return [(one["metric"], float(one["value"][1])) for one in data["result"]]
 
     def wait_for(self, expression: str) -> list[tuple[dict[str, str], float]]:
-        """What a query gives, once it gives anything."""
+        """Wait until a query gives samples; returns them."""
         deadline = time.monotonic() + SECONDS
         pause = threading.Event()
         while time.monotonic() < deadline:
@@ -113,10 +118,87 @@ class Prometheus:
         raise AssertionError(f"{expression} gave nothing within {SECONDS:g} s")
 
     def names(self) -> set[str]:
-        """Every metric that was scraped."""
+        """Names of all scraped metrics."""
         return set(self.get("label/__name__/values"))
 
     def labels(self, name: str) -> set[str]:
-        """The labels that a metric's samples carry, Prometheus' own left out."""
+        """The labels of a metric's samples, without Prometheus' own."""
         series = self.get("series", **{"match[]": name})
         return {label for one in series for label in one} - {"__name__", "job", "instance"}
+
+
+# ---- queries of deploy/
+
+DEPLOY = ROOT / "deploy"
+_VARIABLE = re.compile(r"\$\{?(\w+)(?::\w+)?\}?")
+_INTERVALS = {"__rate_interval", "__interval", "__range"}
+_LABEL_VALUES = re.compile(r"label_values\((?:(.+),)?\s*(\w+)\s*\)", re.DOTALL)
+_EVERYTHING = '{__name__=~"thinwire_.+"}'
+
+
+@dataclass(frozen=True)
+class Query:
+    """One expression, with its file and title."""
+
+    where: str
+    expression: str
+    panel: str = ""
+    """The title of a dashboard's panel; empty for annotations, variables and rules."""
+    label: str = ""
+    """For a dashboard's variable: the label that its values are taken from."""
+
+    @property
+    def plain(self) -> str:
+        """The expression with Grafana's variables replaced: intervals by 30 s, others by a match of all."""
+        return _VARIABLE.sub(lambda found: "30s" if found[1] in _INTERVALS else ".*", self.expression)
+
+    @property
+    def metrics(self) -> set[str]:
+        return set(re.findall(r"\bthinwire_\w+", self.expression))
+
+
+def queries() -> list[Query]:
+    """All queries of deploy/."""
+    return [*_dashboards(), *_rules()]
+
+
+def _dashboards() -> Iterator[Query]:
+    for path in sorted(DEPLOY.rglob("*.json")):
+        whole = json.loads(path.read_text(encoding="utf-8"))
+        for panel in whole["panels"]:
+            for target in panel.get("targets", []):
+                yield Query(f"{path.name}: {target['legendFormat']}", target["expr"], panel["title"])
+        for node in _objects(whole["annotations"]):
+            if isinstance(node.get("expr"), str):
+                yield Query(f"{path.name}: {node.get('name', '')}", node["expr"])
+        yield from variables(whole, path.name)
+
+
+def variables(board: dict[str, Any], where: str) -> Iterator[Query]:
+    """The queries of a dashboard's variables.
+
+    Raises ValueError for one without `label_values`, which Grafana would show as an empty list.
+    """
+    for variable in board["templating"]["list"]:
+        asked = variable["query"]["query"]
+        if variable["type"] != "query" or not (found := _LABEL_VALUES.fullmatch(asked)):
+            raise ValueError(f"{where}: {variable['type']} {asked}")
+        yield Query(f"{where}: ${variable['name']}", found[1] or _EVERYTHING, label=found[2])
+
+
+def _rules() -> Iterator[Query]:
+    for path in sorted([*DEPLOY.rglob("*.yml"), *DEPLOY.rglob("*.yaml")]):
+        for whole in yaml.safe_load_all(path.read_text(encoding="utf-8")):
+            for node in _objects(whole):
+                if isinstance(node.get("expr"), str):
+                    yield Query(f"{path.name}: {node.get('alert', node.get('record', ''))}", node["expr"])
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+        for inner in value.values():
+            yield from _objects(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _objects(inner)

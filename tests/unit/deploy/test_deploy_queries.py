@@ -16,7 +16,7 @@ from node.coordinator.metrics import STATES
 from node.telemetry.clock import TimeKind
 from node.telemetry.metrics import PREFIX, RUN_METRICS, MetricKind
 from tests.support.deploy import GRAFANA
-from tests.support.promql import Query, queries, variables
+from tests.support.prometheus import Query, queries, variables
 
 METRICS = {PREFIX + one.name: one for one in RUN_METRICS}
 SCRAPED = {"instance", "job"}

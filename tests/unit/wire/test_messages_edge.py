@@ -18,8 +18,7 @@ from node.coordinator.sessions import ControlSession
 from node.coordinator.snapshot_handler import UploadPermit
 from node.stage.coordinator_client import CoordinatorClient
 from node.training.manifest import UnitEntry
-from tests.support.hellos import hello
-from tests.support.pki import new_authority, new_node
+from tests.support.pki import hello, new_authority, new_node
 from wire.channels import make_server, open_channel
 from wire.errors import ProtocolViolationError, RunError, ThinwireError
 from wire.identity.credentials import mutual_tls

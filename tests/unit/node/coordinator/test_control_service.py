@@ -16,8 +16,8 @@ from node.coordinator import control_service as module
 from node.coordinator.control_service import ControlService, Handler
 from node.coordinator.sessions import ControlSession
 from node.stage.coordinator_client import CoordinatorClient
-from tests.support.hellos import hello
 from tests.support.links import eventually
+from tests.support.pki import hello
 from tests.support.ports import free_port
 from wire.errors import LinkError, RefusalCode, Refused
 from wire.identity.enrolment import Refusal

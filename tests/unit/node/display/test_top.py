@@ -29,7 +29,7 @@ from node.display.top import sparkline, step_line, view_lines
 from node.display.watch import HistoryWatch, PageWatch
 from node.telemetry import events
 from node.telemetry.history import HISTORY_FILE, HistoryWriter
-from tests.support.locked import lock
+from tests.support.paths import lock_folders
 from tests.support.run_events import BEGAN, aborted, history, link_cost, opening, started, step
 from wire.errors import LinkError, ProtocolViolationError, RunError, UserError
 from wire.identity.authority import CertificateAuthority
@@ -176,7 +176,7 @@ def test_a_folder_that_is_missing_is_one_line(
 def test_a_run_behind_a_folder_that_may_not_be_entered_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lock(monkeypatch)
+    lock_folders(monkeypatch)
     assert main(["top", str(tmp_path / "locked" / "run"), "--once"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "cannot be read: only the user that runs its coordinator may" in line

@@ -17,7 +17,7 @@ from node.lab.results import Results, merge, read_results
 from node.lab.table import all_tables, paper_tables, provenance, tables_text
 from node.telemetry.clock import TimeKind
 from tests.support.lab_results import cell, results
-from tests.support.locked import lock
+from tests.support.paths import lock_folders
 from wire.errors import UserError
 
 PAPER = Path(__file__).parents[4] / "node" / "lab" / "paper_tables.toml"
@@ -160,7 +160,7 @@ def test_results_are_written_whole_and_read_strictly(tmp_path: Path) -> None:
 def test_results_behind_a_folder_that_may_not_be_entered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lock(monkeypatch)
+    lock_folders(monkeypatch)
     for action in ("table", "plot"):
         assert main(["lab", action, str(tmp_path / "locked")]) == 2
         (line,) = capsys.readouterr().err.splitlines()

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from kernels.fp8.ops import sum_gradients
 from kernels.fp8.reference import Fp8Gradient, blocks, pack_gradient, unpack_gradient
 from node.parallel.fp8_all_reduce import _cut
+from tests.support.device_groups import run_ranks
 from tests.support.fault_prefork import Prefork
-from tests.support.ranks import run_ranks
 
 SIZES = (1, 127, 128, 129, 5000, 64 * 128)
 

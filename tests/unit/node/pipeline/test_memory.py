@@ -28,8 +28,7 @@ from node.stage.passes import AutogradPasses, ChunkCall
 from node.stage.stage_model import StageModel
 from node.training import gradients
 from node.training.optimizer import StageOptimizer
-from tests.support.collectives import settle_collectives
-from tests.support.device_groups import leading
+from tests.support.device_groups import leading, settle_collectives
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "scripts"))
 

@@ -1,11 +1,13 @@
-"""A disk that fills up ends the run in one line, with everything that was acknowledged intact."""
+"""A full disk ends a run in one line with all acknowledged steps intact; a dead reader of its output does not."""
 
+import os
 import resource
 import shutil
 import subprocess
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,13 +15,20 @@ from node.coordinator.store import Store
 from node.telemetry.events import RunFinished, StepDone
 from node.training.snapshot import list_snapshots
 from tests.support.fault_prefork import Prefork
-from tests.support.run_harness import SMALL, Run, undisturbed
+from tests.support.run_harness import SMALL, TINY, Run, undisturbed
 
 CONFIG = replace(
     SMALL,
     run=replace(SMALL.run, snapshot_every=5),
     pipeline=replace(SMALL.pipeline, stages=2),
     coordinator=replace(SMALL.coordinator, regroup_seconds=0.5),
+)
+
+ONE_STAGE = replace(
+    SMALL,
+    run=replace(SMALL.run, steps=60),
+    model=TINY,
+    pipeline=replace(SMALL.pipeline, stages=1),
 )
 
 pytestmark = pytest.mark.timeout(240)
@@ -116,3 +125,31 @@ def test_no_room_for_the_database(prefork: Prefork, tmp_path: Path) -> None:
         assert "the run's database" in finished.reason and "free the disk" in finished.reason
         assert coordinator.all(StepDone)
         check_resumable(run, snapshots=[])
+
+
+def test_a_run_outlives_whoever_reads_its_output(tmp_path: Path) -> None:
+    readers: list[subprocess.Popen[bytes]] = []
+
+    def launch(command: list[str], **options: Any) -> "subprocess.Popen[str]":
+        if "coordinator" not in command:
+            return subprocess.Popen(command, **options)
+        ours, theirs = os.pipe()
+        coordinator = subprocess.Popen(command, **{**options, "stdout": theirs})
+        os.close(theirs)
+        reader = subprocess.Popen(["cat"], stdin=ours, stdout=subprocess.PIPE)
+        os.close(ours)
+        readers.append(reader)
+        assert reader.stdout is not None
+        coordinator.stdout = os.fdopen(os.dup(reader.stdout.fileno()))
+        reader.stdout.close()
+        return coordinator
+
+    with Run(tmp_path, ONE_STAGE, launch=launch) as run:
+        coordinator = run.start()
+        token = coordinator.token
+        readers[0].kill()
+        readers[0].wait()
+        run.add_node(token=token)
+        assert coordinator.wait_exit() == 0
+        assert "the output cannot be written (Broken pipe); the run goes on without it" in coordinator.stderr
+        assert (run.run_dir / "snapshots" / f"step-{ONE_STAGE.run.steps:08}" / "manifest.json").is_file()
