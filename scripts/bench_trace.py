@@ -18,7 +18,7 @@ from typing import Any
 from node.lab.results import commit, processor
 from node.processes.demo import demo_file
 from node.run_file.loader import load_config
-from node.telemetry.spans import SpanRing
+from node.telemetry.clock import SpanRing
 from node.telemetry.trace_files import TraceWriter, segments
 from tests.support.memory_pipeline import MemoryPipeline
 from wire.spec import Direction, TensorKey

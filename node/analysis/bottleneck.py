@@ -12,7 +12,7 @@ from node.analysis.remedies import Remedy, better_codec, better_split
 from node.analysis.run_view import LinkView, RunView, StageView
 from node.analysis.step_model import FULL, LITTLE, SharedUpload, StepModel, shared_uploads
 from node.pipeline.floor import Floor, ResourceKind
-from node.telemetry.units import duration_text
+from node.telemetry.format import duration_text
 
 PACE = 0.7
 """Where a step takes its floor over this or less, the resource that makes the floor sets the pace."""

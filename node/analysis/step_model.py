@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from node.analysis.packing import is_processor, nanoseconds, packing_seconds
 from node.analysis.run_view import LinkView, RunView
 from node.pipeline.floor import Floor, LinkRate, step_floor
 from node.telemetry.clock import TimeKind
+from wire.identity.enrolment import CPU
 
 FULL = 0.85
 """A link that carries this share of its measured capacity is full, a stage this busy has no time left. The
@@ -46,7 +46,7 @@ class StepModel:
     elements: Mapping[str, float] = field(default_factory=dict)
     """Of a microbatch's tensor at one boundary, by its direction."""
     slowness: tuple[float, ...] = ()
-    """Packing takes each stage so many times what `node.analysis.packing` says of a core; 0 for a GPU, on
+    """Packing takes each stage so many times what `node.analysis.step_model` says of a core; 0 for a GPU, on
     which it is taken to cost nothing. Empty is not known."""
 
     @classmethod
@@ -240,3 +240,47 @@ def _rates(links: Sequence[LinkView], stages: int, chunks: int) -> tuple[LinkRat
     return tuple(
         LinkRate(up=rate(low, high), down=rate(high, low), latency=latency(low, high)) for low, high in joints
     )
+
+
+PROCESSOR_NANOSECONDS: Mapping[str, tuple[float, float]] = {
+    "fp32": (1.7, 1.7),
+    "bf16": (0.8, 1.1),
+    "fp16": (6.1, 6.9),
+    "fixed": (4.2, 2.0),
+    "tah": (6.3, 2.2),
+    "trellis": (71.3, 18.7),
+}
+"""To encode and to decode an element on one core, by the codec's name without its number: as measured, and of
+several measurements the slowest (scripts/results/codec_speed.json, rivals.json)."""
+
+
+def nanoseconds(codec: str) -> tuple[float, float]:
+    """Of an element, encoded and decoded. A codec that is not known takes what `fixed` does."""
+    family = codec.partition("-")[0]
+    return PROCESSOR_NANOSECONDS.get(family, PROCESSOR_NANOSECONDS["fixed"])
+
+
+def packing_seconds(
+    stages: int, chunks: int, elements: Mapping[str, float], costs: Mapping[str, tuple[float, float]]
+) -> tuple[float, ...]:
+    """What packing takes a microbatch at each of so many stages, on one core.
+
+    Args:
+        chunks: model chunks a stage; a tensor crosses between any two that follow each other.
+        elements: of a tensor between two chunks, by its direction: `activation` or `gradient`.
+        costs: nanoseconds an element, to encode and to decode, by direction.
+    """
+    seconds = [0.0] * stages
+    for direction, (encode, decode) in costs.items():
+        forward = direction == "activation"
+        for stage in range(stages):
+            # The last chunk has no activation to send, the first none to receive; gradients the other way.
+            as_last, as_first = chunks - (stage == stages - 1), chunks - (stage == 0)
+            sent, received = (as_last, as_first) if forward else (as_first, as_last)
+            seconds[stage] += 1e-9 * elements.get(direction, 0.0) * (sent * encode + received * decode)
+    return tuple(seconds)
+
+
+def is_processor(device: str) -> bool:
+    """Whether a node's device, as it told it, packs at a processor's speed."""
+    return device == CPU

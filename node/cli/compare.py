@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from node.display.compare import RunRecord
+    from node.analysis.compare import RunRecord
 
 
 def add_parser(commands: Any) -> None:
@@ -19,7 +19,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from node.display.compare import compare, comparison_lines
+    from node.analysis.compare import compare
+    from node.display.compare import comparison_lines
 
     first, second = args.first, args.second
     names = _names(first.resolve(), second.resolve())
@@ -40,9 +41,9 @@ def _names(first: Path, second: Path) -> tuple[str, str]:
 
 
 def _record(directory: Path, name: str) -> "RunRecord":
+    from node.analysis.compare import record
     from node.cli.run_directory import existing_run_directory
     from node.coordinator.store import Store
-    from node.display.compare import record
     from node.telemetry.history import read_history
 
     with Store.open(existing_run_directory(directory)) as store:

@@ -19,8 +19,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from node.display.explain import explain, explanation_json, explanation_text
-    from node.display.explain_data import text_plan
+    from node.analysis.explain import explain, text_plan
+    from node.display.explain import explanation_json, explanation_text
     from node.run_file.loader import load_config
 
     config = load_config(args.run_file, args.overrides)

@@ -20,7 +20,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from node.cli.parser import set_up_logging
     from node.cli.run_directory import existing_run_directory
-    from node.dashboard.recorded import serve_recorded
+    from node.dashboard.pages import serve_recorded
     from node.run_file.validate import parse_listen
 
     host, port = parse_listen(args.listen)

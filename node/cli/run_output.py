@@ -37,9 +37,7 @@ def emitter(*, json: bool) -> Iterator[Emit]:
 def serve_finished(directory: Path, emit: "Callable[[Event], None]") -> int:
     """Serve the page of the run in `directory` where its run file says, until Ctrl-C or SIGTERM."""
     from node.coordinator.store import Store
-    from node.dashboard.address import listen_address
-    from node.dashboard.recorded import serve_recorded
-    from node.dashboard.tls import page_tls
+    from node.dashboard.pages import listen_address, page_tls, serve_recorded
     from node.processes.locks import run_lock
     from node.run_file.loader import from_json
     from node.telemetry.events import PageServed

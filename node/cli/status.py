@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     from node.coordinator.store import Store
     from node.display.status import coordinator_alive, read_status
     from node.display.watch import HistoryWatch
-    from node.telemetry.units import duration_text
+    from node.telemetry.format import duration_text
 
     directory = existing_run_directory(args.run_dir)
     now = time.time()
@@ -97,8 +97,8 @@ def run_state(status: "RunStatus | None", alive: bool | None, *, complete: bool)
 
 def _live_lines(status: "RunStatus", now: float, alive: bool | None) -> list[str]:
     """What the coordinator last said; `alive` as for `run_state`."""
-    from node.display.render import SHORT_ID, stage_rows, table_lines
-    from node.telemetry.units import count_text, duration_text, printable
+    from node.display.render import SHORT_ID, stage_rows
+    from node.telemetry.format import count_text, duration_text, printable, table_lines
 
     lines = [
         printable(

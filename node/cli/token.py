@@ -69,7 +69,7 @@ def _create(args: argparse.Namespace) -> int:
 def _list(args: argparse.Namespace) -> int:
     from node.cli.run_directory import existing_run_directory
     from node.coordinator.store import Store
-    from node.display.render import table_lines
+    from node.telemetry.format import table_lines
 
     with Store.open(existing_run_directory(args.run_dir)) as store:
         records = store.list_tokens()

@@ -28,10 +28,9 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from node.cli.run_directory import existing_run_directory
+    from node.telemetry.format import duration_text
     from node.telemetry.trace import align, chrome_trace
-    from node.telemetry.trace_files import newest_whole_step, read_batches
-    from node.telemetry.traced_steps import TracedSteps
-    from node.telemetry.units import duration_text
+    from node.telemetry.trace_files import TracedSteps, newest_whole_step, read_batches
     from wire.errors import ConfigError, UserError
 
     directory = existing_run_directory(args.run_dir)

@@ -4,8 +4,8 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from node.telemetry.costs import Ledger, LinkSums, StageSums
 from node.telemetry.events import FlowCost, LinkCost, StageCost, StageTimes, StepCosts
-from node.telemetry.ledger import Ledger, LinkSums, StageSums
 from wire.telemetry import LinkReport, Telemetry
 
 CLOCK_RATIO = 1.01

@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from node.analysis.explain import framed_bytes
 from node.analysis.remedies import LADDER
 from node.config.schema import RunConfig
 from node.coordinator.accounting import Accounting
 from node.coordinator.actions import Aborted, RecordCommit, RecordRestored
 from node.coordinator.store import StepRecord
-from node.display.explain import framed_bytes
 from node.model.units import is_block, state_bytes
 from node.pipeline.placement import stage_units
 from node.telemetry import events
 from node.telemetry.costs import bits_per_element, idle_by_stage, mbit_by_stage
 from node.telemetry.events import Recovered
-from node.telemetry.units import bytes_text, duration_text
+from node.telemetry.format import bytes_text, duration_text
 from wire.codecs.forms import codec_names, form
 from wire.spec import Direction
 from wire.telemetry import Telemetry

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from node.config.schema import TelemetrySection
-from node.telemetry.trace_files import TraceWriter
-from node.telemetry.traced_steps import TracedSteps
+from node.telemetry.trace_files import TracedSteps, TraceWriter
 from wire.telemetry import StepSpans
 
 log = logging.getLogger(__name__)

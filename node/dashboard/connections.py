@@ -1,8 +1,8 @@
-"""Which connections to the page's server stay open when there are too many, or one asks nothing.
+"""Limit connections to the page's server: how many there are, from one address, and how long they wait.
 
-A connection is silent while no request of it is being answered. Whoever comes gets a place: where all are
-taken, the connection that has been silent longest gives up its own. No address has more than a part of the
-places, so that a crowd there shuts nobody else out; behind a proxy all come from one, and are treated alike.
+A connection is idle while none of its requests is being answered. When all slots are taken, a newcomer replaces the
+connection that has been idle longest. One address gets only part of the slots, so a crowd there shuts nobody else
+out; behind a proxy all clients share one address.
 """
 
 import asyncio
@@ -13,34 +13,32 @@ from typing import cast
 MOST_CONNECTIONS = 256
 MOST_OF_AN_ADDRESS = 192
 REQUEST_SECONDS = 5.0
-"""From a connection's opening until its first request is here."""
+"""Time allowed from opening a connection to its first request."""
 
 
 class Connections:
-    """All of one server. They are counted from their protocol's beginning, which with TLS follows the
-    handshake.
-    """
+    """All connections of one server; with TLS they count from the end of the handshake."""
 
     def __init__(self, serve: Callable[[], asyncio.Protocol]) -> None:
-        """`serve` makes the protocol that answers on one connection."""
+        """`serve` makes the protocol that answers one connection."""
         self._serve = serve
-        self._silent: dict[asyncio.BaseTransport, _Connection] = {}
-        """The one that has been silent longest comes first."""
+        self._idle: dict[asyncio.BaseTransport, _Connection] = {}
+        """Longest idle first."""
         self._answered: dict[asyncio.BaseTransport, _Connection] = {}
 
     def protocol(self) -> asyncio.Protocol:
-        """For a connection that has come."""
+        """For a new connection."""
         return _Connection(self, self._serve())
 
     def __len__(self) -> int:
-        return len(self._silent) + len(self._answered)
+        return len(self._idle) + len(self._answered)
 
     @contextmanager
     def answering(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:
-        """Inside the block a request of this connection is answered."""
-        connection = self._silent.pop(transport, None) if transport is not None else None
+        """Inside the block, a request of this connection is being answered."""
+        connection = self._idle.pop(transport, None) if transport is not None else None
         if transport is None or connection is None:
-            yield  # it was just closed
+            yield  # just closed
             return
         connection.asked()
         self._answered[transport] = connection
@@ -48,37 +46,37 @@ class Connections:
             yield
         finally:
             if self._answered.pop(transport, None) is not None:
-                self._silent[transport] = connection
+                self._idle[transport] = connection
 
     def admit(self, transport: asyncio.BaseTransport, connection: "_Connection") -> bool:
-        """Give a new connection a place, at another's cost if need be."""
-        everybody = [*self._silent.values(), *self._answered.values()]
+        """Give a new connection a slot, closing an idle one if needed; false if there is none."""
+        everybody = [*self._idle.values(), *self._answered.values()]
         crowd = sum(other.address == connection.address for other in everybody) >= MOST_OF_AN_ADDRESS
         if crowd or len(everybody) >= MOST_CONNECTIONS:
-            for other, held in self._silent.items():
+            for other, held in self._idle.items():
                 if held.address == connection.address or not crowd:
-                    del self._silent[other]
+                    del self._idle[other]
                     held.end()
                     break
             else:
                 return False
-        self._silent[transport] = connection
+        self._idle[transport] = connection
         return True
 
     def forget(self, transport: asyncio.BaseTransport) -> None:
-        """It is closed."""
-        self._silent.pop(transport, None)
+        """The connection is closed."""
+        self._idle.pop(transport, None)
         self._answered.pop(transport, None)
 
 
 class _Connection(asyncio.Protocol):
-    """Stands before the protocol that answers."""
+    """Wraps the protocol that answers."""
 
     def __init__(self, connections: Connections, inner: asyncio.Protocol) -> None:
         self._connections = connections
         self._inner = inner
         self._transport: asyncio.Transport | None = None
-        """None if it was never let in."""
+        """None if it was not admitted."""
         self._deadline: asyncio.TimerHandle | None = None
         self.address = ""
 
@@ -112,11 +110,11 @@ class _Connection(asyncio.Protocol):
         self._inner.resume_writing()
 
     def asked(self) -> None:
-        """The deadline no longer counts: a request has come, or the end."""
+        """Cancel the deadline: a request came, or the connection ended."""
         if self._deadline is not None:
             self._deadline.cancel()
 
     def end(self) -> None:
-        """Close at once: nothing is waited for, least of all that it reads."""
+        """Close at once, without waiting for the peer."""
         if self._transport is not None:
             self._transport.abort()

@@ -1,7 +1,7 @@
-"""The newest view of a run, for any number of readers on one event loop.
+"""The newest view of a run for any number of readers on one event loop, and patches between views.
 
-Nothing is queued for a reader: whoever is slow misses what lies between, and gets the difference between what
-it has and what is newest. So readers cost a coordinator no memory, however slow their networks are.
+Nothing is queued per reader. A slow reader skips views and gets the difference between the one it has and the
+newest, so readers cost a coordinator no memory.
 """
 
 import asyncio
@@ -11,15 +11,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from node.analysis.run_view import RunView
-from node.analysis.view import RunViewBuilder
+from node.analysis.view_builder import RunViewBuilder
 from node.telemetry.events import Event
 
-TIMES_AS_LONG = 19
-"""Between two views passes so many times what making one takes: a twentieth of a core goes into views."""
+PAUSE_FACTOR = 19
+"""Pause between two views, in times that it takes to make one: views take 1/20 of a core."""
+COLUMNS = ("steps", "times", "values")
+"""Columns of a `node.analysis.run_view.Curve`, equally long."""
+
+Fields = Mapping[str, Any]
+"""A view as `RunView.to_fields` gives it."""
 
 
 class Feed:
-    """Counts events into a view. All of it runs on one event loop."""
+    """Applies events to a view. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -31,36 +36,36 @@ class Feed:
         """
         Args:
             builder: may have seen a run's past already.
-            clock: gives seconds and never goes back.
-            past_comes: `put_before` brings it later.
+            clock: monotonic seconds.
+            past_comes: `put_before` brings the past later.
         """
         self._builder = builder
-        self._meanwhile: list[tuple[Event, float]] | None = [] if past_comes else None
+        self._since_start: list[tuple[Event, float]] | None = [] if past_comes else None
         self._clock = clock
         self._version = 0
         self._made: tuple[int, RunView, dict[str, Any]] | None = None
-        self._make_again = 0.0
+        self._next_at = 0.0
         self._changed = asyncio.Event()
         self._closing = asyncio.Event()
 
     def apply(self, event: Event, at: float) -> None:
-        """Count an event of the Unix time `at`."""
+        """Apply an event of Unix time `at`."""
         self._builder.apply(event, at)
-        if self._meanwhile is not None:
-            self._meanwhile.append((event, at))
+        if self._since_start is not None:
+            self._since_start.append((event, at))
         self._version += 1
         self._wake()
 
     def put_before(self, past: RunViewBuilder) -> None:
-        """`past` has seen what happened before all that was counted here."""
-        for event, at in self._meanwhile or ():
+        """Replace the builder by `past`, which has seen earlier events, and apply later ones to it."""
+        for event, at in self._since_start or ():
             past.apply(event, at)
-        self._builder, self._meanwhile = past, None
+        self._builder, self._since_start = past, None
         self._version += 1
         self._wake()
 
     def close(self) -> None:
-        """The run's process ends: readers get what is newest and are let go."""
+        """The process ends: readers get the newest view and are released."""
         self._closing.set()
         self._wake()
 
@@ -72,17 +77,17 @@ class Feed:
         """As `newest`."""
         return self._newest()[1]
 
-    def newest(self) -> tuple[int, Mapping[str, Any]]:
-        """The view as plain values, and its version, which grows with every event.
+    def newest(self) -> tuple[int, Fields]:
+        """A version, which grows with every event, and the view as plain values.
 
-        Made once for all readers, however many there are and however often they ask; so it may lack what
-        happened in the last moment, unless the feed is closed.
+        Made once for all readers and at a bounded rate, so it may lack the last moment's events, unless the
+        feed is closed.
         """
         version, _, fields = self._newest()
         return version, fields
 
     async def newer(self, version: int) -> None:
-        """Wait until something happened after `version`, or the feed is closed."""
+        """Wait for an event after `version`, or until the feed is closed."""
         while self._version <= version and not self.closed:
             await self._changed.wait()
 
@@ -94,26 +99,68 @@ class Feed:
 
     def _newest(self) -> tuple[int, RunView, dict[str, Any]]:
         began = self._clock()
-        due = self.closed or began >= self._make_again
+        due = self.closed or began >= self._next_at
         if self._made is None or (due and self._made[0] != self._version):
             view = self._builder.view()
-            self._made = self._version, view, _plain(view)
+            fields = {name: _lists(value) for name, value in view.to_fields().items()}
+            self._made = self._version, view, fields
             ended = self._clock()
-            self._make_again = ended + TIMES_AS_LONG * (ended - began)
+            self._next_at = ended + PAUSE_FACTOR * (ended - began)
         return self._made
 
     def _wake(self) -> None:
-        """Let go whoever waits now; who waits later waits for the next change."""
+        """Wake those who wait now; later ones wait for the next change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
 
-def _plain(view: RunView) -> dict[str, Any]:
-    """With lists where the view has tuples, as a reader of its JSON sees it."""
-    return {name: _lists(value) for name, value in view.to_fields().items()}
-
-
 def _lists(value: Any) -> Any:
+    """`value` with lists in place of tuples, as readers of its JSON see it."""
     if isinstance(value, Mapping):
         return {key: _lists(item) for key, item in value.items()}
     return [_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+# ---- patches: the fields that differ; of a curve that grew at its end, the new points. As page/stream.js.
+
+
+def make_patch(before: Fields, after: Fields) -> dict[str, Any]:
+    """The patch that makes `after` out of `before`; empty when they are equal."""
+    return {
+        name: _curve_patch(before[name], value) if name in before and _is_curve(value) else value
+        for name, value in after.items()
+        if name not in before or before[name] != value
+    }
+
+
+def apply_patch(before: Fields, patch: Fields) -> dict[str, Any]:
+    """The view after `patch`; the inverse of `make_patch`."""
+    after = dict(before)
+    for name, value in patch.items():
+        if isinstance(value, dict) and "keep" in value:
+            keep = value["keep"]
+            old = before[name]
+            value = {"stride": old["stride"], **{c: [*old[c][:keep], *value[c]] for c in COLUMNS}}
+        after[name] = value
+    return after
+
+
+def _is_curve(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"stride", *COLUMNS}
+
+
+def _curve_patch(before: Fields, after: Fields) -> dict[str, Any]:
+    """The number of equal points at the start and the points after them; the whole curve after a merge."""
+    if before["stride"] != after["stride"]:
+        return dict(after)
+    pairs = zip(
+        zip(*(before[c] for c in COLUMNS), strict=True),
+        zip(*(after[c] for c in COLUMNS), strict=True),
+        strict=False,
+    )
+    keep = 0
+    for old, new in pairs:
+        if old != new:
+            break
+        keep += 1
+    return {"keep": keep, **{c: list(after[c][keep:]) for c in COLUMNS}}

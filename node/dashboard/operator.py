@@ -1,20 +1,185 @@
-"""What the operator may do to a run from its page. Each is what a command does too."""
+"""Changes to a run from its page: who may make them, and what they do.
+
+Looking needs no login. A change needs the operator's key, a connection that nobody can listen to, and a header
+that another site's form cannot send; its rate is bounded.
+"""
 
 import asyncio
+import hashlib
+import hmac
+import ipaddress
+import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Protocol
 
 from node.coordinator.store import Store
 from node.telemetry import events
 from wire.errors import UserError
+from wire.identity.files import create_private
+
+KEY_FILE = "operator.key"
+KEY_ALPHABET = "23456789abcdefghjkmnpqrstuvwxyz"
+KEY_LENGTH = 26
+"""128 bits: 31 characters that are hard to confuse."""
+HEADER = "X-Thinwire"
+"""Any value. Another site's page cannot send it without a CORS preflight, which is refused."""
+FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP", "Via")
+"""Set by proxies: a loopback connection with one of these comes from another machine."""
+
+
+class OperatorKey:
+    """The secret that changes need; only its hash is kept."""
+
+    def __init__(self, text: str) -> None:
+        self._hash = _hash(text)
+
+    @classmethod
+    def load_or_create(cls, run_dir: Path) -> "OperatorKey":
+        """The key in `run_dir`/operator.key (mode 0600), created if missing. UserError if unusable."""
+        path = run_dir / KEY_FILE
+        fresh = "".join(secrets.choice(KEY_ALPHABET) for _ in range(KEY_LENGTH))
+        try:
+            held = create_private(path, fresh.encode() + b"\n").decode("ascii").strip()
+        except UnicodeDecodeError:
+            held = ""
+        except OSError as error:
+            raise UserError(f"{path} cannot be used: {error.strerror}") from None
+        if len(held) < KEY_LENGTH:
+            raise UserError(f"{path} is damaged: delete it, and the next start makes a new key")
+        return cls(held)
+
+    def matches(self, text: str) -> bool:
+        """Constant time; ignores case and blanks."""
+        return hmac.compare_digest(_hash(text), self._hash)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangeRequest:
+    """What a request to change the run came with."""
+
+    remote: str
+    """Client address, without port."""
+    secure: bool
+    """Over TLS."""
+    host: str
+    """Host header."""
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Denied:
+    """Refusal: HTTP status and one line."""
+
+    status: int
+    reason: str
+
+
+class ChangeGuard:
+    """Admits or refuses changes; counts wrong keys by client address."""
+
+    WRONG_KEYS = 5
+    """Wrong keys from one address in `SECONDS`; further keys are not compared."""
+    CHANGES = 30
+    """Changes in `SECONDS`, from all addresses."""
+    SECONDS = 60.0
+
+    def __init__(self, key: OperatorKey) -> None:
+        self._key = key
+        self._wrong = Limiter(most=self.WRONG_KEYS, seconds=self.SECONDS)
+        self._changes = Limiter(most=self.CHANGES, seconds=self.SECONDS)
+
+    def check(self, request: ChangeRequest, now: float) -> Denied | None:
+        """None if the change is admitted. `now`: monotonic seconds."""
+        if (denied := connection_denied(request)) is not None:
+            return denied
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        if HEADER.lower() not in headers:
+            return Denied(status=403, reason=f"the header {HEADER} is missing")
+        origin = headers.get("origin")
+        if origin is not None and origin.split("://", 1)[-1] != request.host:
+            return Denied(status=403, reason="pages of other sites may not change this run")
+        if self._wrong.full(request.remote, now):
+            return Denied(status=429, reason="too many wrong keys from this address: wait a minute")
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not given.strip():
+            return Denied(
+                status=401, reason=f"type the operator's key; it is in {KEY_FILE} in the run's directory"
+            )
+        if not self._key.matches(given):
+            self._wrong.count(request.remote, now)
+            return Denied(
+                status=401,
+                reason=f"that is not the operator's key; it is in {KEY_FILE} in the run's directory",
+            )
+        if self._changes.full("", now):
+            return Denied(status=429, reason="too many changes within a minute: wait a little")
+        self._changes.count("", now)
+        return None
+
+
+def connection_denied(request: ChangeRequest) -> Denied | None:
+    """Why the key must not cross this connection, or None."""
+    forwarded = any(name.lower() in {key.lower() for key in request.headers} for name in FORWARDED)
+    if request.secure or (is_loopback(request.remote) and not forwarded):
+        return None
+    return Denied(
+        status=403,
+        reason="this connection is not encrypted, so the key must not cross it: set dashboard.tls = true, "
+        "or connect through `ssh -L 7702:127.0.0.1:PORT` to the coordinator's machine",
+    )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an IP address is a loopback address, or the name is `localhost`."""
+    if address == "localhost":
+        return True
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    return (mapped or parsed).is_loopback
+
+
+class Limiter:
+    """Counts by name in a sliding window; keeps a bounded number of names."""
+
+    MOST_NAMES = 1024
+
+    def __init__(self, *, most: int, seconds: float) -> None:
+        self._most = most
+        self._seconds = seconds
+        self._times: OrderedDict[str, list[float]] = OrderedDict()
+
+    def full(self, name: str, now: float) -> bool:
+        return len(self._recent(name, now)) >= self._most
+
+    def count(self, name: str, now: float) -> None:
+        self._times[name] = [*self._recent(name, now), now]
+        self._times.move_to_end(name)
+        while len(self._times) > self.MOST_NAMES:
+            self._times.popitem(last=False)
+
+    def _recent(self, name: str, now: float) -> list[float]:
+        return [at for at in self._times.get(name, ()) if now - at < self._seconds]
+
+
+def _hash(text: str) -> bytes:
+    # Header bytes that are not UTF-8 arrive as surrogates; they must not raise.
+    plain = "".join(text.split()).lower().encode(errors="surrogatepass")
+    return hashlib.sha256(plain).digest()
+
 
 ACTIONS = ("snapshot", "stop", "evict", "revoke", "tokens")
 
 
 class Controls(Protocol):
-    """What is used of `node.coordinator.coordinator.Coordinator`."""
+    """The part of `node.coordinator.coordinator.Coordinator` that the page uses."""
 
     def stop(self, reason: str) -> None: ...
 
@@ -22,7 +187,7 @@ class Controls(Protocol):
 
 
 class Operator:
-    """Carries out what the page asks for; who may ask is checked before (`node.dashboard.access.Gate`)."""
+    """Carries out changes that `ChangeGuard` admitted. Each is also a command."""
 
     def __init__(self, controls: Controls, store: Store, emit: Callable[[events.Event], None]) -> None:
         self._controls = controls
@@ -30,13 +195,13 @@ class Operator:
         self._emit = emit
 
     async def act(self, action: str, subject: str) -> Mapping[str, Any]:
-        """Do it and say what was done: `text`, or `tokens` when they were asked for.
+        """Do it; returns `text`, which says what was done, or for `tokens` the list of them.
 
         Args:
             action: one of `ACTIONS`.
-            subject: the node's or the token's id for `evict` and `revoke`.
+            subject: node id for `evict`, token id for `revoke`.
 
-        Raises UserError for what cannot be done.
+        Raises UserError if it cannot be done.
         """
         match action:
             case "snapshot":
@@ -50,7 +215,7 @@ class Operator:
             case "evict":
                 if not await asyncio.to_thread(self._store.evict, subject, time.time()):
                     raise UserError(f"{subject[:40]} is no member of this run")
-                return self._done(f"{subject} is evicted: it gets no stage and no certificate any more")
+                return self._done(f"{subject} is evicted: it gets no stage and no new certificate")
             case "revoke":
                 if not await asyncio.to_thread(self._store.revoke_token, subject):
                     raise UserError(f"there is no token {subject[:40]}")
@@ -65,7 +230,7 @@ class Operator:
         return {"text": text}
 
     def _tokens(self) -> list[dict[str, Any]]:
-        """Without their secrets, which nobody holds."""
+        """Without secrets, of which only hashes are stored."""
         now = time.time()
         return [
             {

@@ -1,27 +1,28 @@
 """The page's HTTP server: `/`, `/api/view`, `/api/stream`, `/api/operator`, `/metrics`, `/healthz`.
 
-It shares the event loop of whoever serves it and is bounded in everything, so that a crowd at the page takes
-nothing from the run: connections, streams, request sizes, how often a view is made.
+It shares the coordinator's event loop. Connections, streams, request sizes and the rate of views are bounded, so
+a crowd at the page takes nothing from the run.
 """
 
 import asyncio
 import contextlib
+import hashlib
+import importlib.resources
 import json
 import logging
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from aiohttp import web
 
-from node.dashboard.access import Asking, Gate, connection_denied, is_loopback
-from node.dashboard.assets import Asset, assets
 from node.dashboard.connections import REQUEST_SECONDS, Connections
-from node.dashboard.feed import Feed
-from node.dashboard.operator import Operator
-from node.dashboard.patch import difference
+from node.dashboard.feed import Feed, make_patch
+from node.dashboard.operator import ChangeGuard, ChangeRequest, Operator, connection_denied, is_loopback
 from node.run_file.validate import why_not_bound
 from node.telemetry.metrics import CONTENT_TYPE
 from wire.errors import UserError
@@ -30,13 +31,13 @@ from wire.identity.names import join_address
 log = logging.getLogger(__name__)
 
 MOST_STREAMS = 64
-"""Open pages; a further one is told to come again."""
+"""Open pages; further ones are told to retry."""
 STREAM_SECONDS = 1.0
-"""A page is sent something new at most so often."""
+"""Least time between two updates of a page."""
 KEEPALIVE_SECONDS = 15.0
-"""A page that nothing new comes for is sent an empty line, so that proxies keep its connection."""
+"""A page without news gets a comment line this often, so proxies keep the connection."""
 WRITE_SECONDS = 20.0
-"""A page that takes in nothing for so long is let go, and comes again if it lives."""
+"""A page that reads nothing for so long is disconnected; a live one reconnects."""
 MOST_REQUEST_BYTES = 4096
 IDLE_SECONDS = 30.0
 CLOSE_SECONDS = 2.0
@@ -45,9 +46,9 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
-"""Only the page's own files, no inline code, and no text that becomes HTML."""
+"""Only the page's own files, no inline code, no text that becomes HTML."""
 HEADERS = {
-    "Server": "thinwire",  # and not of which version of what
+    "Server": "thinwire",  # without versions
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -57,7 +58,36 @@ HEADERS = {
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
 
+CONTENT_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asset:
+    """One of the page's files."""
+
+    body: bytes
+    content_type: str
+    etag: str
+
+
+@cache
+def assets() -> MappingProxyType[str, Asset]:
+    """The page's files by URL path, read once."""
+    found = {}
+    for file in importlib.resources.files("node.dashboard").joinpath("page").iterdir():
+        suffix = "." + file.name.rpartition(".")[2]
+        body = file.read_bytes()
+        path = "/" if file.name == "index.html" else f"/{file.name}"
+        etag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
+        found[path] = Asset(body=body, content_type=CONTENT_TYPES[suffix], etag=etag)
+    return MappingProxyType(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,28 +96,29 @@ class Page:
 
     feed: Feed
     metrics: Callable[[], bytes] | None = None
-    """In Prometheus' text format; None where there are none."""
+    """Renders Prometheus' text format."""
     operator: Operator | None = None
-    gate: Gate | None = None
-    """Both or none: without them the page only shows."""
+    guard: ChangeGuard | None = None
+    """Both or neither; without them the page is read-only."""
 
 
 @contextlib.asynccontextmanager
 async def serve_page(
     page: Page, host: str, port: int, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[int]:
-    """Serve `page` at `host`:`port` (0: any free one) inside the block; gives the port.
+    """Serve `page` at `host`:`port` (0: any free port) inside the block; yields the port.
 
-    Raises UserError when the address cannot be had.
+    Raises UserError when the address cannot be bound.
     """
 
     def serve() -> asyncio.Protocol:
-        assert runner.server is not None, "set up before anybody can connect"
+        assert runner.server is not None, "set up before clients can connect"
         return runner.server()
 
     connections = Connections(serve)
     app = web.Application(
-        middlewares=[_counted(connections), _guard(is_loopback(host))], client_max_size=MOST_REQUEST_BYTES
+        middlewares=[_counted(connections), _loopback_only(is_loopback(host))],
+        client_max_size=MOST_REQUEST_BYTES,
     )
     app.on_response_prepare.append(_add_headers)
     routes = _Routes(page)
@@ -104,7 +135,7 @@ async def serve_page(
         access_log=None,
         keepalive_timeout=IDLE_SECONDS,
         shutdown_timeout=CLOSE_SECONDS,
-        handler_cancellation=True,  # a page that was closed frees its stream at once
+        handler_cancellation=True,  # a closed page frees its stream at once
     )
     await runner.setup()
     try:
@@ -148,7 +179,7 @@ class _Routes:
         return _json(self._message(self._feed.newest()[1]))
 
     async def health(self, request: web.Request) -> web.Response:
-        """Answered by the loop that drives the run: an answer says that it turns."""
+        """Runs on the coordinator's event loop, so an answer shows that the loop turns."""
         return _json({"state": self._feed.view().state})
 
     async def metrics(self, request: web.Request) -> web.Response:
@@ -157,7 +188,7 @@ class _Routes:
         return web.Response(body=self._page.metrics(), headers={"Content-Type": CONTENT_TYPE})
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events: `view`, the whole; then `patch`, what changed; `end` when the server ends."""
+        """Server-sent events: `view` (all of it), then `patch` (changes), `end` when the server ends."""
         if self._streams >= MOST_STREAMS:
             raise web.HTTPServiceUnavailable(text="too many open pages\n", headers={"Retry-After": "10"})
         self._streams += 1
@@ -167,16 +198,16 @@ class _Routes:
             )
             await response.prepare(request)
             try:
-                await self._tell(response)
+                await self._updates(response)
             except (TimeoutError, ConnectionError):
-                # Nothing more can be said to it, not even goodbye.
+                # Nothing more can be written, not even a clean close.
                 if request.transport is not None:
                     request.transport.abort()
             return response
         finally:
             self._streams -= 1
 
-    async def _tell(self, response: web.StreamResponse) -> None:
+    async def _updates(self, response: web.StreamResponse) -> None:
         version, sent = self._feed.newest()
         await _send(response, "view", self._message(sent))
         over = False
@@ -188,33 +219,33 @@ class _Routes:
             except TimeoutError:
                 await _write(response, b": still here\n\n")
                 continue
-            # As it is now: an end that comes while this is being written is told in a turn of its own.
+            # Read once: a close during the write below is handled in the next round.
             over = self._feed.closed
             version, newest = self._feed.newest()
-            if patch := difference(sent, newest):
+            if patch := make_patch(sent, newest):
                 await _send(response, "patch", self._message(patch))
             sent = newest
         await _send(response, "end", self._message({}))
 
     def _message(self, view: Mapping[str, Any]) -> dict[str, Any]:
-        """`coordinated`: the run's coordinator itself says so, rather than a reader of its history."""
+        """`coordinated`: the coordinator serves this page, not a reader of the history."""
         return {"now": time.time(), "coordinated": self._page.operator is not None, "view": view}
 
     async def operator(self, request: web.Request) -> web.Response:
-        """Whether this connection could change the run, and if not, why."""
+        """Whether this connection may change the run, and if not, why."""
         if self._page.operator is None:
-            return _json({"available": False, "reason": "this page only shows: no coordinator serves it"})
-        denied = connection_denied(_asking(request))
+            return _json({"available": False, "reason": "this page is read-only: no coordinator serves it"})
+        denied = connection_denied(_change_request(request))
         return _json({"available": denied is None, "reason": denied.reason if denied else ""})
 
     async def act(self, request: web.Request) -> web.Response:
         """A change: JSON with `action` and, for some, `id`. Needs the operator's key."""
-        operator, gate = self._page.operator, self._page.gate
-        if operator is None or gate is None:
-            return _json({"error": "this page only shows: no coordinator serves it"}, status=403)
-        asking = _asking(request)
-        if (denied := gate.check(asking, time.monotonic())) is not None:
-            log.warning("a change from %s was refused: %s", asking.remote, denied.reason)
+        operator, guard = self._page.operator, self._page.guard
+        if operator is None or guard is None:
+            return _json({"error": "this page is read-only: no coordinator serves it"}, status=403)
+        change = _change_request(request)
+        if (denied := guard.check(change, time.monotonic())) is not None:
+            log.warning("a change from %s was refused: %s", change.remote, denied.reason)
             return _json({"error": denied.reason}, status=denied.status)
         try:
             wanted = json.loads(await request.read())
@@ -230,7 +261,7 @@ class _Routes:
 
 
 def _counted(connections: Connections) -> Any:
-    """Connections hear of their requests."""
+    """Tell `connections` which of them has a request in progress."""
 
     @web.middleware
     async def counted(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -240,20 +271,16 @@ def _counted(connections: Connections) -> Any:
     return counted
 
 
-def _guard(own_machine_only: bool) -> Any:
-    """Where only this machine may ask, it is asked under this machine's own names.
-
-    A page on loopback is asked by browsers alone that mean it: a stranger's site whose name was made to point
-    here (DNS rebinding) comes with that name.
-    """
+def _loopback_only(enabled: bool) -> Any:
+    """Refuse other host names on a loopback address: a hostile site's name may resolve here (DNS rebinding)."""
 
     @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if own_machine_only and not is_loopback(_host_name(request.host)):
-            raise web.HTTPMisdirectedRequest(text="this page is served on loopback alone\n")
+    async def check_host(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if enabled and not is_loopback(_host_name(request.host)):
+            raise web.HTTPMisdirectedRequest(text="this page is served on loopback only\n")
         return await handler(request)
 
-    return guard
+    return check_host
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
@@ -270,8 +297,8 @@ def _asset_handler(asset: Asset) -> Handler:
     return handler
 
 
-def _asking(request: web.Request) -> Asking:
-    return Asking(
+def _change_request(request: web.Request) -> ChangeRequest:
+    return ChangeRequest(
         remote=request.remote or "", secure=request.secure, host=request.host, headers=dict(request.headers)
     )
 

@@ -1,199 +1,18 @@
-"""What a run file comes to before anything starts: values, stages, memory, bytes of a step on each link.
-
-Bytes are counted by the code that a run itself uses: the codecs' own sizes, the frames' headers, the split
-and the schedule. They are what the links write as frames; gRPC, TLS and acknowledgements come on top.
-"""
+"""Print what a run file comes to, as text for a terminal or as JSON."""
 
 import json
-from dataclasses import asdict, dataclass
-from math import ceil, prod
+from dataclasses import asdict
 from typing import Any
 
+from node.analysis.explain import DeviceNeed, Explanation, StageNeed, TextPlan
 from node.config.schema import RunConfig
-from node.display.explain_data import TextPlan, text_lines
-from node.display.explain_memory import StageNeed, memory_lines, memory_needs
-from node.display.render import table_lines
-from node.model.storage import KINDS, Storage, stored_bytes, unit_bytes
-from node.model.units import is_block, unit_parameters
-from node.pipeline.memory import stage_storages
-from node.pipeline.placement import check_cache, stage_units
-from node.pipeline.routing import source_stage, target_stage
-from node.pipeline.schedule import held_activations, schedule
+from node.model.storage import KINDS, unit_bytes
+from node.model.units import is_block
 from node.run_file.loader import section_types, toml_value
-from node.telemetry.units import bytes_text, count_text, duration_text
-from wire.codecs.forms import form
-from wire.frames import HEADER_BYTES, PAYLOAD_BYTES
-from wire.spec import Direction, TensorKey
+from node.telemetry.format import bytes_text, count_text, duration_text, table_lines
 
 RATES_MBIT = (10, 100, 1000)
-"""Link rates, in Mbit/s, that transfer times are given for."""
-TIED_CODEC = "fp32"
-"""How the shares and the sum of a tied embedding's gradient travel."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagePlan:
-    """One stage: what it holds and what it keeps in flight."""
-
-    stage: int
-    units: tuple[str, ...]
-    """Layer units, chunk after chunk."""
-    parameters: int
-    held_activations: int
-    """The most chunk activations that the schedule makes it hold at once."""
-    storage: Storage
-    """How its blocks keep activations for backward."""
-    stored: dict[str, int] | None
-    """Bytes that a block keeps of a microbatch, by kind of tensor; None where autograd decides."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flow:
-    """All tensors of one kind that one stage sends another in a step."""
-
-    sender: int
-    receiver: int
-    what: str
-    """`activation`, `gradient`, `tied_share` or `tied_sum`."""
-    codec: str
-    tensors: int
-    elements: int
-    bytes: int
-    """In frames: payload, codec header and frame headers."""
-    bytes_fp32: int
-    """The same elements at 4 bytes, nothing added."""
-    bytes_bf16: int
-    """The same elements at 2 bytes, nothing added."""
-
-    @property
-    def bits_per_element(self) -> float:
-        return 8 * self.bytes / self.elements
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkDirection:
-    """Everything that one stage sends another in a step."""
-
-    sender: int
-    receiver: int
-    bytes: int
-    bytes_fp32: int
-    bytes_bf16: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Explanation:
-    """A run file, worked out."""
-
-    config: RunConfig
-    microbatches: int
-    tokens_per_step: int
-    parameters: int
-    """Of all stages; a tied head's copy counts."""
-    stages: tuple[StagePlan, ...]
-    memory: tuple[StageNeed, ...]
-    """Of each stage."""
-    flows: tuple[Flow, ...]
-    text: TextPlan | None = None
-    """None if nobody asked for it."""
-
-    @property
-    def directions(self) -> tuple[LinkDirection, ...]:
-        """The flows added up by sender and receiver: the two directions of a link carry data at once."""
-        pairs = dict.fromkeys((flow.sender, flow.receiver) for flow in self.flows)
-        return tuple(self._direction(*pair) for pair in pairs)
-
-    @property
-    def busiest(self) -> LinkDirection | None:
-        """The direction that carries the most bytes; None for a run without links."""
-        return max(self.directions, key=lambda direction: direction.bytes, default=None)
-
-    def _direction(self, sender: int, receiver: int) -> LinkDirection:
-        flows = [flow for flow in self.flows if (flow.sender, flow.receiver) == (sender, receiver)]
-        return LinkDirection(
-            sender=sender,
-            receiver=receiver,
-            bytes=sum(flow.bytes for flow in flows),
-            bytes_fp32=sum(flow.bytes_fp32 for flow in flows),
-            bytes_bf16=sum(flow.bytes_bf16 for flow in flows),
-        )
-
-
-def explain(config: RunConfig, text: TextPlan | None = None) -> Explanation:
-    """Work out a valid config. Raises ConfigError where parts of it do not fit."""
-    if text is not None and text.samples:
-        check_cache(config, text.samples)
-    pipeline, model, training = config.pipeline, config.model, config.training
-    orders = schedule(pipeline.stages, pipeline.chunks, config.microbatches, pipeline.first_window)
-    stages = []
-    storages = stage_storages(config, pipeline.stages)
-    for stage, units in enumerate(stage_units(config, pipeline.stages)):
-        storage = storages[stage]
-        stages.append(
-            StagePlan(
-                stage=stage,
-                units=units,
-                parameters=sum(unit_parameters(model, unit) for unit in units),
-                held_activations=held_activations(orders[stage]),
-                storage=storage,
-                stored=None if storage.is_off else asdict(stored_bytes(model, training, storage)),
-            )
-        )
-    return Explanation(
-        config=config,
-        microbatches=config.microbatches,
-        tokens_per_step=training.global_batch * model.sequence,
-        parameters=sum(plan.parameters for plan in stages),
-        stages=tuple(stages),
-        memory=memory_needs(config, text.samples if text is not None else 0),
-        flows=_flows(config),
-        text=text,
-    )
-
-
-def framed_bytes(packed_bytes: int) -> int:
-    """Bytes of all frames that carry one packed tensor, headers included."""
-    return packed_bytes + ceil(packed_bytes / PAYLOAD_BYTES) * HEADER_BYTES
-
-
-def _flows(config: RunConfig) -> tuple[Flow, ...]:
-    """What a step sends, merged by sender, receiver and kind."""
-    pipeline, model = config.pipeline, config.model
-    hidden = (config.training.microbatch, model.sequence, model.hidden)
-    tied = (model.vocab, model.hidden)
-    sent: list[tuple[Direction, int, str, tuple[int, ...], int]] = []
-    for direction, name in (
-        (Direction.ACTIVATION, pipeline.forward_codec),
-        (Direction.GRADIENT, pipeline.backward_codec),
-    ):
-        for boundary in range(pipeline.stages * pipeline.chunks - 1):
-            sent.append((direction, boundary, name, hidden, config.microbatches))
-    if model.tied:
-        for direction in (Direction.TIED_SHARE, Direction.TIED_SUM):
-            sent.append((direction, 0, TIED_CODEC, tied, 1))
-
-    merged: dict[tuple[int, int, str], Flow] = {}
-    for direction, boundary, name, shape, tensors in sent:
-        key = TensorKey(0, 0, 0, boundary, direction)
-        sender, receiver = source_stage(key, pipeline.stages), target_stage(key, pipeline.stages)
-        if sender == receiver:
-            continue
-        what = direction.name.lower()
-        before = merged.get((sender, receiver, what))
-        count = tensors + (before.tensors if before else 0)
-        elements = count * prod(shape)
-        merged[sender, receiver, what] = Flow(
-            sender=sender,
-            receiver=receiver,
-            what=what,
-            codec=name,
-            tensors=count,
-            elements=elements,
-            bytes=count * framed_bytes(form(name).packed_bytes(shape)),
-            bytes_fp32=4 * elements,
-            bytes_bf16=2 * elements,
-        )
-    return tuple(sorted(merged.values(), key=lambda flow: (flow.sender, flow.receiver, flow.what)))
+"""Link rates that transfer times are given for, Mbit/s."""
 
 
 def transfer_seconds(count: int, mbit: float) -> float:
@@ -248,8 +67,25 @@ def _step_lines(explanation: Explanation) -> list[str]:
         f"step     {config.training.global_batch} samples of {config.model.sequence} tokens = "
         f"{count_text(explanation.tokens_per_step)} tokens, in {explanation.microbatches} microbatches of "
         f"{config.training.microbatch}",
-        *(text_lines(config, explanation.text) if explanation.text is not None else []),
+        *(_text_lines(config, explanation.text) if explanation.text is not None else []),
     ]
+
+
+def _text_lines(config: RunConfig, plan: TextPlan) -> list[str]:
+    if plan.problem:
+        return [f"text     not read: {plan.problem}"]
+    lines = [
+        f"text     {count_text(plan.tokens)} tokens to train on, {count_text(plan.held_out)} held out; "
+        f"{count_text(plan.samples)} samples a pass, so {config.run.steps} steps are {plan.passes:.3g} passes"
+    ]
+    if (cache := plan.sample_cache) is not None:
+        stages = ", ".join(bytes_text(count) for count in cache.stages)
+        lines.append(
+            f"cache    {config.pipeline.forward_codec} caches up to {stages} of activations at the stages "
+            f"({config.pipeline.cache_gb:g} GB allowed); a snapshot grows by {bytes_text(cache.snapshot)}; "
+            f"the first pass takes {cache.first_pass_bits:.3g} bits an element"
+        )
+    return lines
 
 
 def _stage_lines(explanation: Explanation) -> list[str]:
@@ -266,7 +102,7 @@ def _stage_lines(explanation: Explanation) -> list[str]:
 
 
 def _storage_lines(explanation: Explanation) -> list[str]:
-    """What a block keeps of a microbatch: form, megabytes, and units of hidden states in half precision."""
+    """What a block keeps for a microbatch: form, size in U (hidden states at 2 bytes) and in megabytes."""
     config = explanation.config
     unit = unit_bytes(config.model, config.training.microbatch)
     if all(plan.stored is None for plan in explanation.stages):
@@ -292,6 +128,25 @@ def _units_text(units: tuple[str, ...]) -> str:
     return ", ".join([*units[:1], *named] if not is_block(units[0]) else named) + (
         f", {units[-1]}" if not is_block(units[-1]) else ""
     )
+
+
+def memory_lines(needs: tuple[StageNeed, ...]) -> list[str]:
+    """One table where CPUs and GPUs need the same."""
+    alike = all(need.gpu == need.cpu for need in needs)
+    parts = ["total", "weights, gradients, optimizer", "kept activations"]
+    header = ["stage", *(parts if alike else [f"{kind} {part}" for kind in ("GPU", "CPU") for part in parts])]
+    rows = [
+        [str(stage), *_cells(need.gpu), *([] if alike else _cells(need.cpu))]
+        for stage, need in enumerate(needs)
+    ]
+    return [
+        "a stage needs, as estimated, on a node of one device (of several: thinwire doctor --run-file):",
+        *table_lines(header, rows, left=1),
+    ]
+
+
+def _cells(need: DeviceNeed) -> list[str]:
+    return [bytes_text(need.total), bytes_text(need.state), bytes_text(need.kept)]
 
 
 def _link_lines(explanation: Explanation) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
-from node.display.output import lasting
+from node.display.terminal import lasting
 from node.telemetry.events import (
     Event,
     JoinLine,
@@ -29,7 +29,7 @@ from node.telemetry.events import (
     StepAborted,
     StepDone,
 )
-from node.telemetry.units import bytes_text, count_text, duration_text, printable
+from node.telemetry.format import bytes_text, count_text, duration_text, printable, table_lines
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -303,19 +303,6 @@ def stage_rows(done: StepDone, nodes: tuple[str, ...]) -> tuple[list[str], list[
         node = printable(nodes[stage][:SHORT_ID]) if stage < len(nodes) else ""
         rows.append([str(stage), node, f"{idle:.0%}", f"{up:.1f}", f"{down:.1f}"])
     return ["stage", "node", "idle", "up Mbit/s", "down Mbit/s"], rows
-
-
-def table_lines(header: list[str], rows: list[list[str]], left: int = 2) -> list[str]:
-    """Rows in aligned columns: the first `left` flush left, the others (numbers) flush right."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    return [
-        "  "
-        + "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in [header, *rows]
-    ]
 
 
 def _percent(part: float, whole: float) -> str:

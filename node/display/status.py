@@ -27,9 +27,11 @@ from wire.errors import ProtocolViolationError, RunError
 STATUS_FILE = "status.json"
 WRITE_INTERVAL = 1.0
 """Seconds between writes for steps alone; every other event is written at once."""
-_REMEDY = "remove it, the coordinator writes it anew"
-MOST_GONE = 3
-"""So many of those that have left are remembered; the history has all."""
+COORDINATOR_GONE = "its coordinator is gone"
+"""Why a run is over whose coordinator died without saying so."""
+_REMEDY = "delete it; the coordinator writes a new one"
+MOST_LEFT = 3
+"""Nodes that left and are kept here; the history has all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,29 +45,29 @@ class RunStatus(Event):
     process_id: int
     started: RunStarted
     nodes: tuple[NodeJoined, ...] = ()
-    """Those that joined and have not left."""
+    """Connected nodes."""
     gone: tuple[NodeLeft, ...] = ()
-    """Those that left last and have not come back, with why; the newest last."""
+    """The last nodes that left and have not come back, newest last."""
     placement: PlacementMade | None = None
     step: StepDone | None = None
     aborted: int = 0
-    """Steps that were aborted and run again."""
+    """Number of aborted steps."""
     snapshot: SnapshotStored | None = None
     finished: RunFinished | None = None
     page: PageServed | None = None
     process_start: str = ""
-    """Tells the process from a later one of the same id; empty is not known."""
+    """Distinguishes the process from a later one with the same id; empty if unknown."""
 
 
 def after(status: RunStatus, event: Event) -> RunStatus:
-    """The status once `event` has happened."""
+    """The status after `event`."""
     match event:
         case NodeJoined():
             nodes, gone = _without(event.node_id, status)
             return replace(status, nodes=(*nodes, event), gone=gone)
         case NodeLeft():
             nodes, gone = _without(event.node_id, status)
-            return replace(status, nodes=nodes, gone=(*gone, event)[-MOST_GONE:])
+            return replace(status, nodes=nodes, gone=(*gone, event)[-MOST_LEFT:])
         case PageServed():
             return replace(status, page=event)
         case PlacementMade():
@@ -86,7 +88,7 @@ def after(status: RunStatus, event: Event) -> RunStatus:
 
 
 def _without(node_id: str, status: RunStatus) -> tuple[tuple[NodeJoined, ...], tuple[NodeLeft, ...]]:
-    """The nodes that are here and those that are gone, without one of them."""
+    """Connected nodes and nodes that left, both without this one."""
     return (
         tuple(node for node in status.nodes if node.node_id != node_id),
         tuple(node for node in status.gone if node.node_id != node_id),
@@ -94,10 +96,10 @@ def _without(node_id: str, status: RunStatus) -> tuple[tuple[NodeJoined, ...], t
 
 
 class StatusWriter:
-    """Called with each event of a run, keeps `status.json` in the run's directory up to date.
+    """Called with each event of a run; keeps `status.json` in its directory up to date.
 
-    The file is replaced whole, so a reader never sees half of it. It is a convenience and not the run's
-    state: the first write that fails turns it off and is reported once through `warn`.
+    The file is replaced as a whole, so readers never see half of it. It is a convenience, not state of the run:
+    the first failed write turns it off and is reported once through `warn`.
     """
 
     def __init__(self, warn: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:
@@ -156,7 +158,7 @@ def read_status(directory: Path) -> RunStatus | None:
 
 
 def coordinator_alive(status: RunStatus) -> bool | None:
-    """Whether the process that wrote `status` still lives; None if it ran on another machine."""
+    """Whether the process that wrote `status` is alive; None if it ran on another machine."""
     if status.host != socket.gethostname():
         return None
     try:
@@ -164,13 +166,22 @@ def coordinator_alive(status: RunStatus) -> bool | None:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # another user's
+        pass  # owned by another user
     now = process_start(status.process_id)
     return not (now and status.process_start) or now == status.process_start
 
 
+def coordinator_is_gone(directory: Path) -> bool:
+    """Whether the coordinator's process of the run in `directory`, on this machine, is known to have ended."""
+    try:
+        status = read_status(directory)
+    except RunError:
+        return False  # perhaps written by another version
+    return status is not None and coordinator_alive(status) is False
+
+
 def process_start(process_id: int) -> str:
-    """When a process of this machine began, in ticks since the machine did; empty where nothing tells."""
+    """Start time of a local process in clock ticks since boot; empty if unknown."""
     try:
         fields = Path(f"/proc/{process_id}/stat").read_bytes().rpartition(b")")[2].split()
         return fields[19].decode("ascii")

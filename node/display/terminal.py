@@ -5,11 +5,12 @@ A run does not end because the screen does: a reader like `head` leaves, a disk 
 
 import contextlib
 import io
+import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
@@ -76,3 +77,40 @@ def discard(stream: TextIO) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, number)
         os.close(nowhere)
+
+
+_log = logging.getLogger(__name__)
+
+
+def lasting(stream: TextIO) -> TextIO:
+    """`stream`, which drops all that comes after the first write that fails; that is logged once."""
+    return cast(TextIO, _Lasting(stream))
+
+
+class _Lasting:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._broken = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        if not self._broken:
+            try:
+                self._stream.write(text)
+            except OSError as error:
+                self._give_up(error)
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._broken:
+            try:
+                self._stream.flush()
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._broken = True
+        discard(self._stream)
+        _log.warning("the output cannot be written (%s); the run goes on without it", error.strerror or error)

@@ -3,8 +3,7 @@
 import textwrap
 
 from node.analysis.run_view import LinkView, RunView, StageView
-from node.display.render import table_lines
-from node.telemetry.units import bytes_text, count_text, duration_text, printable
+from node.telemetry.format import bytes_text, count_text, duration_text, printable, table_lines
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 48

@@ -1,4 +1,4 @@
-"""Where views of a run come from: its history on disk, also while it grows, or its coordinator's page."""
+"""Watch a run: views from its history on disk, also while it grows, or from its coordinator's page."""
 
 import http.client
 import json
@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from node.analysis.run_view import RunView
-from node.analysis.view import RunViewBuilder
-from node.display.status import coordinator_alive, read_status
+from node.analysis.view_builder import RunViewBuilder
+from node.display.status import COORDINATOR_GONE, coordinator_is_gone
 from node.telemetry.history import HistoryTail
 from wire.errors import LinkError, ProtocolViolationError, RunError, UserError
 
@@ -18,7 +18,7 @@ TIMEOUT_SECONDS = 10.0
 
 
 class HistoryWatch:
-    """Views of the run in `directory`; each call takes in what was appended since the one before."""
+    """Views of the run in `directory`; each call reads what was appended since the last one."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -31,40 +31,31 @@ class HistoryWatch:
             for entry in entries:
                 self._builder.apply(entry.event, entry.at)
         view = self._builder.view()
-        if not self._builder.over and self._dead():
-            # Nobody waits any more: a node that came now would find nobody to join.
-            held_back = () if view.state == "waiting for nodes" else view.bottleneck
-            gone = "its coordinator is gone"
-            return replace(view, state="stopped", ended=gone, eta_seconds=None, bottleneck=held_back)
+        if not self._builder.over and coordinator_is_gone(self._directory):
+            # There is no coordinator to join any more.
+            why = () if view.state == "waiting for nodes" else view.bottleneck
+            return replace(view, state="stopped", ended=COORDINATOR_GONE, eta_seconds=None, bottleneck=why)
         return view
-
-    def _dead(self) -> bool:
-        """Whether the coordinator's process, on this machine, is known to have ended."""
-        try:
-            status = read_status(self._directory)
-        except RunError:
-            return False  # perhaps of another version; the history tells the rest
-        return status is not None and coordinator_alive(status) is False
 
 
 class PageWatch:
-    """Views from a coordinator's page: `host:port`, or its http or https address."""
+    """Views from a coordinator's page, given as `host:port` or as an http or https URL."""
 
     def __init__(self, address: str, authority: Path | None = None) -> None:
-        """`authority`: the run's CA certificate, for a page that the run's own CA vouches for (https).
+        """`authority`: the run's CA certificate, for a page over https that this CA signed.
 
-        Raises UserError for what is no address and no certificate.
+        Raises UserError for a bad address or certificate.
         """
         scheme = "http" if authority is None else "https"
         url = address if "://" in address else f"{scheme}://{address}"
         try:
             parts = urllib.parse.urlsplit(url)
             port = parts.port
-            # What no look-up takes, such as two dots in a row, is found when it is asked for.
+            # Finds names that no look-up accepts, such as two dots in a row.
             (parts.hostname or "").encode("idna")
         except ValueError:
             parts, port = urllib.parse.urlsplit(""), None
-        # A bare word is a folder that is not there, more likely than a host whose page is at port 80.
+        # A bare word is more likely a missing folder than a host with a page at port 80.
         bare = "://" not in address and port is None
         if parts.scheme not in ("http", "https") or not parts.hostname or bare:
             raise UserError(
@@ -77,7 +68,7 @@ class PageWatch:
         self._context = _trusting(authority) if self._secure else None
 
     def view(self) -> RunView:
-        """Raises LinkError when the page does not answer, RunError when it is no run's."""
+        """Raises LinkError when the page does not answer, RunError when it is not a run's page."""
         try:
             if self._context is not None:
                 link: http.client.HTTPConnection = http.client.HTTPSConnection(
@@ -102,7 +93,7 @@ class PageWatch:
                 f"{self._address} does not answer ({reason}): is the coordinator running?{self._hint(error)}"
             ) from None
         if answer.status != 200:
-            raise RunError(f"{self._address}/api/view answers {answer.status}: this is no run's page")
+            raise RunError(f"{self._address}/api/view answers {answer.status}: this is not the page of a run")
         try:
             return read_answer(body)
         except ProtocolViolationError as error:
@@ -111,7 +102,7 @@ class PageWatch:
             ) from None
 
     def _hint(self, error: Exception) -> str:
-        """The other scheme, where somebody answered and was not understood."""
+        """Suggest the other scheme if the answer was not understood."""
         if self._context is None and isinstance(error, (http.client.HTTPException, ConnectionResetError)):
             return " A page with dashboard.tls is at https:// and needs --ca with the run's authority/ca.pem"
         if self._context is not None and isinstance(error, ssl.SSLError):
@@ -130,7 +121,7 @@ def _trusting(authority: Path | None) -> ssl.SSLContext:
 
 
 def read_answer(body: bytes) -> RunView:
-    """The view in what a page answers to `/api/view`, of this version or one like it (`RunView.from_json`).
+    """The view in a page's answer to `/api/view`, of this or a similar version (`RunView.from_json`).
 
     Raises ProtocolViolationError for anything else.
     """

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from node.display.render import table_lines
 from node.lab.shape import PAYLOAD_SHARE
 from node.telemetry.clock import TimeKind
+from node.telemetry.format import table_lines
 
 BASELINES = ("fp32", "bf16", "fixed-4", "aqsgd-4")
 """Forward codecs that ratios are given over."""

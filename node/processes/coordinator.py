@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
-from node.analysis.view import RunViewBuilder
+from node.analysis.view_builder import RunViewBuilder
 from node.config.schema import RunConfig
 from node.coordinator.control_service import ControlService
 from node.coordinator.coordinator import Coordinator
@@ -28,9 +28,8 @@ from node.coordinator.reporter import Emit, codec_bits
 from node.coordinator.run_plan import Past
 from node.coordinator.stage_assignment import Candidate, sharing, stage_needs, useless
 from node.coordinator.store import StepRecord, Store
-from node.dashboard.address import listen_address
 from node.dashboard.feed import Feed
-from node.dashboard.live import live_page, past_read
+from node.dashboard.pages import listen_address, live_page, reading_past
 from node.display.terminal import ending_signals
 from node.model.units import ends_in_blocks
 from node.pipeline.device_memory import devices_of
@@ -285,7 +284,7 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit) -> in
                 emit=emit,
             ):
                 emit(events.JoinLine(line=f"thinwire join {token.encode()}"))
-                async with token_uses_told(run.store, emit), past_read(directory, past_end, feed):
+                async with token_uses_told(run.store, emit), reading_past(directory, past_end, feed):
                     return await _until_done(coordinator, emit)
         finally:
             await join.stop(STOP_SECONDS)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from node.telemetry.units import bytes_text, printable
+from node.telemetry.format import bytes_text, printable
 from wire import event_loop
 from wire.errors import LinkError, TokenError
 from wire.version import VERSION

@@ -12,7 +12,7 @@ from node.pipeline.memory import StageMemory, stage_memory
 from node.processes.doctor import Check, Status
 from node.run_file.loader import load_config
 from node.stage.machine_info import describe
-from node.telemetry.units import bytes_text
+from node.telemetry.format import bytes_text
 from wire.errors import RunError, ThinwireError
 from wire.identity.enrolment import Hardware
 

@@ -20,7 +20,7 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.model.storage import AS_COMPUTED, FROM_PRESET, KINDS, PRESETS, RECOMPUTE, configured
-from node.telemetry.traced_steps import TracedSteps
+from node.telemetry.trace_files import TracedSteps
 from wire.codecs.forms import form
 from wire.errors import ConfigError, nearest
 from wire.frames import MAX_TENSOR_BYTES

@@ -3,7 +3,7 @@
 import os
 from typing import TypeVar
 
-from node.telemetry.units import printable
+from node.telemetry.format import printable
 from wire.errors import MemoryExhaustedError, ThinwireError
 from wire.messages import LONGEST_REASON
 

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import torch
 
-from node.telemetry.clock import StageClock, Times, difference
-from node.telemetry.clock_sync import ClockSync
-from node.telemetry.spans import SpanRing
-from node.telemetry.traced_steps import TracedSteps
+from node.telemetry.clock import ClockSync, SpanRing, StageClock, Times, difference
+from node.telemetry.trace_files import TracedSteps
 from wire.link_state import LinkStats
 from wire.spec import Direction, TensorKey
 from wire.telemetry import MOST_SPANS, FlowReport, LinkReport, StepSpans, Telemetry

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from node.telemetry.units import bytes_text
+from node.telemetry.format import bytes_text
 from wire.identity.enrolment import Hardware
 from wire.identity.files import write_private
 

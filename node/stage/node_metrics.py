@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from node.run_file.validate import parse_listen, why_not_bound
-from node.telemetry.ledger import Ledger
+from node.telemetry.costs import Ledger
 from node.telemetry.metrics import CONTENT_TYPE, NODE_METRICS, Families
 from wire.errors import UserError
 from wire.identity.names import join_address

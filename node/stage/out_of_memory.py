@@ -9,7 +9,7 @@ import os
 
 import torch
 
-from node.telemetry.units import bytes_text
+from node.telemetry.format import bytes_text
 from wire.errors import MemoryExhaustedError
 
 _SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")

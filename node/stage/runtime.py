@@ -36,7 +36,7 @@ from node.stage.snapshot_transfer import SnapshotTransfer
 from node.stage.stage_io import TensorLink
 from node.stage.watchdog import StuckError, watch, watched
 from node.telemetry.clock import StageClock, TimeKind
-from node.telemetry.traced_steps import TracedSteps
+from node.telemetry.trace_files import TracedSteps
 from wire.errors import DeviceLostError, LinkError, RunError, UserError
 from wire.identity.enrolment import Refusal
 from wire.link import LinkSettings

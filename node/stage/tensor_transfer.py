@@ -16,7 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 from node.stage.device_transfer import DeviceTransfer
-from node.telemetry.spans import WorkKind
+from node.telemetry.clock import WorkKind
 from wire.codecs.base import Codec
 from wire.codecs.host_copies import Mark
 from wire.errors import (

@@ -1,17 +1,51 @@
-"""Where the compute thread's time goes: every moment belongs to exactly one kind.
-
-A `StageClock` is always in one kind. Switching closes the running interval and opens the next at the same
-clock reading, so the kinds sum to wall time by construction; nothing is measured twice or left out.
-"""
+"""A bounded record of what a node did and when, for traces."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from threading import Lock
 
-from node.telemetry.spans import SpanRing
 from wire.spec import TensorKey
+from wire.telemetry import Span
+
+MOST_KEPT = 20_000
+"""Spans; a step has a few hundred. What is older is dropped, and counted."""
+
+
+class WorkKind(StrEnum):
+    """What goes on beside the compute thread; that waits for it in `encode` and `decode`."""
+
+    PACK = "pack"
+    UNPACK = "unpack"
+
+
+class SpanRing:
+    """The newest spans. Any thread may record; whoever takes them gets each once."""
+
+    def __init__(self, most: int = MOST_KEPT) -> None:
+        self._spans: deque[Span] = deque(maxlen=most)
+        self._dropped = 0
+        self._lock = Lock()
+
+    def record(
+        self, kind: str, start: float, end: float, key: TensorKey | None = None, peer_stage: int = -1
+    ) -> None:
+        """Times in seconds on the monotonic clock."""
+        span = Span(kind, start, end - start, key, peer_stage)
+        with self._lock:
+            self._dropped += len(self._spans) == self._spans.maxlen
+            self._spans.append(span)
+
+    def take(self) -> tuple[tuple[Span, ...], int]:
+        """What was recorded since it was taken last, and how many spans were dropped."""
+        with self._lock:
+            spans, dropped = tuple(self._spans), self._dropped
+            self._spans.clear()
+            self._dropped = 0
+        return spans, dropped
 
 
 class TimeKind(StrEnum):
@@ -105,3 +139,43 @@ class StageClock:
 def difference(later: Times, earlier: Times) -> dict[TimeKind, float]:
     """Seconds by kind between two snapshots of one clock."""
     return {kind: later[kind] - earlier[kind] for kind in TimeKind}
+
+
+KEPT = 16
+"""Answers: with a heartbeat every 2 s, those of half a minute, in which clocks drift about 1 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    offset: float
+    round_trip: float
+
+
+class ClockSync:
+    """Collects answers. Times in seconds: `sent` and `received` monotonic, `at` Unix at the coordinator."""
+
+    def __init__(self) -> None:
+        self._answers: deque[_Answer] = deque(maxlen=KEPT)
+
+    def answer(self, *, sent: float, received: float, at: float) -> None:
+        """One heartbeat's answer. An answer from before it was asked for says nothing and is dropped."""
+        if received >= sent:
+            self._answers.append(_Answer(at - (sent + received) / 2, received - sent))
+
+    @property
+    def known(self) -> bool:
+        return bool(self._answers)
+
+    @property
+    def offset(self) -> float:
+        """What to add to the monotonic clock to get the coordinator's Unix time; 0 while not known."""
+        return self._best.offset if self._answers else 0.0
+
+    @property
+    def error(self) -> float:
+        """How wrong `offset` may be; 0 while it is not known."""
+        return self._best.round_trip / 2 if self._answers else 0.0
+
+    @property
+    def _best(self) -> _Answer:
+        return min(self._answers, key=lambda answer: answer.round_trip)

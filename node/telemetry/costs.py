@@ -1,9 +1,13 @@
 """What steps cost: figures made of `StepCosts`, and sums of several. Pure."""
 
-from dataclasses import replace
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 
-from node.telemetry.clock import WAITS
+from node.telemetry.clock import WAITS, TimeKind
 from node.telemetry.events import FlowCost, LinkCost, StageCost, StepCosts
+from wire.spec import Direction
+from wire.telemetry import LinkReport, Telemetry
 
 
 def idle_by_stage(costs: StepCosts) -> tuple[float, ...]:
@@ -76,3 +80,138 @@ def _add_links(earlier: LinkCost, later: LinkCost) -> LinkCost:
             for (direction, codec), (size, elements) in flows.items()
         ),
     )
+
+
+OTHER_CODEC = "other"
+"""In place of a codec's name that is none of the run's: a node could invent any number of names."""
+
+LinkKey = tuple[int, int]
+"""The stage that sends, the stage that receives."""
+
+
+@dataclass
+class StageSums:
+    """What one stage did; `seconds` by kind sum to `wall`."""
+
+    wall: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: {kind.value: 0.0 for kind in TimeKind})
+
+
+@dataclass
+class LinkSums:
+    """What one direction of a link carried."""
+
+    bytes: int = 0
+    """Everything written to both sockets."""
+    busy: float = 0.0
+    retransmits: int = 0
+    rejects: int = 0
+    flow_bytes: dict[tuple[Direction, str], int] = field(default_factory=dict)
+    """By kind of tensor and codec."""
+    flow_elements: dict[tuple[Direction, str], int] = field(default_factory=dict)
+
+
+class Ledger:
+    """Sums by stage and by direction of link. They only grow.
+
+    `codecs` are the names that flows may carry, any other counts as `OTHER_CODEC`; None: whatever comes.
+    """
+
+    def __init__(self, codecs: Collection[str] | None = None) -> None:
+        self._codecs = codecs
+        self.stages: dict[int, StageSums] = {}
+        self.links: dict[LinkKey, LinkSums] = {}
+
+    @property
+    def link_bytes(self) -> int:
+        return sum(link.bytes for link in self.links.values())
+
+    @property
+    def elements(self) -> int:
+        return sum(sum(link.flow_elements.values()) for link in self.links.values())
+
+    def bits(self, direction: Direction) -> float:
+        """Bits an element of this kind of tensor took, frames and headers included; 0 before the first."""
+        size = self._flows(direction, "flow_bytes")
+        elements = self._flows(direction, "flow_elements")
+        return 8 * size / elements if elements else 0.0
+
+    def _flows(self, direction: Direction, column: str) -> int:
+        return sum(
+            count
+            for link in self.links.values()
+            for (kind, _), count in getattr(link, column).items()
+            if kind is direction
+        )
+
+    def link(self, source: int, target: int) -> LinkSums:
+        return self.links.setdefault((source, target), LinkSums())
+
+    def add(self, stage: int, stages: int, before: Telemetry, now: Telemetry, most: float = math.inf) -> int:
+        """What the node of `stage`, of so many `stages`, did between two reports of one epoch.
+
+        No part of it takes longer than the whole, and all links together carried no more than `most` bytes,
+        whatever the node says. Returns the bytes that were counted.
+        """
+        sums = self.stages.setdefault(stage, StageSums())
+        passed = max(0.0, now.wall_seconds - before.wall_seconds)
+        sums.wall += passed
+        left = passed
+        for kind in TimeKind:  # only the kinds that there are: a node could name any
+            spent = now.times.get(kind.value, 0.0) - before.times.get(kind.value, 0.0)
+            spent = min(max(0.0, spent), left)
+            left -= spent
+            sums.seconds[kind.value] += spent
+        earlier = {link.peer_stage: link for link in before.links}
+        counted = 0
+        for link in now.links:
+            if link.peer_stage < stages and link.peer_stage != stage:
+                baseline = _baseline(link, earlier.get(link.peer_stage))
+                counted += self._add_link(stage, baseline, link, passed, most - counted)
+        return counted
+
+    def _add_link(self, stage: int, before: LinkReport, now: LinkReport, passed: float, most: float) -> int:
+        sums = self.link(stage, now.peer_stage)
+        size = _grown(before.bytes_sent, now.bytes_sent, most)
+        sums.bytes += size
+        sums.busy += min(max(0.0, now.busy_seconds - before.busy_seconds), passed)
+        # A frame has more than one byte, an element of no codec less than one bit.
+        retransmits = _grown(before.retransmits, now.retransmits, most)
+        rejects = _grown(before.rejects, now.rejects, most)
+        sums.retransmits += retransmits
+        # It is the receiver that counts damaged frames.
+        self.link(now.peer_stage, stage).rejects += rejects
+        earlier = {(flow.direction, flow.codec): flow for flow in before.flows}
+        in_flows = 0
+        for flow in now.flows:
+            old = earlier.get((flow.direction, flow.codec))
+            key = flow.direction, self._known(flow.codec)
+            left = most - in_flows
+            of_flow = _grown(old.bytes_sent if old else 0, flow.bytes_sent, left)
+            elements = _grown(old.elements_sent if old else 0, flow.elements_sent, 8 * left)
+            sums.flow_bytes[key] = sums.flow_bytes.get(key, 0) + of_flow
+            sums.flow_elements[key] = sums.flow_elements.get(key, 0) + elements
+            in_flows += max(of_flow, elements // 8)
+        return max(size, in_flows, retransmits, rejects)
+
+    def _known(self, codec: str) -> str:
+        return codec if self._codecs is None or codec in self._codecs else OTHER_CODEC
+
+
+def _grown(before: int, now: int, most: float) -> int:
+    """What a counter grew by, which is no less than nothing and no more than `most`."""
+    return int(max(0, min(now - before, most)))
+
+
+def _baseline(now: LinkReport, before: LinkReport | None) -> LinkReport:
+    """What `now` is to be counted from: nothing, if the link was made anew since."""
+    if before is None or now.bytes_sent < before.bytes_sent:
+        return LinkReport(
+            peer_stage=now.peer_stage,
+            bytes_sent=0,
+            bytes_received=0,
+            retransmits=0,
+            rejects=0,
+            rtt_seconds=0.0,
+        )
+    return before

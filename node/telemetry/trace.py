@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from node.telemetry.clock import WAITS, TimeKind
-from node.telemetry.spans import WorkKind
+from node.telemetry.clock import WAITS, TimeKind, WorkKind
 from node.telemetry.trace_files import Batch
 from wire.spec import Direction, TensorKey
 from wire.telemetry import Span

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Self
 
-from wire.errors import RunError
+from wire.errors import ConfigError, RunError
 from wire.spec import Direction, TensorKey
 from wire.telemetry import Span, StepSpans
 
@@ -194,3 +194,32 @@ def _from_line(line: bytes) -> Batch:
         key = TensorKey(epoch, place[0], place[1], place[2], Direction(place[3])) if place else None
         spans.append(Span(names[kind], start / _TICKS, length / _TICKS, key, peer))
     return Batch(node_id, StepSpans(spans=tuple(spans), **raw))
+
+
+@dataclass(frozen=True)
+class TracedSteps:
+    """`step in traced` is asked with steps that count from 0, as messages have them. Empty is false."""
+
+    first: int
+    last: int | None
+    """None: no end."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises ConfigError, one line that says what would do."""
+        if text == "off":
+            return cls(0, 0)
+        if text == "all":
+            return cls(1, None)
+        found = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+            raise ConfigError(
+                f"{text!r} names no steps: write off, all, or the first and last step as in 3:5"
+            )
+        return cls(int(found[1]), int(found[2]))
+
+    def __contains__(self, step: int) -> bool:
+        return self.first <= step + 1 and (self.last is None or step + 1 <= self.last)
+
+    def __bool__(self) -> bool:
+        return self.last is None or self.last >= 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from node.telemetry.units import bytes_text
+from node.telemetry.format import bytes_text
 from node.training.manifest import DAMAGED_NAME, SnapshotDamagedError
 from node.training.snapshot import (
     damaged,

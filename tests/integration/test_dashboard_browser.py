@@ -19,12 +19,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from node.analysis.view import RunViewBuilder
+from node.analysis.view_builder import RunViewBuilder
 from node.coordinator.store import Store
-from node.dashboard.access import KEY_FILE, Gate, OperatorKey
 from node.dashboard.feed import Feed
-from node.dashboard.live import past
-from node.dashboard.operator import Operator
+from node.dashboard.operator import KEY_FILE, ChangeGuard, Operator, OperatorKey
+from node.dashboard.pages import read_past
 from node.dashboard.server import Page, serve_page
 from node.display.status import read_status
 from node.telemetry import events
@@ -53,7 +52,7 @@ SCREENS = {
 async def recorded(directory: Path, *, port: int = 0, **kind: Any) -> AsyncIterator[tuple[str, Feed]]:
     """The address of the page of an invented run, and what feeds it. `port` 0 is any free one."""
     write_run(directory, **kind)
-    feed = Feed(past(directory))
+    feed = Feed(read_past(directory))
     async with serve_page(Page(feed=feed), "127.0.0.1", port) as bound:
         yield f"http://127.0.0.1:{bound}/", feed
 
@@ -268,7 +267,7 @@ async def test_a_page_comes_back_when_its_server_does(tmp_path: Path) -> None:
         await tab.wait_for("document.querySelector('#state').innerText === 'training, when last seen'")
         assert "Nobody has answered this page for" in await tab.text("#silence")
         append(tmp_path / "run", time.time(), recorded_step(269)[1])
-        feed = Feed(past(tmp_path / "run"))
+        feed = Feed(read_past(tmp_path / "run"))
         async with serve_page(Page(feed=feed), "127.0.0.1", port):
             await tab.wait_for("document.querySelector('#connection').className.includes('live')")
             await tab.wait_for("document.querySelector('#progress-text').innerText.includes('step 269 of')")
@@ -296,7 +295,7 @@ async def test_doubt_is_cast_only_where_there_is_some(tmp_path: Path) -> None:
     write_run(tmp_path / "run", steps_done=20)
     told = list(read_history(tmp_path / "run"))
     training = max(entry.at for entry in told)
-    gate = Gate(OperatorKey("x" * 26))
+    guard = ChangeGuard(OperatorKey("x" * 26))
     with Store.open(tmp_path / "run") as store:
         operator = Operator(NoControls(), store, lambda event: None)
     async with Browser(tmp_path) as browser:
@@ -310,7 +309,7 @@ async def test_doubt_is_cast_only_where_there_is_some(tmp_path: Path) -> None:
                     builder.apply(entry.event, entry.at - training + time.time())
                 page = Page(feed=Feed(builder))
                 if coordinated:
-                    page = replace(page, operator=operator, gate=gate)
+                    page = replace(page, operator=operator, guard=guard)
                 async with serve_page(page, "127.0.0.1", 0) as port:
                     tab = await browser.open(f"http://127.0.0.1:{port}/")
                     await tab.wait_for("!document.querySelector('#main').hidden")

@@ -16,16 +16,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from node.analysis.view import RunViewBuilder
+from node.analysis.view_builder import RunViewBuilder
 from node.config.schema import CoordinatorSection, DashboardSection, RunConfig
 from node.coordinator.store import Store
 from node.dashboard import connections, server
-from node.dashboard.access import KEY_FILE, Gate, OperatorKey
-from node.dashboard.address import listen_address, page_url
-from node.dashboard.feed import Feed
-from node.dashboard.live import live_page
-from node.dashboard.operator import Operator
-from node.dashboard.patch import apply
+from node.dashboard.feed import Feed, apply_patch
+from node.dashboard.operator import KEY_FILE, ChangeGuard, Operator, OperatorKey
+from node.dashboard.pages import listen_address, live_page, page_url
 from node.dashboard.server import POLICY, Page, serve_page
 from node.run_file.loader import to_json
 from node.telemetry import events
@@ -125,12 +122,12 @@ async def test_a_stream_begins_with_the_whole_and_goes_on_with_what_changed(
         while view["step"] < 4:
             name, patch = await next_event(response)
             assert name == "patch" and "run_id" not in patch and "steps" not in patch
-            view = apply(view, patch)
+            view = apply_patch(view, patch)
         assert view == feed.newest()[1]
         feed.apply(events.RunFinished(reason="all steps are done", failed=False), run_events.BEGAN + 101)
         feed.close()
         name, patch = await next_event(response)
-        assert name == "patch" and apply(view, patch) == feed.newest()[1]
+        assert name == "patch" and apply_patch(view, patch) == feed.newest()[1]
         assert (await next_event(response))[0] == "end"
         assert await response.content.read() == b""
 
@@ -151,7 +148,7 @@ async def test_an_end_that_comes_while_something_is_being_written_is_told(
     async with serving(Page(feed=feed)) as session, session.get("/api/stream") as response:
         _, view = await next_event(response)
         name, patch = await next_event(response)
-        assert name == "patch" and apply(view, patch) == feed.newest()[1]
+        assert name == "patch" and apply_patch(view, patch) == feed.newest()[1]
         assert (await next_event(response))[0] == "end"
 
 
@@ -346,7 +343,7 @@ async def test_changes_need_the_key_and_are_carried_out(store: Store) -> None:
     feed = feed_of_a_run()
     operator = Operator(controls, store, told.append)
     record, _ = store.create_token(time.time(), timedelta(hours=1), 3)
-    page = Page(feed=feed, operator=operator, gate=Gate(OperatorKey(KEY)))
+    page = Page(feed=feed, operator=operator, guard=ChangeGuard(OperatorKey(KEY)))
 
     async def ask(body: object, headers: dict[str, str] = WITH_KEY) -> tuple[int, Any]:
         async with session.post("/api/operator", data=json.dumps(body), headers=headers) as response:

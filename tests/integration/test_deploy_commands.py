@@ -339,7 +339,7 @@ def test_what_the_image_copies_installs_and_starts(tmp_path: Path) -> None:
     installed = done.stdout
     look = (
         "import sys; import importlib.metadata as m; print(m.version('thinwire'));"
-        "from node.dashboard.assets import assets; import node.cli.main as main; print(main.__file__);"
+        "from node.dashboard.server import assets; import node.cli.main as main; print(main.__file__);"
         "print(*sorted(assets())); sys.exit(main.main(['--version']))"
     )
     done = subprocess.run(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from node.analysis.view import view
+from node.analysis.view_builder import view
 from node.telemetry import events
 from node.telemetry.clock import TimeKind
 from node.telemetry.history import read_history

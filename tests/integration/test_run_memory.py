@@ -14,7 +14,7 @@ from node.faults import Fault, Kind, Phase
 from node.pipeline.memory import stage_bytes
 from node.stage.memory_note import NOTE_FILE
 from node.telemetry.events import NodeJoined, NodeLeft, PlacementMade
-from node.telemetry.units import bytes_text
+from node.telemetry.format import bytes_text
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, small
 from tests.support.run_harness import SMALL, Launch, Process, Run, assert_near_undisturbed

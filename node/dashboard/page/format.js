@@ -1,4 +1,4 @@
-// Numbers as people read them: the same words as node/telemetry/units.py prints in a terminal. A number and its
+// Numbers as people read them: the same words as node/telemetry/format.py prints in a terminal. A number and its
 // unit stay on one line.
 
 function scaled(value, units, space) {

@@ -53,7 +53,7 @@ export class Stream {
   }
 }
 
-// As node/dashboard/patch.py `apply`.
+// As node/dashboard/feed.py `apply`.
 export function applyPatch(before, patch) {
   const after = { ...before };
   for (const [name, value] of Object.entries(patch)) {

@@ -12,7 +12,7 @@ from node.analysis.bottleneck import WAITING, bottleneck
 from node.analysis.remedies import LADDER
 from node.analysis.run_view import FlowView, LinkView, RunView, StageView
 from node.analysis.step_model import FULL, FULL_TOGETHER, StepModel, full_links, shared_uploads
-from node.analysis.view import view
+from node.analysis.view_builder import view
 from node.config.schema import ModelSection
 from node.model.units import ends_in_blocks
 from node.telemetry import events

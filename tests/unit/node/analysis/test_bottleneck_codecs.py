@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from node.analysis.packing import PROCESSOR_NANOSECONDS
 from node.analysis.remedies import LADDER, LOSS_FORWARD
-from node.analysis.view import view
+from node.analysis.step_model import PROCESSOR_NANOSECONDS
+from node.analysis.view_builder import view
 from node.cli.main import build_parser
 from node.telemetry import events
 from tests.support.paths import ROOT

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from node.analysis.bottleneck import bottleneck
-from node.analysis.packing import nanoseconds, packing_seconds
 from node.analysis.run_view import LinkView, RunView
+from node.analysis.step_model import nanoseconds, packing_seconds
 from node.pipeline.floor import LinkRate, Network
 from node.pipeline.schedule import Kind, schedule
 from node.pipeline.simulation import Timeline, simulate

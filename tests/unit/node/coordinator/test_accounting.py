@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from node.coordinator.accounting import CLOCK_RATIO, FASTEST, SLACK_SECONDS, Accounting
 from node.telemetry.clock import TimeKind
-from node.telemetry.costs import add_costs, bits_per_element, idle_by_stage, mbit_by_stage
-from node.telemetry.ledger import OTHER_CODEC
+from node.telemetry.costs import OTHER_CODEC, add_costs, bits_per_element, idle_by_stage, mbit_by_stage
 from wire.spec import Direction
 from wire.telemetry import FlowReport, LinkReport, Telemetry
 

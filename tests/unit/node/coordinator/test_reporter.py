@@ -12,7 +12,7 @@ from node.model.units import state_bytes
 from node.pipeline.placement import stage_units
 from node.processes.coordinator import _untold
 from node.telemetry import events
-from node.telemetry.units import bytes_text
+from node.telemetry.format import bytes_text
 from tests.unit.node.coordinator.test_accounting import EPOCH, totals
 
 CONFIG = RunConfig(run=RunSection(steps=9), model=ModelSection(layers=5), pipeline=PipelineSection(stages=2))

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from node.analysis.compare import POINTS, RunRecord, compare, record
 from node.cli.main import main
 from node.config.schema import PipelineSection, RunConfig
 from node.coordinator.store import Store
-from node.display.compare import POINTS, RunRecord, compare, comparison_lines, record
+from node.display.compare import comparison_lines
 from node.run_file.loader import to_json
 from node.telemetry import events
 from node.telemetry.history import Entry, HistoryWriter

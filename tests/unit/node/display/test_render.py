@@ -19,7 +19,6 @@ from node.display.render import (
     make_renderer,
     step_line,
     summary_lines,
-    table_lines,
 )
 from node.telemetry.events import (
     Event,
@@ -44,7 +43,7 @@ from node.telemetry.events import (
     TokenUses,
     from_json,
 )
-from node.telemetry.units import bytes_text, count_text, duration_text, printable
+from node.telemetry.format import bytes_text, count_text, duration_text, printable, table_lines
 from wire.errors import ProtocolViolationError
 
 SUMMARY = RunSummary(

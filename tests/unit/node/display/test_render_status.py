@@ -16,7 +16,7 @@ from node.cli.status import run_state
 from node.config.schema import RunConfig
 from node.coordinator.store import SnapshotRecord, StepRecord, Store
 from node.display.status import (
-    MOST_GONE,
+    MOST_LEFT,
     STATUS_FILE,
     WRITE_INTERVAL,
     RunStatus,
@@ -116,7 +116,7 @@ def test_the_file_follows_the_events(tmp_path: Path) -> None:
 def test_who_is_gone_stays_until_he_is_back(tmp_path: Path) -> None:
     emit = StatusWriter(pytest.fail)
     emit(started(tmp_path))
-    left = [NodeLeft(node_id=f"node-{n}", reason=f"reason {n}") for n in range(MOST_GONE + 2)]
+    left = [NodeLeft(node_id=f"node-{n}", reason=f"reason {n}") for n in range(MOST_LEFT + 2)]
     for event in (*NODES, *left[:2]):
         emit(event)
     assert written(tmp_path).gone == (left[0], left[1])
@@ -124,7 +124,7 @@ def test_who_is_gone_stays_until_he_is_back(tmp_path: Path) -> None:
     assert written(tmp_path).gone == (left[1],)
     for event in left:
         emit(event)
-    assert written(tmp_path).gone == tuple(left[-MOST_GONE:])
+    assert written(tmp_path).gone == tuple(left[-MOST_LEFT:])
     again = NodeLeft(node_id=left[-2].node_id, reason="again")
     emit(again)
     assert written(tmp_path).gone == (left[-3], left[-1], again)

@@ -17,13 +17,13 @@ import pytest
 from aiohttp import web
 
 from node.analysis.run_view import RunView
-from node.analysis.view import RunViewBuilder, view
+from node.analysis.view_builder import RunViewBuilder, view
 from node.cli import top
 from node.cli.main import main
 from node.config.schema import RunConfig
 from node.dashboard.feed import Feed
+from node.dashboard.pages import page_tls
 from node.dashboard.server import Page, serve_page
-from node.dashboard.tls import page_tls
 from node.display.status import STATUS_FILE, StatusWriter
 from node.display.top import sparkline, step_line, view_lines
 from node.display.watch import HistoryWatch, PageWatch
@@ -297,7 +297,7 @@ def test_a_run_whose_coordinator_died_waits_for_nobody(
     StatusWriter(print)(events.RunStarted(**{**vars(started()), "directory": str(tmp_path)}))
     waiting = HistoryWatch(tmp_path).view()
     assert waiting.state == "waiting for nodes" and "paste the join line" in waiting.bottleneck[0]
-    monkeypatch.setattr("node.display.watch.coordinator_alive", lambda _: False)
+    monkeypatch.setattr("node.display.status.coordinator_alive", lambda _: False)
     gone = HistoryWatch(tmp_path).view()
     assert (gone.state, gone.ended, gone.bottleneck) == ("stopped", "its coordinator is gone", ())
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from node.config.schema import CoordinatorSection, RunConfig
-from node.dashboard.address import listen_address
+from node.dashboard.pages import listen_address
 from node.lab.laboratory import PORTS
 
 

@@ -14,14 +14,14 @@ from typing import cast
 import pytest
 import torch
 
-from node.analysis.view import RunViewBuilder, view
+from node.analysis.view_builder import RunViewBuilder, view
 from node.cli.run_output import serve_finished
 from node.config.schema import CoordinatorSection, DashboardSection, RunConfig
 from node.coordinator.coordinator import Coordinator, Outcome
 from node.coordinator.store import SnapshotRecord, StepRecord, Store
-from node.dashboard import live, recorded
+from node.dashboard import pages
 from node.dashboard.feed import Feed
-from node.dashboard.live import past_read
+from node.dashboard.pages import reading_past
 from node.model.chunk import build_chunk
 from node.pipeline.placement import split_units
 from node.processes import coordinator as main
@@ -79,7 +79,7 @@ def test_ports_answer_while_a_long_history_is_still_being_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocked = Blocked()
-    monkeypatch.setattr(live, "read_history", blocked)
+    monkeypatch.setattr(pages, "read_history", blocked)
     told: list[events.Event] = []
 
     async def answered(*_: object) -> int:
@@ -101,17 +101,17 @@ async def test_the_past_comes_late_and_before_what_happened_meanwhile(
 ) -> None:
     old = [*(joined(node) for node in NODES), placed(), *step(1), *step(2)]
     written(tmp_path, *old)
-    end, gate, read = history_size(tmp_path), threading.Event(), live.read_history
+    end, gate, read = history_size(tmp_path), threading.Event(), pages.read_history
 
     def blocked(directory: Path, end: int | None) -> Iterator[Entry]:
         assert gate.wait(SECONDS)
         return read(directory, end)
 
-    monkeypatch.setattr(live, "read_history", blocked)
+    monkeypatch.setattr(pages, "read_history", blocked)
     written(tmp_path, *step(3))  # this coordinator's own: it is not counted twice
     feed = Feed(RunViewBuilder(), past_comes=True)
     new = [events.RunStarted(**{**vars(started()), "directory": str(tmp_path)}), *step(3)]
-    async with past_read(tmp_path, end, feed):
+    async with reading_past(tmp_path, end, feed):
         for event in new:
             feed.apply(event, BEGAN)
         version, fields = feed.newest()
@@ -134,10 +134,10 @@ async def test_a_run_that_ends_does_not_wait_for_its_past(
             asked.set()
             yield Entry(at=BEGAN, event=done(1))
 
-    monkeypatch.setattr(live, "read_history", endless)
+    monkeypatch.setattr(pages, "read_history", endless)
     feed = Feed(RunViewBuilder(), past_comes=True)
     async with asyncio.timeout(SECONDS):
-        async with past_read(tmp_path, 0, feed):
+        async with reading_past(tmp_path, 0, feed):
             assert await asyncio.to_thread(asked.wait, SECONDS)
     assert feed.view().step == 0
 
@@ -149,7 +149,7 @@ async def test_a_past_that_cannot_be_read_is_told_and_left_out(
     feed = Feed(RunViewBuilder(), past_comes=True)
     feed.apply(done(7), BEGAN)
     version, _ = feed.newest()
-    async with asyncio.timeout(SECONDS), past_read(tmp_path, 1, feed):
+    async with asyncio.timeout(SECONDS), reading_past(tmp_path, 1, feed):
         await feed.newer(version)
     assert feed.view().step == 7
     assert "cannot be read" in caplog.text
@@ -166,7 +166,7 @@ def test_the_commit_that_nobody_told_of_is_known_from_the_end_of_the_history(
 def test_with_a_history_that_cannot_be_read_nothing_is_told_again(tmp_path: Path) -> None:
     (tmp_path / HISTORY_FILE).mkdir()
     with pytest.raises(RunError):
-        list(live.read_history(tmp_path))
+        list(pages.read_history(tmp_path))
     assert main._untold(replace(RECORD, step=0), main._told(tmp_path)) is None
 
 
@@ -207,7 +207,7 @@ def test_a_run_whose_page_is_still_served_is_told_by_whom(
                     replace(config, dashboard=page), run_dir=tmp_path, emit=print, resume=True
                 )
 
-    monkeypatch.setattr(recorded, "serve_recorded", serve)
+    monkeypatch.setattr(pages, "serve_recorded", serve)
     assert serve_finished(tmp_path, print) == 0 and served == ["127.0.0.1"]
     assert main.run_coordinator(config, run_dir=tmp_path, emit=lambda _: None, resume=True) == 0
     with (

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from node.analysis.explain import explain, framed_bytes
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
-from node.display.explain import explain, framed_bytes
 from node.pipeline.routing import target_stage
 from node.stage.executor import UnitState
 from node.stage.inbox import StepInterrupted

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.telemetry.clock_sync import KEPT, ClockSync
+from node.telemetry.clock import KEPT, ClockSync
 
 
 def test_nothing_is_known_before_the_first_answer() -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from node.analysis.view import RunViewBuilder, view
+from node.analysis.view_builder import RunViewBuilder, view
 from node.telemetry import events, history
 from node.telemetry.history import (
     COSTS_SECONDS,

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from node.analysis.view import RunViewBuilder
+from node.analysis.view_builder import RunViewBuilder
 from node.coordinator.accounting import Accounting
 from node.coordinator.actions import AbortKind
 from node.coordinator.metrics import COUNTED, STATES, RunMetrics

@@ -11,12 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.cli.main import main
-from node.telemetry.clock import StageClock, TimeKind
+from node.telemetry.clock import SpanRing, StageClock, TimeKind, WorkKind
 from node.telemetry.history import HISTORY_FILE
-from node.telemetry.spans import SpanRing, WorkKind
 from node.telemetry.trace import align, chrome_trace
-from node.telemetry.trace_files import Batch, TraceWriter, newest_whole_step, read_batches, segments
-from node.telemetry.traced_steps import TracedSteps
+from node.telemetry.trace_files import (
+    Batch,
+    TracedSteps,
+    TraceWriter,
+    newest_whole_step,
+    read_batches,
+    segments,
+)
 from tests.support.run_events import done
 from wire.errors import ConfigError
 from wire.frames import HEADER_BYTES, Frame, frame_place, pack_frame

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.analysis.redact import without_addresses
-from node.analysis.run_view import SnapshotView
-from node.analysis.series import Series
-from node.analysis.view import RunViewBuilder, view
+from node.analysis.run_view import Series, SnapshotView
+from node.analysis.view_builder import RunViewBuilder, view
 from node.telemetry import events
+from node.telemetry.format import without_addresses
 from tests.support.run_events import (
     BEGAN,
     NODES,

@@ -5,20 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from node.dashboard.access import (
+from node.dashboard.operator import (
     KEY_ALPHABET,
     KEY_FILE,
     KEY_LENGTH,
-    Asking,
+    ChangeGuard,
+    ChangeRequest,
     Denied,
-    Gate,
     Limiter,
     OperatorKey,
 )
 from wire.errors import UserError
 
 KEY = "abcdefghjkmnpqrstuvwxyz234"
-FIT = Asking(
+FIT = ChangeRequest(
     remote="127.0.0.1",
     secure=False,
     host="127.0.0.1:7702",
@@ -26,29 +26,29 @@ FIT = Asking(
 )
 
 
-def gate() -> Gate:
-    return Gate(OperatorKey(KEY))
+def guard() -> ChangeGuard:
+    return ChangeGuard(OperatorKey(KEY))
 
 
-def with_headers(asking: Asking, **headers: str) -> Asking:
-    return replace(asking, headers={**asking.headers, **{k.replace("_", "-"): v for k, v in headers.items()}})
+def with_headers(request: ChangeRequest, **headers: str) -> ChangeRequest:
+    return replace(request, headers={**request.headers, **{k.replace("_", "-"): v for k, v in headers.items()}})
 
 
-def denied(asking: Asking) -> Denied:
-    found = gate().check(asking, 0.0)
+def denied(request: ChangeRequest) -> Denied:
+    found = guard().check(request, 0.0)
     assert found is not None
     return found
 
 
 @pytest.mark.parametrize("remote", ["127.0.0.1", "127.3.2.1", "::1", "::ffff:127.0.0.1"])
 def test_the_key_over_loopback_passes(remote: str) -> None:
-    assert gate().check(replace(FIT, remote=remote), 0.0) is None
+    assert guard().check(replace(FIT, remote=remote), 0.0) is None
 
 
 def test_the_key_over_tls_passes_from_anywhere_and_through_a_proxy() -> None:
     far = replace(FIT, remote="203.0.113.9", secure=True)
-    assert gate().check(far, 0.0) is None
-    assert gate().check(with_headers(far, X_Forwarded_For="198.51.100.4"), 0.0) is None
+    assert guard().check(far, 0.0) is None
+    assert guard().check(with_headers(far, X_Forwarded_For="198.51.100.4"), 0.0) is None
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_another_sites_page_is_refused() -> None:
     assert denied(without).reason == "the header X-Thinwire is missing"
     assert denied(with_headers(FIT, Origin="https://evil.example")).status == 403
     assert denied(with_headers(FIT, Origin="null")).status == 403
-    assert gate().check(with_headers(FIT, Origin="http://127.0.0.1:7702"), 0.0) is None
+    assert guard().check(with_headers(FIT, Origin="http://127.0.0.1:7702"), 0.0) is None
 
 
 @pytest.mark.parametrize("value", ["", "Bearer", "Bearer ", f"Basic {KEY}", KEY])
@@ -87,26 +87,26 @@ def test_a_wrong_key(key: str) -> None:
 
 def test_a_key_may_be_typed_with_blanks_and_capitals() -> None:
     typed = f" {KEY[:13].upper()} {KEY[13:]} "
-    assert gate().check(with_headers(FIT, Authorization=f"bearer {typed}"), 0.0) is None
+    assert guard().check(with_headers(FIT, Authorization=f"bearer {typed}"), 0.0) is None
 
 
 def test_guessing_is_slow_and_hinders_nobody_else() -> None:
-    one = gate()
+    one = guard()
     wrong = with_headers(FIT, Authorization="Bearer nonsense")
-    statuses = [one.check(wrong, 0.0) for _ in range(Gate.WRONG_KEYS + 2)]
-    assert [s.status for s in statuses if s] == [401] * Gate.WRONG_KEYS + [429, 429]
+    statuses = [one.check(wrong, 0.0) for _ in range(ChangeGuard.WRONG_KEYS + 2)]
+    assert [s.status for s in statuses if s] == [401] * ChangeGuard.WRONG_KEYS + [429, 429]
     late = one.check(FIT, 1.0)
     assert late is not None and late.status == 429  # the right key too, from that address
     assert one.check(replace(FIT, remote="::1"), 1.0) is None
-    assert one.check(FIT, Gate.SECONDS + 1) is None
+    assert one.check(FIT, ChangeGuard.SECONDS + 1) is None
 
 
 def test_changes_come_at_a_bounded_rate() -> None:
-    one = gate()
-    assert [one.check(FIT, 0.0) for _ in range(Gate.CHANGES)] == [None] * Gate.CHANGES
+    one = guard()
+    assert [one.check(FIT, 0.0) for _ in range(ChangeGuard.CHANGES)] == [None] * ChangeGuard.CHANGES
     found = one.check(FIT, 1.0)
     assert found is not None and found.status == 429
-    assert one.check(FIT, Gate.SECONDS + 1) is None
+    assert one.check(FIT, ChangeGuard.SECONDS + 1) is None
 
 
 def test_a_limiter_remembers_no_more_names_than_it_should() -> None:

@@ -1,4 +1,4 @@
-"""`config explain` on the text: tokens, passes, and what a codec with a memory will keep."""
+"""`config explain` on the text: tokens, passes, and a codec's sample cache."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def run_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_text_and_memory(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_and_sample_cache(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "explain", str(run_file)]) == 0
     lines = capsys.readouterr().out.splitlines()
     # A tenth of the 2000 bytes is held out; the 1800 others hold 112 windows of 16 and a label.
@@ -45,13 +45,13 @@ def test_text_and_memory(run_file: Path, capsys: pytest.CaptureFixture[str]) -> 
         in lines
     )
     one = 112 * (16 * 32 * 2 + 12)
-    (memory,) = (line for line in lines if line.startswith("memory"))
-    assert memory.startswith("memory   aqsgd-4 keeps up to 116 kB, 232 kB, 232 kB, 116 kB of activations")
-    assert memory.endswith("a snapshot grows by 348 kB; the first pass takes 16.2 bits an element")
+    (cache,) = (line for line in lines if line.startswith("cache    "))
+    assert cache.startswith("cache    aqsgd-4 caches up to 116 kB, 232 kB, 232 kB, 116 kB of activations")
+    assert cache.endswith("a snapshot grows by 348 kB; the first pass takes 16.2 bits an element")
     assert main(["config", "explain", str(run_file), "--json"]) == 0
     text = json.loads(capsys.readouterr().out)["text"]
-    assert text["memory"]["stages"] == [one, 2 * one, 2 * one, one]
-    assert text["memory"]["snapshot"] == 3 * one
+    assert text["sample_cache"]["stages"] == [one, 2 * one, 2 * one, one]
+    assert text["sample_cache"]["snapshot"] == 3 * one
     assert (text["tokens"], text["held_out"], text["samples"]) == (1800, 200, 112)
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from node.analysis.view import RunViewBuilder
+from node.analysis.view_builder import RunViewBuilder
 from node.cli.main import main
-from node.dashboard import recorded
+from node.dashboard import pages
 from node.dashboard.feed import Feed
-from node.dashboard.recorded import follow
-from node.display.status import STATUS_FILE, RunStatus
+from node.dashboard.pages import follow
+from node.display.status import COORDINATOR_GONE, STATUS_FILE, RunStatus
 from node.processes.coordinator import check_ports
 from node.telemetry import events, history
 from node.telemetry.history import Entry, HistoryTail
@@ -87,7 +87,7 @@ async def test_a_coordinator_that_was_killed_is_not_shown_as_training(tmp_path: 
     write_status(tmp_path, dead.pid)
     seen = builder.view()
     await follow(tmp_path, builder, feed, tail, NEVER)
-    assert (builder.view().state, builder.view().ended) == ("stopped", recorded.GONE)
+    assert (builder.view().state, builder.view().ended) == ("stopped", COORDINATOR_GONE)
     assert builder.view().updated == seen.updated
     # It is told once, and is past when another coordinator goes on with the run.
     await follow(tmp_path, builder, feed, tail, NEVER)
@@ -126,9 +126,9 @@ def test_ctrl_c_ends_the_command_while_it_reads(tmp_path: Path, monkeypatch: pyt
                 os.kill(os.getpid(), signal.SIGINT)
             return [Entry(at=1.0, event=events.Notice(text="more"))] if self.reads < 10_000 else []
 
-    monkeypatch.setattr(recorded, "HistoryTail", Endless)
+    monkeypatch.setattr(pages, "HistoryTail", Endless)
     told: list[str] = []
-    recorded.serve_recorded(tmp_path, "127.0.0.1", 0, told.append)
+    pages.serve_recorded(tmp_path, "127.0.0.1", 0, told.append)
     assert told == []
 
 

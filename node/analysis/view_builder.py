@@ -13,21 +13,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from node.analysis.bottleneck import bottleneck
-from node.analysis.redact import without_addresses
 from node.analysis.run_view import (
     EventView,
     FlowView,
     LinkView,
     MemberView,
     RunView,
+    Series,
     SnapshotView,
     StageView,
 )
-from node.analysis.series import Series
 from node.analysis.step_model import LITTLE, full_links
 from node.telemetry import events
 from node.telemetry.clock import WAITS, TimeKind
-from node.telemetry.units import bytes_text, duration_text, printable
+from node.telemetry.format import bytes_text, duration_text, printable, without_addresses
 
 __all__ = ["RunView", "RunViewBuilder", "view"]
 

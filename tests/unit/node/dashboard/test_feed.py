@@ -7,10 +7,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.analysis.series import Series
-from node.analysis.view import RunViewBuilder
-from node.dashboard.feed import Feed
-from node.dashboard.patch import apply, difference
+from node.analysis.run_view import Series
+from node.analysis.view_builder import RunViewBuilder
+from node.dashboard.feed import Feed, apply_patch, make_patch
 from tests.support import run_events
 
 PLAIN = st.recursive(
@@ -32,8 +31,8 @@ def curve(series: Series) -> dict[str, Any]:
 )
 def test_a_patch_makes_the_later_view(before: dict[str, Any], after: dict[str, Any]) -> None:
     after = {**before, **after}  # fields never go away
-    patch = difference(before, after)
-    assert apply(before, patch) == after
+    patch = make_patch(before, after)
+    assert apply_patch(before, patch) == after
     assert (patch == {}) == (before == after)
 
 
@@ -45,8 +44,8 @@ def test_a_curve_may_grow_go_back_and_be_merged(added: list[tuple[int, float]], 
         series.add(step, float(step), value)
         if data.draw(st.booleans()):
             after = {"curve": curve(series)}
-            patch = json.loads(json.dumps(difference(before, after)))
-            before = apply(before, patch)
+            patch = json.loads(json.dumps(make_patch(before, after)))
+            before = apply_patch(before, patch)
             assert before == after
 
 
@@ -56,7 +55,7 @@ def test_a_step_more_sends_one_point() -> None:
         series.add(step, float(step), 1.0)
     before = {"curve": curve(series), "steps": 500}
     series.add(400, 400.0, 0.5)
-    patch = difference(before, {"curve": curve(series), "steps": 500})
+    patch = make_patch(before, {"curve": curve(series), "steps": 500})
     assert patch == {"curve": {"keep": 399, "steps": [400], "times": [400.0], "values": [0.5]}}
 
 
@@ -105,7 +104,7 @@ async def test_a_reader_that_misses_versions_gets_the_newest() -> None:
     for at, event in run_events.history(run_events.opening(), *map(run_events.step, range(1, 20))):
         feed.apply(event, at)
     await waiting
-    after = apply(seen, difference(seen, feed.newest()[1]))
+    after = apply_patch(seen, make_patch(seen, feed.newest()[1]))
     assert after == feed.newest()[1] and after["step"] == 19
 
 

@@ -8,19 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from node.analysis.explain import DeviceNeed, Explanation, StageNeed, TextPlan, explain, framed_bytes
 from node.cli.main import main
 from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
 from node.display.explain import (
     RATES_MBIT,
-    Explanation,
-    explain,
     explanation_json,
     explanation_text,
-    framed_bytes,
+    memory_lines,
     transfer_seconds,
 )
-from node.display.explain_data import TextPlan
-from node.display.explain_memory import Need, StageNeed, memory_lines
 from node.model.chunk import build_chunk
 from node.model.storage import stored_bytes
 from node.model.units import unit_names
@@ -28,7 +25,7 @@ from node.pipeline.device_memory import Devices
 from node.pipeline.memory import stage_bytes, stage_memory, stage_storages
 from node.pipeline.placement import split_units
 from node.pipeline.schedule import dependencies, schedule
-from node.telemetry.units import bytes_text
+from node.telemetry.format import bytes_text
 from wire.codecs.registry import codec
 from wire.frames import FRAME_BYTES, HEADER_BYTES
 
@@ -196,7 +193,7 @@ def test_memory_counts_what_a_codec_remembers_of_the_text() -> None:
 
 
 def test_devices_that_need_the_same_are_one_table() -> None:
-    need = Need(total=3_000_000, state=2_000_000, kept=500_000)
+    need = DeviceNeed(total=3_000_000, state=2_000_000, kept=500_000)
     header, row = memory_lines((StageNeed(gpu=need, cpu=need),))[1:]
     assert "GPU" not in header and row.split() == ["0", "3", "MB", "2", "MB", "500", "kB"]
 

@@ -1,0 +1,167 @@
+"""Compare two runs: what differs in their run files, and what came of it. Pure.
+
+Losses are compared at equal steps and at equal running time. Running time is the sum of a run's step times,
+replayed steps included, so a night for which the run was stopped does not count.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from node.telemetry import events
+from node.telemetry.clock import TimeKind
+from node.telemetry.events import finite
+from node.telemetry.history import Entry
+
+POINTS = 5
+"""Number of steps, and of times, at which losses are compared: evenly spread, up to the last common one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One run's figures."""
+
+    name: str
+    config: Mapping[str, Any]
+    """The run file's values by `section.key`."""
+    steps: tuple[int, ...]
+    """Steps done, ascending; a replayed step counts as it went last."""
+    losses: tuple[float, ...]
+    elapsed: tuple[float, ...]
+    """Running time until each step was done, seconds."""
+    tokens: int
+    """Tokens a step."""
+    bytes: int
+    """On all links."""
+    bits: Mapping[str, float]
+    """Bits an element, by kind of tensor."""
+    shares: Mapping[str, float]
+    """Share of all stages' time, by kind of time."""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Over the whole run."""
+        seconds = self.elapsed[-1] if self.elapsed else 0.0
+        return self.tokens * len(self.steps) / seconds if seconds > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Pairs hold the first and the second run's figure; None where a run has none."""
+
+    names: tuple[str, str]
+    config: Mapping[str, tuple[Any, Any]]
+    """Values that differ."""
+    steps: tuple[int, int]
+    seconds: tuple[float | None, float | None]
+    tokens_per_second: tuple[float | None, float | None]
+    bytes: tuple[int, int]
+    bits: Mapping[str, tuple[float | None, float | None]]
+    shares: Mapping[str, tuple[float | None, float | None]]
+    loss_at_step: tuple[tuple[int, float, float], ...]
+    """(step, first, second)"""
+    loss_at_seconds: tuple[tuple[float, float, float], ...]
+    """(running time in seconds, first, second): each run's newest loss at that time."""
+
+    def to_fields(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        fields: dict[str, Any] = finite(asdict(self))
+        return fields
+
+
+def record(name: str, config: Mapping[str, Mapping[str, Any]], history: Iterable[Entry]) -> RunRecord:
+    """One run's figures from its history; `config` is the run file, section by section."""
+    done: dict[int, tuple[float, float]] = {}
+    elapsed, tokens, size = 0.0, 0, 0
+    sent: dict[str, list[int]] = {}
+    kinds: dict[str, float] = {}
+    for entry in history:
+        match entry.event:
+            case events.RunStarted():
+                tokens = entry.event.tokens_per_step
+            case events.StepDone() as step:
+                elapsed += step.seconds
+                done.pop(step.step, None)
+                done[step.step] = step.loss, elapsed
+            case events.StepCosts() as costs:
+                for stage in costs.stages:
+                    for kind, seconds in stage.seconds.items():
+                        kinds[kind] = kinds.get(kind, 0.0) + seconds
+                for link in costs.links:
+                    size += link.bytes
+                    for flow in link.flows:
+                        sums = sent.setdefault(flow.direction, [0, 0])
+                        sums[0] += flow.bytes
+                        sums[1] += flow.elements
+            case _:
+                pass
+    whole = sum(kinds.values())
+    steps = sorted(done)
+    return RunRecord(
+        name=name,
+        config={f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()},
+        steps=tuple(steps),
+        losses=tuple(done[step][0] for step in steps),
+        elapsed=tuple(done[step][1] for step in steps),
+        tokens=tokens,
+        bytes=size,
+        bits={kind: 8 * total / elements for kind, (total, elements) in sent.items() if elements},
+        shares={kind: seconds / whole for kind, seconds in kinds.items()} if whole > 0 else {},
+    )
+
+
+def compare(first: RunRecord, second: RunRecord) -> Comparison:
+    """Both runs side by side."""
+    keys = dict.fromkeys((*first.config, *second.config))
+    both = {key: (first.config.get(key), second.config.get(key)) for key in keys}
+    return Comparison(
+        names=(first.name, second.name),
+        config={key: pair for key, pair in both.items() if pair[0] != pair[1]},
+        steps=(len(first.steps), len(second.steps)),
+        seconds=(max(first.elapsed, default=None), max(second.elapsed, default=None)),
+        tokens_per_second=(first.tokens_per_second, second.tokens_per_second),
+        bytes=(first.bytes, second.bytes),
+        bits=_pairs(first.bits, second.bits),
+        shares=_pairs(first.shares, second.shares),
+        loss_at_step=_at_steps(first, second),
+        loss_at_seconds=_at_seconds(first, second),
+    )
+
+
+def _at_steps(first: RunRecord, second: RunRecord) -> tuple[tuple[int, float, float], ...]:
+    mine = dict(zip(first.steps, first.losses, strict=True))
+    other = dict(zip(second.steps, second.losses, strict=True))
+    return tuple((step, mine[step], other[step]) for step in _spread(sorted(mine.keys() & other.keys())))
+
+
+def _at_seconds(first: RunRecord, second: RunRecord) -> tuple[tuple[float, float, float], ...]:
+    if not first.steps or not second.steps:
+        return ()
+    begin = max(first.elapsed[0], second.elapsed[0])
+    end = min(max(first.elapsed), max(second.elapsed))
+    if end < begin:
+        return ()
+    times = dict.fromkeys(begin + (end - begin) * point / (POINTS - 1) for point in range(POINTS))
+    return tuple((at, _loss_at(first, at), _loss_at(second, at)) for at in times)
+
+
+def _loss_at(run: RunRecord, at: float) -> float:
+    """The loss of the newest step that was done by then."""
+    order = sorted(zip(run.elapsed, run.losses, strict=True))
+    return order[bisect_right(order, (at, math.inf)) - 1][1]
+
+
+def _spread(values: Sequence[int]) -> list[int]:
+    """At most `POINTS` of them, evenly spread, the last one always."""
+    count = min(POINTS, len(values))
+    return list(dict.fromkeys(values[len(values) * (i + 1) // count - 1] for i in range(count)))
+
+
+def _pairs(
+    first: Mapping[str, float], second: Mapping[str, float]
+) -> dict[str, tuple[float | None, float | None]]:
+    known = [kind.value for kind in TimeKind]
+    keys = sorted({*first, *second}, key=lambda key: (known.index(key) if key in known else -1, key))
+    return {key: (first.get(key), second.get(key)) for key in keys}

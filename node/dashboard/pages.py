@@ -1,0 +1,221 @@
+"""Serve a run's page: beside its coordinator, or from the history on disk.
+
+Also where the page is served: its address and, over TLS, its certificate from the run's CA.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import ssl
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
+from pathlib import Path
+
+from node.analysis.view_builder import RunViewBuilder
+from node.config.schema import RunConfig
+from node.coordinator.metrics import RunMetrics
+from node.coordinator.ports import own_hosts
+from node.coordinator.store import Store
+from node.dashboard.feed import Feed
+from node.dashboard.operator import KEY_FILE, ChangeGuard, Controls, Operator, OperatorKey
+from node.dashboard.server import Page, serve_page
+from node.display.status import COORDINATOR_GONE, coordinator_is_gone
+from node.run_file.validate import parse_listen
+from node.telemetry import events
+from node.telemetry.history import HistoryTail, read_history
+from wire import event_loop
+from wire.errors import RunError
+from wire.identity.authority import CertificateAuthority
+from wire.identity.files import write_private
+from wire.identity.names import join_address
+
+log = logging.getLogger(__name__)
+
+AUTO = "auto"
+FOLLOW_SECONDS = 1.0
+"""How often a history that grows is read."""
+CERTIFICATE_LIFETIME = timedelta(days=365)
+"""Browsers refuse much longer ones. Each start of a coordinator makes a new one."""
+
+
+# ---- beside a coordinator
+
+
+def read_past(
+    directory: Path, end: int | None = None, cancelled: Callable[[], bool] = lambda: False
+) -> RunViewBuilder:
+    """The events of earlier coordinators of the run in `directory`; none for a new run. RunError.
+
+    Args:
+        end: byte at which this coordinator's history begins.
+        cancelled: asked between events; true returns what was read so far.
+    """
+    builder = RunViewBuilder()
+    for entry in read_history(directory, end):
+        if cancelled():
+            break
+        builder.apply(entry.event, entry.at)
+    return builder
+
+
+@contextlib.asynccontextmanager
+async def reading_past(directory: Path, end: int, feed: Feed) -> AsyncIterator[None]:
+    """Inside the block, read the history up to byte `end` on a thread, then put it before what `feed` shows.
+
+    A long history never delays the coordinator's answers to nodes.
+    """
+    over = threading.Event()
+
+    async def read() -> None:
+        try:
+            past = await asyncio.to_thread(read_past, directory, end, over.is_set)
+        except RunError as error:
+            log.warning("%s; the page shows what happens from now on", error)
+            past = RunViewBuilder()
+        if not over.is_set():
+            feed.put_before(past)
+
+    reading = asyncio.create_task(read())
+    try:
+        yield
+    finally:
+        over.set()
+        await reading
+
+
+@contextlib.asynccontextmanager
+async def live_page(
+    config: RunConfig,
+    *,
+    directory: Path,
+    feed: Feed,
+    controls: Controls,
+    store: Store,
+    authority: CertificateAuthority,
+    metrics: Callable[[], bytes] | None,
+    emit: Callable[[events.Event], None],
+) -> AsyncIterator[None]:
+    """Serve the page inside the block, unless the run file turns it off. UserError when that fails."""
+    listen = listen_address(config)
+    if listen is None:
+        yield
+        return
+    host, port = listen
+    page = Page(
+        feed=feed,
+        metrics=metrics,
+        operator=Operator(controls, store, emit),
+        guard=ChangeGuard(OperatorKey.load_or_create(directory)),
+    )
+    tls = page_tls(config, host, authority, directory) if config.dashboard.tls else None
+    async with serve_page(page, host, port, tls) as bound:
+        url = page_url(host, bound, tls=config.dashboard.tls)
+        emit(events.PageServed(url=url, key_file=str(directory / KEY_FILE)))
+        yield
+
+
+# ---- from the history
+
+
+def serve_recorded(
+    run_dir: Path, host: str, port: int, tell: Callable[[str], None], tls: ssl.SSLContext | None = None
+) -> None:
+    """Serve the page of the run in `run_dir` until Ctrl-C or SIGTERM; `tell` is called with its address.
+
+    A run that another process drives is followed. Raises UserError when the address cannot be bound, RunError
+    when the history cannot be read.
+    """
+    event_loop.run(_serve(run_dir, host, port, tell, tls))
+
+
+async def _serve(
+    run_dir: Path, host: str, port: int, tell: Callable[[str], None], tls: ssl.SSLContext | None
+) -> None:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    tail = HistoryTail(run_dir)
+    builder = RunViewBuilder()
+    feed = Feed(builder)
+    await follow(run_dir, builder, feed, tail, stopped)
+    if stopped.is_set():
+        return  # stopped while a long history was read
+    # Gauges that come from the view are right; counters stay 0.
+    metrics = RunMetrics(feed.view)
+    async with serve_page(Page(feed=feed, metrics=metrics.render), host, port, tls) as bound:
+        tell(page_url(host, bound, tls=tls is not None))
+        while not stopped.is_set():
+            try:
+                async with asyncio.timeout(FOLLOW_SECONDS):
+                    await stopped.wait()
+            except TimeoutError:
+                await follow(run_dir, builder, feed, tail, stopped)
+
+
+async def follow(
+    run_dir: Path, builder: RunViewBuilder, feed: Feed, tail: HistoryTail, stopped: asyncio.Event
+) -> None:
+    """Apply what was appended since the last call; end the run's view if its coordinator died silently.
+
+    `feed` shows `builder`, and `tail` reads `run_dir`. Returns early once `stopped` is set. RunError when the
+    history cannot be read.
+    """
+    await _catch_up(feed, tail, stopped)
+    if stopped.is_set() or builder.over or not await asyncio.to_thread(coordinator_is_gone, run_dir):
+        return
+    # Its last events may have been written between the two checks.
+    await _catch_up(feed, tail, stopped)
+    if not stopped.is_set() and not builder.over:
+        feed.apply(events.RunFinished(reason=COORDINATOR_GONE, failed=False), builder.updated)
+
+
+async def _catch_up(feed: Feed, tail: HistoryTail, stopped: asyncio.Event) -> None:
+    while not stopped.is_set() and (entries := await asyncio.to_thread(tail.read)):
+        for entry in entries:
+            feed.apply(entry.event, entry.at)
+
+
+# ---- address and certificate
+
+
+def listen_address(config: RunConfig) -> tuple[str, int] | None:
+    """Host and port of the page; port 0 means any free one; None when the page is off."""
+    listen = config.dashboard.listen
+    if not listen:
+        return None
+    if listen != AUTO:
+        return parse_listen(listen)
+    host, port = parse_listen(config.coordinator.listen)
+    # Port + 1 is the one for nodes that hold a certificate.
+    return host, port + 2 if port else 0
+
+
+def page_url(host: str, port: int, *, tls: bool) -> str:
+    """The page's URL; a wildcard host becomes one of this machine's addresses."""
+    return f"{'https' if tls else 'http'}://{join_address(own_hosts(host)[0], port)}/"
+
+
+def page_tls(
+    config: RunConfig, host: str, authority: CertificateAuthority, directory: Path
+) -> ssl.SSLContext:
+    """A TLS context with a certificate for every name that the page at `host` can be reached by.
+
+    Browsers trust it once they are given the CA's certificate, `directory`/authority/ca.pem.
+    """
+    advertised = (parse_listen(address)[0] for address in config.coordinator.advertise)
+    names = dict.fromkeys((*own_hosts(host), *advertised, socket.gethostname(), "localhost"))
+    key, certificate = authority.page_credentials(tuple(names), CERTIFICATE_LIFETIME, time.time())
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    # The ssl module reads keys from files only.
+    path = directory / "page.pem"
+    write_private(path, key + certificate + authority.certificate_pem)
+    try:
+        context.load_cert_chain(path)
+    finally:
+        path.unlink()
+    return context

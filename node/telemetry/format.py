@@ -1,0 +1,71 @@
+"""Numbers, tables and untrusted strings as text for people."""
+
+import re
+
+_ADDRESS = re.compile(
+    # [2001:db8::1]:7700; gRPC may write the brackets as %5B and %5D
+    r"(?:\[|%5B)(?=[^\s\]:]*:[^\s\]:]*:)[0-9A-F:.]+(?:%[\w.-]+?)?(?:\]|%5D)(?::\d+)?"
+    # fe80::1%eth0, and addresses with all eight groups
+    r"|(?<![\w:])(?=[0-9A-F:]*::)(?=:*[0-9A-F])[0-9A-F:]{3,}(?:(?:\.\d+){3})?(?:%\w+)?(?![\w:])"
+    r"|\b(?:[0-9A-F]{1,4}:){7}[0-9A-F]{1,4}\b"
+    r"|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b"  # 192.0.2.1:7700
+    r"|\b\w(?:[\w-]*\.)+[^\W\d_][\w-]*\.?:\d+\b"  # node.example.org:7700
+    # alices-pc:7710, but not cuda:0 or the hours of a date; without a letter it is a time or a pair of steps
+    r"|\b(?!(?:cuda|cpu):\d\d?\b)(?!(?:[\d-]*-)?\d\dT\d\d:)(?=[\w-]*[^\W\d_])\w[\w-]*:\d{1,5}(?!\w|[.:]\d)",
+    re.IGNORECASE,
+)
+
+
+def bytes_text(count: float) -> str:
+    """Bytes in decimal units, as links are sold: 1532 -> `1.53 kB`."""
+    return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"), " ")
+
+
+def count_text(count: float) -> str:
+    """A count or rate: 18437 -> `18.4k`."""
+    return _scaled(count, ("", "k", "M", "G", "T", "P"), "")
+
+
+def duration_text(seconds: float) -> str:
+    """A length of time: 0.25 -> `250 ms`, 75 -> `1m15s`, 7800 -> `2h10m`."""
+    if 0 < seconds < 0.9995:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 59.5:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours < 48 else f"{hours // 24}d{hours % 24:02}h"
+
+
+def printable(text: str) -> str:
+    """`text` on one line, without control characters: it may come from another machine."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def without_addresses(text: str) -> str:
+    """`text` with every IP address and every host:port replaced by three dots."""
+    return _ADDRESS.sub("...", text)
+
+
+def table_lines(header: list[str], rows: list[list[str]], left: int = 2) -> list[str]:
+    """Rows in aligned columns: the first `left` columns flush left, the others (numbers) flush right."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    return [
+        "  "
+        + "  ".join(
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in [header, *rows]
+    ]
+
+
+def _scaled(value: float, units: tuple[str, ...], space: str) -> str:
+    for unit in units:
+        if abs(value) < 999.5 or unit == units[-1]:
+            break
+        value /= 1000
+    digits = f"{value:.3g}" if abs(value) < 999.5 and value != int(value) else f"{value:.0f}"
+    return f"{digits}{space if unit else ''}{unit}"
