@@ -1,8 +1,8 @@
-"""What holds a run back, in words. Pure: it looks at a `RunView` and at nothing else.
+"""Name what limits a run's speed, in sentences. Pure: input is a `RunView`.
 
-Sentences say what was measured (shares of time, use of links), and what a change would give. Such a gain
-comes from the floor model (`floor.py`) with the measured times and the changed bytes or blocks: what a step
-takes beyond its floor now, it is taken to need then too.
+Sentences say what was measured (shares of time, use of links) and what a change would gain. Gains come from the
+lower bound on step time (`pipeline/floor.py`) with measured times and changed bytes or blocks; time beyond the
+bound is assumed to stay.
 """
 
 import math
@@ -15,26 +15,26 @@ from node.pipeline.floor import Floor, ResourceKind
 from node.telemetry.format import duration_text
 
 PACE = 0.7
-"""Where a step takes its floor over this or less, the resource that makes the floor sets the pace."""
+"""At this efficiency or more, the resource that sets the lower bound sets the pace."""
 WAITING = 0.15
-"""Waiting for less than this share of the time is not worth a word."""
+"""Least share of waiting time that is worth a sentence."""
 PACKING = 0.25
-"""Encoding and decoding for this share of a stage's time is much."""
+"""Share of a stage's time from which encoding and decoding count as much."""
 MOST_SENTENCES = 3
 
 
 def bottleneck(
     view: RunView, codec_bits: Mapping[str, float], ends_in_blocks: Sequence[float] = ()
 ) -> tuple[str, ...]:
-    """Sentences, the most important first; empty while nothing can be told.
+    """Sentences, the most important first; empty before there are measurements.
 
-    `codec_bits` are bits an element on this run's links, by codec; `ends_in_blocks` what the embedding and
-    the head take to compute, in blocks, if that is known: without it no split is proposed.
+    `codec_bits`: bits an element on this run's links, by codec. `ends_in_blocks`: compute cost of the embedding and
+    the head, in blocks; no split is proposed without it.
     """
     if view.state == "waiting for nodes":
         here, wanted = len(view.members), view.stages_wanted
         if here >= wanted:
-            return (f"waiting for a stage's node: {here} nodes are here and none fits or is back yet",)
+            return (f"waiting for a stage's node: {here} nodes are here, but none fits and none is back yet",)
         return (f"waiting for nodes: {here} of {wanted} are here; {_how_to_join(view.token_uses)}",)
     model = StepModel.of(view)
     if model is None:
@@ -55,7 +55,7 @@ def bottleneck(
 
 
 def _links(view: RunView, model: StepModel, floor: Floor, codec_bits: Mapping[str, float]) -> list[str]:
-    """Links that are full, the fullest first; else the one that makes the floor, if the step is near it."""
+    """Full links, fullest first; else the link that sets the lower bound, if the step is near it."""
     uploads = shared_uploads(view)
     shared = [link for upload in uploads for link in upload.links]
     full = [link for link in view.links if (link.use or 0.0) >= FULL and link not in shared]
@@ -78,11 +78,11 @@ def _links(view: RunView, model: StepModel, floor: Floor, codec_bits: Mapping[st
         )
     if not sentences:
         return []
-    # Who waits, and what would help, is the same for all of them: it is said once.
+    # Who waits and what would help is the same for all: say it once.
     parts = [sentences[0]]
     if waiting := _who_waits(view.stages):
         parts.append(waiting)
-    # The way back may bind as soon as this one does not, so all links are looked at, these first.
+    # The other direction may bind once this one does not, so look at all links, these first.
     others = [link for link in view.links if link not in shared and link not in full]
     if remedy := better_codec([*shared, *full, *others], model, codec_bits):
         parts.append(remedy.text)
@@ -98,7 +98,7 @@ def _upload(upload: SharedUpload) -> str:
 
 
 def _stages(view: RunView, model: StepModel, floor: Floor, ends_in_blocks: Sequence[float]) -> list[str]:
-    """The busiest stage, if it has no time left or makes the floor that the step is near to."""
+    """The busiest stage, if it has no time left or sets a lower bound that the step is near."""
     busiest = max(view.stages, key=lambda stage: stage.busy)
     near = floor.binds.kind is ResourceKind.COMPUTE and floor.seconds >= PACE * model.seconds
     if busiest.busy < FULL and not (near and floor.binds.stage == busiest.stage):
@@ -113,7 +113,7 @@ def _stages(view: RunView, model: StepModel, floor: Floor, ends_in_blocks: Seque
 
 
 def _packing(view: RunView, model: StepModel) -> list[str]:
-    """The stage that packs and unpacks most, if that is much and it has little time left."""
+    """The stage that packs and unpacks most, if that is much of its time and it is the busiest."""
     stage = max(view.stages, key=_packing_share)
     share = _packing_share(stage)
     if share < PACKING or stage.busy < max(other.busy for other in view.stages):
@@ -125,24 +125,24 @@ def _packing(view: RunView, model: StepModel) -> list[str]:
 
 
 def _coordinator(view: RunView) -> list[str]:
-    """What even the stage that waits least for the coordinator waits for it is nobody else's time."""
+    """Waiting for the coordinator: by every stage, or by stage 0."""
     shares = [stage.shares.get("wait-coordinator", 0.0) for stage in view.stages]
     if min(shares) >= WAITING:
         return [
             f"every stage waits for the coordinator at least {_percent(min(shares))} of the time: look at "
             "its disk, its processor and the round trip to it"
         ]
-    # Others may wait for the coordinator because it waits for stage 0, which is the last to end a step.
+    # Others may wait for the coordinator because it waits for stage 0, which ends a step last.
     if shares[0] < WAITING:
         return []
     return [
         f"stage 0 waits for the coordinator {_percent(shares[0])} of the time, and the others for stage 0: "
-        "look at the way of each step's tokens, from the coordinator's disk over the network to that node"
+        "look at the path of each step's tokens: the coordinator's disk, the network, that node"
     ]
 
 
 def _latency(view: RunView, model: StepModel, floor: Floor) -> list[str]:
-    """Nothing is full, yet stages wait for each other for longer than the floor explains."""
+    """Nothing is full, yet stages wait for each other longer than the lower bound explains."""
     waits = [
         stage.shares.get("wait-upstream", 0.0) + stage.shares.get("wait-downstream", 0.0)
         for stage in view.stages
@@ -160,7 +160,7 @@ def _latency(view: RunView, model: StepModel, floor: Floor) -> list[str]:
 
 
 def _bubble(view: RunView, floor: Floor) -> list[str]:
-    """The pipeline fills and drains for a large part of the step."""
+    """Filling and draining the pipeline takes a large part of the step."""
     edges = floor.seconds - view.microbatches * floor.microbatch_seconds
     if len(view.stages) < 2 or edges < 0.3 * floor.seconds:
         return []
@@ -183,7 +183,7 @@ def _nothing(view: RunView) -> str:
 
 
 def _how_to_join(token_uses: int | None) -> str:
-    """The join line holds a secret, so it is not said, only where it is."""
+    """The join line contains a secret: say where it is, not what it is."""
     if token_uses is None:
         return "paste the join line on another machine; `thinwire token create RUN_DIR` makes a new one"
     if token_uses == 0:
@@ -196,7 +196,7 @@ def _how_to_join(token_uses: int | None) -> str:
 
 
 def _who_waits(stages: Sequence[StageView]) -> str:
-    """`stages 3 and 4 wait 61 % of the time`: those that wait much, and what they wait on average."""
+    """`stages 3 and 4 wait 61 % of the time`: stages that wait much, and their mean."""
     waiting = [stage for stage in stages if stage.waiting >= WAITING]
     if not waiting:
         return ""

@@ -1,4 +1,4 @@
-"""What would make a run faster, and by how much: other codecs, another split. Pure."""
+"""Changes that would make a run faster, and by how much: other codecs, another split. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,30 +8,30 @@ from node.analysis.run_view import FlowView, LinkView, RunView
 from node.analysis.step_model import StepModel
 
 WORTH = 1.05
-"""A change that gives less is not worth a word."""
-PLENTY = 1.1
-"""The first codec on the ladder that gives this is the one to name: it costs the least precision."""
+"""Least gain worth a sentence."""
+ENOUGH = 1.1
+"""Name the first codec on the ladder with this gain: it costs the least precision."""
 LADDER = ("fixed-8", "fixed-6", "trellis-4.41", "trellis-4", "tah")
-"""Codecs to name, the most precise first, as measured on tensors between stages (scripts/results/rivals.json,
-boundary_error.json). On processors `trellis-R` takes many times as long to pack as the others: where that
-would cost more than it saves, what comes after it is named."""
+"""Codecs to propose, most precise first, as measured on boundary tensors (scripts/results/rivals.json,
+boundary_error.json). On CPUs `trellis-R` packs many times slower than the others; where that costs more than it
+saves, a later one is proposed."""
 LOSS_FORWARD = {"trellis-4.41": "nothing that could be measured", "tah": "1.4 %"}
-"""What a codec for activations cost in loss, of those of which the README says it."""
+"""Measured cost in loss of a codec for activations."""
 WAYS = {"activation": "forward", "gradient": "backward"}
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change and how many times as fast steps would be with it."""
+    """A change and its gain: old step time / new step time."""
 
     change: str
     gain: float
     how: str = ""
-    """What it costs besides, and how to make it."""
+    """What it costs, and how to make it."""
 
     @classmethod
     def of(cls, change: str, model: StepModel, changed: StepModel, how: str = "") -> Self | None:
-        """None if it would not be worth a word."""
+        """None if the gain is below `WORTH`."""
         gain = model.gain(changed)
         return cls(change, gain, how) if gain >= WORTH else None
 
@@ -44,10 +44,10 @@ class Remedy:
 def better_codec(
     links: Sequence[LinkView], model: StepModel, codec_bits: Mapping[str, float]
 ) -> Remedy | None:
-    """The most precise codec that gives plenty, for one kind of the links' tensors, else what gives most.
+    """The most precise codec with enough gain for one kind of tensor, else the one with the largest gain.
 
-    For both kinds where that gives plenty more: of links that are full both ways, neither helps alone. A run
-    has one codec for each kind, so what is said of some links is said of all. `links`: the fullest first.
+    Both kinds change where that gains much more, as on links that are full in both directions. A run has one codec
+    for each kind, so a change concerns all links. `links`: fullest first.
     """
     flows: dict[str, FlowView] = {}
     for flow in (flow for link in links for flow in link.flows):
@@ -57,21 +57,21 @@ def better_codec(
     if len(flows) < 2:
         return alone
     both = _best([_with(list(flows.values()), name, model, codec_bits) for name in LADDER])
-    if both is not None and (alone is None or both.gain >= PLENTY * alone.gain):
+    if both is not None and (alone is None or both.gain >= ENOUGH * alone.gain):
         return both
     return alone
 
 
 def _best(remedies: Iterable[Remedy | None]) -> Remedy | None:
     found = [remedy for remedy in remedies if remedy is not None]
-    plenty = (remedy for remedy in found if remedy.gain >= PLENTY)
-    return next(plenty, max(found, key=lambda remedy: remedy.gain, default=None))
+    enough = (remedy for remedy in found if remedy.gain >= ENOUGH)
+    return next(enough, max(found, key=lambda remedy: remedy.gain, default=None))
 
 
 def _with(
     flows: Sequence[FlowView], name: str, model: StepModel, codec_bits: Mapping[str, float]
 ) -> Remedy | None:
-    """`name` for the tensors of those flows that it makes smaller."""
+    """Use codec `name` for those of the flows that it makes smaller."""
     bits = codec_bits.get(name, 0.0)
     smaller = [flow for flow in flows if 0 < bits < flow.bits_per_element]
     if not smaller:
@@ -88,13 +88,13 @@ def _with(
     if "activation" in directions and name in LOSS_FORWARD:
         loss = f" (measured cost in loss, `{name}` forward: {LOSS_FORWARD[name]})"
     keys = " ".join(f"pipeline.{WAYS[direction]}_codec={name}" for direction in directions)
-    return Remedy.of(change, model, changed, f"{loss}: `thinwire resume RUN_DIR {keys}`, once it is stopped")
+    return Remedy.of(change, model, changed, f"{loss}: `thinwire resume RUN_DIR {keys}`, after stopping it")
 
 
 def better_split(view: RunView, model: StepModel, ends_in_blocks: Sequence[float]) -> Remedy | None:
-    """Blocks given to the stages that have time for them, if the run's stages hold one chunk each.
+    """Move blocks to faster stages; only for runs with one chunk a stage.
 
-    `ends_in_blocks`: what the embedding and the head cost, which stay where they are.
+    `ends_in_blocks`: cost of the embedding and the head, which stay where they are.
     """
     blocks = [stage.blocks for stage in view.stages]
     if view.chunks > 1 or min(blocks) < 1 or len(blocks) < 2 or len(ends_in_blocks) != 2:
@@ -104,14 +104,14 @@ def better_split(view: RunView, model: StepModel, ends_in_blocks: Sequence[float
     times = [f + b for f, b in zip(model.forward, model.backward, strict=True)]
     if min(times) <= 0:
         return None
-    # Each block in turn to the stage that is then the quickest: the best there is for equal blocks.
+    # Give each block to the stage that is fastest with it: optimal for equal blocks.
     a_block = [time / (count + end) for time, count, end in zip(times, blocks, fixed, strict=True)]
     better = [1] * len(blocks)
     for _ in range(sum(blocks) - len(blocks)):
-        quickest = min(
+        fastest = min(
             range(len(blocks)), key=lambda stage: (better[stage] + 1 + fixed[stage]) * a_block[stage]
         )
-        better[quickest] += 1
+        better[fastest] += 1
     if better == blocks:
         return None
     before = [count + end for count, end in zip(blocks, fixed, strict=True)]

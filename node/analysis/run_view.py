@@ -1,11 +1,11 @@
-"""A run as people look at it: one value that the page, `thinwire top` and `thinwire status` all show.
+"""A run's state for display: one value that the page, `thinwire top` and `thinwire status` show.
 
-`node.analysis.view_builder` makes it from events. Times are Unix seconds. Where nodes can be reached is left out: a
-page may be public, and a volunteer's address is nobody's business.
+`view_builder.py` makes it from events. Times are Unix seconds. Addresses of nodes are left out, as a page may be
+public.
 
-Its readers may be of another version than its writer. They leave out fields that they do not know, and take
-the default of one that is missing, which says that nothing is known. So a new field needs a default; a view
-without one of the others is refused, as a number that is not there must not be shown as 0.
+Reader and writer may be of different versions. Readers ignore unknown fields; a missing field takes its default,
+which means unknown. So a new field needs a default. A missing field without default is an error: it must not be
+shown as 0.
 """
 
 import json
@@ -17,18 +17,18 @@ from node.telemetry import events
 from wire.errors import ProtocolViolationError
 
 MOST_POINTS = 512
-"""A curve has at most so many points, and at least half as many once it was full."""
+"""Most points of a curve; once full, it has at least half as many."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Columns of equal length. A point stands for `stride` steps, the last one perhaps for fewer."""
+    """A curve over steps, as columns of equal length. A point stands for `stride` steps, the last perhaps for fewer."""
 
     stride: int
     steps: tuple[int, ...]
     """The last step of each point; the first step of a run is 1."""
     times: tuple[float, ...]
-    """Unix seconds at which that step was done."""
+    """Unix seconds when that step was done."""
     values: tuple[float, ...]
     """Mean over the point's steps."""
 
@@ -43,7 +43,7 @@ class _Point:
 
 
 class Series:
-    """Collects a curve step by step. A step that comes again, after a rollback, replaces what it gave."""
+    """Builds a curve of bounded length: neighbouring points are merged as it grows. A replayed step replaces its value."""
 
     def __init__(self, most_points: int = MOST_POINTS) -> None:
         """`most_points` is even and at least 2."""
@@ -56,8 +56,7 @@ class Series:
         while points and points[-1].first >= step:
             points.pop()
         if points and points[-1].last >= step:
-            # A merged point in whose middle the run went back: its mean stays, its later steps are counted
-            # once.
+            # The run went back to the middle of a merged point: its mean stays.
             return
         newest = points[-1] if points else None
         if newest is not None and newest.count < self._stride:
@@ -78,7 +77,7 @@ class Series:
         )
 
     def _merge(self) -> None:
-        """Join points two by two; one may be left over at the end, to be filled up."""
+        """Merge points in pairs; an odd last one is filled up later."""
         self._stride *= 2
         merged: list[_Point] = []
         for point in self._points:
@@ -94,13 +93,13 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class StageView:
-    """One stage of the newest placement; shares are of wall time over the recent steps, 0 to 1."""
+    """One stage of the newest placement. Shares are of wall time over the recent steps, 0 to 1."""
 
     stage: int
     node_id: str
     device: str = ""
     blocks: int = 0
-    """Transformer blocks of the stage; 0 is not known."""
+    """Transformer blocks; 0 if unknown."""
     present: bool
     """Whether its node is connected."""
     shares: Mapping[str, float]
@@ -121,7 +120,7 @@ class FlowView:
     """`activation`, `gradient`, `tied_share` or `tied_sum`."""
     codec: str
     bits_per_element: float
-    """As they crossed the socket over the recent steps, headers and frames included."""
+    """On the socket over the recent steps, headers and frames included."""
     mbit: float
     """Mbit/s over the recent steps."""
     bytes: int
@@ -131,7 +130,7 @@ class FlowView:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkView:
-    """One direction of a link: from stage `source` to stage `target`. The other direction is another one."""
+    """One direction of a link, from stage `source` to stage `target`."""
 
     source: int
     target: int
@@ -140,11 +139,11 @@ class LinkView:
     mbit: float
     """Mbit/s over the recent steps."""
     capacity_mbit: float = 0.0
-    """Measured; 0 while not known."""
+    """Measured; 0 while unknown."""
     use: float | None = None
-    """`mbit` over `capacity_mbit`, 0 to 1; None while the capacity is not known."""
+    """`mbit` over `capacity_mbit`, 0 to 1; None while the capacity is unknown."""
     busy: float
-    """Share of the recent steps in which something waited to be sent or acknowledged."""
+    """Share of the recent steps with data waiting to be sent or acknowledged."""
     flows: tuple[FlowView, ...]
     round_trip_seconds: float = 0.0
     retransmits: int
@@ -153,15 +152,15 @@ class LinkView:
     """Damaged frames since the run began."""
     queued_bytes: int
     full: bool = False
-    """It carries what it can, alone or with others that share its upload (`node.analysis.step_model`)."""
+    """At its capacity, alone or with links that share its upload (`step_model.py`)."""
     little_used: bool = False
-    """It carries so little of `capacity_mbit` that this may be far off, and is shown to nobody: too high, as
-    bursts pass a limit that a steady stream meets, or too low, as few bytes bring no link to its speed."""
+    """Traffic is so low that `capacity_mbit` is unreliable and not shown: too high, as short bursts pass a rate
+    limit, or too low, as few bytes do not bring a link to its speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberView:
-    """A node that is connected."""
+    """A connected node."""
 
     node_id: str
     device: str
@@ -172,7 +171,7 @@ class MemberView:
 
 @dataclass(frozen=True, kw_only=True)
 class EventView:
-    """Something that happened, in one line of plain text that may quote a node: escape it."""
+    """An event in one line of plain text. It may quote a node: escape it."""
 
     at: float
     kind: str
@@ -193,7 +192,7 @@ class SnapshotView:
 
 @dataclass(frozen=True, kw_only=True)
 class RunView:
-    """Where a run stands."""
+    """The state of a run."""
 
     run_id: str
     name: str
@@ -202,11 +201,11 @@ class RunView:
     ended: str = ""
     """Why the run is over; empty while it is not."""
     started: float
-    """When the run began; 0 before it has."""
+    """0 before the run began."""
     updated: float
-    """When the newest event happened."""
+    """Time of the newest event."""
     coordinator_starts: int
-    """How often a coordinator was started for this run: 1, and one for each resume or crash."""
+    """Coordinators started for this run: 1, plus one for each resume or crash."""
     step: int
     """Steps done."""
     steps: int
@@ -226,7 +225,7 @@ class RunView:
     step_seconds: float | None = None
     """Mean over the recent steps."""
     eta_seconds: float | None = None
-    """From `updated` on; None while it cannot be told."""
+    """From `updated` on; None if unknown."""
     loss_curve: Curve
     speed_curve: Curve
     """Tokens a second."""
@@ -235,18 +234,18 @@ class RunView:
     links: tuple[LinkView, ...]
     members: tuple[MemberView, ...]
     spares: int
-    """Members without a stage while every stage has its node; 0 while one has none."""
+    """Members without a stage, once every stage has its node; else 0."""
     snapshot: SnapshotView | None = None
-    """Its age is the reader's clock minus `at`."""
+    """The newest one."""
     aborted: int
-    """Steps that were aborted and ran again."""
+    """Steps aborted and run again."""
     recoveries: int
     replayed: int
-    """Steps that ran again after a rollback, though they had been committed."""
+    """Committed steps that ran again after a rollback."""
     token_uses: int | None = None
-    """Nodes that the run's join tokens still admit; None is not known."""
+    """Nodes that the run's join tokens still admit; None if unknown."""
     bottleneck: tuple[str, ...] = ()
-    """What holds the run back, in words, the most important first."""
+    """What limits the speed, in sentences, the most important first."""
     events: tuple[EventView, ...] = ()
     """Oldest first."""
 
@@ -256,7 +255,7 @@ class RunView:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """What `to_json` wrote, in this version or one like it. Raises ProtocolViolationError for others."""
+        """Read what `to_json` of this or a similar version wrote. Raises ProtocolViolationError."""
         try:
             raw = json.loads(text)
         except ValueError as error:
@@ -267,10 +266,10 @@ class RunView:
 
     @classmethod
     def from_fields(cls, raw: Mapping[str, object]) -> Self:
-        """What `to_fields` gave, read from JSON; as `from_json`."""
+        """As `from_json`, for parsed JSON."""
         return cast(Self, events.read_value(raw, cls, "view"))
 
     def to_fields(self) -> dict[str, object]:
-        """The same as plain values."""
+        """As plain values."""
         fields: dict[str, object] = events.finite(asdict(self))
         return fields

@@ -1,4 +1,4 @@
-"""A run's recent steps as inputs of the floor model: times a microbatch, bytes a tensor, rates. Pure."""
+"""Model a run's recent steps for the lower bound on step time: times, bytes, rates, cost of packing. Pure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,26 +11,26 @@ from node.telemetry.clock import TimeKind
 from wire.identity.enrolment import CPU
 
 FULL = 0.85
-"""A link that carries this share of its measured capacity is full, a stage this busy has no time left. The
-page and `top` follow `LinkView.full`; the alert in deploy/prometheus/alerts.yml has the same number."""
+"""A link at this share of its measured capacity is full; a stage this busy has no time left. The alert in
+deploy/prometheus/alerts.yml uses the same number."""
 FULL_TOGETHER = 0.75
-"""Links that take turns are full at less: each is measured while the other is silent, too."""
+"""Lower for links that share an upload: each is also measured while the other is silent."""
 LITTLE = 0.2
-"""A link that carries less than this share of its measured capacity tells nothing of it (`LinkView`)."""
+"""Below this share of the measured capacity, the measurement is unreliable (`LinkView.little_used`)."""
 UNLIKE = 1.15
-"""Capacities that differ by this factor are not those of two equal links."""
+"""Links whose capacities differ by this factor are not equal links."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepModel:
-    """What a step was measured to take. Seconds, bytes, bytes a second."""
+    """Measurements of a step, in seconds, bytes and bytes a second."""
 
     seconds: float
     """Of a step."""
     microbatches: int
     chunks: int
     forward: tuple[float, ...]
-    """Of a microbatch on each stage, over all its chunks, without packing."""
+    """A microbatch on each stage, over all its chunks, without packing."""
     backward: tuple[float, ...]
     packing: tuple[float, ...]
     """Encoding and decoding for a microbatch on each stage."""
@@ -38,16 +38,16 @@ class StepModel:
     """A microbatch's packed activation at one boundary, frames included."""
     gradient_bytes: float
     links: tuple[LinkRate, ...]
-    """As `step_floor` takes them; a direction whose capacity is not known costs nothing."""
+    """As for `step_floor`; a direction of unknown capacity costs nothing."""
     interfaces: tuple[LinkRate, ...]
-    """As `step_floor` takes them: what a stage's links seem to share. Their own capacities count no more."""
+    """As for `step_floor`: uploads that a stage's links seem to share, in place of the links' capacities."""
     after_seconds: float
-    """The optimizer's."""
+    """The optimizer step."""
     elements: Mapping[str, float] = field(default_factory=dict)
-    """Of a microbatch's tensor at one boundary, by its direction."""
+    """Elements of a microbatch's tensor at one boundary, by direction."""
     slowness: tuple[float, ...] = ()
-    """Packing takes each stage so many times what `node.analysis.step_model` says of a core; 0 for a GPU, on
-    which it is taken to cost nothing. Empty is not known."""
+    """Each stage's packing time over `packing_seconds`; 0 for GPUs, where packing is assumed free. Empty if
+    unknown."""
 
     @classmethod
     def of(cls, view: RunView) -> Self | None:
@@ -99,11 +99,11 @@ class StepModel:
 
     @property
     def microbatch_seconds(self) -> float:
-        """Of the step, if it were all microbatches."""
+        """Step time over microbatches."""
         return self.seconds / self.microbatches
 
     def floor(self) -> Floor:
-        """The least time that a step of these times and bytes can take."""
+        """Lower bound on the step's time."""
         half = [packing / 2 for packing in self.packing]
         return step_floor(
             microbatches=self.microbatches,
@@ -118,12 +118,9 @@ class StepModel:
         )
 
     def gain(self, changed: "StepModel") -> float:
-        """How many times as fast steps would be with `changed` times and bytes.
-
-        What a step takes beyond its floor is taken to stay.
-        """
+        """Step time over step time with `changed` times and bytes; time beyond the lower bound stays."""
         floor = self.floor().seconds
-        # Measured capacities can make a floor that is above the step itself.
+        # Measured capacities can put the bound above the step itself.
         now = max(self.seconds, floor)
         then = changed.floor().seconds + now - floor
         return now / then if then > 0 else 1.0
@@ -131,7 +128,7 @@ class StepModel:
     def with_codecs(
         self, *, activation: float = 1.0, gradient: float = 1.0, packing: Sequence[float] = ()
     ) -> "StepModel":
-        """Tensors of each kind take so many times their bytes, and `packing` seconds more at each stage."""
+        """Scale the bytes of each kind of tensor, and add `packing` seconds a microbatch at each stage."""
         more = packing or (0.0,) * len(self.packing)
         return replace(
             self,
@@ -141,10 +138,10 @@ class StepModel:
         )
 
     def more_packing(self, codecs: Mapping[str, tuple[str, str]]) -> tuple[float, ...]:
-        """Seconds a microbatch that packing takes each stage longer with other codecs: 0 on GPUs.
+        """Extra seconds a microbatch for packing at each stage with other codecs; 0 on GPUs.
 
-        `codecs`: the present one and the other, by direction. A codec that is quicker saves nothing: its
-        packing ran beside compute.
+        `codecs`: present and proposed codec, by direction. A faster codec saves nothing, as packing runs beside
+        compute.
         """
         costs = {}
         for direction, (present, other) in codecs.items():
@@ -156,7 +153,7 @@ class StepModel:
         return tuple(slow * seconds for slow, seconds in zip(slowness, on_a_core, strict=True))
 
     def with_blocks(self, before: Sequence[float], after: Sequence[float]) -> "StepModel":
-        """Stages compute other numbers of blocks; a block takes its stage as long as before."""
+        """Change the number of blocks of each stage; time a block stays."""
         factors = [new / old for old, new in zip(before, after, strict=True)]
         return replace(
             self,
@@ -165,28 +162,27 @@ class StepModel:
         )
 
     def without_packing(self) -> "StepModel":
-        """Encoding and decoding take no time."""
+        """Assume that encoding and decoding take no time."""
         return replace(self, packing=(0.0,) * len(self.packing))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedUpload:
-    """Several links of one stage that seem to share what the stage can send."""
+    """Links of one stage that seem to share its upload."""
 
     stage: int
     links: tuple[LinkView, ...]
     mbit: float
-    """What they carry together, Mbit/s."""
+    """Their total, Mbit/s."""
     capacity_mbit: float
-    """What the upload carries at most."""
+    """Estimated capacity of the upload, Mbit/s."""
 
 
 def shared_uploads(view: RunView) -> tuple[SharedUpload, ...]:
-    """The stages whose links away are all full at once, at rates that differ.
+    """Stages whose outgoing links are all full at once, at different rates.
 
-    Links that share an upload share it while both have something to send, so each is measured at a part of
-    it, as large as its part of the bytes. Links of their own that are full at once are so by chance, unless
-    they are alike; those are left alone.
+    Links on one upload share it while both send, so each is measured at its share of the bytes. Links with equal
+    capacities are more likely separate links that are full at once.
     """
     found = []
     for stage in range(len(view.stages)):
@@ -203,7 +199,7 @@ def shared_uploads(view: RunView) -> tuple[SharedUpload, ...]:
 
 
 def full_links(view: RunView) -> set[tuple[int, int]]:
-    """Which links are full, as source and target: by themselves, or because they share an upload."""
+    """(source, target) of full links: full by themselves, or because they share an upload."""
     alone = {(link.source, link.target) for link in view.links if (link.use or 0.0) >= FULL}
     return alone | {(x.source, x.target) for upload in shared_uploads(view) for x in upload.links}
 
@@ -211,13 +207,13 @@ def full_links(view: RunView) -> set[tuple[int, int]]:
 def _slowness(
     view: RunView, chunks: int, elements: Mapping[str, float], packing: Sequence[float]
 ) -> tuple[float, ...]:
-    """As `StepModel.slowness`. Stages report what compute waits for packing, which is a part of it; so a
-    stage that waits for longer than all of it should take is slower than the core that was measured."""
+    """`StepModel.slowness`. Reported packing time is only the part that compute waits for; if even that exceeds the
+    expected time, the stage is slower than the measured core."""
     flows = (flow for link in view.links for flow in link.flows if flow.direction in elements)
     costs = {flow.direction: nanoseconds(flow.codec) for flow in flows}
     expected = packing_seconds(len(view.stages), chunks, elements, costs)
     return tuple(
-        max(1.0, told / should if should > 0 else 1.0) if is_processor(stage.device) else 0.0
+        max(1.0, told / should if should > 0 else 1.0) if is_cpu(stage.device) else 0.0
         for stage, told, should in zip(view.stages, packing, expected, strict=True)
     )
 
@@ -242,7 +238,7 @@ def _rates(links: Sequence[LinkView], stages: int, chunks: int) -> tuple[LinkRat
     )
 
 
-PROCESSOR_NANOSECONDS: Mapping[str, tuple[float, float]] = {
+CPU_NANOSECONDS: Mapping[str, tuple[float, float]] = {
     "fp32": (1.7, 1.7),
     "bf16": (0.8, 1.1),
     "fp16": (6.1, 6.9),
@@ -250,37 +246,37 @@ PROCESSOR_NANOSECONDS: Mapping[str, tuple[float, float]] = {
     "tah": (6.3, 2.2),
     "trellis": (71.3, 18.7),
 }
-"""To encode and to decode an element on one core, by the codec's name without its number: as measured, and of
-several measurements the slowest (scripts/results/codec_speed.json, rivals.json)."""
+"""Nanoseconds to encode and to decode an element on one core, by codec family; the slowest of several measurements
+(scripts/results/codec_speed.json, rivals.json)."""
 
 
 def nanoseconds(codec: str) -> tuple[float, float]:
-    """Of an element, encoded and decoded. A codec that is not known takes what `fixed` does."""
+    """To encode and to decode an element; unknown codecs count as `fixed`."""
     family = codec.partition("-")[0]
-    return PROCESSOR_NANOSECONDS.get(family, PROCESSOR_NANOSECONDS["fixed"])
+    return CPU_NANOSECONDS.get(family, CPU_NANOSECONDS["fixed"])
 
 
 def packing_seconds(
     stages: int, chunks: int, elements: Mapping[str, float], costs: Mapping[str, tuple[float, float]]
 ) -> tuple[float, ...]:
-    """What packing takes a microbatch at each of so many stages, on one core.
+    """Packing time of a microbatch at each stage, on one core.
 
     Args:
-        chunks: model chunks a stage; a tensor crosses between any two that follow each other.
-        elements: of a tensor between two chunks, by its direction: `activation` or `gradient`.
-        costs: nanoseconds an element, to encode and to decode, by direction.
+        chunks: model chunks a stage; a tensor crosses between consecutive chunks.
+        elements: of a tensor between two chunks, by direction (`activation`, `gradient`).
+        costs: nanoseconds to encode and to decode an element, by direction.
     """
     seconds = [0.0] * stages
     for direction, (encode, decode) in costs.items():
         forward = direction == "activation"
         for stage in range(stages):
-            # The last chunk has no activation to send, the first none to receive; gradients the other way.
+            # The last chunk sends no activation, the first receives none; gradients the other way round.
             as_last, as_first = chunks - (stage == stages - 1), chunks - (stage == 0)
             sent, received = (as_last, as_first) if forward else (as_first, as_last)
             seconds[stage] += 1e-9 * elements.get(direction, 0.0) * (sent * encode + received * decode)
     return tuple(seconds)
 
 
-def is_processor(device: str) -> bool:
-    """Whether a node's device, as it told it, packs at a processor's speed."""
+def is_cpu(device: str) -> bool:
+    """Whether the reported device is a CPU."""
     return device == CPU

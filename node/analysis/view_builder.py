@@ -1,11 +1,11 @@
-"""From a run's events to its `RunView`, one event at a time.
+"""Build a `RunView` from a run's events, one at a time.
 
     builder = RunViewBuilder()
     for at, event in history:
         builder.apply(event, at)
     builder.view()
 
-Made from events alone, so a run that is over looks as it did while it ran.
+A view depends on events only, so a run that is over looks as it did while it ran.
 """
 
 from collections import deque
@@ -31,9 +31,9 @@ from node.telemetry.format import bytes_text, duration_text, printable, without_
 __all__ = ["RunView", "RunViewBuilder", "view"]
 
 RECENT_STEPS = 10
-"""Shares, rates and the bottleneck are those of so many newest steps together."""
+"""Steps over which shares, rates and the bottleneck are taken."""
 MOST_EVENTS = 200
-"""The newest ones are kept in the view."""
+"""Newest events kept in the view."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class _Member:
 
 
 class RunViewBuilder:
-    """Takes a run's events in their order, from all its coordinators, one after the other."""
+    """Takes a run's events in order, from all its coordinators."""
 
     def __init__(self) -> None:
         self._started: events.RunStarted | None = None
@@ -61,7 +61,7 @@ class RunViewBuilder:
         self._aborted = 0
         self._recoveries = 0
         self._snapshots: list[SnapshotView] = []
-        """By step, pruned ones too: what is newest where later ones are set aside."""
+        """By step, pruned ones included: the newest counts if later ones are set aside."""
         self._finished: events.RunFinished | None = None
         self._token_uses: int | None = None
         self._loss = Series()
@@ -72,7 +72,7 @@ class RunViewBuilder:
         self._events: deque[EventView] = deque(maxlen=MOST_EVENTS)
 
     def apply(self, event: events.Event, at: float) -> None:
-        """Count `event`, which happened at the Unix time `at`. Kinds that are no part of a view pass."""
+        """Apply `event` of Unix time `at`; kinds that are not in a view are ignored."""
         self._updated = max(self._updated, at)
         match event:
             case events.RunStarted():
@@ -105,23 +105,23 @@ class RunViewBuilder:
                 self._members.clear()
             case _:
                 pass
-        if (told := _told(event)) is not None:
-            kind, level, text = told
+        if (listed := _listed(event)) is not None:
+            kind, level, text = listed
             line = without_addresses(printable(text))
             self._events.append(EventView(at=at, kind=kind, level=level, text=line))
 
     @property
     def updated(self) -> float:
-        """When the newest event happened, Unix seconds."""
+        """Unix time of the newest event."""
         return self._updated
 
     @property
     def over(self) -> bool:
-        """Whether the newest coordinator has said that it ends."""
+        """Whether the newest coordinator has finished."""
         return self._finished is not None
 
     def view(self) -> RunView:
-        """The run after the events so far."""
+        """The view after the events so far."""
         started, step = self._started, self._step
         finished_text = without_addresses(printable(self._finished.reason)) if self._finished else ""
         stages = self._stage_views()
@@ -168,7 +168,7 @@ class RunViewBuilder:
             stages=stages,
             links=self._link_views(),
             members=members,
-            # Whoever is here before every stage has a node will be needed, and is no spare.
+            # While a stage has no node, every node is needed.
             spares=0 if state == "waiting for nodes" else sum(member.stage is None for member in members),
             snapshot=self._snapshots[-1] if self._snapshots else None,
             aborted=self._aborted,
@@ -193,18 +193,18 @@ class RunViewBuilder:
         self._began = self._began or at
         self._steps_done = self._steps_done or event.first_step
         self._started = event
-        # Whoever was here was another coordinator's; they come again by themselves.
+        # Nodes of the previous coordinator reconnect by themselves.
         self._members.clear()
         self._placement = None
         self._restoring = False
         self._finished = None
-        # It goes on from the newest snapshot that is whole: those after it are damaged, or gone.
+        # The run goes on from the newest whole snapshot: later ones are damaged or missing.
         self._forget_snapshots(event.first_step)
         self._recent.clear()
         self._paces.clear()
 
     def _forget_snapshots(self, newest: int) -> None:
-        """Those of steps after `newest`."""
+        """Drop snapshots of steps after `newest`."""
         while self._snapshots and self._snapshots[-1].step > newest:
             self._snapshots.pop()
 
@@ -351,8 +351,8 @@ def view(history: Iterable[tuple[float, events.Event]]) -> RunView:
     return builder.view()
 
 
-def _told(event: events.Event) -> tuple[str, str, str] | None:
-    """Kind, level and text of an event that people want to read of."""
+def _listed(event: events.Event) -> tuple[str, str, str] | None:
+    """Kind, level and text of an event that is listed; None for others."""
     match event:
         case events.RunStarted():
             resumed = f", from step {event.first_step}" if event.first_step else ""

@@ -1,4 +1,8 @@
-"""A bounded record of what a node did and when, for traces."""
+"""Clocks of a node: where the compute thread's time goes, spans for traces, offset to the coordinator's clock.
+
+A `StageClock` is always in one kind of time. A switch ends the running interval and begins the next at the same
+clock reading, so the kinds sum to wall time.
+"""
 
 import time
 from collections import deque
@@ -11,21 +15,21 @@ from threading import Lock
 from wire.spec import TensorKey
 from wire.telemetry import Span
 
-MOST_KEPT = 20_000
-"""Spans; a step has a few hundred. What is older is dropped, and counted."""
+MOST_MOST_REPLIES = 20_000
+"""Spans; a step has a few hundred. Older ones are dropped and counted."""
 
 
 class WorkKind(StrEnum):
-    """What goes on beside the compute thread; that waits for it in `encode` and `decode`."""
+    """Work on the packing thread; the compute thread waits for it in `encode` and `decode`."""
 
     PACK = "pack"
     UNPACK = "unpack"
 
 
 class SpanRing:
-    """The newest spans. Any thread may record; whoever takes them gets each once."""
+    """A bounded buffer of the newest spans. Any thread may record; each span is taken once."""
 
-    def __init__(self, most: int = MOST_KEPT) -> None:
+    def __init__(self, most: int = MOST_MOST_REPLIES) -> None:
         self._spans: deque[Span] = deque(maxlen=most)
         self._dropped = 0
         self._lock = Lock()
@@ -40,7 +44,7 @@ class SpanRing:
             self._spans.append(span)
 
     def take(self) -> tuple[tuple[Span, ...], int]:
-        """What was recorded since it was taken last, and how many spans were dropped."""
+        """Spans since the last call, and how many were dropped."""
         with self._lock:
             spans, dropped = tuple(self._spans), self._dropped
             self._spans.clear()
@@ -71,8 +75,7 @@ Times = Mapping[TimeKind, float]
 class StageClock:
     """Attributes wall time to kinds. One thread switches; any thread may take snapshots.
 
-    `clock` gives seconds and never goes back. Time before the first switch counts as `kind`: a stage begins
-    by waiting for its coordinator.
+    `clock` gives monotonic seconds. Time before the first switch counts as `kind`.
     """
 
     def __init__(
@@ -89,12 +92,12 @@ class StageClock:
         self._since = clock()
 
     def record(self, ring: SpanRing) -> None:
-        """Hand what ends from here on to `ring`."""
+        """Record spans that end from now on in `ring`."""
         with self._lock:
             self._ring = ring
 
     def switch(self, kind: TimeKind, key: TensorKey | None = None) -> TimeKind:
-        """End the running kind now and begin `kind`, for the tensor `key`; gives the kind that ran before."""
+        """End the running kind and begin `kind` for the tensor `key`; returns the kind that ran before."""
         with self._lock:
             now = self._clock()
             previous = self._kind
@@ -106,7 +109,7 @@ class StageClock:
 
     @contextmanager
     def spent(self, kind: TimeKind) -> Iterator[None]:
-        """Count the block as `kind`, then go on with the kind that ran before, also after an exception."""
+        """Count the block as `kind`, then return to the kind that ran before, also after an exception."""
         previous = self.switch(kind)
         try:
             yield
@@ -114,13 +117,13 @@ class StageClock:
             self.switch(previous)
 
     def running(self) -> tuple[TimeKind, float]:
-        """The kind that runs now, and for how many seconds it has."""
+        """The running kind, and for how many seconds it has run."""
         with self._lock:
             return self._kind, self._clock() - self._since
 
     @contextmanager
     def beside(self, kind: str, key: TensorKey) -> Iterator[None]:
-        """The block, on another thread, is work for a tensor: a span for traces, no time of this clock."""
+        """Record the block, on another thread, as a span; it is no time of this clock."""
         began = self._clock()
         try:
             yield
@@ -129,7 +132,7 @@ class StageClock:
                 self._ring.record(kind, began, self._clock(), key)
 
     def snapshot(self) -> dict[TimeKind, float]:
-        """Seconds by kind since the clock was made, with the running kind counted up to now."""
+        """Seconds by kind since the clock was made, the running kind up to now."""
         with self._lock:
             seconds = self._seconds.copy()
             seconds[self._kind] += self._clock() - self._since
@@ -141,41 +144,47 @@ def difference(later: Times, earlier: Times) -> dict[TimeKind, float]:
     return {kind: later[kind] - earlier[kind] for kind in TimeKind}
 
 
-KEPT = 16
-"""Answers: with a heartbeat every 2 s, those of half a minute, in which clocks drift about 1 ms."""
+MOST_REPLIES = 16
+"""With a heartbeat every 2 s these span half a minute, in which clocks drift about 1 ms."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _Reply:
     offset: float
     round_trip: float
 
 
 class ClockSync:
-    """Collects answers. Times in seconds: `sent` and `received` monotonic, `at` Unix at the coordinator."""
+    """Estimates the offset of a node's clock from heartbeats and their replies (RFC 5905, section 8).
+
+    The node reads its monotonic clock when it sends and when the reply comes; the reply carries the coordinator's
+    Unix time. The coordinator read it somewhere in between, so the middle is off by at most half a round trip. Of
+    the newest replies the one with the shortest round trip counts.
+    """
 
     def __init__(self) -> None:
-        self._answers: deque[_Answer] = deque(maxlen=KEPT)
+        self._replies: deque[_Reply] = deque(maxlen=MOST_REPLIES)
 
     def answer(self, *, sent: float, received: float, at: float) -> None:
-        """One heartbeat's answer. An answer from before it was asked for says nothing and is dropped."""
+        """Take one reply: `sent` and `received` in monotonic seconds, `at` in Unix seconds. One that was received
+        before it was sent is dropped."""
         if received >= sent:
-            self._answers.append(_Answer(at - (sent + received) / 2, received - sent))
+            self._replies.append(_Reply(at - (sent + received) / 2, received - sent))
 
     @property
     def known(self) -> bool:
-        return bool(self._answers)
+        return bool(self._replies)
 
     @property
     def offset(self) -> float:
-        """What to add to the monotonic clock to get the coordinator's Unix time; 0 while not known."""
-        return self._best.offset if self._answers else 0.0
+        """Add this to the monotonic clock to get the coordinator's Unix time; 0 while unknown."""
+        return self._best.offset if self._replies else 0.0
 
     @property
     def error(self) -> float:
-        """How wrong `offset` may be; 0 while it is not known."""
-        return self._best.round_trip / 2 if self._answers else 0.0
+        """Bound on the error of `offset`, seconds; 0 while unknown."""
+        return self._best.round_trip / 2 if self._replies else 0.0
 
     @property
-    def _best(self) -> _Answer:
-        return min(self._answers, key=lambda answer: answer.round_trip)
+    def _best(self) -> _Reply:
+        return min(self._replies, key=lambda reply: reply.round_trip)

@@ -1,4 +1,8 @@
-"""What steps cost: figures made of `StepCosts`, and sums of several. Pure."""
+"""What steps cost: figures of one step, sums over steps, and sums over the reports of nodes. Pure.
+
+Nodes report totals of their epoch. The difference of two reports goes to the stage that the node hosts and to the
+links that it sends on. So sums only grow, whoever hosts a stage, however often epochs and processes change.
+"""
 
 import math
 from collections.abc import Collection
@@ -11,7 +15,7 @@ from wire.telemetry import LinkReport, Telemetry
 
 
 def idle_by_stage(costs: StepCosts) -> tuple[float, ...]:
-    """The share of its time that each stage waited, 0 to 1."""
+    """Share of its time that each stage waited, 0 to 1."""
     return tuple(
         min(1.0, sum(stage.seconds.get(kind.value, 0.0) for kind in WAITS) / stage.wall_seconds)
         if stage.wall_seconds > 0
@@ -31,14 +35,14 @@ def mbit_by_stage(costs: StepCosts) -> tuple[tuple[float, ...], tuple[float, ...
 
 
 def bits_per_element(costs: StepCosts, direction: str) -> float:
-    """Bits an element of this kind of tensor took, frames and headers included; 0 if there were none."""
+    """Bits an element for this kind of tensor, frames and headers included; 0 if none was sent."""
     flows = [flow for link in costs.links for flow in link.flows if flow.direction == direction]
     elements = sum(flow.elements for flow in flows)
     return 8 * sum(flow.bytes for flow in flows) / elements if elements else 0.0
 
 
 def add_costs(earlier: StepCosts, later: StepCosts) -> StepCosts | None:
-    """Both together, as the later step's; None when they are of different placements or outcomes."""
+    """The sum, as the later step's; None if placements differ or a step was aborted."""
     same = (
         not earlier.aborted
         and not later.aborted
@@ -83,15 +87,15 @@ def _add_links(earlier: LinkCost, later: LinkCost) -> LinkCost:
 
 
 OTHER_CODEC = "other"
-"""In place of a codec's name that is none of the run's: a node could invent any number of names."""
+"""Replaces codec names that are not the run's: a node could invent any number of names."""
 
 LinkKey = tuple[int, int]
-"""The stage that sends, the stage that receives."""
+"""(sending stage, receiving stage)."""
 
 
 @dataclass
 class StageSums:
-    """What one stage did; `seconds` by kind sum to `wall`."""
+    """One stage's time; `seconds` by kind sum to `wall`."""
 
     wall: float = 0.0
     seconds: dict[str, float] = field(default_factory=lambda: {kind.value: 0.0 for kind in TimeKind})
@@ -99,7 +103,7 @@ class StageSums:
 
 @dataclass
 class LinkSums:
-    """What one direction of a link carried."""
+    """Traffic of one direction of a link."""
 
     bytes: int = 0
     """Everything written to both sockets."""
@@ -112,9 +116,9 @@ class LinkSums:
 
 
 class Ledger:
-    """Sums by stage and by direction of link. They only grow.
+    """Sums by stage and by direction of link; they only grow.
 
-    `codecs` are the names that flows may carry, any other counts as `OTHER_CODEC`; None: whatever comes.
+    `codecs`: names that flows may carry, others count as `OTHER_CODEC`; None admits all.
     """
 
     def __init__(self, codecs: Collection[str] | None = None) -> None:
@@ -131,7 +135,7 @@ class Ledger:
         return sum(sum(link.flow_elements.values()) for link in self.links.values())
 
     def bits(self, direction: Direction) -> float:
-        """Bits an element of this kind of tensor took, frames and headers included; 0 before the first."""
+        """Bits an element for this kind of tensor, frames and headers included; 0 before the first."""
         size = self._flows(direction, "flow_bytes")
         elements = self._flows(direction, "flow_elements")
         return 8 * size / elements if elements else 0.0
@@ -148,16 +152,16 @@ class Ledger:
         return self.links.setdefault((source, target), LinkSums())
 
     def add(self, stage: int, stages: int, before: Telemetry, now: Telemetry, most: float = math.inf) -> int:
-        """What the node of `stage`, of so many `stages`, did between two reports of one epoch.
+        """Add what the node of `stage` did between two reports of one epoch; returns the bytes counted.
 
-        No part of it takes longer than the whole, and all links together carried no more than `most` bytes,
-        whatever the node says. Returns the bytes that were counted.
+        Reports are not trusted: kinds of time sum to at most the wall time, and all links together carry at most
+        `most` bytes. `stages`: number of stages.
         """
         sums = self.stages.setdefault(stage, StageSums())
         passed = max(0.0, now.wall_seconds - before.wall_seconds)
         sums.wall += passed
         left = passed
-        for kind in TimeKind:  # only the kinds that there are: a node could name any
+        for kind in TimeKind:  # known kinds only: a node could invent any
             spent = now.times.get(kind.value, 0.0) - before.times.get(kind.value, 0.0)
             spent = min(max(0.0, spent), left)
             left -= spent
@@ -175,11 +179,11 @@ class Ledger:
         size = _grown(before.bytes_sent, now.bytes_sent, most)
         sums.bytes += size
         sums.busy += min(max(0.0, now.busy_seconds - before.busy_seconds), passed)
-        # A frame has more than one byte, an element of no codec less than one bit.
+        # A frame takes at least one byte, an element at least one bit.
         retransmits = _grown(before.retransmits, now.retransmits, most)
         rejects = _grown(before.rejects, now.rejects, most)
         sums.retransmits += retransmits
-        # It is the receiver that counts damaged frames.
+        # The receiver counts damaged frames.
         self.link(now.peer_stage, stage).rejects += rejects
         earlier = {(flow.direction, flow.codec): flow for flow in before.flows}
         in_flows = 0
@@ -199,12 +203,12 @@ class Ledger:
 
 
 def _grown(before: int, now: int, most: float) -> int:
-    """What a counter grew by, which is no less than nothing and no more than `most`."""
+    """The growth of a counter, clamped to 0 and `most`."""
     return int(max(0, min(now - before, most)))
 
 
 def _baseline(now: LinkReport, before: LinkReport | None) -> LinkReport:
-    """What `now` is to be counted from: nothing, if the link was made anew since."""
+    """The report to subtract from `now`: zeros if the link was reopened since."""
     if before is None or now.bytes_sent < before.bytes_sent:
         return LinkReport(
             peer_stage=now.peer_stage,

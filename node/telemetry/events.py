@@ -1,7 +1,7 @@
-"""What the coordinator says about a run, as one stream of typed events.
+"""Typed events of a run, in one stream from the coordinator.
 
-Every view of a run (JSON lines, plain text, the live display, `thinwire status`) is made from these alone.
-On a line each event is one JSON object whose `event` key names its kind; the other keys are its fields.
+All displays of a run (JSON lines, plain text, live display, `thinwire status`, the page) are made from events alone.
+As JSON an event is one object: `event` names its kind, the other keys are its fields.
 """
 
 import json
@@ -21,22 +21,19 @@ class Event:
     """Base of all events."""
 
     event: ClassVar[str]
-    """The kind, as the JSON line has it."""
+    """The kind in JSON."""
 
     def __init_subclass__(cls) -> None:
         _KINDS[cls.event] = cls
 
     def to_json(self) -> str:
-        """One line, without the newline. Not-a-number and infinities (a diverged loss) become null.
-
-        In ASCII, so that it is the same JSON whatever the encoding of the output.
-        """
+        """One line of ASCII, without the newline. NaN and infinities (a diverged loss) become null."""
         return json.dumps(finite({"event": self.event, **asdict(self)}))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """The coordinator has the run open, from scratch or resumed at `first_step`."""
+    """The coordinator has opened the run, from scratch or resumed at `first_step`."""
 
     event: ClassVar[str] = "run-started"
     run_id: str
@@ -49,19 +46,19 @@ class RunStarted(Event):
     forward_codec: str
     backward_codec: str
     microbatches: int = 0
-    """A step has so many; 0 is not known."""
+    """Microbatches a step; 0 if unknown."""
     chunks: int = 1
     """Model chunks a stage."""
     codec_bits: Mapping[str, float] = field(default_factory=dict)
-    """Bits an element that each codec takes on a link of this run, headers and frames included, so that
-    readers can tell what another codec would give without knowing it."""
+    """Bits an element of each codec on this run's links, headers and frames included. Readers use it to estimate
+    the gain of another codec."""
     ends_in_blocks: tuple[float, ...] = ()
-    """What the embedding and the head take to compute, in blocks; empty is not known."""
+    """Compute cost of the embedding and of the head, in blocks; empty if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JoinLine(Event):
-    """The command that a volunteer pastes. It holds a secret: nothing stores this event."""
+    """The command that a volunteer pastes. It contains a secret and is never stored."""
 
     event: ClassVar[str] = "join-line"
     line: str
@@ -69,7 +66,7 @@ class JoinLine(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenUses(Event):
-    """How many nodes the run's join tokens still admit, told when it changes."""
+    """How many nodes the run's join tokens still admit; sent when it changes."""
 
     event: ClassVar[str] = "token-uses"
     left: int
@@ -77,12 +74,12 @@ class TokenUses(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class PageServed(Event):
-    """The run's page can be looked at."""
+    """The run's page is served."""
 
     event: ClassVar[str] = "page"
     url: str
     key_file: str
-    """Holds the operator's key, which changes made on the page need; empty: the page only shows."""
+    """File with the operator's key, which changes on the page need; empty if the page is read-only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +99,7 @@ class NodeLeft(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementMade(Event):
-    """A new epoch: which node has which stage, and the step the run goes on from."""
+    """A new epoch: the node of each stage, and the step that the run continues from."""
 
     event: ClassVar[str] = "placement"
     epoch: int
@@ -122,7 +119,7 @@ class StepDone(Event):
     """Steps done so far, this one included: the first is 1, the last equals `steps`."""
     steps: int
     loss: float
-    """Mean cross entropy over the step's tokens, nats a token."""
+    """Mean cross-entropy over the step's tokens, nats a token."""
     lr: float
     grad_norm: float
     """Before clipping, over the whole model."""
@@ -131,9 +128,9 @@ class StepDone(Event):
     idle: tuple[float, ...]
     """Share of the step that each stage waited, 0 to 1."""
     bits_forward: float
-    """Bits an activation element took on the wire in this step: payload and headers."""
+    """Bits an activation element on the wire in this step, payload and headers."""
     bits_backward: float
-    """The same for gradient elements."""
+    """The same for gradients."""
     up_mbit: tuple[float, ...]
     """Mbit/s that each stage sent over the step."""
     down_mbit: tuple[float, ...]
@@ -141,7 +138,7 @@ class StepDone(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """What one stage's node did over a step."""
+    """One stage's cost of a step."""
 
     stage: int
     node_id: str
@@ -152,13 +149,13 @@ class StageCost:
     """Resident set of the node's process at the end of the step."""
     peak_memory_bytes: int = 0
     gpu_memory_bytes: int = 0
-    """What torch holds on the GPU at the end of the step; 0 without a GPU."""
+    """Allocated by torch on the GPU at the end of the step; 0 without a GPU."""
     gpu_peak_memory_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlowCost:
-    """What tensors of one kind took in one direction of a link, in whole frames."""
+    """Traffic of one kind of tensor in one direction of a link, in whole frames."""
 
     direction: str
     """`activation`, `gradient`, `tied_share` or `tied_sum`."""
@@ -174,14 +171,14 @@ class LinkCost:
     source: int
     target: int
     bytes: int
-    """Everything that `source` wrote to both sockets."""
+    """All bytes that `source` wrote to both sockets."""
     flows: tuple[FlowCost, ...]
     busy_seconds: float
     """Time in which tensors waited to be sent or acknowledged."""
     capacity: float
-    """Bytes a second that the link was measured to carry in this direction; 0 while not known."""
+    """Measured capacity of this direction, bytes a second; 0 while unknown."""
     round_trip_seconds: float
-    """Smoothed; 0 before the first ping was answered."""
+    """Smoothed; 0 before the first reply."""
     retransmits: int
     """Frames sent again."""
     rejects: int
@@ -192,7 +189,7 @@ class LinkCost:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts(Event):
-    """What a step cost, in detail. It comes just before the step's `StepDone`, or its `StepAborted`."""
+    """Cost of a step by stage and link. Comes just before the step's `StepDone` or `StepAborted`."""
 
     event: ClassVar[str] = "step-costs"
     step: int
@@ -206,7 +203,7 @@ class StepCosts(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepAborted(Event):
-    """Nothing of the step was kept; it runs again."""
+    """The step was discarded and runs again."""
 
     event: ClassVar[str] = "step-aborted"
     epoch: int
@@ -214,7 +211,7 @@ class StepAborted(Event):
     """Counted like `StepDone.step`."""
     reason: str
     kind: str = ""
-    """`lost` (a node), `failed` (a stage), `not-finite` (a value) or `placement` (it changes)."""
+    """`lost` (node), `failed` (stage), `not-finite` (value) or `placement` (changed)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +234,7 @@ class Notice(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered(Notice):
-    """The run got over an interruption: every stage holds the state of `step` again."""
+    """The run recovered from an interruption: every stage holds the state of `step` again."""
 
     event: ClassVar[str] = "recovered"
     step: int
@@ -248,12 +245,12 @@ class Recovered(Notice):
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSetAside(Notice):
-    """A stored snapshot was found damaged while the run was on, and counts no more."""
+    """A stored snapshot was found damaged during the run and is no longer used."""
 
     event: ClassVar[str] = "snapshot-set-aside"
     step: int
     whole: int
-    """The step of the newest one that is whole; those between are set aside too."""
+    """Step of the newest whole snapshot; those after it are set aside too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +266,7 @@ class StageTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """What a whole run did. Bytes are those on all links between stages, both directions."""
+    """Totals of a run. Bytes are those on all links, both directions."""
 
     steps: int
     first_loss: float
@@ -279,9 +276,9 @@ class RunSummary:
     tokens_per_second: float
     link_bytes: int
     link_bytes_fp32: int
-    """What the same elements take as 4-byte numbers."""
+    """The same elements at 4 bytes."""
     link_bytes_bf16: int
-    """What the same elements take as 2-byte numbers."""
+    """The same elements at 2 bytes."""
     bits_forward: float
     bits_backward: float
     stages: tuple[StageTimes, ...]
@@ -302,9 +299,8 @@ class RunFinished(Event):
 def from_json(line: str) -> Event:
     """Read one line that `Event.to_json` wrote.
 
-    A field that has a default may be missing: an older version did not write it. Unknown fields are left out:
-    a later version writes more. Raises ProtocolViolationError for anything else: bad JSON, an unknown kind,
-    another field that is missing, a mistyped one.
+    A missing field takes its default (older writers), and unknown fields are ignored (newer writers). Raises
+    ProtocolViolationError for bad JSON, an unknown kind, a missing field without default, a wrong type.
     """
     try:
         raw = json.loads(line)
@@ -314,7 +310,7 @@ def from_json(line: str) -> Event:
 
 
 def from_fields(raw: Any) -> Event:
-    """As `from_json`, for a line that is parsed already."""
+    """As `from_json`, for a parsed line."""
     name = str(raw.get("event")) if isinstance(raw, dict) else ""
     if name not in _KINDS:
         raise ProtocolViolationError(f"an event line has no known kind: {str(raw)[:80]!r}")
@@ -334,11 +330,11 @@ def _required(kind: type) -> frozenset[str]:
 
 
 def read_value(value: Any, hint: Any, name: str) -> Any:
-    """`value`, fresh from JSON, as the type `hint` of the field `name`; of objects as `from_json` says.
+    """Convert `value`, parsed from JSON, to the type `hint` of the field `name`; objects as in `from_json`.
 
     Raises ProtocolViolationError.
     """
-    # Most values are of a plain type, here and below: of long histories every shortcut counts.
+    # Shortcuts for plain types, here and below: histories are long.
     if type(value) is hint:
         return value
     origin = get_origin(hint)
@@ -375,7 +371,7 @@ def _optional(one: "Field[Any]") -> bool:
 
 
 def finite(value: Any) -> Any:
-    """`value` with the floats that JSON lacks replaced by None."""
+    """`value` with NaN and infinities replaced by None."""
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, dict):

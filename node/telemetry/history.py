@@ -1,15 +1,13 @@
-"""`history.jsonl`: everything that happened to a run, on disk beside it, for as long as the run is kept.
+"""`history.jsonl`: all events of a run, in its directory.
 
-One JSON object a line: an event as `Event.to_json` writes it, with `at` (Unix seconds) and, on steps that had
-been done before, `"replayed": true`. Lines are only ever appended, by one coordinator after the other, so a
-resume goes on in the same file. A line that a crash cut short is skipped by readers, and closed by the next
-writer.
+One JSON object a line: an event as `Event.to_json` writes it, with `at` (Unix seconds) and, for replayed steps,
+`"replayed": true`. The file is append-only, and a resume continues it. Readers skip a line that a crash cut
+short; the next writer ends it with a newline.
 
-**Growth.** A step takes about 0.4 kB, and 0.8 kB for each stage with its links on top. Costs of steps that
-follow each other faster than `COSTS_SECONDS` are added up and written together, so a stage adds at most
-0.8 kB in that time, 70 MB a day.
+**Growth.** A step takes about 0.4 kB, plus 0.8 kB for each stage with its links. Costs of steps shorter than
+`COSTS_SECONDS` are summed and written together, so a stage adds at most 0.8 kB in that time, 70 MB a day.
 
-Join lines hold a secret and are never written.
+Join lines contain a secret and are never written.
 """
 
 import contextlib
@@ -27,10 +25,10 @@ from wire.errors import ProtocolViolationError, RunError
 
 HISTORY_FILE = "history.jsonl"
 COSTS_SECONDS = 1.0
-"""Costs are written at most so often."""
+"""Least time between two lines of costs."""
 _BLOCK_BYTES = 1 << 16
 MOST_BYTES = 4 << 20
-"""A tail reads so much at a time, so that a history of any length takes little memory."""
+"""A tail reads at most this much at a time, whatever the length of the history."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +39,14 @@ class Entry:
     """Unix seconds."""
     event: events.Event
     replayed: bool = False
-    """A step that had been committed before and ran again after a rollback."""
+    """A step that was committed before and ran again after a rollback."""
 
 
 class HistoryWriter:
-    """Called with each event of a run, appends it to the history in the run's directory.
+    """Called with each event of a run; appends it to the history in the run's directory.
 
-    It begins with `RunStarted`, which names the directory. The history is a convenience and not the run's
-    state: the first write that fails turns it off and is reported once through `warn`.
+    `RunStarted` comes first and names the directory. The history is a convenience, not state of the run: the first
+    failed write turns it off and is reported once through `warn`.
     """
 
     def __init__(self, warn: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:
@@ -58,7 +56,7 @@ class HistoryWriter:
         self._highest_step = 0
         self._file: TextIO | None = None
         self._broken = False
-        self._held: events.StepCosts | None = None
+        self._pending: events.StepCosts | None = None
         self._costs_at = 0.0
 
     def __call__(self, event: events.Event) -> None:
@@ -68,10 +66,10 @@ class HistoryWriter:
             return
         now = self._clock()
         if isinstance(event, events.StepCosts):
-            self._hold(event, now)
+            self._add_costs(event, now)
             return
         if not isinstance(event, events.StepDone):
-            self._let_go(now)
+            self._flush_costs(now)
             self._append(event, now)
             return
         replayed = event.step <= self._highest_step
@@ -79,34 +77,34 @@ class HistoryWriter:
         self._append(event, now, replayed=replayed)
 
     def close(self) -> None:
-        """Write what is held back and close the file; a later event opens it again."""
-        self._let_go(self._clock())
+        """Write pending costs and close the file; a later event reopens it."""
+        self._flush_costs(self._clock())
         self._drop_file()
 
     def _begin(self, directory: Path) -> None:
-        """Find out which steps earlier coordinators have told of, so that replays are known as such."""
+        """Find the highest step of earlier coordinators, to recognise replays."""
         try:
             self._highest_step = highest_step(directory)
         except RunError as error:
             self._broken = True
-            self._warn(f"{error}; what happens from now on is not written down, the run goes on")
+            self._warn(f"{error}; events from now on are not recorded, the run goes on")
         self._path = directory / HISTORY_FILE
 
-    def _hold(self, costs: events.StepCosts, now: float) -> None:
-        """Steps that come fast share a line."""
-        held = self._held
-        joined = costs if held is None else add_costs(held, costs)
-        if joined is None:
-            self._let_go(now)
-            joined = costs
-        self._held = joined
+    def _add_costs(self, costs: events.StepCosts, now: float) -> None:
+        """Sum up the costs of fast steps."""
+        pending = self._pending
+        total = costs if pending is None else add_costs(pending, costs)
+        if total is None:
+            self._flush_costs(now)
+            total = costs
+        self._pending = total
         if not 0 <= now - self._costs_at < COSTS_SECONDS:
-            self._let_go(now)
+            self._flush_costs(now)
 
-    def _let_go(self, now: float) -> None:
-        if self._held is not None:
-            held, self._held, self._costs_at = self._held, None, now
-            self._append(held, now)
+    def _flush_costs(self, now: float) -> None:
+        if self._pending is not None:
+            pending, self._pending, self._costs_at = self._pending, None, now
+            self._append(pending, now)
 
     def _append(self, event: events.Event, now: float, *, replayed: bool = False) -> None:
         if self._broken or self._path is None:
@@ -128,20 +126,19 @@ class HistoryWriter:
 
     def _drop_file(self) -> None:
         file, self._file = self._file, None
-        # Every line was flushed. What could not be written is tried again here, and fails again.
+        # Every line was flushed; what could not be written fails again here.
         with contextlib.suppress(OSError):
             if file is not None:
                 file.close()
 
 
 def read_history(directory: Path, end: int | None = None) -> Iterator[Entry]:
-    """The history of the run in `directory`, oldest first; nothing when there is none.
+    """The history of the run in `directory`, oldest first; empty if there is none.
 
-    Lines that cannot be read (cut short by a crash, or of a later version's kinds) are left out. Raises
-    RunError when the file itself cannot be read.
+    Skips lines that were cut short or are of unknown kinds. Raises RunError when the file cannot be read.
 
     Args:
-        end: leave out what begins at this byte or later, as `history_size` gave it.
+        end: stop at lines that begin at this byte (from `history_size`) or later.
     """
     with _opened(directory) as file:
         position = 0
@@ -154,21 +151,21 @@ def read_history(directory: Path, end: int | None = None) -> Iterator[Entry]:
 
 
 class HistoryTail:
-    """Reads what the history of the run in `directory` has grown by since the last time."""
+    """Reads what was appended to the history of the run in `directory` since the last call."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._offset = 0
 
     def read(self) -> list[Entry]:
-        """The next entries, in order; empty when all was read. A line without its end waits. RunError."""
+        """The next entries in order; empty when all were read. An unfinished line waits. RunError."""
         with _opened(self._directory) as file:
             while file is not None:
                 file.seek(self._offset)
                 chunk = file.read(MOST_BYTES)
                 whole = chunk.rfind(b"\n") + 1
                 if not whole and len(chunk) == MOST_BYTES:
-                    whole = len(chunk)  # no event is so long: pass it over
+                    whole = len(chunk)  # no event is so long: skip it
                 self._offset += whole
                 entries = map(parse_line, chunk[:whole].splitlines())
                 known = [entry for entry in entries if entry is not None]
@@ -178,7 +175,7 @@ class HistoryTail:
 
 
 def history_size(directory: Path) -> int:
-    """Bytes of the history of the run in `directory` at this moment; 0 when there is none."""
+    """Current size of the history of the run in `directory`; 0 if there is none."""
     try:
         return (directory / HISTORY_FILE).stat().st_size
     except OSError:
@@ -186,9 +183,9 @@ def history_size(directory: Path) -> int:
 
 
 def highest_step(directory: Path) -> int:
-    """The most steps that the history of the run in `directory` tells of; 0 when there is none. RunError.
+    """The highest step in the history of the run in `directory`; 0 if there is none. RunError.
 
-    The newest step that was no replay is the highest; so a few lines at the end are all that is read.
+    The newest step that is not a replay is the highest, so only a few lines at the end are read.
     """
     mark = f'"event":"{events.StepDone.event}"'.encode()
     for line in _lines_from_the_end(directory):
@@ -213,7 +210,7 @@ def _lines_from_the_end(directory: Path) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _opened(directory: Path) -> Iterator[BinaryIO | None]:
-    """The file, or None where there is none."""
+    """The file, or None if there is none."""
     path = directory / HISTORY_FILE
     try:
         with path.open("rb") as file:
@@ -235,7 +232,7 @@ def parse_line(line: bytes) -> Entry | None:
 
 
 def _open(path: Path) -> TextIO:
-    """For appending, at the beginning of a line, readable by its owner alone."""
+    """Open for appending at the start of a line, readable by its owner only."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     file = os.fdopen(descriptor, "a", encoding="utf-8")
     size = os.fstat(descriptor).st_size

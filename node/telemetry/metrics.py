@@ -1,8 +1,7 @@
-"""The names of all metrics, with their labels and meanings, and how values become Prometheus families.
+"""All metrics: names, labels, meanings, and their conversion to Prometheus families.
 
-Base units, ratios from 0 to 1, counters end in `_total` (design section 7). Labels are few and bounded: a
-stage, the two stages of a link, a kind of time, a kind of tensor, a codec of the run, a node of the run.
-Never a step, a token or an address.
+Base units, ratios from 0 to 1, counters end in `_total`. Labels are bounded: a stage, the two stages of a link, a
+kind of time, a kind of tensor, a codec or a node of the run; never a step, a token or an address.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +11,7 @@ from enum import StrEnum
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Of Prometheus' text format, as it goes over HTTP."""
+"""HTTP content type of Prometheus' text format."""
 PREFIX = "thinwire_"
 STEP_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
 """Seconds."""
@@ -51,54 +50,54 @@ FLOW = ("source", "target", "direction", "codec")
 RUN_METRICS: tuple[Definition, ...] = (
     _gauge("build_info", "1; the version is in the labels.", "version", "protocol"),
     _gauge("run_info", "1; run id and codecs are in the labels.", "run", "forward_codec", "backward_codec"),
-    _gauge("run_state", "1 for the state that the run is in, 0 for the others.", "state"),
+    _gauge("run_state", "1 for the run's state, 0 for the others.", "state"),
     _gauge("steps_wanted", "Steps of the whole run."),
-    _gauge("steps_done", "Steps done; goes back with a rollback."),
-    _counter("steps_total", "Steps done by this coordinator, replayed ones too."),
-    _counter("steps_replayed_total", "Steps that were done before and ran again after a rollback."),
-    _counter("steps_aborted_total", "Steps that were aborted and ran again."),
-    _counter("non_finite_total", "Steps that were not committed because a value was not finite."),
+    _gauge("steps_done", "Steps done; decreases on a rollback."),
+    _counter("steps_total", "Steps done by this coordinator, replayed ones included."),
+    _counter("steps_replayed_total", "Committed steps that ran again after a rollback."),
+    _counter("steps_aborted_total", "Steps aborted and run again."),
+    _counter("non_finite_total", "Steps not committed because a value was not finite."),
     _counter("tokens_total", "Tokens of the steps done by this coordinator."),
-    _counter("recoveries_total", "Interruptions that the run got over."),
-    _counter("recovery_seconds_total", "Time from interruptions to the restored state."),
-    _counter("nodes_joined_total", "Nodes that joined, again or for the first time."),
-    _counter("nodes_left_total", "Nodes that left, died or were put out."),
+    _counter("recoveries_total", "Interruptions the run recovered from."),
+    _counter("recovery_seconds_total", "Time from interruption to restored state."),
+    _counter("nodes_joined_total", "Joins, rejoins included."),
+    _counter("nodes_left_total", "Nodes that left, died or were evicted."),
     Definition("step_seconds", MetricKind.HISTOGRAM, (), "Wall time of steps at the coordinator."),
-    _gauge("last_step_timestamp_seconds", "Unix time at which a step was done last; 0 before the first."),
-    _gauge("loss", "Of the newest step, nats a token."),
-    _gauge("gradient_norm", "Of the newest step, before clipping."),
-    _gauge("learning_rate", "Of the newest step."),
-    _gauge("tokens_per_second", "Over the recent steps."),
-    _gauge("eta_seconds", "To the end of the run at the recent speed."),
-    _gauge("epoch", "Number of the newest placement."),
+    _gauge("last_step_timestamp_seconds", "Unix time of the last step done; 0 before the first."),
+    _gauge("loss", "Training loss of the newest step, nats a token."),
+    _gauge("gradient_norm", "Gradient norm of the newest step, before clipping."),
+    _gauge("learning_rate", "Learning rate of the newest step."),
+    _gauge("tokens_per_second", "Mean over the last ten steps."),
+    _gauge("eta_seconds", "Time to the end of the run at the recent speed."),
+    _gauge("epoch", "Epoch of the newest placement."),
     _gauge("stages_wanted", "Stages that the run file asks for."),
     _gauge("stages_placed", "Stages of the newest placement."),
     _gauge("stages_present", "Stages of the newest placement whose node is connected."),
     _gauge("members", "Connected nodes."),
-    _gauge("spares", "Connected nodes without a stage while every stage has its node."),
+    _gauge("spares", "Connected nodes without a stage, once every stage has its node."),
     _gauge("snapshot_timestamp_seconds", "Unix time of the newest snapshot; 0 before the first."),
-    _gauge("snapshot_steps", "Steps done in the newest snapshot."),
+    _gauge("snapshot_steps", "Step of the newest snapshot."),
     _gauge("snapshot_bytes", "Size of the newest snapshot."),
     _gauge("stage_info", "1; the stage's node and its device are in the labels.", "stage", "node", "device"),
     _gauge("stage_present", "1 if the stage's node is connected.", "stage"),
     _counter("stage_seconds_total", "Wall time of the stage's compute thread, by kind.", "stage", "kind"),
-    _gauge("stage_memory_bytes", "Resident set of the stage's node.", "stage"),
-    _gauge("stage_peak_memory_bytes", "The largest so far of that process.", "stage"),
-    _gauge("stage_gpu_memory_bytes", "What torch holds on the stage's GPU; 0 without one.", "stage"),
-    _gauge("stage_gpu_peak_memory_bytes", "The largest so far of that process.", "stage"),
-    _counter("link_bytes_total", "Everything written to the link's sockets.", *LINK),
-    _counter("link_tensor_bytes_total", "Frames that carried tensors.", *FLOW),
-    _counter("link_elements_total", "Elements that those frames carried.", *FLOW),
-    _counter("link_busy_seconds_total", "Time with something to send or to be acknowledged.", *LINK),
+    _gauge("stage_memory_bytes", "Resident set of the stage's node process.", "stage"),
+    _gauge("stage_peak_memory_bytes", "Largest so far for that process.", "stage"),
+    _gauge("stage_gpu_memory_bytes", "Allocated by torch on the stage's GPU; 0 without one.", "stage"),
+    _gauge("stage_gpu_peak_memory_bytes", "Largest so far for that process.", "stage"),
+    _counter("link_bytes_total", "All bytes written to the link's sockets.", *LINK),
+    _counter("link_tensor_bytes_total", "Bytes of frames that carried tensors.", *FLOW),
+    _counter("link_elements_total", "Elements in those frames.", *FLOW),
+    _counter("link_busy_seconds_total", "Time with data to send or to be acknowledged.", *LINK),
     _counter("link_retransmits_total", "Frames sent again.", *LINK),
-    _counter("link_rejects_total", "Damaged frames, asked for again.", *LINK),
-    _gauge("link_capacity_bytes_per_second", "Measured; absent while not known.", *LINK),
-    _gauge("link_round_trip_seconds", "Smoothed; absent while not known.", *LINK),
-    _gauge("link_queued_bytes", "Waiting to be sent or acknowledged.", *LINK),
+    _counter("link_rejects_total", "Damaged frames, requested again.", *LINK),
+    _gauge("link_capacity_bytes_per_second", "Measured capacity; absent while unknown.", *LINK),
+    _gauge("link_round_trip_seconds", "Smoothed round trip; absent while unknown.", *LINK),
+    _gauge("link_queued_bytes", "Bytes waiting to be sent or acknowledged.", *LINK),
     _gauge("node_clock_skew_seconds", "The node's wall clock minus the coordinator's.", "node"),
-    _gauge("node_clock_error_seconds", "How wrong that may be.", "node"),
+    _gauge("node_clock_error_seconds", "Bound on the error of the skew.", "node"),
 )
-"""At the coordinator, for the whole run. A link's labels are the stages that send and receive."""
+"""At the coordinator, for the whole run. `source` and `target` are the stages that send and receive."""
 
 PEER = ("peer",)
 PEER_FLOW = ("peer", "direction", "codec")
@@ -106,27 +105,27 @@ PEER_FLOW = ("peer", "direction", "codec")
 NODE_METRICS: tuple[Definition, ...] = (
     _gauge("build_info", "1; the version is in the labels.", "version", "protocol"),
     _gauge("node_info", "1; node, run and device are in the labels.", "node", "run", "device"),
-    _gauge("node_stage", "The stage that the node hosts; -1 for none."),
-    _gauge("node_epoch", "Number of the placement; 0 before the first."),
+    _gauge("node_stage", "Stage of the node; -1 for none."),
+    _gauge("node_epoch", "Epoch of the placement; 0 before the first."),
     _counter("node_seconds_total", "Wall time of the compute thread, by kind.", "kind"),
-    _counter("node_link_bytes_total", "Everything written to the sockets of a neighbour's link.", *PEER),
-    _counter("node_link_tensor_bytes_total", "Frames that carried tensors.", *PEER_FLOW),
-    _counter("node_link_elements_total", "Elements that those frames carried.", *PEER_FLOW),
-    _counter("node_link_busy_seconds_total", "Time with something to send or to be acknowledged.", *PEER),
+    _counter("node_link_bytes_total", "All bytes written to the link's sockets.", *PEER),
+    _counter("node_link_tensor_bytes_total", "Bytes of frames that carried tensors.", *PEER_FLOW),
+    _counter("node_link_elements_total", "Elements in those frames.", *PEER_FLOW),
+    _counter("node_link_busy_seconds_total", "Time with data to send or to be acknowledged.", *PEER),
     _counter("node_link_retransmits_total", "Frames sent again.", *PEER),
     _counter("node_link_rejects_total", "Damaged frames received.", *PEER),
-    _gauge("node_link_capacity_bytes_per_second", "Measured; absent while not known.", *PEER),
-    _gauge("node_link_round_trip_seconds", "Smoothed; absent while not known.", *PEER),
-    _gauge("node_link_queued_bytes", "Waiting to be sent or acknowledged.", *PEER),
+    _gauge("node_link_capacity_bytes_per_second", "Measured capacity; absent while unknown.", *PEER),
+    _gauge("node_link_round_trip_seconds", "Smoothed round trip; absent while unknown.", *PEER),
+    _gauge("node_link_queued_bytes", "Bytes waiting to be sent or acknowledged.", *PEER),
     _gauge("node_memory_bytes", "Resident set of the process."),
-    _gauge("node_peak_memory_bytes", "The largest so far."),
-    _gauge("node_gpu_memory_bytes", "What torch holds on the GPU; 0 without one."),
-    _gauge("node_gpu_peak_memory_bytes", "The largest so far."),
+    _gauge("node_peak_memory_bytes", "Largest so far."),
+    _gauge("node_gpu_memory_bytes", "Allocated by torch on the GPU; 0 without one."),
+    _gauge("node_gpu_peak_memory_bytes", "Largest so far."),
     _gauge("local_clock_skew_seconds", "This machine's wall clock minus the coordinator's."),
-    _gauge("local_clock_error_seconds", "How wrong that may be."),
+    _gauge("local_clock_error_seconds", "Bound on the error of the skew."),
 )
-"""At each node that was started with `--metrics`. Other names than the coordinator's, so that nobody adds
-the same seconds and bytes up twice. `peer` is the neighbour's stage."""
+"""At each node started with `--metrics`. Names differ from the coordinator's, so nothing is counted twice. `peer` is
+the neighbour's stage."""
 
 
 class Histogram:
@@ -148,7 +147,7 @@ class Histogram:
 
 
 class Families:
-    """Values for the metrics of `definitions`, in their order. A name that is not there is a KeyError."""
+    """Values of the metrics in `definitions`, in their order. KeyError for an unknown name."""
 
     def __init__(self, definitions: Iterable[Definition]) -> None:
         self._definitions = {definition.name: definition for definition in definitions}
@@ -156,7 +155,7 @@ class Families:
         self._histograms: dict[str, Histogram] = {}
 
     def set(self, name: str, value: float | None, *labels: object) -> None:
-        """One sample; None leaves it out. Labels come in the order of the definition."""
+        """Add a sample, unless `value` is None. Labels in the order of the definition."""
         if len(labels) != len(self._definitions[name].labels):
             raise ValueError(f"{name} has the labels {self._definitions[name].labels}, not {labels}")
         if value is not None:

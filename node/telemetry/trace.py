@@ -1,8 +1,8 @@
-"""Spans of a run as a trace that Perfetto and Chrome open (Trace Event Format, JSON object form). Pure.
+"""Make a trace for Perfetto and Chrome (Trace Event Format, JSON object form) from a run's spans. Pure.
 
-A stage is a process, and each thing that goes on in it is a thread: compute, encode, decode, wait, and for
-each neighbour send and receive. A tensor's arrow goes from its encoding over its link to its decoding. Times
-are microseconds on the coordinator's clock, from the first span on.
+A stage is a process; its lanes are threads: compute, encode, decode, wait, and send and receive for each neighbour.
+An arrow follows a tensor from its encoding over its link to its decoding. Times are microseconds on the
+coordinator's clock, from the first span.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ _COMPUTE, _ENCODE, _DECODE, _WAIT = 1, 2, 3, 4
 _SEND, _RECEIVE = 100, 200  # and the neighbour's stage
 _LANES = {_COMPUTE: "compute", _ENCODE: "encode", _DECODE: "decode", _WAIT: "wait"}
 _WAIT_NAMES = {kind.value for kind in (*WAITS, TimeKind.ENCODE, TimeKind.DECODE)}
-"""What the compute thread waits for; packing and unpacking go on beside it."""
+"""Kinds in which the compute thread waits; packing and unpacking run beside it."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ class Aligned:
 
     spans: tuple[PlacedSpan, ...]
     clock_error: float
-    """No node's clock is further off than this, seconds."""
+    """Bound on the error of any node's clock, seconds."""
     dropped: int
 
 
 def align(batches: Iterable[Batch], first: int, last: int) -> Aligned:
     """The spans of steps `first` to `last`, counted from 0, by time.
 
-    Of each node's clock offsets the one with the least error counts, so that its spans keep their distances.
-    A step that ran more than once is there with the last of its epochs.
+    Each node uses its clock offset with the least error, so distances between its spans stay. Of a step that ran more
+    than once, the last epoch is shown.
     """
     batches = list(batches)
     clocks: dict[str, tuple[float, float]] = {}
@@ -95,8 +95,8 @@ def align(batches: Iterable[Batch], first: int, last: int) -> Aligned:
 
 
 def chrome_trace(aligned: Aligned, name: str) -> dict[str, Any]:
-    """The trace as one JSON object; `name` is the run's."""
-    # What was in flight is drawn by its tensor; a node that names none has sent what no correct one does.
+    """The trace as one JSON object; `name`: the run's."""
+    # In-flight spans are drawn by their tensor; correct nodes always name it.
     spans = [one for one in aligned.spans if one.span.kind != TransferKind.IN_FLIGHT or one.span.key]
     origin = spans[0].start if spans else 0.0
     return {
@@ -157,7 +157,7 @@ def _slice(one: PlacedSpan, origin: float) -> dict[str, Any]:
 
 
 def _flight(one: PlacedSpan, key: TensorKey, origin: float) -> list[dict[str, Any]]:
-    """From the last frame to its acknowledgement; several tensors may be on their way at once."""
+    """From the last frame to its acknowledgement; these may overlap."""
     shared = {
         "cat": one.span.kind,
         "name": f"in flight to {one.span.peer_stage}",
@@ -172,7 +172,7 @@ def _flight(one: PlacedSpan, key: TensorKey, origin: float) -> list[dict[str, An
 
 
 def _arrows(spans: Sequence[PlacedSpan], origin: float) -> list[dict[str, Any]]:
-    """For every tensor that was packed and unpacked: from the one, over its link, to the other."""
+    """An arrow for every tensor that was packed and unpacked, over its link."""
     parts: dict[TensorKey, dict[str, PlacedSpan]] = {}
     for one in spans:
         if one.span.key is not None:

@@ -1,8 +1,8 @@
-"""Spans on disk: `trace/` in the run's directory, compressed, never more than a stated size.
+"""Spans on disk: `trace/` in the run's directory, compressed, of bounded size. Also the steps to trace.
 
-A segment is a gzip file of JSON lines, each what one stage sent after a step. Lines are gathered for a moment
-and appended as a member of their own, so that what a crash cuts short costs that member alone; a coordinator
-that is started again begins a new segment. When all segments together exceed the limit, the oldest go.
+A segment is a gzip file of JSON lines; a line holds what one stage sent after a step. Lines are buffered briefly
+and appended as one gzip member, so a crash loses that member only. A restarted coordinator begins a new segment.
+When all segments exceed the limit, the oldest are removed.
 """
 
 import json
@@ -21,29 +21,29 @@ from wire.telemetry import Span, StepSpans
 TRACE_DIRECTORY = "trace"
 SEGMENT_BYTES = 4 * 1024 * 1024
 MOST_WAITING = 16 * 1024 * 1024
-"""Bytes of lines in memory; what comes while a disk is slower than that is dropped."""
+"""Most bytes of lines in memory; more is dropped while the disk is slow."""
 _TICKS = 1e6
-_GZIP = 31  # zlib's way to ask for a gzip header
+_GZIP = 31  # makes zlib use a gzip header
 _PLACE = re.compile(rb'\{"epoch":(\d+),"step":(\d+),"stage":(\d+),')
-"""How a line begins: to find a step, nothing else of it is read."""
+"""The start of a line, which is all that is needed to find a step."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a node sent after a step, or part of it."""
+    """Spans that a node sent after a step, or part of them."""
 
     node_id: str
     spans: StepSpans
 
 
 class TraceWriter:
-    """Gathers batches with `add` and `take`, writes them with `write`, which may run on another thread.
+    """Buffers batches with `add` and `take`; `write` appends them, perhaps on another thread.
 
-    The first write that fails ends the trace: `broken` says why, and the run goes on.
+    The first failed write ends the trace: `broken` says why, and the run goes on.
     """
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
-        """`directory` is the run's; `limit_bytes` bounds the files there."""
+        """`directory`: the run's. `limit_bytes`: most bytes on disk."""
         self._directory = directory / TRACE_DIRECTORY
         self._limit = limit_bytes
         self._waiting: list[bytes] = []
@@ -51,7 +51,7 @@ class TraceWriter:
         self._segment: Path | None = None
         self._writing = Lock()
         self.broken = ""
-        """Why nothing is written any more."""
+        """Why writing ended; empty while it works."""
 
     def add(self, node_id: str, spans: StepSpans) -> None:
         line = _to_line(Batch(node_id, spans))
@@ -60,12 +60,12 @@ class TraceWriter:
             self._waiting_bytes += len(line)
 
     def take(self) -> list[bytes]:
-        """What was gathered since this was called last, to be written."""
+        """The lines buffered since the last call."""
         lines, self._waiting, self._waiting_bytes = self._waiting, [], 0
         return lines
 
     def write(self, lines: list[bytes]) -> None:
-        """Append lines. Does not raise: see `broken`."""
+        """Append lines. Does not raise; see `broken`."""
         if not lines or self.broken:
             return
         packer = zlib.compressobj(6, zlib.DEFLATED, _GZIP)
@@ -104,9 +104,9 @@ def segments(directory: Path) -> list[Path]:
 
 
 def read_batches(directory: Path, first: int, last: int) -> Iterator[Batch]:
-    """Batches of the run in `directory` that were sent after steps `first` to `last`, counted from 0.
+    """Batches that were sent after steps `first` to `last`, counted from 0, of the run in `directory`.
 
-    What a crash cut short is left out. Raises RunError when files cannot be read.
+    Skips what a crash cut short. Raises RunError when files cannot be read.
     """
     for path in segments(directory / TRACE_DIRECTORY):
         for line in _lines(path):
@@ -119,9 +119,9 @@ def read_batches(directory: Path, first: int, last: int) -> Iterator[Batch]:
 
 
 def newest_whole_step(directory: Path) -> int | None:
-    """The newest step, counted from 0, that every stage has sent what it did in; None when there is none.
+    """The newest step, counted from 0, with spans from every stage; None if there is none.
 
-    Newest is what ran last: a rollback may have left steps with higher numbers. Raises RunError as above.
+    Newest means run last: a rollback may leave steps with higher numbers. Raises RunError as above.
     """
     stages: dict[int, dict[int, set[int]]] = {}
     for path in reversed(segments(directory / TRACE_DIRECTORY)):
@@ -129,7 +129,7 @@ def newest_whole_step(directory: Path) -> int | None:
             if found := _PLACE.match(line):
                 epoch, step, stage = map(int, found.groups())
                 stages.setdefault(epoch, {}).setdefault(step, set()).add(stage)
-        # The newest segment may have only begun, and a single step does not tell how many stages there are.
+        # The newest segment may have just begun, and one step does not tell how many stages there are.
         if sum(map(len, stages.values())) > 1:
             break
     for epoch, steps in sorted(stages.items(), reverse=True):
@@ -144,7 +144,7 @@ def _lines(path: Path) -> Iterator[bytes]:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        return  # the oldest go while a run is on
+        return  # the oldest are removed during a run
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from error
     for member in _members(data):
@@ -152,7 +152,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _members(data: bytes) -> Iterator[bytes]:
-    """What each of the concatenated gzip members holds, up to the first that is damaged."""
+    """Contents of the concatenated gzip members, up to the first damaged one."""
     while data:
         unpacker = zlib.decompressobj(_GZIP)
         try:
@@ -198,15 +198,18 @@ def _from_line(line: bytes) -> Batch:
 
 @dataclass(frozen=True)
 class TracedSteps:
-    """`step in traced` is asked with steps that count from 0, as messages have them. Empty is false."""
+    """Steps to trace: `off`, `all`, or `a:b`, first and last step counted from 1.
+
+    `step in traced` takes steps counted from 0, as in messages. False if empty.
+    """
 
     first: int
     last: int | None
-    """None: no end."""
+    """None: no last step."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises ConfigError, one line that says what would do."""
+        """Raises ConfigError."""
         if text == "off":
             return cls(0, 0)
         if text == "all":

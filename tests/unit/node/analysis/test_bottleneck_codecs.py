@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from node.analysis.remedies import LADDER, LOSS_FORWARD
-from node.analysis.step_model import PROCESSOR_NANOSECONDS
+from node.analysis.step_model import CPU_NANOSECONDS
 from node.analysis.view_builder import view
 from node.cli.main import build_parser
 from node.telemetry import events
@@ -85,7 +85,7 @@ def test_packing_costs_are_the_measured_ones() -> None:
             measured.setdefault(one["method"], []).append(times)
     for family, name in {"fixed": "fixed-8", "trellis": "trellis-4.41"}.items():
         measured[family] = measured[name]
-    for family, costs in PROCESSOR_NANOSECONDS.items():
+    for family, costs in CPU_NANOSECONDS.items():
         slowest = [max(column) for column in zip(*measured[family], strict=True)]
         assert costs == pytest.approx(slowest, rel=0.3), family
 

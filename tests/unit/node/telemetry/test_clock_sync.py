@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.telemetry.clock import KEPT, ClockSync
+from node.telemetry.clock import MOST_REPLIES, ClockSync
 
 
 def test_nothing_is_known_before_the_first_answer() -> None:
@@ -26,7 +26,7 @@ def test_the_answer_with_the_least_round_trip_counts() -> None:
 def test_old_answers_are_forgotten_so_that_drift_does_not_add_up() -> None:
     sync = ClockSync()
     sync.answer(sent=0.0, received=0.0, at=1.0)
-    for second in range(KEPT):
+    for second in range(MOST_REPLIES):
         sync.answer(sent=second, received=second + 0.5, at=second + 2.25)
     assert sync.offset == pytest.approx(2.0)
 
