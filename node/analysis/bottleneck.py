@@ -1,8 +1,8 @@
 """Name what limits a run's speed, in sentences. Pure: input is a `RunView`.
 
-Sentences say what was measured (shares of time, use of links) and what a change would gain. Gains come from the
-lower bound on step time (`pipeline/floor.py`) with measured times and changed bytes or blocks; time beyond the
-bound is assumed to stay.
+Sentences say what was measured (shares of time, use of links) and what a change would gain. Gains come from
+the lower bound on step time (`pipeline/floor.py`) with measured times and changed bytes or blocks; time
+beyond the bound is assumed to stay.
 """
 
 import math
@@ -28,8 +28,8 @@ def bottleneck(
 ) -> tuple[str, ...]:
     """Sentences, the most important first; empty before there are measurements.
 
-    `codec_bits`: bits an element on this run's links, by codec. `ends_in_blocks`: compute cost of the embedding and
-    the head, in blocks; no split is proposed without it.
+    `codec_bits`: bits an element on this run's links, by codec. `ends_in_blocks`: compute cost of the
+    embedding and the head, in blocks; no split is proposed without it.
     """
     if view.state == "waiting for nodes":
         here, wanted = len(view.members), view.stages_wanted

@@ -1,7 +1,7 @@
 """Work out a run file before anything starts: stages, memory, bytes a step on each link, the text.
 
-Bytes are counted with the code that a run uses: codec sizes, frame headers, the split and the schedule. They are
-what links write as frames; gRPC, TLS and acknowledgements come on top.
+Bytes are counted with the code that a run uses: codec sizes, frame headers, the split and the schedule. They
+are what links write as frames; gRPC, TLS and acknowledgements come on top.
 """
 
 from collections.abc import Callable
@@ -282,8 +282,8 @@ def _sample_cache(config: RunConfig, windows: int) -> SampleCache | None:
 
 
 def _memory_needs(config: RunConfig, windows: int) -> tuple[StageNeed, ...]:
-    """Each stage's need on a node with one device. `windows`: samples in one pass over the text, 0 if unknown;
-    they size a codec's sample cache."""
+    """Each stage's need on a node with one device. `windows`: samples in one pass over the text, 0 if
+    unknown; they size a codec's sample cache."""
 
     def needs(on_cpu: bool) -> list[DeviceNeed]:
         stages = stage_memory(config, config.pipeline.stages, Devices(on_cpu=on_cpu), windows=windows)

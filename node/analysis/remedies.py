@@ -13,8 +13,8 @@ ENOUGH = 1.1
 """Name the first codec on the ladder with this gain: it costs the least precision."""
 LADDER = ("fixed-8", "fixed-6", "trellis-4.41", "trellis-4", "tah")
 """Codecs to propose, most precise first, as measured on boundary tensors (scripts/results/rivals.json,
-boundary_error.json). On CPUs `trellis-R` packs many times slower than the others; where that costs more than it
-saves, a later one is proposed."""
+boundary_error.json). On CPUs `trellis-R` packs many times slower than the others; where that costs more than
+it saves, a later one is proposed."""
 LOSS_FORWARD = {"trellis-4.41": "nothing that could be measured", "tah": "1.4 %"}
 """Measured cost in loss of a codec for activations."""
 WAYS = {"activation": "forward", "gradient": "backward"}
@@ -46,8 +46,8 @@ def better_codec(
 ) -> Remedy | None:
     """The most precise codec with enough gain for one kind of tensor, else the one with the largest gain.
 
-    Both kinds change where that gains much more, as on links that are full in both directions. A run has one codec
-    for each kind, so a change concerns all links. `links`: fullest first.
+    Both kinds change where that gains much more, as on links that are full in both directions. A run has one
+    codec for each kind, so a change concerns all links. `links`: fullest first.
     """
     flows: dict[str, FlowView] = {}
     for flow in (flow for link in links for flow in link.flows):

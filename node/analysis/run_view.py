@@ -1,11 +1,11 @@
 """A run's state for display: one value that the page, `thinwire top` and `thinwire status` show.
 
-`view_builder.py` makes it from events. Times are Unix seconds. Addresses of nodes are left out, as a page may be
-public.
+`view_builder.py` makes it from events. Times are Unix seconds. Addresses of nodes are left out, as a page may
+be public.
 
-Reader and writer may be of different versions. Readers ignore unknown fields; a missing field takes its default,
-which means unknown. So a new field needs a default. A missing field without default is an error: it must not be
-shown as 0.
+Reader and writer may be of different versions. Readers ignore unknown fields; a missing field takes its
+default, which means unknown. So a new field needs a default. A missing field without default is an error: it
+must not be shown as 0.
 """
 
 import json
@@ -22,7 +22,7 @@ MOST_POINTS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A curve over steps, as columns of equal length. A point stands for `stride` steps, the last perhaps for fewer."""
+    """A curve over steps, in columns of equal length. A point stands for `stride` steps, the last for fewer."""
 
     stride: int
     steps: tuple[int, ...]
@@ -43,7 +43,7 @@ class _Point:
 
 
 class Series:
-    """Builds a curve of bounded length: neighbouring points are merged as it grows. A replayed step replaces its value."""
+    """Builds a curve of bounded length by merging neighbouring points. A replayed step replaces its value."""
 
     def __init__(self, most_points: int = MOST_POINTS) -> None:
         """`most_points` is even and at least 2."""
@@ -154,8 +154,8 @@ class LinkView:
     full: bool = False
     """At its capacity, alone or with links that share its upload (`step_model.py`)."""
     little_used: bool = False
-    """Traffic is so low that `capacity_mbit` is unreliable and not shown: too high, as short bursts pass a rate
-    limit, or too low, as few bytes do not bring a link to its speed."""
+    """Traffic is so low that `capacity_mbit` is unreliable and not shown: too high, as short bursts pass a
+    rate limit, or too low, as few bytes do not bring a link to its speed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -140,8 +140,8 @@ class StepModel:
     def more_packing(self, codecs: Mapping[str, tuple[str, str]]) -> tuple[float, ...]:
         """Extra seconds a microbatch for packing at each stage with other codecs; 0 on GPUs.
 
-        `codecs`: present and proposed codec, by direction. A faster codec saves nothing, as packing runs beside
-        compute.
+        `codecs`: present and proposed codec, by direction. A faster codec saves nothing, as packing runs
+        beside compute.
         """
         costs = {}
         for direction, (present, other) in codecs.items():
@@ -181,8 +181,8 @@ class SharedUpload:
 def shared_uploads(view: RunView) -> tuple[SharedUpload, ...]:
     """Stages whose outgoing links are all full at once, at different rates.
 
-    Links on one upload share it while both send, so each is measured at its share of the bytes. Links with equal
-    capacities are more likely separate links that are full at once.
+    Links on one upload share it while both send, so each is measured at its share of the bytes. Links with
+    equal capacities are more likely separate links that are full at once.
     """
     found = []
     for stage in range(len(view.stages)):
@@ -207,8 +207,8 @@ def full_links(view: RunView) -> set[tuple[int, int]]:
 def _slowness(
     view: RunView, chunks: int, elements: Mapping[str, float], packing: Sequence[float]
 ) -> tuple[float, ...]:
-    """`StepModel.slowness`. Reported packing time is only the part that compute waits for; if even that exceeds the
-    expected time, the stage is slower than the measured core."""
+    """`StepModel.slowness`. Reported packing time is only the part that compute waits for; if even that
+    exceeds the expected time, the stage is slower than the measured core."""
     flows = (flow for link in view.links for flow in link.flows if flow.direction in elements)
     costs = {flow.direction: nanoseconds(flow.codec) for flow in flows}
     expected = packing_seconds(len(view.stages), chunks, elements, costs)
@@ -246,8 +246,8 @@ CPU_NANOSECONDS: Mapping[str, tuple[float, float]] = {
     "tah": (6.3, 2.2),
     "trellis": (71.3, 18.7),
 }
-"""Nanoseconds to encode and to decode an element on one core, by codec family; the slowest of several measurements
-(scripts/results/codec_speed.json, rivals.json)."""
+"""Nanoseconds to encode and to decode an element on one core, by codec family; the slowest of several
+measurements (scripts/results/codec_speed.json, rivals.json)."""
 
 
 def nanoseconds(codec: str) -> tuple[float, float]:

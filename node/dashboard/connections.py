@@ -1,8 +1,8 @@
 """Limit connections to the page's server: how many there are, from one address, and how long they wait.
 
-A connection is idle while none of its requests is being answered. When all slots are taken, a newcomer replaces the
-connection that has been idle longest. One address gets only part of the slots, so a crowd there shuts nobody else
-out; behind a proxy all clients share one address.
+A connection is idle while none of its requests is being answered. When all slots are taken, a newcomer
+replaces the connection that has been idle longest. One address gets only part of the slots, so a crowd there
+shuts nobody else out; behind a proxy all clients share one address.
 """
 
 import asyncio

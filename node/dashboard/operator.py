@@ -1,7 +1,7 @@
 """Changes to a run from its page: who may make them, and what they do.
 
-Looking needs no login. A change needs the operator's key, a connection that nobody can listen to, and a header
-that another site's form cannot send; its rate is bounded.
+Looking needs no login. A change needs the operator's key, a connection that nobody can listen to, and a
+header that another site's form cannot send; its rate is bounded.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The page's HTTP server: `/`, `/api/view`, `/api/stream`, `/api/operator`, `/metrics`, `/healthz`.
 
-It shares the coordinator's event loop. Connections, streams, request sizes and the rate of views are bounded, so
-a crowd at the page takes nothing from the run.
+It shares the coordinator's event loop. Connections, streams, request sizes and the rate of views are bounded,
+so a crowd at the page takes nothing from the run.
 """
 
 import asyncio
@@ -272,7 +272,7 @@ def _counted(connections: Connections) -> Any:
 
 
 def _loopback_only(enabled: bool) -> Any:
-    """Refuse other host names on a loopback address: a hostile site's name may resolve here (DNS rebinding)."""
+    """Refuse other host names on loopback: a hostile site's name may resolve here (DNS rebinding)."""
 
     @web.middleware
     async def check_host(request: web.Request, handler: Handler) -> web.StreamResponse:

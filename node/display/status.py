@@ -98,8 +98,8 @@ def _without(node_id: str, status: RunStatus) -> tuple[tuple[NodeJoined, ...], t
 class StatusWriter:
     """Called with each event of a run; keeps `status.json` in its directory up to date.
 
-    The file is replaced as a whole, so readers never see half of it. It is a convenience, not state of the run:
-    the first failed write turns it off and is reported once through `warn`.
+    The file is replaced as a whole, so readers never see half of it. It is a convenience, not state of the
+    run: the first failed write turns it off and is reported once through `warn`.
     """
 
     def __init__(self, warn: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:
@@ -172,7 +172,7 @@ def coordinator_alive(status: RunStatus) -> bool | None:
 
 
 def coordinator_is_gone(directory: Path) -> bool:
-    """Whether the coordinator's process of the run in `directory`, on this machine, is known to have ended."""
+    """Whether the coordinator of the run in `directory` ran on this machine and has ended."""
     try:
         status = read_status(directory)
     except RunError:

@@ -1,7 +1,7 @@
-"""Clocks of a node: where the compute thread's time goes, spans for traces, offset to the coordinator's clock.
+"""A node's clocks: where compute time goes, spans for traces, the offset to the coordinator's clock.
 
-A `StageClock` is always in one kind of time. A switch ends the running interval and begins the next at the same
-clock reading, so the kinds sum to wall time.
+A `StageClock` is always in one kind of time. A switch ends the running interval and begins the next at the
+same clock reading, so the kinds sum to wall time.
 """
 
 import time
@@ -157,17 +157,17 @@ class _Reply:
 class ClockSync:
     """Estimates the offset of a node's clock from heartbeats and their replies (RFC 5905, section 8).
 
-    The node reads its monotonic clock when it sends and when the reply comes; the reply carries the coordinator's
-    Unix time. The coordinator read it somewhere in between, so the middle is off by at most half a round trip. Of
-    the newest replies the one with the shortest round trip counts.
+    The node reads its monotonic clock when it sends and when the reply comes; the reply carries the
+    coordinator's Unix time. The coordinator read it somewhere in between, so the middle is off by at most
+    half a round trip. Of the newest replies the one with the shortest round trip counts.
     """
 
     def __init__(self) -> None:
         self._replies: deque[_Reply] = deque(maxlen=MOST_REPLIES)
 
     def answer(self, *, sent: float, received: float, at: float) -> None:
-        """Take one reply: `sent` and `received` in monotonic seconds, `at` in Unix seconds. One that was received
-        before it was sent is dropped."""
+        """Take one reply: `sent` and `received` in monotonic seconds, `at` in Unix seconds. One that was
+        received before it was sent is dropped."""
         if received >= sent:
             self._replies.append(_Reply(at - (sent + received) / 2, received - sent))
 

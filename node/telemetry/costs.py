@@ -1,7 +1,8 @@
 """What steps cost: figures of one step, sums over steps, and sums over the reports of nodes. Pure.
 
-Nodes report totals of their epoch. The difference of two reports goes to the stage that the node hosts and to the
-links that it sends on. So sums only grow, whoever hosts a stage, however often epochs and processes change.
+Nodes report totals of their epoch. The difference of two reports goes to the stage that the node hosts and to
+the links that it sends on. So sums only grow, whoever hosts a stage, however often epochs and processes
+change.
 """
 
 import math
@@ -154,8 +155,8 @@ class Ledger:
     def add(self, stage: int, stages: int, before: Telemetry, now: Telemetry, most: float = math.inf) -> int:
         """Add what the node of `stage` did between two reports of one epoch; returns the bytes counted.
 
-        Reports are not trusted: kinds of time sum to at most the wall time, and all links together carry at most
-        `most` bytes. `stages`: number of stages.
+        Reports are not trusted: kinds of time sum to at most the wall time, and all links together carry at
+        most `most` bytes. `stages`: number of stages.
         """
         sums = self.stages.setdefault(stage, StageSums())
         passed = max(0.0, now.wall_seconds - before.wall_seconds)

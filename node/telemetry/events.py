@@ -1,7 +1,7 @@
 """Typed events of a run, in one stream from the coordinator.
 
-All displays of a run (JSON lines, plain text, live display, `thinwire status`, the page) are made from events alone.
-As JSON an event is one object: `event` names its kind, the other keys are its fields.
+All displays of a run (JSON lines, plain text, live display, `thinwire status`, the page) are made from events
+alone. As JSON an event is one object: `event` names its kind, the other keys are its fields.
 """
 
 import json
@@ -50,8 +50,8 @@ class RunStarted(Event):
     chunks: int = 1
     """Model chunks a stage."""
     codec_bits: Mapping[str, float] = field(default_factory=dict)
-    """Bits an element of each codec on this run's links, headers and frames included. Readers use it to estimate
-    the gain of another codec."""
+    """Bits an element of each codec on this run's links, headers and frames included. Readers use it to
+    estimate the gain of another codec."""
     ends_in_blocks: tuple[float, ...] = ()
     """Compute cost of the embedding and of the head, in blocks; empty if unknown."""
 

@@ -1,8 +1,8 @@
 """`history.jsonl`: all events of a run, in its directory.
 
-One JSON object a line: an event as `Event.to_json` writes it, with `at` (Unix seconds) and, for replayed steps,
-`"replayed": true`. The file is append-only, and a resume continues it. Readers skip a line that a crash cut
-short; the next writer ends it with a newline.
+One JSON object a line: an event as `Event.to_json` writes it, with `at` (Unix seconds) and, for replayed
+steps, `"replayed": true`. The file is append-only, and a resume continues it. Readers skip a line that a
+crash cut short; the next writer ends it with a newline.
 
 **Growth.** A step takes about 0.4 kB, plus 0.8 kB for each stage with its links. Costs of steps shorter than
 `COSTS_SECONDS` are summed and written together, so a stage adds at most 0.8 kB in that time, 70 MB a day.
@@ -45,8 +45,8 @@ class Entry:
 class HistoryWriter:
     """Called with each event of a run; appends it to the history in the run's directory.
 
-    `RunStarted` comes first and names the directory. The history is a convenience, not state of the run: the first
-    failed write turns it off and is reported once through `warn`.
+    `RunStarted` comes first and names the directory. The history is a convenience, not state of the run: the
+    first failed write turns it off and is reported once through `warn`.
     """
 
     def __init__(self, warn: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:

@@ -1,7 +1,7 @@
 """All metrics: names, labels, meanings, and their conversion to Prometheus families.
 
-Base units, ratios from 0 to 1, counters end in `_total`. Labels are bounded: a stage, the two stages of a link, a
-kind of time, a kind of tensor, a codec or a node of the run; never a step, a token or an address.
+Base units, ratios from 0 to 1, counters end in `_total`. Labels are bounded: a stage, the two stages of a
+link, a kind of time, a kind of tensor, a codec or a node of the run; never a step, a token or an address.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -124,8 +124,8 @@ NODE_METRICS: tuple[Definition, ...] = (
     _gauge("local_clock_skew_seconds", "This machine's wall clock minus the coordinator's."),
     _gauge("local_clock_error_seconds", "Bound on the error of the skew."),
 )
-"""At each node started with `--metrics`. Names differ from the coordinator's, so nothing is counted twice. `peer` is
-the neighbour's stage."""
+"""At each node started with `--metrics`. Names differ from the coordinator's, so nothing is counted twice.
+`peer` is the neighbour's stage."""
 
 
 class Histogram:

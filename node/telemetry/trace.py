@@ -1,8 +1,8 @@
 """Make a trace for Perfetto and Chrome (Trace Event Format, JSON object form) from a run's spans. Pure.
 
-A stage is a process; its lanes are threads: compute, encode, decode, wait, and send and receive for each neighbour.
-An arrow follows a tensor from its encoding over its link to its decoding. Times are microseconds on the
-coordinator's clock, from the first span.
+A stage is a process; its lanes are threads: compute, encode, decode, wait, and send and receive for each
+neighbour. An arrow follows a tensor from its encoding over its link to its decoding. Times are microseconds
+on the coordinator's clock, from the first span.
 """
 
 from collections.abc import Iterable, Sequence
@@ -66,8 +66,8 @@ class Aligned:
 def align(batches: Iterable[Batch], first: int, last: int) -> Aligned:
     """The spans of steps `first` to `last`, counted from 0, by time.
 
-    Each node uses its clock offset with the least error, so distances between its spans stay. Of a step that ran more
-    than once, the last epoch is shown.
+    Each node uses its clock offset with the least error, so distances between its spans stay. Of a step that
+    ran more than once, the last epoch is shown.
     """
     batches = list(batches)
     clocks: dict[str, tuple[float, float]] = {}

@@ -1,8 +1,8 @@
 """Spans on disk: `trace/` in the run's directory, compressed, of bounded size. Also the steps to trace.
 
-A segment is a gzip file of JSON lines; a line holds what one stage sent after a step. Lines are buffered briefly
-and appended as one gzip member, so a crash loses that member only. A restarted coordinator begins a new segment.
-When all segments exceed the limit, the oldest are removed.
+A segment is a gzip file of JSON lines; a line holds what one stage sent after a step. Lines are buffered
+briefly and appended as one gzip member, so a crash loses that member only. A restarted coordinator begins a
+new segment. When all segments exceed the limit, the oldest are removed.
 """
 
 import json

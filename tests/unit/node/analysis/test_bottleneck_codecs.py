@@ -27,12 +27,12 @@ def test_how_a_codec_is_changed_and_what_it_was_measured_to_cost() -> None:
     stages = [stage(0, forward=0.1, backward=0.1), stage(1, forward=0.1, backward=0.1)]
     back = seen(stages, [link(0, 1, 20, 100), link(1, 0, 96, 100)])
     assert says(back).endswith(
-        "x: `thinwire resume RUN_DIR pipeline.backward_codec=tah`, once it is stopped"
+        "x: `thinwire resume RUN_DIR pipeline.backward_codec=tah`, after stopping it"
     ), "nothing is said of gradients' loss"
     there = seen(stages, [link(0, 1, 96, 100), link(1, 0, 20, 100)])
     assert says(there).endswith(
         "x (measured cost in loss, `tah` forward: 1.4 %): `thinwire resume RUN_DIR "
-        "pipeline.forward_codec=tah`, once it is stopped"
+        "pipeline.forward_codec=tah`, after stopping it"
     )
     assert "(measured cost in loss, `trellis-4.41` forward: nothing that could be measured)" in says(
         on(GPU, there)

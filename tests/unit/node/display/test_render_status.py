@@ -177,7 +177,7 @@ def test_a_disk_that_fails_is_reported_once_and_stops_nothing(tmp_path: Path) ->
 )
 def test_a_file_that_is_no_status_is_one_line(tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / STATUS_FILE).write_text(text)
-    with pytest.raises(RunError, match=rf"status\.json is not a run's status{why}; remove it, ") as caught:
+    with pytest.raises(RunError, match=rf"status\.json is not a run's status{why}; delete it; ") as caught:
         read_status(tmp_path)
     assert "\n" not in str(caught.value)
 

@@ -201,7 +201,7 @@ async def test_views_come_from_a_coordinators_page() -> None:
 @pytest.mark.parametrize(
     ("answer", "complaint"),
     [
-        (web.Response(status=404), "answers 404: this is no run's page"),
+        (web.Response(status=404), "answers 404: this is not the page of a run"),
         (web.Response(text='{"another": "version"}'), "another version"),
         (web.Response(text='{"now": 1, "view": {"another": "version"}}'), "another version"),
         (web.Response(text="[]"), "another version"),
