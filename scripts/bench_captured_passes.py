@@ -26,7 +26,7 @@ from torch import Tensor
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
 from node.lab.results import commit
-from node.stage.fixed_order import fix_order
+from node.stage.machine_info import fix_order
 from node.stage.stage_model import StageModel
 
 STAGES = 4

@@ -31,7 +31,7 @@ from gpu_codecs.timing import eager_seconds, graph_seconds
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
 from node.lab.results import commit
-from node.stage.fixed_order import fix_order
+from node.stage.machine_info import fix_order
 from node.stage.stage_model import StageModel
 from wire.codecs.registry import codec
 from wire.spec import TensorSpec

@@ -31,7 +31,7 @@ import torch.utils.deterministic
 
 from node.lab.results import commit
 from node.model.storage import PRESETS, Storage
-from node.stage.fixed_order import fix_order
+from node.stage.machine_info import fix_order
 
 # Run with `-m`, or by its path: its parts are found either way.
 sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -24,6 +24,9 @@ Messages name what was wrong, what was expected and what to do, in one line.
 from collections.abc import Iterable
 from difflib import get_close_matches
 from enum import StrEnum
+from typing import TypeVar
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 
 class ThinwireError(Exception):
@@ -134,3 +137,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = list(known)
     match = get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(known)}"
+
+
+def first_error(errors: BaseExceptionGroup[ErrorT]) -> ErrorT:
+    """The first leaf of a group."""
+    inner = errors.exceptions[0]
+    return first_error(inner) if isinstance(inner, BaseExceptionGroup) else inner

@@ -1,4 +1,4 @@
-"""Starts and watches the processes of a node's other devices. Any one's death is the node's death."""
+"""Starts and watches the processes of a node's other devices. If one of them ends, the node ends."""
 
 import asyncio
 import contextlib
@@ -13,9 +13,9 @@ import torch
 
 from node.config.schema import RunConfig
 from node.model.shard_shapes import check_sizes
+from node.parallel.collectives import collective
 from node.parallel.group import Leader
 from node.parallel.ranks import Ranks, arrival, farewell
-from node.parallel.together import together
 from node.run_file.loader import to_json
 from node.stage.machine_info import choose_device
 from node.stage.watchdog import StuckError
@@ -23,13 +23,13 @@ from wire.errors import DeviceLostError, UserError
 
 POLL_SECONDS = 0.2
 END_SECONDS = 20.0
-"""How long a process may take to end when it is told to."""
+"""How long a process may take to end after the stop command."""
 
 
 def choose_devices(wanted: str, count: int) -> tuple[torch.device, ...]:
-    """The devices that `--device wanted --gpus count` asks for.
+    """The devices of `--device wanted --gpus count`.
 
-    Raises UserError if the machine does not have them: several processes on its CPU must be asked for.
+    Raises UserError if the machine does not have them; several processes on a CPU need `--device cpu`.
     """
     first = choose_device(wanted)
     if wanted == "auto" and count > 1 and first.type == "cpu":
@@ -41,7 +41,7 @@ def choose_devices(wanted: str, count: int) -> tuple[torch.device, ...]:
 
 
 def devices(first: torch.device, count: int) -> tuple[torch.device, ...]:
-    """The devices of a node that was asked to use `count`, `first` among them at the head.
+    """`count` devices of a node, starting with `first`.
 
     Raises UserError if the machine does not have them.
     """
@@ -67,7 +67,10 @@ def devices(first: torch.device, count: int) -> tuple[torch.device, ...]:
 
 
 class DeviceGroup:
-    """The processes of one node's devices. `start` on the compute thread, `watch` on the event loop."""
+    """`node.stage.stage_model.StageDevices` with a process for each device after the first.
+
+    Call `start` on the compute thread and `watch` on the event loop.
+    """
 
     def __init__(
         self,
@@ -79,16 +82,17 @@ class DeviceGroup:
         """
         Args:
             tensor_parallel: how many devices share each block.
-            most_bytes: of each GPU's memory that its process may take; 0 is no limit.
+            most_bytes: the most of each GPU's memory that its process may take; 0 is no limit.
 
         Raises:
-            UserError: that does not divide the number of devices.
+            UserError: `tensor_parallel` does not divide the number of devices.
         """
         if tensor_parallel < 1 or len(chosen) % tensor_parallel:
             raise UserError(
                 f"--tensor-parallel {tensor_parallel} does not divide --gpus {len(chosen)}: give one "
                 "that does"
             )
+        self.first = chosen[0]
         self._devices = chosen
         self._tensor_parallel = tensor_parallel
         self._threads = threads
@@ -99,11 +103,11 @@ class DeviceGroup:
         self._ending = False
 
     def start(self, config: RunConfig) -> Leader:
-        """Start all, and meet them.
+        """Start the other processes and connect to them.
 
         Raises:
             RunError: the run's microbatches or blocks cannot be shared.
-            DeviceLostError: a process ended before all had met; `close` then ends the others.
+            DeviceLostError: a process ended before all had connected; `close` then ends the others.
         """
         count = len(self._devices)
         check_sizes(config, count, self._tensor_parallel)
@@ -122,7 +126,7 @@ class DeviceGroup:
             )
             assert worker.stdin is not None
             self._workers.append(worker)
-            # One that has ended is told of below.
+            # `_meet` reports a process that has ended.
             with contextlib.suppress(BrokenPipeError):
                 worker.stdin.write(to_json(config) + "\n")
                 worker.stdin.flush()
@@ -135,9 +139,9 @@ class DeviceGroup:
         return Path(self._folder.name) / "meet"
 
     def _meet(self, meeting_place: Path) -> Ranks:
-        """Become rank 0 among all of them. torch would wait minutes for one that has ended."""
+        """Become rank 0 of the group. torch alone would wait minutes for a process that has ended."""
         for rank, worker in enumerate(self._workers, start=1):
-            # They come once torch is loaded and their device is there: what can fail has been done by then.
+            # A process arrives once torch and its device have loaded; most failures come before.
             while not arrival(meeting_place, rank).exists():
                 self._all_alive()
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -146,7 +150,7 @@ class DeviceGroup:
 
         def meet() -> None:
             try:
-                with together():
+                with collective():
                     ranks = Ranks(
                         0, len(self._devices), self._devices[0], meeting_place, self._tensor_parallel
                     )
@@ -155,7 +159,7 @@ class DeviceGroup:
             else:
                 met.set_result(ranks)
 
-        # It is left behind if one has ended: nothing interrupts torch's waiting.
+        # The thread stays if a process has ended: nothing interrupts torch's wait.
         threading.Thread(target=meet, name="meeting", daemon=True).start()
         while not wait([met], POLL_SECONDS).done:
             self._all_alive()
@@ -168,14 +172,14 @@ class DeviceGroup:
             raise DeviceLostError(f"{ended} before all had met; the node ends with it")
 
     async def watch(self) -> None:
-        """Raises StuckError when a process ends that should not: the compute thread may wait for it."""
+        """Raises StuckError when a process ends unexpectedly: the compute thread may wait for it."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
             if not self._ending and (ended := self._ended()) is not None:
                 raise StuckError(f"{ended}; the node ends with it")
 
     def exhausted(self) -> tuple[torch.device, str] | None:
-        """The first device whose process ended for want of memory, and what it said that the device has."""
+        """The first device whose process ran out of memory, and its description of the device's memory."""
         if self._folder is not None:
             for rank, device in enumerate(self._devices[1:], start=1):
                 with contextlib.suppress(FileNotFoundError):
@@ -183,11 +187,11 @@ class DeviceGroup:
         return None
 
     def lost(self) -> bool:
-        """Whether one has ended, so that a collective may never return."""
+        """Whether a process has ended, so that a collective may never return."""
         return self._ended() is not None
 
     def _ended(self) -> str | None:
-        """The first process that has ended, as the beginning of a line."""
+        """The first process that has ended, as the start of an error message."""
         for rank, worker in enumerate(self._workers, start=1):
             if worker.poll() is not None:
                 return (
@@ -197,15 +201,15 @@ class DeviceGroup:
         return None
 
     def close(self, *, broken: bool = False) -> None:
-        """End all, in good order if all are there. On the compute thread, or once that is done for.
+        """End all processes, cleanly if all are alive. Call it on the compute thread unless that hangs.
 
         Args:
-            broken: they no longer do the same, whoever is there: one may wait for what never comes.
+            broken: the ranks are out of step, so one may wait for a collective that never comes.
         """
         self._ending = True
         in_order = False
         if self._leader is not None and not broken and not self.lost():
-            # One that is just dying is not yet seen to be lost.
+            # A process that is just dying does not count as lost yet.
             with contextlib.suppress(DeviceLostError):
                 self._leader.close()
                 in_order = True

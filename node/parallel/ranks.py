@@ -4,8 +4,8 @@ N ranks are N / T rows of T: the T of a row share each block (tensor parallel) a
 samples, the N / T of a column hold the same shards and take samples of their own (data parallel). Rank r is
 in row r // T and column r % T.
 
-Commands travel over gloo, which sleeps while it waits and says so when a process is gone; tensors over NCCL
-between GPUs, over gloo between CPUs. Nothing is pickled: a command is eight integers, a state is a file's
+Commands travel over gloo, which sleeps while it waits and reports a dead process; tensors travel over NCCL
+between GPUs and over gloo between CPUs. Nothing is pickled: a command is eight integers, a state is a file's
 bytes.
 """
 
@@ -24,21 +24,20 @@ from torch import Tensor
 
 from kernels.fp8.reference import Fp8Gradient
 from node.model.tensor_rank import TensorRank
+from node.parallel.collectives import TensorRanks, collective
 from node.parallel.fp8_all_reduce import Fp8AllReduce
-from node.parallel.tensor_ranks import TensorRanks
-from node.parallel.together import together
 from node.training.gradients import Fp8Gradients
 from node.training.optimizer import StageOptimizer
 
 WAIT = timedelta(days=30)
-"""Followers wait for the next command this long: a run may stand still for days."""
+"""How long followers wait for the next command: a run may pause for days."""
 COLLECTIVE = timedelta(minutes=10)
-"""The others are never further behind than this: they run the same commands."""
+"""Limit of a collective: all ranks run the same commands, so they are never further apart."""
 _FIELDS = 8
 
 
 class Op(IntEnum):
-    """What the leader tells the others to do."""
+    """The leader's commands."""
 
     BUILD = 0
     LOAD = 1
@@ -56,14 +55,14 @@ class Op(IntEnum):
 
 @dataclass(frozen=True)
 class Command:
-    """`Op` and its numbers; what each means is in `node.parallel.group`."""
+    """`Op` and its numbers, which `node.parallel.group` defines."""
 
     op: Op
     numbers: tuple[int, ...] = ()
 
 
 class Ranks:
-    """This process among those of its node. All calls on the compute thread, in the same order everywhere."""
+    """This process among the node's. Make all calls on the compute thread, in the same order on all ranks."""
 
     def __init__(
         self, rank: int, count: int, device: torch.device, meeting_place: Path, tensor_parallel: int = 1
@@ -76,7 +75,7 @@ class Ranks:
         self.rank = rank
         self.count = count
         self.device = device
-        # Never off this machine.
+        # Stay on this machine.
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         if device.type == "cuda":
@@ -91,10 +90,10 @@ class Ranks:
         self._commands = dist.new_group(backend="gloo", timeout=WAIT)
         self.data_parallel = count // tensor_parallel
         self.tensor_rank, self._columns = self._make_groups(tensor_parallel)
-        self._reduce: tuple[StageOptimizer, tuple[Fp8AllReduce, ...]] | None = None
+        self._reduces: tuple[Fp8AllReduce, ...] = ()
 
     def _make_groups(self, tensor_parallel: int) -> tuple[TensorRank, dist.ProcessGroup | None]:
-        """This rank's row, and its column; None for that of all ranks."""
+        """This rank's row and its column; a column of None is all ranks."""
         if tensor_parallel == 1:
             return TensorRank(), None
         # Every process makes every group, in one order.
@@ -110,46 +109,46 @@ class Ranks:
     # ---- commands
 
     def lead(self, op: Op, *numbers: int) -> None:
-        """Tell the others."""
+        """Send a command to the followers."""
         fields = [op, *numbers, *([0] * (_FIELDS - 1 - len(numbers)))]
-        with together():
+        with collective():
             dist.broadcast(torch.tensor(fields, dtype=torch.int64), src=0, group=self._commands)
 
     def follow(self) -> Command:
         """Wait for the leader's next command."""
         fields = torch.empty(_FIELDS, dtype=torch.int64)
-        with together():
+        with collective():
             dist.broadcast(fields, src=0, group=self._commands)
         op, *numbers = fields.tolist()
         return Command(Op(op), tuple(numbers))
 
     def share_bytes(self, size: int, given: bytes | None = None) -> bytes:
-        """`size` bytes from the leader, who gives them, to all."""
+        """Send the leader's `size` bytes to all; the leader passes them as `given`."""
         data = torch.empty(size, dtype=torch.uint8)
         if given is not None:
             data.numpy()[:] = np.frombuffer(given, dtype=np.uint8)
-        with together():
+        with collective():
             dist.broadcast(data, src=0, group=self._commands)
         return data.numpy().tobytes() if given is None else given
 
     # ---- tensors
 
     def scatter(self, whole: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """This rank's samples and positions, of `shape`; the leader gives all of them."""
+        """This rank's samples and positions, of `shape`; the leader passes all as `whole`."""
         mine = torch.empty(shape, dtype=dtype, device=self.device)
         parts = None
         if whole is not None:
             rows = whole.to(dtype).contiguous().chunk(self.data_parallel)
             parts = [part.contiguous() for row in rows for part in row.chunk(self.tensor_rank.count, dim=1)]
-        with together():
+        with collective():
             dist.scatter(mine, parts, src=0)
         return mine
 
     def gather(self, mine: Tensor) -> Tensor | None:
-        """Everybody's samples and positions as one, or everybody's [1] as [ranks], for the leader."""
+        """All ranks' samples and positions joined, or all ranks' [1] as [ranks], on the leader; else None."""
         mine = mine.contiguous()
         parts = [torch.empty_like(mine) for _ in range(self.count)] if self.rank == 0 else None
-        with together():
+        with collective():
             dist.gather(mine, parts, dst=0)
         if parts is None:
             return None
@@ -160,35 +159,35 @@ class Ranks:
         return torch.cat(parts)
 
     def share(self, tensor: Tensor) -> Tensor:
-        """The leader's tensor; the others give one of the same shape to be filled."""
-        with together():
+        """Send the leader's tensor to all; the others pass one of the same shape, which is filled."""
+        with collective():
             dist.broadcast(tensor, src=0)
         return tensor
 
     # ---- shards, between the ranks of the leader's row
 
     def gather_norms(self, mine: list[float]) -> list[list[float]]:
-        """Those of every rank in the leader's row, for the leader; empty for others."""
+        """Norms of every rank in the leader's row, on the leader; empty on the others."""
         sent = torch.tensor(mine, dtype=torch.float64)
         parts = [torch.empty_like(sent) for _ in range(self.count)] if self.rank == 0 else None
-        with together():
+        with collective():
             dist.gather(sent, parts, dst=0, group=self._commands)
         return [part.tolist() for part in (parts or [])[: self.tensor_rank.count]]
 
     def gather_shards(self, state: Mapping[str, Tensor], names: Sequence[str]) -> list[dict[str, Tensor]]:
-        """These tensors of the state, on the CPU, of every rank in the leader's row; empty for others."""
+        """These tensors of every rank in the leader's row, on the leader's CPU; empty on the others."""
         if self.rank >= self.tensor_rank.count:
             return []
         if self.rank > 0:
-            with together():
+            with collective():
                 for name in names:
                     dist.send(state[name].contiguous(), dst=0, group=self._commands)
             return []
-        # Shards are alike in shape and dtype.
+        # Shards have the same shape and dtype.
         states = [dict(state)]
         for rank in range(1, self.tensor_rank.count):
             received = {name: torch.empty_like(state[name]) for name in names}
-            with together():
+            with collective():
                 for name in names:
                     dist.recv(received[name], src=rank, group=self._commands)
             states.append(received)
@@ -197,11 +196,11 @@ class Ranks:
     # ---- gradients
 
     def watch_gradients(self, optimizer: StageOptimizer) -> None:
-        """From here on the gradients of a new optimizer are to be summed."""
+        """Sum the gradients of this new optimizer from now on."""
         gradients = optimizer.gradients
         reduces = []
         if isinstance(gradients, Fp8Gradients):
-            # Backward makes the last layers' first.
+            # Backward makes the last layers' gradients first.
             packed = list(gradients.packed.items())[::-1]
             whole = [main for parameter, main in packed if not optimizer.is_sharded(parameter)]
             shards = [main for parameter, main in packed if optimizer.is_sharded(parameter)]
@@ -209,35 +208,33 @@ class Ranks:
                 reduces.append(Fp8AllReduce(whole))
             if shards and self.data_parallel > 1:
                 reduces.append(Fp8AllReduce(shards, self._columns))
-        self._reduce = optimizer, tuple(reduces)
+        self._reduces = tuple(reduces)
 
     def forget_gradients(self) -> None:
-        """Hold none of an optimizer that is to go, or two of everything would be there beside the next."""
+        """Free the buffers of an old optimizer before the next one is made."""
         self.begin_step()
-        self._reduce = None
+        self._reduces = ()
 
     def begin_step(self) -> None:
-        """Forget the sums that an aborted step has begun: the next one's gradients are others."""
-        if self._reduce is not None:
-            with together():
-                for reduce in self._reduce[1]:
+        """Drop the sums that an aborted step has started."""
+        if self._reduces:
+            with collective():
+                for reduce in self._reduces:
                     reduce.reset()
 
     def last_backward(self, optimizer: StageOptimizer, last: bool) -> None:
-        """Whether gradients of the next backward are complete once made: their sums may then begin."""
+        """Say whether the next backward is the last: its gradients are then complete and can be summed."""
         gradients = optimizer.gradients
         if isinstance(gradients, Fp8Gradients):
             gradients.when_added = self._complete if last else None
 
-    def sum_gradients(self) -> None:
-        """Every gradient becomes the sum over all ranks that hold its parameter, the same bits on each.
+    def sum_gradients(self, optimizer: StageOptimizer) -> None:
+        """Replace every gradient by the sum over all ranks that hold its parameter, the same bits on each.
 
-        A replicated parameter's is partial on every rank, as each has positions of its own; a shard's is
-        partial in the samples alone.
+        A replicated parameter's gradient is partial on every rank, because each has other positions; a
+        shard's gradient is partial in the samples only.
         """
-        assert self._reduce is not None
-        optimizer, reduces = self._reduce
-        with together():
+        with collective():
             works = []
             for parameter in optimizer.parameters:
                 sharded = optimizer.is_sharded(parameter)
@@ -245,42 +242,41 @@ class Ranks:
                 if gradient is not None and not (sharded and self.data_parallel == 1):
                     group = self._columns if sharded else None
                     works.append(dist.all_reduce(gradient, group=group, async_op=True))
-            for reduce in reduces:
+            for reduce in self._reduces:
                 reduce.finish()
             for work in works:
                 work.wait()
 
     def _complete(self, gradient: Fp8Gradient) -> None:
-        assert self._reduce is not None
-        for reduce in self._reduce[1]:
+        for reduce in self._reduces:
             reduce.complete(gradient)
 
     def close(self) -> None:
-        """Part from the others, who do the same."""
+        """Leave the group; all ranks do."""
         dist.destroy_process_group()
 
     def abandon(self) -> None:
-        """Part from others that do not answer."""
-        # NCCL would wait for what the others never send; there the end of the process does it.
+        """Leave a group whose other ranks do not answer."""
+        # NCCL would wait for the others; on GPUs the end of the process does this.
         if self.device.type == "cpu":
             dist.destroy_process_group()
 
 
 def arrival(meeting_place: Path, rank: int) -> Path:
-    """A file by which a rank says that it is about to make its `Ranks`."""
+    """The file that a rank creates when it is about to make its `Ranks`."""
     return meeting_place.with_name(f"rank-{rank}")
 
 
 def farewell(meeting_place: Path, rank: int) -> Path:
-    """A file in which a rank that ran out of memory says what its device has, before it ends."""
+    """The file in which a rank that ran out of memory describes its device's memory before it ends."""
     return meeting_place.with_name(f"rank-{rank}-ran-out")
 
 
 def number(value: float) -> int:
-    """A float's bits, to travel in a command."""
+    """A float's bits as an integer, for a command."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
 def value(bits: int) -> float:
-    """What `number` made."""
+    """The inverse of `number`."""
     return float(struct.unpack("<d", struct.pack("<q", bits))[0])

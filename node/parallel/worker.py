@@ -1,11 +1,11 @@
-"""`python -m node.parallel.worker`: a process of a node for one more of its devices. Started by `processes`.
+"""`python -m node.parallel.worker`: the process of one more device of a node. `processes` starts it.
 
-The run file comes as JSON on stdin, which then stays open for as long as the node lives: its end is the
-node's end, and ends this process too, whatever it is waiting for.
+The run file comes as JSON on stdin, which then stays open while the node lives. When stdin closes, the node
+has ended, and this process ends too, whatever it waits for.
 
-The node says in one line why it ends. So this process says nothing, unless the node lives on after a
-collective failed here: then the reason is known here alone. If memory does not suffice here, it leaves a note
-for the node beside the place where they met, and ends.
+The node prints why it ends, so this process prints nothing, unless a collective failed here and the node
+lives on: then only this process knows the reason. If memory runs out here, it leaves a file for the node
+beside the meeting place and ends.
 """
 
 import argparse
@@ -21,13 +21,12 @@ from node.config.schema import RunConfig
 from node.parallel.group import Follower
 from node.parallel.ranks import Ranks, arrival, farewell
 from node.run_file.loader import from_json
-from node.stage.fixed_order import fix_order
-from node.stage.machine_info import limit_memory
+from node.stage.machine_info import fix_order, limit_memory
 from node.stage.out_of_memory import ran_out, room
 from wire.errors import DeviceLostError
 
 GRACE_SECONDS = 1.0
-"""A node that sees what this process saw has ended within this time, and this process with it."""
+"""A node that sees the same failure ends within this time, and this process with it."""
 
 
 def main() -> int:
@@ -51,9 +50,9 @@ def main() -> int:
     except Exception as error:
         if not ran_out(error):
             raise
-        # Whole, or not there: the node looks as soon as it sees this process's sockets close.
+        # Write it atomically: the node looks as soon as this process's sockets close.
         written = arguments.meet.with_name(f"rank-{arguments.rank}-writes")
-        with contextlib.suppress(OSError):  # the node is gone, and its folder with it
+        with contextlib.suppress(OSError):  # the node has ended and removed the folder
             written.write_text(room(device), encoding="utf-8")
             written.replace(farewell(arguments.meet, arguments.rank))
         os._exit(1)
@@ -65,7 +64,7 @@ def _serve(
     fix_order(device)
     limit_memory(device, arguments.most_bytes)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # fails here, if the device cannot be used
+        torch.cuda.set_device(device)  # fails here if the device is unusable
     arrival(arguments.meet, arguments.rank).touch()
     ranks = Ranks(
         arguments.rank,
@@ -80,7 +79,7 @@ def _serve(
         end.join(GRACE_SECONDS)
         sys.stderr.write(f"thinwire: error: rank {arguments.rank} ({arguments.device}): {error}\n")
         sys.stderr.flush()
-        # NCCL would wait for what the others never send.
+        # NCCL would wait for the others.
         os._exit(1)
     ranks.close()
     return 0
@@ -88,7 +87,7 @@ def _serve(
 
 def _end_with_the_node() -> None:
     sys.stdin.read()
-    # The main thread may sit in a collective for ever.
+    # The main thread may wait in a collective.
     os._exit(1)
 
 

@@ -27,13 +27,12 @@ from node.processes.doctor import (
 )
 from node.processes.enrol import enrol
 from node.processes.locks import StateDirectory, claim
-from node.stage.fixed_order import fix_order
-from node.stage.machine_info import describe, measure_flops
-from node.stage.memory_note import MemoryNote
+from node.stage.machine_info import describe, fix_order, measure_flops
 from node.stage.node_metrics import serve_metrics
-from node.stage.node_settings import IdentityHolder, NodeSettings
-from node.stage.out_of_memory import ran_out, room
-from node.stage.runtime import NodeRuntime
+from node.stage.out_of_memory import MemoryNote, ran_out, room
+from node.stage.runtime import NodeRuntime, NodeSettings
+from node.stage.session import IdentityHolder
+from node.stage.stage_model import OneDevice, StageDevices
 from node.stage.watchdog import StuckError
 from wire import event_loop
 from wire.errors import DeviceLostError, MemoryExhaustedError, ThinwireError, UserError
@@ -105,13 +104,12 @@ async def _serve(
         control_address=control_address,
         listen=options.listen,
         advertise=options.advertise,
-        device=device,
+        devices=_devices(chosen, options),
         hardware=hardware,
         flops=len(chosen) * await asyncio.to_thread(measure_flops, device),
         cache_directory=directory / "snapshots",
         cache_bytes=shutil.disk_usage(directory).free // 2,
         pacer=Pacer(options.max_bandwidth_mbit * 1e6 / 8) if options.max_bandwidth_mbit else None,
-        devices=_group(chosen, options) if len(chosen) > 1 else None,
     )
     tell = Teller(json_lines=options.json)
     runtime = NodeRuntime(settings, IdentityHolder(identity, directory), tell)
@@ -131,7 +129,9 @@ async def _serve(
     return 1 if finish.failed else 0
 
 
-def _group(chosen: tuple[torch.device, ...], options: JoinOptions) -> DeviceGroup:
+def _devices(chosen: tuple[torch.device, ...], options: JoinOptions) -> StageDevices:
+    if len(chosen) == 1:
+        return OneDevice(chosen[0])
     return DeviceGroup(chosen, options.threads, options.tensor_parallel, _most_bytes(options))
 
 

@@ -1,4 +1,4 @@
-"""A node's two connections to the coordinator: control (one stream), and bulk data on a socket of its own."""
+"""A node's two connections to the coordinator: a control stream, and bulk data on a separate socket."""
 
 import asyncio
 import contextlib
@@ -11,8 +11,9 @@ from typing import TypeVar
 
 import grpc
 import grpc.aio
+import numpy as np
 
-from node.stage.error_groups import first_error
+from node.config.schema import RunConfig
 from node.stage.snapshot_cache import LayerFile
 from wire.channels import NOT_YET, open_channel
 from wire.errors import (
@@ -23,6 +24,8 @@ from wire.errors import (
     ProtocolViolationError,
     Refused,
     RunError,
+    ThinwireError,
+    first_error,
 )
 from wire.identity.credentials import NodeIdentity
 from wire.identity.enrolment import Refusal
@@ -34,9 +37,9 @@ from wire.v1 import control_pb2, control_pb2_grpc
 CHUNK_BYTES = 256 * 1024
 PROBE_BYTES = 1024 * 1024
 CALL_SECONDS = 600.0
-"""That one bulk call may take besides the time for its bytes."""
+"""How long one bulk call may take, plus the time for its bytes."""
 LEAST_RATE = 32 * 1024
-"""Bytes a second: what comes slower is not waited for."""
+"""Bytes a second: a slower transfer times out."""
 
 _FATAL = {
     grpc.StatusCode.PERMISSION_DENIED,
@@ -59,7 +62,7 @@ class _Shared:
 
 
 class CoordinatorClient:
-    """Dials with the newest identity; what breaks is dialled again until `outage_seconds` are over."""
+    """Dials with the newest identity; reconnects for at most `outage_seconds`."""
 
     def __init__(
         self,
@@ -94,8 +97,8 @@ class CoordinatorClient:
             call = stub.Session()
 
             async def send() -> None:
-                # A stream that ends while something is written, be it the hello, may still hold a goodbye or
-                # a refusal: the reader finds it, and then why the stream ended.
+                # A stream that ends during a write may still hold a goodbye or a refusal: leave it to the
+                # reader to find that, or why the stream ended.
                 with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     await call.write(node_message_to_proto(hello))
                     while True:
@@ -141,7 +144,7 @@ class CoordinatorClient:
         """One layer unit's snapshot file, at most `limit` bytes, its SHA-256 checked.
 
         Args:
-            kept: what this node has under that name, which need not travel if it is the snapshot's.
+            kept: this node's copy, which the coordinator does not send again if it is the same file.
         """
         held = kept.sha256 if kept is not None else ""
         request = control_pb2.GetLayerRequest(step=step, unit=unit, held_sha256=held)
@@ -193,10 +196,9 @@ class CoordinatorClient:
             self._bulk = None
 
     async def _retry(self, call: Callable[[control_pb2_grpc.CoordinatorStub], Awaitable[Result]]) -> Result:
-        """Run one bulk call, again after each lost connection, until the outage has lasted too long.
+        """Run one bulk call; repeat it after a lost connection, within the outage limit.
 
-        That counts from the first loss: before it a call may have run for any time. A coordinator that says
-        that it cannot answer yet is there, and waited for.
+        The limit counts from the first loss. A coordinator that answers "not yet" is no outage.
         """
         loop = asyncio.get_running_loop()
         deadline = math.inf
@@ -222,11 +224,58 @@ class CoordinatorClient:
                     self._bulk = None
             finally:
                 bulk.users -= 1
-                # Closing cancels the calls of others, whose tasks would end without a word.
+                # Closing a shared channel would cancel the calls of other tasks.
                 if bulk.users == 0 and self._bulk is not bulk:
                     await bulk.channel.close()
             await asyncio.sleep(delay)
             delay = min(2 * delay, 2.0)
+
+
+class Batches:
+    """Token ids for the first stage and labels for the last, fetched one step ahead.
+
+    A batch is a pure function of its step, so it can be fetched early, and again after an abort.
+    """
+
+    def __init__(self, config: RunConfig, client: CoordinatorClient, group: asyncio.TaskGroup) -> None:
+        self._shape = (config.training.global_batch, config.model.sequence)
+        self._vocab = config.model.vocab
+        self._steps = config.run.steps
+        self._client = client
+        self._group = group
+        self._ahead: dict[tuple[int, bool], asyncio.Task[np.ndarray | None]] = {}
+
+    async def get(self, step: int, *, labels: bool) -> np.ndarray:
+        """int64 [global batch, sequence]; starts to fetch the next step's.
+
+        Raises LinkLostError when the coordinator does not answer, ProtocolViolationError for bad ids.
+        """
+        ahead = self._ahead.pop((step, labels), None)
+        for old in [key for key in self._ahead if key[0] <= step and key[1] == labels]:
+            self._ahead.pop(old).cancel()
+        batch = await ahead if ahead is not None else None
+        if batch is None:
+            batch = await self._fetch(step, labels)
+        if step + 1 < self._steps and (step + 1, labels) not in self._ahead:
+            self._ahead[step + 1, labels] = self._group.create_task(self._try_fetch(step + 1, labels))
+        return batch
+
+    async def _try_fetch(self, step: int, labels: bool) -> np.ndarray | None:
+        """None on failure: `get` fetches again and reports the error."""
+        try:
+            return await self._fetch(step, labels)
+        except ThinwireError:
+            return None
+
+    async def _fetch(self, step: int, labels: bool) -> np.ndarray:
+        rows, columns = self._shape
+        data = await self._client.batch(step, labels=labels, size=4 * rows * columns)
+        ids = np.frombuffer(data, dtype="<i4").astype(np.int64).reshape(rows, columns)
+        if int(ids.min()) < 0 or int(ids.max()) >= self._vocab:
+            raise ProtocolViolationError(
+                f"the batch of step {step} has token ids outside 0..{self._vocab - 1}: check the coordinator"
+            )
+        return ids
 
 
 async def _probe(stub: control_pb2_grpc.CoordinatorStub, size: int) -> None:
@@ -242,9 +291,9 @@ async def _collect(
     exact: bool = True,
     kept: LayerFile | None = None,
 ) -> bytes:
-    """Join a download; its claimed size is checked before anything is kept, its SHA-256 at the end.
+    """Join a download; check the announced size first and the SHA-256 at the end.
 
-    One without data says that it is what is `kept`.
+    A download without data means that the file is the same as `kept`.
     """
     data = bytearray()
     total = -1
@@ -260,7 +309,7 @@ async def _collect(
         data += chunk.data
     if not data and kept is not None and kept.sha256 == digest:
         return kept.data
-    # Layers may have gigabytes, and the loop has links to serve.
+    # Hash and copy on threads: layers may have gigabytes.
     if len(data) != total or await asyncio.to_thread(_sha256, data) != digest:
         raise PackedMismatchError(f"{what} arrived damaged: {len(data)} of {total} bytes")
     return await asyncio.to_thread(bytes, data)
@@ -276,7 +325,7 @@ def _call_seconds(size: int) -> float:
 
 
 def _parsed(message: Result | None) -> Result:
-    """gRPC gives a client None for bytes that are no message."""
+    """gRPC returns None for bytes that are no message."""
     if message is None:
         raise ProtocolViolationError("the coordinator sent bytes that are no message")
     return message

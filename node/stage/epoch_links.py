@@ -1,4 +1,4 @@
-"""A node's links: the port where neighbours dial, and the links of the epoch that it works on."""
+"""A node's links: the port that neighbours dial, and the links of the current epoch."""
 
 import asyncio
 import contextlib
@@ -8,30 +8,30 @@ from dataclasses import replace
 
 from node.config.schema import RunConfig
 from node.pipeline.placement import chunks_of
-from node.stage.epoch_task import EpochTask
-from node.stage.error_groups import first_error
-from node.stage.node_settings import IdentityHolder
-from node.stage.stage_io import TensorLink
+from node.stage.epoch_task import LinkEvents
+from node.stage.inbox import TensorLink
+from node.stage.session import IdentityHolder
 from wire.codecs.forms import FP32
-from wire.errors import LinkLostError, ThinwireError
+from wire.errors import LinkLostError, ThinwireError, first_error
 from wire.link import Link, LinkSettings, LinkStats, dial_link
 from wire.link_server import LinkServer
+from wire.messages import Placement
 from wire.spec import TensorKey
 
 LINK_SECONDS = 60.0
-"""How long the links of a new epoch may take to come up; a neighbour may still be ending what it did."""
+"""How long the links of a new epoch may take to open; a neighbour may still be ending its last epoch."""
 
 
 def outbox_bytes(config: RunConfig, stages: int) -> int:
-    """The most that a correct stage has waiting in one link of such a placement, in bytes.
+    """The most bytes that a correct stage queues in one link of such a placement.
 
-    Two steps' tensors in one direction, uncompressed: however far stages run ahead, a step begins when that
-    before has arrived as a whole, though its acknowledgements may still be on their way.
+    These are two steps' tensors in one direction, uncompressed. However far stages run ahead, a step begins
+    after the last one has arrived completely, but its acknowledgements may still be missing.
     """
     model, training = config.model, config.training
     boundary = FP32.packed_bytes((training.microbatch, model.sequence, model.hidden))
-    # Of a microbatch, one way: an activation or a gradient for each chunk. Where there are two stages, those
-    # of the ring's other half, one less, go the same way.
+    # Tensors of a microbatch in one direction: one for each chunk. With two stages those of the ring's other
+    # half, one fewer, go the same way.
     crossings = 2 * chunks_of(config, stages) - 1
     step = config.microbatches * crossings * boundary
     if model.tied:
@@ -40,7 +40,7 @@ def outbox_bytes(config: RunConfig, stages: int) -> int:
 
 
 class EpochLinks:
-    """Links of one epoch at a time. Everything is called on the event loop."""
+    """Links of one epoch at a time. Call everything on the event loop."""
 
     def __init__(self, identity: IdentityHolder, settings: LinkSettings) -> None:
         self._identity = identity
@@ -49,7 +49,7 @@ class EpochLinks:
         self._links: dict[int, Link] = {}
 
     async def start(self, listen: str) -> int:
-        """Listen on `listen` and give the port. Raises UserError when the address cannot be bound."""
+        """Listen on `listen`; returns the port. Raises UserError when the address cannot be bound."""
         return await self._server.start(listen)
 
     async def stop(self) -> None:
@@ -57,19 +57,19 @@ class EpochLinks:
         await self._server.stop()
 
     def totals(self) -> dict[int, tuple[LinkStats, int]]:
-        """By the neighbour's stage: the link's totals, and the bytes that wait in it."""
+        """By the neighbour's stage: the link's totals and its queued bytes."""
         return {stage: (link.stats, link.queued_bytes) for stage, link in self._links.items()}
 
     @contextlib.asynccontextmanager
     async def open(
-        self, task: EpochTask, peers: tuple[int, ...], config: RunConfig
+        self, placement: Placement, peers: tuple[int, ...], config: RunConfig, events: LinkEvents
     ) -> AsyncIterator[Mapping[int, TensorLink]]:
-        """Links to the stages `peers`, warm; the lower stage dials. Raises the error of one that is lost."""
-        room = max(self._settings.outbox_bytes, outbox_bytes(config, len(task.placement.stages)))
+        """Links to the stages `peers`, ready; the lower stage dials. Raises the error of a lost link."""
+        room = max(self._settings.outbox_bytes, outbox_bytes(config, len(placement.stages)))
         settings = replace(self._settings, outbox_bytes=room)
-        links = {peer: self._make(task, peer, settings) for peer in peers}
+        links = {peer: self._make(placement, peer, events, settings) for peer in peers}
         for peer, link in links.items():
-            link.lost.add_done_callback(functools.partial(_report_lost, task, peer))
+            link.lost.add_done_callback(functools.partial(_report_lost, events, peer))
         try:
             async with asyncio.TaskGroup() as group:
                 for link in links.values():
@@ -80,7 +80,7 @@ class EpochLinks:
                         try:
                             await link.ready(LINK_SECONDS)
                         except LinkLostError as error:
-                            task.link_lost(peer, error)
+                            events.link_lost(peer, error)
                             raise
                     yield links
                 finally:
@@ -90,12 +90,11 @@ class EpochLinks:
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
 
-    def _make(self, task: EpochTask, peer: int, settings: LinkSettings) -> Link:
-        placement = task.placement
+    def _make(self, placement: Placement, peer: int, events: LinkEvents, settings: LinkSettings) -> Link:
         other = placement.stages[peer]
 
         def expect(key: TensorKey) -> int | None:
-            return task.expect(peer, key)
+            return events.expect(peer, key)
 
         if placement.stage < peer:
             return dial_link(
@@ -107,7 +106,7 @@ class EpochLinks:
                 peer_stage=peer,
                 peer_address=other.address,
                 expect=expect,
-                on_tensor=task.arrived,
+                on_tensor=events.arrived,
                 settings=settings,
             )
         return self._server.expect_peer(
@@ -116,11 +115,11 @@ class EpochLinks:
             peer_node_id=other.node_id,
             peer_stage=peer,
             expect=expect,
-            on_tensor=task.arrived,
+            on_tensor=events.arrived,
             settings=settings,
         )
 
 
-def _report_lost(task: EpochTask, peer: int, lost: "asyncio.Future[ThinwireError]") -> None:
+def _report_lost(events: LinkEvents, peer: int, lost: "asyncio.Future[ThinwireError]") -> None:
     if not lost.cancelled():
-        task.link_lost(peer, lost.result())
+        events.link_lost(peer, lost.result())

@@ -1,7 +1,7 @@
-"""One epoch on a node: the coordinator's commands in order, one at a time, until the epoch ends.
+"""One epoch on a node: executes the coordinator's commands in order until the epoch ends.
 
-Commands may come twice, because the coordinator repeats what a broken connection may have lost; each is
-answered again without being done again.
+The coordinator repeats commands that a broken connection may have lost. A repeated command is answered again
+and not executed again.
 """
 
 import asyncio
@@ -14,10 +14,9 @@ from torch import Tensor
 from node import faults
 from node.pipeline.placement import chunks_of
 from node.pipeline.routing import neighbours, source_stage
-from node.stage.batches import Batches
+from node.stage.coordinator_client import Batches
 from node.stage.executor import StageExecutor, StepOutcome
-from node.stage.inbox import Inbox, StepInterrupted
-from node.stage.stage_io import LoopIO, TensorLink
+from node.stage.inbox import Inbox, LoopIO, StepInterrupted, TensorLink
 from node.stage.tensor_transfer import BadTensorError
 from node.training.serialization import deserialize_unit
 from wire.errors import (
@@ -50,8 +49,24 @@ Result = TypeVar("Result")
 State = Mapping[str, Mapping[str, Tensor]]
 
 
+class LinkEvents(Protocol):
+    """What an epoch's links report and ask, on the event loop."""
+
+    def expect(self, peer_stage: int, key: TensorKey) -> int | None:
+        """The exact size in bytes of a tensor that may come from this neighbour, or None."""
+        ...
+
+    def arrived(self, key: TensorKey, buffer: bytearray) -> None:
+        """A tensor is complete."""
+        ...
+
+    def link_lost(self, peer_stage: int, error: ThinwireError) -> None:
+        """The link to this neighbour has failed."""
+        ...
+
+
 class Services(Protocol):
-    """What an epoch uses of its node."""
+    """What an epoch needs from its node."""
 
     executor: StageExecutor
     inbox: Inbox
@@ -63,8 +78,7 @@ class Services(Protocol):
         ...
 
     async def compute(self, work: Callable[[], Result]) -> Result:
-        """Run `work` on the compute thread, after whatever runs there now, and count it as work: as the
-        optimizer's, but for what it switches to itself."""
+        """Run `work` on the compute thread. Its time counts as the optimizer's unless `work` switches."""
         ...
 
     async def fetch_layer(self, step: int, unit: str) -> bytes:
@@ -72,28 +86,28 @@ class Services(Protocol):
         ...
 
     def upload(self, epoch: int, step: int, state: State) -> None:
-        """Send a snapshot's layers in the background; a failure is reported as the epoch's."""
+        """Send a snapshot's layers in the background; a failure fails the epoch."""
         ...
 
     def uploading(self, step: int) -> bool:
-        """Whether this step's layers are on their way, or have arrived."""
+        """Whether this step's layers are being sent or have arrived."""
         ...
 
     def count_time(self) -> None:
-        """An epoch's first step begins: telemetry counts time from here."""
+        """The epoch's first step begins: count time from now on."""
         ...
 
     def telemetry(self) -> Telemetry: ...
 
     def open_links(
-        self, task: "EpochTask", peers: tuple[int, ...]
+        self, placement: Placement, peers: tuple[int, ...], events: LinkEvents
     ) -> contextlib.AbstractAsyncContextManager[Mapping[int, TensorLink]]:
-        """Links to the stages `peers`, warm on entry; closed on exit. Raises LinkError."""
+        """Links to the stages `peers`, ready on entry and closed on exit. Raises LinkError."""
         ...
 
 
 class EpochTask:
-    """Owns the links and the running step of one placement."""
+    """Owns the links and the running step of one placement. Implements `LinkEvents`."""
 
     def __init__(self, placement: Placement, services: Services) -> None:
         self.placement = placement
@@ -110,20 +124,19 @@ class EpochTask:
         self._failure: StepFailed | None = None
         self._snapshot = -1
         self._other_end = -1
-        """The stage at the other end of the link that was lost first, or that of a neighbour at fault."""
+        """The neighbour whose link was lost first, or the neighbour at fault."""
         self._over = False
 
     def submit(self, command: CoordinatorMessage) -> None:
         self._commands.put_nowait(command)
 
-    # ---- what links ask, on the event loop
+    # ---- links
 
     def expect(self, peer_stage: int, key: TensorKey) -> int | None:
-        """The exact size of a tensor that may come from this neighbour, or None."""
         stages = len(self.placement.stages)
         if key.epoch != self.number or source_stage(key, stages) != peer_stage:
             return None
-        # No step begins before every stage is ready, so nothing is on its way to one that is not.
+        # No step begins before every stage is ready.
         if not self._ready:
             return None
         # A neighbour may have begun the next step before this stage has heard of it.
@@ -141,23 +154,23 @@ class EpochTask:
         if self._other_end < 0 or is_at_fault:
             self._other_end = peer_stage
         if is_at_fault:
-            # At once: that node sees its link closed, and must not be the first to complain.
+            # Report now: that node sees its link close and must not report first.
             self._fail(FailureKind.PEER, str(error))
         self._services.inbox.interrupt(str(error), error)
 
     # ---- the life of an epoch
 
     async def run(self) -> None:
-        """Obey commands until cancelled. A failure is reported; the coordinator then ends the epoch.
+        """Execute commands until cancelled. Report a failure; the coordinator then ends the epoch.
 
-        Raises DeviceLostError: no other epoch would go better on this node.
+        Raises DeviceLostError, because every later epoch on this node would fail too.
         """
         try:
             async with self._open:
                 try:
                     await self._place()
                     while True:
-                        await self._obey(await self._commands.get())
+                        await self._execute(await self._commands.get())
                 finally:
                     self._over = True
         except StepInterrupted as interruption:
@@ -180,11 +193,11 @@ class EpochTask:
         except ThinwireError as error:
             self._fail(FailureKind.INTERNAL, str(error))
         while self._failure is not None:
-            # Whoever asks again has not heard of it.
+            # The coordinator asks again, so the report was lost.
             await self._commands.get()
             self._services.post(self._failure)
 
-    async def _obey(self, command: CoordinatorMessage) -> None:
+    async def _execute(self, command: CoordinatorMessage) -> None:
         match command:
             case Placement():
                 if self._placed is not None:
@@ -210,23 +223,23 @@ class EpochTask:
         stages = len(self.placement.stages)
 
         def work() -> int:
-            # Runs once the compute thread has let go of the epoch before, which is forgotten now.
+            # The compute thread has finished with the previous epoch.
             services.inbox.reset()
             return executor.place(self.stage, stages)
 
         held = await services.compute(work)
-        self._placed = Placed(epoch=self.number, held_step=held, voted=executor.voted, branch=executor.branch)
+        self._placed = Placed(epoch=self.number, held_step=held, voted=executor.voted, branch=executor.lineage)
         services.post(self._placed)
 
     async def _restore(self, restore: Restore) -> None:
         services, executor, step = self._services, self._services.executor, restore.step
-        # First, as links must come up within a time, and a stage may take any time to fetch.
+        # Links first: they must come up within a limit, and fetching a state may take longer.
         stages = len(self.placement.stages)
         chunks = chunks_of(executor.config, stages)
         peers = neighbours(self.stage, stages, chunks, executor.config.model.tied)
-        self._links = await self._open.enter_async_context(services.open_links(self, peers))
+        self._links = await self._open.enter_async_context(services.open_links(self.placement, peers, self))
         missed = restore.missed
-        if executor.branch != restore.branch:
+        if executor.lineage != restore.branch:
             executor.forget()
         if missed is not None and executor.state_step == missed.step == step - 1 and executor.voted:
             await services.compute(lambda: executor.apply(missed.lr, missed.clip_coefficient))
@@ -237,7 +250,7 @@ class EpochTask:
                     faults.reach(faults.Phase.STATE_FETCH, stage=self.stage, step=step)
                     files[unit] = await services.fetch_layer(step, unit)
             await services.compute(lambda: executor.restore(step, lambda unit: deserialize_unit(files[unit])))
-        executor.branch = restore.branch
+        executor.lineage = restore.branch
         executor.uncompressed = restore.uncompressed
         self._step = step
         self._ready = True
@@ -282,7 +295,7 @@ class EpochTask:
         services.upload(self.number, step, await services.compute(executor.copy_state))
 
     def _fail(self, kind: FailureKind, message: str) -> None:
-        """Report the epoch's first failure; what follows from it adds nothing."""
+        """Report the epoch's first failure; later ones follow from it."""
         if self._failure is not None:
             return
         self._failure = StepFailed(

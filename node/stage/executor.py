@@ -1,7 +1,7 @@
-"""The arithmetic of one stage: its model chunks, its optimizer, one step of its schedule.
+"""Runs one stage's steps: its model chunks, its optimizer, the actions of its schedule.
 
-Runs on the compute thread alone and knows no network: tensors come and go through a `StageIO`. Nothing
-durable changes in `run_step`; gradients gather beside the weights until `apply`.
+It runs on the compute thread and knows no network: tensors come and go through a `StageIO`. `run_step`
+changes nothing durable; gradients accumulate beside the weights until `apply`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +18,10 @@ from node.model.units import EMBED, HEAD, unit_names
 from node.pipeline.routing import StageLayout
 from node.pipeline.schedule import Action, Kind, Order, Orders, schedule
 from node.pipeline.turns import Turns
-from node.stage.activation_memory import ActivationMemory
+from node.stage.boundary_caches import BoundaryCaches
 from node.stage.device_transfer import device_transfer
 from node.stage.inbox import StepInterrupted
-from node.stage.stage_model import StageModel
+from node.stage.stage_model import StageCompute
 from node.stage.tensor_transfer import Incoming, PackedIO, TensorTransfer
 from node.telemetry.clock import StageClock, TimeKind
 from node.training.optimizer import sum_tied_gradients
@@ -34,7 +34,7 @@ from wire.spec import Direction, TensorKey, TensorSpec
 UnitState = Mapping[str, Tensor]
 
 LOOK_AHEAD = 2
-"""Actions ahead of the one that runs whose tensors are unpacked as soon as they are here."""
+"""Tensors of this many later actions are unpacked as soon as they arrive."""
 _WAITS = {Kind.FORWARD: TimeKind.WAIT_UPSTREAM, Kind.BACKWARD: TimeKind.WAIT_DOWNSTREAM}
 
 
@@ -42,20 +42,20 @@ class StageIO(PackedIO, Protocol):
     """The compute thread's view of the network."""
 
     def check(self) -> None:
-        """Raise if the step was called off."""
+        """Raise if the step was interrupted."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutcome:
-    """What a stage votes with: squared gradient norms by unit index, and the mean loss on the last stage."""
+    """The content of a vote: squared gradient norms by unit index, and the mean loss on the last stage."""
 
     norms: Mapping[int, float]
     loss: float | None
 
 
 class StageExecutor:
-    """One stage of a pipeline, on one device; `place` says which."""
+    """One stage of a pipeline; `place` says which."""
 
     _place: StageLayout
 
@@ -64,14 +64,14 @@ class StageExecutor:
         config: RunConfig,
         device: torch.device,
         clock: StageClock,
+        model: StageCompute,
         *,
         windows: int = 0,
-        model: StageModel | None = None,
     ) -> None:
         """
         Args:
-            windows: samples of one pass over the text; only a codec with a memory asks for it.
-            model: what computes, if more than `device` does.
+            model: computes the stage; boundary tensors are on `device`.
+            windows: samples of one pass over the text, for a codec with a sample cache.
         """
         self.config = config
         self.device = device
@@ -79,10 +79,10 @@ class StageExecutor:
         self.stage = -1
         self.stages = 0
         self.state_step = -1
-        self.branch = 0
-        """The epoch that loaded what the state grew from; what `epoch_task` says of it."""
+        self.lineage = 0
+        """The epoch whose loaded state the held state grew from; `epoch_task` sets it."""
         self.voted = False
-        """The gradients of step `state_step` are complete and wait for the commit."""
+        """Whether the gradients of step `state_step` are complete and wait for the commit."""
         self._orders: Orders = ()
         self._windows: tuple[int, ...] = ()
         self._unit_index = {unit: index for index, unit in enumerate(unit_names(config.model))}
@@ -95,22 +95,23 @@ class StageExecutor:
         }
         self._raw = raw
         self._transfer = TensorTransfer(device_transfer(device), clock.beside)
-        self._memory = ActivationMemory(config, windows) if pipeline.remembers else None
+        self._caches = BoundaryCaches(config, windows) if pipeline.remembers else None
         self.uncompressed = False
-        """Send and expect fp32, whatever the run's codecs are."""
+        """Whether every link carries fp32 instead of the run's codecs."""
         self._boundary = TensorSpec(
             torch.float32, (config.training.microbatch, config.model.sequence, config.model.hidden)
         )
         self._tied = TensorSpec(torch.float32, (config.model.vocab, config.model.hidden))
-        self._model = model or StageModel(config, device)
+        self._model = model
 
-    def rehearse(self) -> None:
-        """Try in the background what packs the run's tensors, so that no step waits for it to be compiled."""
-        # A codec with a memory packs for a placement alone.
-        tried = (Direction.ACTIVATION, Direction.GRADIENT)[self._memory is not None :]
-        places = torch.arange(self._boundary.elements, device=self.device)
-        like = places.remainder_(251).sub_(125).float().view(self._boundary.shape)
-        self._transfer.rehearse(dict.fromkeys(self._codecs[direction] for direction in tried), like)
+    def compile_codecs(self) -> None:
+        """Compile the codecs in the background so the first step doesn't wait."""
+        # A codec with a sample cache packs for a placement only.
+        directions = (Direction.ACTIVATION, Direction.GRADIENT)[self._caches is not None :]
+        elements = torch.arange(self._boundary.elements, device=self.device)
+        example = elements.remainder_(251).sub_(125).float().view(self._boundary.shape)
+        codecs = dict.fromkeys(self._codecs[direction] for direction in directions)
+        self._transfer.compile_codecs(codecs, example)
 
     # ---- placement and state
 
@@ -121,8 +122,8 @@ class StageExecutor:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The units whose snapshots `restore` reads: its own, and those that hold what both ends know."""
-        return tuple(dict.fromkeys((*self.units, *self._remembering().values())))
+        """The units whose snapshots `restore` reads: its own, and those that hold its boundaries' caches."""
+        return tuple(dict.fromkeys((*self.units, *self._cached_boundaries().values())))
 
     @property
     def is_first(self) -> bool:
@@ -133,7 +134,7 @@ class StageExecutor:
         return self._place.is_last
 
     def place(self, stage: int, stages: int) -> int:
-        """Take stage `stage` of `stages`; returns the step whose state is already here for it, or -1."""
+        """Take stage `stage` of `stages`; returns the step of the state held for it, or -1."""
         if (stage, stages) != (self.stage, self.stages):
             self._place = StageLayout(self.config, stage, stages)
             self.stage, self.stages = stage, stages
@@ -150,7 +151,7 @@ class StageExecutor:
         return max(self._windows, default=self.config.pipeline.first_window)
 
     def use_windows(self, link_windows: tuple[int, ...]) -> None:
-        """Run steps from here on with these extra microbatches in flight on each link; empty: the run file's.
+        """Use these extra microbatches in flight on each link from now on; empty uses the run file's.
 
         Raises ProtocolViolationError for windows that do not fit the placement.
         """
@@ -166,7 +167,7 @@ class StageExecutor:
         self._orders = schedule(self.stages, self._place.chunks, most, window)
 
     def restore(self, step: int, fetch: Callable[[str], UnitState]) -> None:
-        """Be at the state of `step`: kept, built from the seed (step 0), or fetched unit by unit."""
+        """Go to the state of `step`: keep it, build it from the seed (step 0) or fetch it unit by unit."""
         if step == self.state_step:
             return
         self.state_step = -1
@@ -175,25 +176,23 @@ class StageExecutor:
         if step > 0:
             for unit in self.units:
                 self._model.load_unit_state(unit, without_cache(fetch(unit)))
-        if self._memory is not None:
-            self._memory.restore(
-                step,
-                {j: fetch(unit) if step > 0 else {} for j, unit in self._remembering().items()},
-            )
+        if self._caches is not None:
+            boundaries = self._cached_boundaries().items()
+            self._caches.restore(step, {j: fetch(unit) if step > 0 else {} for j, unit in boundaries})
         self.state_step = step
 
     def forget(self) -> None:
-        """Hold the state of no step: what is here cannot be the run's."""
+        """Hold the state of no step, because the held state cannot be the run's."""
         self.state_step = -1
         self.voted = False
 
     def copy_state(self) -> dict[str, dict[str, Tensor]]:
         """A copy of every unit's weights and optimizer state, on the CPU."""
         state = {unit: self._model.unit_state(unit) for unit in self.units}
-        if self._memory is not None:
-            for boundary, unit in self._remembering().items():
+        if self._caches is not None:
+            for boundary, unit in self._cached_boundaries().items():
                 if unit in state:
-                    state[unit] = {**state[unit], **self._memory.state(boundary)}
+                    state[unit] = {**state[unit], **self._caches.state(boundary)}
         return state
 
     # ---- a step
@@ -218,17 +217,17 @@ class StageExecutor:
 
         `inputs` (first stage) and `labels` (last stage) are int64 [global batch, sequence].
 
-        Raises NonFiniteError naming the stage and the tensor, StepInterrupted when called off.
+        Raises NonFiniteError, which names the stage and the tensor, or StepInterrupted.
         """
         self.voted = False
         self._model.begin_step()
-        if self._memory is not None:
-            self._memory.rollback()
+        if self._caches is not None:
+            self._caches.rollback()
         fed, wanted = self._microbatches(inputs), self._microbatches(labels)
         losses: list[Tensor] = []
         order = self._orders[self.stage]
         needed = [self._needed(epoch, step, action) for action in order]
-        # Between the chunks of a stage tensors do not come in the order in which they are needed.
+        # With several chunks, tensors do not arrive in the order in which they are needed.
         turns = Turns(order, swap=self._place.chunks == 1)
         try:
             while turns.left:
@@ -250,7 +249,7 @@ class StageExecutor:
             self.clock.switch(TimeKind.ENCODE)
             self._transfer.drain()
         except StepInterrupted:
-            # If a tensor that could not be packed is why, that is the error.
+            # If a tensor could not be packed, raise that error.
             self._transfer.drain()
             raise
         finally:
@@ -266,8 +265,8 @@ class StageExecutor:
         self.clock.switch(TimeKind.OPTIMIZER)
         self.voted = False
         self._model.apply(lr, clip_coefficient)
-        if self._memory is not None:
-            self._memory.commit()
+        if self._caches is not None:
+            self._caches.commit()
         self.state_step += 1
 
     # ---- inside
@@ -281,7 +280,7 @@ class StageExecutor:
         inputs: tuple[Tensor, ...],
         labels: tuple[Tensor, ...],
     ) -> Tensor:
-        """Returns what the chunk made, or the microbatch's share of the loss."""
+        """The chunk's output, or the microbatch's share of the loss."""
         index = self._place.global_chunk(action)
         if index == 0:
             fed = inputs[action.microbatch]
@@ -314,7 +313,7 @@ class StageExecutor:
             self._computed()
 
     def _exchange_tied(self, epoch: int, step: int, io: StageIO) -> None:
-        """Give both copies of a tied embedding the sum of both gradients, always added in the same order."""
+        """Set both copies of a tied weight to the sum of both gradients, added in a fixed order."""
         if not self.config.model.tied:
             return
         model = self._model
@@ -325,7 +324,7 @@ class StageExecutor:
             model.put_tied_gradient(EMBED, total)
             model.put_tied_gradient(HEAD, total)
         elif self.is_first:
-            # In the memory of the share that came: with its packed form, never more than two of the matrix.
+            # In the received share's memory: with its packed form, at most two copies of the matrix.
             total = self._receive(up, self._tied, io, TimeKind.WAIT_DOWNSTREAM)
             sum_tied_gradients(total, model.tied_gradient(EMBED))
             self._send(down, total, io)
@@ -335,7 +334,7 @@ class StageExecutor:
             model.put_tied_gradient(HEAD, self._receive(down, self._tied, io, TimeKind.WAIT_UPSTREAM))
 
     def _begin_turn(self, turns: Turns, order: Order, needed: Sequence[Incoming | None], io: StageIO) -> int:
-        """The place of the action that comes next; waits until there is one whose tensor is here."""
+        """The index of the next action; waits until one of the candidates has its tensor."""
         while (place := turns.begin(lambda place: self._transfer.ready(needed[place], io))) is None:
             keys = [tensor.key for choice in turns.choices if (tensor := needed[choice])]
             self.clock.switch(_WAITS[order[turns.choices[0]].kind], keys[0])
@@ -343,7 +342,7 @@ class StageExecutor:
         return place
 
     def _needed(self, epoch: int, step: int, action: Action) -> Incoming | None:
-        """The tensor that an action waits for."""
+        """The tensor that an action needs."""
         key = self._place.needed(epoch, step, action)
         return None if key is None else Incoming(key, self._boundary)
 
@@ -361,19 +360,19 @@ class StageExecutor:
             mark.synchronize()
 
     def _computed(self) -> None:
-        """Follow the device, so that the clock shows what it does and not how fast it is told."""
+        """Wait for the device, so that the clock shows its work and not the launches."""
         if (mark := self._transfer.computed()) is not None:
             mark.synchronize()
 
     def codec_name(self, direction: Direction) -> str:
-        """What packs tensors of this kind at present."""
+        """The codec in use for this kind of tensor."""
         return (self._raw if self.uncompressed else self._codecs[direction]).name
 
     def _codec(self, key: TensorKey) -> Codec:
         if self.uncompressed:
             return self._raw
-        if self._memory is not None and key.direction is Direction.ACTIVATION:
-            return self._memory.codec(key)
+        if self._caches is not None and key.direction is Direction.ACTIVATION:
+            return self._caches.codec(key)
         return self._codecs[key.direction]
 
     def _microbatches(self, batch: np.ndarray | None) -> tuple[Tensor, ...]:
@@ -381,6 +380,6 @@ class StageExecutor:
             return ()
         return torch.split(torch.from_numpy(batch).to(self.device), self.config.training.microbatch)
 
-    def _remembering(self) -> dict[int, str]:
-        """Boundaries of this stage by number, if its codec has a memory, and the unit before each."""
-        return {} if self._memory is None else self._place.boundaries
+    def _cached_boundaries(self) -> dict[int, str]:
+        """By number, the unit before each boundary of this stage; empty if the codec has no sample cache."""
+        return {} if self._caches is None else self._place.boundaries

@@ -1,17 +1,23 @@
-"""Where received tensors wait for the compute thread.
+"""Packed tensors between the event loop and the compute thread: received ones wait here by key.
 
-Receivers are passive: whatever arrives lands here under its key, so the order in which neighbours send can
+Receivers are passive: whatever arrives is stored under its key, so the order in which neighbours send can
 never block a stage. The event loop puts, the compute thread takes; an interruption ends every wait at once.
 """
 
+import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
-from wire.errors import LinkLostError
-from wire.spec import TensorKey
+import torch
+from torch import Tensor
+
+from node.pipeline.routing import source_stage, target_stage
+from wire.errors import LinkError, LinkLostError
+from wire.spec import Direction, TensorKey
 
 STALL_SECONDS = 600.0
-"""A neighbour that answers pings but sends no tensor for this long is taken for stuck."""
+"""A neighbour that answers pings but sends no tensor for this long counts as stuck."""
 
 
 class StepInterrupted(Exception):
@@ -81,3 +87,76 @@ class Inbox:
         with self._arrived:
             self._buffers.clear()
             self._interruption = None
+
+
+class TensorLink(Protocol):
+    """The link to a neighbour, as a stage uses it. Call it on the event loop."""
+
+    def send(self, key: TensorKey, payload: memoryview) -> None: ...
+
+    def want(self, key: TensorKey | None) -> None: ...
+
+    def release(self, key: TensorKey) -> None: ...
+
+
+class LoopIO:
+    """Implements `node.stage.executor.StageIO` over one epoch's links, keyed by the neighbour's stage."""
+
+    def __init__(
+        self,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        stages: int,
+        links: Mapping[int, TensorLink],
+        inbox: Inbox,
+        elements_sent: dict[Direction, int],
+        over: Callable[[], bool],
+    ) -> None:
+        """`over` says on the event loop whether the epoch has ended; the inbox then serves the next epoch."""
+        self._loop = loop
+        self._stages = stages
+        self._links = links
+        self._inbox = inbox
+        self._elements_sent = elements_sent
+        self._over = over
+
+    def holds(self, key: TensorKey) -> bool:
+        return self._inbox.holds(key)
+
+    def wait_any(self, keys: Sequence[TensorKey]) -> None:
+        """Called on the compute thread, with keys of different neighbours. Raises as `Inbox.wait_any`."""
+        links = [self._links[source_stage(key, self._stages)] for key in keys]
+        for link, key in zip(links, keys, strict=True):
+            self._loop.call_soon_threadsafe(link.want, key)
+        self._inbox.wait_any(keys)
+        for link in links:
+            self._loop.call_soon_threadsafe(link.want, None)
+
+    def take(self, key: TensorKey) -> Tensor:
+        """Called on the compute thread. Raises what `Inbox.take` raises."""
+        if not self._inbox.holds(key):
+            self._loop.call_soon_threadsafe(self._links[source_stage(key, self._stages)].want, key)
+        return torch.frombuffer(self._inbox.take(key), dtype=torch.uint8)
+
+    def release(self, key: TensorKey) -> None:
+        self._loop.call_soon_threadsafe(self._links[source_stage(key, self._stages)].release, key)
+
+    def send(self, key: TensorKey, packed: Tensor, elements: int) -> None:
+        payload = memoryview(packed.numpy().data)
+        self._loop.call_soon_threadsafe(self._send, key, payload, elements)
+
+    def interrupt(self, error: Exception) -> None:
+        self._inbox.interrupt(str(error), error)
+
+    def check(self) -> None:
+        self._inbox.check()
+
+    def _send(self, key: TensorKey, payload: memoryview, elements: int) -> None:
+        try:
+            self._links[target_stage(key, self._stages)].send(key, payload)
+        except LinkError as error:
+            # An interrupted step leaves tensors for links that are already closed.
+            if not self._over():
+                self._inbox.interrupt(str(error), error)
+        else:
+            self._elements_sent[key.direction] = self._elements_sent.get(key.direction, 0) + elements

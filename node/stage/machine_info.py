@@ -5,8 +5,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.utils.deterministic
 
 from wire.errors import UserError
 from wire.identity.enrolment import CPU, Hardware
@@ -101,3 +103,15 @@ def measure_flops(device: torch.device) -> float:
             torch.cuda.synchronize(device)
         products += 1
     return products * 2.0 * MATRIX**3 / elapsed
+
+
+def fix_order(device: torch.device) -> None:
+    """From here on this process computes so, or refuses. Comes before the device's first matrix product."""
+    if device.type != "cuda":
+        return
+    # Of cuBLAS's workspaces these sizes alone make it choose the same algorithm every time.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # A module whose one setting is a property, which mypy does not see.
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False

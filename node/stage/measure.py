@@ -1,4 +1,4 @@
-"""What a node measures of itself: `Telemetry` out of its clocks, links and memory."""
+"""Measures a node: makes `Telemetry` from its clocks, links and memory."""
 
 import os
 import resource
@@ -18,34 +18,30 @@ from wire.transfers import TransferKind
 
 
 class NodeMeter:
-    """Totals of the epoch that runs. Called on the event loop.
+    """Totals of the current epoch. Call it on the event loop."""
 
-    `codec_of` names the codec of each kind of tensor at present.
-    """
-
-    def __init__(self, device: torch.device, codec_of: Callable[[Direction], str]) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.sync = ClockSync()
         self.ring = SpanRing()
         self._traced = TracedSteps.parse("off")
         self._device = device
-        self._codec_of = codec_of
         self._epoch = 0
         self._counted_from: tuple[Times, float] | None = None
         self._elements_before: Mapping[Direction, int] = {}
 
     def trace(self, steps: TracedSteps) -> None:
-        """Whose spans to hand on; before it is said, nobody's."""
+        """Report the spans of these steps; by default of none."""
         self._traced = steps
 
     def transferred(
         self, peer_stage: int, kind: TransferKind, key: TensorKey, start: float, end: float
     ) -> None:
-        """Part of a tensor's way over a link; called by the links."""
+        """Record one part of a tensor's way over a link; the links call this."""
         if key.step in self._traced:
             self.ring.record(kind, start, end, key, peer_stage)
 
     def step_spans(self, epoch: int, step: int, stage: int) -> list[StepSpans]:
-        """What was done since this was asked last; nothing if the step is not to be traced."""
+        """The spans since the last call; none if the step is not traced."""
         spans, dropped = self.ring.take()
         if step not in self._traced:
             return []
@@ -63,13 +59,13 @@ class NodeMeter:
         ]
 
     def begin_epoch(self, epoch: int, elements_sent: Mapping[Direction, int]) -> None:
-        """A new placement: its totals begin at nothing. `elements_sent` so far are others'."""
+        """Start the totals of a new placement at 0; `elements_sent` so far belong to earlier ones."""
         self._epoch = epoch
         self._counted_from = None
         self._elements_before = dict(elements_sent)
 
     def count_time(self, clock: StageClock) -> None:
-        """Count time from here on; what came before the epoch's first step is nobody's step."""
+        """Count time from now on: the first step of the epoch begins."""
         if self._counted_from is None:
             self._counted_from = clock.snapshot(), time.monotonic()
 
@@ -78,12 +74,14 @@ class NodeMeter:
         clock: StageClock,
         links: Mapping[int, tuple[LinkStats, int]],
         elements_sent: Mapping[Direction, int],
+        codec_of: Callable[[Direction], str],
     ) -> Telemetry:
-        """What there is to report now.
+        """The report of this moment.
 
         Args:
-            links: by the neighbour's stage: the link's totals and the bytes that wait in it.
+            links: by the neighbour's stage: the link's totals and its queued bytes.
             elements_sent: by kind of tensor, since the process began.
+            codec_of: the name of the codec in use for a kind of tensor.
         """
         times: dict[str, float] = {}
         wall = 0.0
@@ -91,7 +89,7 @@ class NodeMeter:
             before, began = self._counted_from
             wall = time.monotonic() - began
             times = {kind.value: spent for kind, spent in difference(clock.snapshot(), before).items()}
-        # The wall clock is read here alone: everything else is on the monotonic one.
+        # The only reading of the wall clock: everything else uses the monotonic one.
         skew = time.time() - (time.monotonic() + self.sync.offset) if self.sync.known else 0.0
         on_gpu = self._device.type == "cuda"
         resident = resident_bytes()
@@ -100,11 +98,11 @@ class NodeMeter:
             times=times,
             wall_seconds=wall,
             links=tuple(
-                self._link(stage, stats, queued, elements_sent)
+                self._link(stage, stats, queued, elements_sent, codec_of)
                 for stage, (stats, queued) in sorted(links.items())
             ),
             memory_bytes=resident,
-            # The two come from different counters of the system.
+            # The system counts the two separately.
             peak_memory_bytes=max(resident, peak_resident_bytes()),
             gpu_memory_bytes=torch.cuda.memory_allocated(self._device) if on_gpu else 0,
             gpu_peak_memory_bytes=torch.cuda.max_memory_allocated(self._device) if on_gpu else 0,
@@ -113,13 +111,18 @@ class NodeMeter:
         )
 
     def _link(
-        self, stage: int, stats: LinkStats, queued: int, elements_sent: Mapping[Direction, int]
+        self,
+        stage: int,
+        stats: LinkStats,
+        queued: int,
+        elements_sent: Mapping[Direction, int],
+        codec_of: Callable[[Direction], str],
     ) -> LinkReport:
-        # Each kind of tensor goes to one neighbour alone (`routing.py`): the one that got bytes of it.
+        # Each kind of tensor goes to one neighbour (`routing.py`): the one that got bytes of it.
         flows = tuple(
             FlowReport(
                 direction=direction,
-                codec=self._codec_of(direction),
+                codec=codec_of(direction),
                 bytes_sent=sent,
                 elements_sent=elements_sent.get(direction, 0) - self._elements_before.get(direction, 0),
             )
@@ -142,7 +145,7 @@ class NodeMeter:
 
 
 def resident_bytes() -> int:
-    """The process's resident set now; 0 where the system does not tell."""
+    """The process's resident set now; 0 where the system does not say."""
     try:
         pages = Path("/proc/self/statm").read_bytes().split()[1]
     except (OSError, IndexError):

@@ -1,81 +1,158 @@
-"""A node's control session with the coordinator: kept over broken connections, up to the node's last word."""
+"""A node's control session with the coordinator: the connection, the node's identity and its last message.
+
+The session reconnects when the connection breaks, and it can still report an error that ends the node.
+"""
 
 import asyncio
 import logging
+import os
+import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from node.stage.coordinator_client import CoordinatorClient
-from wire.errors import LinkError, LinkLostError, NotYetError, RefusalCode, Refused
-from wire.messages import CoordinatorMessage, Hello, Leave, NodeMessage
+from node.telemetry.format import printable
+from wire.errors import (
+    LinkError,
+    LinkLostError,
+    MemoryExhaustedError,
+    NotYetError,
+    RefusalCode,
+    Refused,
+    ThinwireError,
+    UserError,
+)
+from wire.identity.credentials import NodeIdentity
+from wire.messages import LONGEST_REASON, CoordinatorMessage, Hello, Leave, NodeMessage
 
 log = logging.getLogger(__name__)
 
 FAREWELL_SECONDS = 5.0
-"""How long a node that must end tries to tell the coordinator why. A connection that is there takes a round
-trip for it; one that is not, several."""
+"""How long a failing node tries to send its reason: one round trip on an open connection, several without."""
 CLOSE_SECONDS = 5.0
+RENEW_RETRY_SECONDS = 10.0
+
+
+class IdentityHolder:
+    """The newest identity. Read it at each dial and each accept, so that a renewal needs no restart."""
+
+    def __init__(self, identity: NodeIdentity, directory: Path) -> None:
+        self.current = identity
+        self._directory = directory
+
+    def replace(self, identity: NodeIdentity) -> None:
+        """Use `identity` from now on and save it. Raises OSError or UserError if it cannot be written."""
+        self.current = identity
+        identity.save(self._directory)
+
+    @property
+    def node_id(self) -> str:
+        return self.current.node_id
+
+    @property
+    def ca_pem(self) -> bytes:
+        return self.current.ca_pem
+
+    @property
+    def certificate_pem(self) -> bytes:
+        return self.current.certificate_pem
+
+    @property
+    def key_pem(self) -> bytes:
+        return self.current.key_pem
+
+    def server_name(self, node_id: str) -> str:
+        return self.current.server_name(node_id)
+
+
+async def renew_certificates(identity: IdentityHolder, client: CoordinatorClient) -> None:
+    """Renew the certificate in time, until cancelled. The node id decides when in the certificate's life.
+
+    Raises LinkError if this machine's clock is wrong: if it is far ahead, every certificate needs renewal.
+    """
+    while True:
+        await asyncio.sleep(max(RENEW_RETRY_SECONDS, identity.current.renewal_time - time.time()))
+        try:
+            pem = await client.renew(identity.current.csr_der())
+        except LinkError as error:
+            log.warning("the certificate was not renewed: %s", error)
+            continue
+        renewed = identity.current.renewed(pem)
+        renewed.check_clock(time.time())
+        try:
+            await asyncio.to_thread(identity.replace, renewed)
+        except (OSError, UserError) as error:
+            # This process uses the new one; a process that starts here later finds the old one.
+            log.warning("the renewed certificate was not saved: %s", error)
 
 
 class Session:
-    """Dials again when the connection breaks, for as long as an outage may last. All of it on the event loop.
+    """Reconnects after a broken connection until the outage limit. Call everything on the event loop.
 
-    The connection outlasts `run`, so that a node whose other tasks have failed can still say so: `close` ends
-    it.
+    The connection stays open after `run` fails, so that the node can report why; `close` ends it.
     """
 
-    def __init__(
-        self,
-        client: CoordinatorClient,
-        hello: Callable[[], Hello],
-        handle: Callable[[CoordinatorMessage], Awaitable[None]],
-    ) -> None:
-        """
-        Args:
-            hello: what this node is at the moment, said at the beginning of each connection.
-            handle: called with each message, one at a time, while `run` runs.
-        """
+    def __init__(self, client: CoordinatorClient) -> None:
         self._client = client
-        self._hello = hello
-        self._handle = handle
         self._outbox: asyncio.Queue[NodeMessage] = asyncio.Queue()
         self._connection: asyncio.Task[None] | None = None
-        self._leaving = self._ending = self._closed = False
+        self.leaving = False
+        """Whether this node has asked to leave the run."""
+        self._ending = self._closed = False
 
     def post(self, message: NodeMessage) -> None:
         """Queue a message for the coordinator."""
         self._outbox.put_nowait(message)
 
     def leave(self, reason: str) -> None:
-        """Ask to go, on each connection anew until one brings the coordinator's goodbye."""
-        self._leaving = True
+        """Ask to leave the run. The request is repeated on each new connection."""
+        self.leaving = True
         self.post(Leave(reason=reason))
 
-    async def run(self) -> None:
-        """Hold the connection until it is closed or this is cancelled.
+    async def run(
+        self, hello: Callable[[], Hello], handle: Callable[[CoordinatorMessage], Awaitable[None]]
+    ) -> None:
+        """Keep the connection until it is closed or this is cancelled.
 
-        Raises LinkLostError or Refused; also what `handle` raises, and then the connection stays.
+        Args:
+            hello: this node's current description, sent at the start of each connection.
+            handle: called with one message at a time.
+
+        Raises LinkLostError, Refused, or what `handle` raises; after the latter the connection stays open.
         """
         loop = asyncio.get_running_loop()
-        self._fault: asyncio.Future[Exception] = loop.create_future()
-        self._connection = loop.create_task(self._keep())
-        either: set[asyncio.Future[Any]] = {self._fault, self._connection}
+        fault: asyncio.Future[Exception] = loop.create_future()
+
+        async def handle_or_end(message: CoordinatorMessage) -> None:
+            # An error of the node ends the node and not the connection, which still carries the reason.
+            if self._ending or fault.done():
+                return
+            try:
+                await handle(message)
+            except (LinkError, Refused):
+                raise
+            except Exception as error:
+                fault.set_result(error)
+
+        connection = self._connection = loop.create_task(self._keep(hello, handle_or_end))
+        either: set[asyncio.Future[Any]] = {fault, connection}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._ending = True
-        if self._fault.done():
-            raise self._fault.result()
-        self._connection.result()
+        if fault.done():
+            raise fault.result()
+        connection.result()
 
     async def farewell(self, reason: str) -> None:
-        """Tell the coordinator why this node ends, for at most `FAREWELL_SECONDS`. After `run`.
+        """Tell the coordinator why this node ends, within `FAREWELL_SECONDS`. Call it after `run`.
 
-        It answers by closing the connection.
+        The coordinator answers by closing the connection.
         """
         if self._connection is None:
             return
-        # What waits to be said is of no use any more.
+        # Messages that still wait are obsolete.
         while not self._outbox.empty():
             self._outbox.get_nowait()
         self.post(Leave(reason=reason, failed=True))
@@ -89,40 +166,42 @@ class Session:
         connection.cancel()
         await asyncio.wait([connection], timeout=CLOSE_SECONDS)
         if connection.done() and not connection.cancelled():
-            connection.exception()  # `run` has told of it, or it is of no interest any more
+            connection.exception()  # `run` has raised it, or nobody needs it
 
     # ---- inside
 
-    async def _keep(self) -> None:
+    async def _keep(
+        self, hello: Callable[[], Hello], handle: Callable[[CoordinatorMessage], Awaitable[None]]
+    ) -> None:
         loop = asyncio.get_running_loop()
         last_contact = loop.time()
         delay = 0.1
-        was_in = told = False
+        was_in = warned = False
 
         def connected() -> None:
-            nonlocal last_contact, delay, was_in, told
-            last_contact, delay, was_in, told = loop.time(), 0.1, True, False
-            if self._leaving and not self._ending:
-                self.post(Leave(reason="said before, perhaps unheard"))
+            nonlocal last_contact, delay, was_in, warned
+            last_contact, delay, was_in, warned = loop.time(), 0.1, True, False
+            if self.leaving and not self._ending:
+                self.post(Leave(reason="repeated after a reconnect"))
 
-        # Python 3.11 forgets a cancellation that meets a failing stream, so the flag is looked at too.
+        # Python 3.11 loses a cancellation that meets a failing stream, so check the flag too.
         while not self._closed:
             began = loop.time()
             try:
-                await self._client.session(self._hello(), self._outbox, self._heed, connected)
+                await self._client.session(hello(), self._outbox, handle, connected)
             except (LinkError, Refused) as error:
-                # The coordinator looks at each connection whether it can reach this node. If it could before,
-                # that may be a matter of moments, as it is with any other connection.
+                # The coordinator checks at each connection whether it can reach this node. If it could
+                # before, the failure may be temporary.
                 passing = was_in and isinstance(error, Refused) and error.code is RefusalCode.UNREACHABLE
                 if not (passing or isinstance(error, LinkError)):
                     raise
                 if self._ending and self._outbox.empty():
-                    return  # the last word is said
+                    return  # the farewell is sent
                 if isinstance(error, NotYetError):
-                    last_contact = loop.time() + delay  # it is there until it is asked again
-                    if not told:
+                    last_contact = loop.time() + delay  # it answers, so this is no outage
+                    if not warned:
                         log.warning("%s", error)
-                        told = True
+                        warned = True
                 elif last_contact >= began:
                     last_contact = loop.time()
                     log.warning("%s; connecting again", error)
@@ -134,13 +213,21 @@ class Session:
             await asyncio.sleep(delay)
             delay = min(2 * delay, 2.0)
 
-    async def _heed(self, message: CoordinatorMessage) -> None:
-        """A fault of the node's own ends the node, not the connection: that takes the reason along."""
-        if self._ending or self._fault.done():
-            return
-        try:
-            await self._handle(message)
-        except (LinkError, Refused):
-            raise
-        except Exception as error:
-            self._fault.set_result(error)
+
+def short_reason(error: BaseException) -> str:
+    """Why this node ends, for the coordinator: one line of at most `LONGEST_REASON` characters.
+
+    A ThinwireError is written for users. Of any other error only its kind is sent: its text may hold private
+    data.
+    """
+    match error:
+        case MemoryExhaustedError():
+            text = error.happened
+        case ThinwireError():
+            text = str(error)
+        case OSError(errno=int(number)):
+            text = f"its system refused an operation ({os.strerror(number)})"
+        case _:
+            text = f"a fault in thinwire ({type(error).__name__})"
+    text = printable(text)
+    return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 3] + "..."

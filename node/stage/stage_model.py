@@ -1,10 +1,11 @@
-"""What a stage computes with: its model chunks, their optimizer, and microbatches between their two passes.
+"""A stage's model: its chunks, their optimizer, and the microbatches between forward and backward.
 
-Knows no schedule and no network; the executor says what to run. `node.parallel.group` does the same over
-several devices.
+It knows no schedule and no network; the executor says what to run. `StageModel` runs on one device,
+`node.parallel.group` runs one on each of several devices.
 """
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +20,108 @@ from node.stage.passes import AutogradPasses, ChunkCall, Passes
 from node.training.optimizer import StageOptimizer
 
 
+class StageCompute(Protocol):
+    """A stage's model on one device or several. `StageModel` says what each method does."""
+
+    @property
+    def optimizer(self) -> StageOptimizer: ...
+
+    def build(self, stage: int, stages: int) -> None: ...
+
+    def drop(self) -> None: ...
+
+    def load_unit_state(self, unit: str, state: Mapping[str, Tensor]) -> None: ...
+
+    def unit_state(self, unit: str) -> dict[str, Tensor]: ...
+
+    def begin_step(self) -> None: ...
+
+    def forward(
+        self, chunk: int, microbatch: int, fed: Tensor, labels: Tensor | None = None
+    ) -> Tensor: ...
+
+    def backward(self, chunk: int, microbatch: int, gradient: Tensor | None) -> Tensor | None: ...
+
+    def finish_step(self) -> None: ...
+
+    def squared_norms(self) -> dict[str, float]: ...
+
+    def apply(self, lr: float, clip_coefficient: float) -> None: ...
+
+    def tied_gradient(self, unit: str) -> Tensor: ...
+
+    def put_tied_gradient(self, unit: str, value: Tensor) -> None: ...
+
+    def any_gradient(self) -> Tensor | None: ...
+
+
+class StageDevices(Protocol):
+    """The devices that a node computes on."""
+
+    @property
+    def first(self) -> torch.device:
+        """Where boundary tensors are."""
+        ...
+
+    def start(self, config: RunConfig) -> StageCompute:
+        """Start what computes on the other devices. Call it on the compute thread."""
+        ...
+
+    async def watch(self) -> None:
+        """Raises StuckError when another device's process ends unexpectedly."""
+        ...
+
+    def exhausted(self) -> tuple[torch.device, str] | None:
+        """The first of the other devices that ran out of memory, and what is on it in words."""
+        ...
+
+    def close(self, *, broken: bool = False) -> None:
+        """End the other devices' processes; at once if `broken`."""
+        ...
+
+
+class OneDevice:
+    """`StageDevices` of a node that computes on a single device."""
+
+    def __init__(self, first: torch.device) -> None:
+        self.first = first
+
+    def start(self, config: RunConfig) -> StageCompute:
+        return StageModel(config, self.first)
+
+    async def watch(self) -> None:
+        """There is no other process."""
+
+    def exhausted(self) -> None:
+        return None
+
+    def close(self, *, broken: bool = False) -> None:
+        """There is nothing to end."""
+
+
 class StageModel:
-    """On one device. Chunks are local: 0 for the first that this stage holds."""
+    """A stage's model on one device. Chunks are numbered within the stage, from 0."""
 
-    ranks = 1
-    """How many of these share a microbatch's tokens."""
-    rank = 0
-    """This one's number among them."""
-    tensor_rank = TensorRank()
-    """This one's place among those that share its blocks."""
-    captures = True
-    """Passes hold no collectives, so CUDA graphs may."""
-
-    def __init__(self, config: RunConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        device: torch.device,
+        *,
+        ranks: int = 1,
+        rank: int = 0,
+        tensor_rank: TensorRank | None = None,
+    ) -> None:
+        """
+        Args:
+            ranks: processes of the node that share a microbatch's tokens; this one is number `rank`. The
+                passes of several hold collectives, so they are not captured as CUDA graphs.
+            tensor_rank: this one's place among those that share its blocks.
+        """
         self.config = config
         self.device = device
+        self.ranks = ranks
+        self.rank = rank
+        self.tensor_rank = tensor_rank or TensorRank()
         self._chunks: list[Chunk] = []
         self._optimizer: StageOptimizer | None = None
         self._passes: list[Passes] = []
@@ -41,9 +129,8 @@ class StageModel:
     def build(self, stage: int, stages: int) -> None:
         """Make this stage's chunks with their initial weights, and a fresh optimizer."""
         config = self.config
-        # First, as a rollback in the same place would hold two of everything. Not `self.drop()`: of several
-        # devices the one that leads would tell the others to drop what they are to build.
-        StageModel.drop(self)
+        # Drop the old ones first: a rollback on the same stage would hold two of everything.
+        self.drop()
         self._chunks = [
             build_chunk(
                 config.model,
@@ -56,7 +143,7 @@ class StageModel:
             )
             for units in chunk_units(config, stages)[stage::stages]
         ]
-        captured = self.captures and config.training.cuda_graphs and self.device.type == "cuda"
+        captured = self.ranks == 1 and config.training.cuda_graphs and self.device.type == "cuda"
         self._optimizer = StageOptimizer(
             self._chunks, config.training, config.run.seed, self.tensor_rank, gradients_in_place=captured
         )
@@ -73,7 +160,7 @@ class StageModel:
             ]
 
     def drop(self) -> None:
-        """Hold nothing."""
+        """Free everything."""
         self._passes = []
         self._chunks = []
         self._optimizer = None
@@ -83,13 +170,13 @@ class StageModel:
         self.optimizer.load_unit_state(unit, state)
 
     def unit_state(self, unit: str) -> dict[str, Tensor]:
-        """As `StageOptimizer.unit_state`, always whole."""
+        """As `StageOptimizer.unit_state`, of the whole unit."""
         return self.optimizer.unit_state(unit)
 
     # ---- a step
 
     def begin_step(self) -> None:
-        """Drop what an unfinished step left."""
+        """Drop the rest of an unfinished step."""
         for passes in self._passes:
             passes.begin_step()
         self.optimizer.zero_grad()
@@ -107,20 +194,20 @@ class StageModel:
         return self._passes[chunk].forward(microbatch, fed, labels)
 
     def backward(self, chunk: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-        """The backward of what `forward` has run.
+        """The backward of one chunk's `forward`.
 
         Args:
-            gradient: of the hidden states that it returned; None for the loss.
+            gradient: of the returned hidden states; None for the loss.
 
         Returns:
-            The gradient of what was fed [B, S, C], None if that was token ids.
+            The gradient of the chunk's input [B, S, C]; None for token ids.
         """
-        # Before the passes: additions to gradients may be part of a captured graph.
+        # Before the passes: a captured graph may contain the additions to gradients.
         self.optimizer.begin_backward(microbatch, self.rank)
         return self._passes[chunk].backward(microbatch, gradient)
 
     def finish_step(self) -> None:
-        """All backwards of the step have run: make the gradients whole."""
+        """All backwards of the step have run: complete the gradients."""
 
     def squared_norms(self) -> dict[str, float]:
         """As `StageOptimizer.squared_norms`, of the whole stage."""
@@ -137,12 +224,12 @@ class StageModel:
         return self.optimizer.gradients.get(self._tied_weight(unit)).float()
 
     def put_tied_gradient(self, unit: str, value: Tensor) -> None:
-        """Replace it."""
+        """Replace the gradient of the unit's copy of the tied weight."""
         self.optimizer.gradients.put(self._tied_weight(unit), value)
 
     def any_gradient(self) -> Tensor | None:
-        """One that is there, for faults to spoil."""
-        # A matrix's may be kept elsewhere, in e4m3.
+        """Some gradient, for injected faults to spoil."""
+        # Matrices' gradients may be kept elsewhere, in e4m3.
         return next((p.grad for p in self._chunks[0].parameters() if p.grad is not None), None)
 
     @property

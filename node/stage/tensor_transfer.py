@@ -1,9 +1,9 @@
-"""Packing and unpacking beside the stage's compute: a thread of its own, the transfer thread.
+"""Packs and unpacks tensors on a second thread, the transfer thread, beside the stage's compute.
 
-The compute thread hands over a tensor and goes on; what is packed goes straight to the link. A tensor that
-has arrived is unpacked ahead of its turn, when it is one of the next that the stage needs. Jobs run one at a
-time in the order in which they were handed over, so codecs with a memory see their tensors in one order, and
-none of them waits for the network. `settle` ends them all: nothing of a step outlives it.
+The compute thread hands over a tensor and continues; the packed tensor goes straight to the link. Received
+tensors that the stage needs next are unpacked early. Jobs run one at a time in the order of submission, so
+codecs with a sample cache see their tensors in a fixed order, and no job waits for the network. `settle` ends
+all jobs of a step.
 """
 
 import logging
@@ -32,14 +32,14 @@ log = logging.getLogger(__name__)
 
 
 class PackedIO(Protocol):
-    """The network, as far as packed tensors go: uint8 [n] on the CPU. From any thread."""
+    """Sends and receives packed tensors, uint8 [n] on the CPU. Call it from any thread."""
 
     def holds(self, key: TensorKey) -> bool:
         """Whether `take` would not wait."""
         ...
 
     def wait_any(self, keys: Sequence[TensorKey]) -> None:
-        """Wait until `holds` is true of one of these, each of a neighbour of its own."""
+        """Wait until `holds` is true for one of these keys, which come from different neighbours."""
         ...
 
     def take(self, key: TensorKey) -> Tensor:
@@ -47,15 +47,15 @@ class PackedIO(Protocol):
         ...
 
     def release(self, key: TensorKey) -> None:
-        """The packed tensor has been unpacked; its memory may be used again."""
+        """The packed tensor is unpacked; its memory may be reused."""
         ...
 
     def send(self, key: TensorKey, packed: Tensor, elements: int) -> None:
-        """Queue a packed tensor; never waits for the network."""
+        """Queue a packed tensor without waiting for the network."""
         ...
 
     def interrupt(self, error: Exception) -> None:
-        """End the wait of `take`, now or later: it may be for what depends on a tensor that was not sent."""
+        """End the current or next wait of `take`, which may depend on a tensor that was not sent."""
         ...
 
 
@@ -68,19 +68,19 @@ class Incoming:
 
 
 class BadTensorError(ProtocolViolationError):
-    """A tensor came as no correct stage packs one: its frames were sound, so it is its sender's work."""
+    """A received tensor cannot be unpacked although its frames are sound: the sender packed it wrongly."""
 
     def __init__(self, key: TensorKey, error: CodecError) -> None:
-        super().__init__(_told(key, "received", error))
+        super().__init__(_named(key, "received", error))
         self.key = key
 
 
 Beside = Callable[[str, TensorKey], AbstractContextManager[None]]
-"""Notes what the thread does for a tensor (`node.telemetry.clock.StageClock.beside`)."""
+"""Records what the thread does for a tensor (`node.telemetry.clock.StageClock.beside`)."""
 
 
 class TensorTransfer:
-    """One stage's. All methods are called on the compute thread."""
+    """The transfer thread of one stage. Call all methods on the compute thread."""
 
     def __init__(self, device: DeviceTransfer, beside: Beside) -> None:
         self._device = device
@@ -89,29 +89,29 @@ class TensorTransfer:
         self._unpacking: dict[TensorKey, Future[tuple[Tensor, Mark | None]]] = {}
         self._packing: list[Future[None]] = []
 
-    def rehearse(self, codecs: Iterable[Codec], like: Tensor) -> None:
-        """Pack and unpack `like` with each codec once, so that no step waits for what first use compiles.
+    def compile_codecs(self, codecs: Iterable[Codec], example: Tensor) -> None:
+        """Pack and unpack `example` once with each codec, because the first use compiles.
 
-        What goes wrong is only logged, since the first step will meet it, too.
+        An error is only logged: the first step raises it too.
         """
         mark = self._device.mark()
-        spec = TensorSpec(like.dtype, tuple(like.shape))
+        spec = TensorSpec(example.dtype, tuple(example.shape))
 
         def job() -> None:
             for codec in codecs:
                 try:
-                    self._device.unpack(codec, self._device.pack(codec, like, mark), spec)
+                    self._device.unpack(codec, self._device.pack(codec, example, mark), spec)
                 except Exception as error:
-                    log.warning("packing by %s failed when it was tried: %s", codec.name, error)
+                    log.warning("compiling codec %s failed: %s", codec.name, error)
 
         self._thread.submit(job)
 
     def computed(self) -> Mark | None:
-        """Behind all that the compute thread has given the device to do."""
+        """A mark after everything that the compute thread has submitted to the device."""
         return self._device.mark()
 
     def send(self, key: TensorKey, codec: Codec, tensor: Tensor, mark: Mark | None, io: PackedIO) -> None:
-        """Pack `tensor`, as it is at `mark`, and queue it. It must not change before `drain` has returned.
+        """Pack `tensor` as of `mark` and queue it. It must not change until `drain` returns.
 
         Raises the error of an earlier tensor that could not be packed.
         """
@@ -123,7 +123,7 @@ class TensorTransfer:
                     packed = self._device.pack(codec, tensor, mark)
             except Exception as error:
                 is_named = isinstance(error, NonFiniteError)
-                named = NonFiniteError(_told(key, "to be sent", error)) if is_named else error
+                named = NonFiniteError(_named(key, "to be sent", error)) if is_named else error
                 io.interrupt(named)
                 raise named from error
             io.send(key, packed, tensor.numel())
@@ -133,42 +133,42 @@ class TensorTransfer:
     def look_ahead(
         self, needed: Sequence[Incoming], codec_of: Callable[[TensorKey], Codec], io: PackedIO
     ) -> None:
-        """Begin to unpack those of the next tensors that have arrived already."""
+        """Start to unpack those of the next tensors that have arrived."""
         for tensor in needed:
             if tensor.key not in self._unpacking and io.holds(tensor.key):
                 self._begin(tensor, codec_of(tensor.key), io)
 
     def begun(self, key: TensorKey) -> bool:
-        """Whether the tensor has arrived and is being unpacked."""
+        """Whether the tensor has arrived and its unpacking has started."""
         return key in self._unpacking
 
     def ready(self, needed: Incoming | None, io: PackedIO) -> bool:
-        """Whether nothing has to come over the network before this can be had."""
+        """Whether this tensor has arrived, or no tensor is needed."""
         return needed is None or self.begun(needed.key) or io.holds(needed.key)
 
     def begin(self, needed: Incoming, codec: Codec, io: PackedIO) -> None:
-        """Wait for a tensor to arrive, and begin to unpack it. Raises what `io.take` raises."""
+        """Wait for a tensor and start to unpack it. Raises what `io.take` raises."""
         if needed.key not in self._unpacking:
             self._begin(needed, codec, io)
 
     def finish(self, key: TensorKey) -> Tensor:
-        """The tensor that `begin` or `look_ahead` began. Raises what kept it from being unpacked.
+        """The tensor that `begin` or `look_ahead` started to unpack.
 
-        That is a BadTensorError for what no encoder makes, and a MemoryMismatchError where the ends remember
-        different activations, of which nobody can say whose fault it is.
+        Raises BadTensorError for a tensor that no encoder makes, and MemoryMismatchError if the two ends'
+        sample caches differ, which is no evidence against either.
         """
         tensor, mark = self._unpacking.pop(key).result()
         self._device.wait(tensor, mark)
         return tensor
 
     def drain(self) -> None:
-        """Wait until all that was sent is packed and queued. Raises the first error."""
+        """Wait until all tensors are packed and queued. Raises the first error."""
         for future in self._packing:
             future.result()
         self._packing.clear()
 
     def settle(self) -> None:
-        """Wait for all jobs and forget them, errors too."""
+        """Wait for all jobs; drop their results and errors."""
         for packing in self._packing:
             packing.exception()
         for unpacking in self._unpacking.values():
@@ -197,8 +197,8 @@ class TensorTransfer:
             self._packing.pop(0).result()
 
 
-def _told(key: TensorKey, way: str, error: Exception) -> str:
-    """What is wrong, after the tensor's name."""
+def _named(key: TensorKey, way: str, error: Exception) -> str:
+    """The error after the tensor's name."""
     return (
         f"the {key.direction.name.lower()} {way} over boundary {key.boundary}, "
         f"microbatch {key.microbatch} ({error})"

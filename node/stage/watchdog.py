@@ -1,52 +1,75 @@
-"""Finding a compute thread that does not come back: a driver that hangs, a disk that never answers.
+"""The compute thread, and a watchdog that finds one that hangs: in a driver, or on a disk that never answers.
 
-The process still answers pings and says that it lives, so nobody else can tell it from a slow stage. A
-thread cannot be ended from outside; the process ends instead, and the run goes on with another node, or with
-this one started anew.
+The process still answers pings and sends heartbeats, so nobody else can tell it from a slow stage. A thread
+cannot be ended from outside; the process ends instead, and the run goes on with another node, or with this
+one once it is started again.
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from node.telemetry.clock import WAITS, StageClock, TimeKind
 from wire.errors import RunError
 
+Result = TypeVar("Result")
+
 STUCK_SECONDS = 300.0
-"""Longer than any one forward, backward or optimizer step should take, first compilations included; shorter
+"""Longer than any one forward, backward or optimizer step should take, including first compilations; shorter
 than `node.stage.inbox.STALL_SECONDS`, after which the neighbours would be blamed."""
 LOOK_SECONDS = 5.0
 
 
 class StuckError(RunError):
-    """The compute thread does not come back, so the process cannot end in good order."""
+    """The compute thread hangs, so the process cannot end cleanly."""
+
+
+class ComputeThread:
+    """Runs a node's arithmetic, one call at a time, and counts it as work. Call it on the event loop."""
+
+    def __init__(self, clock: StageClock | None = None) -> None:
+        self.clock = clock or StageClock()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="compute")
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Run `work` after what was submitted before. Its time counts as the optimizer's by default."""
+
+        def counted() -> Result:
+            with self.clock.spent(TimeKind.OPTIMIZER):
+                return work()
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, counted)
+
+    async def watch(self) -> None:
+        """Look at the thread until cancelled. Raises StuckError."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            check_progress(*self.clock.running())
+
+    async def finish(self) -> None:
+        """Wait until everything submitted has run. Raises StuckError."""
+        working = asyncio.create_task(self.run(lambda: None))
+        try:
+            while not (await asyncio.wait([working], timeout=LOOK_SECONDS))[0]:
+                check_progress(*self.clock.running())
+        finally:
+            working.cancel()
+
+    def shutdown(self, *, wait: bool) -> None:
+        """End the thread; do not `wait` for one that hangs."""
+        self._pool.shutdown(wait=wait)
 
 
 def check_progress(kind: TimeKind, seconds: float) -> None:
-    """Raises StuckError when the compute thread has been at one thing for too long.
+    """Raises StuckError when the compute thread has spent too long on one thing.
 
     Args:
-        kind: what it does now. What it waits for has limits of its own.
-        seconds: for how long it has.
+        kind: what the thread does now. Waits have limits of their own.
+        seconds: for how long.
     """
     if kind not in WAITS and seconds > STUCK_SECONDS:
         raise StuckError(
             f"the compute thread has been in {kind} for {seconds:.0f} s and does not come back: check the "
             "device's driver and disk, then join again"
         )
-
-
-async def watch(clock: StageClock) -> None:
-    """Look at the clock until cancelled. Raises StuckError."""
-    while True:
-        await asyncio.sleep(LOOK_SECONDS)
-        check_progress(*clock.running())
-
-
-async def watched(clock: StageClock, work: Coroutine[object, object, None]) -> None:
-    """Wait for `work`, which the compute thread does after what it is at. Raises StuckError."""
-    working = asyncio.create_task(work)
-    try:
-        while not (await asyncio.wait([working], timeout=LOOK_SECONDS))[0]:
-            check_progress(*clock.running())
-    finally:
-        working.cancel()

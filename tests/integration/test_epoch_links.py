@@ -12,8 +12,7 @@ import pytest
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
 from node.stage.epoch_links import EpochLinks, outbox_bytes
-from node.stage.epoch_task import EpochTask
-from node.stage.node_settings import IdentityHolder
+from node.stage.session import IdentityHolder
 from tests.support.links import EPOCH, SECONDS, quick
 from tests.support.pki import new_authority, new_node
 from wire.codecs.registry import codec
@@ -36,11 +35,8 @@ SMALL = replace(
 )
 
 
-class Task:
-    """Stands in for an epoch's task: expects nothing, so all that comes is dropped."""
-
-    def __init__(self, placement: Placement) -> None:
-        self.placement = placement
+class NoEvents:
+    """Expects nothing, so every tensor that arrives is dropped."""
 
     def expect(self, peer_stage: int, key: TensorKey) -> int | None:
         return None
@@ -67,8 +63,8 @@ async def both_ends(config: RunConfig, folder: Path, settings: LinkSettings) -> 
     over = asyncio.Event()
 
     async def hold(stage: int) -> None:
-        task = cast(EpochTask, Task(Placement(epoch=EPOCH, stage=stage, stages=stages)))
-        async with ends[stage].open(task, (1 - stage,), config) as links:
+        placement = Placement(epoch=EPOCH, stage=stage, stages=stages)
+        async with ends[stage].open(placement, (1 - stage,), config, NoEvents()) as links:
             opened[stage].set_result(cast(Link, links[1 - stage]))
             await over.wait()
 

@@ -12,7 +12,7 @@ from node.display.render import SHORT_ID
 from node.display.watch import PageWatch
 from node.faults import Fault, Kind, Phase
 from node.pipeline.memory import stage_bytes
-from node.stage.memory_note import NOTE_FILE
+from node.stage.out_of_memory import NOTE_FILE
 from node.telemetry.events import NodeJoined, NodeLeft, PlacementMade
 from node.telemetry.format import bytes_text
 from tests.support.fault_prefork import Prefork

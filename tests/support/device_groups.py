@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from node.config.schema import RunConfig
-from node.parallel import tensor_ranks
+from node.parallel import collectives
 from node.parallel.group import Leader
 from node.parallel.processes import DeviceGroup
 from tests.support.paths import python_path
@@ -120,7 +120,7 @@ def settle_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     for name in COLLECTIVES:
         monkeypatch.setattr(dist, name, _settled(getattr(dist, name)))
-    monkeypatch.setattr(tensor_ranks, "all_gather", _settled(tensor_ranks.all_gather))
+    monkeypatch.setattr(collectives, "all_gather", _settled(collectives.all_gather))
 
 
 def _settled(collective: Callable[..., Any]) -> Callable[..., Any]:

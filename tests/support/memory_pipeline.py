@@ -19,6 +19,7 @@ from node.model.units import unit_names
 from node.pipeline.routing import source_stage, target_stage
 from node.stage.executor import StageExecutor, StepOutcome, UnitState
 from node.stage.inbox import Inbox, StepInterrupted
+from node.stage.stage_model import StageModel
 from node.telemetry.clock import StageClock
 from node.training.data import Corpus
 from node.training.manifest import unit_weights_sha256, weights_sha256
@@ -28,6 +29,7 @@ from node.training.schedule import clip_coefficient, global_norm, learning_rate
 from wire.codecs.registry import codec
 from wire.spec import Direction, TensorKey, TensorSpec
 
+CPU = torch.device("cpu")
 TAKE_SECONDS = 30.0
 
 Result = TypeVar("Result")
@@ -98,7 +100,9 @@ class MemoryPipeline:
         self.step = 0
         self._corpus = data or corpus(config)
         self.executors = [
-            StageExecutor(config, torch.device("cpu"), StageClock(), windows=self._corpus.windows)
+            StageExecutor(
+                config, CPU, StageClock(), StageModel(config, CPU), windows=self._corpus.windows
+            )
             for _ in range(stages)
         ]
         self.inboxes = [Inbox() for _ in range(stages)]

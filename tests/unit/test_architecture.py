@@ -19,7 +19,6 @@ FLOORS = (
 )
 """Rooms of `node` from top to bottom: each imports only from rooms below it."""
 KNOWN = {
-    ("node/stage/node_settings.py", "node/parallel/processes.py"),
     ("node/cli/resume.py", "node/cli/coordinator.py"),
     ("kernels/fp8/reference.py", "kernels/fp8/pieces.py"),
     ("kernels/fp8/reference.py", "kernels/fp8/triton.py"),

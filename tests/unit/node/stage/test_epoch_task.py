@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig
-from node.stage.batches import Batches
-from node.stage.epoch_task import EpochTask, State
+from node.stage.coordinator_client import Batches
+from node.stage.epoch_task import EpochTask, LinkEvents, State
 from node.stage.executor import StageExecutor, StepOutcome
-from node.stage.inbox import Inbox, StepInterrupted
-from node.stage.stage_io import LoopIO, TensorLink
+from node.stage.inbox import Inbox, LoopIO, StepInterrupted, TensorLink
 from node.stage.tensor_transfer import BadTensorError
 from node.telemetry.clock import StageClock
 from wire.errors import (
@@ -61,7 +60,7 @@ class Stage:
         self.log: list[object] = []
         self.state_step = -1
         self.voted = False
-        self.branch = 0
+        self.lineage = 0
         self.uncompressed = False
         self.units = self.sources = ("block.0001",)
         self.is_first = self.is_last = False
@@ -146,7 +145,7 @@ class Node:
 
     @contextlib.asynccontextmanager
     async def open_links(
-        self, task: EpochTask, peers: tuple[int, ...]
+        self, placement: Placement, peers: tuple[int, ...], events: LinkEvents
     ) -> AsyncIterator[Mapping[int, TensorLink]]:
         self.linked.append(peers)
         try:
@@ -306,15 +305,15 @@ async def test_a_missed_commit_is_applied_by_one_who_voted_for_it(
 
 
 @pytest.mark.parametrize("missed", [None, Commit(epoch=4, step=5, clip_coefficient=0.5, lr=0.25)])
-async def test_a_state_of_another_branch_is_loaded_though_its_step_is_held(missed: Commit | None) -> None:
+async def test_a_state_of_another_lineage_is_loaded_though_its_step_is_held(missed: Commit | None) -> None:
     step = 5 if missed is None else 6
     stage = Stage()
-    stage.state_step, stage.voted, stage.branch = 5, True, 2
+    stage.state_step, stage.voted, stage.lineage = 5, True, 2
     async with epoch(stage) as talk:
         assert await talk.hear() == Placed(epoch=4, held_step=5, voted=True, branch=2)
         await talk.ask(Restore(epoch=4, step=step, missed=missed, branch=4))
         assert stage.log[1:] == ["forget", ("restore", step)]
-        assert (stage.state_step, stage.branch) == (step, 4)
+        assert (stage.state_step, stage.lineage) == (step, 4)
         assert talk.node.fetched == [(step, "block.0001")]
 
 

@@ -18,6 +18,7 @@ from node.config.schema import (
 )
 from node.pipeline.placement import split_units
 from node.stage.executor import StageExecutor
+from node.stage.stage_model import StageModel
 from node.telemetry.clock import StageClock
 from node.training.data import Corpus
 from node.training.reference import ReferenceTrainer, Step
@@ -26,6 +27,7 @@ from wire.codecs.registry import codec
 from wire.errors import ConfigError, MemoryMismatchError, RunError
 from wire.spec import Direction, TensorKey, TensorSpec
 
+CPU = torch.device("cpu")
 BACKWARD = "fixed-8"
 # The text has 26 samples, so that a pass ends within a step and within a microbatch.
 CONFIG = RunConfig(
@@ -156,7 +158,7 @@ def test_a_replacement_goes_on_bit_for_bit(snapshot_at: int) -> None:
         steps = stages.train(snapshot_at)
         snapshot = stages.state()
         stages.train(9 - snapshot_at)
-        stages.executors[1] = StageExecutor(CONFIG, torch.device("cpu"), StageClock(), windows=WINDOWS - 3)
+        stages.executors[1] = StageExecutor(CONFIG, CPU, StageClock(), StageModel(CONFIG, CPU), windows=WINDOWS - 3)
         stages.executors[1].place(1, 3)
         stages.forget()
         stages.restore(snapshot_at, snapshot.__getitem__)
@@ -223,9 +225,9 @@ def test_fp32_links_leave_the_memory_alone() -> None:
 
 def test_a_stage_needs_the_number_of_samples_and_the_room() -> None:
     with pytest.raises(RunError, match="did not say"):
-        StageExecutor(CONFIG, torch.device("cpu"), StageClock())
+        StageExecutor(CONFIG, CPU, StageClock(), StageModel(CONFIG, CPU))
     tight = replace(CONFIG, pipeline=replace(CONFIG.pipeline, cache_gb=1e-4))
     with pytest.raises(
         ConfigError, match=r"would keep 0.000207 GB of activations at one of 3 stages .*cache_gb"
     ):
-        StageExecutor(tight, torch.device("cpu"), StageClock(), windows=100)
+        StageExecutor(tight, CPU, StageClock(), StageModel(tight, CPU), windows=100)

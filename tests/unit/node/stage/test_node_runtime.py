@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ import torch
 
 from node.config.schema import RunConfig
 from node.run_file.loader import to_json
-from node.stage import runtime as module
+from node.stage import session as module
 from node.stage import watchdog
-from node.stage.node_settings import IdentityHolder, NodeSettings
-from node.stage.runtime import NodeRuntime
+from node.stage.runtime import NodeRuntime, NodeSettings
+from node.stage.session import IdentityHolder, renew_certificates
+from node.stage.stage_model import OneDevice
 from node.stage.watchdog import StuckError
 from node.telemetry.clock import TimeKind
 from tests.support.pki import new_authority, new_node
@@ -37,12 +38,12 @@ def authority() -> CertificateAuthority:
 
 
 @pytest.fixture
-def runtime(tmp_path: Path, authority: CertificateAuthority) -> NodeRuntime:
+async def runtime(tmp_path: Path, authority: CertificateAuthority) -> NodeRuntime:
     settings = NodeSettings(
         control_address="127.0.0.1:1",
         listen="127.0.0.1:0",
         advertise="",
-        device=torch.device("cpu"),
+        devices=OneDevice(torch.device("cpu")),
         hardware=Hardware("cpu", 1, 0),
         flops=1.0,
         cache_directory=tmp_path,
@@ -65,9 +66,9 @@ def alone(runtime: NodeRuntime, monkeypatch: pytest.MonkeyPatch, *messages: Any)
     async def rate() -> float:
         return 1.0
 
-    async def session() -> None:
+    async def session(hello: Any, handle: Callable[[Any], Awaitable[None]]) -> None:
         for message in messages:
-            await runtime._handle(message)
+            await handle(message)
         await asyncio.Event().wait()
 
     monkeypatch.setattr(runtime._client, "measure_download", rate)
@@ -86,14 +87,15 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_all_that_the_compute_thread_does_is_work_and_then_it_waits(runtime: NodeRuntime) -> None:
-    clock = runtime._clock
+    compute = runtime._compute
+    clock = compute.clock
     assert clock.running()[0] is TimeKind.WAIT_COORDINATOR
-    assert (await runtime.compute(clock.running))[0] is TimeKind.OPTIMIZER
+    assert (await compute.run(clock.running))[0] is TimeKind.OPTIMIZER
     # A step ends in another kind, and so does one that breaks off.
-    await runtime.compute(lambda: clock.switch(TimeKind.BACKWARD))
+    await compute.run(lambda: clock.switch(TimeKind.BACKWARD))
     assert clock.running()[0] is TimeKind.WAIT_COORDINATOR
     with pytest.raises(ZeroDivisionError):
-        await runtime.compute(lambda: 1 // 0)
+        await compute.run(lambda: 1 // 0)
     assert clock.running()[0] is TimeKind.WAIT_COORDINATOR
 
 
@@ -103,7 +105,7 @@ async def test_a_node_whose_run_is_over_does_not_wait_for_a_thread_that_hangs(
 ) -> None:
     alone(runtime, monkeypatch)
     async with running(runtime) as task:
-        hung = asyncio.create_task(runtime.compute(over.wait))
+        hung = asyncio.create_task(runtime._compute.run(over.wait))
         runtime._end(Finish(reason="over", failed=failed))
         # Nobody looks before its time: it may be at a long piece of work.
         done, _ = await asyncio.wait([task], timeout=0.1)
@@ -125,7 +127,7 @@ async def test_a_node_whose_run_is_over_waits_for_what_it_is_at(
         go.wait()
 
     async with running(runtime) as task:
-        at_it = asyncio.create_task(runtime.compute(work))
+        at_it = asyncio.create_task(runtime._compute.run(work))
         await asyncio.to_thread(started.wait)
         runtime._end(Finish(reason="over", failed=False))
         assert not (await asyncio.wait([task], timeout=0.1))[0]
@@ -157,7 +159,7 @@ async def test_a_certificate_is_renewed_and_a_clock_by_which_each_has_ended_ends
     error, line = (LinkError, "set the clock") if ahead else (Refused, "enough")
     async with asyncio.timeout(SECONDS):
         with pytest.raises(error, match=line):
-            await runtime._renew_certificate()
+            await renew_certificates(runtime._identity, runtime._client)
     assert (runtime._identity.current == first) == bool(ahead)
 
 
@@ -171,7 +173,7 @@ async def test_a_node_lives_while_its_devices_start(
     async with running(runtime) as task:
         for _ in range(3):
             assert isinstance(await heard.get(), Heartbeat)
-        assert runtime._clock.running()[0] is TimeKind.OPTIMIZER, "the watchdog looks at it"
+        assert runtime._compute.clock.running()[0] is TimeKind.OPTIMIZER, "the watchdog looks at it"
         task.cancel()
         over.set()
         await asyncio.wait([task])

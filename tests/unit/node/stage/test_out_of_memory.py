@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from node.parallel.together import together
-from node.stage.error_groups import in_short
-from node.stage.memory_note import NOTE_FILE, VALID_SECONDS, MemoryNote
-from node.stage.out_of_memory import exhausted, ran_out, room
+from node.parallel.collectives import collective
+from node.stage.out_of_memory import NOTE_FILE, VALID_SECONDS, MemoryNote, exhausted, ran_out, room
+from node.stage.session import short_reason
 from wire.errors import DeviceLostError
 from wire.identity.enrolment import Hardware
 
@@ -54,9 +53,9 @@ def test_other_trouble_is_not_taken_for_it(error: Exception) -> None:
 
 
 def test_it_is_not_taken_for_another_ranks_end() -> None:
-    with pytest.raises(torch.OutOfMemoryError), together():
+    with pytest.raises(torch.OutOfMemoryError), collective():
         raise torch.OutOfMemoryError("CUDA out of memory.")
-    with pytest.raises(DeviceLostError), together():
+    with pytest.raises(DeviceLostError), collective():
         raise RuntimeError("Connection closed by peer")
 
 
@@ -77,7 +76,7 @@ def test_the_line_names_the_stage_the_estimate_the_device_and_what_to_do(
         "cuda:1 ran out of memory at stage 2 of 4, which was estimated to need 65 kB; it offered 70 kB, and "
         "cuda:1 has 80 kB, of which 60 kB are this process's and 5 kB free"
     )
-    assert in_short(error) == error.happened, "it is not cut"
+    assert short_reason(error) == error.happened, "it is not cut"
     assert (error.need, error.exit_code) == (65_000, 1)
     early = exhausted(GPU, "", offered=1)
     assert early.need == 0 and str(early).startswith("cuda:1 ran out of memory before it had a stage, ")

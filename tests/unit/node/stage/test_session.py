@@ -11,8 +11,7 @@ import pytest
 
 from node.stage import session as module
 from node.stage.coordinator_client import CoordinatorClient
-from node.stage.error_groups import in_short
-from node.stage.session import Session
+from node.stage.session import Session, short_reason
 from wire.errors import (
     DeviceLostError,
     LinkError,
@@ -88,11 +87,17 @@ class Wire:
         self.replies.put_nowait(LinkError("the coordinator closed the control connection"))
 
 
-def a_session(wire: Wire, handle: Callable[[CoordinatorMessage], Awaitable[None]] | None = None) -> Session:
-    async def pass_by(_message: CoordinatorMessage) -> None:
+def a_session(wire: Wire) -> Session:
+    return Session(cast(CoordinatorClient, wire))
+
+
+async def run(
+    session: Session, handle: Callable[[CoordinatorMessage], Awaitable[None]] | None = None
+) -> None:
+    async def ignore(_message: CoordinatorMessage) -> None:
         return None
 
-    return Session(cast(CoordinatorClient, wire), lambda: HELLO, handle or pass_by)
+    await session.run(lambda: HELLO, handle or ignore)
 
 
 async def cancel(task: asyncio.Task[None]) -> None:
@@ -108,8 +113,8 @@ async def test_the_last_word_is_said_on_the_connection_that_is_there() -> None:
     async def handle(message: CoordinatorMessage) -> None:
         handled.append(message)
 
-    session = a_session(wire, handle)
-    running = asyncio.create_task(session.run())
+    session = a_session(wire)
+    running = asyncio.create_task(run(session, handle))
     assert await wire.said() == HELLO
     await cancel(running)
     told = asyncio.create_task(session.farewell("out of memory"))
@@ -127,7 +132,7 @@ async def test_nothing_that_waits_is_said_before_it() -> None:
     wire = Wire()
     wire.accepts = False
     session = a_session(wire)
-    running = asyncio.create_task(session.run())
+    running = asyncio.create_task(run(session))
     await asyncio.wait_for(wire.dialled.acquire(), SECONDS)
     session.post(PLACED)
     session.leave("asked to")
@@ -150,7 +155,7 @@ async def test_a_coordinator_that_does_not_answer_holds_nobody_up(
     wire = Wire()
     wire.accepts = there
     session = a_session(wire)
-    running = asyncio.create_task(session.run())
+    running = asyncio.create_task(run(session))
     await asyncio.wait_for(wire.dialled.acquire(), SECONDS)
     await cancel(running)
     loop = asyncio.get_running_loop()
@@ -175,8 +180,8 @@ async def test_what_fails_over_a_message_can_still_be_said() -> None:
         handled.append(message)
         raise MemoryError("a model")
 
-    session = a_session(wire, handle)
-    running = asyncio.create_task(session.run())
+    session = a_session(wire)
+    running = asyncio.create_task(run(session, handle))
     assert await wire.said() == HELLO
     wire.replies.put_nowait(ABORT)
     wire.replies.put_nowait(ABORT)
@@ -194,13 +199,13 @@ async def test_what_fails_over_a_message_can_still_be_said() -> None:
 async def test_a_broken_connection_is_dialled_again_and_asks_to_leave_again() -> None:
     wire = Wire()
     session = a_session(wire)
-    running = asyncio.create_task(session.run())
+    running = asyncio.create_task(run(session))
     assert await wire.said() == HELLO
     session.leave("the volunteer asked to leave")
     assert await wire.said() == Leave(reason="the volunteer asked to leave")
     wire.closes()
     assert await wire.said() == HELLO
-    assert await wire.said() == Leave(reason="said before, perhaps unheard")
+    assert await wire.said() == Leave(reason="repeated after a reconnect")
     running.cancel()
     await session.close()
 
@@ -208,7 +213,7 @@ async def test_a_broken_connection_is_dialled_again_and_asks_to_leave_again() ->
 async def test_a_port_that_cannot_be_reached_for_a_moment_ends_no_node_that_was_in() -> None:
     wire = Wire()
     session = a_session(wire)
-    running = asyncio.create_task(session.run())
+    running = asyncio.create_task(run(session))
     assert await wire.said() == HELLO
     wire.accepts = False
     wire.refusal = Refused(RefusalCode.UNREACHABLE, "neighbours cannot reach this node")
@@ -231,7 +236,7 @@ async def test_a_coordinator_that_cannot_answer_yet_is_waited_for_and_then_may_b
 ) -> None:
     wire = Wire()
     session = a_session(wire)
-    running = asyncio.create_task(session.run())
+    running = asyncio.create_task(run(session))
     assert await wire.said() == HELLO
     wire.accepts, wire.outage_seconds = False, 0.2
     wire.refusal = NotYetError("the coordinator reads")
@@ -252,7 +257,7 @@ async def test_a_port_that_was_never_reached_ends_the_node_at_once() -> None:
     wire.accepts = False
     wire.refusal = Refused(RefusalCode.UNREACHABLE, "neighbours cannot reach this node")
     with pytest.raises(Refused, match="neighbours cannot reach this node"):
-        await asyncio.wait_for(a_session(wire).run(), SECONDS)
+        await asyncio.wait_for(run(a_session(wire)), SECONDS)
 
 
 async def test_a_refusal_and_a_long_outage_end_it_and_leave_nothing_to_say(
@@ -260,7 +265,7 @@ async def test_a_refusal_and_a_long_outage_end_it_and_leave_nothing_to_say(
 ) -> None:
     wire = Wire()
     session = a_session(wire)
-    running = asyncio.create_task(session.run())
+    running = asyncio.create_task(run(session))
     assert await wire.said() == HELLO
     wire.replies.put_nowait(Refused(RefusalCode.EVICTED, "you were evicted"))
     with pytest.raises(Refused, match="evicted"):
@@ -271,7 +276,7 @@ async def test_a_refusal_and_a_long_outage_end_it_and_leave_nothing_to_say(
     monkeypatch.setattr(wire, "outage_seconds", 0.2)
     session = a_session(wire)
     with caplog.at_level(logging.WARNING), pytest.raises(LinkLostError, match=r"did not answer for 0\.2 s"):
-        await asyncio.wait_for(session.run(), SECONDS)
+        await asyncio.wait_for(run(session), SECONDS)
     await asyncio.wait_for(session.farewell("nobody is there"), 1.0)
     await session.close()
     assert wire.heard.empty()
@@ -282,9 +287,9 @@ async def test_a_refusal_and_a_long_outage_end_it_and_leave_nothing_to_say(
 
 def test_an_error_for_users_speaks_for_itself() -> None:
     lost = DeviceLostError("the process of this node's cuda:1 (rank 1) ended with exit code -9")
-    assert in_short(lost) == str(lost)
-    assert in_short(MemoryExhaustedError("it ran out: do this", happened="it ran out")) == "it ran out"
-    assert in_short(MemoryExhaustedError("it ran out")) == "it ran out"
+    assert short_reason(lost) == str(lost)
+    assert short_reason(MemoryExhaustedError("it ran out: do this", happened="it ran out")) == "it ran out"
+    assert short_reason(MemoryExhaustedError("it ran out")) == "it ran out"
 
 
 @pytest.mark.parametrize(
@@ -300,10 +305,10 @@ def test_an_error_for_users_speaks_for_itself() -> None:
     ],
 )
 def test_of_any_other_error_only_the_kind_is_told(error: Exception, said: str) -> None:
-    assert in_short(error) == said
+    assert short_reason(error) == said
 
 
 def test_it_is_one_short_line() -> None:
-    said = in_short(RunError("\x1b[2Jthe stage\r\ndid not let go " + 1000 * "x"))
+    said = short_reason(RunError("\x1b[2Jthe stage\r\ndid not let go " + 1000 * "x"))
     assert said.startswith(" [2Jthe stage  did not let go xxx") and said.endswith("x...")
     assert len(said) == LONGEST_REASON and said.isprintable()

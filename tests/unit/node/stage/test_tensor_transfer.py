@@ -14,6 +14,7 @@ from torch import Tensor
 from node.config.schema import PipelineSection, RunConfig
 from node.stage import executor
 from node.stage.device_transfer import CpuTransfer, CudaTransfer, DeviceTransfer
+from node.stage.stage_model import StageModel
 from node.stage.tensor_transfer import BadTensorError, Incoming, TensorTransfer
 from node.telemetry.clock import StageClock
 from wire.codecs.base import Codec
@@ -22,6 +23,7 @@ from wire.codecs.registry import codec
 from wire.errors import MemoryMismatchError, NonFiniteError, PackedMismatchError
 from wire.spec import Direction, TensorKey, TensorSpec
 
+CPU = torch.device("cpu")
 SPEC = TensorSpec(torch.float32, (2, 5, 130))
 SECONDS = 10.0
 
@@ -164,21 +166,21 @@ class Recorder(CpuTransfer):
 def test_a_rehearsal_packs_and_unpacks_and_only_logs_what_fails(caplog: pytest.LogCaptureFixture) -> None:
     device, box = Recorder(refused="fixed-8"), Box()
     there = transfer(device)
-    there.rehearse([codec("tah"), codec("fixed-8"), codec("fixed-4")], tensor(0))
+    there.compile_codecs([codec("tah"), codec("fixed-8"), codec("fixed-4")], tensor(0))
     there.send(key(0), codec("tah"), tensor(1), there.computed(), box)
     there.drain()
     assert device.packed == [("tah", SPEC), ("fixed-4", SPEC), ("tah", SPEC)]
     assert device.unpacked == [("tah", SPEC), ("fixed-4", SPEC)]
     assert list(box.sent) == [key(0)]
     assert [record.getMessage() for record in caplog.records] == [
-        "packing by fixed-8 failed when it was tried: no compiler"
+        "compiling codec fixed-8 failed: no compiler"
     ]
 
 
 @pytest.mark.parametrize(
     ("forward", "tried"), [("tah", ["tah", "fixed-6"]), ("fixed-6", ["fixed-6"]), ("aqsgd-4", ["fixed-6"])]
 )
-def test_a_stage_rehearses_the_codecs_that_it_can(
+def test_a_stage_compiles_its_codecs(
     forward: str, tried: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Recorder()
@@ -187,8 +189,8 @@ def test_a_stage_rehearses_the_codecs_that_it_can(
         RunConfig(),
         pipeline=replace(PipelineSection(), forward_codec=forward, backward_codec="fixed-6"),
     )
-    stage = executor.StageExecutor(config, torch.device("cpu"), StageClock(), windows=4)
-    stage.rehearse()
+    stage = executor.StageExecutor(config, CPU, StageClock(), StageModel(config, CPU), windows=4)
+    stage.compile_codecs()
     stage._transfer._thread.shutdown(wait=True)
     boundary = TensorSpec(torch.float32, (2, 256, 256))
     assert device.packed == device.unpacked == [(name, boundary) for name in tried]

@@ -8,7 +8,7 @@ import pytest
 
 from node.stage import watchdog
 from node.stage.inbox import STALL_SECONDS
-from node.stage.watchdog import STUCK_SECONDS, StuckError, check_progress, watch
+from node.stage.watchdog import STUCK_SECONDS, ComputeThread, StuckError, check_progress
 from node.telemetry.clock import WAITS, StageClock, TimeKind
 
 HANGS = """
@@ -50,7 +50,7 @@ async def test_the_clock_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     clock = StageClock(lambda: now)
     clock.switch(TimeKind.FORWARD)
-    watching = asyncio.create_task(watch(clock))
+    watching = asyncio.create_task(ComputeThread(clock).watch())
     now = STUCK_SECONDS
     await asyncio.sleep(0.05)
     assert not watching.done()

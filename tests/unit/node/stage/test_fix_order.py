@@ -8,7 +8,7 @@ import torch
 import torch.utils.deterministic
 
 from kernels.attention import _fixed_order
-from node.stage.fixed_order import fix_order
+from node.stage.machine_info import fix_order
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 

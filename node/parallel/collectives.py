@@ -1,8 +1,11 @@
-"""The two collectives of tensor parallelism over `torch.distributed`.
+"""Calls of `torch.distributed` between the processes of a node, and the collectives of tensor parallelism.
 
-Both move bytes, so that gloo takes every dtype. A reduce-scatter is an all-to-all and a sum in float32 in the
-order of ranks: as many bytes as a ring moves, and neither the rounding nor the order of sums in bfloat16.
+Both collectives move bytes, so that gloo takes every dtype. A reduce-scatter is an all-to-all and a sum in
+float32 in the order of ranks: it moves as many bytes as a ring and neither rounds nor reorders in bfloat16.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -10,7 +13,25 @@ from torch import Tensor
 
 from node.model.tensor_rank import TensorRank
 from node.parallel.fp8_all_reduce import all_gather
-from node.parallel.together import together
+from node.stage.out_of_memory import ran_out
+from wire.errors import DeviceLostError
+
+
+@contextmanager
+def collective() -> Iterator[None]:
+    """Run a collective inside. Raises DeviceLostError in one line if another process has ended.
+
+    If this process runs out of memory, that error is raised as it is.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if ran_out(error):
+            raise
+        reason = str(error).partition("\n")[0][:200]
+        raise DeviceLostError(
+            f"the process of another of this node's devices is gone, and the node ends with it ({reason})"
+        ) from error
 
 
 class TensorRanks(TensorRank):
@@ -25,7 +46,7 @@ class TensorRanks(TensorRank):
         mine = x_bsc.contiguous()
         batch, length, *rest = mine.shape
         everybody = mine.new_empty((self.count, *mine.shape))
-        with together():
+        with collective():
             all_gather(_bytes(everybody), _bytes(mine), group=self._group)
         return everybody.transpose(0, 1).reshape(batch, self.count * length, *rest)
 
@@ -34,7 +55,7 @@ class TensorRanks(TensorRank):
         shares = partial_bsc.reshape(batch, self.count, length // self.count, *rest)
         sent = shares.transpose(0, 1).contiguous()
         received = torch.empty_like(sent)
-        with together():
+        with collective():
             dist.all_to_all_single(_bytes(received), _bytes(sent), group=self._group)
         # In place where they are float32 already.
         total = received[0].float()

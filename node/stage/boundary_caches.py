@@ -1,8 +1,8 @@
-"""What one stage remembers of the activations at its boundaries, for a forward codec that packs changes.
+"""The sample caches of one stage's boundaries, for a forward codec that sends changes (`aqsgd-b`).
 
-A boundary is named by the layer unit before it. The sending stage puts what it remembers into that unit's
-snapshot, and after a restore both ends read it there, so that a step that is run again packs the same bytes.
-A boundary that the snapshot does not know, because the model was split elsewhere, starts afresh.
+A boundary is named by the layer unit before it. The sending stage stores its cache in that unit's snapshot,
+and after a restore both ends read it from there, so a repeated step packs the same bytes. A boundary that is
+not in the snapshot, because the model was split elsewhere, starts with an empty cache.
 """
 
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ from wire.errors import RunError
 from wire.spec import TensorKey
 
 
-class ActivationMemory:
-    """The caches of one stage, by global boundary."""
+class BoundaryCaches:
+    """The sample caches of one stage, by global boundary."""
 
     def __init__(self, config: RunConfig, windows: int) -> None:
         """
@@ -29,8 +29,8 @@ class ActivationMemory:
             windows: samples of one pass over the text.
 
         Raises:
-            ConfigError: a stage would remember more than the run file allows.
-            RunError: no samples, so the coordinator and this node do not speak of the same run.
+            ConfigError: the caches would be larger than the run file allows.
+            RunError: the coordinator sent no number of samples.
         """
         if windows < 1:
             raise RunError(
@@ -39,7 +39,7 @@ class ActivationMemory:
             )
         check_cache(config, windows)
         found = codec(config.pipeline.forward_codec)
-        assert isinstance(found, AqsgdCodec), "the only codec with a memory"
+        assert isinstance(found, AqsgdCodec), "the only codec with a sample cache"
         training = config.training
         self._codec = found
         self._microbatch = training.microbatch
@@ -48,10 +48,10 @@ class ActivationMemory:
         self._caches: dict[int, SampleCache] = {}
 
     def restore(self, step: int, states: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Remember what a snapshot of `step` holds.
+        """Load the caches from a snapshot of `step`.
 
         Args:
-            states: by boundary, a unit's whole state; one without remembered activations starts afresh.
+            states: a unit's whole state by boundary; without a cache in it the boundary starts empty.
         """
         self._caches = {
             boundary: SampleCache(self._order.windows, self._shape, since=step) for boundary in states
@@ -61,12 +61,12 @@ class ActivationMemory:
                 self._caches[boundary].load(kept)
 
     def state(self, boundary: int) -> dict[str, Tensor]:
-        """A copy of what is remembered at a boundary, to go into the snapshot of the unit before it."""
+        """A copy of a boundary's cache, for the snapshot of the unit before it."""
         kept = self._caches[boundary].state()
         return {f"{CACHE_PREFIX}{name}": tensor for name, tensor in kept.items()}
 
     def codec(self, key: TensorKey) -> AqsgdTensorCodec:
-        """The codec of one activation. Its size follows from `key` alone; packing needs the caches."""
+        """The codec of one activation. Its packed size depends on `key` only; packing uses the caches."""
         cache = self._caches[key.boundary]
         rows = slice(key.microbatch * self._microbatch, (key.microbatch + 1) * self._microbatch)
         return self._codec.of(
@@ -79,12 +79,12 @@ class ActivationMemory:
         )
 
     def commit(self) -> None:
-        """The step is done: remember what it sent."""
+        """The step is committed: keep what it sent."""
         for cache in self._caches.values():
             cache.commit()
 
     def rollback(self) -> None:
-        """The step begins, perhaps again: forget what an attempt sent that came to nothing."""
+        """A step begins: drop what an aborted attempt sent."""
         for cache in self._caches.values():
             cache.rollback()
 

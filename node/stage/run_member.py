@@ -1,0 +1,204 @@
+"""A node as a member of a run: its stage, the epoch that it works on, and its part in snapshots."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from node import faults
+from node.pipeline.device_memory import Devices
+from node.pipeline.memory import stage_bytes
+from node.stage import out_of_memory
+from node.stage.coordinator_client import Batches, CoordinatorClient
+from node.stage.epoch_links import EpochLinks
+from node.stage.epoch_task import EpochTask, LinkEvents, State
+from node.stage.executor import StageExecutor
+from node.stage.inbox import Inbox, TensorLink
+from node.stage.measure import NodeMeter
+from node.stage.node_metrics import NodeMetrics
+from node.stage.session import Session
+from node.stage.snapshot_cache import SnapshotCache
+from node.stage.snapshot_transfer import SnapshotTransfer
+from node.stage.watchdog import ComputeThread
+from wire.errors import MemoryExhaustedError, RunError
+from wire.messages import (
+    Abort,
+    Applied,
+    Begin,
+    Commit,
+    NodeMessage,
+    Placement,
+    Prefetch,
+    Restore,
+    TakeSnapshot,
+    Welcome,
+)
+from wire.spec import Direction
+from wire.telemetry import Telemetry
+
+Result = TypeVar("Result")
+RunMessage = Placement | Restore | Begin | Commit | TakeSnapshot | Prefetch | Abort
+"""What the coordinator sends to a member of the run."""
+
+END_EPOCH_SECONDS = 30
+"""How long the tasks of a finished epoch may take to end."""
+
+
+class RunMember:
+    """Implements `node.stage.epoch_task.Services`. Call everything on the event loop."""
+
+    def __init__(
+        self,
+        welcome: Welcome,
+        executor: StageExecutor,
+        *,
+        session: Session,
+        client: CoordinatorClient,
+        links: EpochLinks,
+        cache: SnapshotCache,
+        compute: ComputeThread,
+        meter: NodeMeter,
+        metrics: NodeMetrics,
+        group: asyncio.TaskGroup,
+        tell: Callable[[str], None],
+    ) -> None:
+        """
+        Args:
+            group: runs the background tasks; their errors end the node.
+            tell: shows the volunteer a line.
+        """
+        self.config_json = welcome.config_json
+        self.executor = executor
+        self.inbox = Inbox()
+        self.elements_sent: dict[Direction, int] = {}
+        self.batches = Batches(executor.config, client, group)
+        self._windows = welcome.windows
+        self._snapshots = SnapshotTransfer(
+            config=executor.config,
+            windows=welcome.windows,
+            client=client,
+            cache=cache,
+            group=group,
+            post=session.post,
+            tell=tell,
+        )
+        self._session = session
+        self._links = links
+        self._compute = compute
+        self._meter = meter
+        self._metrics = metrics
+        self._group = group
+        self._tell = tell
+        self._running: tuple[EpochTask, asyncio.Task[None]] | None = None
+        """The current epoch; None between epochs."""
+
+    @property
+    def epoch(self) -> int:
+        """Number of the current epoch; 0 between epochs."""
+        return 0 if self._running is None else self._running[0].number
+
+    @property
+    def sending(self) -> bool:
+        """Whether a snapshot's layer is being uploaded."""
+        return self._snapshots.sending
+
+    async def handle(self, message: RunMessage) -> None:
+        """Act on a message of the coordinator."""
+        match message:
+            case Placement() if message.epoch != self.epoch:
+                await self._end_epoch()
+                self._begin_epoch(message)
+            case Abort():
+                if self._running is not None and self.epoch == message.epoch:
+                    self._tell(f"epoch {message.epoch} is over: {message.reason}")
+                    await self._end_epoch()
+            case Prefetch():
+                self._snapshots.prefetch(message)
+            case _:
+                if self._running is not None and self.epoch == message.epoch:
+                    self._running[0].submit(message)
+
+    async def end(self) -> None:
+        """Stop all work of the run."""
+        self._snapshots.cancel()
+        await self._end_epoch()
+
+    def exhausted(
+        self, device: torch.device, on_device: str, devices: Devices, offered: int
+    ) -> MemoryExhaustedError:
+        """The error of a node whose `device` ran out of memory; arguments as for `out_of_memory.exhausted`."""
+        executor = self.executor
+        if executor.stage < 0:
+            return out_of_memory.exhausted(device, on_device, offered=offered)
+        config = executor.config
+        wide = replace(config, pipeline=replace(config.pipeline, window=executor.widest_window))
+        stages = stage_bytes(wide, executor.stages, devices, windows=self._windows)
+        stage = executor.stage
+        return out_of_memory.exhausted(
+            device, on_device, offered=offered, stage=stage, stages=len(stages), need=stages[stage]
+        )
+
+    # ---- services of an epoch
+
+    def post(self, message: NodeMessage) -> None:
+        self._session.post(message)
+        if isinstance(message, Applied):
+            for spans in self._meter.step_spans(message.epoch, message.step, self.executor.stage):
+                self._session.post(spans)
+
+    async def compute(self, work: Callable[[], Result]) -> Result:
+        return await self._compute.run(work)
+
+    async def fetch_layer(self, step: int, unit: str) -> bytes:
+        return await self._snapshots.fetch(step, unit)
+
+    def upload(self, epoch: int, step: int, state: State) -> None:
+        if self._session.leaving:
+            faults.reach(faults.Phase.DRAIN, stage=self.executor.stage, step=step)
+        self._snapshots.upload(epoch, step, state, stage=self.executor.stage)
+
+    def uploading(self, step: int) -> bool:
+        return self._snapshots.uploading(step)
+
+    def count_time(self) -> None:
+        self._meter.count_time(self._compute.clock)
+
+    def telemetry(self) -> Telemetry:
+        report = self._meter.telemetry(
+            self._compute.clock, self._links.totals(), self.elements_sent, self.executor.codec_name
+        )
+        placement = None if self._running is None else self._running[0].placement
+        stage = (-1, 0) if placement is None else (placement.stage, len(placement.stages))
+        self._metrics.report(report, *stage)
+        return report
+
+    def open_links(
+        self, placement: Placement, peers: tuple[int, ...], events: LinkEvents
+    ) -> contextlib.AbstractAsyncContextManager[Mapping[int, TensorLink]]:
+        return self._links.open(placement, peers, self.executor.config, events)
+
+    # ---- epochs
+
+    def _begin_epoch(self, placement: Placement) -> None:
+        self._meter.begin_epoch(placement.epoch, self.elements_sent)
+        epoch = EpochTask(placement, self)
+        self._running = epoch, self._group.create_task(epoch.run())
+        self._tell(f"stage {placement.stage} of {len(placement.stages)} in epoch {placement.epoch}")
+
+    async def _end_epoch(self) -> None:
+        """Stop the epoch's task; its step ends at the next tensor, before the next epoch's first work."""
+        if self._running is None:
+            return
+        (_, task), self._running = self._running, None
+        self.inbox.interrupt("the epoch is over")
+        for _ in range(END_EPOCH_SECONDS):
+            # Before Python 3.13 a cancellation that meets a failing child of a task group may be lost.
+            task.cancel()
+            await asyncio.wait([task], timeout=1)
+            if task.done():
+                break
+        else:
+            raise RunError(f"the stage did not let go within {END_EPOCH_SECONDS} s: start this node again")
