@@ -210,7 +210,8 @@ class EpochTask:
                 if self._vote is None or self._vote.step != command.step:
                     await self._run_step(command)
                 if self._vote is not None:
-                    self._services.post(self._vote)
+                    for message in faults.lies(self._vote, stage=self.stage):
+                        self._services.post(message)
             case Commit():
                 await self._apply(command)
             case TakeSnapshot():
