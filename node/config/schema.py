@@ -1,6 +1,6 @@
-"""The run file's sections as frozen dataclasses. Reading, checking and printing live beside this module.
+"""The run file's sections as frozen dataclasses; `node/run_file` reads and checks them.
 
-Units are in the names or the docstrings; every field's meaning is given beneath it.
+The docstring beneath a field is its text in the run file's reference. Units are in the name or the docstring.
 """
 
 from dataclasses import dataclass, field
@@ -14,13 +14,13 @@ class RunSection:
     name: str = "run"
     """Shown to volunteers and used as the run directory's name."""
     seed: int = 0
-    """All randomness is a function of this and of (step, microbatch, layer, direction)."""
+    """Seed of all randomness: data order, initial weights, stochastic rounding."""
     steps: int = 300
     """Optimizer steps in the whole run."""
     snapshot_every: int = 100
-    """Steps between snapshots; the last step always makes one."""
+    """Steps between snapshots; the last step always writes one."""
     keep_snapshots: int = 3
-    """Complete snapshots kept; older ones are removed."""
+    """Complete snapshots to keep; older ones are deleted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class ModelSection:
     layers: int = 8
     """Transformer blocks."""
     hidden: int = 256
-    """Width of the model: channels of the tensors between stages."""
+    """Model width: channels of the tensors between stages."""
     heads: int = 8
     """Attention heads; must divide `hidden`."""
     kv_heads: int = 8
@@ -42,11 +42,11 @@ class ModelSection:
     vocab: int = 256
     """Size of the vocabulary, at least 256 for byte tokens."""
     sequence: int = 256
-    """Tokens a sample."""
+    """Tokens in a sample."""
     tied: bool = False
-    """The output head shares the embedding's weight. Its gradient crosses the network once a step."""
+    """The output head shares the embedding's weight; its gradient crosses the network once a step."""
     norm_eps: float = 1e-5
-    """Added under the root in norms."""
+    """Epsilon of the norms."""
     rope_theta: float = 10000.0
     """Base of the rotary position embedding (llama only)."""
     init_std: float = 0.02
@@ -55,17 +55,17 @@ class ModelSection:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """`[data]`, read by the coordinator alone: volunteers need no data."""
+    """`[data]`: only the coordinator reads it; volunteers need no data."""
 
     path: str = "stdlib"
-    """A text or JSONL file, a folder of them, or `stdlib`: the Python standard library's own sources. A
-    relative path is of the folder where the coordinator is started; the run keeps it absolute."""
+    """A text or JSONL file, a folder of them, or `stdlib` (the sources of Python's standard library). A
+    relative path starts where the coordinator is started; the run stores it as an absolute path."""
     jsonl_field: str = "text"
-    """The field of each JSONL line that holds its text."""
+    """The JSONL field that holds the text."""
     shift: bool = True
-    """Each pass over the text cuts it into samples at another offset; `aqsgd-b` needs `false`: the same."""
+    """Cut each pass over the text at another offset. `aqsgd-b` needs `false`."""
     tokenizer: str = "bytes"
-    """`bytes`: a token a byte, vocabulary 256; or a folder or file with GPT-2 style BPE tables."""
+    """`bytes` (a token per byte, vocabulary 256), or a folder or file with GPT-2 style BPE tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,55 +73,57 @@ class TrainingSection:
     """`[training]`"""
 
     global_batch: int = 16
-    """Samples a step."""
+    """Samples in a step."""
     microbatch: int = 2
-    """Samples a microbatch; must divide `global_batch`."""
+    """Samples in a microbatch; must divide `global_batch`."""
     lr: float = 1e-3
-    """Learning rate at its highest, after warmup."""
+    """Peak learning rate, after warmup."""
     min_lr_ratio: float = 0.1
     """The cosine ends at this share of `lr`."""
     warmup_steps: int = 20
     """Steps over which the learning rate rises; a cosine follows."""
     beta1: float = 0.9
-    """AdamW's decay of the gradient's mean."""
+    """AdamW's decay rate of the first moment."""
     beta2: float = 0.95
-    """AdamW's decay of the gradient's square."""
+    """AdamW's decay rate of the second moment."""
     eps: float = 1e-8
-    """AdamW's, added to the root of the second moment."""
+    """AdamW's epsilon."""
     weight_decay: float = 0.1
-    """On matrices; never on norms and biases."""
+    """Weight decay of matrices; norms and biases have none."""
     clip: float = 1.0
-    """Global gradient norm across all stages; 0 turns clipping off."""
+    """Clip the global gradient norm to this; 0 turns clipping off."""
     precision: str = "float32"
-    """`float32`, or `bfloat16` (autocast)."""
+    """Compute in `float32`, or in `bfloat16` (autocast)."""
     weights: str = "float32"
-    """`float32`, or `bfloat16` with stochastic rounding (needs precision bfloat16 and moments fp8)."""
+    """Store weights in `float32`, or in `bfloat16` with stochastic rounding (needs `precision` bfloat16 and
+    `moments` fp8)."""
     gradients: str = "float32"
-    """Where gradients add up over a step: `float32`, or `fp8` (e4m3 in blocks of 128; matrices alone)."""
+    """Accumulate gradients in `float32`, or in `fp8` (e4m3 in blocks of 128; matrices only)."""
     moments: str = "float32"
-    """AdamW's state: `float32`, or `fp8` (e4m3 in blocks of 128 with range expansion; matrices alone)."""
+    """Store AdamW's moments in `float32`, or in `fp8` (e4m3 in blocks of 128 with range expansion; matrices
+    only)."""
     cuda_graphs: bool = True
-    """A node of one GPU gives it a whole pass at a time and not kernel by kernel; this changes no bit."""
+    """Capture passes as CUDA graphs on single-GPU nodes; bit-identical."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StorageSection:
-    """`[storage]`, how a block keeps activations for backward."""
+    """`[storage]`: how a block stores activations for backward."""
 
     preset: str = "off"
-    """`off` (what autograd keeps), `agoq` (the paper's: 4 bits, attention in BF16) or `compact` (attention in
-    8 bits too). The keys below replace a kind's form."""
+    """`off` (as autograd does), `agoq` (the paper's: 4 bits, attention in BF16) or `compact` (attention in 8
+    bits too). The keys below override the preset for one kind of tensor."""
     norm_input: str = "preset"
-    """Both norms' input: `none` (as computed), `bf16`, or `8`, `6`, `5` or `4` bits in blocks of 128. All
-    that is computed again follows from it, so it cannot be itself."""
+    """Both norms' input: `none` (as computed), `bf16`, or `8`, `6`, `5` or `4` bits in blocks of 128.
+    Everything recomputed starts from it, so it cannot be recomputed."""
     ffn_input: str = "preset"
-    """The inputs of SwiGLU or GELU: the same, `3`, or `recompute` (from the norm's input)."""
+    """The inputs of SwiGLU or GELU: the same forms, `3`, or `recompute` (from the norm's input)."""
     attention: str = "preset"
     """Queries, keys and values: `none`, `bf16`, `8`, `6`, `5`, `4` or `recompute`."""
     attention_output: str = "preset"
-    """What attention gives: the same; `recompute` runs attention again."""
+    """Attention's output: the same forms; `recompute` runs attention again."""
     bits_by_stage: bool = False
-    """Stages that hold fewer microbatches keep norm and FFN inputs in more bits, within the same memory."""
+    """Stages that hold fewer microbatches store norm and FFN inputs in more bits, within the same memory."""
 
 
 Window = int | Literal["auto"]
@@ -132,35 +134,35 @@ class PipelineSection:
     """`[pipeline]`"""
 
     stages: int = 4
-    """Nodes that the model is spread over; no more than `model.layers`."""
+    """Pipeline stages, one node each; at most `model.layers`."""
     min_stages: int = 0
-    """When nodes are missing, go on with as few stages as this; 0 pauses until every stage has a node."""
+    """When nodes are missing, continue with as few stages as this; 0 pauses until every stage has a node."""
     chunks: int = 1
-    """Model chunks a stage; above 1 the schedule is interleaved 1F1B."""
+    """Model chunks in a stage; above 1 the schedule is interleaved 1F1B."""
     window: Window = "auto"
-    """Extra microbatches in flight on each link, so that compute goes on while tensors travel; `auto` follows
-    what each step was measured to take."""
+    """Extra microbatches in flight on each link, to overlap compute with transfers; `auto` plans it from
+    measured times."""
     window_gb: float = 0.0
-    """`auto` alone: the most that the extra microbatches may take at a stage, in GB as estimated; 0 is what
-    the node's memory leaves."""
+    """With `window = "auto"`: the most memory, in GB, that the extra microbatches of a stage may take; 0 is
+    what the node has left."""
     split: tuple[int, ...] = ()
-    """Blocks of each chunk in pipeline order (stages x chunks numbers); empty splits evenly by cost."""
+    """Blocks of each chunk in pipeline order (stages x chunks numbers); empty balances them by cost."""
     forward_codec: str = "tah"
-    """Packs activations: `fp32`, `bf16`, `fp16`, `fixed-2` to `-10`, `tah`, `trellis-2` to `-10`,
+    """Codec of activations: `fp32`, `bf16`, `fp16`, `fixed-2` to `-10`, `tah`, `trellis-2` to `-10`,
     `aqsgd-2` to `-8`."""
     backward_codec: str = "fixed-8"
-    """Packs the gradients of activations; the same names but for `aqsgd-b`."""
+    """Codec of their gradients: the same names, without `aqsgd-b`."""
     cache_gb: float = 4.0
-    """`aqsgd-b` alone: the most that a stage may keep of activations sent before, in GB of main memory."""
+    """With `aqsgd-b`: the most memory, in GB, of a stage's sample cache."""
 
     @property
     def first_window(self) -> int:
-        """The window before anything was measured."""
+        """The window until something has been measured."""
         return 0 if self.window == "auto" else self.window
 
     @property
     def remembers(self) -> bool:
-        """Whether activations are packed against those that the same samples had before."""
+        """Whether the forward codec packs changes against a sample cache (AQ-SGD)."""
         return self.forward_codec.startswith("aqsgd-")
 
 
@@ -169,31 +171,32 @@ class CoordinatorSection:
     """`[coordinator]`"""
 
     listen: str = "0.0.0.0:7700"
-    """Address of the join port; nodes that hold a certificate use the next port (port 0 picks both)."""
+    """host:port where nodes join; nodes with a certificate use the next port. Port 0 takes two free ones."""
     advertise: tuple[str, ...] = ()
-    """host:port pairs that go into join tokens; empty uses this machine's addresses."""
+    """host:port pairs that join tokens carry; empty takes this machine's addresses."""
     heartbeat_seconds: float = 2.0
-    """Between two messages of a node that say that it lives."""
+    """Seconds between two heartbeats of a node."""
     silent_seconds: float = 14.0
-    """A node that says nothing for this long is taken for dead."""
+    """Seconds of silence after which a node counts as dead."""
     regroup_seconds: float = 10.0
-    """How long to wait for a missing node before fewer nodes share the model (see `pipeline.min_stages`)."""
+    """Seconds to wait for a missing node before fewer nodes share the model (see `pipeline.min_stages`)."""
     outage_seconds: float = 60.0
-    """How long nodes wait for a coordinator that went away. One that resumes and still reads says so, if its
-    port is fixed, and they wait on."""
+    """Seconds that nodes wait for a coordinator that has gone. They wait longer while one that resumes still
+    reads its data, if its port is fixed."""
     certificate_hours: float = 24.0
-    """How long a node's certificate lasts; nodes renew theirs in time."""
+    """Hours that a node's certificate is valid; nodes renew theirs in time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DashboardSection:
-    """`[dashboard]`, the run's page. Whoever reaches it can look, and sees no address, token or text."""
+    """`[dashboard]`: the run's page. It shows no address, token or text of the run to whoever reaches it."""
 
     listen: str = "auto"
-    """Address of the page and of `/metrics`; `auto`: the coordinator's host, two ports above its own; empty:
-    no page."""
+    """host:port of the page and of `/metrics`; `auto` is the coordinator's host, two ports up; empty turns it
+    off."""
     tls: bool = False
-    """Serve it over TLS with a certificate of the run's CA, so that changes can be made from elsewhere."""
+    """Serve it over TLS with a certificate of the run's CA, so that it can be operated from other
+    machines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,10 +204,9 @@ class TelemetrySection:
     """`[telemetry]`"""
 
     trace: str = "all"
-    """Steps of which nodes tell what they did when (`thinwire trace`): `off`, `all`, or the first and last
-    one as in `3:5`."""
+    """Steps to trace (`thinwire trace`): `off`, `all`, or the first and the last as in `3:5`."""
     trace_mb: int = 64
-    """Megabytes of the trace, compressed, that the run directory may hold; the oldest steps go first."""
+    """Megabytes of compressed trace to keep in the run directory; the oldest steps are deleted first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,5 +225,5 @@ class RunConfig:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches a step."""
+        """Microbatches in a step."""
         return self.training.global_batch // self.training.microbatch

@@ -1,4 +1,5 @@
-"""What stays of a laboratory's runs: their records without secrets, and one archive in place of many files."""
+"""What stays of a laboratory's runs: their records without secrets, and one archive in place of many
+files."""
 
 import shutil
 import sqlite3

@@ -1,9 +1,7 @@
-"""Run files: TOML and `key=value` overrides in, a checked `RunConfig` out; and back to JSON and TOML.
+"""Read run files: TOML and `key=value` overrides in, a checked `RunConfig` out; and back to JSON and TOML.
 
-Reading is strict everywhere: an unknown section or key is an error that names the nearest match, a value of
-another type is an error that names the type expected. Two conversions are made: a whole number where a
-float is meant, and a list where a tuple is meant. Nothing here imports torch, except `validate`'s look at
-the codec names.
+Reading is strict: an unknown section or key is an error with the nearest name, a value of the wrong type is
+an error with the expected type. Two conversions are made: a whole number to a float, and a list to a tuple.
 """
 
 import json
@@ -30,13 +28,13 @@ EXPECTED = {
     tuple[str, ...]: "a list of strings",
     Window: 'a whole number or "auto"',
 }
-"""Every type that a field of a file's schema may have, in words."""
+"""The types of schema fields, in words."""
 
-PLACES = {("data", "path"): "stdlib", ("data", "tokenizer"): "bytes"}
-"""Keys that name a file or folder, each with the word that stands for none."""
+PATHS = {("data", "path"): "stdlib", ("data", "tokenizer"): "bytes"}
+"""Keys that name a file or folder, and the word that each takes instead."""
 
 INTEGER_BITS = 64
-"""Whole numbers of TOML fit; Python's may be as long as memory."""
+"""TOML's whole numbers fit; Python's have any length."""
 
 Values = dict[str, dict[str, Any]]
 """Checked values by section and key."""
@@ -53,10 +51,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def change_config(config: RunConfig, overrides: Sequence[str], changeable: Collection[str]) -> RunConfig:
-    """The config of a run that goes on, with overrides applied; a path among them is kept absolute.
+    """Apply overrides to the config of a run that goes on. Paths become absolute.
 
-    Raises ConfigError as `load_config` does, and for a change of what `changeable` does not name: sections,
-    section.keys. What says of a key what it is already is no change: a service repeats its command line.
+    Raises ConfigError as `load_config` does, and for a key that `changeable` (sections and section.keys) does
+    not cover. An override with the key's present value is no change: a service repeats its command line.
     """
     values = _as_values(config)
     for override in overrides:
@@ -76,13 +74,13 @@ def change_config(config: RunConfig, overrides: Sequence[str], changeable: Colle
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """`config` as a run keeps it: it goes on from whatever folder it is resumed in."""
+    """`config` with absolute paths, so that a run can be resumed from any folder."""
     data = {key: _absolute("data", key, value) for key, value in vars(config.data).items()}
     return replace(config, data=replace(config.data, **data))
 
 
 def default_config(overrides: Sequence[str] = ()) -> RunConfig:
-    """The config of an empty run file with overrides applied. Raises ConfigError as `load_config` does."""
+    """The defaults with overrides applied. Raises ConfigError as `load_config` does."""
     return _overridden({}, overrides, where="the run file")
 
 
@@ -139,11 +137,11 @@ def to_toml(config: RunConfig) -> str:
 
 
 def toml_value(value: object) -> str:
-    """One schema value as TOML writes it."""
+    """A schema value in TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON's escapes are TOML's, but for DEL, which TOML wants escaped too.
+        # TOML's escapes are JSON's, and DEL must be escaped too.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(toml_value(item) for item in value)}]"
@@ -173,14 +171,14 @@ def _build(values: Values) -> RunConfig:
 
 
 def read_toml(path: Path, kind: str, samples: str) -> dict[str, Any]:
-    """What a TOML file says. Raises ConfigError, in one line.
+    """Parse a TOML file. Raises ConfigError.
 
     Args:
-        kind: what the file is to its reader, such as "run file".
-        samples: the folder that has some to start from.
+        kind: what to call the file in messages, such as "run file".
+        samples: a folder with examples.
     """
     try:
-        # Some editors begin a file with a byte order mark, which is no TOML.
+        # Some editors write a byte order mark, which TOML does not allow.
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such {kind}; {samples} has some to start from") from None
@@ -199,8 +197,8 @@ def read_toml(path: Path, kind: str, samples: str) -> dict[str, Any]:
 
 
 def _absolute(section: str, key: str, value: Any) -> Any:
-    """A path as seen from anywhere; any other value as it is."""
-    if (section, key) not in PLACES or value in ("", PLACES[section, key]):
+    """The absolute path for keys of `PATHS`; other values unchanged."""
+    if (section, key) not in PATHS or value in ("", PATHS[section, key]):
         return value
     absolute = str(expanded(value, f"{section}.{key}").absolute())
     if not is_text(absolute):
@@ -221,7 +219,7 @@ def _read_sections(raw: Mapping[str, Any], where: str) -> Values:
     values: Values = {}
     for section, table in raw.items():
         if section not in section_types():
-            # A key outside its section is the likeliest slip; say where it belongs.
+            # A key outside its section is the likeliest mistake.
             owners = [full for full in _full_keys() if full.endswith(f".{section}")]
             if owners and not isinstance(table, dict):
                 owner = owners[0].partition(".")[0]
@@ -250,7 +248,7 @@ def _field_type(section: str, key: str, where: str) -> Any:
 
 
 def convert(value: Any, kind: Any, *, where: str, name: str) -> Any:
-    """`value` as the field type `kind`; ConfigError when it is another type, or no number of TOML's."""
+    """`value` as the field type `kind`. Raises ConfigError."""
     if any(type(item) is int and item.bit_length() > INTEGER_BITS for item in _items(value)):
         raise ConfigError(f"{where}: {name} must be {EXPECTED[kind]} of at most {INTEGER_BITS} bits")
     if not all(is_text(item) for item in _items(value)):
@@ -271,7 +269,7 @@ def convert(value: Any, kind: Any, *, where: str, name: str) -> Any:
 
 
 def is_text(value: Any) -> bool:
-    """Anything but bytes that are no UTF-8, as a command line may bring them: no database takes those."""
+    """Whether `value` can be stored: a command line may contain bytes that are not UTF-8."""
     return not (isinstance(value, str) and re.search("[\ud800-\udfff]", value))
 
 
@@ -280,7 +278,7 @@ def _items(value: Any) -> Sequence[Any]:
 
 
 def _parse_override_value(raw: str, kind: Any) -> Any:
-    """The text after `=` as TOML, or, for strings and lists, as people type it in a shell."""
+    """Parse the text after `=`: TOML, or for strings and lists what people type in a shell."""
     as_toml = toml_scalar(raw)
     if kind is str or (kind == Window and as_toml is None):
         return as_toml if isinstance(as_toml, str) else raw
@@ -291,20 +289,20 @@ def _parse_override_value(raw: str, kind: Any) -> Any:
 
 
 def toml_scalar(raw: str, default: Any = None) -> Any:
-    """One value as TOML writes it, such as an override's; `default` for text that is none."""
+    """Parse one TOML value; `default` if it is not one."""
     try:
         parsed = tomllib.loads(f"value = {raw}")
     except (ValueError, RecursionError):
-        return default  # also what is TOML and thousands of digits long, or as deep
+        return default  # RecursionError, ValueError: thousands of brackets or digits
     return parsed["value"] if len(parsed) == 1 else default
 
 
 def _shown(value: object) -> str:
-    """A value and its type in words, short enough for one line."""
+    """A value and its type in words, shortened."""
     words = {str: "a string", bool: "true or false", int: "a whole number", float: "a number", list: "a list"}
     described = words.get(type(value), "a section" if isinstance(value, dict) else type(value).__name__)
     try:
         text = repr(value)
     except (ValueError, RecursionError):
-        text = "..."  # a number in it is too long for that
+        text = "..."  # it holds a number too long to print
     return f"{text if len(text) <= 40 else text[:37] + '...'} ({described})"

@@ -1,6 +1,6 @@
-"""The rules of a run file that types cannot express: ranges, names and what must fit together.
+"""Check a run file beyond types: ranges, names, and rules between keys.
 
-`problems` lists every broken rule, each as one line that says what to change; `validate` raises for them.
+`problems` lists every broken rule, a line each that says what to change; `validate` raises for them.
 """
 
 import errno
@@ -33,13 +33,13 @@ STORES = ("float32", "fp8")
 MAX_NAME = 64
 BYTE_VOCABULARY = 256
 MAX_MICROBATCHES = 16_384
-"""A step. Orders of all stages are made whole, several times for each estimate: so many take a second."""
+"""In a step. Estimates list the actions of all stages several times: this many take a second."""
 MAX_CERTIFICATE_HOURS = 3650 * 24
-"""Ten years, which is how long the run's own authority lasts."""
+"""Ten years, the lifetime of the run's CA."""
 
 
 def validate(config: RunConfig, where: str) -> None:
-    """Raise ConfigError with the first problem, and how many more there are, of what `where` gave."""
+    """Raise ConfigError with the first problem and the number of others. `where` names their source."""
     found = problems(config)
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -51,8 +51,8 @@ def problems(config: RunConfig) -> list[str]:
     return [
         *_run(config.run),
         *_model(config.model, config.data.tokenizer),
-        *_place("data.tokenizer", config.data.tokenizer, "be bytes, or name a folder or file"),
-        *_place("data.path", config.data.path, "name a file, a folder or stdlib"),
+        *_path("data.tokenizer", config.data.tokenizer, "be bytes, or name a folder or file"),
+        *_path("data.path", config.data.path, "name a file, a folder or stdlib"),
         *_training(config.training, config.run.steps),
         *_storage(config.storage, config.pipeline),
         *_pipeline(config.pipeline, config.model.layers),
@@ -81,7 +81,7 @@ def parse_listen(address: str) -> tuple[str, int]:
 
 
 def can_be_looked_up(host: str) -> bool:
-    """Whether Python hands `host` to the system at all; else a look-up raises UnicodeError or ValueError."""
+    """Whether `host` can be resolved at all; a look-up of other names raises UnicodeError or ValueError."""
     try:
         host.encode("idna")
     except UnicodeError:
@@ -90,8 +90,8 @@ def can_be_looked_up(host: str) -> bool:
 
 
 def why_not_bound(error: OSError) -> str:
-    """The system's words for why an address cannot be listened at, without those that asyncio puts around."""
-    # From Python 3.13 on it passes over addresses that are not this machine's: no number is left to tell.
+    """The system's reason why an address cannot be bound, without asyncio's own words around it."""
+    # From Python 3.13 on asyncio skips addresses of other machines, and gives no number.
     return os.strerror(error.errno or errno.EADDRNOTAVAIL)
 
 
@@ -134,7 +134,7 @@ def _model(model: ModelSection, tokenizer: str) -> Iterator[str]:
         yield f"model.vocab must be at least {BYTE_VOCABULARY} for byte tokens, got {model.vocab}"
 
 
-def _place(key: str, value: str, words: str) -> Iterator[str]:
+def _path(key: str, value: str, words: str) -> Iterator[str]:
     if not value or "\0" in value:
         yield f"{key} must {words}" + (", and no path holds a zero character" if value else "")
 
@@ -257,7 +257,7 @@ def _codecs(pipeline: PipelineSection, shift: bool) -> Iterator[str]:
 
 
 def _tensors(config: RunConfig) -> Iterator[str]:
-    """What one link message can hold, uncompressed, as links carry it to tell codecs from divergence."""
+    """Tensors between stages must fit in a link message even uncompressed (the `fp32` codec)."""
     model, training = config.model, config.training
     boundary = {"training.microbatch": training.microbatch, "model.sequence": model.sequence}
     sent = [{**boundary, "model.hidden": model.hidden}]
@@ -337,7 +337,7 @@ def _dashboard(dashboard: DashboardSection, coordinator: CoordinatorSection) -> 
     try:
         host, port = parse_listen(coordinator.listen)
     except ConfigError:
-        return  # said of coordinator.listen already
+        return  # reported for coordinator.listen
     if dashboard.listen == "auto":
         if port == 65534:
             yield "dashboard.listen: there is no port two above coordinator.listen's; name one, or lower that"
