@@ -1,9 +1,8 @@
-"""Faults on purpose, at an exact point of a run, inside real processes: for tests and `make soak`.
+"""Inject faults at exact points of a run, inside real processes: for tests and `make soak`.
 
-THINWIRE_FAULTS holds a `Plan` as JSON. Without it every call here returns at once. A fault is data: what
-happens, in which phase of which stage's work, at which step. Each happens `count` times in a whole run,
-however often a restarted process comes by the same point: whoever creates the marker file in the plan's
-directory may go on to do it. The marker holds the time.
+THINWIRE_FAULTS holds a `Plan` as JSON; without it every call here returns at once. A fault says what happens,
+in which phase of which stage, at which step. Each happens `count` times in the whole run, also across
+restarts: a process first creates a marker file in the plan's directory, which holds the time.
 """
 
 import asyncio
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "THINWIRE_FAULTS"
 ANY = -1
-"""A stage or a step that may be any."""
+"""Any stage or step."""
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +47,10 @@ class Kind(StrEnum):
     STOP = "stop"
     """The node freezes: alive, connected and silent, until somebody sends SIGCONT."""
     HOLD = "hold"
-    """In `forward` or `backward`: the node computes nothing, and does all else, while another process has
-    `Plan.gate` locked."""
+    """In `forward` or `backward`: compute waits while another process has `Plan.gate` locked; all else goes
+    on."""
     LEAVE = "leave"
-    """Ctrl-C: the volunteer wants the machine back."""
+    """Ctrl-C on the node."""
     CUT = "cut"
     """The node's connections to its neighbours are reset."""
     CUT_CONTROL = "cut-control"
@@ -64,15 +63,15 @@ class Kind(StrEnum):
     STALL = "stall"
     """The link carries nothing for `seconds`."""
     DELAY = "delay"
-    """A frame, and all behind it, waits for `seconds`; with a `count`, a slow link."""
+    """A frame and all behind it wait for `seconds`; with a `count`, a slow link."""
     CORRUPT = "corrupt"
-    """A bit of a frame flips."""
+    """One bit of a frame flips."""
     DUPLICATE = "duplicate"
     REORDER = "reorder"
-    """Two frames change places."""
+    """Two frames are swapped."""
     TRUNCATE = "truncate"
     NONSENSE = "nonsense"
-    """A frame with a right checksum that no correct peer sends."""
+    """A frame with a valid checksum that no correct peer sends."""
 
     # Lies of a member, all in phase `voting` but the last.
     VOTE_NAN = "vote-nan"
@@ -103,23 +102,23 @@ class Kind(StrEnum):
 
 
 class Phase(StrEnum):
-    """When. Node and coordinator each have their own points in most of these."""
+    """When. Most phases have a point at the node and one at the coordinator."""
 
     ENROLMENT = "enrolment"
-    """Admitted, before the node has it on disk."""
+    """Admitted; not yet on the node's disk."""
     STATE_FETCH = "state-fetch"
     FORWARD = "forward"
     SENDING = "sending"
     BACKWARD = "backward"
     VOTING = "voting"
-    """The step's work is done, the vote not yet given."""
+    """The step's work is done; the vote is not sent yet."""
     COMMIT_APPLY = "commit-apply"
-    """The commit is recorded (coordinator) or has been heard (node), and not yet acted on."""
+    """The commit is recorded (coordinator) or received (node), and not acted on yet."""
     APPLY = "apply"
-    """The optimizer has stepped; nobody has been told."""
+    """The optimizer has stepped; nothing is sent yet."""
     SNAPSHOT = "snapshot"
     DRAIN = "drain"
-    """The node has asked to leave, and the state it holds is being saved."""
+    """The node has asked to leave; its state is being saved."""
 
 
 _AT_NODE = frozenset({Kind.KILL, Kind.STOP, Kind.HOLD, Kind.LEAVE, Kind.CUT, Kind.CUT_CONTROL, Kind.MEMORY})
@@ -152,15 +151,15 @@ class Fault:
     stage: int = ANY
     step: int = ANY
     skip: int = 0
-    """Times that the process passes the point before it happens: the n-th microbatch, layer or frame."""
+    """Times the process passes the point before the fault: the n-th microbatch, layer or frame."""
     count: int = 1
-    """How often it may happen in the run."""
+    """Times it happens in the run."""
     seconds: float = 0.0
-    """Of a stall or a delay."""
+    """Duration of a stall or delay."""
 
     @property
     def name(self) -> str:
-        """Unlike any other fault's of a plan: the marker files' stem."""
+        """Unique in a plan; the stem of the marker files."""
         return "-".join(str(value) for value in asdict(self).values())
 
 
@@ -169,10 +168,10 @@ class Plan:
     """All faults of a run."""
 
     directory: str
-    """Exists, shared by all processes of the run."""
+    """An existing directory, shared by all processes of the run."""
     faults: tuple[Fault, ...]
     control_port: int = 0
-    """Tells connections to the coordinator from those to neighbours."""
+    """The coordinator's control port, to tell its connections from neighbours'."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -191,11 +190,11 @@ class Plan:
             raise UserError(f"{VARIABLE} is no plan of faults ({error}): correct it, or unset it") from None
 
     def markers(self, fault: Fault) -> list[Path]:
-        """One for each time that the fault happened; `fired_at` reads them."""
+        """A file for each time the fault happened; `fired_at` reads it."""
         return sorted(Path(self.directory).glob(f"{fault.name}.*"))
 
     def gate(self, fault: Fault) -> Path:
-        """A file whose lock (flock) whoever this fault holds waits for."""
+        """The file whose lock (flock) a `hold` fault waits for."""
         return Path(self.directory) / f"gate-{fault.name}"
 
 
@@ -204,7 +203,7 @@ def fired_at(marker: Path) -> float:
     return float(marker.read_text())
 
 
-# ---- the points that a run passes
+# ---- points of a run
 
 
 def reach(phase: Phase, *, stage: int = ANY, step: int = ANY) -> None:
@@ -238,34 +237,34 @@ def reach_coordinator(phase: Phase, *, step: int = ANY) -> None:
 
 
 def write_snapshot_file(step: int) -> None:
-    """The coordinator is about to write a file of a snapshot. Raises OSError."""
+    """The coordinator is about to write a snapshot file. Raises OSError."""
     if (armed := _armed()) is not None:
         for _ in armed.due({Kind.DISK_FULL}, Phase.SNAPSHOT, ANY, step):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def rename_snapshot_file(step: int) -> None:
-    """The file's content is on disk under a temporary name."""
+    """A snapshot file is on disk under its temporary name."""
     if (armed := _armed()) is not None:
         for _ in armed.due({Kind.TORN_WRITE}, Phase.SNAPSHOT, ANY, step):
             _signal_self(signal.SIGKILL)
 
 
 def spoil(phase: Phase, tensor: "Tensor | None", *, stage: int, step: int) -> None:
-    """The stage has made this tensor."""
+    """The stage has computed this tensor."""
     if (armed := _armed()) is not None and tensor is not None:
         for _ in armed.due({Kind.NAN}, phase, stage, step):
             tensor.fill_(math.nan)
 
 
 def frame_filter() -> "FrameFaults | None":
-    """For `wire.link_state.LinkSettings`: what a node's links write in place of a frame."""
+    """For `wire.link_state.LinkSettings`: replaces the frames that a node sends."""
     armed = _armed()
     return None if armed is None else FrameFaults(armed)
 
 
 class FrameFaults:
-    """Faults of what is sent, for all links of a process. Implements `wire.link_state.FrameFilter`."""
+    """Faults of sent frames, for all links of a process. Implements `wire.link_state.FrameFilter`."""
 
     def __init__(self, armed: "_Armed") -> None:
         self._armed = armed
@@ -300,7 +299,8 @@ class FrameFaults:
 
 @dataclass
 class _Armed:
-    """The plan, and what this process has passed of it. Called from the event loop and the compute thread."""
+    """The plan, and how often this process passed each fault's point. Used by the event loop and the compute
+    thread."""
 
     plan: Plan
     passed: dict[Fault, int] = field(default_factory=dict)
@@ -335,8 +335,8 @@ def _armed() -> _Armed | None:
 
 
 def _claim(plan: Plan, fault: Fault) -> bool:
-    """Whether it is this process's turn to let the fault happen."""
-    # A link appears with its content: another thread's kill cannot leave an empty marker.
+    """Whether this process may carry out the fault."""
+    # A hard link appears with its content: a kill cannot leave an empty marker.
     written = Path(plan.directory) / f".{os.getpid()}-{threading.get_ident()}"
     written.write_text(repr(time.time()))
     try:
@@ -425,20 +425,20 @@ def _signal_self(number: signal.Signals) -> None:
 
 
 def _reset_connections(wanted: Callable[[int], bool]) -> None:
-    """Shut down this process's TCP connections whose far port is `wanted` (Linux)."""
+    """Shut down this process's TCP connections whose remote port is `wanted` (Linux)."""
     for entry in Path("/proc/self/fd").iterdir():
         number = int(entry.name)
         try:
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
-            # gRPC owns the descriptor: work on a copy.
+            # gRPC owns the descriptor: use a copy.
             with socket.socket(fileno=os.dup(number)) as connection:
                 if connection.family in (socket.AF_INET, socket.AF_INET6) and wanted(
                     connection.getpeername()[1]
                 ):
                     connection.shutdown(socket.SHUT_RDWR)
         except OSError:
-            continue  # closed meanwhile, or it only listens
+            continue  # closed meanwhile, or listening
 
 
 def _flipped(frame: bytes, at: int) -> bytes:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("compare", help="two runs side by side")
-    parser.add_argument("first", metavar="RUN_DIR", type=Path, help="the one run's directory")
-    parser.add_argument("second", metavar="RUN_DIR", type=Path, help="the other's")
+    parser.add_argument("first", metavar="RUN_DIR", type=Path, help="the first run's directory")
+    parser.add_argument("second", metavar="RUN_DIR", type=Path, help="the second run's directory")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.set_defaults(run=run, parser=parser)
 
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _names(first: Path, second: Path) -> tuple[str, str]:
-    """What tells them apart: the ends of their paths, as long as it takes."""
+    """The shortest ends of the two paths that differ."""
     shortest = min(len(first.parts), len(second.parts))
     for length in range(1, shortest):
         names = tuple(str(Path(*path.parts[-length:])) for path in (first, second))

@@ -1,4 +1,4 @@
-"""`thinwire config explain RUN.toml`: values, memory of stages, the bytes a step puts on each link."""
+"""`thinwire config explain RUN.toml`: resolved values, memory of stages, bytes per step on each link."""
 
 import argparse
 import sys
@@ -7,12 +7,16 @@ from typing import Any
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("config", help="look at a run file before starting it")
+    parser = commands.add_parser("config", help="check a run file before starting it")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    explain = actions.add_parser("explain", help="resolved values, memory and bytes a step")
+    explain = actions.add_parser("explain", help="resolved values, memory and bytes per step")
     explain.add_argument("run_file", metavar="RUN.toml", type=Path, help="the run file")
     explain.add_argument(
-        "overrides", metavar="section.key=value", nargs="*", default=[], help="values that replace the file's"
+        "overrides",
+        metavar="section.key=value",
+        nargs="*",
+        default=[],
+        help="values that override the file's",
     )
     explain.add_argument("--json", action="store_true", help="one JSON object instead of text")
     explain.set_defaults(run=run, parser=explain)

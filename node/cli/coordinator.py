@@ -1,4 +1,4 @@
-"""`thinwire coordinator RUN.toml`: start a run, print its join line, drive it to the end."""
+"""`thinwire coordinator RUN.toml`: start a run, print its join line, coordinate it to the end."""
 
 import argparse
 import contextlib
@@ -10,13 +10,15 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("coordinator", help="start a run and print its join line")
     parser.add_argument("run_file", metavar="RUN.toml", type=Path, help="the run file")
     parser.add_argument(
-        "overrides", metavar="section.key=value", nargs="*", default=[], help="values that replace the file's"
+        "overrides",
+        metavar="section.key=value",
+        nargs="*",
+        default=[],
+        help="values that override the file's",
     )
     parser.add_argument("--run-dir", type=Path, help="new directory for the run (default: runs/<name>-<n>)")
-    parser.add_argument(
-        "--resume", action="store_true", help="go on with the run in --run-dir if one is there"
-    )
-    parser.add_argument("--stay", action="store_true", help="serve the page on when the run is over")
+    parser.add_argument("--resume", action="store_true", help="resume the run in --run-dir if there is one")
+    parser.add_argument("--stay", action="store_true", help="keep serving the page when the run is over")
     parser.add_argument("--json", action="store_true", help="events on stdout as JSON lines")
     parser.set_defaults(run=run, parser=parser)
 
@@ -37,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         except OSError as error:
             raise UserError(f"--run-dir {args.run_dir} cannot be read ({error.strerror})") from None
         if resumes:
-            # The run file began the run; what it says now changes nothing, and need not even be there.
+            # The run stores its config: the run file is not read again, and may be missing.
             return resume_run(args.run_dir, args.overrides, json=args.json, stays=args.stay)
     config = with_absolute_paths(load_config(args.run_file, args.overrides))
     set_up_logging()
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             code = run_coordinator(config, run_dir=directory, emit=emit, resume=False)
             return serve_finished(directory, emit) if args.stay and code == 0 else code
     except UserError:
-        # Nothing began: an empty directory would only be in the way.
+        # The run has not begun: remove its empty directory.
         with contextlib.suppress(OSError):
             directory.rmdir()
         raise

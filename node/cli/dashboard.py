@@ -1,4 +1,4 @@
-"""`thinwire dashboard RUN_DIR`: the page of a run from its history, whether it is on or over."""
+"""`thinwire dashboard RUN_DIR`: serve a run's page from its history, during the run or after."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ DEFAULT_LISTEN = "127.0.0.1:7702"
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("dashboard", help="serve the page of a run that is over")
+    parser = commands.add_parser("dashboard", help="serve the page of a run from its history")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory")
     parser.add_argument(
         "--listen", default=DEFAULT_LISTEN, metavar="HOST:PORT", help=f"default: {DEFAULT_LISTEN}"
@@ -31,6 +31,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def say(url: str) -> None:
-    """Tell the page's address."""
-    sys.stdout.write(f"page at {url} (it only shows; press Ctrl-C to end)\n")
+    """Print the page's address."""
+    sys.stdout.write(f"page at {url} (read-only; press Ctrl-C to end)\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`thinwire demo`: a whole run on this machine, from one join line to a falling loss."""
+"""`thinwire demo`: a complete run on this machine, four nodes and real text."""
 
 import argparse
 from pathlib import Path
@@ -8,7 +8,11 @@ from typing import Any
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("demo", help="train a small model on this machine, four stages, real text")
     parser.add_argument(
-        "overrides", metavar="section.key=value", nargs="*", default=[], help="values that replace the demo's"
+        "overrides",
+        metavar="section.key=value",
+        nargs="*",
+        default=[],
+        help="values that override the demo's",
     )
     parser.add_argument("--data", type=Path, help="text, JSONL or a folder (default: Python's own sources)")
     parser.add_argument("--steps", type=int, help="optimizer steps")
@@ -27,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     if args.data is not None:
         overrides.append(f"data.path={args.data.absolute()}")
     if args.steps is not None:
-        # A short demo warms up over at most a tenth of itself.
+        # A short demo warms up for a tenth of its steps at most.
         overrides += [f"run.steps={args.steps}", f"training.warmup_steps={min(20, args.steps // 10)}"]
     overrides += args.overrides
     for override in overrides:

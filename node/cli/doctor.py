@@ -1,4 +1,4 @@
-"""`thinwire doctor [TOKEN]`: is this machine fit to take part, and can it reach the run?"""
+"""`thinwire doctor [TOKEN]`: check this machine, and whether it reaches the run."""
 
 import argparse
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 GIVEN = ("token", "run file")
-"""Checks of what the user gave, by name: what cannot be used has the exit code of that, as elsewhere."""
+"""Checks of the user's input, by name: when one fails the exit code is that of bad input."""
 
 
 def add_parser(commands: Any) -> None:
@@ -19,16 +19,16 @@ def add_parser(commands: Any) -> None:
         "--run-file",
         type=Path,
         metavar="RUN.toml",
-        help="also estimate whether a stage of this run fits here",
+        help="also estimate which stages of this run fit here",
     )
     parser.add_argument(
         "--device",
         default="auto",
         metavar="auto|cpu|cuda:N",
-        help="with --run-file: as `thinwire join` takes",
+        help="with --run-file: as for `thinwire join`",
     )
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="likewise")
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="T", help="likewise")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="as for `thinwire join`")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="T", help="as for `thinwire join`")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.set_defaults(run=run, parser=parser)
 

@@ -1,4 +1,4 @@
-"""`thinwire evict RUN_DIR NODE_ID`: shut a node out of a run for good, also beside a running coordinator."""
+"""`thinwire evict RUN_DIR NODE_ID`: remove a node from a run for good, also while the run is on."""
 
 import argparse
 import sys
@@ -10,9 +10,9 @@ from wire.errors import UserError, nearest
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("evict", help="shut a node out of a run")
+    parser = commands.add_parser("evict", help="remove a node from a run for good")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory")
-    parser.add_argument("node_id", metavar="NODE_ID", help="as `thinwire status` shows it")
+    parser.add_argument("node_id", metavar="NODE_ID", help="from `thinwire status`")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -25,5 +25,5 @@ def run(args: argparse.Namespace) -> int:
             known = [member.node_id for member in store.members()]
             hint = nearest(args.node_id, known) if known else "; it has none"
             raise UserError(f"{args.node_id} is no member of the run in {args.run_dir}{hint}")
-    sys.stdout.write(f"evicted {args.node_id}: it gets no stage and no certificate any more\n")
+    sys.stdout.write(f"evicted {args.node_id}: it gets no stage and no certificate from now on\n")
     return 0

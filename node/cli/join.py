@@ -1,4 +1,4 @@
-"""`thinwire join TOKEN`: give this machine to a run."""
+"""`thinwire join TOKEN`: join a run with this machine."""
 
 import argparse
 from pathlib import Path
@@ -8,47 +8,54 @@ MAX_TOKEN_FILE = 16_384
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("join", help="give this machine to a run")
+    parser = commands.add_parser("join", help="join a run with this machine")
     parser.add_argument(
         "token", metavar="TOKEN", nargs="?", help="the token from the coordinator's join line"
     )
     parser.add_argument(
-        "--token-file", type=Path, metavar="PATH", help="read the token from a file, where no `ps` shows it"
+        "--token-file",
+        type=Path,
+        metavar="PATH",
+        help="read the token from a file, so that `ps` does not show it",
     )
     parser.add_argument(
-        "--listen", default="0.0.0.0:0", metavar="HOST:PORT", help="where neighbours connect to"
+        "--listen", default="0.0.0.0:0", metavar="HOST:PORT", help="accept neighbours' connections here"
     )
     parser.add_argument(
         "--advertise",
         default="",
         metavar="HOST:PORT",
-        help="what neighbours dial (default: the address that the coordinator sees)",
+        help="address that neighbours dial (default: the one the coordinator sees)",
     )
-    parser.add_argument("--state-dir", type=Path, help="where this node's key and certificate live")
-    parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda:N", help="where to compute")
+    parser.add_argument("--state-dir", type=Path, help="directory of this node's key and certificate")
+    parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda:N", help="device to compute on")
     parser.add_argument(
         "--gpus",
         type=int,
         default=1,
         metavar="N",
-        help="share the stage between N GPUs, --device the first; with --device cpu, between N processes",
+        help="share the stage between N GPUs, from --device on; with --device cpu, N processes",
     )
     parser.add_argument(
         "--tensor-parallel",
         type=int,
         default=1,
         metavar="T",
-        help="cut each block between T of the GPUs, which T must divide (default: none)",
+        help="split each block between T of the GPUs; T divides N (default: 1)",
     )
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's own choice)")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's)")
     parser.add_argument(
-        "--max-bandwidth", type=float, default=0.0, metavar="MBIT", help="send at most so many Mbit/s"
-    )
-    parser.add_argument(
-        "--max-memory", type=float, default=0.0, metavar="GB", help="take no stage that needs more memory"
+        "--max-bandwidth", type=float, default=0.0, metavar="MBIT", help="upload limit in Mbit/s"
     )
     parser.add_argument(
-        "--metrics", default="", metavar="HOST:PORT", help="serve this node's metrics to Prometheus there"
+        "--max-memory",
+        type=float,
+        default=0.0,
+        metavar="GB",
+        help="memory limit in GB; stages that need more are refused",
+    )
+    parser.add_argument(
+        "--metrics", default="", metavar="HOST:PORT", help="serve this node's metrics for Prometheus"
     )
     parser.add_argument("--json", action="store_true", help="progress on stdout as JSON lines")
     parser.set_defaults(run=run, parser=parser)
@@ -62,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from wire.identity.token import JoinToken
 
     token = _read_token(args.token, args.token_file)
-    JoinToken.parse(token)  # a mistyped token is refused before torch is loaded
+    JoinToken.parse(token)  # refuse a mistyped token before torch is imported
     parse_listen(args.listen)
     if args.advertise:
         parse_listen(args.advertise)
@@ -98,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_token(token: str | None, path: Path | None) -> str:
-    """The token that was given on the command line or in a file. Raises UsageError."""
+    """The token from the command line or the file. Raises UsageError."""
     from node.cli.parser import UsageError
 
     if (token is None) == (path is None):
@@ -107,9 +114,9 @@ def _read_token(token: str | None, path: Path | None) -> str:
         assert token is not None
         return token
     try:
-        # Some editors begin a file with a byte order mark, which no token has.
+        # Some editors write a byte order mark.
         with path.open(encoding="utf-8-sig") as file:
-            # A whole join line is as good as its token; no token comes near this length.
+            # A whole join line is accepted; tokens are far shorter than the limit.
             words = file.read(MAX_TOKEN_FILE).split()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"

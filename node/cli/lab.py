@@ -1,4 +1,4 @@
-"""`thinwire lab run|merge|table|plot|check`: shaped networks on one machine, real runs over them, figures.
+"""`thinwire lab run|merge|table|plot|check`: measure real runs over shaped networks on one machine.
 
 `run` starts itself again in private namespaces (`node.lab.namespaces`) and measures there.
 """
@@ -17,56 +17,58 @@ DEFAULT_PARENT = Path("lab")
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("lab", help="measure runs over slow networks made on this machine")
+    parser = commands.add_parser("lab", help="measure runs over slow networks, simulated on this machine")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
-    run_ = actions.add_parser("run", help="measure every cell of a profile, or go on with it")
-    run_.add_argument("profile", metavar="PROFILE.toml", type=Path, help="deploy/lab/ has some")
+    run_ = actions.add_parser("run", help="measure every cell of a profile; resumes earlier results")
+    run_.add_argument(
+        "profile", metavar="PROFILE.toml", type=Path, help="a profile, such as those in deploy/lab/"
+    )
     run_.add_argument(
         "overrides",
         metavar="section.key=value",
         nargs="*",
         default=[],
-        help="values that replace the profile's, and its run file's",
+        help="values that override the profile's and its run file's",
     )
-    run_.add_argument("--out", type=Path, help="results go here (default: lab/<name>)")
+    run_.add_argument("--out", type=Path, help="output directory (default: lab/<name>)")
     run_.add_argument(
         "--time-limit",
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="measure only what ends within so long; the same command goes on",
+        help="begin no cell after so long; run the same command again to continue",
     )
     run_.add_argument(
         "--only",
         action="append",
         default=[],
         metavar="CODECS@SHAPE",
-        help="only these cells, as in tah/fixed-6@100; also CODECS or @SHAPE; may be given more than once",
+        help="only these cells, such as tah/fixed-6@100; CODECS or @SHAPE alone work too; repeatable",
     )
     run_.add_argument("--no-plots", action="store_true", help="draw no figures")
     run_.add_argument(
-        "--pack", action="store_true", help="put raw/, logs/ and runs/ into one logs.tar.xz at the end"
+        "--pack", action="store_true", help="pack raw/, logs/ and runs/ into logs.tar.xz at the end"
     )
     run_.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    merge_ = actions.add_parser("merge", help="results of several parts of one profile as one file")
+    merge_ = actions.add_parser("merge", help="merge results of parts of one profile")
     merge_.add_argument(
-        "parts", metavar="RESULTS", nargs="+", type=Path, help="of `lab run`: files or folders"
+        "parts", metavar="RESULTS", nargs="+", type=Path, help="files or folders of `lab run`"
     )
     merge_.add_argument("--out", type=Path, required=True, help="the file to write")
-    table = actions.add_parser("table", help="the paper's tables beside what was measured")
-    plot = actions.add_parser("plot", help="figures from results")
+    table = actions.add_parser("table", help="print the paper's tables beside the measured values")
+    plot = actions.add_parser("plot", help="draw figures from results")
     for action in (table, plot):
         action.add_argument(
-            "results", metavar="RESULTS", nargs="+", type=Path, help="of `lab run`: files or folders"
+            "results", metavar="RESULTS", nargs="+", type=Path, help="files or folders of `lab run`"
         )
     plot.add_argument(
         "--out",
         type=Path,
-        help="figures go here (default: beside a results.json, in lab/NAME for another file's NAME.json); of "
-        "several results each has a folder there",
+        help="folder of the figures (default: beside results.json, or lab/NAME for NAME.json); "
+        "several results get a folder each",
     )
-    check = actions.add_parser("check", help="what this machine can do for the lab")
+    check = actions.add_parser("check", help="check what the lab can use on this machine")
     check.add_argument("--json", action="store_true", help="one JSON object instead of text")
     actions_ = ((run_, _run), (merge_, _merge), (table, _table), (plot, _plot), (check, _check))
     for action, function in actions_:
@@ -109,7 +111,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _remove_empty(made: Sequence[Path]) -> None:
-    """Folders that this command made, the innermost first: empty ones are of a run that was refused."""
+    """Remove the empty folders that this command made, innermost first: a refused run leaves none."""
     with contextlib.suppress(OSError):
         for folder in made:
             folder.rmdir()
@@ -163,11 +165,11 @@ def _plot(args: argparse.Namespace) -> int:
 
 
 def figure_folders(results: Sequence[Path], out: Path | None) -> list[Path]:
-    """Where the figures of each results file or folder go.
+    """The folder of each results file's figures.
 
-    An output folder of `lab run` has them beside its results.json. A file of another name lies among others,
-    perhaps recorded ones: its figures go where `lab run` would put a profile of that name. `out` is a folder
-    for one, and of a folder for each of several; names that come again get a number.
+    Figures of an output folder of `lab run` go beside its results.json, those of another file NAME.json to
+    lab/NAME. `out` is the folder of a single result's figures, and the parent of several folders; repeated
+    names get a number.
     """
     from node.lab.results import RESULTS_FILE
 
@@ -176,7 +178,7 @@ def figure_folders(results: Sequence[Path], out: Path | None) -> list[Path]:
         try:
             folder_given = path.is_dir()
         except OSError:
-            folder_given = False  # which is said when it is read
+            folder_given = False  # reading it reports the error
         ours = folder_given or path.name == RESULTS_FILE
         home = path if folder_given else path.parent
         name = home.resolve().name if ours else path.stem
@@ -190,7 +192,7 @@ def figure_folders(results: Sequence[Path], out: Path | None) -> list[Path]:
 
 
 def _draw(results: Path, out: Path, *, must: bool) -> None:
-    """Draw the figures; without matplotlib that is an error only if it is what the user asked for."""
+    """Draw the figures. A missing matplotlib is an error only if `must`."""
     from node.lab.plots import draw
     from node.lab.results import read_results
     from wire.errors import UserError

@@ -1,9 +1,9 @@
-"""A node that is ready to join: everything is imported, and a line on stdin says with which command line.
+"""`thinwire join` with the imports done beforehand, for the lab.
 
     python -m node.cli.lab_node DEVICE
 
-`thinwire join`, but for the wait: imports take seconds, and the lab lets its nodes join one after the other,
-so that stage i is node i. The line is JSON: `thinwire`'s arguments.
+Imports take seconds, and the lab starts its nodes one after the other so that stage i is node i. The process
+imports everything, then waits for a line on stdin: `thinwire`'s arguments as JSON.
 """
 
 import json
@@ -19,14 +19,14 @@ def wait_and_run() -> int:
     import node.processes.node
 
     if (device := torch.device(sys.argv[1])).type == "cuda":
-        # A GPU's own start takes seconds too.
+        # Initialising a GPU takes seconds too.
         torch.zeros(1, device=device)
         torch.cuda.synchronize(device)
-    assert node.processes.node.run_node is not None, "what takes long is imported before the wait"
+    assert node.processes.node.run_node is not None, "import before the wait"
     line = sys.stdin.readline()
     if not line:
         return 1
-    # Nothing of the lab's is the program's business.
+    # `thinwire join` must not read the lab's pipe.
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)

@@ -1,8 +1,8 @@
 """The `thinwire` command. Each subcommand is a module beside this one with `add_parser` and `run`.
 
-Exit codes: 0 done; 1 the run, a link or the other side failed; 2 what the user gave cannot be used;
-130 stopped by Ctrl-C. An error is one line on stderr. Anything unforeseen is a fault of the program: its
-traceback goes to a file that one line names, and the exit code is 70.
+Exit codes: 0 done; 1 the run, a link or the other side failed; 2 bad input; 130 stopped by Ctrl-C. An error
+is one line on stderr. An unexpected exception is a bug: its traceback goes to a file, stderr names the file,
+and the exit code is 70.
 """
 
 import contextlib
@@ -41,14 +41,14 @@ COMMANDS = (
     *(trace, compare, token, evict, config, lab, doctor),
 )
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""What a full disk and a closed terminal answer to output; an error of a named file carries its name."""
+"""Errors of stdout itself: a full disk, a closed terminal. Errors of other files carry a file name."""
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (without the program's name; None: the process's) and return its exit code."""
-    # gRPC's own log lines on stderr would stand beside the one line that an error is; read at its import.
+    # Silence gRPC's own log lines on stderr; it reads this when imported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     take_any_text(sys.stdout, sys.stderr)
     try:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _complain("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # Whoever read our output has gone, and wants no more of it.
+        # The reader of our output has gone.
         discard(sys.stdout)
         return 1
     except ThinwireError as error:
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             discard(sys.stdout)
             return _complain(f"error: cannot write output: {error.strerror}", 1)
         return _complain(f"error: {error.filename}: {error.strerror}", 1)
-    except Exception as error:  # the outermost frame: what nobody foresaw still ends in one line
+    except Exception as error:  # outermost frame: bugs end in one line too
         return _bug(error)
 
 
@@ -89,7 +89,7 @@ def build_parser() -> Parser:
 
 
 def _group_exit(group: BaseExceptionGroup[BaseException]) -> int:
-    """Tasks of one group fail together; the first error meant for users speaks for them."""
+    """Tasks of a group fail together: show the first error meant for users."""
     leaves = list(_leaves(group))
     foreseen = [error for error in leaves if isinstance(error, ThinwireError)]
     if foreseen and all(isinstance(error, (ThinwireError, KeyboardInterrupt)) for error in leaves):
@@ -119,7 +119,7 @@ def _bug(error: BaseException) -> int:
             path = folder() / name
             path.write_text(report, encoding="utf-8", errors="backslashreplace")
             return _complain(f"{line}; traceback in {path}", EXIT_BUG)
-    return _complain(f"{line}; no disk takes its traceback", EXIT_BUG)
+    return _complain(f"{line}; its traceback could not be written", EXIT_BUG)
 
 
 def _crash_directory() -> Path:

@@ -17,17 +17,17 @@ class UsageError(UserError):
 
 
 class Parser(argparse.ArgumentParser):
-    """As argparse's, but mistakes raise `UsageError` and unknown commands and options get a suggestion."""
+    """An argparse parser that raises `UsageError` and suggests the nearest command or option."""
 
     def __init__(self, **kwargs: Any) -> None:
-        # An abbreviation that works today is ambiguous once another option starts alike.
+        # An abbreviation may become ambiguous with the next option.
         super().__init__(**{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see `{self.prog} --help`)")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        # argparse lists every choice; a user who mistyped wants the one that was meant.
+        # argparse would list every choice.
         if action.choices is not None and value not in action.choices:
             what = "command" if isinstance(action, argparse._SubParsersAction) else action.dest
             self.error(f"unknown {what} {value!r}{nearest(str(value), map(str, action.choices))}")
@@ -65,7 +65,7 @@ def check_devices(args: argparse.Namespace) -> None:
 
 
 class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not subscriptable at run time
-    """Writes to what `sys.stderr` is at that moment: the live display puts itself in front of it."""
+    """Write to the current `sys.stderr`, which the live display replaces."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -75,8 +75,8 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not su
 def set_up_logging() -> None:
     """Log INFO and above to stderr; `THINWIRE_LOG=debug` (or warning, error) sets another level.
 
-    Call it before grpc is imported: gRPC's core reads its own verbosity once, and tells users of every
-    connection that a peer closed.
+    Call it before grpc is imported: gRPC reads its verbosity once, and by default logs every closed
+    connection.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     handler = _StderrHandler()

@@ -1,7 +1,7 @@
-"""`thinwire resume RUN_DIR`: go on with a stopped run from its newest snapshot.
+"""`thinwire resume RUN_DIR`: resume a stopped run from its newest snapshot.
 
-Snapshots are by layer, so a run may go on with another number of stages, other codecs or another address.
-What follows from the step alone may change too: a run that diverged goes on with a lower learning rate.
+Snapshots are per layer, so the number of stages, the codecs and the address may change. So may what affects
+future steps only: a run that diverged can resume with a lower learning rate.
 """
 
 import argparse
@@ -17,17 +17,17 @@ CHANGEABLE = (
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("resume", help="go on with a stopped run")
+    parser = commands.add_parser("resume", help="resume a stopped run")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory")
     parser.add_argument(
         "overrides",
         metavar="section.key=value",
         nargs="*",
         default=[],
-        help=f"values that change from here on; only of {', '.join(CHANGEABLE)}",
+        help=f"values to change; only {', '.join(CHANGEABLE)}",
     )
     parser.add_argument("--json", action="store_true", help="events on stdout as JSON lines")
-    parser.add_argument("--stay", action="store_true", help="serve the page on when the run is over")
+    parser.add_argument("--stay", action="store_true", help="keep serving the page when the run is over")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def resume_run(directory: Path, overrides: Sequence[str], *, json: bool, stays: bool) -> int:
-    """Go on with the run in `directory`; returns the exit code."""
+    """Resume the run in `directory`; returns the exit code."""
     from node.cli.parser import set_up_logging
     from node.cli.run_directory import owner_only
     from node.cli.run_output import emitter, serve_finished

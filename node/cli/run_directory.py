@@ -1,4 +1,4 @@
-"""Where a run lives on disk, and whether one lives there."""
+"""Find or create a run's directory."""
 
 import contextlib
 import os
@@ -10,15 +10,15 @@ from wire.identity.files import check_free_or_ours
 
 DEFAULT_PARENT = Path("runs")
 OURS = ("authority",)
-"""Shows that a directory is that of a run which did not get as far as a database."""
+"""Marks a run's directory whose database was not created yet."""
 DEMO_LOGS = "logs"
-"""A demo makes it before its coordinator starts."""
+"""A demo creates it before its coordinator starts."""
 
 
 def new_run_directory(wanted: Path | None, name: str) -> Path:
-    """Make the directory of a new run: `wanted`, else the first free `runs/<name>-<n>`.
+    """Create the directory of a new run: `wanted`, else the first free `runs/<name>-<n>`.
 
-    Raises UserError if `wanted` holds a run or anything else already, or if none can be made there.
+    Raises UserError if `wanted` is in use or cannot be created.
     """
     try:
         if wanted is not None:
@@ -48,7 +48,7 @@ def new_run_directory(wanted: Path | None, name: str) -> Path:
 
 
 def existing_run_directory(path: Path) -> Path:
-    """`path`, once it is known to hold a run that this user may read. Raises UserError."""
+    """Check that `path` holds a run that this user may read, and return it. Raises UserError."""
     from node.coordinator.store import DATABASE_FILE
 
     try:
@@ -65,11 +65,11 @@ def existing_run_directory(path: Path) -> Path:
 
 
 def holds_run(directory: Path) -> bool:
-    """Whether the run's database is there. Raises UserError for a directory that no run can have."""
+    """Whether the run's database is there. Raises UserError for a path that is not UTF-8."""
     from node.coordinator.store import DATABASE_FILE
     from node.run_file.loader import is_text
 
-    if not is_text(str(directory)):  # a run tells its directory
+    if not is_text(str(directory)):  # the run's messages carry its directory
         raise UserError(
             f"{str(directory)!r} is not text in UTF-8: rename that directory, or give another one"
         )
@@ -77,7 +77,7 @@ def holds_run(directory: Path) -> bool:
 
 
 def run_began(directory: Path) -> bool:
-    """Whether a run is there to go on with: not where its coordinator died as it made the database."""
+    """Whether there is a run to resume: not if its coordinator died while creating the database."""
     from node.coordinator.store import DATABASE_FILE, is_empty
 
     return holds_run(directory) and not is_empty(directory / DATABASE_FILE)
@@ -85,9 +85,9 @@ def run_began(directory: Path) -> bool:
 
 @contextlib.contextmanager
 def owner_only() -> Iterator[None]:
-    """Files and folders made inside the block are their owner's alone.
+    """Create files and folders inside the block for the owner only.
 
-    A run's or a node's directory may be one that its user made, and then others may look into it.
+    The directory itself may be readable by others, if the user made it so.
     """
     before = os.umask(0o077)
     try:

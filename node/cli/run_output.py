@@ -1,4 +1,4 @@
-"""Where a coordinator's events go, and its page once the run is over; for `coordinator` and `resume`."""
+"""What `coordinator` and `resume` show: events while the run is on, the page after it."""
 
 import contextlib
 import logging
@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 class Emit:
-    """Hands each event to the status file, the history and the screen."""
+    """Pass each event to every sink."""
 
     def __init__(self, *sinks: "Callable[[Event], None]") -> None:
         self._sinks = sinks
@@ -25,7 +25,7 @@ class Emit:
 
 @contextlib.contextmanager
 def emitter(*, json: bool) -> Iterator[Emit]:
-    """Where the coordinator's events go while a command runs; leaving it restores the terminal."""
+    """Write events to the status file, the history and the screen; restores the terminal at the end."""
     from node.display.render import make_renderer
     from node.display.status import StatusWriter
     from node.telemetry.history import HistoryWriter
@@ -35,7 +35,8 @@ def emitter(*, json: bool) -> Iterator[Emit]:
 
 
 def serve_finished(directory: Path, emit: "Callable[[Event], None]") -> int:
-    """Serve the page of the run in `directory` where its run file says, until Ctrl-C or SIGTERM."""
+    """Serve the finished run's page at its usual address until Ctrl-C or SIGTERM, for service managers that
+    restart what ends."""
     from node.coordinator.store import Store
     from node.dashboard.pages import listen_address, page_tls, serve_recorded
     from node.processes.locks import run_lock
@@ -52,7 +53,7 @@ def serve_finished(directory: Path, emit: "Callable[[Event], None]") -> int:
     if config.dashboard.tls:
         authority = CertificateAuthority.load(directory / "authority")
         tls = page_tls(config, listen[0], authority, directory)
-    # Whoever goes on with the run would find the page's port taken, and be told of that alone.
+    # Without the lock, `resume` would complain about the page's port and not about this process.
     with run_lock(directory, page_only=True):
         serve_recorded(directory, *listen, lambda url: emit(PageServed(url=url, key_file="")), tls)
     return 0

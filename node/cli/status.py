@@ -1,4 +1,4 @@
-"""`thinwire status RUN_DIR`: where a run stands, from its database and `status.json`."""
+"""`thinwire status RUN_DIR`: a run's state, from its database and `status.json`."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("status", help="where a run stands")
+    parser = commands.add_parser("status", help="show a run's state")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.set_defaults(run=run, parser=parser)
@@ -96,7 +96,7 @@ def run_state(status: "RunStatus | None", alive: bool | None, *, complete: bool)
 
 
 def _live_lines(status: "RunStatus", now: float, alive: bool | None) -> list[str]:
-    """What the coordinator last said; `alive` as for `run_state`."""
+    """The coordinator's last report; `alive` as for `run_state`."""
     from node.display.render import SHORT_ID, stage_rows
     from node.telemetry.format import count_text, duration_text, printable, table_lines
 

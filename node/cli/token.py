@@ -1,6 +1,6 @@
-"""`thinwire token create|list|revoke RUN_DIR`: join tokens, written straight into the run's database.
+"""`thinwire token create|list|revoke RUN_DIR`: manage join tokens in the run's database.
 
-Works beside a running coordinator. Revoking a token admits nobody new; nodes that it admitted stay.
+Works while the coordinator runs. A revoked token admits no more nodes; those it admitted stay.
 """
 
 import argparse
@@ -26,16 +26,16 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("token", help="create, list and revoke join tokens")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
-    create = actions.add_parser("create", help="make a token and print its join line")
-    create.add_argument("--uses", type=int, default=1, help="nodes that it admits (default: 1)")
-    create.add_argument("--ttl", default="24h", help="how long it admits: 90m, 24h, 7d (default: 24h)")
-    listing = actions.add_parser("list", help="all tokens of a run, without their secrets")
-    revoke = actions.add_parser("revoke", help="stop a token from admitting")
+    create = actions.add_parser("create", help="create a token and print its join line")
+    create.add_argument("--uses", type=int, default=1, help="nodes that it may admit (default: 1)")
+    create.add_argument("--ttl", default="24h", help="how long it is valid: 90m, 24h, 7d (default: 24h)")
+    listing = actions.add_parser("list", help="list a run's tokens, without their secrets")
+    revoke = actions.add_parser("revoke", help="revoke a token")
     for action, function in ((create, _create), (listing, _list), (revoke, _revoke)):
         action.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory")
         action.add_argument("--json", action="store_true", help="JSON instead of text")
         action.set_defaults(run=function, parser=action)
-    revoke.add_argument("token_id", metavar="TOKEN_ID", help="as `thinwire token list` shows it")
+    revoke.add_argument("token_id", metavar="TOKEN_ID", help="from `thinwire token list`")
 
 
 def parse_ttl(text: str) -> timedelta:

@@ -1,4 +1,4 @@
-"""`thinwire top RUN_DIR|ADDRESS`: a run in the terminal, live, or as it was when it ended."""
+"""`thinwire top RUN_DIR|ADDRESS`: watch a run in the terminal, live or after its end."""
 
 import argparse
 import shutil
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 INTERVAL_SECONDS = 1.0
 OUTAGE_SECONDS = 60.0
-"""A page that answered once is asked again for so long: its coordinator may be restarting."""
+"""How long to retry a page that has stopped answering: its coordinator may be restarting."""
 
 
 def add_parser(commands: Any) -> None:
@@ -22,8 +22,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "where", metavar="RUN_DIR|ADDRESS", help="the run's directory, or its page's host:port"
     )
-    parser.add_argument("--once", action="store_true", help="show it as it is now, and end")
-    parser.add_argument("--json", action="store_true", help="the view as JSON, a line at each change")
+    parser.add_argument("--once", action="store_true", help="show the present state and exit")
+    parser.add_argument("--json", action="store_true", help="the view as a line of JSON at each change")
     parser.add_argument(
         "--ca", type=Path, metavar="FILE", help="the run's authority/ca.pem, for a page over https"
     )
@@ -57,8 +57,8 @@ def _open(where: str, authority: Path | None) -> "HistoryWatch | PageWatch":
     try:
         there = path.exists()
     except OSError:
-        there = True  # behind a folder that this user may not enter
-    # The slash that ends a page's address, as it was printed, makes no folder of it.
+        there = True  # in a folder that this user may not enter
+    # A page's address ends with a slash and is no folder.
     if there or "/" in where.partition("://")[0].rstrip("/"):
         return HistoryWatch(existing_run_directory(path))
     return PageWatch(where, authority)
@@ -69,7 +69,7 @@ def _over(view: "RunView") -> bool:
 
 
 class _Patient:
-    """Views of what is watched; while it does not answer, the last one and since when."""
+    """The newest view, and since when the watched run does not answer."""
 
     def __init__(self, watch: "HistoryWatch | PageWatch", view: "RunView") -> None:
         self._watch = watch
@@ -77,7 +77,7 @@ class _Patient:
         self.silent_since: float | None = None
 
     def look(self) -> None:
-        """Raises LinkError when it has not answered for `OUTAGE_SECONDS`."""
+        """Fetch a view. Raises LinkError after `OUTAGE_SECONDS` without an answer."""
         from wire.errors import LinkError
 
         try:
@@ -100,7 +100,7 @@ class _Patient:
 
 
 def _follow(watch: "HistoryWatch | PageWatch", view: "RunView", show: Any, *, once: bool) -> None:
-    """Show each view that tells something new, until the run is over."""
+    """Show each new view until the run is over."""
     pause = threading.Event()
     patient = _Patient(watch, view)
     shown = None
@@ -118,7 +118,7 @@ def _follow(watch: "HistoryWatch | PageWatch", view: "RunView", show: Any, *, on
 
 
 def _live(watch: "HistoryWatch | PageWatch", view: "RunView") -> None:
-    """Redraw in place until the run is over or the user has seen enough."""
+    """Redraw in place until the run is over or the user presses Ctrl-C."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text

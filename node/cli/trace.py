@@ -1,4 +1,4 @@
-"""`thinwire trace RUN_DIR --steps a:b`: what every stage did when, for Perfetto or chrome://tracing."""
+"""`thinwire trace RUN_DIR --steps a:b`: write a timeline of steps for Perfetto or chrome://tracing."""
 
 import argparse
 import json
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("trace", help="write a trace of some steps, for Perfetto")
+    parser = commands.add_parser("trace", help="write a trace of steps, for Perfetto")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory")
     parser.add_argument(
-        "--steps", default="", metavar="A:B", help="first and last step (default: the newest that is whole)"
+        "--steps", default="", metavar="A:B", help="first and last step (default: the newest complete one)"
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
-        help="where to write it, `-` for stdout (default: trace-A-B.json in RUN_DIR)",
+        help="output file, `-` for stdout (default: trace-A-B.json in RUN_DIR)",
     )
-    parser.add_argument("--json", action="store_true", help="say what was written as JSON")
+    parser.add_argument("--json", action="store_true", help="describe the output as JSON")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from wire.errors import ConfigError, UserError
 
     directory = existing_run_directory(args.run_dir)
-    # The history is ahead: spans of the newest steps may not have been written yet.
+    # The newest step in the history may have no spans on disk yet.
     text = args.steps
     if not text:
         if (newest := newest_whole_step(directory)) is None:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         ) from None
     assert steps.last is not None, "only `all` has no last step, and has no colon either"
     first, last = steps.first - 1, steps.last - 1
-    # A neighbour may send before a stage has heard that the step began: look at the steps around, too.
+    # Neighbours may send before a stage begins the step: read the steps around it too.
     aligned = align(read_batches(directory, first - 1, last + 1), first, last)
     if not aligned.spans:
         raise _nothing(f" of steps {text}", directory)
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     text = json.dumps(chrome_trace(aligned, directory.name), separators=(",", ":")) + "\n"
     report = sys.stdout
     if str(out) == "-":
-        # Stdout is the trace alone, for whatever reads it.
+        # Keep stdout for the trace.
         report = sys.stderr
         sys.stdout.write(text)
     else:

@@ -1,5 +1,4 @@
-"""What stays of a laboratory's runs: their records without secrets, and one archive in place of many
-files."""
+"""Archive a lab's runs: copy their records without secrets, pack logs into one file."""
 
 import shutil
 import sqlite3
@@ -13,20 +12,21 @@ from node.telemetry.trace_files import TRACE_DIRECTORY, segments
 
 FOLDERS = ("raw", "logs", "runs")
 SECRETS = ("token_bindings", "tokens")
-"""Tables of the database whose rows stay behind."""
+"""Database tables whose rows are not copied."""
 
 
 def keep_run(run: Path, place: Path) -> bool:
-    """Copy what is kept of the run directory `run`, whose coordinator has ended, to `place`.
+    """Copy history, trace and database of the run directory `run` to `place`, enough for `thinwire trace` and
+    `thinwire compare`: no snapshots, no CA, no operator's key.
 
-    What is at `place` goes. False, and nothing is done, when there is no run.
+    The coordinator must have ended. Replaces `place`. Returns False if there is no run.
     """
     if not (run / DATABASE_FILE).exists():
         return False
     if place.exists():
         shutil.rmtree(place)
     (place / TRACE_DIRECTORY).mkdir(parents=True)
-    # The copy is whole, whatever the coordinator had not yet moved from its log to the file.
+    # A plain copy would miss what is still in the write-ahead log.
     with closing(sqlite3.connect(run / DATABASE_FILE)) as database:
         database.execute("VACUUM INTO ?", (str(place / DATABASE_FILE),))
     with closing(sqlite3.connect(place / DATABASE_FILE)) as copy:
@@ -42,10 +42,9 @@ def keep_run(run: Path, place: Path) -> bool:
 
 
 def pack_logs(out: Path) -> Path | None:
-    """Move the `FOLDERS` of an output directory into one `logs.tar.xz`; None when there is nothing.
+    """Move the `FOLDERS` of an output directory into one `logs.tar.xz`; None if there are none.
 
-    A laboratory that goes on in the same directory makes new folders, and the next archive has a number.
-    The folders go only once the archive is whole.
+    A later call writes `logs-2.tar.xz`. The folders are deleted once the archive is complete.
     """
     folders = [out / name for name in FOLDERS if (out / name).is_dir()]
     if not folders:

@@ -1,8 +1,8 @@
-"""From the steps of a phase to a cell's figures. Pure.
+"""Compute a cell's figures from the steps of a phase. Pure.
 
-A phase is a stretch of one run over one shape of the network. The floor of a cell comes from the links'
-payload rates, the bytes of its own tensors, and the least compute times of the cell's own steps and of the
-unthrottled phase of the same run.
+A phase is a part of one run over one shape of the network. A cell's floor comes from the links' payload
+rates, the bytes of its own tensors, and the least compute times of its steps and of the run's unthrottled
+phase.
 """
 
 import statistics
@@ -22,7 +22,7 @@ from node.telemetry.events import StepCosts
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSteps:
-    """The measured steps of a phase, and what the network's counters grew by meanwhile."""
+    """The measured steps of a phase, and the bytes that the network counted meanwhile."""
 
     costs: tuple[StepCosts, ...]
     wires: tuple[WireBytes, ...]
@@ -36,9 +36,9 @@ class PhaseSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """What a microbatch costs each stage, and a step behind its last backward: the least of some steps.
+    """Compute time of a microbatch by stage, and of a step after its last backward: the least of some steps.
 
-    The least, because a floor is what cannot be beaten, and a busy machine only ever adds.
+    The least, because a floor cannot be beaten, and a busy machine only adds time.
     """
 
     forward: tuple[float, ...]
@@ -49,7 +49,7 @@ class Compute:
 
 
 def compute_times(phases: Sequence[PhaseSteps], microbatches: int) -> Compute:
-    """From phases of one run: what stages did, not what they waited for."""
+    """From phases of one run, without waiting."""
     costs = [step for phase in phases for step in phase.costs]
 
     def least(stage: int, *kinds: TimeKind) -> float:
@@ -74,9 +74,9 @@ def cell_floor(
     microbatches: int,
     chunks: int,
 ) -> Floor:
-    """The least time in which this cell's step can be done.
+    """The lower bound on this cell's step time.
 
-    Rates are the payload's: a link's as measured, an interface's as asked, which calibration holds it to.
+    Rates are the payload's: of links as measured, of interfaces as configured, which calibration checks.
     """
     stages = len(compute.forward)
     joints = stages - 1 + (chunks > 1 and stages > 2)
@@ -116,7 +116,7 @@ def cell_floor(
 def cell_figures(
     phase: PhaseSteps, shape: Shape, wires: Sequence[Wire], *, tokens_per_step: int, losses: Sequence[float]
 ) -> dict[str, Any]:
-    """What a cell says, but for its floor."""
+    """A cell's figures, without its floor."""
     seconds = sorted(step.seconds for step in phase.costs)
     rates = [tokens_per_step / value for value in seconds]
     return {
@@ -137,12 +137,12 @@ def cell_figures(
 
 
 def idle_shares(phase: PhaseSteps) -> list[float]:
-    """By stage, the share of its time spent waiting: the mean of the measured steps."""
+    """Each stage's share of time spent waiting, mean of the measured steps."""
     return [statistics.fmean(shares) for shares in zip(*map(idle_by_stage, phase.costs), strict=True)]
 
 
 def stage_seconds(phase: PhaseSteps) -> list[dict[str, float]]:
-    """By stage, the seconds of a step that its compute thread spent on each kind: the mean of the steps."""
+    """Each stage's seconds per step by kind of work, mean of the measured steps."""
     stages = range(len(phase.costs[0].stages))
     return [
         {
@@ -156,7 +156,7 @@ def stage_seconds(phase: PhaseSteps) -> list[dict[str, float]]:
 
 
 def wire_figures(phase: PhaseSteps, shape: Shape, wires: Sequence[Wire]) -> list[dict[str, Any]]:
-    """Each direction of each wire: the kernel's bytes beside the program's, and the share of the rate used.
+    """Each direction of each wire: the kernel's bytes, the program's bytes, and the share of the rate used.
 
     `overhead` is what the kernel counted over what the program wrote to its sockets, less 1: TCP's, TLS's and
     gRPC's headers, and the acknowledgements of the other direction.
@@ -189,7 +189,7 @@ def wire_figures(phase: PhaseSteps, shape: Shape, wires: Sequence[Wire]) -> list
 
 
 def transfer_seconds(phase: PhaseSteps, shape: Shape, wires: Sequence[Wire]) -> float:
-    """Seconds that a step's bytes take over the busiest direction of `shape`, were nothing else to be done.
+    """Seconds that a step's bytes take over the busiest direction of `shape`, without compute.
 
     Args:
         phase: steps with the same codecs, over any shape.

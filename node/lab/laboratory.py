@@ -1,4 +1,7 @@
-"""The laboratory at work: network, calibration, runs and their phases, results. Runs in the private place."""
+"""Measure a profile: build the network, calibrate it, run the runs and their phases, write results.
+
+Runs inside the private namespaces of `node.lab.namespaces`.
+"""
 
 import asyncio
 import os
@@ -38,24 +41,23 @@ Tell = Callable[[str], None]
 
 FIRST_PORT = 7700
 PORTS = 3
-"""Of a coordinator: for joining, for nodes, for its page. A run that is prepared while another goes on has
-ports of its own."""
+"""Ports of a coordinator: joining, nodes, page. A run that is prepared during another has its own."""
 SPARE_CORES = 4
-"""With so many a stage, the next run's processes start while one trains: they import, then wait."""
+"""With this many cores per stage, the next run's processes start and import while one trains."""
 
 
 async def run_laboratory(
     profile: Profile, out: Path, *, time_limit: float, tell: Tell, only: Sequence[str] = ()
 ) -> bool:
-    """Measure every cell of a profile that `out` does not hold yet. True when all are there.
+    """Measure every cell of a profile that `out` does not hold yet. Returns whether all are measured.
 
-    Called in the private place that `node.lab.namespaces` makes. Results are in `out` after every cell.
+    Runs inside private namespaces. Results are written to `out` after every cell.
 
     Args:
-        time_limit: seconds; a cell that would not end by then is left out. 0 is the profile's.
+        time_limit: seconds; a cell that would not end in time is left out. 0 takes the profile's.
         only: as `node.lab.plan.plan_runs` takes it.
 
-    Raises RunError for a link that is off and for a run that breaks; what was measured before stays.
+    Raises RunError for a link that is off and for a run that fails; earlier results stay.
     """
     lab = _Laboratory(profile, out, time_limit or profile.lab.time_limit_seconds, tell, only)
     return await lab.run()

@@ -1,12 +1,11 @@
-"""A private place for the whole laboratory: network, mount and process namespaces that one process holds.
+"""Private network, mount and process namespaces for the whole lab, held by one process.
 
-The lab runs again as the first process of a process namespace. When that process ends, however it ends, the
-kernel kills everything in the namespace, and with the last process go the network namespaces, their devices
-and a memory file system at /run with all run directories. It is itself killed when its parent is, and the
-parent when the user's command is, so nothing outlives a `kill -9` of any of them. The host's network is never
-touched: the lab cannot see it.
+The lab starts itself again as the first process of a process namespace. When that process ends, the kernel
+kills everything in the namespace and removes its network namespaces, devices and the memory file system at
+/run with all run directories. It is killed with its parent, so nothing survives a `kill -9` of any of them.
+The host's network is never touched: the lab cannot see it.
 
-An ordinary user gets there by a user namespace, where the kernel allows those; root does without.
+Ordinary users need user namespaces, where the kernel allows them; root does not.
 """
 
 import ctypes
@@ -21,7 +20,7 @@ from node.lab.tools import NAMESPACES, SBIN, call, tool
 from wire.errors import RunError, UserError
 
 STOP_SECONDS = 20.0
-"""How long the lab may take to end in good order once it is asked to."""
+"""From asking the lab to end to killing it."""
 SCRATCH = Path("/run/thinwire")
 _PR_SET_PDEATHSIG = 1
 _FLAGS = ("--net", "--mount", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc")
@@ -30,7 +29,7 @@ _PROBE = "mount -t tmpfs tmpfs /run && ip link add probe0 type veth peer name pr
 
 
 def working_flags() -> tuple[str, ...]:
-    """`unshare`'s options that work here, the fewest first. Raises UserError that says what failed."""
+    """The first of `unshare`'s options that works here. Raises UserError that says what failed."""
     tool("ip"), tool("tc"), tool("nsenter")
     candidates: list[tuple[str, ...]] = [(*_AS_ROOT_OF_ITS_OWN, *_FLAGS)]
     if os.geteuid() == 0:
@@ -52,9 +51,9 @@ def working_flags() -> tuple[str, ...]:
 
 
 def run_inside(arguments: Sequence[str]) -> int:
-    """Run `thinwire ARGUMENTS` in a private place and return its exit code.
+    """Run `thinwire ARGUMENTS` in private namespaces and return its exit code.
 
-    Ctrl-C and SIGTERM ask it to end in good order, by the end of its stdin; whoever is left is killed.
+    Ctrl-C and SIGTERM close its stdin, which asks it to end; what is left after `STOP_SECONDS` is killed.
     """
     flags = working_flags()
     command = [tool("unshare"), *flags, sys.executable, "-m", "node.cli.main", *arguments]
@@ -72,7 +71,7 @@ def run_inside(arguments: Sequence[str]) -> int:
         except KeyboardInterrupt:
             child.stdin.close()
             try:
-                # Its own words are about the same interruption.
+                # It reports the interruption itself.
                 return child.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 child.kill()
@@ -84,7 +83,7 @@ def run_inside(arguments: Sequence[str]) -> int:
 
 
 def furnish() -> None:
-    """Called first in the private place: a /run of its own, so that named namespaces leave no trace."""
+    """Mount a private /run, so that named network namespaces leave no trace. Call first inside."""
     mount("tmpfs", "/run")
     NAMESPACES.mkdir()
     SCRATCH.mkdir(mode=0o700)
@@ -98,5 +97,5 @@ def mount(kind: str, target: str) -> None:
 
 
 def _die_with_parent() -> None:
-    """In the child, before it becomes another program: the kernel kills it when its parent dies."""
+    """In the child before exec: let the kernel kill it when its parent dies."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""The laboratory's network: built from a `Topology`, shaped, read back. All calls block: use a thread."""
+"""Build the lab's network from a `Topology`, shape it, read it back. All calls block: use a thread."""
 
 import json
 import re
@@ -16,20 +16,20 @@ from node.lab.topology import LAB, Device, Topology, Wire
 from wire.errors import RunError
 
 RELAY_SECONDS = 10.0
-"""The longest that the relay may take to answer."""
+"""Time limit of the relay's answers."""
 _MEGA = {"": 1e-6, "K": 1e-3, "M": 1.0, "G": 1e3}
 
 
 @dataclass(frozen=True)
 class WireBytes:
-    """What has left both ends of a wire so far."""
+    """Bytes sent from both ends of a wire so far."""
 
     up: int
     down: int
 
 
 class Network:
-    """A context manager in the private place; when the place goes, so does all of it.
+    """A context manager inside the private namespaces; everything goes with them.
 
     Args:
         method: `none`, `netem` or `relay`: how packets are delayed.
@@ -68,7 +68,7 @@ class Network:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Make room for another network; what the kernel takes its time over is out of sight at once."""
+        """Remove devices and namespaces, for another network."""
         if self._relay is not None:
             self._relay.end()
         for name in self.topology.lab_devices:
@@ -77,7 +77,8 @@ class Network:
             tools.ip(LAB, "netns", "del", name)
 
     def _set_tcp(self) -> None:
-        """In a node's namespace. A buffer's default stays, its limit grows: a long way can be filled."""
+        """In a node's namespace: raise the limit of socket buffers, so that a link with a long round trip can
+        be filled. The default size stays."""
         settings = Path("/proc/sys/net/ipv4")
         for name in ("tcp_rmem", "tcp_wmem"):
             least, default, largest = map(int, (settings / name).read_text().split())
@@ -86,7 +87,7 @@ class Network:
         (settings / "tcp_slow_start_after_idle").write_text(str(int(self._slow_start_after_idle)))
 
     def shape(self, shape: Shape | None) -> None:
-        """Put every wire at its setting; None takes all shaping away. Reads back what the kernel has."""
+        """Shape every wire; None removes all shaping. Checks the kernel's settings afterwards."""
         for number, wire in enumerate(self.topology.wires):
             link = shape.links[number] if shape else None
             for device in (wire.up, wire.down):
@@ -101,7 +102,7 @@ class Network:
             self.check(shape)
 
     def check(self, shape: Shape) -> None:
-        """Compare every shaper with what it should be. Raises RunError for one that is not."""
+        """Compare the kernel's shapers with `shape`. Raises RunError if one differs."""
         for wire, link in zip(self.topology.wires, shape.links, strict=True):
             for device, mbit in ((wire.up, link.up_mbit), (wire.down, link.down_mbit)):
                 found = self._rate(device)

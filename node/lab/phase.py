@@ -1,4 +1,4 @@
-"""The phases of one run: the links change, some steps are discarded, others are measured."""
+"""Measure the phases of one run: change the links, discard some steps, measure the next."""
 
 import asyncio
 import json
@@ -13,11 +13,11 @@ from node.lab.shape import Shape
 from wire.errors import RunError
 
 RECORD = 0.03
-"""By so much of its time a step is faster than those before it while TCP still grows."""
+"""While TCP still speeds up, a step is faster than all before it by at least this share."""
 
 
 class Links(Protocol):
-    """What phases ask of `node.lab.network.Network`. May take long: called in a thread."""
+    """The part of `node.lab.network.Network` that phases use. Blocks: called in a thread."""
 
     def shape(self, shape: Shape | None) -> None: ...
 
@@ -27,7 +27,7 @@ class Links(Protocol):
 
 
 class Steps(Protocol):
-    """What phases ask of `node.lab.processes.RunProcesses`."""
+    """The part of `node.lab.processes.RunProcesses` that phases use."""
 
     async def next_step(self, seconds: float) -> Step: ...
 
@@ -37,13 +37,11 @@ class Phases:
 
     Args:
         warmup_steps: discarded after each change of the links.
-        warmup_round_trips: for so many at least, as long as the run has steps to spare: TCP finds a rate in
-            round trips, not in steps. Where there are round trips, then until a step is no faster than all
-            before it.
-        spare_steps: of the run, beyond those that its phases were planned with: they make up for steps that
-            went by, beyond the warmup's, while links changed. So short steps do not cost a cell, nor does the
-            run end before its last one.
-        step_seconds: the longest that a step may take.
+        warmup_round_trips: discard steps for at least this many round trips, then until a step is no faster
+            than all before it: TCP finds its rate in round trips, not in steps.
+        spare_steps: steps of the run beyond the planned ones; they replace steps that ran while links changed
+            and extra warmup steps.
+        step_seconds: time limit of a step.
         log: for the events of all steps.
     """
 
@@ -67,9 +65,9 @@ class Phases:
         self._log = log
 
     async def measure(self, shape: Shape | None, count: int) -> tuple[PhaseSteps, list[Step]]:
-        """Change the links, discard steps, measure `count` more. Gives all steps of the phase too.
+        """Change the links, discard steps, measure `count` more. Returns all steps of the phase too.
 
-        Raises RunError when more steps went by while the links changed than the warmup's and the spare ones.
+        Raises RunError when more steps ran while the links changed than there are warmup and spare steps.
         """
         await asyncio.to_thread(self._links.shape, shape)
         shaped = time.monotonic()

@@ -1,8 +1,7 @@
-"""What a profile comes to: runs in order, and the cells of each. Pure.
+"""Plan a profile: its runs in order, and the cells of each. Pure.
 
-Starting a run costs 10 to 60 seconds, so cells that differ in nothing but the links share a run: the links
-change between its phases. Runs come in the order in which the profile names them, so that a time limit cuts
-off what it puts last.
+Starting a run takes 10 to 60 seconds, so cells that differ only in their links share a run, and the links
+change between its phases. Runs are in the profile's order, so a time limit cuts off the last ones.
 """
 
 from collections.abc import Collection, Sequence
@@ -14,7 +13,7 @@ from node.lab.shape import Shape
 from wire.errors import ConfigError
 
 SPARE_STEPS = 20
-"""A change of the links, for steps that go by meanwhile: half a second of steps of 25 ms."""
+"""Per change of the links, for steps that run meanwhile: half a second of steps of 25 ms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +39,7 @@ class Cell:
     key: CellKey
     shape: Shape
     steps: int
-    """To be measured."""
+    """Steps to measure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +47,11 @@ class PlannedRun:
     """One run: its config, and the shapes it goes through."""
 
     name: str
-    """What it is, in a word for files and lines."""
+    """Used in file names and messages."""
     config: RunConfig
     cells: tuple[Cell, ...]
     spare_steps: int = 0
-    """Beyond those that the cells are planned with."""
+    """Steps beyond the planned ones."""
 
     @property
     def needs_delay(self) -> bool:
@@ -66,9 +65,9 @@ class PlannedRun:
 def plan_runs(
     profile: Profile, done: Collection[CellKey] = (), only: Sequence[str] = ()
 ) -> tuple[PlannedRun, ...]:
-    """Every run that has cells left to measure. A cell that two sweeps name is measured once.
+    """Every run with cells left to measure. A cell of two sweeps is measured once.
 
-    A run goes from cells with much on the way, rate times round trip, to those with little.
+    A run begins with the cells that have most bytes in flight (rate times round trip).
 
     Args:
         only: the cells wanted, each as `CODECS`, `@SHAPE` or `CODECS@SHAPE`; empty: all.
@@ -96,7 +95,7 @@ def plan_runs(
                             if key not in seen and _wanted(key, only):
                                 seen.add(key)
                                 cells.append(Cell(key=key, shape=shape, steps=sweep.steps))
-                        # TCP finds a smaller pipe at once, but grows into a larger one for tens of seconds.
+                        # TCP adapts to a slower link at once, but takes tens of seconds to fill a faster one.
                         cells.sort(key=lambda cell: -cell.shape.most_on_the_way)
                         if cells:
                             config = vary(profile.config, forward, backward, microbatch, window)
@@ -105,26 +104,26 @@ def plan_runs(
 
 
 def all_shapes(runs: Collection[PlannedRun]) -> tuple[Shape, ...]:
-    """Each once, in order."""
+    """All shapes without repetition, in order."""
     return tuple({shape.label: shape for run in runs for shape in run.shapes}.values())
 
 
 def planned_steps(profile: Profile, cells: Collection[Cell]) -> int:
-    """Steps that a run of these cells takes."""
+    """Steps of a run of these cells."""
     lab = profile.lab
     unthrottled = lab.warmup_steps + lab.unthrottled_steps if lab.unthrottled_steps else 0
     return unthrottled + sum(lab.warmup_steps + cell.steps for cell in cells)
 
 
 def spare_steps(profile: Profile, cells: Collection[Cell]) -> int:
-    """Steps that such a run has to spare. None where it has one phase alone: there its loss matters, and the
-    learning rate is to end where the steps do."""
+    """Spare steps of such a run. None for a single phase: its loss matters, and the schedule ends with the
+    steps."""
     phases = len(cells) + (profile.lab.unthrottled_steps > 0)
     return SPARE_STEPS * phases if phases > 1 else 0
 
 
 def check_only(profile: Profile, only: Sequence[str]) -> None:
-    """Raises ConfigError for the first of `only` that no cell of the profile answers to."""
+    """Raise ConfigError for the first of `only` that names no cell of the profile."""
     pairs = {"/".join(pair): None for sweep in profile.sweeps for pair in sweep.codecs}
     shapes = {shape.label: None for sweep in profile.sweeps for shape in sweep.shapes}
     for words in only:
@@ -146,7 +145,7 @@ def _wanted(key: CellKey, only: Sequence[str]) -> bool:
 
 def _run(profile: Profile, config: RunConfig, cells: tuple[Cell, ...]) -> PlannedRun:
     key = cells[0].key
-    # The lab ends the run after its last measured step: the step that would make a snapshot never comes.
+    # The lab ends the run after its last measured step, before the step that would write a snapshot.
     spare = spare_steps(profile, cells)
     steps = planned_steps(profile, cells) + spare + 1
     section = replace(config.run, name=profile.lab.name, seed=key.seed, steps=steps, snapshot_every=steps)

@@ -1,7 +1,7 @@
-"""One run inside the laboratory: the coordinator and its nodes as processes in their namespaces.
+"""Run a coordinator and its nodes as processes in their network namespaces.
 
-They are `thinwire` itself, joined by the run's own join line over mutual TLS. The coordinator's events arrive
-as JSON lines. The run's directories lie in the private place's memory and go with it.
+They are `thinwire` itself, joined by the run's join line over mutual TLS. The coordinator's events arrive as
+JSON lines. The run's directories are in the namespace's memory file system and disappear with it.
 """
 
 import asyncio
@@ -38,16 +38,16 @@ from wire.errors import RunError
 E = TypeVar("E", bound=Event)
 
 START_SECONDS = 180.0
-"""Until the coordinator has printed its join line, and until each node has joined."""
+"""For the coordinator to print its join line, and for each node to join."""
 RESTORE_SECONDS = 600.0
-"""From the last node's joining to the placement: initial weights of a large model take a while."""
+"""From the last join to the placement: initial weights of a large model take a while."""
 GRACE_SECONDS = 5.0
 MAX_EVENT_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A committed step, and when it was heard of."""
+    """A committed step, and when its event arrived."""
 
     done: StepDone
     costs: StepCosts
@@ -56,11 +56,11 @@ class Step:
 
 
 class RunProcesses:
-    """An async context manager; every process is dead when it is left.
+    """An async context manager; all processes have ended when it exits.
 
     Args:
-        directory: for the run's and the nodes' state; exists.
-        logs: where each process's words go; exists.
+        directory: existing directory for the run's and the nodes' state.
+        logs: existing directory for the processes' output.
         device: `cpu`, or `cuda`: stage i on GPU i.
         threads: CPU threads of each node; 0 is torch's own choice.
         port: the coordinator's, and the next one.
@@ -90,7 +90,7 @@ class RunProcesses:
         self._costs: StepCosts | None = None
 
     async def prepare(self) -> None:
-        """Start all processes; nodes wait before they join. May come while another run goes on."""
+        """Start all processes; nodes wait before they join. May be called while another run is on."""
         run_file = self._directory / "run.toml"
         run_file.write_text(to_toml(self._config), encoding="utf-8")
         for stage in range(self._stages):
@@ -117,7 +117,7 @@ class RunProcesses:
         await self.close()
 
     async def _end_coordinator(self) -> None:
-        """Let it write what it holds back of history and trace; asked twice it takes no snapshot first."""
+        """End the coordinator so that it flushes history and trace; two signals skip the snapshot."""
         child = self._children[COORDINATOR]
         with contextlib.suppress(ProcessLookupError, TimeoutError):
             child.send_signal(signal.SIGTERM)

@@ -39,24 +39,23 @@ class LabSection:
     warmup_steps: int = 2
     """Steps discarded after each change of the links."""
     warmup_round_trips: int = 120
-    """Steps are discarded for so many round trips at least, and then until one is no faster than those
-    before: TCP finds a rate in round trips, not in steps."""
+    """Also discard steps for at least this many round trips, then until one is no faster than those before:
+    TCP finds its rate in round trips, not in steps."""
     unthrottled_steps: int = 3
-    """Steps measured without any shaping at the start of each run, for the compute time; 0 leaves them
-    out."""
+    """Steps measured without shaping at the start of each run, for the compute time; 0 skips them."""
     seeds: tuple[int, ...] = (0,)
-    """Every run is repeated with each of these as `run.seed`."""
+    """Repeat every run with each of these as `run.seed`."""
     text_bytes: int = 0
-    """Train on the first so many bytes of the text alone, so that samples come again (`aqsgd-b` packs nothing
-    before they do); 0: all of it."""
+    """Train on only the first bytes of the text, so that samples repeat (`aqsgd-b` packs nothing before they
+    do); 0 is all of it."""
     device: str = "cpu"
     """`cpu`, or `cuda`: stage i computes on GPU i."""
     threads: int = 1
-    """CPU threads of each node; 0 is torch's own choice."""
+    """CPU threads of each node; 0 is torch's default."""
     time_limit_seconds: float = 0.0
-    """No cell begins after so long; the results so far stand. 0 is no limit."""
+    """Begin no cell after this many seconds; 0 is no limit."""
     step_seconds: float = 600.0
-    """The longest that a single step may take before the lab gives up."""
+    """Time limit of a step, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +63,10 @@ class NetworkSection:
     """`[network]`: how the nodes are joined."""
 
     topology: str = "links"
-    """`links`: each pair of neighbours has a link of its own. `interfaces`: each node has one line, which all
-    its neighbours share, as at home."""
+    """`links`: each pair of neighbours has its own link. `interfaces`: each node has one line for all its
+    neighbours, as at home."""
     qdisc: str = "tbf"
-    """The kernel's shaper, on both ends: `tbf` or `htb`."""
+    """The kernel's shaper at both ends: `tbf` or `htb`."""
     delay: str = "auto"
     """Delay by `netem`, by the lab's own packet `relay`, or `auto`: netem where the kernel has it."""
     matrix: str = ""
@@ -75,16 +74,16 @@ class NetworkSection:
     regions: tuple[str, ...] = ()
     """With `matrix`: each stage's region."""
     tolerance: float = 0.05
-    """The share by which a link may be off before it is refused; at most 0.05."""
+    """Refuse links that are off by more than this share; at most 0.05."""
     socket_buffer_mb: float = 32.0
-    """The kernel's limit of a TCP socket's buffers inside the lab, in MB (10^6 bytes); it bounds what one
-    connection carries over a long way."""
+    """The kernel's limit of TCP socket buffers inside the lab, in MB (10^6 bytes); it bounds the bytes in
+    flight of a connection."""
     congestion_control: str = ""
     """TCP's between nodes: `cubic`, as on most machines, `bbr`, or another that the kernel has; empty: the
     kernel's default."""
     slow_start_after_idle: bool = True
-    """Whether TCP forgets a link's rate in a pause and begins slowly again, as machines have it unless
-    `net.ipv4.tcp_slow_start_after_idle` is 0."""
+    """Whether TCP begins slowly again after a pause: the kernel's default,
+    `net.ipv4.tcp_slow_start_after_idle`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,16 +100,17 @@ class SweepSection:
     codecs: tuple[str, ...] = ("fp32/fp32", "tah/fixed-6")
     """Codec pairs, `"FORWARD/BACKWARD"`."""
     microbatches: tuple[int, ...] = ()
-    """Values of `training.microbatch`; empty: the run file's."""
+    """Values of `training.microbatch`; empty takes the run file's."""
     windows: tuple[str, ...] = ()
-    """Values of `pipeline.window`, `"auto"` or a number as in `"4"`; empty: the run file's."""
+    """Values of `pipeline.window`, `"auto"` or a number as in `"4"`; empty takes the run file's."""
     steps: int = 0
-    """Steps measured in each of this sweep's cells; 0: `lab.steps`. Where a link binds, two say enough."""
+    """Steps measured in each cell of this sweep; 0 takes `lab.steps`. Two are enough where a link is the
+    limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """A sweep, worked out: its shapes and the runs' variations, all in order."""
+    """A resolved sweep: its shapes and the runs' variations, in order."""
 
     shapes: tuple[Shape, ...]
     codecs: tuple[tuple[str, str], ...]
@@ -128,13 +128,13 @@ class Profile:
     network: NetworkSection = field(default_factory=NetworkSection)
     sweeps: tuple[Sweep, ...]
     config: RunConfig
-    """What every run is a variation of."""
+    """The run file that every run varies."""
     sha256: str
-    """Of the profile, its overrides, its run file and its matrix: results of different ones do not mix."""
+    """Digest of the profile, its overrides, run file and matrix: results of different ones do not mix."""
     file: str
-    """The profile's name, without its folders."""
+    """The profile's file name."""
     overrides: tuple[str, ...]
-    """As given, but for the folders of absolute paths, which only this machine has."""
+    """As given, without the folders of absolute paths."""
 
 
 Section = TypeVar("Section", LabSection, NetworkSection, SweepSection)
@@ -146,13 +146,13 @@ CHOICES = {
     "network.delay": ("auto", "netem", "relay"),
 }
 MOST_TOLERATED = 0.05
-"""The share by which a link may be off at most: no figure of one that is further off is reported."""
+"""The largest `network.tolerance`: no figures of links that are further off are reported."""
 OWNED = ("run.steps", "run.seed", "run.snapshot_every", "pipeline.forward_codec", "pipeline.backward_codec")
-"""Keys of a run file that the lab sets itself: a profile that gives them would be misled."""
+"""Run-file keys that the lab sets itself; a profile must not set them."""
 
 
 def load_profile(path: Path, overrides: Sequence[str] = ()) -> Profile:
-    """Read a profile and the files that it names; overrides such as `lab.steps=10` replace its values.
+    """Read a profile and the files that it names, and apply overrides such as `lab.steps=10`.
 
     Raises ConfigError, in one line that names the file, the key and what was expected.
     """
@@ -199,7 +199,7 @@ def load_profile(path: Path, overrides: Sequence[str] = ()) -> Profile:
 
 
 def closing_link(config: RunConfig) -> bool:
-    """Whether the last stage and the first have a link of their own."""
+    """Whether the last stage and the first have a link."""
     pipeline = config.pipeline
     return pipeline.stages > 2 and (config.model.tied or pipeline.chunks > 1)
 
@@ -212,7 +212,7 @@ def link_ends(config: RunConfig) -> tuple[tuple[int, int], ...]:
 
 
 def _override(raw: dict[str, Any], override: str) -> None:
-    """Put `section.key=value` into what was read; the sections' own checks come after."""
+    """Put `section.key=value` into the parsed TOML; its section is checked later."""
     name, equals, text = override.partition("=")
     section, dot, key = name.strip().partition(".")
     if not equals or not dot or section == "sweep":

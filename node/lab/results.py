@@ -1,4 +1,4 @@
-"""`results.json`: everything a laboratory measured and where. Written whole after every cell."""
+"""`results.json`: everything a lab measured, and on what machine. Rewritten after every cell."""
 
 import json
 import os
@@ -23,7 +23,7 @@ _PROGRAM = ("kernels", "wire", "node", "scripts/*.py")
 
 
 class Results:
-    """The results of one output directory, new or gone on with."""
+    """The results of one output directory."""
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
         self.path = path
@@ -197,9 +197,9 @@ def _words(*command: str) -> str:
 
 
 def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All runs and cells of the parts, numbered anew. Of a cell that is in several, the last part's counts.
+    """Merge the runs and cells of parts, numbered anew. The last part wins where a cell is in several.
 
-    Raises UserError for parts of different profiles, machines, commits or ways to delay packets.
+    Raises UserError for parts of different profiles, machines, commits or delay methods.
     """
     first = parts[0]
     for part in parts[1:]:

@@ -30,11 +30,11 @@ PAYLOAD_SHARE = (MTU - IP_TCP_BYTES) / (MTU + ETHERNET_BYTES)
 
 BURST_SECONDS = 0.004
 LEAST_BURST = 3 * 1024
-"""Two packets: what 4 ms hold at 6 Mbit/s. A bucket that holds more of a step's bytes lets steps beat their
-floor: 32 KiB at 1 Mbit/s were a fifth of them. Fewer than 4 ms under-deliver at higher rates: 1600 bytes cost
-9 % at 100 Mbit/s."""
+"""Two packets, 4 ms at 6 Mbit/s. A larger bucket holds a part of a step's bytes and lets steps beat their
+floor (32 KiB at 1 Mbit/s: a fifth). Less than 4 ms under-delivers at higher rates (1600 bytes at 100 Mbit/s:
+9 %)."""
 QUEUE_SECONDS = 0.1
-"""How much the shaper's queue holds beyond the round trip, before it drops."""
+"""Length of the shaper's queue, beyond the round trip."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +53,12 @@ class Shape:
     """All wires of the pipeline at one setting: links in pipeline order, or interfaces by stage."""
 
     label: str
-    """As the profile says it: `100`, `100/20`, `matrix x 0.1`; with a round trip ` + 20 ms`."""
+    """As in the profile: `100`, `100/20`, `matrix x 0.1`; with a round trip ` + 20 ms`."""
     links: tuple[LinkShape, ...]
 
     @property
     def busiest_mbit(self) -> float:
-        """The slowest rate: what tables and figures order by."""
+        """The slowest rate, which orders tables and figures."""
         return min(min(link.up_mbit, link.down_mbit) for link in self.links)
 
     @property
@@ -67,7 +67,7 @@ class Shape:
 
     @property
     def most_on_the_way(self) -> float:
-        """Bytes that the link which holds most of them has on its way when it is full."""
+        """Bytes in flight on a full link, the largest of all links."""
         return max(125 * max(link.up_mbit, link.down_mbit) * link.rtt_ms for link in self.links)
 
 
@@ -131,7 +131,7 @@ def shaper_commands(device: str, kind: str, mbit: float, rtt_ms: float, *, netem
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """Symmetric: both directions of a pair are alike."""
+    """Rates and round trips between regions, the same in both directions."""
 
     name: str
     source: str

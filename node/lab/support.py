@@ -1,4 +1,4 @@
-"""What this machine can do for the laboratory: programs, namespaces, shapers, delay."""
+"""Check what the lab can use on this machine: programs, namespaces, shapers, delay."""
 
 import json
 import socket
@@ -17,7 +17,7 @@ from wire.errors import RunError, ThinwireError, UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that the lab can use, or what stands in its way."""
+    """One thing that the lab uses, and whether it works here."""
 
     name: str
     works: bool
@@ -27,9 +27,9 @@ class Finding:
 
 
 def delay_method(wanted: str) -> str:
-    """`netem` or `relay`, as asked for; `auto` takes netem where the kernel has it. In the private place.
+    """`netem` or `relay`; `auto` takes netem where the kernel has it. Call inside the private namespaces.
 
-    Raises RunError when the method asked for, or any, does not work here.
+    Raises RunError when the method, or for `auto` both, do not work here.
     """
     netem = _try(_netem)
     if wanted != "relay" and netem is None:
@@ -44,10 +44,7 @@ def delay_method(wanted: str) -> str:
 
 
 def congestion_control(wanted: str) -> str:
-    """The name asked for, or the kernel's default.
-
-    Raises RunError for one that the kernel does not have.
-    """
+    """`wanted` or the kernel's default. Raises RunError for one that the kernel does not have."""
     settings = Path("/proc/sys/net/ipv4")
     if not wanted:
         return (settings / "tcp_congestion_control").read_text().strip()
@@ -76,7 +73,7 @@ def check_devices(profile: Profile) -> None:
 
 
 def find_in_private() -> list[Finding]:
-    """What works in the private place; leaves nothing but two devices, which go with it."""
+    """Check what works inside the private namespaces."""
     findings = []
     for name, check, needed in (
         ("tbf", _tbf, True),
@@ -92,7 +89,7 @@ def find_in_private() -> list[Finding]:
 
 
 def find_outside() -> list[Finding]:
-    """Programs and namespaces, as seen by whoever asks."""
+    """Check programs and namespaces from outside."""
     findings = []
     for name in tools.PACKAGES:
         try:
@@ -119,7 +116,7 @@ def find_outside() -> list[Finding]:
 
 
 def ask_private() -> list[Finding]:
-    """`find_in_private`'s answer, from a private place made for the purpose."""
+    """Run `find_in_private` inside new private namespaces."""
     command = [tools.tool("unshare"), *namespaces.working_flags(), sys.executable, "-m", "node.lab.support"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -163,7 +160,7 @@ def _netem() -> None:
 
 
 def _qdisc(kind: str, *arguments: str) -> None:
-    """Put it on a device made for the purpose, and take it away."""
+    """Add the qdisc to a temporary device."""
     tools.ip(LAB, "link", "add", "probe0", "type", "veth", "peer", "name", "probe1")
     try:
         tools.tc(LAB, "qdisc", "add", "dev", "probe0", "root", kind, *arguments)

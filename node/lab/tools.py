@@ -1,4 +1,4 @@
-"""The programs and system calls beneath the laboratory: `ip`, `tc`, `unshare`, `nsenter`, `setns`."""
+"""Call the programs and system calls of the lab: `ip`, `tc`, `unshare`, `nsenter`, `setns`."""
 
 import ctypes
 import json
@@ -22,9 +22,9 @@ PACKAGES = {
     "nsenter": "util-linux",
 }
 SBIN = ("/usr/sbin", "/sbin")
-"""Where Debian keeps them, and an ordinary user's path does not look."""
+"""Debian's folders for them, which an ordinary user's PATH lacks."""
 SECONDS = 20.0
-"""The longest that one of these programs may take."""
+"""Time limit of one of these programs."""
 NAMESPACES = Path("/run/netns")
 _CLONE_NEWNET = 0x40000000
 
@@ -42,7 +42,7 @@ def tool(name: str) -> str:
 
 
 def call(name: str, *arguments: str) -> str:
-    """Run one of `PACKAGES`' programs and return its output. Raises RunError with its own last words."""
+    """Run one of `PACKAGES`' programs and return its output. Raises RunError with its stderr."""
     command = [tool(name), *arguments]
     try:
         done = subprocess.run(
@@ -65,7 +65,7 @@ def tc(namespace: str, *arguments: str) -> str:
 
 
 def root_qdisc(device: Device) -> dict[str, Any] | None:
-    """What `tc -s -j qdisc` says of the device's shaper; None when it has none."""
+    """The device's shaper as `tc -s -j qdisc` describes it; None if it has none."""
     reply = tc(device.namespace, "-s", "-j", "qdisc", "show", "dev", device.name)
     for qdisc in json.loads(reply or "[]"):
         if qdisc.get("root") and qdisc.get("kind") in ("tbf", "htb"):
@@ -74,8 +74,8 @@ def root_qdisc(device: Device) -> dict[str, Any] | None:
 
 
 def sent_bytes(device: Device) -> int:
-    """Bytes that have left the device: by its shaper's count, which has every packet's header; without a
-    shaper by the device's own, which counts a batch of segments as one packet."""
+    """Bytes that have left the device, by its shaper, which counts every packet's header. Without a shaper by
+    the device itself, which counts a batch of segments as one packet."""
     if (qdisc := root_qdisc(device)) is not None:
         return int(qdisc["bytes"])
     reply = json.loads(ip(device.namespace, "-s", "-j", "link", "show", "dev", device.name))
@@ -83,7 +83,7 @@ def sent_bytes(device: Device) -> int:
 
 
 def inside(namespace: str, work: Callable[[], Result]) -> Result:
-    """Run `work` on a thread that has entered the network namespace: sockets that it makes stay in there."""
+    """Run `work` on a thread inside the network namespace; sockets that it opens stay in it."""
     if namespace == LAB:
         return work()
     results: list[Result] = []
@@ -117,7 +117,7 @@ def _enter(namespace: str) -> None:
 
 
 def prefix(namespace: str) -> tuple[str, ...]:
-    """What to put before a command so that it runs in the network namespace."""
+    """The prefix of a command that runs in the network namespace."""
     return (tool("nsenter"), f"--net={NAMESPACES / namespace}")
 
 

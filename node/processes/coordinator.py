@@ -1,4 +1,4 @@
-"""Start a run or go on with one: files, keys, ports, and the coordinator between them."""
+"""Start or resume a run: check files, keys and ports, then serve the coordinator."""
 
 import asyncio
 import contextlib
@@ -55,7 +55,7 @@ from wire.v1 import control_pb2_grpc
 log = logging.getLogger(__name__)
 
 TOKEN_LIFETIME = timedelta(hours=24)
-# The process that holds this certificate's key holds the CA's too: a short lifetime would protect nothing.
+# This process holds the CA's key too, so a short lifetime would protect nothing.
 SERVER_LIFETIME = timedelta(days=365)
 INTERRUPTED = 130
 STOP_SECONDS = 2.0
@@ -70,18 +70,18 @@ class _Run:
     corpus: Corpus
     past: Past
     news: str = ""
-    """What to tell of its snapshots once it is on."""
+    """What to report about damaged snapshots once the run is on."""
 
 
 def run_coordinator(config: RunConfig, *, run_dir: Path, emit: Emit, resume: bool) -> int:
-    """Serve one run to its end; returns the exit code. Raises UserError for what the user can mend."""
+    """Serve one run to its end; returns the exit code. Raises UserError for bad input."""
 
     def tell(text: str) -> None:
         emit(events.Notice(text=text))
 
     with contextlib.ExitStack() as held:
         if resume:
-            # Before all else: who has this run's ports, most likely, is its own coordinator.
+            # First: if this run's ports are taken, its own coordinator probably runs.
             held.enter_context(run_lock(run_dir))
         check_ports(config.coordinator.listen, listen_address(config))
         if resume:
@@ -90,7 +90,7 @@ def run_coordinator(config: RunConfig, *, run_dir: Path, emit: Emit, resume: boo
                 run = _reopen(config, run_dir, authority, _load_corpus(config, tell), tell)
         else:
             corpus = _load_corpus(config, tell)
-            # After all that may refuse: it writes, and a failed start leaves no run behind.
+            # After all checks: a failed start leaves no run behind.
             held.enter_context(run_lock(run_dir))
             run = _create(config, run_dir, corpus)
         with run.store:
@@ -116,7 +116,7 @@ def _load_corpus(config: RunConfig, tell: Tell) -> Corpus:
 
 
 def _nodes_wait(config: RunConfig, authority: CertificateAuthority) -> AbstractContextManager[None]:
-    """While it lasts nodes are told that the coordinator is there, unless they cannot know its port."""
+    """Tell nodes to wait while the block runs, unless the port is chosen at start and they cannot know it."""
     host, join_port = _split_listen(config.coordinator.listen)
     return nodes_wait(join_address(host, join_port + 1), authority) if join_port else contextlib.nullcontext()
 
@@ -128,13 +128,13 @@ def _create(config: RunConfig, directory: Path, corpus: Corpus) -> _Run:
     authority.save(directory / "authority")
     _write_run_file(directory, config)
     write_private(_corpus_file(directory), json.dumps({"sha256": corpus.fingerprint()}).encode())
-    # The database comes last: a directory that has one has all the rest.
+    # The database comes last: a directory with a database is complete.
     store = Store.create(directory, run_id=run_id, config_json=to_json(config), pin=authority.pin, now=now)
     return _Run(run_id=run_id, store=store, authority=authority, corpus=corpus, past=Past())
 
 
 def _write_run_file(directory: Path, config: RunConfig) -> None:
-    """For people to read, and whole at any time, also while it is replaced or if that fails."""
+    """Write run.toml for people to read, atomically."""
     write_private(directory / "run.toml", to_toml(config).encode())
 
 
@@ -157,7 +157,7 @@ def _reopen(
         store.delete_snapshot(step)
     recorded = store.run().config_json
     if newest >= config.run.steps:
-        # How it was trained stays on record; how it is looked at may change.
+        # The training of a finished run stays on record; only its page and metrics may change.
         config = replace(
             from_json(recorded),
             coordinator=config.coordinator,
@@ -201,12 +201,12 @@ def _newest_whole(snapshots: Path, tell: Tell) -> Checked:
 
 
 def _untold(newest: StepRecord | None, told: int) -> StepRecord | None:
-    """The newest commit, if its coordinator died before it told of the step. `told`: steps in the history."""
+    """The newest commit, if its coordinator died before reporting the step. `told`: steps in the history."""
     return newest if newest is not None and told == newest.step else None
 
 
 def _told(directory: Path) -> int:
-    """Steps in the history; -1 if it cannot be read, which whoever writes it says."""
+    """Steps in the history; -1 if it cannot be read, which its writer reports."""
     try:
         return highest_step(directory)
     except RunError:
@@ -218,7 +218,7 @@ def _corpus_file(directory: Path) -> Path:
 
 
 async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit) -> int:
-    # Before the first event, which goes into the history too.
+    # Before the first event is written to it.
     past_end = history_size(directory)
     feed = Feed(RunViewBuilder(), past_comes=True)
     metrics = RunMetrics(feed.view)
@@ -298,11 +298,10 @@ async def _until_done(coordinator: Coordinator, emit: Emit) -> int:
     def interrupt(number: signal.Signals) -> None:
         nonlocal interrupted
         if interrupted and number is signal.SIGHUP:
-            return  # a terminal that closes says so more than once
+            return  # a closing terminal sends more than one
         if not interrupted:
             emit(events.Notice(text=STOPPING))
-        # Its own second signal only: somebody at the page may have asked for a stop, to whom a snapshot was
-        # promised too.
+        # Only a second signal stops at once: a stop asked for on the page promised a snapshot.
         coordinator.stop("stopped by the operator", at_once=interrupted)
         interrupted = True
 
@@ -338,7 +337,7 @@ def _started(config: RunConfig, directory: Path, run: _Run) -> events.RunStarted
 
 
 def _split_listen(listen: str) -> tuple[str, int]:
-    """Host and port of `[coordinator] listen`, where port 0 stands for any free one."""
+    """Host and port of `[coordinator] listen`; port 0 is any free one."""
     if listen.endswith(":0"):
         return split_address(f"{listen[:-1]}1")[0], 0
     return split_address(listen)
@@ -354,9 +353,9 @@ def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCrede
 
 
 def check_ports(listen: str, page: tuple[str, int] | None = None) -> None:
-    """Raise UserError unless the port of `listen` (host:port) and the next can be had, and that of `page`.
+    """Raise UserError unless the port of `listen` (host:port), the next one and the page's are free.
 
-    Port 0 always can. Asked before anything is written, so that a failed start leaves no run behind.
+    Checked before anything is written, so that a failed start leaves no run behind.
     """
     host, port = parse_listen(listen)
     free = "to an address of this machine whose port and the next are free"
@@ -371,7 +370,7 @@ def _check_port(host: str, port: int, advice: str) -> None:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
-            # As gRPC does: a port that is only waiting out closed connections is free.
+            # As gRPC does: a port in TIME_WAIT is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:

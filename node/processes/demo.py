@@ -1,7 +1,7 @@
-"""A whole run on one machine: a coordinator and its nodes as processes, joined by the real join line.
+"""Run a coordinator and its nodes on one machine, as processes that join by the real join line.
 
-The nodes go through everything that a volunteer's machine does; only the network is loopback. Every child is
-reaped whatever happens: the end of the run, an error, a child's death, Ctrl-C, SIGTERM, a closed terminal.
+The nodes do everything that a volunteer's machine does; only the network is loopback. All children are ended
+and reaped whatever happens: end of the run, an error, a child's death, Ctrl-C, SIGTERM, a closed terminal.
 """
 
 import asyncio
@@ -20,18 +20,18 @@ from wire import event_loop
 from wire.errors import RunError, UserError
 
 START_SECONDS = 120.0
-"""Until the coordinator prints its join line."""
+"""For the coordinator to print its join line."""
 GRACE_SECONDS = 10.0
-"""From a node's end to the end of the run that explains it."""
+"""For the run to end after one of its nodes has."""
 LEAVE_SECONDS = 2.0
-"""From the coordinator's end until nodes are asked to end: those that had yet to join hear nothing of it."""
+"""From the coordinator's end to SIGTERM for nodes that had not joined and hear nothing."""
 STOP_SECONDS = 20.0
-"""Until children that were asked to stop are killed."""
+"""From asking children to stop to killing them."""
 MAX_EVENT_BYTES = 1 << 20
 
 
 def demo_file() -> Path:
-    """The demo's run file, which is installed with the program."""
+    """The demo's run file, installed with the program."""
     return Path(str(importlib.resources.files("node.processes").joinpath("demo.toml")))
 
 
@@ -45,13 +45,13 @@ def run_demo(
     """Run `demo_file` in `run_dir` and return the coordinator's exit code.
 
     Args:
-        emit: shows each of the coordinator's events; once the screen takes no more (an OSError), not again.
+        emit: shows each of the coordinator's events; not called again after an OSError.
         overrides: `section.key=value`, applied to the run file.
-        command: what starts the program; another one stands in for it in tests.
+        command: starts the program; tests replace it.
 
-    Raises UserError when the coordinator refuses what was given, and leaves no folder of it; RunError when a
-    child ends before the run does, with the child's own last words; KeyboardInterrupt on Ctrl-C, SIGTERM and
-    SIGHUP. By then all children are gone.
+    Raises UserError when the coordinator refuses its input, and removes the folder; RunError, with the
+    child's last line, when a child ends before the run does; KeyboardInterrupt on Ctrl-C, SIGTERM and SIGHUP.
+    All children have ended by then.
     """
     try:
         return event_loop.run(_Demo(run_dir, emit, overrides, command).run())
@@ -77,19 +77,19 @@ class _Demo:
         assert task is not None
 
         def interrupt(number: signal.Signals) -> None:
-            # A terminal that closes tells twice, and again after Ctrl-C: that must not cut the end short.
+            # A closing terminal sends SIGHUP more than once; only the first counts.
             if number is not signal.SIGHUP or not task.cancelling():
                 task.cancel()
 
         for number in ending_signals():
-            if number is not signal.SIGINT:  # which asyncio.run turns into this already
+            if number is not signal.SIGINT:  # asyncio.Runner handles it
                 asyncio.get_running_loop().add_signal_handler(number, interrupt, number)
         (self._run_dir / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             async with asyncio.TaskGroup() as group:
                 return await self._drive(group)
         except ExceptionGroup as failures:
-            # Tasks of the group fail together; the first says why.
+            # Tasks of the group fail together; the first gives the reason.
             raise failures.exceptions[0] from None
         finally:
             await self._stop()
@@ -98,7 +98,7 @@ class _Demo:
         self._screen.attempt(lambda: self._show(event))
 
     async def _drive(self, group: asyncio.TaskGroup) -> int:
-        """From the coordinator's start to the end of all children."""
+        """Start the coordinator and the nodes, and wait for all of them."""
         coordinator = await self._start(
             "coordinator", str(demo_file()), "--run-dir", str(self._run_dir), "--json", *self._overrides
         )
@@ -134,7 +134,7 @@ class _Demo:
         )
 
     async def _start(self, name: str, *arguments: str) -> Process:
-        """Start a child. Its logs go to a file; Ctrl-C at the terminal reaches it only through us."""
+        """Start a child in a session of its own, so that Ctrl-C reaches only us. Its logs go to a file."""
         if name == "coordinator":
             arguments = (name, *arguments)
         with self._log(name).open("wb") as log:
@@ -151,7 +151,7 @@ class _Demo:
         return child
 
     async def _pass_events_on(self, coordinator: Process, until: type[Event] | None = None) -> Event | None:
-        """Emit the coordinator's events up to one of type `until` (returned), or to the last (None)."""
+        """Emit the coordinator's events up to one of type `until` and return it; None at the end."""
         assert coordinator.stdout is not None
         while line := await coordinator.stdout.readline():
             event = from_json(line.decode())
@@ -165,7 +165,7 @@ class _Demo:
         return None
 
     async def _watch(self, name: str, node: Process) -> None:
-        """A node may end only with the run."""
+        """Raise RunError if a node ends before the run."""
         code = await node.wait()
         try:
             async with asyncio.timeout(GRACE_SECONDS):
@@ -174,7 +174,7 @@ class _Demo:
             raise self._failure(name, code) from None
 
     async def _let_nodes_end(self) -> None:
-        """The run is over: nodes end by themselves, and those that do not are ended."""
+        """After the run: wait for nodes to end, then kill those that have not."""
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 for child in self._children.values():
@@ -186,7 +186,7 @@ class _Demo:
                     child.kill()
 
     async def _stop(self) -> None:
-        """End what still runs: the coordinator as by Ctrl-C, which ends the nodes; then whoever is left."""
+        """End the coordinator as by Ctrl-C, which ends the nodes; then end the rest."""
         alive = [child for child in self._children.values() if child.returncode is None]
         coordinator = self._children.get("coordinator")
         try:
@@ -205,7 +205,7 @@ class _Demo:
                     for child in alive:
                         await child.wait()
         except TimeoutError:
-            pass  # whoever is left is killed
+            pass  # the rest is killed
         finally:
             for child in alive:
                 if child.returncode is None:
@@ -216,13 +216,13 @@ class _Demo:
         return self._run_dir / "logs" / f"{name}.log"
 
     def _last_words(self, name: str) -> str:
-        """The error that a child left in its log."""
+        """The last line of a child's log, which is its error."""
         lines = self._log(name).read_text(encoding="utf-8", errors="replace").splitlines()
         words = next((line for line in reversed(lines) if line.strip()), "it said nothing")
         return words.removeprefix("thinwire: ").removeprefix("error: ")
 
     def _refusal(self) -> UserError:
-        """What the coordinator could not use. Nothing began: its folder would only be in the way."""
+        """The coordinator's error about its input. The run has not begun: remove its folder."""
         words = self._last_words("coordinator")
         with contextlib.suppress(OSError):
             self._log("coordinator").unlink()
@@ -231,7 +231,7 @@ class _Demo:
         return UserError(words)
 
     def _failure(self, name: str, code: int) -> RunError:
-        """The error that a child left in its log; the demo ends with the child's exit code."""
+        """The child's error; the demo ends with its exit code."""
         words = self._last_words(name)
         log = self._log(name)
         error = RunError(f"{words} ({name} ended with exit code {code}; all it said is in {log})")

@@ -1,4 +1,4 @@
-"""Checks of this machine before it joins a run, each with what to do when it fails."""
+"""Check this machine before it joins a run. Each failed check says what to do."""
 
 import asyncio
 import importlib.metadata
@@ -23,15 +23,15 @@ from wire.version import VERSION
 MIN_PYTHON, END_PYTHON = (3, 11), (3, 14)
 MIN_TORCH = (2, 11)
 MIN_FREE_BYTES = 2_000_000_000
-"""A node keeps its identity and logs, a coordinator some snapshots of all weights and optimizer state."""
+"""For a node's identity and logs, or a few snapshots of a coordinator."""
 MIN_WRITE_RATE = 20e6
-"""Bytes a second, with fsync: below it snapshots take longer than steps."""
+"""Bytes per second with fsync; on a slower disk snapshots take longer than steps."""
 PROBE_BYTES = 16 << 20
 MIN_OPEN_FILES = 256
 MIN_MEMORY_BYTES = 1_000_000_000
 CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
-"""Where Linux says it."""
+"""Linux's settings of TCP."""
 OUR_PACKAGES = ("kernels", "wire", "node")
 CONTACT_SECONDS = 5.0
 
@@ -44,7 +44,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One finding. `fix` says what to do and is empty for what is well."""
+    """One finding. `fix` says what to do; empty if nothing."""
 
     name: str
     status: Status
@@ -58,7 +58,7 @@ def healthy(checks: list[Check]) -> bool:
 
 
 def examine(*, token: str | None = None, state_dir: Path | None = None) -> list[Check]:
-    """Run all checks; with a token also those of its run. Takes a few seconds; raises nothing."""
+    """Run all checks, with a token also those of its run. Takes a few seconds; raises nothing."""
     return [
         check_python(),
         check_event_loop(),
@@ -74,7 +74,7 @@ def examine(*, token: str | None = None, state_dir: Path | None = None) -> list[
 
 
 def default_state_root() -> Path:
-    """Where nodes keep their identities by default, all runs together."""
+    """The default parent of nodes' state directories, for all runs."""
     from wire.identity.credentials import default_directory
 
     return default_directory("any").parent.parent
@@ -118,8 +118,8 @@ def judge_torch(version: str) -> Check:
 
 
 def check_congestion_control(setting: Path) -> Iterator[Check]:
-    """TCP's, which gRPC leaves to the system. Nothing where the system does not say."""
-    if (name := _said(setting)) is None:
+    """TCP's congestion control, which gRPC leaves to the system. No check where the system does not say."""
+    if (name := _read_setting(setting)) is None:
         return
     if not name.startswith("bbr"):
         yield Check(name="tcp", status=Status.OK, detail=printable(f"congestion control {name}"))
@@ -136,11 +136,11 @@ def check_congestion_control(setting: Path) -> Iterator[Check]:
 
 
 def check_slow_start(setting: Path) -> Iterator[Check]:
-    """Whether TCP forgets a link's rate between steps. Nothing where the system does not say.
+    """Whether TCP forgets a link's rate between steps. No check where the system does not say.
 
-    It is so on every Linux until somebody changes it, and of no weight on short ways: no warning.
+    It is Linux's default and matters only with long round trips: no warning.
     """
-    if (said := _said(setting)) is None:
+    if (said := _read_setting(setting)) is None:
         return
     detail = "after a pause connections go on at their rate"
     if said == "1":
@@ -151,7 +151,7 @@ def check_slow_start(setting: Path) -> Iterator[Check]:
     yield Check(name="tcp pauses", status=Status.OK, detail=detail)
 
 
-def _said(setting: Path) -> str | None:
+def _read_setting(setting: Path) -> str | None:
     try:
         return setting.read_text(encoding="ascii").strip()
     except (OSError, ValueError):
@@ -189,8 +189,7 @@ def check_device() -> Iterator[Check]:
 def package_owners() -> dict[str, list[str]]:
     """The distributions that install packages of our names, by package.
 
-    `importlib.metadata.packages_distributions` says the same of all packages, and takes eight times as long:
-    it makes a path of the name of every file.
+    `importlib.metadata.packages_distributions` gives the same for all packages in eight times the time.
     """
     owners: dict[str, list[str]] = {}
     for distribution in importlib.metadata.distributions():
@@ -208,7 +207,7 @@ def package_owners() -> dict[str, list[str]]:
 
 
 def check_packages(owners: Mapping[str, list[str]]) -> Check:
-    """Whether another distribution installs a package of our names. `owners`: package to distributions."""
+    """Whether another distribution installs packages of our names. `owners`: package to distributions."""
     clashes = {name: sorted(set(owners.get(name, [])) - {"thinwire"}) for name in OUR_PACKAGES}
     found = [f"{', '.join(others)} also ships {name!r}" for name, others in clashes.items() if others]
     if not found:
@@ -246,7 +245,7 @@ def check_state_directory(wanted: Path | None) -> Iterator[Check]:
 
 
 def check_disk(directory: Path) -> Iterator[Check]:
-    """Write access, space and speed where a node or a run keeps its state. Nothing is left behind."""
+    """Write access, space and speed of a state directory. Leaves nothing behind."""
     directory = directory.absolute()
     try:
         place = next(parent for parent in (directory, *directory.parents) if parent.exists())
@@ -270,7 +269,7 @@ def check_disk(directory: Path) -> Iterator[Check]:
 
 
 def judge_disk(free: int, rate: float) -> Check:
-    """Whether `free` bytes, written at `rate` bytes a second, are enough."""
+    """Whether `free` bytes and `rate` bytes per second are enough."""
     detail = f"{bytes_text(free)} free, {bytes_text(rate)}/s written and synced"
     fixes = []
     if free < MIN_FREE_BYTES:
@@ -296,7 +295,7 @@ def check_token(text: str) -> Iterator[Check]:
     found = event_loop.run(_contact(token.addresses, token.pin))
     reached = any(check.status is Status.OK for check in found)
     for check in found:
-        # A node needs one of the addresses; the others may be of networks that this machine is not in.
+        # One address is enough; others may belong to networks that this machine is not in.
         lesser = check.status is Status.FAIL and reached
         yield replace(check, status=Status.WARN) if lesser else check
 
@@ -326,7 +325,7 @@ async def _contact_one(address: str, pin: bytes) -> Check:
 
 
 def checks_text(checks: list[Check]) -> str:
-    """A line a check, a second one with its fix, and a verdict."""
+    """A line per check, a second one with its fix, and a verdict."""
     lines = []
     for check in checks:
         lines.append(f"{check.status.value:<4}  {check.name}: {check.detail}")

@@ -1,4 +1,4 @@
-"""A node's side of enrolment: from a join token to an identity on disk."""
+"""Enrol a node: from a join token to an identity on disk."""
 
 import asyncio
 import json
@@ -35,22 +35,22 @@ _COORDINATOR_FILE = "coordinator.json"
 _MESSAGE_BYTES = 64 * 1024
 _CONNECT_SECONDS = 10.0
 _REPLY_SECONDS = 20.0
-# Waits before each round over the token's addresses.
+# Seconds before each round over the token's addresses.
 _ROUNDS = (0.0, 0.5, 1.0, 2.0)
-# A stored certificate that ends sooner than this is not worth starting with.
+# A stored certificate must be valid for at least this long.
 _MARGIN = timedelta(minutes=5)
 
 
 async def enrol(token: JoinToken, directory: Path, hardware: Hardware) -> tuple[NodeIdentity, str]:
     """Become a member of the token's run: the node's identity and the coordinator's control address.
 
-    An identity in `directory` that is still valid is used as it is: nothing is sent and no token is used.
-    Else the token's addresses are tried in turn, for up to four rounds of at most 30 s an address. When a
-    reply is lost the same request is sent again: it has the same key, so it does not use the token twice.
+    A valid identity in `directory` is used without sending anything. Otherwise the token's addresses are
+    tried in turn, in up to four rounds of at most 30 s per address. A request whose reply was lost is sent
+    again with the same key, so it does not use the token twice.
 
     Raises:
-        Refused: the coordinator said no; its message says why.
-        TokenError: whoever answers is not the coordinator that the token names.
+        Refused: by the coordinator, with its reason.
+        TokenError: the peer is not the coordinator that the token names.
         LinkError: nobody answers.
         UserError: `directory` cannot be used, or is another run's.
     """
@@ -102,7 +102,7 @@ async def _join_at(
     options: list[tuple[str, int | str]] = [
         *server_name_options(coordinator_server_name(token.run_id)),
         ("grpc.max_receive_message_length", _MESSAGE_BYTES),
-        # First contact went straight to the address; so does this.
+        # First contact used no proxy either.
         ("grpc.enable_http_proxy", 0),
     ]
     credentials = grpc.ssl_channel_credentials(ca_pem)
@@ -136,12 +136,12 @@ def _refused(message: enrolment_pb2.Refusal) -> Refused:
     try:
         return Refused(RefusalCode(message.code), message.message)
     except ValueError:
-        # A later version's reason; the line that comes with it still says why.
+        # A later version's code; its message still gives the reason.
         return Refused(RefusalCode.BAD_REQUEST, message.message)
 
 
 def _stored(token: JoinToken, directory: Path) -> tuple[NodeIdentity, str] | None:
-    """What an earlier join left, if it is of the token's run, still valid, and leads to its coordinator."""
+    """The identity and control address of an earlier join, if they are valid for this token."""
     identity = NodeIdentity.load(directory)
     if identity is None:
         return None
@@ -154,7 +154,7 @@ def _stored(token: JoinToken, directory: Path) -> tuple[NodeIdentity, str] | Non
         return None
     try:
         coordinator = json.loads((directory / _COORDINATOR_FILE).read_bytes())
-        # A token with other addresses means that the coordinator moved: ask it where its control port is now.
+        # A token with other addresses means that the coordinator has moved: ask for its control port.
         known = coordinator["join_address"] in token.addresses
         return (identity, str(coordinator["control_address"])) if known else None
     except (OSError, ValueError, KeyError, TypeError):
@@ -184,7 +184,7 @@ def _explain_disk(directory: Path) -> Iterator[None]:
 
 
 def _summary(failures: list[ThinwireError]) -> ThinwireError:
-    """One error for all addresses: the only one, or all in one line."""
+    """Combine the errors of all addresses in one."""
     if len(failures) == 1:
         return failures[0]
     kind = TokenError if all(isinstance(failure, TokenError) for failure in failures) else LinkError

@@ -1,4 +1,4 @@
-"""`thinwire join`: from a token to a stage, and out again."""
+"""The process behind `thinwire join`: enrol, serve a stage, leave."""
 
 import asyncio
 import contextlib
@@ -69,14 +69,14 @@ def run_node(token_text: str, options: JoinOptions) -> int:
 
 
 def _end(error: ThinwireError, directory: StateDirectory) -> NoReturn:
-    """At once: the interpreter would wait for a thread that does not come back, or for a device's kernels."""
+    """Exit at once: the interpreter would wait for a stuck thread or for a device's kernels."""
     say(f"thinwire: error: {error}")
     directory.release()
     os._exit(error.exit_code)
 
 
 def _check_machine() -> None:
-    """`doctor`'s quick checks: a failure ends the join, a warning is shown."""
+    """Run `doctor`'s quick checks: a failure ends the join, a warning is logged."""
     checks = [
         check_python(),
         check_torch(),
@@ -111,7 +111,7 @@ async def _serve(
         cache_bytes=shutil.disk_usage(directory).free // 2,
         pacer=Pacer(options.max_bandwidth_mbit * 1e6 / 8) if options.max_bandwidth_mbit else None,
     )
-    tell = Teller(json_lines=options.json)
+    tell = Reporter(json_lines=options.json)
     runtime = NodeRuntime(settings, IdentityHolder(identity, directory), tell)
     async with contextlib.AsyncExitStack() as stack:
         if options.metrics:
@@ -140,7 +140,8 @@ def _most_bytes(options: JoinOptions) -> int:
 
 
 async def _until_done(runtime: NodeRuntime) -> tuple[Finish, bool]:
-    """The first Ctrl-C, SIGTERM or closed terminal leaves the run in good order; another quits at once."""
+    """Run until the end. The first Ctrl-C, SIGTERM or SIGHUP leaves after a snapshot; the next quits at
+    once."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
@@ -148,7 +149,7 @@ async def _until_done(runtime: NodeRuntime) -> tuple[Finish, bool]:
 
     def interrupt(number: signal.Signals) -> None:
         nonlocal interrupts
-        # A terminal that closes tells twice, by its shell and by the kernel: nobody asked again.
+        # A closing terminal sends SIGHUP twice, by its shell and by the kernel.
         if number is signal.SIGHUP and interrupts:
             return
         interrupts += 1
@@ -170,8 +171,8 @@ async def _until_done(runtime: NodeRuntime) -> tuple[Finish, bool]:
             loop.remove_signal_handler(number)
 
 
-class Teller:
-    """Progress on stdout: a line of text, or of JSON, for each thing that happens."""
+class Reporter:
+    """Print progress on stdout, as lines of text or of JSON."""
 
     def __init__(self, *, json_lines: bool) -> None:
         self._json = json_lines

@@ -1,4 +1,4 @@
-"""Whether this machine's devices could hold the stages of a run: the estimate, before anything is joined."""
+"""Check which stages of a run fit on this machine's devices, by estimate, before joining."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ from wire.identity.enrolment import Hardware
 
 
 def check_run(path: Path, chosen: tuple[torch.device, ...], tensor_parallel: int) -> Iterator[Check]:
-    """Whether `thinwire join` with these devices could serve the run, and the stages that fit on them."""
+    """Whether these devices can share the run's blocks, and which stages fit on them."""
     try:
         config = load_config(path, ())
     except ThinwireError as error:
@@ -42,7 +42,7 @@ def devices_check(chosen: tuple[torch.device, ...], tensor_parallel: int) -> Che
 
 
 def judge_stages(config: RunConfig, hardware: Hardware) -> Check:
-    """Which of the run's stages fit into the memory that the machine offers."""
+    """Which stages fit into the memory that the machine offers."""
     stages = stage_memory(config, config.pipeline.stages, devices_of(hardware))
     fitting = [number for number, stage in enumerate(stages) if stage.total <= hardware.memory_bytes]
     least = min(stages, key=lambda stage: stage.total)

@@ -97,7 +97,7 @@ def test_a_bug_whose_traceback_no_disk_takes(
 
     monkeypatch.setattr(Path, "write_text", full)
     assert run_failing(ValueError("x"), monkeypatch) == 70
-    line = "thinwire: this is a bug: ValueError: x; no disk takes its traceback\n"
+    line = "thinwire: this is a bug: ValueError: x; its traceback could not be written\n"
     assert capsys.readouterr().err == line
 
 

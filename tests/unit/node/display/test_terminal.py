@@ -39,8 +39,8 @@ def test_a_closed_terminal_ends_what_it_started_but_not_under_nohup(hangup: None
 
 TELL = """
     import sys
-    from node.processes.node import Teller
-    tell = Teller(json_lines=False)
+    from node.processes.node import Reporter
+    tell = Reporter(json_lines=False)
     tell("one")
     tell("two")
     sys.exit(5)
