@@ -1,4 +1,4 @@
-"""A full disk ends a run in one line with all acknowledged steps intact; a dead reader of its output does not."""
+"""A full disk ends a run in one line, with all acknowledged steps intact; a dead reader does not end it."""
 
 import os
 import resource

@@ -1,7 +1,6 @@
-"""How many examples properties are tried on.
+"""Numbers of Hypothesis examples.
 
-`make test` tries the same ones each time, as a test that fails now and then teaches nobody; `make fuzz` tries
-others, and `FUZZ` times as many.
+`make test` tries the same ones each time; `make fuzz` tries others, and FUZZ times as many.
 """
 
 import os

@@ -1,11 +1,11 @@
-"""Starts Python processes by forking one that has imported everything: a tenth of the usual time.
+"""Start Python processes by forking one that has imported everything: a tenth of the usual time.
 
     with Prefork() as prefork:
         run = Run(tmp_path, config, launch=prefork.popen)
 
-What runs is the same command line in a process of its own, which can be killed and frozen like any other: a
-program of `PROGRAMS`, or a script. The one difference: /proc/PID/environ shows the template's environment, so
-`Run.survivors` does not see it.
+Each command line, a program of `PROGRAMS` or a script, runs in its own process, which can be killed and
+frozen like any other. One difference: /proc/PID/environ shows the template's environment, so `Run.survivors`
+does not find it.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from typing import IO, Self
 from tests.support.paths import ROOT, python_path
 
 PROGRAMS = ("node.cli.main", "node.parallel.worker")
-"""Modules with a `main` that reads `sys.argv` and returns an exit code: what can be started with `-m`."""
+"""Modules that `-m` can start: their `main` reads `sys.argv` and returns an exit code."""
 _PR_SET_CHILD_SUBREAPER = 36
 _REQUEST_BYTES = 256 * 1024
 _IMPORT_SECONDS = 180.0
@@ -39,7 +39,7 @@ _READY = b"ready"
 
 
 class Forked:
-    """One process, with the part of `subprocess.Popen`'s interface that the harness and the product use."""
+    """One process, with the part of `subprocess.Popen` that the harness and the program use."""
 
     def __init__(self, pid: int, stdin: IO[str] | None, stdout: IO[str] | None) -> None:
         self.pid = pid
@@ -79,13 +79,13 @@ class Forked:
 
 
 class Prefork:
-    """The template process, from entry to exit. It imports meanwhile: the first fork waits for that."""
+    """The template process, from entry to exit. The first fork waits for its imports."""
 
     def __init__(self) -> None:
         self._ready = False
 
     def __enter__(self) -> Self:
-        # Forked processes are handed over to this one, which can then wait for them.
+        # Forked processes become children of this one, which can then wait for them.
         _become_subreaper()
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -160,9 +160,9 @@ class Prefork:
 def _descriptor(
     number: int, wanted: IO[bytes] | int | None, sources: list[int], theirs: contextlib.ExitStack
 ) -> tuple[int, IO[str] | None]:
-    """What a child is to have at `number`, as `subprocess.Popen` reads it, and our end if that is a pipe.
+    """The child's descriptor `number`, in the sense of `subprocess.Popen`, and our end if it is a pipe.
 
-    What is opened for the child alone is closed by `theirs`.
+    `theirs` closes what is opened for the child alone.
     """
     if wanted is None:
         return number, None
@@ -189,14 +189,14 @@ def _become_subreaper() -> None:
 
 
 def _serve(requests: socket.socket) -> None:
-    """Fork for every request until the other end closes; then take along whatever still runs."""
+    """Fork for every request until the other end closes; then kill what still runs."""
     _import_everything()
-    # A collection would look at every object of every module, and so copy its page, in each forked process.
+    # A garbage collection in a forked process would touch, and so copy, the pages of all modules.
     gc.collect()
     gc.freeze()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would be lost in the fork"
     forked: list[int] = []
-    # Whoever asks may be gone at any time: before it is told, and before it has read what it is told.
+    # The other end may close at any time.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         requests.send(_READY)
         while True:
@@ -214,7 +214,7 @@ def _serve(requests: socket.socket) -> None:
 
 
 def _running(pidfds: list[int]) -> list[int]:
-    """Those whose process has not ended; the others are closed."""
+    """Those whose process has not ended; closes the others."""
     ends = select.poll()
     for pidfd in pidfds:
         ends.register(pidfd, select.POLLIN)
@@ -225,7 +225,7 @@ def _running(pidfds: list[int]) -> list[int]:
 
 
 def _fork(requests: socket.socket, request: dict[str, object], descriptors: list[int]) -> int:
-    """The pid of a grandchild that is no longer ours: its parent is gone."""
+    """The pid of an orphaned grandchild that runs the request."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child:
@@ -244,7 +244,7 @@ def _fork(requests: socket.socket, request: dict[str, object], descriptors: list
 
 
 def _run(request: dict[str, object], descriptors: list[int]) -> int:
-    """Become the process that was asked for; returns its exit code."""
+    """Run the requested command in this process; returns its exit code."""
     try:
         os.setsid()
         os.chdir(str(request["cwd"]))
@@ -269,7 +269,7 @@ def _run(request: dict[str, object], descriptors: list[int]) -> int:
 
 
 def _execute(words: list[str]) -> int:
-    """What Python would do with these words."""
+    """Do what Python does with these arguments."""
     if words[0] == "-m":
         sys.argv = words[1:]
         code: int = importlib.import_module(words[1]).main()

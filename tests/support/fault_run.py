@@ -1,4 +1,4 @@
-"""Runs with faults on purpose: what goes wrong is data, and what died is started again as a volunteer would.
+"""Runs with faults on purpose: faults are data, and dead processes are started again as a volunteer would.
 
 with FaultRun(tmp_path, CONFIG, [kill], launch=prefork.popen) as run:
     run.start()
@@ -44,7 +44,7 @@ from wire.identity.credentials import NodeIdentity
 
 SPARE_USES = 50
 NEWS_SECONDS = 60.0
-"""Without any from a run that is looked after; for half of it, whoever froze is let lie."""
+"""Limit of a wait for news from a run; after half of it frozen nodes are woken."""
 KILLED = -signal.SIGKILL
 
 E = TypeVar("E", bound=Event)
@@ -59,10 +59,9 @@ def small(
     heartbeat_seconds: float = 0.25,
     silent_seconds: float = 20.0,
 ) -> RunConfig:
-    """Three stages that take a few milliseconds a step, and little patience but with who is silent.
+    """Three stages of a few milliseconds a step, with short timeouts, except for silence.
 
-    A busy machine may keep a process from running for seconds, one that compiles for longer: only who tests
-    silence itself has a node given up sooner.
+    A busy machine may stop a process for seconds, longer if it compiles: only tests of silence lower that.
     """
     return replace(
         SMALL,
@@ -89,7 +88,7 @@ def small(
 
 
 class FaultRun(Run):
-    """A run whose processes all know the plan of faults."""
+    """A run whose processes all have the plan of faults."""
 
     def __init__(
         self,
@@ -103,13 +102,13 @@ class FaultRun(Run):
     ) -> None:
         """
         Args:
-            snapshot_first: the step after the first snapshot begins when that is stored, if the run is
+            snapshot_first: hold the step after the first snapshot until that is stored, if the run is
                 tended. Otherwise a snapshot may take longer than the steps that follow.
         """
         hold = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=config.run.snapshot_every)
         self._news: queue.SimpleQueue[tuple[float, Process, str | None]] = queue.SimpleQueue()
         self.heard_at: list[tuple[float, Event]] = []
-        """Every event of every coordinator, with the Unix time at which it was read."""
+        """Every event of every coordinator, with the Unix time of its reading."""
         super().__init__(directory, config, text=text, launch=launch, listener=self._listen)
         self._marker_directory = directory / "faults"
         self._marker_directory.mkdir()
@@ -125,7 +124,7 @@ class FaultRun(Run):
         self.state_dirs: dict[Process, Path] = {}
         self._over = False
         self.killed: list[Process] = []
-        """Whom faults ended with SIGKILL, in the order in which it was noticed."""
+        """Processes that faults killed, in the order of discovery."""
 
     def __exit__(self, *error: Any) -> None:
         self._gate.close()
@@ -146,7 +145,7 @@ class FaultRun(Run):
         return identity.node_id if identity else None
 
     def add_spare(self) -> Process:
-        """A node beyond those that the first join line admits."""
+        """A node beyond those that the join line admits."""
         with Store.open(self.run_dir) as store:
             _, token = store.create_token(time.time(), timedelta(hours=1), SPARE_USES)
         return self.add_node(token.encode())
@@ -164,10 +163,10 @@ class FaultRun(Run):
         until: Callable[[Event], bool] = lambda event: isinstance(event, RunFinished),
         restart: bool = True,
     ) -> int | None:
-        """Look after the run until an event, or until the coordinator ends by itself; returns its exit code.
+        """Run until an event, or until the coordinator ends by itself; returns its exit code.
 
-        Nodes that were killed are started again with the identity they had, the coordinator is resumed, nodes
-        that froze and were given up wake. Each wait for news takes at most `seconds`.
+        Killed nodes are started again with the same identity, a killed coordinator is resumed, and frozen
+        nodes wake once they are given up. Each wait for news takes at most `seconds`.
         """
         self._over = False
         while True:
@@ -190,7 +189,7 @@ class FaultRun(Run):
     def _next(self, seconds: float) -> tuple[float, Process, str | None]:
         with contextlib.suppress(queue.Empty):
             return self._news.get(timeout=seconds / 2)
-        # Whoever froze while no coordinator was there to notice would be waited for in vain.
+        # Nobody gives up a node that froze while no coordinator ran.
         for node in self.nodes:
             if node.running:
                 node.go_on()
@@ -219,7 +218,7 @@ class FaultRun(Run):
         return None
 
     def _turn_away_latecomers(self) -> None:
-        """End nodes that were started again too late to meet the coordinator: they would look for it."""
+        """Kill nodes that started too late to meet the coordinator: they would look for it."""
         for node in self.nodes:
             if node.running and not any("joined run" in line for line in node.lines):
                 node.go_on()
@@ -229,7 +228,7 @@ class FaultRun(Run):
         self._news.put((time.time(), process, line))
 
     def wait_frozen(self) -> Process:
-        """Until a fault has frozen one more node; its process, to be sent on its way by `go_on`."""
+        """Wait until a fault has frozen one more node; returns its process, to `go_on`."""
         stopped = os.waitid(os.P_ALL, 0, os.WSTOPPED | os.WNOWAIT)
         assert stopped is not None
         return next(process for process in self.processes if process.pid == stopped.si_pid)
@@ -237,7 +236,7 @@ class FaultRun(Run):
     # ---- results
 
     def times(self, fault: Fault) -> list[float]:
-        """When it happened, in Unix seconds."""
+        """Unix times at which it happened."""
         return [fired_at(marker) for marker in self.plan.markers(fault)]
 
     def assert_all_happened(self) -> None:
@@ -249,18 +248,18 @@ class FaultRun(Run):
         return [event for _, event in self.heard_at if isinstance(event, kind)]
 
     def after(self, at: float, kind: type[E]) -> tuple[float, E]:
-        """The first event of a kind since a time, and how many seconds since."""
+        """The first event of a kind after a time, and the seconds between."""
         later = ((when - at, event) for when, event in self.heard_at if when >= at)
         return next((seconds, event) for seconds, event in later if isinstance(event, kind))
 
     @property
     def records(self) -> list[StepRecord]:
-        """The run's own record of its committed steps."""
+        """The run's record of its committed steps."""
         with Store.open(self.run_dir) as store:
             return store.steps()
 
     def assert_undisturbed(self, codes: Sequence[int] = (0,)) -> None:
-        """Every loss and the final weights have the bits of a run that nothing disturbs."""
+        """Every loss and the final weights have the bits of an undisturbed run."""
         expected = undisturbed(self.config) if self._lossless else _undisturbed_lossy(self.config)
         assert {record.step + 1: record.loss for record in self.records} == expected.losses
         assert self.weights_sha256 == expected.weights_sha256
@@ -271,7 +270,7 @@ class FaultRun(Run):
         ]
         assert self.crash_reports() == []
         for process in self.processes:
-            # A node whose connection broke as the run ended can only find that nobody is there any more.
+            # A node whose connection broke as the run ended finds nobody there.
             forlorn = process.wait_exit() == 1 and "did not answer" in process.stderr
             assert forlorn or process.exit_code in (*codes, KILLED), process.report()
 

@@ -1,4 +1,4 @@
-"""What torch asks of the custom operators of `tah` and `fixed-b`, on any device: fakes, schemas, aliasing."""
+"""torch's checks of the custom operators of `tah` and `fixed-b` on any device: fakes, schemas, aliasing."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What captured passes are compared with autograd's in: `[training]` and `[storage]`, by name."""
+"""Settings in which captured passes are compared with autograd: `[training]` and `[storage]`, by name."""
 
 from dataclasses import replace
 

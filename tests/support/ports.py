@@ -1,16 +1,16 @@
-"""Ports of loopback for processes that must be told one beforehand, or be found at the same one again."""
+"""Loopback ports for processes that need a known port, or the same one again."""
 
 import contextlib
 import random
 import socket
 
 FROM, TO = 20_000, 32_000
-"""Below those that Linux gives to outgoing connections and to listeners that take any: nobody gets a port
-from here by chance between the look and its use, or while a coordinator is down."""
+"""Below Linux's ephemeral ports: nobody gets one of these by chance between the check and its use, or while a
+coordinator is down."""
 
 
 def free_port(neighbours: int = 0) -> int:
-    """A port at which nobody listens, nor at the `neighbours` next ones."""
+    """A free port, with the next `neighbours` ports free too."""
     while True:
         port = random.SystemRandom().randrange(FROM, TO)
         with contextlib.ExitStack() as sockets, contextlib.suppress(OSError):

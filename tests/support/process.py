@@ -1,4 +1,4 @@
-"""One `thinwire` command as a real process: its lines as they come, bounded waits, signals, its end."""
+"""One `thinwire` command as a real process: its output, bounded waits, signals, exit code."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from typing import IO, Protocol, TypeVar
 from node.telemetry.events import Event, JoinLine, RunFinished, RunSummary, StepDone, from_json
 
 SECONDS = 150.0
-"""How long a single wait may take; far more than anything takes on a busy two-core machine."""
+"""Limit of a single wait; far more than anything takes on a busy two-core machine."""
 
 E = TypeVar("E", bound=Event)
 
@@ -22,7 +22,7 @@ class StuckError(AssertionError):
 
 
 class Child(Protocol):
-    """What is used of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that the harness uses."""
 
     @property
     def pid(self) -> int: ...
@@ -46,7 +46,7 @@ Listener = Callable[["Process", str | None], None]
 
 
 class Process:
-    """One `thinwire` command. Its output is kept: `lines` of stdout, `stderr` as text."""
+    """One `thinwire` command. Keeps its output: `lines` of stdout, and `stderr` as text."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Process:
 
     @property
     def complaints(self) -> list[str]:
-        """Lines of stderr that are not log lines: what the command itself says about how it ended."""
+        """Lines of stderr in which the command says how it ended; no log lines."""
         return [line for line in self.stderr.splitlines() if line.startswith("thinwire: ")]
 
     def send(self, number: signal.Signals) -> None:
@@ -127,9 +127,9 @@ class Process:
         self.send(signal.SIGCONT)
 
     def wait_frozen(self) -> None:
-        """Until a SIGSTOP, whoever sent it, has taken effect: a SIGCONT before that would be lost.
+        """Wait until a SIGSTOP has taken effect: a SIGCONT before that would be lost.
 
-        The kernel tells its parent, which is this process; the test's own time is the bound.
+        The kernel notifies the parent, which is this process. Only the test's timeout bounds the wait.
         """
         found = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         if found is None or found.si_code != os.CLD_STOPPED:
@@ -155,12 +155,12 @@ class Process:
         return found
 
     def report(self) -> str:
-        """The last of what it said."""
+        """Its last lines."""
         output = "\n".join(self.lines[-12:])
         return f"==== {self!r}\n{output}\n---- stderr\n{self.stderr[-3000:]}"
 
     def reap(self) -> None:
-        """End it whatever it does."""
+        """Kill it if it runs, and free its resources."""
         if self.running:
             self._child.kill()
         self._child.wait()
@@ -221,12 +221,12 @@ class Coordinator(Process):
 
     @property
     def finished(self) -> RunFinished:
-        """The last event; waits for it."""
+        """The last event of the run; waits for it."""
         return self.wait_event(RunFinished)
 
     @property
     def summary(self) -> RunSummary:
-        """What the last event says that this process did; waits for it."""
+        """The last event's summary of this process; waits for it."""
         summary = self.finished.summary
         assert summary is not None, self.report()
         return summary

@@ -1,4 +1,4 @@
-"""A TCP relay for tests: counts what passes, cuts connections, stops forwarding."""
+"""A TCP relay for tests: counts bytes, cuts connections, stops forwarding."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -43,7 +43,7 @@ class Relay:
         return sum(c.down_bytes for c in self.connections)
 
     def cut(self) -> None:
-        """Reset every connection that is open now; new ones are taken."""
+        """Reset every open connection; new ones are accepted."""
         for connection in self.connections:
             connection.cut()
 

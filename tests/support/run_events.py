@@ -1,4 +1,4 @@
-"""An invented run as events with times, for tests of what people look at."""
+"""An invented run as events with times, for tests of displays and analysis."""
 
 from collections.abc import Sequence
 
@@ -34,7 +34,7 @@ def placed(epoch: int = 1, nodes: Sequence[str] = NODES[:2], step: int = 0) -> e
 
 
 def stage_cost(stage: int, node: str, seconds: float = 1.0, **shares: float) -> events.StageCost:
-    """`shares` of the time by kind, with underscores for hyphens; the rest is forward."""
+    """`shares` of the time by kind, with underscores for hyphens; forward takes the rest."""
     kinds = {kind.value: 0.0 for kind in TimeKind}
     kinds |= {kind.replace("_", "-"): share * seconds for kind, share in shares.items()}
     kinds["forward"] += seconds - sum(kinds.values())

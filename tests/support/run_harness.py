@@ -9,12 +9,12 @@
         assert coordinator.wait_exit() == 0
         assert run.losses == undisturbed(CONFIG).losses
 
-Nothing here sleeps: waits are for a line of a process or for its end, each with a bound after which the test
-fails with all that every process said. Leaving the `with` block kills and reaps whatever still runs, also
-what the processes themselves started: all carry a mark in their environment.
+Nothing here sleeps: waits are for a line of a process or for its end. Each has a limit, after which the test
+fails with the output of every process. Leaving the `with` block kills and reaps what still runs, including
+processes that these started: all carry a mark in their environment.
 
-A run of a few steps may be over before a busy machine lets the test do what it does to it: such a run is told
-where to stand still until the test goes on.
+On a busy machine, a run of a few steps may end before the test acts on it. Such a run stands still at a given
+step until the test goes on.
 
     with Run(tmp_path, CONFIG, still=Still(stage=1, steps=6)) as run:
         coordinator = run.start()
@@ -87,10 +87,10 @@ TINY = replace(SMALL.model, layers=3, hidden=16, heads=2, kv_heads=1, ffn=24, se
 
 @dataclass(frozen=True)
 class Expected:
-    """What a run that nothing disturbs ends with."""
+    """The result of an undisturbed run."""
 
     losses: Mapping[int, float]
-    """By step, the first being 1, as `StepDone` counts."""
+    """By step, from 1, as `StepDone` counts."""
     weights_sha256: str
 
 
@@ -98,7 +98,7 @@ class Expected:
 class Still:
     """Where a run stands still, once: the node of `stage` freezes as it begins the step after `steps` others.
 
-    It is silent then, so a test that goes on only after `coordinator.silent_seconds` finds it given up.
+    It is silent then: after `coordinator.silent_seconds` the coordinator gives it up.
     """
 
     stage: int
@@ -110,7 +110,7 @@ class Still:
 
 
 def packed(config: RunConfig) -> RunConfig:
-    """The same run with everything that a node can keep in few bits kept so, and bits by stage."""
+    """The same run with all state in few bits, and bits by stage."""
     return replace(
         config,
         training=replace(
@@ -122,9 +122,9 @@ def packed(config: RunConfig) -> RunConfig:
 
 
 def undisturbed(config: RunConfig) -> Expected:
-    """Computed by the unsplit trainer in this process; valid for lossless codecs.
+    """The unsplit trainer's result, computed in this process; valid for lossless codecs.
 
-    And for any pipeline, but for bits by stage: they are those of the config's own.
+    It is the same for any pipeline, except with bits by stage, which depend on the config's pipeline.
     """
     training = RunConfig(
         run=replace(RunSection(), seed=config.run.seed, steps=config.run.steps),
@@ -138,9 +138,9 @@ def undisturbed(config: RunConfig) -> Expected:
 
 
 def assert_near_undisturbed(coordinator: Process, config: RunConfig) -> None:
-    """Of a run that lost a device on its way: every step, each time that it ran, has the loss that it should.
+    """Check the loss of each step of a run that lost a device, each time that the step ran.
 
-    `Run.losses` wants a replay's bits, but other numbers of devices add in other orders.
+    `Run.losses` demands equal bits in a replay, but other numbers of devices add in other orders.
     """
     expected = undisturbed(config).losses
     done = [(step.step, step.loss) for step in coordinator.all(StepDone)]
@@ -160,7 +160,7 @@ def _undisturbed(config: RunConfig) -> Expected:
 class Run:
     """One run in `directory`: its run file, text, coordinators (one after the other) and nodes.
 
-    A context manager; every process is gone when it is left.
+    A context manager; leaving it ends every process.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Run:
         for process in self.processes:
             if process.running:
                 process.kill()
-        # What they started may hold the other end of their output, and may be ending by itself.
+        # Processes that they started may hold the other end of their output, and may be ending too.
         for pid in self.survivors():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -216,7 +216,7 @@ class Run:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of every process: state and crash reports stay inside `directory`."""
+        """For every process: state and crash reports stay inside `directory`."""
         return {
             **os.environ,
             **self._variables,
@@ -236,7 +236,7 @@ class Run:
     ) -> Process:
         """Start any other `thinwire` command.
 
-        One that is prepared or wrapped is started for real, whatever starts the others.
+        `subprocess.Popen` starts one that is prepared or wrapped, whatever launches the others.
         """
         process = Process(
             f"{name}-{len(self.processes)}",
@@ -259,7 +259,7 @@ class Run:
         return self._coordinator(arguments, prepare, wrapper)
 
     def resume(self, *overrides: str, prepare: Callable[[], None] | None = None) -> Coordinator:
-        """`thinwire resume`: on a new port, so that nodes need the token of the new join line."""
+        """`thinwire resume`, on a new port, so nodes need the token of the new join line."""
         return self._coordinator(("resume", str(self.run_dir), "--json", *overrides), prepare, ())
 
     def add_node(
@@ -267,7 +267,7 @@ class Run:
     ) -> Process:
         """`thinwire join`, with the newest coordinator's token unless another is given.
 
-        A node with the `state_dir` of one that has ended is that node, started again.
+        With the `state_dir` of a node that has ended, that node is started again.
         """
         token = token or self.coordinators[-1].token
         number = len(self.nodes)
@@ -284,7 +284,7 @@ class Run:
         return [self.add_node(token) for _ in range(count)]
 
     def state_dir(self, number: int) -> Path:
-        """Where the `number`-th node that was added (from 0) keeps its key."""
+        """State directory of the `number`-th node that was added, from 0."""
         return self.directory / f"node-{number}"
 
     def node_at(self, stage: int, coordinator: Coordinator | None = None) -> Process:
@@ -297,8 +297,8 @@ class Run:
         raise AssertionError(f"no running process hosts stage {stage} ({wanted})")
 
     def wait_still(self) -> Process:
-        """Until the run stands still; the process that froze, to be killed or to `go_on`."""
-        assert self._still is not None, "the run was not told where"
+        """Wait until the run stands still; returns the frozen process, to be killed or to `go_on`."""
+        assert self._still is not None, "the run has no `still`"
         self.coordinators[-1].wait_step(self._still.steps)
         node = self.node_at(self._still.stage)
         node.wait_frozen()
@@ -313,7 +313,7 @@ class Run:
 
     @property
     def losses(self) -> dict[int, float]:
-        """By step, over all coordinators; a step that ran twice must have given the same bits."""
+        """By step, over all coordinators; a step that ran twice must give the same bits."""
         losses: dict[int, float] = {}
         for coordinator in self.coordinators:
             for done in coordinator.all(StepDone):
@@ -336,7 +336,7 @@ class Run:
         ]
 
     def assert_undisturbed(self) -> None:
-        """The run ends as it would have without any trouble, and nothing is left of it."""
+        """The run ends as an undisturbed one would, with no process left."""
         self.assert_quiet()
         expected = undisturbed(self.config)
         assert self.losses == expected.losses
@@ -354,11 +354,11 @@ class Run:
             assert "Fatal Python error" not in process.stderr, process.report()
 
     def survivors(self) -> list[int]:
-        """Processes of this run that are alive, whoever started them."""
+        """Living processes of this run, whoever started them."""
         return [pid for pid in _processes() if _marked(pid, self._mark)]
 
     def crash_reports(self) -> list[str]:
-        """What the program wrote about faults of its own."""
+        """Crash reports that the program wrote."""
         return [path.read_text(encoding="utf-8") for path in self.directory.rglob("crash-*.txt")]
 
     def _coordinator(
@@ -384,7 +384,7 @@ def _processes() -> Iterator[int]:
 
 
 def _marked(pid: int, mark: str) -> bool:
-    """Whether the process is alive (no zombie) and carries the mark."""
+    """Whether the process is alive, no zombie, and carries the mark."""
     try:
         return f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Snapshots of a small model, as a run would have written them."""
+"""Snapshots of a small model, as a run writes them."""
 
 from collections.abc import Mapping
 from hashlib import sha256
