@@ -22,7 +22,7 @@ MOST_POINTS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A curve over steps, in columns of equal length. A point stands for `stride` steps, the last for fewer."""
+    """A curve over steps; columns of equal length. A point stands for `stride` steps, the last for fewer."""
 
     stride: int
     steps: tuple[int, ...]

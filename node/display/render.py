@@ -1,7 +1,7 @@
-"""A run on the user's screen, from the coordinator's events alone.
+"""Print a run as it goes, from the coordinator's events.
 
-Three renderers: JSON lines (`--json`), plain lines (output that is not a terminal; no escapes, at most about
-a line a second), and a live display. All end with the same summary. Results go to stdout, logs to stderr.
+Three renderers: JSON lines (`--json`), plain lines (output is not a terminal; no escapes, about one line a
+second), and a live display. All end with the same summary. Results go to stdout, logs to stderr.
 """
 
 import os
@@ -39,11 +39,11 @@ PLAIN_INTERVAL = 1.0
 FRAME_INTERVAL = 0.1
 """Seconds between frames of the live display."""
 SHORT_ID = 15
-"""Characters of a node id that are shown."""
+"""Characters shown of a node id."""
 
 
 class Renderer(Protocol):
-    """A context manager that is called with each event; leaving it restores the terminal."""
+    """A context manager, called with each event; leaving it restores the terminal."""
 
     def __enter__(self) -> Self: ...
 
@@ -55,9 +55,9 @@ class Renderer(Protocol):
 
 
 def make_renderer(*, json: bool, stream: TextIO | None = None) -> Renderer:
-    """The renderer that fits: JSON lines if asked for, live on a terminal, else plain lines.
+    """JSON lines if asked for, the live display on a terminal, else plain lines.
 
-    A stream that cannot be written any more is told of in the log, and the events go on.
+    If the stream cannot be written any more, that is logged once and events are dropped.
     """
     stream = lasting(stream or sys.stdout)
     if json:
@@ -68,7 +68,7 @@ def make_renderer(*, json: bool, stream: TextIO | None = None) -> Renderer:
 
 
 class JsonRenderer:
-    """Each event as one JSON line, written through at once."""
+    """Each event as one JSON line, flushed at once."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -87,7 +87,7 @@ class JsonRenderer:
 
 
 class PlainRenderer:
-    """One line an event; of the steps, the first, the last and at most one a `PLAIN_INTERVAL`."""
+    """One line an event; of steps the first, the last, and at most one per `PLAIN_INTERVAL`."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -118,7 +118,7 @@ class PlainRenderer:
 
 
 class LiveRenderer:
-    """Progress and a row a stage, redrawn in place; everything else scrolls by above. Needs a terminal."""
+    """Progress and a row a stage, redrawn in place; other events scroll above it. Needs a terminal."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         from rich.console import Console
@@ -126,7 +126,7 @@ class LiveRenderer:
 
         # Rich itself honours NO_COLOR.
         self._console = Console(file=stream, markup=False, emoji=False, highlight=False)
-        # Log lines go above the display when they share its terminal, and where they were sent otherwise.
+        # Log lines go above the display if stderr is the same terminal, else where stderr goes.
         self._live = Live(
             console=self._console,
             auto_refresh=False,
@@ -158,9 +158,9 @@ class LiveRenderer:
         if isinstance(event, PlacementMade):
             self._nodes = event.nodes
         if isinstance(event, RunFinished):
-            self._live.stop()  # the last frame stays; the summary follows it
+            self._live.stop()  # the last frame stays, the summary follows
         for line in event_lines(event):
-            # Unwrapped, so that a join line can be copied whole.
+            # Unwrapped, so a join line can be copied.
             self._console.print(line, soft_wrap=True)
 
     def _display(self, done: StepDone) -> "Group":
@@ -182,12 +182,12 @@ class LiveRenderer:
         for row in rows:
             table.add_row(*row)
         bar = ProgressBar(total=done.steps, completed=done.step, complete_style="green")
-        # The bar alone ends no line; padding does.
+        # Padding adds the line break that the bar lacks.
         return Group(head, Padding(bar, 0), table)
 
 
 class Pace:
-    """Seconds a step: the middle one of the newest, so that one that compiled or recovered does not count."""
+    """Median seconds of the newest steps, so steps that compiled or recovered do not count."""
 
     def __init__(self) -> None:
         self._newest: deque[float] = deque(maxlen=15)
@@ -215,7 +215,7 @@ def step_line(done: StepDone, pace: Pace) -> str:
 
 
 def event_lines(event: Event) -> list[str]:
-    """Any event but a step, as plain lines."""
+    """Any event except steps, as plain lines."""
     match event:
         case RunStarted():
             resumed = f", from step {event.first_step}" if event.first_step else ""
@@ -229,7 +229,7 @@ def event_lines(event: Event) -> list[str]:
         case JoinLine():
             return ["join with:", "", f"  {printable(event.line)}", ""]
         case PageServed():
-            changes = f"changes there need the key in {event.key_file}" if event.key_file else "it only shows"
+            changes = f"changes there need the key in {event.key_file}" if event.key_file else "read-only"
             return [printable(f"page at {event.url} ({changes})")]
         case NodeJoined():
             return [printable(f"joined: {event.node_id[:SHORT_ID]} ({event.device}) at {event.address}")]
@@ -251,13 +251,13 @@ def event_lines(event: Event) -> list[str]:
 
 
 def finished_lines(event: RunFinished) -> list[str]:
-    """How the run ended, and its summary if it has one."""
+    """How the run ended, and its summary."""
     verdict = printable(f"{'failed' if event.failed else 'finished'}: {event.reason}")
     return ["", verdict, *(summary_lines(event.summary) if event.summary else [])]
 
 
 def summary_lines(summary: RunSummary) -> list[str]:
-    """The closing block: loss, speed, bytes against FP32 and BF16, bits an element, time by stage."""
+    """The summary: loss, speed, bytes against FP32 and BF16, bits an element, time by stage."""
     lines = [
         f"steps       {summary.steps}, {count_text(summary.tokens)} tokens in "
         f"{duration_text(summary.seconds)}, {count_text(summary.tokens_per_second)} tokens/s",
@@ -279,7 +279,7 @@ def summary_lines(summary: RunSummary) -> list[str]:
 
 
 def _time_lines(summary: RunSummary) -> list[str]:
-    """Where each stage's wall time went, in percent, a row a stage."""
+    """Each stage's wall time by kind, in percent."""
     kinds = list(dict.fromkeys(kind for stage in summary.stages for kind in stage.seconds))
     if not kinds:
         return []
@@ -297,7 +297,7 @@ def _time_lines(summary: RunSummary) -> list[str]:
 
 
 def stage_rows(done: StepDone, nodes: tuple[str, ...]) -> tuple[list[str], list[list[str]]]:
-    """Header and a row a stage: idle share and traffic of one step."""
+    """Header and rows, one a stage: idle share and traffic of one step."""
     rows = []
     for stage, (idle, up, down) in enumerate(zip(done.idle, done.up_mbit, done.down_mbit, strict=True)):
         node = printable(nodes[stage][:SHORT_ID]) if stage < len(nodes) else ""
@@ -314,14 +314,14 @@ def _against(other: int, sent: int) -> str:
 
 
 def _bits(done: StepDone) -> str:
-    """Bits an element on the links; a single stage has none."""
+    """Bits an element on the links, if there are any."""
     if len(done.idle) < 2:
         return "no links"
     return f"bits {done.bits_forward:.2f} out, {done.bits_backward:.2f} back"
 
 
 def _by_stage(values: list[float] | tuple[float, ...], unit: str) -> str:
-    """Every stage's value while they fit on a line, else their range."""
+    """Each stage's value if they fit on a line, else the range."""
     if not values:
         return "-"
     if len(values) <= 8:

@@ -1,6 +1,6 @@
-"""What a command does about its terminal: the signals that ask it to end, and output that finds no taker.
+"""A command and its terminal: signals that end it, and output that can no longer be written.
 
-A run does not end because the screen does: a reader like `head` leaves, a disk is full, a terminal closes.
+A run does not end because its output fails: a pipe closes, a disk fills up, a terminal goes away.
 """
 
 import contextlib
@@ -14,9 +14,9 @@ from typing import Any, TextIO, cast
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
-    """Those that ask for an end in good order: Ctrl-C, a service manager, and a closed terminal.
+    """Signals that ask for an orderly end: Ctrl-C, a service manager, a closed terminal.
 
-    Without the last where it is ignored, as under `nohup`: then whoever started us wants us to outlive it.
+    SIGHUP is left out where it is ignored, as under `nohup`.
     """
     asked = (signal.SIGINT, signal.SIGTERM)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -25,15 +25,15 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 
 
 class Screen:
-    """Stdout while it takes what is written; afterwards nothing, which stderr says once."""
+    """Writes to stdout until that fails, which is said once on stderr; then drops output."""
 
     def __init__(self, goes_on: str) -> None:
-        """`goes_on`: what goes on without it, such as "the run"."""
+        """`goes_on`: what continues without output, such as "the run"."""
         self._goes_on = goes_on
         self._lost = False
 
     def attempt(self, write: Callable[[], object]) -> None:
-        """Call `write`, which may fail as a screen does and no other way."""
+        """Call `write`; OSError ends the output, other errors propagate."""
         if self._lost:
             return
         try:
@@ -45,20 +45,17 @@ class Screen:
 
 
 def take_any_text(*streams: TextIO) -> None:
-    """Have what a stream's encoding cannot hold written with escapes.
-
-    Names of devices and folders come from anywhere: one that is not of the user's locale ends no run.
-    """
+    """Write characters that a stream's encoding lacks as escapes, instead of failing."""
     for stream in streams:
-        # What stands in for a stream in a test, or where there is no terminal, may be something else.
+        # Tests and programs without a terminal may replace the stream.
         if isinstance(stream, io.TextIOWrapper):
-            # It looks for its place in the file, which there is not if the file has become a pipe since.
+            # Reconfiguring seeks, which fails on a pipe.
             with contextlib.suppress(OSError):
                 stream.reconfigure(errors="backslashreplace")
 
 
 def say(line: str) -> None:
-    """A line on stderr, if that takes it."""
+    """Write a line to stderr if possible."""
     try:
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
@@ -67,11 +64,11 @@ def say(line: str) -> None:
 
 
 def discard(stream: TextIO) -> None:
-    """Send what `stream` still holds, and all that follows, nowhere.
+    """Redirect `stream`, including buffered output, to the null device.
 
-    Python keeps what could not be written and would complain of it again in its flush at exit.
+    Otherwise Python's flush at exit would fail again.
     """
-    # What stands in for a stream in a test has no file, or is closed.
+    # A replaced stream has no file number, or is closed.
     with contextlib.suppress(OSError, ValueError):
         number = stream.fileno()
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -83,7 +80,7 @@ _log = logging.getLogger(__name__)
 
 
 def lasting(stream: TextIO) -> TextIO:
-    """`stream`, which drops all that comes after the first write that fails; that is logged once."""
+    """Wrap `stream`: the first failed write is logged, and later output dropped."""
     return cast(TextIO, _Lasting(stream))
 
 

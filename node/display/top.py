@@ -1,4 +1,4 @@
-"""A run's view as lines for a terminal: all of it, or one line a step."""
+"""Print a run's view on a terminal: all of it, or one line a step."""
 
 import textwrap
 
@@ -11,9 +11,9 @@ _EVENTS = 6
 
 
 def view_lines(view: RunView, now: float, width: int = 0) -> list[str]:
-    """Everything, top to bottom: where the run stands, its curves, stages, links and newest events.
+    """The whole view: state, curves, stages, links and newest events.
 
-    `now` is Unix time. Sentences are wrapped to `width` columns, if that is not 0.
+    `now`: Unix seconds. `width`: columns to wrap sentences to; 0 for no wrapping.
     """
     lines = [*_wrapped("", _head(view), width), *_wrapped("", _figures(view), width)]
     for sentence in view.bottleneck:
@@ -26,7 +26,7 @@ def view_lines(view: RunView, now: float, width: int = 0) -> list[str]:
         lines += ["", *_stage_table(view.stages)]
     if view.links:
         lines += ["", *_link_table(view.links)]
-    lines += ["", _people(view, now)]
+    lines += ["", _nodes(view, now)]
     lines += [
         f"  {duration_text(max(0.0, now - event.at)):>8} ago  {printable(event.text)}"
         for event in view.events[-_EVENTS:]
@@ -42,13 +42,13 @@ def _wrapped(title: str, text: str, width: int) -> list[str]:
 
 
 def step_line(view: RunView) -> str:
-    """Where the run stands, on one line."""
+    """The run's state on one line."""
     bottleneck = f"; {view.bottleneck[0]}" if view.bottleneck else ""
     return f"{_head(view)}; {_figures(view)}{bottleneck}"
 
 
 def sparkline(values: tuple[float, ...], width: int = _CURVE_WIDTH) -> str:
-    """A curve as blocks of eight heights; values that are not finite leave a gap."""
+    """A curve as blocks of eight heights; non-finite values leave a gap."""
     groups = [values[len(values) * i // width : len(values) * (i + 1) // width] for i in range(width)]
     means = [sum(group) / len(group) for group in groups if group] if len(values) > width else list(values)
     known = [mean for mean in means if mean - mean == 0]
@@ -123,7 +123,7 @@ def _use(link: LinkView) -> str:
     return "little" if link.little_used else _percent(link.use) + (" full" if link.full else "")
 
 
-def _people(view: RunView, now: float) -> str:
+def _nodes(view: RunView, now: float) -> str:
     parts = [f"{len(view.members)} nodes, {view.spares} spare"]
     if view.snapshot is not None:
         age = duration_text(max(0.0, now - view.snapshot.at))

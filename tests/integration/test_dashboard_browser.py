@@ -264,8 +264,8 @@ async def test_a_page_comes_back_when_its_server_does(tmp_path: Path) -> None:
         await tab.wait_for("document.querySelector('#connection').className.includes('lost')")
         assert "step 268" in await tab.text("#progress-text")  # what was known stays
         await pass_time(tab, 30)
-        await tab.wait_for("document.querySelector('#state').innerText === 'training, when last seen'")
-        assert "Nobody has answered this page for" in await tab.text("#silence")
+        await tab.wait_for("document.querySelector('#state').innerText === 'training, connection lost'")
+        assert "No answer for" in await tab.text("#silence")
         append(tmp_path / "run", time.time(), recorded_step(269)[1])
         feed = Feed(read_past(tmp_path / "run"))
         async with serve_page(Page(feed=feed), "127.0.0.1", port):
@@ -301,8 +301,8 @@ async def test_doubt_is_cast_only_where_there_is_some(tmp_path: Path) -> None:
     async with Browser(tmp_path) as browser:
         for coordinated in (True, False):
             for entries, state, doubt in (
-                (told[:2], "waiting for nodes", None if coordinated else "then silent"),
-                (told, "training", "no progress" if coordinated else "then silent"),
+                (told[:2], "waiting for nodes", None if coordinated else "no news"),
+                (told, "training", "no progress" if coordinated else "no news"),
             ):
                 builder = RunViewBuilder()
                 for entry in entries:

@@ -1,4 +1,4 @@
-// The run's page: what changed in the view is drawn again, and ages are told anew every second.
+// The run's page: redraw what changed in the view, and ages every second.
 
 import { Chart } from "./chart.js";
 import { byId, element, styled } from "./dom.js";
@@ -10,7 +10,7 @@ import { Stream } from "./stream.js";
 const FEW_EVENTS = 12;
 const SILENT_SECONDS = 60;
 const LOST_SECONDS = 5;
-const AT_WORK = ["starting", "waiting for nodes", "restoring", "training"];
+const ACTIVE = ["starting", "waiting for nodes", "restoring", "training"];
 
 let connection = "connecting";
 let allEvents = false;
@@ -43,7 +43,7 @@ function changed(view, names) {
 
 function connected(state) {
   connection = state;
-  const words = { live: "live", lost: "connection lost, trying again", over: "its process has ended" };
+  const words = { live: "live", lost: "connection lost, trying again", over: "the coordinator has ended" };
   byId("connection").textContent = words[state];
   byId("connection").className = `connection ${state}`;
   if (stream && stream.view) drawTimes(stream.view);
@@ -71,14 +71,14 @@ function drawHead(view) {
 function drawBottleneck(view) {
   const words = view.ended ? [view.ended, ...view.bottleneck] : view.bottleneck;
   const [first, ...others] = words.length ? words : [quiet(view)];
-  byId("bottleneck-title").textContent = view.ended ? "How it ended" : "What holds the run back";
+  byId("bottleneck-title").textContent = view.ended ? "How it ended" : "What limits the speed";
   byId("bottleneck").replaceChildren(
     element("p", { class: `verdict${view.state === "failed" ? " failed" : ""}` }, ...marked(first)),
     ...others.map((line) => element("p", { class: "muted" }, ...marked(line))),
   );
 }
 
-// Codec names stand between backquotes.
+// Text between backquotes is code.
 function marked(line) {
   return line.split("`").map((part, i) => (i % 2 ? element("code", {}, part) : part));
 }
@@ -88,7 +88,7 @@ function quiet(view) {
 }
 
 function drawTimes(view) {
-  const over = !AT_WORK.includes(view.state);
+  const over = !ACTIVE.includes(view.state);
   const age = now() - view.updated;
   const [doubt, notice] = (!over && doubts(view, age)) || [];
   set(byId("state"), doubt ? `${view.state}, ${doubt}` : view.state);
@@ -105,7 +105,7 @@ function drawTimes(view) {
     ["speed", "Tokens a second", format.count(view.tokens_per_second), view.tokens_per_step ? `${format.count(view.tokens_per_step)} a step` : ""],
     ["step-time", "Time a step", format.duration(view.step_seconds), view.microbatches ? `${view.microbatches} microbatches` : ""],
     over ? ["eta", "Ended", format.clock(view.updated, now()), view.state] : ["eta", "Time to go", format.duration(view.eta_seconds), view.eta_seconds == null ? "" : `until ${format.clock(view.updated + view.eta_seconds, now())}`],
-    ["snapshot", "Snapshot's age", view.snapshot ? format.age(now() - view.snapshot.at) : "none yet", view.snapshot ? `step ${format.integer(view.snapshot.step)}, ${format.bytes(view.snapshot.bytes)}` : ""],
+    ["snapshot", "Newest snapshot", view.snapshot ? format.age(now() - view.snapshot.at) : "none yet", view.snapshot ? `step ${format.integer(view.snapshot.step)}, ${format.bytes(view.snapshot.bytes)}` : ""],
     ["nodes-here", "Nodes", `${view.members.length - view.spares}${spares}`, `for ${view.stages_wanted} stage${view.stages_wanted === 1 ? "" : "s"}`],
   ];
   const place = byId("figures");
@@ -118,22 +118,22 @@ function drawTimes(view) {
     set(first, value);
     set(second, note);
   });
-  set(byId("footer"), `${view.run_id ? `run ${view.run_id} · ` : ""}last news ${format.age(age)} ago${connection === "live" ? "" : " · not live"}`);
+  set(byId("footer"), `${view.run_id ? `run ${view.run_id} · ` : ""}last event ${format.age(age)} ago${connection === "live" ? "" : " · not live"}`);
 }
 
-// Why the state may not be what it says: a word for it, and a sentence. Nothing while there is no doubt.
+// Why the shown state may be out of date: a word and a sentence; null if it is not.
 function doubts(view, age) {
-  const after = "`thinwire status` tells whether its coordinator lives, and `thinwire resume` goes on with it.";
-  // A server that said that it ends has; a connection that broke may be back in a moment.
-  if (stream.lostAt !== null && (connection === "over" || now() - stream.lostAt > LOST_SECONDS)) return ["when last seen", `Nobody has answered this page for ${format.age(now() - stream.lostAt)}. Everything here is as it was then. ${after}`];
+  const after = "`thinwire status` shows whether the coordinator is alive; `thinwire resume` continues the run.";
+  // A server that announced its end is gone; a broken connection may come back.
+  if (stream.lostAt !== null && (connection === "over" || now() - stream.lostAt > LOST_SECONDS)) return ["connection lost", `No answer for ${format.age(now() - stream.lostAt)}; everything here is as of then. ${after}`];
   if (age <= Math.max(SILENT_SECONDS, 5 * (view.step_seconds ?? 0))) return null;
-  if (!stream.coordinated) return ["then silent", `Nothing was heard of this run for ${format.age(age)}: its coordinator may have ended. ${after}`];
-  // A coordinator has nothing to tell while it waits for nodes, and a first step may take long.
+  if (!stream.coordinated) return ["no news", `No events for ${format.age(age)}: the coordinator may have ended. ${after}`];
+  // There are no events while the run waits for nodes, and a first step may take long.
   if (view.state === "waiting for nodes" || view.step_seconds == null) return null;
-  return ["no progress", `Nothing happened for ${format.age(age)}, and a step takes ${format.duration(view.step_seconds)}. The coordinator is there: look at the nodes and at its events.`];
+  return ["no progress", `No events for ${format.age(age)}; a step takes ${format.duration(view.step_seconds)}. The coordinator is up: look at the nodes and the events.`];
 }
 
-// Unchanged text is left alone, so that a selection in it survives.
+// Leave unchanged text alone, so a selection in it survives.
 function set(node, words) {
   if (node.textContent !== words) node.textContent = words;
 }
@@ -150,7 +150,7 @@ function drawNodes(view) {
   byId("nodes-note").textContent = view.members.length ? "" : "none is connected";
   const members = [...view.members].sort((one, other) => (one.stage ?? 1e9) - (other.stage ?? 1e9) || one.joined - other.joined);
   byId("nodes").replaceChildren(
-    ...members.map((member) => element("li", {}, element("span", { class: "mono" }, member.node_id), element("span", { class: "muted device" }, member.device), element("span", { class: member.stage == null ? "seat spare" : "seat" }, member.stage == null ? (view.spares ? "spare" : "waits") : `stage ${member.stage}`))),
+    ...members.map((member) => element("li", {}, element("span", { class: "mono" }, member.node_id), element("span", { class: "muted device" }, member.device), element("span", { class: member.stage == null ? "stage-of spare" : "stage-of" }, member.stage == null ? (view.spares ? "spare" : "waits") : `stage ${member.stage}`))),
   );
   operator.nodes(members);
 }

@@ -1,5 +1,4 @@
-// Numbers as people read them: the same words as node/telemetry/format.py prints in a terminal. A number and its
-// unit stay on one line.
+// Numbers as text, as node/telemetry/format.py prints them. A number and its unit stay on one line.
 
 function scaled(value, units, space) {
   let unit = 0;
@@ -36,7 +35,7 @@ export function duration(seconds) {
   return hours < 48 ? `${hours}h${String(minutes).padStart(2, "0")}m` : `${Math.floor(hours / 24)}d${String(hours % 24).padStart(2, "0")}h`;
 }
 
-// Whole seconds: an age that counts up must not flicker between units.
+// Whole seconds, so an age that counts up does not flicker between units.
 export const age = (seconds) => duration(Math.max(0, Math.round(seconds)));
 
 export function clock(at, now) {

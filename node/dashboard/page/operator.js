@@ -1,4 +1,4 @@
-// Changing the run: the key is read from its field for each request and kept nowhere else.
+// Changes to the run. The key is read from its field for each request and kept nowhere else.
 
 import { byId, element } from "./dom.js";
 import { clock } from "./format.js";
@@ -36,7 +36,7 @@ export class Operator {
     select.replaceChildren(...members.map((member) => element("option", { value: member.node_id, selected: member.node_id === chosen }, member.node_id)));
   }
 
-  // What cannot be taken back is asked for twice: the same button, within a few seconds.
+  // Irreversible actions need a second press of the same button within a few seconds.
   press(button) {
     const action = button.dataset.action;
     if (CONFIRM[action] && this.armed !== button) {
@@ -79,7 +79,7 @@ export class Operator {
 
   tokens(tokens) {
     const rows = tokens.map((token) => {
-      const state = token.usable ? `${token.uses} of ${token.uses_allowed} uses, until ${clock(Date.parse(token.expires) / 1000, Date.now() / 1000)}` : "admits nobody any more";
+      const state = token.usable ? `${token.uses} of ${token.uses_allowed} uses, until ${clock(Date.parse(token.expires) / 1000, Date.now() / 1000)}` : "used up or expired";
       const revoke = token.usable ? element("button", { type: "button", class: "danger", "data-action": "revoke", "data-id": token.id }, "Revoke") : null;
       return element("li", {}, element("span", { class: "mono" }, token.id), element("span", { class: "muted" }, state), revoke);
     });

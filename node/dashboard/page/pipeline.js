@@ -1,4 +1,4 @@
-// The pipeline as a picture: a card for each stage with where its time goes, and both directions of each link.
+// The pipeline: a card for each stage with its time by kind, and both directions of each link.
 
 import { element, styled } from "./dom.js";
 import { bits, bytes, duration, integer, mbit, percent } from "./format.js";
@@ -28,7 +28,7 @@ export function pipeline(view) {
     parts.push(stageCard(stage, !stage.present && !view.ended));
     if (i + 1 < view.stages.length) parts.push(linkCard(i, i + 1, take(i, i + 1), take(i + 1, i)));
   });
-  // What joins stages that are no neighbours: chunks of an interleaved schedule, tied embeddings.
+  // Links between stages that are not neighbours: interleaved chunks, tied embeddings.
   for (const { source, target } of [...left.values()]) {
     if (left.has(`${source} ${target}`)) {
       const card = linkCard(source, target, take(source, target), take(target, source));
@@ -45,7 +45,7 @@ export function legend() {
   return Object.entries(KINDS).map(([kind, words]) => element("li", {}, element("i", { class: `kind ${kind}` }), words));
 }
 
-// `away`: its node is missed. When a run is over all nodes are gone, and nobody misses them.
+// `away`: the stage's node is missing while the run is on.
 function stageCard(stage, away) {
   const known = Object.keys(stage.shares).length > 0;
   const bar = element("div", { class: "shares", role: "img", "aria-label": known ? sharesText(stage) : "no step yet" });
@@ -101,7 +101,7 @@ function linkCard(source, target, there, back) {
 
 function lane(link) {
   const forward = link.source < link.target;
-  // What is full, the view says: page, words, `thinwire top` and the alert have one number for it.
+  // The view says which links are full, so page, sentences, `thinwire top` and the alert agree.
   const level = link.full ? " full" : (link.use ?? 0) >= BUSY ? " high" : "";
   const known = link.capacity_mbit > 0 && !link.little_used;
   const bar = element("div", { class: "use" }, styled(element("span"), { width: `${100 * (link.use ?? 0)}%` }));

@@ -1,4 +1,4 @@
-// The run's view, live: server-sent events, patches applied, reconnecting for as long as the page is open.
+// The run's view, live: server-sent events and patches; reconnects while the page is open.
 
 const COLUMNS = ["steps", "times", "values"];
 const RETRY_MILLISECONDS = 3000;
@@ -33,7 +33,7 @@ export class Stream {
     source.addEventListener("error", () => this.again(source, "lost"));
   }
 
-  // The browser's own retries stop for good at the first answer that is no stream, such as "too many pages".
+  // Browsers stop retrying for good at the first answer that is not a stream, such as "too many pages".
   again(source, state) {
     source.close();
     this.lostAt ??= this.now();
@@ -53,7 +53,7 @@ export class Stream {
   }
 }
 
-// As node/dashboard/feed.py `apply`.
+// As `apply_patch` in node/dashboard/feed.py.
 export function applyPatch(before, patch) {
   const after = { ...before };
   for (const [name, value] of Object.entries(patch)) {
