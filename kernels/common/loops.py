@@ -1,26 +1,26 @@
-"""What the loops of tiled quantizers on a CPU share: bits of floats, tiles, planes, threads.
+"""What the loops of tiled quantizers on a CPU share: compiling, bits of floats, tiles, planes, threads.
 
-Compiled by numba at first use and kept in its cache beside the modules, each function with what it calls and
-with the constants that it reads. Numba looks at the caller's file alone to find out whether that is still
-right, so what is older than the files behind it is removed here. Where it may write nowhere, not beside the
-modules nor below the user's home, every process compiles anew.
+Numba compiles at first use and keeps the result beside the modules or below the user's home. Where it can write
+to neither, every process compiles anew.
 
-Loops over a tile are written so that LLVM makes vectors of them although it may not reorder operations on
-floats. Constants are fp32: numba computes in fp64 with a plain number.
+Loops over a tile are written so that LLVM vectorizes them, although it may not reorder operations on floats.
+Constants are fp32: with a plain number numba computes in fp64.
 """
 
-import contextlib
+import hashlib
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
 import torch
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile
 from numpy.typing import NDArray
 
 from kernels.common.tiles import NON_FINITE, NORMAL_BITS, SMALLEST_STEP, TILE, powers_of_two
@@ -28,23 +28,84 @@ from kernels.common.tiles import NON_FINITE, NORMAL_BITS, SMALLEST_STEP, TILE, p
 _log = logging.getLogger(__name__)
 
 
-def forget_older(cache: Path, sources: Iterable[Path]) -> None:
-    """Remove from `cache` what was compiled of loops before any of `sources` changed: indices and code.
+def hash_of_sources(folder: Path) -> str:
+    """A hash of every module below `folder` that compiled loops may take code or constants from."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        if "triton" not in path.relative_to(folder).parts:
+            text = path.read_bytes()
+            digest.update(f"{path.relative_to(folder).as_posix()} {len(text)}\n".encode() + text)
+    return digest.hexdigest()[:16]
 
-    Numba writes a new index before new code: until then another process would find old code by it.
+
+SOURCES = hash_of_sources(Path(__file__).parents[1])
+"""In the name of every file in numba's cache. Numba itself looks only at the file of the function that it compiles,
+not at those that this one takes functions and constants from."""
+
+
+class _Files(IndexDataCacheFile):  # type: ignore[misc]
+    """Files that processes may write at once: the code of each signature has a name of its own.
+
+    Numba numbers them, so two processes can give one number to different code. Here the worst is an entry
+    missing from the index, which the next process compiles and adds.
     """
-    newest = max(source.stat().st_mtime for source in sources)
-    for path in cache.glob("*loops*.nb[ic]"):
-        # Another process may do so too; a folder that cannot be written is not where numba keeps them.
-        with contextlib.suppress(OSError):
-            if path.stat().st_mtime < newest:
-                path.unlink()
+
+    def save(self, key: object, data: object) -> None:
+        number = hashlib.sha256(repr(key).encode()).digest()[:8]
+        name = self._data_name(int.from_bytes(number, "little"))
+        self._save_data(name, data)
+        self._save_index({**self._load_index(), key: name})
 
 
-_KERNELS = Path(__file__).parents[1]
-_SOURCES = [path for path in _KERNELS.rglob("*.py") if "triton" not in path.parts]
-for _cache in _KERNELS.rglob("__pycache__"):
-    forget_older(_cache, _SOURCES)
+class _Names(CompileResultCacheImpl):  # type: ignore[misc]
+    def get_filename_base(self, fullname: str, abiflags: str) -> str:
+        return f"{super().get_filename_base(fullname, abiflags)}-{SOURCES}"
+
+
+class LoopCache(FunctionCache):  # type: ignore[misc]
+    """Numba's cache of a function, in files that belong to one state of the sources.
+
+    Raises RuntimeError if there is no folder to keep them in.
+    """
+
+    _impl_class = _Names
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        super().__init__(function)
+        self._cache_file = _Files(self._cache_path, self._impl.filename_base, SOURCES)
+
+
+def _can_keep() -> bool:
+    """Whether numba finds a place that it may write to."""
+    try:
+        LoopCache(_can_keep)
+    except RuntimeError:
+        _log.warning(
+            "numba cannot keep what it compiles here, so every start compiles anew: set NUMBA_CACHE_DIR "
+            "or XDG_CACHE_HOME to a folder that this user may write to"
+        )
+        return False
+    return True
+
+
+_KEEP = _can_keep()
+
+
+def _compiler(**options: object) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def compile_at_use(function: Callable[..., Any]) -> Callable[..., Any]:
+        dispatcher = numba.njit(nogil=True, error_model="numpy", **options)(function)
+        if _KEEP:
+            dispatcher._cache = LoopCache(function)
+        made: Callable[..., Any] = dispatcher
+        return made
+
+    return compile_at_use
+
+
+compiled = _compiler()
+inlined = _compiler(inline="always")
+exact = _compiler(fastmath={"contract", "reassoc"})
+"""Sums in any order, and products that are not rounded first: only for arithmetic that is exact anyway."""
 
 ONE = np.float32(1.0)
 LEAST_STEP = np.float32(SMALLEST_STEP)
@@ -67,26 +128,6 @@ _BYTE = np.uint64(0xFF)
 _FLAGS_A_BYTE = 8
 _FEWEST_TILES = 2048
 _RANGES_A_THREAD = 8
-
-
-def _can_keep() -> bool:
-    """Whether numba finds a place that it may write to."""
-    try:
-        numba.njit(cache=True)(_can_keep)
-    except RuntimeError:
-        _log.warning(
-            "numba can keep nothing that it compiles here, so every start compiles anew: set NUMBA_CACHE_DIR "
-            "or XDG_CACHE_HOME to a folder that this user may write to"
-        )
-        return False
-    return True
-
-
-_KEEP = _can_keep()
-compiled = numba.njit(nogil=True, cache=_KEEP, error_model="numpy")
-inlined = numba.njit(nogil=True, cache=_KEEP, error_model="numpy", inline="always")
-# Sums in any order, of products that are not rounded before: for what is exact anyway, and nothing else.
-exact = numba.njit(nogil=True, cache=_KEEP, error_model="numpy", fastmath={"contract", "reassoc"})
 
 
 @inlined

@@ -1,38 +1,155 @@
-"""Compiled loops that are older than what they were compiled from are not used again."""
+"""Compiled loops are kept, found again, and never used for other sources than they were compiled from."""
 
+import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
+import numpy as np
 import pytest
 
-from kernels.common.loops import forget_older
+from kernels.common import loops
 from tests.support.paths import python_path
 
 
-@pytest.mark.parametrize(("age", "kept"), [(-1, False), (1, True)])
-def test_what_is_older_than_any_source_is_removed(age: int, kept: bool, tmp_path: Path) -> None:
-    sources = [tmp_path / "loops.py", tmp_path / "tiles.py"]
-    for number, source in enumerate(sources):
-        source.write_text("")
-        os.utime(source, (1000 + number, 1000 + number))
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    loops = [cache / f"tah_loops.encode-1.py311.{end}" for end in ("nbi", "1.nbc", "2.nbc")]
-    others = [cache / f"trellis_lanes.search-1.py311.{end}" for end in ("nbi", "1.nbc")]
-    for path in (*loops, *others):
-        path.write_text("")
-        os.utime(path, (1001 + age, 1001 + age))
-    forget_older(cache, sources)
-    assert [path.exists() for path in loops] == [kept] * 3
-    assert all(path.exists() for path in others)
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
 
 
-def test_nothing_compiled_yet_is_fine(tmp_path: Path) -> None:
-    source = tmp_path / "loops.py"
-    source.write_text("")
-    forget_older(tmp_path / "absent", [source])
+FILES = {"tiles.py": "TILE = 64", "tah/loops.py": "x = 1", "tah/notes.md": "x"}
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({}, True),
+        ({"tah/notes.md": "y"}, True),
+        ({"triton/tiles.py": "TILE = 1"}, True),
+        ({"tiles.py": "TILE = 32"}, False),
+        ({"tah/more.py": ""}, False),
+    ],
+)
+def test_the_hash_follows_what_loops_depend_on(change: dict[str, str], same: bool, tmp_path: Path) -> None:
+    write(tmp_path, FILES)
+    before = loops.hash_of_sources(tmp_path)
+    write(tmp_path, change)
+    os.utime(tmp_path / "tah/loops.py", (1000, 1000))
+    assert (loops.hash_of_sources(tmp_path) == before) is same
+
+
+def test_a_text_that_moves_from_file_to_file_changes_the_hash(tmp_path: Path) -> None:
+    hashes = set()
+    for number, (one, other) in enumerate([("ab", ""), ("a", "b"), ("", "ab")]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write(folder, {"a.py": one, "b.py": other})
+        hashes.add(loops.hash_of_sources(folder))
+    assert len(hashes) == 3
+
+
+MODULE = """
+from kernels.common.loops import compiled
+from helper import FACTOR
+
+@compiled
+def scaled(x):
+    return x * FACTOR
+"""
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], ModuleType]:
+    """Import the module above anew, with another factor beside it, under a hash of the sources."""
+    source = tmp_path / "factor_loops.py"
+    source.write_text(MODULE)
+
+    def made(factor: int, sources: str) -> ModuleType:
+        helper = ModuleType("helper")
+        vars(helper)["FACTOR"] = factor
+        monkeypatch.setitem(sys.modules, "helper", helper)
+        monkeypatch.setattr(loops, "SOURCES", sources)
+        spec = importlib.util.spec_from_file_location("factor_loops", source)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "factor_loops", module)
+        spec.loader.exec_module(module)
+        return module
+
+    return made
+
+
+def test_what_was_compiled_is_used_for_the_same_sources_alone(
+    load: Callable[[int, str], ModuleType], tmp_path: Path
+) -> None:
+    """The factor stands in another file, whose change numba does not see."""
+    module = load(2, "before")
+    assert module.scaled(10) == 20
+    assert sum(module.scaled.stats.cache_hits.values()) == 0
+    # As if read back by another process: the factor was compiled in.
+    module = load(3, "before")
+    assert module.scaled(10) == 20
+    assert sum(module.scaled.stats.cache_hits.values()) == 1
+    module = load(3, "after")
+    assert module.scaled(10) == 30
+    assert sum(module.scaled.stats.cache_hits.values()) == 0
+    module = load(2, "before")
+    assert module.scaled(10) == 20
+    assert sum(module.scaled.stats.cache_hits.values()) == 1
+    assert {path.name.rpartition("-")[2].partition(".")[0] for path in tmp_path.rglob("*.nb[ic]")} == {
+        "before",
+        "after",
+    }
+
+
+def test_processes_that_save_at_once_get_no_code_of_each_other(tmp_path: Path) -> None:
+    """Both have read the index before either writes it: an entry may be lost, never mistaken."""
+    one, other = (loops._Files(str(tmp_path), "f", "sources") for _ in range(2))
+    empty = other._load_index()
+    one.save("int32", "code of int32")
+    other._load_index = lambda: empty
+    other.save("float32", "code of float32")
+    again = loops._Files(str(tmp_path), "f", "sources")
+    assert again.load("float32") == "code of float32"
+    assert again.load("int32") is None
+    one.save("int32", "code of int32")
+    assert again.load("int32") == "code of int32" and again.load("float32") == "code of float32"
+    assert loops._Files(str(tmp_path), "f", "other sources").load("int32") is None
+
+
+SEVERAL = """
+import sys
+import numpy as np
+sys.path.insert(0, sys.argv[1])
+from factor_loops import scaled
+for dtype in sys.argv[2:]:
+    print(scaled(np.arange(3, dtype=dtype)).tolist())
+"""
+
+
+def test_processes_may_compile_at_once(tmp_path: Path) -> None:
+    write(tmp_path, {"factor_loops.py": MODULE, "helper.py": "FACTOR = 2"})
+    dtypes = ["int64", "float32", "float64"]
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    for _ in range(2):
+        started = [
+            subprocess.Popen(
+                (sys.executable, "-c", SEVERAL, str(tmp_path), *dtypes[turn:], *dtypes[:turn]),
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            for turn in range(3)
+        ]
+        for turn, process in enumerate(started):
+            output, _ = process.communicate(timeout=150)
+            expected = [(np.arange(3, dtype=dtype) * 2).tolist() for dtype in dtypes[turn:] + dtypes[:turn]]
+            assert output.splitlines() == list(map(str, expected))
+            assert process.returncode == 0
 
 
 NOWHERE = """
@@ -53,7 +170,7 @@ print(hashlib.sha256(packed.numpy().tobytes()).hexdigest())
 
 
 def test_loops_work_where_nothing_may_be_kept() -> None:
-    """As under a user without a home, in an installation that is not theirs."""
+    """As under a user without a home, in an installation that belongs to somebody else."""
 
     def run(where: str) -> "subprocess.CompletedProcess[str]":
         command = (sys.executable, "-c", NOWHERE, where)
@@ -67,5 +184,6 @@ def test_loops_work_where_nothing_may_be_kept() -> None:
 
     kept, nowhere = run("anywhere"), run("nowhere")
     assert nowhere.returncode == 0, nowhere.stderr
-    assert nowhere.stderr.startswith("numba can keep nothing") and kept.stderr == ""
+    assert nowhere.stderr.startswith("numba cannot keep") and kept.stderr == ""
+    assert nowhere.stderr.count("numba cannot keep") == 1
     assert nowhere.stdout == kept.stdout
