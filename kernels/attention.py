@@ -1,12 +1,13 @@
-"""Causal attention as two steps, so that what lies between them is the caller's to keep.
+"""Causal attention as forward and backward calls, so that the caller decides how to keep what lies between
+them.
 
 Shape legend: B batch, H query heads, K key/value heads (H / K queries share one), S sequence, D head width.
 These are the FlashAttention operators of torch (FlashAttention-2, arXiv 2307.08691), which
 `F.scaled_dot_product_attention` uses on a CPU; on some GPUs it prefers cuDNN's, whose backward sums in no
-fixed order. Backward takes queries, keys, values and result that may have been stored and
-restored in between; the log-sum-exp belongs to those that went forward. Where torch has no such operator
-(fp32 on a GPU, odd head widths) only queries, keys and values are used, and backward runs forward again. Keys
-and values that queries share are repeated there: of groups torch's other ways make S x S matrices.
+fixed order. Backward takes queries, keys, values and result that may have been stored and restored in
+between; the log-sum-exp belongs to those that went forward. Where torch has no such operator (fp32 on a GPU,
+odd head widths) only queries, keys and values are used, and backward runs forward again. Keys and values that
+queries share are repeated there, because torch's other implementations make S x S matrices of groups.
 """
 
 from collections.abc import Iterator
@@ -86,7 +87,7 @@ def attention_backward(
     if query_bhsd.device.type == "cpu":
         return _backward_on_cpu(grad_bhsd, query_bhsd, key_bksd, value_bksd, out_bhsd, sums)
     length = query_bhsd.shape[-2]
-    # Of a generator that only dropout would use.
+    # The state of a generator that only dropout would use.
     unused = torch.zeros(2, dtype=torch.uint64, device=query_bhsd.device)
     with _fixed_order():
         query, key, value = torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -112,7 +113,7 @@ def _backward_on_cpu(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, kv_heads = query.shape[1], key.shape[1]
-    # The operator's own sum over the queries of a head is not in every version of torch.
+    # Not every version of torch sums over the queries of a head inside the operator.
     key, value = repeat_shared(query, key, value)
     of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, query, key, value, out, sums, 0.0, True
@@ -125,8 +126,8 @@ def _backward_on_cpu(
 
 @contextmanager
 def _fixed_order() -> Iterator[None]:
-    """FlashAttention adds the queries' gradients with atomics unless torch is told to be deterministic, and
-    then, too, where it is told only to warn."""
+    """Make torch deterministic. Else, and also in its warn-only mode, FlashAttention adds the queries'
+    gradients with atomics."""
     enabled = torch.are_deterministic_algorithms_enabled()
     if enabled and not torch.is_deterministic_algorithms_warn_only_enabled():
         yield

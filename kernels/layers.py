@@ -1,4 +1,5 @@
-"""Norms, SwiGLU and GELU and their gradients, in torch: what the fused kernels for stored tensors compute.
+"""Norms, SwiGLU and GELU and their gradients, in torch: the reference of the fused kernels for stored
+tensors.
 
 Shape legend: C hidden, F ffn; leading dimensions are free. The forward functions are those of torch, so that
 a layer that stores its input packed gives the bits of one that does not. Gradients are computed in fp32.

@@ -1,4 +1,4 @@
-"""Layers that keep their input stored in blocks: the reference in torch for `triton_store_norm` and `_ffn`.
+"""Layers that keep their input stored in blocks: the reference in torch for `kernels.blockfloat.triton`.
 
 What is stored has the same bits in every implementation; what is computed from it agrees to rounding.
 """

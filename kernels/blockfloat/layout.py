@@ -1,4 +1,4 @@
-"""The layout of a stored tensor: block formats, and the bytes that they take. Torch-free.
+"""The layout of a stored tensor: block formats and their sizes in bytes. Imports no torch.
 
 A tensor `[..., C]` is cut along its last dimension into blocks of 128 elements; a row's last block that is
 shorter is filled up with zeros. Blocks are numbered row by row. One uint8 buffer holds sections, each from

@@ -1,4 +1,4 @@
-"""Stored tensors in blocks of 128: the arithmetic in torch, which other implementations repeat bit by bit.
+"""Stored tensors in blocks of 128, in plain torch. Other implementations give the same bits.
 
 In fp32, each operation rounded by itself to nearest even; m the largest |x_k| of a block, L the limit of its
 format (`kernels.blockfloat.layout`, which has the layout and the formats):
@@ -11,8 +11,9 @@ format (`kernels.blockfloat.layout`, which has the layout and the formats):
 5. back: e = code div M, times s, rounded to the output's dtype: the code itself if e = 0, else
    (M + code mod M) * 2**(e - 1).
 
-What is not finite comes back as NaN, the whole block: whoever sums gradients sees it, and nothing waits.
-Padding stays inside. (Block-wise FP4 for stored activations: AGoQ, arXiv 2605.00539, section 4.1.2.)
+A block that is not finite comes back as NaNs, so the gradient's norm shows it and nothing has to wait for a
+check. Padding never leaves the buffer. (Block-wise FP4 for stored activations: AGoQ, arXiv 2605.00539,
+section 4.1.2.)
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,7 +47,7 @@ def pack(x: torch.Tensor, bits: int) -> torch.Tensor:
     """
     rows = _block_rows(x)
     if bits == 16:
-        # A copy of bf16, too: an operator's result may not be its input.
+        # Copied even if x is bf16: an operator may not return its input.
         return rows.to(torch.bfloat16, copy=True).view(-1).view(torch.uint8)
     # Zeros also fill the gap after the scales, so that equal tensors have equal bytes.
     packed = torch.zeros(packed_bytes(x.shape, bits), dtype=torch.uint8, device=x.device)
@@ -76,7 +77,7 @@ def unpack(packed: torch.Tensor, shape: Sequence[int], bits: int, dtype: torch.d
             values = table.index_select(0, codes.view(-1).int()).view(-1, BLOCK)
             rows[block] = values.mul_(scales[block, None].float())
     whole = rows.view(-1, -(-width // BLOCK) * BLOCK)[:, :width]
-    # What is done to the result must not change what is stored.
+    # Copied, so that changing the result leaves the stored tensor as it is.
     made = whole.clone(memory_format=torch.contiguous_format) if bits == 16 else whole.contiguous()
     return made.view(tuple(shape))
 

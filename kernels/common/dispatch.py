@@ -1,6 +1,6 @@
 """Which implementation runs on a device, what decoders report, and the launch sizes of the Triton kernels.
 
-Without Triton, which only machines with a GPU have.
+Imports no Triton, which only machines with a GPU have.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ def has_kernels(device_type: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Tiles of a program (a power of two, at least 16), and its warps. No bit depends on them."""
+    """Tiles a program handles (a power of two, at least 16) and its warps. They change no bit."""
 
     tiles: int
     warps: int
@@ -46,6 +46,5 @@ TAH_SELECT = Launch(tiles=4096, warps=16)
 
 @cache
 def starts_early(device: torch.device) -> bool:
-    """Whether a kernel may be placed before the one before it has ended (CUDA's programmatic dependent launch,
-    from Hopper on)."""
+    """Whether a kernel may start before the previous one has ended: CUDA's programmatic dependent launch."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,7 +1,7 @@
 """What the loops of tiled quantizers on a CPU share: compiling, bits of floats, tiles, planes, threads.
 
-Numba compiles at first use and keeps the result beside the modules or below the user's home. Where it can write
-to neither, every process compiles anew.
+Numba compiles at first use and keeps the result beside the modules or below the user's home. Where it can
+write to neither, every process compiles anew.
 
 Loops over a tile are written so that LLVM vectorizes them, although it may not reorder operations on floats.
 Constants are fp32: with a plain number numba computes in fp64.
@@ -39,11 +39,11 @@ def hash_of_sources(folder: Path) -> str:
 
 
 SOURCES = hash_of_sources(Path(__file__).parents[1])
-"""In the name of every file in numba's cache. Numba itself looks only at the file of the function that it compiles,
-not at those that this one takes functions and constants from."""
+"""In the name of every file in numba's cache. Numba itself checks only the file of the function it compiles,
+not the files that this function takes other functions and constants from."""
 
 
-class _Files(IndexDataCacheFile):  # type: ignore[misc]
+class _Files(IndexDataCacheFile):
     """Files that processes may write at once: the code of each signature has a name of its own.
 
     Numba numbers them, so two processes can give one number to different code. Here the worst is an entry
@@ -57,12 +57,12 @@ class _Files(IndexDataCacheFile):  # type: ignore[misc]
         self._save_index({**self._load_index(), key: name})
 
 
-class _Names(CompileResultCacheImpl):  # type: ignore[misc]
+class _Names(CompileResultCacheImpl):
     def get_filename_base(self, fullname: str, abiflags: str) -> str:
         return f"{super().get_filename_base(fullname, abiflags)}-{SOURCES}"
 
 
-class LoopCache(FunctionCache):  # type: ignore[misc]
+class LoopCache(FunctionCache):
     """Numba's cache of a function, in files that belong to one state of the sources.
 
     Raises RuntimeError if there is no folder to keep them in.
@@ -76,7 +76,7 @@ class LoopCache(FunctionCache):  # type: ignore[misc]
 
 
 def _can_keep() -> bool:
-    """Whether numba finds a place that it may write to."""
+    """Whether numba finds a folder that it may write to."""
     try:
         LoopCache(_can_keep)
     except RuntimeError:
@@ -91,7 +91,7 @@ def _can_keep() -> bool:
 _KEEP = _can_keep()
 
 
-def _compiler(**options: object) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _compiler(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def compile_at_use(function: Callable[..., Any]) -> Callable[..., Any]:
         dispatcher = numba.njit(nogil=True, error_model="numpy", **options)(function)
         if _KEEP:
@@ -123,8 +123,8 @@ _SPREAD = (
 )
 _BYTE = np.uint64(0xFF)
 
-# Tiles that one thread takes at a time are a multiple of 8, so that no two write to the same byte, and
-# enough to be worth a thread's start.
+# A thread takes tiles in multiples of 8, so that no two write to the same byte, and enough to be worth
+# starting it.
 _FLAGS_A_BYTE = 8
 _FEWEST_TILES = 2048
 _RANGES_A_THREAD = 8
@@ -154,7 +154,7 @@ def half_beside(magnitude, up):
     bits = bits_of(magnitude)
     if bits >= 113 << 23:
         return np.int32(((bits - (112 << 23)) >> 13) + np.int32(up and bits & 0x1FFF != 0))
-    # In fp16's smallest steps, as many as its bits.
+    # A subnormal fp16's bits are a count of its smallest steps.
     steps = magnitude / LEAST_STEP
     whole = np.int32(steps)
     return np.int32(whole + np.int32(up and np.float32(whole) != steps))
@@ -176,7 +176,7 @@ def largest_of(x):
 @compiled
 def load(x, start, count, near, far, tile):
     """`tile`, fp32 `[64]`: the elements of x from `start` times both factors, filled up with zeros."""
-    # A view of its own: an index that might be negative keeps a loop from becoming vectors.
+    # A separate view: an index that might be negative stops LLVM from vectorizing the loop.
     part = x[start : start + count]
     if x.itemsize == 2:
         for k in range(count):
@@ -190,7 +190,7 @@ def load(x, start, count, near, far, tile):
 
 @compiled
 def hadamard(tile):
-    """The butterflies over a tile, and the division by 8 that makes them their own inverse."""
+    """The Hadamard transform of a tile, divided by 8 so that it is its own inverse."""
     h = 1
     while h < TILE:
         for i in range(0, TILE, 2 * h):
@@ -215,7 +215,7 @@ def store(tile, count, near, far, limit, half, out, start):
 
     `out` holds the bits of fp32, or those of bf16 or, with `half`, of fp16.
     """
-    # A view of its own: an index that might be negative keeps a loop from becoming vectors.
+    # A separate view: an index that might be negative stops LLVM from vectorizing the loop.
     part = out[start : start + count]
     if out.itemsize == 4:
         for k in range(count):
@@ -225,7 +225,7 @@ def store(tile, count, near, far, limit, half, out, start):
             bits = bits_of(min(max(tile[k] * near * far, -limit), limit))
             magnitude = np.int32(bits & 0x7FFFFFFF)
             normal = np.int32((magnitude + 0xFFF + (magnitude >> 13 & 1) - (112 << 23)) >> 13)
-            # Beside one half fp32's last bit is fp16's smallest step.
+            # Next to 0.5, fp32's last bit is fp16's smallest step.
             small = np.int32(bits_of(float_of(magnitude) + _HALF) - bits_of(_HALF))
             part[k] = (small if magnitude < 113 << 23 else normal) | (bits >> 16 & 0x8000)
     else:
@@ -249,7 +249,8 @@ def peak_of(words: NDArray[np.uint32] | NDArray[np.uint16]) -> np.float32:
 
 
 def exponent_of(words: NDArray[np.uint32] | NDArray[np.uint16], constant: float = 1.0) -> torch.Tensor:
-    """As `kernels.common.tiles.tensor_exponent`. Torch's threads would keep cores busy for a while once done."""
+    """`kernels.common.tiles.tensor_exponent`, without torch's threads, which keep cores busy for a while
+    afterwards."""
     peak = peak_of(words)
     with np.errstate(over="ignore"):
         largest = peak * np.float32(constant)
@@ -258,7 +259,7 @@ def exponent_of(words: NDArray[np.uint32] | NDArray[np.uint16], constant: float 
 
 
 def two_factors(exponent: torch.Tensor) -> tuple[np.float32, np.float32]:
-    """2**exponent as `kernels.common.tiles.powers_of_two`, the nearer to 1 first and always there."""
+    """2**exponent as in `kernels.common.tiles.powers_of_two`, always two factors, the nearer to 1 first."""
     factors = [np.float32(factor.item()) for factor in powers_of_two(exponent)]
     return (factors[0], factors[1]) if len(factors) == 2 else (ONE, factors[0])
 
@@ -274,7 +275,7 @@ def bits_to_fill(out: torch.Tensor) -> NDArray[np.uint32] | NDArray[np.uint16]:
 def ranges(n: int, unit: int = 1) -> list[tuple[int, int]]:
     """Ranges of n tiles, or of n pieces of `unit` to a tile, that threads take in turn.
 
-    Several to a thread, because one that has to share its core is slower than the others.
+    Several a thread: one that shares its core with other work is slower and takes fewer.
     """
     step = _FLAGS_A_BYTE * unit
     each = -(-n // (torch.get_num_threads() * _RANGES_A_THREAD * step)) * step
@@ -285,7 +286,7 @@ def ranges(n: int, unit: int = 1) -> list[tuple[int, int]]:
 def run(work: Callable[[int, int], None], parts: list[tuple[int, int]]) -> None:
     """Call `work` for every range, in this thread and as many others as torch may use here.
 
-    Not in torch's threads, which would keep cores busy for a while once done.
+    Torch's threads would keep cores busy for a while afterwards.
     """
     left = iter(parts)
 
@@ -301,7 +302,7 @@ def run(work: Callable[[int, int], None], parts: list[tuple[int, int]]) -> None:
     try:
         take()
     finally:
-        # What has not begun has nothing left to do: another caller's work keeps the threads.
+        # Work that has not begun finds nothing left to do; other callers' work may occupy the threads.
         begun = [other for other in taken if not other.cancel()]
         wait(begun)
     for other in begun:
@@ -310,7 +311,7 @@ def run(work: Callable[[int, int], None], parts: list[tuple[int, int]]) -> None:
 
 @cache
 def _threads(count: int) -> ThreadPoolExecutor:
-    """Kept: to start threads takes as long as many a loop."""
+    """Cached: starting threads takes as long as many of the loops."""
     return ThreadPoolExecutor(count, thread_name_prefix="loops")
 
 

@@ -1,7 +1,7 @@
 """Random bits as a hash of (salt, element), for stochastic rounding.
 
-No generator has a state: the same salt gives the same bits however often they are drawn, whatever the launch
-and in whatever pieces. `kernels.fp8.triton` has the same hash.
+There is no generator state: the same salt gives the same bits however often and in whatever pieces they are
+drawn. `kernels.fp8.triton` has the same hash.
 """
 
 import torch
@@ -18,7 +18,7 @@ def random_bits(count: int, salt: int, device: torch.device, *, bits: int = 16, 
     # int32 holds the lower half of a larger number as well.
     x = torch.arange(first, end, dtype=torch.int32 if end <= 1 << 31 else torch.int64, device=device).int()
     x.bitwise_xor_(_signed(salt))
-    # A signed number is shifted with copies of its sign, which are cut off.
+    # A right shift of a signed number copies its sign; mask the copies.
     shifted = (x >> 16).bitwise_and_(0xFFFF)
     x.bitwise_xor_(shifted).mul_(_signed(FIRST_FACTOR))
     torch.bitwise_right_shift(x, 15, out=shifted).bitwise_and_(0x1FFFF)
@@ -28,13 +28,12 @@ def random_bits(count: int, salt: int, device: torch.device, *, bits: int = 16, 
 
 
 def mixed(number: int) -> int:
-    """A hash of 32 bits to 32 bits, the one that elements go through: salts that differ by little then
-    differ by much."""
+    """Hash 32 bits to 32 bits, as `random_bits` does for elements. Similar salts give unrelated hashes."""
     number = ((number ^ (number >> 16)) * FIRST_FACTOR) & _MASK
     number = ((number ^ (number >> 15)) * SECOND_FACTOR) & _MASK
     return number ^ (number >> 16)
 
 
 def _signed(number: int) -> int:
-    """32 bits as int32 has them."""
+    """The int32 that has these 32 bits."""
     return (number + 2**31) % 2**32 - 2**31

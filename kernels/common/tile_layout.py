@@ -1,4 +1,4 @@
-"""How a tensor is cut into tiles, as numbers alone (`kernels.common.tiles` has the arithmetic). Torch-free."""
+"""How many tiles a tensor has. Imports no torch; `kernels.common.tiles` has the arithmetic."""
 
 TILE = 64
 LOW_PLANES = 3

@@ -3,7 +3,7 @@
 A tensor `[..., C]` is cut along its last dimension into tiles of `TILE` contiguous elements; a last tile that
 is shorter is filled up with zeros. Tiles are numbered row by row: tile t of row r is r * ceil(C / 64) + t.
 
-Before anything else a tensor is normalised: with e its exponent (`tensor_exponent`), y = x * 2**-e lies in
+A tensor is normalised first: with e its exponent (`tensor_exponent`), y = x * 2**-e lies in
 (-2**13, 2**13), which is exact. That keeps scales and zero-points in fp16's range for every finite input,
 whether its elements are near 1e-30 or 1e30. What lies 2**37 times below the largest element of the tensor is
 zero to fp16.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
-# Named again: whoever works on tiles has all of them from here.
+# Re-exported.
 from kernels.common.tile_layout import TILE as TILE
 from kernels.common.tile_layout import tiles_per_row as tiles_per_row
 
@@ -30,7 +30,7 @@ SMALLEST_STEP = 2.0**-24
 MIN_EXPONENT = -149 + 1 - NORMAL_BITS
 MAX_EXPONENT = 128 - NORMAL_BITS
 
-# In place of an exponent: the tensor holds infinities or NaNs.
+# Returned instead of an exponent if the tensor holds infinities or NaNs.
 NON_FINITE = 0x7FFF
 
 # Of the bits of an fp16: those of its magnitude, and an infinity's; NaNs are above.
@@ -154,7 +154,7 @@ def restore(
     for block in blocks(rows.shape[0], out.device):
         y = multiply_all(tiles(block), factors)
         if constant != 1.0:
-            # Not a plain number, by whose reciprocal torch on a GPU would multiply.
+            # A tensor: torch on a GPU multiplies by the reciprocal of a plain number.
             y.div_(y.new_full((1,), constant))
         rows[block] = y.clamp_(-limit, limit) if may_overflow else y
     if width % TILE:

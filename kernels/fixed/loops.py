@@ -1,7 +1,7 @@
-"""`fixed-b` on a CPU, both ways: the bits of `kernels.fixed.reference`, which says what is computed and in what order.
+"""`kernels.fixed.reference` on a CPU, the same bits, by compiled loops.
 
-A tile is packed or made in the innermost cache, so that memory is read and written once; only the tensor's
-exponent takes a read before.
+A tile is packed or unpacked in the innermost cache, so memory is read and written once, after one read for
+the tensor's exponent.
 """
 
 import numpy as np
@@ -141,7 +141,7 @@ def _unpack(scales, planes, width, first, last, constant, near, far, limit, half
     tile = np.empty(TILE, dtype=np.float32)
     low_words, high_words = np.empty(8, dtype=np.uint64), np.empty(8, dtype=np.uint64)
     low, high = low_words.view(np.uint8), high_words.view(np.uint8)
-    # The only code beyond the range is that of ones alone.
+    # The only code out of range is all ones.
     beyond = np.int32(0)
     highest = np.int32((1 << bits) - 1)
     for t in range(first, last):
@@ -170,7 +170,8 @@ def _unpack(scales, planes, width, first, last, constant, near, far, limit, half
 
 
 def encode(x: torch.Tensor, out: FixedSections, *, constant: float) -> torch.Tensor:
-    """As `kernels.fixed.reference.encode`, which a GPU without Triton runs; if x is not finite, nothing is written."""
+    """`kernels.fixed.reference.encode`. Tensors on a GPU go to the reference. Writes nothing if x is not
+    finite."""
     if x.device.type != "cpu":
         return fixed.encode(x, out, constant=constant)
     words, width = bits_to_read(x), x.shape[-1]
@@ -188,9 +189,9 @@ def encode(x: torch.Tensor, out: FixedSections, *, constant: float) -> torch.Ten
 
 
 def decode(sections: FixedSections, out: torch.Tensor, exponent: int, *, constant: float) -> bool:
-    """As `kernels.fixed.reference.decode`, which a GPU without Triton runs; of scales that the caller has checked.
+    """`kernels.fixed.reference.decode` of scales that the caller has checked. GPUs run the reference.
 
-    Returns whether all codes are in the range, -L to L: if not, `out` holds what no encoder packed.
+    Returns whether all codes are in the range -L to L. If not, `out` is meaningless.
     """
     if out.device.type != "cpu":
         fixed.decode(sections, out, exponent, constant=constant)

@@ -1,7 +1,7 @@
-"""The fixed-point quantizer as torch operators: Triton's kernels on a GPU, numba's loops on a CPU, with the same bits.
+"""The fixed-point quantizer as torch operators: Triton's kernels on a GPU, numba's loops on a CPU, same bits.
 
-`torch.ops.thinwire.fixed_encode` and `fixed_decode` never wait for the device. Once they have run on it, a CUDA graph can capture
-them. Scratch memory comes from torch's allocator. A GPU without Triton runs the loops on the CPU.
+`torch.ops.thinwire.fixed_encode` and `fixed_decode` never wait for the device, and a CUDA graph can capture
+them once they have run. Scratch memory comes from torch's allocator.
 """
 
 import torch
@@ -15,7 +15,8 @@ from kernels.fixed.reference import FixedSections
 def encode(
     x: torch.Tensor, scales: torch.Tensor, planes: torch.Tensor, exponent: torch.Tensor, constant: float
 ) -> None:
-    """`kernels.fixed.reference.encode` of x into its sections, and the exponent into `exponent` (int32, 1 element)."""
+    """Run `kernels.fixed.reference.encode` into the sections; the exponent goes to `exponent` (int32, 1
+    element)."""
     if dispatch.has_kernels(x.device.type):
         from kernels.fixed import triton
 
@@ -28,7 +29,7 @@ def encode(
 def decode(
     scales: torch.Tensor, planes: torch.Tensor, out: torch.Tensor, exponent: torch.Tensor, constant: float
 ) -> torch.Tensor:
-    """`kernels.fixed.reference.decode` of the sections into `out`; else as `tah_decode`."""
+    """`kernels.fixed.reference.decode` of the sections into `out`; faults as in `kernels.tah.ops.decode`."""
     if dispatch.has_kernels(out.device.type):
         from kernels.fixed import triton
 

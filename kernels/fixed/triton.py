@@ -123,7 +123,7 @@ def _quantize(
         y = y * constant
     largest = tile_max_or_nan(tl.abs(y))
     tl.store(peaks + program, peak_bits(y, largest))
-    # Never 0 but for a tile of zeros: what is below 2**-100 is quantized again.
+    # 0 only for a tile of zeros: tiles below 2**-100 are quantized again.
     step = tl.maximum(ceil_short(quotient(largest, LIMIT, INVERSE_LIMIT)), 1.1754943508222875e-38)
     tile = tl.arange(0, T)
     tl.store(steps + base + tile, tl.where(largest == 0, 0.0, step), mask=base + tile < n)
@@ -175,7 +175,7 @@ def _finish(
     )
     tl.store(scales + tile, ceil_half(tl.maximum(scaled, 5.960464477539063e-08)).to(tl.int16), mask=tile < n)
     if tl.max(wrong.to(tl.int32), 0) > 0:
-        # Whole blocks again, which writes the same where it was right; after the scales above.
+        # Whole blocks again, after the scales above; tiles that were right get the same bits.
         tl.debug_barrier()
         start = 0
         while start < tl.minimum(T, n - program * T):
@@ -215,7 +215,7 @@ def _restore(
     FLAT: tl.constexpr,
     T: tl.constexpr,
 ):
-    """Decode T tiles; what is wrong with them to `status[program]`."""
+    """Decode T tiles; write their fault, or 0, to `status[program]`."""
     program = tl.program_id(0)
     base = program.to(tl.int64) * T
     tile = tl.arange(0, T)
@@ -324,8 +324,8 @@ def decode(
 ) -> torch.Tensor:
     """As `kernels.fixed.reference.decode`, with the exponent on the device.
 
-    Returns int32 `[k]`, all 0 if the sections were sound: else the largest is what `kernels.common.dispatch` calls it.
-    What was decoded is then meaningless, but lies within `out`.
+    Returns int32 `[k]`: the largest is the fault (`kernels.common.dispatch`), or 0. With a fault `out` is
+    meaningless; nothing outside it is written.
     """
     width = out.shape[-1]
     tiles = scales.numel()

@@ -1,7 +1,7 @@
 """Sums of e4m3 gradients on a CPU: the bits of `kernels.fp8.reference`, in pieces that fit its cache.
 
-The reference allocates a dozen tensors as long as the gradient. Getting fresh memory from the system takes longer
-than the arithmetic. Here all results go to a few short buffers.
+The reference allocates a dozen tensors as long as the gradient. Getting fresh memory from the system takes
+longer than the arithmetic. Here all results go to a few short buffers.
 """
 
 import torch

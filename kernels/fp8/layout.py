@@ -1,8 +1,8 @@
-"""The blocks of numbers in e4m3 (`kernels.fp8.reference` has the arithmetic). Torch-free."""
+"""How many blocks e4m3 numbers take. Imports no torch; `kernels.fp8.reference` has the arithmetic."""
 
 BLOCK = 128
 
 
 def blocks(elements: int) -> int:
-    """How many blocks hold so many elements."""
+    """Blocks that hold this many elements."""
     return -(-elements // BLOCK)

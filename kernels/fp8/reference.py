@@ -1,11 +1,11 @@
 """e4m3 numbers in blocks of 128, in plain torch: gradients, optimizer moments, and AdamW on them.
 
-The reference for `kernels.fp8.ops`. `kernels.fp8.cpu` gives the same bits; `kernels.fp8.triton` too, except that
-moments may differ in the last bits of logarithms.
+The reference for `kernels.fp8.ops`. `kernels.fp8.cpu` gives the same bits; `kernels.fp8.triton` too, except
+that moments may differ in the last bits of logarithms.
 
 Gradients (design section 4). A block has one exponent e; its values are code * 2**e, with the largest code
-from 224 to 448. Scaling by a power of two is exact. So a value that an addition does not change keeps its code
-however often the block is packed again, as long as its exponent stays.
+from 224 to 448. Scaling by a power of two is exact. So a value that an addition does not change keeps its
+code however often the block is packed again, as long as its exponent stays.
 
 Rounding to nearest loses many small addends: beside a sum that is 16 times as large, an addend is less than
 half a code's step, every time. `accumulate_gradient` can therefore round stochastically, by a hash
@@ -17,8 +17,8 @@ far less than e4m3 can, and k divides the error on the way back. k is a multiple
 so that a block of equal magnitudes (where COAT's formula gives infinity) works.
 
 AdamW (Loshchilov and Hutter 2019). The update uses the moments before they are packed (papers/coat.txt,
-section 3). bf16 weights are rounded stochastically, with 16 bits an element from a hash of (salt, element). The
-caller makes the salt from seed, step and parameter, so a step has the same bits however often it runs.
+section 3). bf16 weights are rounded stochastically, with 16 bits an element from a hash of (salt, element).
+The caller makes the salt from seed, step and parameter, so a step has the same bits however often it runs.
 
 Tensors are flat. A last block shorter than 128 is a block of its own. torch's conversion to e4m3 saturates or
 not by version, so values are clamped first.

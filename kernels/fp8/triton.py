@@ -22,8 +22,8 @@ ROWS = 4
 WARPS = 2
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
-# Triton compiles anew for sizes that are 1 or multiples of 16. For the number of elements that gains
-# something: it then knows that a thread may read several at once.
+# Triton compiles anew for sizes that are 1 or multiples of 16. Only for the number of elements does that
+# help: Triton then knows that a thread may read several at once.
 
 
 def accumulate_gradient(
@@ -134,7 +134,7 @@ def _accumulate(
     value += tl.load(addend + place, mask=inside, other=0.0).to(tl.float32)
     noise = place
     if STOCHASTIC:
-        # `kernels.fp8.reference.Draw.salt`; read here, as a graph that holds this launch is replayed with others.
+        # `Draw.salt`, read on the device: a captured graph is replayed with other salts.
         salt = _mixed(tl.load(microbatch).to(tl.uint32) ^ parameter.to(tl.uint32))
         noise = (_mixed(place.to(tl.uint32) ^ salt) & 0xFFFFF).to(tl.int32)
     _store_gradient(codes, exponents, value, noise, row, place, inside, count, STOCHASTIC)
@@ -277,7 +277,7 @@ def _store_moment(codes, scales, powers, value, row, place, inside, real):
     power = tl.floor(16 * 16.614709844115207 / tl.maximum(octaves, 1.0))
     power = tl.where(some, tl.minimum(tl.maximum(power, 1.0), 255.0), 16.0)
     exponent = (_log2(magnitude) - top[:, None]) * (power * 0.0625)[:, None] + 8.807354922057604
-    # Of nothing the logarithm is minus infinity, and its code 0.
+    # The logarithm of 0 is minus infinity, and its code 0.
     code = _encode(tl.exp2(exponent)) | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)
     tl.store(codes + place, tl.where(magnitude > 0, code, 0).to(tl.uint8), mask=inside)
     tl.store(scales + row, largest.to(scales.dtype.element_ty), mask=real)
@@ -304,7 +304,8 @@ def _encode(value):
 
 @triton.jit
 def _encode_stochastically(value, noise):
-    """As `kernels.fp8.reference` does. Up to 448 but for what is not finite, whose codes nobody keeps."""
+    """As in `kernels.fp8.reference`, for values up to 448; codes of values that are not finite are not
+    kept."""
     magnitude = tl.abs(value)
     normal = magnitude.to(tl.int32, bitcast=True) - 0x3C000000
     subnormal = (magnitude + 0.015625).to(tl.int32, bitcast=True) - 0x3C800000

@@ -1,7 +1,8 @@
 """TAH-Quant as torch operators: Triton's kernels on a GPU, numba's loops on a CPU, with the same bits.
 
-`torch.ops.thinwire.tah_encode` and `tah_decode` never wait for the device. Once they have run on it, a CUDA graph can capture
-them. Scratch memory comes from torch's allocator. A GPU without Triton runs the loops on the CPU.
+`torch.ops.thinwire.tah_encode` and `tah_decode` never wait for the device, and a CUDA graph can capture them
+once they have run. Scratch memory comes from torch's allocator. `wire.codecs.tah` runs the reference on a GPU
+without Triton.
 """
 
 import torch
@@ -37,7 +38,8 @@ def encode(
     four_bit: int,
     tau: float,
 ) -> None:
-    """`kernels.tah.reference.encode` of x into its sections, and the exponent into `exponent` (int32, 1 element)."""
+    """`kernels.tah.reference.encode` of x into its sections, and the exponent into `exponent` (int32, 1
+    element)."""
     if dispatch.has_kernels(x.device.type):
         from kernels.tah.triton import encode as triton_encode
 
@@ -72,10 +74,11 @@ def decode(
     samples: int,
     four_bit: int,
 ) -> torch.Tensor:
-    """`kernels.tah.reference.decode` of the sections into `out`, with the exponent (int32, 1 element) on the device.
+    """`kernels.tah.reference.decode` of the sections into `out`, with the exponent (int32, 1 element) on the
+    device.
 
-    Returns int32 `[k]`: the largest says what Triton's kernels found wrong, 0 if nothing. The others take
-    sections that their caller has checked.
+    Returns int32 `[k]`: the largest is the fault that Triton's kernels found (`kernels.common.dispatch`), or
+    0. On a CPU the caller checks the sections first.
     """
     if dispatch.has_kernels(out.device.type):
         from kernels.tah.triton import decode as triton_decode

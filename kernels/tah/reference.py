@@ -5,8 +5,8 @@ Source: TAH-Quant, sections 3.1 to 3.4, with the sign of eq. 2 put right; G = A 
 
 **The exact arithmetic.** All values are IEEE fp32 and every operation below rounds by itself, to nearest
 even: no fused multiply-add, no product with a reciprocal where a division is written. Sums are of integers
-below 2**24, so they are exact in any order. The normalised elements y come from `kernels.common.tiles`; a tile is
-y_0 .. y_63 (a short one filled up with zeros), m its largest |y_k|.
+below 2**24, so they are exact in any order. The normalised elements y come from `kernels.common.tiles`; a
+tile is y_0 .. y_63 (a short one filled up with zeros), m its largest |y_k|.
 
 1. *Entropy (eq. 1, 2).* With 2**k <= m < 2**(k + 1), k being at least -63, let the integers
    n_j = rint(|y_j| * 2**(13 - k)), at most 2**14, S = sum n_j and T = sum rint(n_j * log2(n_j)). Then

@@ -1,4 +1,4 @@
-"""How a tensor's elements are spread over the lanes of the `trellis` codec.
+"""How the elements of a tensor are spread over the lanes of the `trellis` codec.
 
 A group is a run of elements coded by itself, into a stream of its own; its lanes share the run step by step,
 so that neighbours in memory are in neighbouring lanes: element i of a group is step i // lanes of lane
@@ -8,10 +8,10 @@ i % lanes. A GPU gives every group a warp and every lane a thread.
 from dataclasses import dataclass
 
 LANES = 32
-# Elements of a lane: at most, and where there are fewer lanes, at least.
+# Elements a lane has at most; and at least, which decides the number of lanes of a small tensor.
 _STEPS = 2048
 _FEWEST = 1152
-# Of lanes that are coded to be counted.
+# Lanes of a trial encoding are shorter by this factor.
 _SHORTER = 8
 # Bits of one element that a lane cannot exceed: a symbol of one slot, and below it 26 bits of an escape.
 _BITS = 12 + 26
@@ -32,7 +32,7 @@ class Grid:
 
     @property
     def capacity(self) -> int:
-        """Words that no group exceeds."""
+        """Words that a group takes at most."""
         return self.lanes * (-(-self.steps * _BITS // 16) + 2)
 
     def bounds(self, group: int) -> tuple[int, int]:
@@ -47,8 +47,8 @@ def grid(elements: int) -> Grid:
 
 
 def trial_grid(elements: int) -> Grid:
-    """One for elements that are coded to be counted, not sent: shorter lanes take less time on a GPU, and
-    what they cost more does not count."""
+    """The grid of a trial encoding, which is counted and not sent. Shorter lanes take less time on a GPU; the
+    bits they cost more do not matter."""
     return _grid(elements, _STEPS // _SHORTER, _FEWEST // _SHORTER)
 
 

@@ -1,6 +1,6 @@
-"""The `trellis` codec's path and code on a CPU, group by group: `kernels.trellis.code` says what they are.
+"""The `trellis` codec's path and code (`kernels.trellis.code`) on a CPU, group by group.
 
-`kernels.trellis.triton.lanes` does the same on a GPU; every number is an integer or comes of one rounding an
+`kernels.trellis.triton.lanes` does the same on a GPU; every number is an integer or rounded once an
 operation, so the words are the same.
 """
 
@@ -52,7 +52,7 @@ def decode(
     where: Grid,
     family: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """n, int32 `[E]`, and whether the code is whole, bool `[]`; n is of no use where it is not.
+    """n, int32 `[E]`, and whether the code is sound, bool `[]`; without that n is meaningless.
 
     states int32 `[groups, lanes]` in [2**15, 2**31), word counts int64 `[groups]` that add up to no more than
     the words, int16 `[W]`, of all groups one after the other.
@@ -75,7 +75,7 @@ def decode(
 
 
 def _each(one: Callable[[int], int | bool], groups: int) -> list[int | bool]:
-    """What `one` gives for every group."""
+    """The results of `one` for every group."""
     found: list[int | bool] = [0] * groups
 
     def work(group: int, _: int) -> None:

@@ -1,6 +1,6 @@
-"""The loops of the `trellis` codec by device: numba's on a CPU, Triton's on a GPU, the same bits.
+"""The `trellis` codec's loops by device: numba's on a CPU, Triton's on a GPU, the same bits.
 
-A GPU without Triton has its lanes coded by the CPU.
+Without Triton the CPU codes the lanes of a GPU's tensors.
 """
 
 import torch
@@ -41,14 +41,14 @@ def decode(
 
 
 def join(coded: Coded, out: torch.Tensor) -> None:
-    """Put the words of all groups one after the other into int16 `out`, as long as they are together."""
+    """Write the words of all groups one after the other to int16 `out`, which has exactly their length."""
     if dispatch.has_kernels(out.device.type):
         from kernels.trellis.triton import lanes as triton_trellis
 
         triton_trellis.join(coded, out)
         return
     whole = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype)
-    # By numpy: torch's copy might wake its threads, which then keep cores busy for a while.
+    # By numpy: torch's copy may wake its threads, which keep cores busy for a while afterwards.
     words, joined = coded.words.cpu().numpy(), whole.numpy()
     used = 0
     for group, count in enumerate(coded.counts.tolist()):
@@ -68,8 +68,8 @@ def classes(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
 
 
 def restore(n: torch.Tensor, code: int, factors: Factors | None, exponent: int, out: torch.Tensor) -> None:
-    """Fill contiguous `out` `[..., C]` with what a step's code and a prediction make of n, int32 `[E]`, which
-    is lost, times 2**exponent."""
+    """Fill contiguous `out` `[..., C]`: reconstruct n, int32 `[E]`, by a step's code and a prediction, times
+    2**exponent. Overwrites n."""
     if dispatch.has_kernels(n.device.type):
         from kernels.trellis.triton import restore as triton_trellis_restore
 

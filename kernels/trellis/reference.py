@@ -1,10 +1,10 @@
 """The `trellis` codec's arithmetic: prediction, trellis-coded quantization, range coding; on any device.
 
-A tensor `[..., C]`, normalised by a power of two as in `kernels.common.tiles`, is a matrix of R rows. Its low-rank
-prediction (`kernels.trellis.factors`) is subtracted; what is left is quantized with one step for all of it by
-a trellis, and the indices are coded, both by `kernels.trellis.lanes` or on a GPU by `kernels.trellis.triton.lanes`,
-with static tables (`kernels.trellis.tables`), chosen by the scales of the element's row and column
-(`kernels.trellis.scales`).
+A tensor `[..., C]`, normalised by a power of two as in `kernels.common.tiles`, is a matrix of R rows. Its
+low-rank prediction (`kernels.trellis.factors`) is subtracted; what is left is quantized with one step for all
+of it by a trellis, and the indices are coded, both by `kernels.trellis.lanes` or on a GPU by
+`kernels.trellis.triton.lanes`, with static tables (`kernels.trellis.tables`), chosen by the scales of the
+element's row and column (`kernels.trellis.scales`).
 
 One step for the whole tensor gives every element the same noise, which is what least error at given bits asks
 for; a massive outlier channel costs bits in its own column alone. Indices too long for their class are
@@ -153,7 +153,8 @@ def _mean_costs(family: int) -> Int64Array:
 
 
 def normalised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The exponent of `kernels.common.tiles.tensor_exponent`, on the host, and x over that power of two, fp32.
+    """The exponent of `kernels.common.tiles.tensor_exponent`, on the host, and x over that power of two,
+    fp32.
 
     Where x is not finite, of no use.
     """

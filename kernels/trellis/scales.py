@@ -1,4 +1,4 @@
-"""How large a matrix's elements are, by row and by column: what the `trellis` codec takes for their spread.
+"""How large a matrix's elements are, by row and by column: the `trellis` codec's estimate of their spread.
 
 A scale is the logarithm of a mean magnitude, an integer in 16ths of an octave; an element's is its row's plus
 its column's. Sums are of integers, exact in any order, and logarithms compare with constants, so that every

@@ -1,4 +1,5 @@
-"""What the shape of a tensor and the rate decide of a `trellis` encoding, before anything is known of it."""
+"""The settings of a `trellis` encoding: they follow from the tensor's shape and the rate, not from its
+values."""
 
 from dataclasses import dataclass
 
@@ -10,28 +11,28 @@ LANE_BITS = 24
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What shape and rate decide of an encoding."""
+    """Settings of an encoding."""
 
     rows: int
     columns: int
     size: int
     """Bytes of the payload."""
     every: int
-    """Of the rows, one in so many is tried with every plan."""
+    """Every plan is tried on one row in this many."""
     measured: int
-    """And one in so many is coded to see what elements cost."""
+    """One row in this many is coded to measure what elements cost."""
     untold: bool
-    """Whether scales of rows, of columns and of both are also tried as one."""
+    """Whether plans with one scale for all rows, all columns or both are also tried."""
     kinds: tuple[tuple[int, int], ...]
-    """Ranks, at most 32, and bits of the predictions that are tried."""
+    """(rank, bits) of the predictions to try; ranks up to 32."""
     attempts: int
-    """At steps, at most."""
+    """Steps to try, at most."""
     enough: int
-    """Attempts, if one has fitted."""
+    """Attempts after which the search ends if one has fitted."""
     free: float
-    """Share of the budget that is left free, because a cost is an estimate."""
+    """Share of the budget to leave free, because costs are estimates."""
     too_free: int
-    """Bytes of which no more are left free if there may be another attempt."""
+    """With more bytes than this left over, another attempt is made."""
 
     @property
     def grid(self) -> Grid:
@@ -39,7 +40,7 @@ class Settings:
 
     @property
     def group_bits(self) -> int:
-        """Bits of the groups beside their words' own, as a cost does not count them."""
+        """Bits of the groups' counts and states, which a cost does not include."""
         return self.grid.groups * (32 + self.grid.lanes * LANE_BITS)
 
     @property

@@ -1,4 +1,4 @@
-"""Static frequency tables of the `trellis` codec: no table crosses the wire, so a small tensor pays for none.
+"""Static frequency tables of the `trellis` codec. No table crosses the wire.
 
 A *class* says how wide the quantizer's indices are spread: class c has a standard deviation of
 2**((c - 12) / 4) indices. Classes from `CLASSES` on have no tables: the lowest `shift` bits of their indices

@@ -1,7 +1,7 @@
 """Norms that store their input as they read it, and that start again from what was stored.
 
-One program a row, whole in registers. A row's sums depend on how many threads share it, so `WARPS` belongs to
-what a run's bits are a function of; it is a function of the width alone.
+One program a row, all of it in registers. The number of threads that share a row changes the bits of its
+sums, so it follows from the width alone.
 """
 
 import torch

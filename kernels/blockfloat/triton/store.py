@@ -1,4 +1,4 @@
-"""`kernels.blockfloat.reference` in Triton: the same bits, alone or inside the kernels that produce the tensor.
+"""`kernels.blockfloat.reference` in Triton: the same bits, alone or inside kernels that produce the tensor.
 
 T blocks are `[T, 128]`, as they lie in memory, so that neighbouring threads read neighbouring bytes; the 8
 elements that share a word of a shard belong to one thread if rows begin where 16 bytes do. Every reduction
@@ -143,7 +143,7 @@ def _load_shard(start, block, inside, WIDTH: tl.constexpr):
 
 @triton.jit
 def _payload(n):
-    """Offset of the first shard (`blockfloat_layout.payload_offset`)."""
+    """Offset of the first shard (`kernels.blockfloat.layout.payload_offset`)."""
     return (n.to(tl.int64) * 2 + 15) // 16 * 16
 
 

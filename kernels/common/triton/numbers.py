@@ -1,8 +1,8 @@
 """Exact arithmetic on floats and whole numbers in Triton, and how kernels are compiled and chained.
 
-All arithmetic is that of `kernels.common.tiles`, one rounding an operation: compile with `enable_fp_fusion=False`.
-Outside of `quotient` and `reciprocal` a `tl.fma` stands only where its product is exact, so that the
-interpreter, which rounds it, gives the same.
+All arithmetic is that of `kernels.common.tiles`, one rounding an operation: compile with
+`enable_fp_fusion=False`. Outside of `quotient` and `reciprocal` a `tl.fma` stands only where its product is
+exact, so that the interpreter, which rounds it, gives the same.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Tiles in Triton: reading and writing blocks of them, largest elements, the Hadamard transform of one tile.
 
-A block of T tiles is `[T, 8, 8]`: element 8 k + j of tile t lies at [t, k, j]. So the 8 elements of one byte of
-every bit-plane belong to one thread, and the 8 bytes of a tile to 8 neighbours, which read 16 bytes each. Every
-reduction is over integers or a maximum, so it is exact in any order.
+A block of T tiles is `[T, 8, 8]`: element 8 k + j of tile t lies at [t, k, j]. So the 8 elements of one byte
+of every bit-plane belong to one thread, and the 8 bytes of a tile to 8 neighbours, which read 16 bytes each.
+Every reduction is over integers or a maximum, so it is exact in any order.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""`tah`'s decoder for a CPU: the bits of `kernels.tah.reference.decode`, which says what is computed and in what order.
+"""`kernels.tah.reference.decode` on a CPU, the same bits, by compiled loops.
 
-Where torch goes over a block of tiles again and again, here a tile is made in the innermost cache and written
+Torch goes over a block of tiles again and again. Here a tile is decoded in the innermost cache and written
 once.
 """
 
@@ -85,13 +85,13 @@ def _unpack(
 
 
 def decode(sections: TahSections, out: torch.Tensor, exponent: int) -> None:
-    """As `kernels.tah.reference.decode`, which a GPU without Triton runs; of sections that the caller has checked."""
+    """`kernels.tah.reference.decode` of sections that the caller has checked. GPUs run the reference."""
     if out.device.type != "cpu":
         tah.decode(sections, out, exponent)
         return
     n, width = sections.scales.numel(), out.shape[-1]
     four = np.unpackbits(sections.bit_map.numpy(), count=n, bitorder="little").view(np.bool_)
-    # Loops read where they are told to: past the end of the planes if there are too few.
+    # With too few planes the loops would read past their end.
     if np.count_nonzero(four) != sections.fourth_planes.numel():
         raise ValueError(
             f"the bit-map has {np.count_nonzero(four)} of {n} tiles with 4 bits, but there are "

@@ -1,11 +1,10 @@
-"""`tah`'s encoder for a CPU: the bits of `kernels.tah.reference.encode`, which says what is computed and in what order.
+"""`kernels.tah.reference.encode` on a CPU, the same bits, by compiled loops.
 
-Compiled by numba at first use and kept in its cache. Where torch goes over a block of tiles some forty times,
-here a tile is read twice: once to be measured and, when the tiles with 4 bits are chosen, once to be packed;
-in between it does not leave the innermost cache.
+Torch goes over a block of tiles some forty times. Here a tile is read twice: once to measure it and, when the
+tiles with 4 bits are chosen, once to pack it. In each read it stays in the innermost cache.
 
-So that LLVM makes vectors of loops over a tile, sums are of integers, extremes of floats as integers in the
-same order, and a number is rounded by adding `ROUND`.
+For LLVM to vectorize loops over a tile, sums are over integers, extremes of floats are taken as integers in
+the same order, and numbers are rounded by adding `ROUND`.
 """
 
 import numpy as np
@@ -102,7 +101,7 @@ def _measure(x, width, first, last, near, far, tau, low, high, outlier, rank):
         factor = float_of((267 - exponent_bits) << 23)
         threshold = (largest / tau - _EPSILON) * factor
         reach, total, weighted = _near_and_sums(tile, factor, threshold)
-        # None does if tau is below 1; to the reference that is an outlier, too.
+        # None does if tau is below 1; the reference calls that an outlier too.
         outlier[t] = reach <= 1
         bits = np.int32(0)
         if total > 0:
@@ -244,7 +243,7 @@ def _pack(
 
 
 def encode(x: torch.Tensor, out: TahSections, *, samples: int, four_bit: int, tau: float) -> torch.Tensor:
-    """As `kernels.tah.reference.encode`, which a GPU without Triton runs; if x is not finite, nothing is written."""
+    """`kernels.tah.reference.encode`. GPUs run the reference. Writes nothing if x is not finite."""
     if x.device.type != "cpu":
         return tah.encode(x, out, samples=samples, four_bit=four_bit, tau=tau)
     n, width, words = out.scales.numel(), x.shape[-1], bits_to_read(x)

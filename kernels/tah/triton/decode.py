@@ -1,4 +1,5 @@
-"""`kernels.tah.reference`'s decoder in Triton: a small kernel that counts 4-bit tiles, and one that decodes."""
+"""`kernels.tah.reference`'s decoder in Triton: a small kernel that counts 4-bit tiles, and one that
+decodes."""
 
 import math
 from typing import Any
@@ -43,7 +44,7 @@ def _positions(bit_map, positions, n, EARLY: tl.constexpr, WORDS: tl.constexpr, 
     before = tl.zeros((BEFORE,), tl.int32)
     start = 0
     while start < first:
-        # 16 bytes at once: the compiler does not see it through a loop.
+        # 16 bytes at once: the compiler does not merge the reads of a loop.
         place = tl.multiple_of(start, 128) + index
         before += _set_bits(tl.load(words + place, mask=place < first, other=0))
         start += BEFORE
@@ -124,7 +125,7 @@ def _restore(
     EARLY: tl.constexpr,
     T: tl.constexpr,
 ):
-    """Decode T tiles; what is wrong with them to `status[program]`."""
+    """Decode T tiles; write their fault, or 0, to `status[program]`."""
     program = tl.program_id(0)
     first = program * T
     base = first.to(tl.int64)
@@ -138,7 +139,7 @@ def _restore(
     words = bit_map.to(tl.pointer_type(tl.int32), bitcast=True)
     await_previous(EARLY)
     word, position = _before(words, positions, tile, inside)
-    # Within the section, whatever the bit-map says.
+    # Clamped to the section: the bit-map may be wrong.
     four = inside & (((word >> (tile & 31)) & 1) != 0) & (position < fourths)
     at = tl.where(four, position * 2, -2)
     at = tl.reshape(tl.join(at, at + 1), (T * 2,))
@@ -206,11 +207,12 @@ def decode(
     four_bit: int,
     launch: Launch = TAH_DECODE,
 ) -> torch.Tensor:
-    """As `kernels.tah.reference.decode`, with the exponent on the device. `bit_map` must start at a multiple of 4 bytes
-    in a buffer whose size is one: it is read by words.
+    """`kernels.tah.reference.decode`, with the exponent on the device.
 
-    Returns int32 `[k]`, all 0 if the sections were sound: else the largest is what `kernels.common.dispatch` calls it.
-    What was decoded is then meaningless, but lies within `out`.
+    `bit_map` is read by words: it must start at, and its buffer end at, a multiple of 4 bytes.
+
+    Returns int32 `[k]`: the largest is the fault (`kernels.common.dispatch`), or 0. With a fault `out` is
+    meaningless; nothing outside it is written.
     """
     width = out.shape[-1]
     n = scales.numel()

@@ -1,4 +1,5 @@
-"""`kernels.tah.reference`'s encoder in Triton: the same bits, without a sort and without waiting for the device.
+"""`kernels.tah.reference`'s encoder in Triton: the same bits, without a sort and without waiting for the
+device.
 
 The tensor is read twice, the second time from its end, much of which the L2 cache still holds:
 
@@ -287,7 +288,7 @@ def encode(
     quantize: Launch = TAH_QUANTIZE,
     select: Launch = TAH_SELECT,
 ) -> None:
-    """As `kernels.tah.reference.encode` into the sections of `kernels.tah.reference.TahSections`, the exponent into `exponent`
+    """`kernels.tah.reference.encode` into the sections of `TahSections`; the exponent goes to `exponent`
     (int32, 1 element). Never waits for the device.
 
     The scratch, 12 bytes a tile and 66 KiB a sample, comes from torch's allocator. `look_up` chooses how

@@ -1,4 +1,5 @@
-"""Entropies of tiles and the choice of those with the highest, in Triton (`kernels.tah.reference`, steps 1 and 2).
+"""Entropies of tiles and the choice of those with the highest, in Triton (`kernels.tah.reference`, steps 1
+and 2).
 
 A radix select over the integer entropies (23 bits, two histograms) in three small kernels over one number a
 tile, no sort: `_rank` counts the upper 9 bits, `_refine` the lower 14 of those in the threshold's bin,
@@ -84,7 +85,8 @@ def _split_block(v, T: tl.constexpr):
 
 @triton.jit
 def entropy_sums(magnitude, largest, table, TABLE: tl.constexpr):
-    """For tiles of magnitudes: S and T of `kernels.tah.reference`, step 1, and the bits of the exponent of the largest.
+    """For tiles of magnitudes: S and T of `kernels.tah.reference`, step 1, and the bits of the exponent of
+    the largest.
 
     S is 0 for a tile of zeros alone. All is right for tiles whose largest lies in 2**-100 .. 2**100. With
     TABLE half of the terms of T are looked up, by the bits of elements that were bf16: the same integers.

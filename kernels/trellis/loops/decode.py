@@ -1,7 +1,7 @@
 """The `trellis` decoder's loops for a CPU: range coding, back. `kernels.trellis.code` says what they do.
 
-As `kernels.trellis.loops.encode`: loops over lanes without a branch, so that LLVM makes vectors of them, and the
-words taken one after the other, without one.
+As `kernels.trellis.loops.encode`: loops over lanes without a branch, so that LLVM makes vectors of them, and
+the words taken one after the other, without one.
 """
 
 import numpy as np

@@ -217,7 +217,8 @@ def column_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def normalised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The exponent of `kernels.common.tiles.tensor_exponent`, and x over that power of two, fp32 of x's shape.
+    """The exponent of `kernels.common.tiles.tensor_exponent`, and x over that power of two, fp32 of x's
+    shape.
 
     What is not finite is not normalised.
     """

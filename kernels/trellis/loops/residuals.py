@@ -1,10 +1,10 @@
-"""What a prediction leaves of a matrix, and how large that is by row and column, for the `trellis` codec on a
-CPU: what `kernels.trellis.factors` and `kernels.trellis.scales` compute with torch, in one loop over rows.
+"""The residual of a prediction, and its scales by row and column, for the `trellis` codec on a CPU.
+
+`kernels.trellis.factors` and `kernels.trellis.scales` compute the same with torch; here it is one loop over
+rows.
 
 A row's scale, and with it what the row weighs in its columns' sums, follows from the row alone. So nothing is
-read again that has left the caches, and of what a prediction leaves of a sample nothing is kept.
-
-Compiled by numba at first use and kept in its cache.
+read again after it has left the caches, and a sample's residual is not kept.
 """
 
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Every number is an integer and every sum exact: in fp32 over `CHUNK` products, in fp64 over chunks. So they
 may be contracted and added in any order, and torch's matrix product gives the same; but its threads wait for
 their next work by spinning, and here most of the work is of loops with threads of their own.
-
-Compiled by numba at first use and kept in its cache.
 """
 
 import numpy as np

@@ -1,4 +1,5 @@
-"""`kernels.trellis.reference.Scales` in Triton: what elements cost, for every step, by histograms of their scales.
+"""`kernels.trellis.reference.Scales` in Triton: what elements cost, for every step, by histograms of their
+scales.
 
 All of it is integers, but for the cost between two 16ths of an octave: fp64 with one rounding an operation.
 """

@@ -1,9 +1,9 @@
 """`trellis-R`'s encoder on a GPU, from the tensor to its payload, without the host seeing anything of it.
 
-What a `Planner` has decided is carried out: some rows are coded to see what they take, then all of them, at
-as many steps as `wire.codecs.trellis` would try at most, of which those that are no longer needed return at
-once. Sizes of buffers, numbers of programs and of launches follow from the shape and the rate alone, so a
-call can be captured in a CUDA graph once its like has run.
+Carries out a `Planner`'s decision: codes some rows to measure what they take, then all of them, at as many
+steps as `wire.codecs.trellis` tries at most. Attempts that are no longer needed return at once. Sizes of
+buffers, numbers of programs and of launches follow from the shape and the rate alone, so a call can be
+captured in a CUDA graph once its like has run.
 """
 
 import torch
@@ -18,7 +18,7 @@ from kernels.trellis.triton import write as writing
 from kernels.trellis.triton.lanes import Lanes
 from kernels.trellis.triton.plan import MODEL, PLANS, Planner
 
-# Programs' shares; no bit depends on them.
+# Elements a program handles; they change no bit.
 _BLOCK = 1024
 _OCTETS = 128
 _CLASS_ROWS, _CLASS_COLUMNS = 32, 256

@@ -2,9 +2,8 @@
 
 A group of lanes is a warp, a lane a thread: states, costs and the places in a trellis stay in registers,
 decisions are kept as four bits an element, and which lane takes which word of a step follows from a vote of
-the warp. Nothing waits for the host. A lane's steps are a long chain, in which each instruction counts; eight
-warps to a program keep it to few of the GPU's multiprocessors, whose others are a stage's that computes
-meanwhile.
+the warp. Nothing waits for the host. A lane's steps are a long chain in which each instruction counts. Eight
+warps to a program keep it to a few of the GPU's multiprocessors and leave the others to the stage's compute.
 """
 
 from dataclasses import dataclass
@@ -122,7 +121,7 @@ def _put_symbol(state, code, inverse, lane, words, used, capacity):
     frequency = (code >> _PRECISION) & (2 * _TOTAL - 1)
     full = frequency.to(tl.uint32) << (_STATE_BITS - _PRECISION)
     state, used = _make_room(state, full, lane, words, used, capacity)
-    # A division would take longer than all else that a state waits for.
+    # A division would take longer than everything else a state waits for.
     share = (state.to(tl.uint64) * inverse.to(tl.uint64)) >> (code >> _SHIFT_AT).to(tl.uint64)
     grown = (code & (_TOTAL - 1)) + share.to(tl.int32) * (_TOTAL - frequency)
     return state + grown.to(tl.uint32), used

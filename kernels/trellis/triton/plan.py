@@ -1,6 +1,6 @@
 """How the `trellis` codec models a tensor, decided on a GPU: plans, what each would cost, the best's model.
 
-The same decisions as `wire.codecs.trellis` takes on a CPU, by kernels that leave each other what they found
+The same decisions as `wire.codecs.trellis` takes on a CPU, by kernels that pass results
 in a few small buffers (`kernels.trellis.triton.state`). Sizes of buffers, numbers of programs and of launches
 follow from the shape and the rate alone.
 """
@@ -29,7 +29,7 @@ _WHOLE = PLANS
 MODEL = PLANS + 4
 _SETS = PLANS + 6
 _RANK = spanning.RANK.value
-# Programs' shares; no bit depends on them.
+# Elements a program handles; they change no bit.
 _BLOCK = 1024
 _ROWS, _COLUMNS = 16, 128
 _SUM_ROWS, _SUM_COLUMNS, _SUM_TURNS = 32, 64, 4

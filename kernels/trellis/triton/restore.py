@@ -1,8 +1,8 @@
-"""What surrounds the lanes when a `trellis` tensor is decoded on a GPU: classes before, values behind.
+"""Decoding a `trellis` tensor on a GPU around the lanes: classes before them, values after them.
 
-A program has `ROWS` x `BLOCK` elements, each of which is read and written once: by torch's operators a tensor
-would cross memory some twenty times. The same bits as `kernels.trellis.reference.classes`, and as `reconstruct` and
-`restore` together.
+A program handles `ROWS` x `BLOCK` elements and reads and writes each once; with torch's operators a tensor
+would cross memory some twenty times. The same bits as `kernels.trellis.reference.classes`, and as
+`reconstruct` and `restore` together.
 """
 
 import torch
@@ -19,7 +19,7 @@ from kernels.trellis.tables import MAX_CLASS
 _MAX_CLASS = tl.constexpr(MAX_CLASS)
 # Ranks at most; a product needs 16.
 _RANK = tl.constexpr(32)
-# Programs' shares; no bit depends on them.
+# Elements a program handles; they change no bit.
 _ROWS, _COLUMNS = 16, 64
 _CLASS_ROWS, _CLASS_COLUMNS = 16, 256
 

@@ -1,6 +1,6 @@
-"""What the `trellis` planner's kernels leave each other on a GPU: places in their small buffers.
+"""Offsets in the small buffers through which the `trellis` planner's kernels pass results on a GPU.
 
-Torch-free and Triton-free numbers, so that kernels and the host name the same places.
+Plain numbers, shared by the kernels and the host.
 """
 
 # Histograms of scales: counts from -ORIGIN up. Scales are 16ths of an octave, from -464 to below 512.
@@ -39,7 +39,7 @@ STATE = 32
 SHARE, FREE = range(2)
 SHARES = 2
 
-# What the lanes are told, int64, for each of the families that are coded at once.
+# Inputs of the lanes, int64, for each of the families that are coded at once.
 ACTIVE, OF_FAMILY, TO_SLOT, OFFSET = range(4)
 CONTROLS = 4
 

@@ -1,4 +1,5 @@
-"""`kernels.fixed.loops` gives the bits of `kernels.fixed.reference`, its reference, both ways and for any tensor."""
+"""`kernels.fixed.loops` gives the bits of `kernels.fixed.reference`, its reference, both ways and for any
+tensor."""
 
 import warnings
 from collections.abc import Iterator

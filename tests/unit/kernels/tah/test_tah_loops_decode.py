@@ -1,4 +1,5 @@
-"""`kernels.tah.loops.decode` gives the bits of `kernels.tah.reference.decode`, its reference, for any sections."""
+"""`kernels.tah.loops.decode` gives the bits of `kernels.tah.reference.decode`, its reference, for any
+sections."""
 
 from collections.abc import Iterator
 

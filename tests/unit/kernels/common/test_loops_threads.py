@@ -10,7 +10,7 @@ import torch
 
 from kernels.common import loops
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 SECONDS = 10.0
 
 
