@@ -3,7 +3,7 @@
 Two processes in the laboratory's namespaces (`node.lab`), a link between them shaped and delayed. One sends
 bursts, as a stage sends a step's tensors, and pauses after each; the time of a burst is from its first send
 until the last tensor has arrived. The first burst, in which TCP finds the rate, does not count. Three ways in
-turn: as links are; without the byte now and then that keeps a connection warm (`wire.keep_warm`); without it,
+turn: as links are; without the byte now and then that keeps a connection warm (`wire.pacing`); without it,
 but with net.ipv4.tcp_slow_start_after_idle at 0, which takes an administrator.
 """
 
@@ -28,7 +28,7 @@ from node.lab.results import commit, hardware
 from node.lab.shape import uniform
 from node.lab.topology import lay_out, node_address, node_name
 from tests.support.pki import RUN_ID, new_authority, new_node
-from wire import keep_warm
+from wire import pacing
 from wire.identity.credentials import NodeIdentity
 from wire.link import Link, LinkSettings, dial_link
 from wire.link_server import LinkServer
@@ -138,7 +138,7 @@ async def end(index: int, plan: Path, values: dict[str, Any]) -> None:
     """One end of the link: 0 sends, 1 receives. Identities lie beside the plan; both write wall-clock times
     there."""
     if not values["warm"]:
-        keep_warm.LEAST_ROUND_TRIP = SECONDS
+        pacing.LEAST_ROUND_TRIP = SECONDS
     ours, theirs = (NodeIdentity.load(plan.with_name(str(of))) for of in (index, 1 - index))
     assert ours is not None and theirs is not None, "both were saved"
     settings, address = LinkSettings(), f"{node_address(1)}:{PORT}"

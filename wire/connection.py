@@ -14,9 +14,8 @@ from google.protobuf.message import DecodeError
 from wire.byte_stream import ByteStream, StreamDroppedError
 from wire.errors import LinkError, ProtocolViolationError
 from wire.frames import frame_direction
-from wire.keep_warm import MESSAGE as WARMING
-from wire.keep_warm import KeepWarm
 from wire.link_state import LinkState
+from wire.pacing import KEEP_ALIVE, KeepAlive
 from wire.stream_receiver import Acknowledge
 from wire.v1 import link_pb2
 
@@ -95,7 +94,7 @@ class Connection:
         while True:
             data = await stream.read()
             state.stats.bytes_received += len(data)
-            if data == WARMING:
+            if data == KEEP_ALIVE:
                 continue
             state.stats.frames_received += 1
             completed = state.receiver.receive(data, now())
@@ -107,19 +106,19 @@ class Connection:
                 state.on_tensor(completed.key, completed.buffer)
 
     async def _write_bulk(self, stream: ByteStream) -> None:
-        state, warm = self._state, KeepWarm()
+        state, keep_alive = self._state, KeepAlive()
         await self._greeted.wait()
         while True:
             state.bulk_wake.clear()
             frame = state.sender.next_frame(now())
             if frame is None:
-                warm_at = warm.due_at(state.stats.least_rtt_seconds)
-                if warm_at is not None and warm_at <= now():
-                    await stream.write(WARMING)
-                    state.stats.bytes_sent += len(WARMING)
-                    warm.sent(now())
+                keep_alive_at = keep_alive.due_at(state.stats.least_rtt_seconds)
+                if keep_alive_at is not None and keep_alive_at <= now():
+                    await stream.write(KEEP_ALIVE)
+                    state.stats.bytes_sent += len(KEEP_ALIVE)
+                    keep_alive.sent(now())
                     continue
-                deadlines = [at for at in (state.sender.deadline, warm_at) if at is not None]
+                deadlines = [at for at in (state.sender.deadline, keep_alive_at) if at is not None]
                 await wait_until(state.bulk_wake, min(deadlines, default=None))
                 continue
             if state.settings.pacer is not None:
@@ -133,7 +132,7 @@ class Connection:
                     await stream.write(piece)
             if state.transfers is not None:
                 state.transfers.sent(frame, now())
-            warm.frame_sent(now())
+            keep_alive.frame_sent(now())
             state.stats.bytes_sent += len(frame)
             state.stats.frames_sent += 1
             state.stats.direction_bytes_sent[frame_direction(frame)] += len(frame)

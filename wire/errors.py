@@ -5,20 +5,20 @@
     │   ├── ConfigError              a run file: unknown key, bad value, impossible split
     │   ├── TokenError               a join token that cannot be read or names another run
     │   └── DataError                text that is missing, empty or unreadable
-    ├── Refused                      the other side said no, with its reason (carries a `RefusalCode`)
+    ├── Refused                      the other side refused and says why (carries a `RefusalCode`)
     ├── CodecError                   a tensor cannot be packed or unpacked
     │   ├── NonFiniteError           it holds infinities or NaNs
     │   └── PackedMismatchError      packed bytes are not what was negotiated
-    │       └── MemoryMismatchError  both ends of a boundary remember different activations
+    │       └── CacheMismatchError   the ends of a boundary hold different sample caches
     ├── LinkError                    a connection to a neighbour or the coordinator
     │   ├── ProtocolViolationError   the peer sent what it must never send
-    │   ├── NotYetError              the coordinator is there, and still reads what it goes on from
-    │   └── LinkLostError            gone, and not back within the time allowed
-    └── RunError                     the run cannot go on; its newest snapshot is intact
-        └── DeviceLostError          one of this node's devices is gone, and the node with it
-            └── MemoryExhaustedError its memory did not suffice for the stage that it was given
+    │   ├── NotYetError              the coordinator answers, but is still loading the run it resumes
+    │   └── LinkLostError            the connection is gone and did not come back in time
+    └── RunError                     the run cannot continue; its newest snapshot is intact
+        └── DeviceLostError          one of this node's devices failed; the node ends
+            └── MemoryExhaustedError a device ran out of memory for its stage
 
-Messages name what was wrong, what was expected and what to do, in one line.
+Messages say what was wrong, what was expected and what to do, in one line.
 """
 
 from collections.abc import Iterable
@@ -71,7 +71,7 @@ class RefusalCode(StrEnum):
 
 
 class Refused(ThinwireError):
-    """The other side said no."""
+    """The other side refused."""
 
     def __init__(self, code: RefusalCode, message: str) -> None:
         super().__init__(message)
@@ -90,8 +90,8 @@ class PackedMismatchError(CodecError):
     """Packed bytes differ from what was negotiated: codec, parameters, dtype, shape, length or checksum."""
 
 
-class MemoryMismatchError(PackedMismatchError):
-    """A tensor is packed against other activations than those that this end remembers."""
+class CacheMismatchError(PackedMismatchError):
+    """A tensor was packed against other activations than this end's sample cache holds."""
 
 
 class LinkError(ThinwireError):
@@ -103,29 +103,29 @@ class ProtocolViolationError(LinkError):
 
 
 class NotYetError(LinkError):
-    """The coordinator is there, and still reads what it goes on from: it will answer."""
+    """The coordinator answers, but is still loading the run it resumes: try again."""
 
 
 class LinkLostError(LinkError):
-    """The connection is gone and did not come back within the time allowed."""
+    """The connection is gone and did not come back in time."""
 
 
 class RunError(ThinwireError):
-    """The run cannot go on. Its newest snapshot is intact."""
+    """The run cannot continue. Its newest snapshot is intact."""
 
 
 class DeviceLostError(RunError):
-    """One of this node's devices is gone. The node ends with it; the run goes on with another."""
+    """One of this node's devices failed. The node ends; the run continues on another."""
 
 
 class MemoryExhaustedError(DeviceLostError):
-    """A device's memory did not suffice. The node ends: in another epoch it would not suffice either."""
+    """A device ran out of memory. The node ends: the next epoch would fail the same way."""
 
     def __init__(self, message: str, *, need: int = 0, happened: str = "") -> None:
         """
         Args:
-            need: bytes that the stage was estimated to need on each device; 0 if there was no stage.
-            happened: the message without what its reader can do about it.
+            need: bytes the stage was estimated to need on each device; 0 if there was no stage.
+            happened: the message without the advice.
         """
         super().__init__(message)
         self.need = need

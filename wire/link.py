@@ -22,6 +22,7 @@ from wire.channels import LinkIdentity, open_channel
 from wire.connection import Connection, now, wait_until
 from wire.errors import LinkError, LinkLostError, ProtocolViolationError, RefusalCode, Refused, ThinwireError
 from wire.link_state import LinkSettings, LinkState, LinkStats, OnTensor
+from wire.pacing import Backoff
 from wire.spec import TensorKey
 from wire.stream_receiver import Expect
 from wire.stream_sender import Payload
@@ -256,7 +257,7 @@ class DialledLink(Link):
 
     async def _keep_connected(self) -> None:
         settings = self._state.settings
-        attempt, backoff = 0, settings.backoff_seconds
+        attempt, backoff = 0, Backoff(settings.backoff_seconds, settings.max_backoff_seconds)
         while not self._over.is_set():
             attempt += 1
             connection = self._make_connection(attempt)
@@ -267,9 +268,8 @@ class DialledLink(Link):
             if isinstance(connection.error, StreamDroppedError) and connection.error.refusal:
                 self._fail(_refused(connection.error, self._peer))
             if connection.was_up:
-                backoff = settings.backoff_seconds
-            await wait_until(self._over, now() + backoff)
-            backoff = min(2 * backoff, settings.max_backoff_seconds)
+                backoff.reset()
+            await wait_until(self._over, now() + backoff.advance())
 
     async def _connect(self, connection: Connection) -> None:
         state, name = self._state, self._identity.server_name(self.peer_node_id)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from wire.frames import FRAME_BYTES, HEADER_BYTES, run_tag
 from wire.link_meter import LinkMeter
-from wire.pacing import Pacer
+from wire.pacing import RECONNECT_SECONDS, Pacer
 from wire.spec import Direction, TensorKey
 from wire.stream_receiver import Expect, StreamReceiver
 from wire.stream_sender import StreamSender
@@ -46,7 +46,7 @@ class LinkSettings:
     """One attempt to connect may take this long."""
     backoff_seconds: float = 0.1
     """Pause after a failed attempt; doubles with each, up to `max_backoff_seconds`."""
-    max_backoff_seconds: float = 2.0
+    max_backoff_seconds: float = RECONNECT_SECONDS
     lost_after_seconds: float = 20.0
     """A link that was up and is not back within this time is lost."""
     resend_seconds: float = 10.0

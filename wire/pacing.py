@@ -1,13 +1,25 @@
-"""A volunteer's bandwidth limit: everything bulky that a node sends passes one `Pacer` first."""
+"""When to send, and when to try again: bandwidth limit, keep-alive, back-off. No I/O but the pacer's sleep."""
 
 import asyncio
 
 BURST_SECONDS = 0.05
 """Sending may run ahead of the rate by what fits in this time, or by one frame."""
 
+KEEP_ALIVE = b"\0"
+"""One byte on the bulk stream. It cannot be a frame, which has 64 bytes or more."""
+PERIOD_SECONDS = 0.1
+"""Between keep-alives; below Linux's least retransmission timeout."""
+LONGEST_SECONDS = 3.0
+"""After a pause this long TCP has lost its rate anyway."""
+LEAST_ROUND_TRIP = 0.005
+"""Seconds. On a shorter link slow start is over in the time of a message."""
+
+RECONNECT_SECONDS = 2.0
+"""The longest pause between two attempts to connect."""
+
 
 class Pacer:
-    """Lets through `rate` bytes a second on average, shared by all who send. One event loop only."""
+    """A node's bandwidth limit: `rate` bytes a second on average over everything bulky. One event loop only."""
 
     def __init__(self, rate: float) -> None:
         """`rate` in bytes a second, above 0."""
@@ -15,7 +27,7 @@ class Pacer:
         self._free_at = 0.0
 
     def reserve(self, size: int, now: float) -> float:
-        """Book `size` bytes at `now` (seconds on any clock); gives the seconds to wait before sending."""
+        """Book `size` bytes at `now` (seconds on any clock); returns the seconds to wait before sending."""
         start = max(self._free_at, now - BURST_SECONDS)
         self._free_at = start + size / self._rate
         return max(0.0, start - now)
@@ -25,3 +37,52 @@ class Pacer:
         delay = self.reserve(size, asyncio.get_running_loop().time())
         if delay > 0:
             await asyncio.sleep(delay)
+
+
+class KeepAlive:
+    """Says when an idle bulk stream should send `KEEP_ALIVE`, so that TCP keeps its rate over a pause.
+
+    Between steps a bulk stream pauses for a round trip or more. TCP that was idle for a retransmission timeout
+    (0.2 s and more) starts again with ten packets a round trip (RFC 5681, section 4.1); at tens of milliseconds
+    a round trip most of a step is over before the link is full. With a byte now and then the connection is
+    never idle: TCP then only halves an unused window once a timeout (RFC 7661).
+    """
+
+    def __init__(self) -> None:
+        self._frame_at: float | None = None
+        self._sent_at = 0.0
+
+    def frame_sent(self, now: float) -> None:
+        self._frame_at = self._sent_at = now
+
+    def sent(self, now: float) -> None:
+        """`KEEP_ALIVE` was sent."""
+        self._sent_at = now
+
+    def due_at(self, round_trip: float) -> float | None:
+        """When to send the next; None for never, until a frame is sent.
+
+        Args:
+            round_trip: the link's, in seconds; 0 while not known.
+        """
+        if self._frame_at is None or round_trip < LEAST_ROUND_TRIP:
+            return None
+        due = self._sent_at + PERIOD_SECONDS
+        return due if due <= self._frame_at + LONGEST_SECONDS else None
+
+
+class Backoff:
+    """The pause before the next attempt: `least` seconds, doubled after each, at most `most`."""
+
+    def __init__(self, least: float, most: float) -> None:
+        self._least, self._most = least, most
+        self.seconds = least
+
+    def reset(self) -> None:
+        """An attempt succeeded: begin again with the shortest pause."""
+        self.seconds = self._least
+
+    def advance(self) -> float:
+        """The pause to make now; the next one is longer."""
+        pause, self.seconds = self.seconds, min(2 * self.seconds, self._most)
+        return pause

@@ -23,7 +23,7 @@ from node.pipeline.placement import (
 from node.pipeline.routing import source_stage, target_stage
 from node.pipeline.schedule import held_activations, schedule
 from node.training.data import Corpus
-from wire.codecs.forms import AqsgdForm, form
+from wire.codecs.formats import AqsgdFormat, codec_format
 from wire.errors import DataError
 from wire.frames import HEADER_BYTES, PAYLOAD_BYTES
 from wire.spec import Direction, TensorKey
@@ -259,7 +259,7 @@ def _flows(config: RunConfig) -> tuple[Flow, ...]:
             codec=name,
             tensors=count,
             elements=elements,
-            bytes=count * framed_bytes(form(name).packed_bytes(shape)),
+            bytes=count * framed_bytes(codec_format(name).packed_bytes(shape)),
             bytes_fp32=4 * elements,
             bytes_bf16=2 * elements,
         )
@@ -269,8 +269,8 @@ def _flows(config: RunConfig) -> tuple[Flow, ...]:
 def _sample_cache(config: RunConfig, windows: int) -> SampleCache | None:
     if not config.pipeline.remembers:
         return None
-    found = form(config.pipeline.forward_codec)
-    assert isinstance(found, AqsgdForm), "the only codec with a sample cache"
+    found = codec_format(config.pipeline.forward_codec)
+    assert isinstance(found, AqsgdFormat), "the only codec with a sample cache"
     stages, model = config.pipeline.stages, config.model
     shape = (config.training.microbatch, model.sequence, model.hidden)
     boundaries = stages * chunks_of(config, stages) - 1

@@ -20,7 +20,7 @@ from node.telemetry import events
 from node.telemetry.costs import bits_per_element, idle_by_stage, mbit_by_stage
 from node.telemetry.events import Recovered
 from node.telemetry.format import bytes_text, duration_text
-from wire.codecs.forms import codec_names, form
+from wire.codecs.formats import codec_format, codec_names
 from wire.spec import Direction
 from wire.telemetry import Telemetry
 
@@ -248,4 +248,4 @@ def codec_bits(config: RunConfig) -> dict[str, float]:
     training, model = config.training, config.model
     shape = (training.microbatch, model.sequence, model.hidden)
     names = dict.fromkeys((*codec_names(), *LADDER))
-    return {name: 8 * framed_bytes(form(name).packed_bytes(shape)) / prod(shape) for name in names}
+    return {name: 8 * framed_bytes(codec_format(name).packed_bytes(shape)) / prod(shape) for name in names}

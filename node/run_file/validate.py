@@ -21,7 +21,7 @@ from node.config.schema import (
 )
 from node.model.storage import AS_COMPUTED, FROM_PRESET, KINDS, PRESETS, RECOMPUTE, configured
 from node.telemetry.trace_files import TracedSteps
-from wire.codecs.forms import form
+from wire.codecs.formats import codec_format
 from wire.errors import ConfigError, nearest
 from wire.frames import MAX_TENSOR_BYTES
 from wire.identity.token import MAX_ADDRESS_BYTES, MAX_ADDRESSES, MAX_ADDRESSES_BYTES
@@ -240,7 +240,7 @@ def _pipeline(pipeline: PipelineSection, layers: int) -> Iterator[str]:
 def _codecs(pipeline: PipelineSection, shift: bool) -> Iterator[str]:
     for key in ("forward_codec", "backward_codec"):
         try:
-            form(getattr(pipeline, key))
+            codec_format(getattr(pipeline, key))
         except ConfigError as error:
             yield f"pipeline.{key}: {error}"
     if pipeline.backward_codec.startswith("aqsgd-"):

@@ -31,7 +31,7 @@ from wire.identity.credentials import NodeIdentity
 from wire.identity.enrolment import Refusal
 from wire.messages import CoordinatorMessage, Hello, NodeMessage
 from wire.messages_proto import coordinator_message_from_proto, node_message_to_proto, refusal_from_proto
-from wire.pacing import Pacer
+from wire.pacing import RECONNECT_SECONDS, Backoff, Pacer
 from wire.v1 import control_pb2, control_pb2_grpc
 
 CHUNK_BYTES = 256 * 1024
@@ -202,7 +202,7 @@ class CoordinatorClient:
         """
         loop = asyncio.get_running_loop()
         deadline = math.inf
-        delay = 0.2
+        backoff = Backoff(0.2, RECONNECT_SECONDS)
         while True:
             bulk = self._bulk = self._bulk or _Shared(self._dial())
             bulk.users += 1
@@ -216,7 +216,7 @@ class CoordinatorClient:
                     deadline = math.inf
                 else:
                     deadline = min(deadline, loop.time() + self.outage_seconds)
-                if loop.time() + delay > deadline:
+                if loop.time() + backoff.seconds > deadline:
                     raise LinkLostError(
                         f"the coordinator at {self.address} did not answer for {self.outage_seconds:g} s"
                     ) from None
@@ -227,8 +227,7 @@ class CoordinatorClient:
                 # Closing a shared channel would cancel the calls of other tasks.
                 if bulk.users == 0 and self._bulk is not bulk:
                     await bulk.channel.close()
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, 2.0)
+            await asyncio.sleep(backoff.advance())
 
 
 class Batches:

@@ -11,7 +11,7 @@ from node.pipeline.placement import chunks_of
 from node.stage.epoch_task import LinkEvents
 from node.stage.inbox import TensorLink
 from node.stage.session import IdentityHolder
-from wire.codecs.forms import FP32
+from wire.codecs.formats import FP32
 from wire.errors import LinkLostError, ThinwireError, first_error
 from wire.link import Link, LinkSettings, LinkStats, dial_link
 from wire.link_server import LinkServer

@@ -20,9 +20,9 @@ from node.stage.inbox import Inbox, LoopIO, StepInterrupted, TensorLink
 from node.stage.tensor_transfer import BadTensorError
 from node.training.serialization import deserialize_unit
 from wire.errors import (
+    CacheMismatchError,
     DeviceLostError,
     LinkError,
-    MemoryMismatchError,
     NonFiniteError,
     ProtocolViolationError,
     ThinwireError,
@@ -187,7 +187,7 @@ class EpochTask:
             self._fail(FailureKind.LINK, str(error))
         except DeviceLostError:
             raise
-        except MemoryMismatchError as error:
+        except CacheMismatchError as error:
             self._services.executor.forget()
             self._fail(FailureKind.INTERNAL, str(error))
         except ThinwireError as error:

@@ -25,6 +25,7 @@ from wire.errors import (
 )
 from wire.identity.credentials import NodeIdentity
 from wire.messages import LONGEST_REASON, CoordinatorMessage, Hello, Leave, NodeMessage
+from wire.pacing import RECONNECT_SECONDS, Backoff
 
 log = logging.getLogger(__name__)
 
@@ -175,12 +176,13 @@ class Session:
     ) -> None:
         loop = asyncio.get_running_loop()
         last_contact = loop.time()
-        delay = 0.1
+        backoff = Backoff(0.1, RECONNECT_SECONDS)
         was_in = warned = False
 
         def connected() -> None:
-            nonlocal last_contact, delay, was_in, warned
-            last_contact, delay, was_in, warned = loop.time(), 0.1, True, False
+            nonlocal last_contact, was_in, warned
+            backoff.reset()
+            last_contact, was_in, warned = loop.time(), True, False
             if self.leaving and not self._ending:
                 self.post(Leave(reason="repeated after a reconnect"))
 
@@ -198,7 +200,7 @@ class Session:
                 if self._ending and self._outbox.empty():
                     return  # the farewell is sent
                 if isinstance(error, NotYetError):
-                    last_contact = loop.time() + delay  # it answers, so this is no outage
+                    last_contact = loop.time() + backoff.seconds  # it answers, so this is no outage
                     if not warned:
                         log.warning("%s", error)
                         warned = True
@@ -206,12 +208,11 @@ class Session:
                     last_contact = loop.time()
                     log.warning("%s; connecting again", error)
                 limit = self._client.outage_seconds
-                if loop.time() + delay - last_contact > limit:
+                if loop.time() + backoff.seconds - last_contact > limit:
                     raise LinkLostError(
                         f"the coordinator at {self._client.address} did not answer for {limit:g} s: {error}"
                     ) from None
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, 2.0)
+            await asyncio.sleep(backoff.advance())
 
 
 def short_reason(error: BaseException) -> str:

@@ -20,8 +20,8 @@ from node.telemetry.clock import WorkKind
 from wire.codecs.base import Codec
 from wire.codecs.host_copies import Mark
 from wire.errors import (
+    CacheMismatchError,
     CodecError,
-    MemoryMismatchError,
     NonFiniteError,
     PackedMismatchError,
     ProtocolViolationError,
@@ -154,7 +154,7 @@ class TensorTransfer:
     def finish(self, key: TensorKey) -> Tensor:
         """The tensor that `begin` or `look_ahead` started to unpack.
 
-        Raises BadTensorError for a tensor that no encoder makes, and MemoryMismatchError if the two ends'
+        Raises BadTensorError for a tensor that no encoder makes, and CacheMismatchError if the two ends'
         sample caches differ, which is no evidence against either.
         """
         tensor, mark = self._unpacking.pop(key).result()
@@ -183,7 +183,7 @@ class TensorTransfer:
             try:
                 with self._beside(WorkKind.UNPACK, key):
                     result = self._device.unpack(codec, packed, needed.spec)
-            except MemoryMismatchError:
+            except CacheMismatchError:
                 raise
             except (PackedMismatchError, NonFiniteError) as error:
                 raise BadTensorError(key, error) from error

@@ -15,7 +15,7 @@ from node.cli.main import build_parser
 from node.lab.profile import LabSection, NetworkSection, SweepSection
 from node.run_file.loader import section_types, toml_value
 from node.telemetry.metrics import NODE_METRICS, PREFIX, RUN_METRICS, Definition
-from wire.codecs.forms import AqsgdForm, codec_names, form
+from wire.codecs.formats import AqsgdFormat, codec_format, codec_names
 from wire.codecs.registry import codec
 from wire.spec import TensorSpec
 
@@ -97,9 +97,9 @@ def _metrics(definitions: Sequence[Definition]) -> str:
 
 def codec_sizes() -> str:
     """True bits an element of every codec, header included, for a tensor of about four million elements."""
-    rows = [[f"`{name}`", f"{_bits(form(name).packed_bytes(SIZED_SHAPE)):.3f}"] for name in codec_names()]
+    rows = [[f"`{name}`", f"{_bits(codec_format(name).packed_bytes(SIZED_SHAPE)):.3f}"] for name in codec_names()]
     for bits in (2, 4, 8):
-        remembering = AqsgdForm(bits)
+        remembering = AqsgdFormat(bits)
         always, first = remembering.packed_bytes(SIZED_SHAPE), remembering.first_pass_bytes(SIZED_SHAPE)
         size = f"{_bits(always):.3f}, in the first pass {_bits(first):.3f}"
         rows.append([f"`aqsgd-{bits}`", size])

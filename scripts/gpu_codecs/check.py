@@ -12,8 +12,8 @@ from kernels.common.dispatch import Launch
 from kernels.fixed import reference as fixed
 from kernels.tah import reference as tah
 from wire.codecs import tah as tah_codec
+from wire.codecs.base import Layout
 from wire.codecs.fixed import FixedCodec
-from wire.codecs.layout import Layout
 
 
 class Checks:

@@ -15,8 +15,8 @@ from kernels.tah import ops as tah_ops
 from kernels.tah import reference as tah
 from tests.support.operators import check_operators
 from wire.codecs import tah as tah_codec
+from wire.codecs.base import Layout
 from wire.codecs.fixed import FixedCodec
-from wire.codecs.layout import Layout
 from wire.codecs.registry import codec
 from wire.spec import TensorSpec
 

@@ -82,7 +82,7 @@ async def both_ends(config: RunConfig, folder: Path, settings: LinkSettings) -> 
 def of_a_step(config: RunConfig, step: int) -> list[tuple[TensorKey, Payload]]:
     """All that the last of two stages sends the first in a step, uncompressed. No memory is touched."""
     model, training, chunks = config.model, config.training, config.pipeline.chunks
-    packed_bytes = codec("fp32").form.packed_bytes
+    packed_bytes = codec("fp32").format.packed_bytes
     boundary = packed_bytes((training.microbatch, model.sequence, model.hidden))
     found: list[tuple[TensorKey, Payload]] = []
     for microbatch in range(config.microbatches):

@@ -8,13 +8,13 @@ import pytest
 
 import wire.link
 from tests.support.links import SECONDS, content, eventually, key, make_pair, quick
-from wire import keep_warm
+from wire import pacing
 from wire.byte_stream import StreamDroppedError
 from wire.errors import LinkError, LinkLostError, ProtocolViolationError
 from wire.frames import PAYLOAD_BYTES
-from wire.keep_warm import KeepWarm
 from wire.link import Link
 from wire.link_state import LinkSettings, LinkState
+from wire.pacing import KeepAlive
 from wire.spec import Direction
 
 MIB = 1024 * 1024
@@ -65,16 +65,16 @@ async def test_counted_bytes_are_those_on_the_sockets() -> None:
 async def test_a_paused_stream_sends_a_byte_now_and_then_which_is_no_frame(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(keep_warm, "LEAST_ROUND_TRIP", 0.0)
-    monkeypatch.setattr(keep_warm, "PERIOD_SECONDS", 0.01)
+    monkeypatch.setattr(pacing, "LEAST_ROUND_TRIP", 0.0)
+    monkeypatch.setattr(pacing, "PERIOD_SECONDS", 0.01)
     left: list[float] = []
-    sent = KeepWarm.sent
+    sent = KeepAlive.sent
 
-    def counted(warm: KeepWarm, now: float) -> None:
+    def counted(warm: KeepAlive, now: float) -> None:
         left.append(now)
         sent(warm, now)
 
-    monkeypatch.setattr(KeepWarm, "sent", counted)
+    monkeypatch.setattr(KeepAlive, "sent", counted)
     size = 1000
     async with make_pair(size) as pair:
         pair.lower.send(key(0), content(key(0), size))

@@ -1,14 +1,14 @@
-"""`aqsgd-b`: b bits an element of how a sample's activation changed since the sample was last sent.
+"""`aqsgd-b`: the change of a sample's activation since it was last sent, at b bits an element.
 
 AQ-SGD (Wang et al. 2022, "Fine-tuning language models over slow networks using activation quantization with
-guarantees", algorithm 1): with m the activation that both ends remember of a sample, the sender packs
-Q(a - m), and both set m to m + Q(a - m), which is what the receiver goes on with. A sample that is sent for
-the first time travels uncompressed and becomes m. Here m and the first pass are bf16 (16 bits an element), as
-wide in range as fp32; Q is `fixed-b`. An error that is left over is part of the next change.
+guarantees", algorithm 1): both ends cache an activation m for each sample. The sender packs Q(a - m), both
+set m to m + Q(a - m), and the receiver computes with m. A sample that is sent for the first time travels
+uncompressed and becomes m. Here m and the first pass are bf16 (16 bits an element), which has fp32's range; Q
+is `fixed-b`. The error of one pass is part of the next change.
 
-Payload: activations of samples that are new, bf16, in order | `fixed-b` payload of the changes of the others,
-in order, as one tensor; each part is there only if it has samples. Which samples are new follows from their
-place in the run, so that both ends know the size before anything is sent.
+Payload: activations of new samples, bf16, in order | `fixed-b` payload of the changes of the known samples, in
+order, as one tensor. A part without samples is left out. Both ends know which samples are new from their place
+in the run, so they know the size before anything is sent.
 """
 
 import math
@@ -26,7 +26,7 @@ from kernels.fixed import ops
 from kernels.fixed import reference as fixed
 from wire.codecs.base import Codec
 from wire.codecs.fixed import FixedCodec
-from wire.codecs.forms import AqsgdForm
+from wire.codecs.formats import AqsgdFormat
 from wire.codecs.header import Header
 from wire.codecs.sample_cache import SampleCache
 from wire.errors import CodecError, NonFiniteError
@@ -40,12 +40,12 @@ class SampleBatch:
     cache: SampleCache
     samples: tuple[int, ...]
     known: tuple[bool, ...]
-    """Whether a step since `cache.since` has sent the sample, by its place in the run."""
+    """Whether a step since `cache.since` has sent the sample, as its place in the run says."""
     place: int
-    """Orders the tensors of a step; the microbatch's number."""
+    """The microbatch's number; orders the tensors of a step."""
 
     def rows(self, known: bool) -> list[int]:
-        """Rows of the tensor whose samples are known, or those whose samples are not."""
+        """Rows of the tensor whose samples are known (or not known)."""
         return [row for row, flag in enumerate(self.known) if flag is known]
 
     @property
@@ -54,71 +54,68 @@ class SampleBatch:
 
 
 class AqsgdCodec(Codec):
-    """`b` bits of the change. By itself it only knows sizes, of tensors whose samples are all known.
-
-    `of` gives the codec of one tensor, which packs and unpacks.
-    """
+    """Sizes of `aqsgd-b` for tensors whose samples are all known. `of` gives the codec that packs one tensor."""
 
     exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
 
     def __init__(self, bits: int) -> None:
-        super().__init__(AqsgdForm(bits))
+        super().__init__(AqsgdFormat(bits))
         self.fixed = FixedCodec(bits)
 
     def of(self, batch: SampleBatch) -> "AqsgdTensorCodec":
-        """The codec of the tensor that holds these samples."""
+        """The codec for one tensor with these samples."""
         return AqsgdTensorCodec(self, batch)
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
-        raise CodecError(f"{self.name} packs changes of known samples: a tensor alone cannot be packed")
+        raise CodecError(f"{self.name} packs changes of known samples: pack with `of(batch)`")
 
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
-        raise CodecError(f"{self.name} packs changes of known samples: a tensor alone cannot be unpacked")
+        raise CodecError(f"{self.name} packs changes of known samples: unpack with `of(batch)`")
 
 
 class AqsgdTensorCodec(Codec):
-    """`aqsgd-b` for one tensor `[n, ...]` of n samples. Packing and unpacking stage what the cache learns."""
+    """`aqsgd-b` for one tensor `[n, ...]` of n samples. Packing and unpacking stage the cache's update."""
 
     exponents = AqsgdCodec.exponents
 
     def __init__(self, codec: AqsgdCodec, batch: SampleBatch) -> None:
-        super().__init__(codec.form)
+        super().__init__(codec.format)
         self.parameters = replace(codec.parameters, share=len(batch.rows(False)))
         self._fixed = codec.fixed
         self._batch = batch
 
     def _header(self, spec: TensorSpec) -> Header:
         cache = self._batch.cache
-        memory = (cache.since, cache.crc(self._batch.known_samples))
-        return Header(self.parameters, spec, self._payload_bytes(spec), memory=memory)
+        entries = (cache.since, cache.crc(self._batch.known_samples))
+        return Header(self.parameters, spec, self._payload_bytes(spec), cache=entries)
 
     def _payload_bytes(self, spec: TensorSpec) -> int:
         samples = len(self._batch.samples)
         if spec.shape[0] != samples or len(spec.shape) < 2:
             raise CodecError(f"a tensor of shape {list(spec.shape)} does not hold {samples} samples")
         new = len(self._batch.rows(False))
-        size = AqsgdForm.new_bytes(spec.shape, new)
+        size = AqsgdFormat.new_bytes(spec.shape, new)
         if new < samples:
             size += self._fixed._payload_bytes(_changes(spec, samples - new))
         return size
 
-    def _filling_is_clear(self, payload: NDArray[np.uint8], shape: tuple[int, ...]) -> bool:
+    def _padding_is_clear(self, payload: NDArray[np.uint8], shape: tuple[int, ...]) -> bool:
         samples = len(self._batch.samples)
         new = len(self._batch.rows(False))
         elements = math.prod(shape) // samples
-        split = AqsgdForm.new_bytes(shape, new)
+        split = AqsgdFormat.new_bytes(shape, new)
         return not payload[2 * elements * new : split].any() and (
-            new == samples or self._fixed._filling_is_clear(payload[split:], (samples - new, *shape[1:]))
+            new == samples or self._fixed._padding_is_clear(payload[split:], (samples - new, *shape[1:]))
         )
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
         new, known = self._batch.rows(False), self._batch.rows(True)
-        learnt = torch.empty(tensor.shape, dtype=torch.bfloat16, device=tensor.device)
+        updated = torch.empty(tensor.shape, dtype=torch.bfloat16, device=tensor.device)
         exponent = torch.zeros((), dtype=torch.int32, device=tensor.device)
-        split = AqsgdForm.new_bytes(tuple(tensor.shape), len(new))
+        split = AqsgdFormat.new_bytes(tuple(tensor.shape), len(new))
         if new:
             first = _take(tensor, new).to(torch.bfloat16)
-            _put(learnt, new, first)
+            _put(updated, new, first)
             size = 2 * first.numel()
             payload[:size].copy_(first.contiguous().view(torch.uint8).flatten())
             payload[size:split].zero_()
@@ -130,32 +127,34 @@ class AqsgdTensorCodec(Codec):
             change = _take(tensor, known).float() - before
             found = self._fixed._pack(change, payload[split:])
             exponent = torch.where(exponent == NON_FINITE, exponent, found).int()
-            _put(learnt, known, _renewed(before, self._unpacked(payload[split:], change.shape, found)))
-        self._batch.cache.stage(self._batch.place, self._batch.samples, learnt)
+            _put(updated, known, _renewed(before, self._unpacked(payload[split:], change.shape, found)))
+        self._batch.cache.stage(self._batch.place, self._batch.samples, updated)
         return exponent
 
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
         new, known = self._batch.rows(False), self._batch.rows(True)
-        learnt = torch.empty(out.shape, dtype=torch.bfloat16, device=out.device)
-        split = AqsgdForm.new_bytes(tuple(out.shape), len(new))
+        updated = torch.empty(out.shape, dtype=torch.bfloat16, device=out.device)
+        split = AqsgdFormat.new_bytes(tuple(out.shape), len(new))
         if new:
             shape = (len(new), *out.shape[1:])
             first = payload[: 2 * torch.Size(shape).numel()].view(torch.bfloat16).view(shape)
             low, high = torch.aminmax(first)
             if not (low.isfinite() and high.isfinite()):
                 raise NonFiniteError(f"a packed {self.name} tensor holds infinities or NaNs: refused")
-            _put(learnt, new, first)
+            _put(updated, new, first)
         if known:
             before = self._batch.cache.recall(self._batch.known_samples, out.device).float()
             change = torch.empty_like(before)
             self._fixed._unpack(payload[split:], change, exponent)
-            _put(learnt, known, _renewed(before, change))
+            _put(updated, known, _renewed(before, change))
         limit = torch.finfo(out.dtype).max
-        out.copy_(learnt if limit >= torch.finfo(torch.bfloat16).max else learnt.float().clamp(-limit, limit))
-        self._batch.cache.stage(self._batch.place, self._batch.samples, learnt)
+        out.copy_(
+            updated if limit >= torch.finfo(torch.bfloat16).max else updated.float().clamp(-limit, limit)
+        )
+        self._batch.cache.stage(self._batch.place, self._batch.samples, updated)
 
     def _unpacked(self, payload: torch.Tensor, shape: torch.Size, exponent: torch.Tensor) -> torch.Tensor:
-        """What the other end makes of a payload just packed; of one that is refused, anything."""
+        """What the receiver decodes from a payload just packed; anything, if the tensor is refused."""
         sections = fixed.FixedSections(*self._fixed._layout(tuple(shape)).views(payload))
         change = torch.zeros(shape, dtype=torch.float32, device=payload.device)
         constant = self.parameters.constant

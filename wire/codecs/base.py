@@ -1,8 +1,8 @@
-"""The interface of all codecs, and the part that they share: header, checks, checksum.
+"""The interface of all codecs and what they share: header, checks, checksum, sections of a payload.
 
-On a CPU `encode` and `decode` are all there is. For a tensor on a GPU they are split, so that the copy to the
-host may run beside other work and the checksum is computed where the bytes are: `pack` on the device, copy,
-`seal` on the host; `open` on the host, copy, `unpack` on the device.
+On a CPU `encode` and `decode` are enough. For a tensor on a GPU they are split, so that the copy to the host
+runs beside other work: `pack` on the device, copy, `seal` on the host; `open` on the host, copy, `unpack` on
+the device.
 """
 
 from abc import ABC, abstractmethod
@@ -13,46 +13,71 @@ import torch
 from numpy.typing import NDArray
 
 from wire.codecs import header as wire_header
-from wire.codecs.form import Form
+from wire.codecs.formats import Format, Sections
 from wire.codecs.header import HEADER_BYTES, Header, PackedBytes, Parameters
 from wire.errors import PackedMismatchError
 from wire.spec import TensorSpec
 
+_SECTION_DTYPES = {"uint8": torch.uint8, "float16": torch.float16, "int64": torch.int64}
+
+
+class Layout(Sections):
+    """The sections of a payload as tensors and arrays."""
+
+    def views(self, payload: torch.Tensor) -> list[torch.Tensor]:
+        """The sections as views of `payload`, uint8 `[nbytes]` whose storage offset is a multiple of 16."""
+        return [
+            payload[start : start + size].view(_SECTION_DTYPES[dtype]).view(shape)
+            for (dtype, shape), start, size in zip(self._sections, self._starts, self._sizes, strict=False)
+        ]
+
+    def raw(self, payload: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
+        """The bytes of the sections, as views of a payload in host memory."""
+        return [payload[start : start + size] for start, size in zip(self._starts, self._sizes, strict=False)]
+
+    def gaps_are_clear(self, payload: NDArray[np.uint8]) -> bool:
+        """Whether the bytes between sections are zero."""
+        return not any(payload[gap].any() for gap in self._gaps)
+
+    def clear_gaps(self, payload: torch.Tensor) -> None:
+        """Zero the bytes between sections, so that a tensor always gives the same bytes."""
+        for gap in self._gaps:
+            payload[gap].zero_()
+
 
 def _head(header: Header, device: torch.device) -> torch.Tensor:
-    """A header's bytes on a device."""
-    # A copy, because torch warns of memory that it may not write to.
+    """The header's bytes on a device."""
+    # A copy, because torch warns about memory that it may not write to.
     return torch.frombuffer(bytearray(header.to_bytes()), dtype=torch.uint8).to(device)
 
 
 @cache
-def _kept_head(header: Header, device: torch.device) -> torch.Tensor:
-    """The same, once for all tensors of a spec: bytes of the host's are not copied without waiting."""
+def _cached_head(header: Header, device: torch.device) -> torch.Tensor:
+    """`_head`, once for all tensors of a spec: a copy from pageable host memory would make the host wait."""
     return _head(header, device)
 
 
 @lru_cache(maxsize=256)
-def _payload_bytes(form: Form, shape: tuple[int, ...]) -> int:
-    """Worked out once for all tensors of a spec."""
-    return form.payload_bytes(shape)
+def _payload_bytes(known: Format, shape: tuple[int, ...]) -> int:
+    return known.payload_bytes(shape)
 
 
 class Codec(ABC):
-    """Packs tensors into bytes whose number depends on shape and parameters alone. Stateless."""
+    """Packs tensors into bytes; their number depends on shape and parameters alone. Stateless."""
 
     name: str
     parameters: Parameters
-    # Exponents that a packed tensor may have.
     exponents: range
+    """Exponents that a packed tensor may have."""
 
-    def __init__(self, form: Form) -> None:
-        """`form` says its name, its parameters and, unless `_payload_bytes` does, its sizes."""
-        self.form = form
-        self.name = form.name
-        self.parameters = form.parameters
+    def __init__(self, known: Format) -> None:
+        """`known` gives name, parameters and, unless `_payload_bytes` is overridden, sizes."""
+        self.format = known
+        self.name = known.name
+        self.parameters = known.parameters
 
     def packed_bytes(self, spec: TensorSpec) -> int:
-        """Bytes of the whole packed tensor, header included. `CodecError` for what cannot be packed."""
+        """Bytes of a packed tensor, header included. `CodecError` for a spec that cannot be packed."""
         wire_header.check_spec(spec)
         return HEADER_BYTES + self._payload_bytes(spec)
 
@@ -73,9 +98,9 @@ class Codec(ABC):
         return packed
 
     def decode(self, packed: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-        """The tensor of `spec` that uint8 `[packed_bytes]` holds, on the same device.
+        """The tensor of `spec` held in uint8 `[packed_bytes]`, on the same device.
 
-        `PackedMismatchError` if the bytes are not what `spec` and this codec make, or are damaged;
+        `PackedMismatchError` if the bytes are damaged or not what `spec` and this codec produce;
         `NonFiniteError` if they would give infinities or NaNs.
         """
         if packed.dtype != torch.uint8 or packed.dim() != 1 or not packed.is_contiguous():
@@ -85,14 +110,14 @@ class Codec(ABC):
         return self.unpack(packed, spec, self.open(packed.cpu().numpy(), spec))
 
     def pack(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """As `encode`, but the checksum is zero and what is not finite is not refused: `seal` does both."""
+        """`encode` without the checksum and the check for non-finite values: `seal` adds both."""
         tensor = tensor.detach()
         spec = TensorSpec(tensor.dtype, tuple(tensor.shape))
         size = self.packed_bytes(spec)
         packed = torch.empty(size, dtype=torch.uint8, device=tensor.device) if out is None else out
         header = self._header(spec)
-        # What a codec remembers changes with every tensor.
-        head = _kept_head if tensor.is_cuda and header.memory is None else _head
+        # The header of a codec with a sample cache changes with every tensor.
+        head = _cached_head if tensor.is_cuda and header.cache is None else _head
         packed[:HEADER_BYTES].copy_(head(header, tensor.device))
         exponent = self._pack(tensor, packed[HEADER_BYTES:])
         packed[wire_header.EXPONENT].view(torch.int32).copy_(exponent)
@@ -102,13 +127,13 @@ class Codec(ABC):
         """Check received bytes in host memory against `spec`, this codec and their checksum.
 
         Returns the header. `PackedMismatchError` names what differs. Allocates nothing before header and
-        checksum are right.
+        checksum have passed.
         """
         wire_header.check_spec(spec)
         header = wire_header.check(buffer, self._header(spec), self.exponents)
-        if not self._filling_is_clear(np.frombuffer(buffer, dtype=np.uint8)[HEADER_BYTES:], spec.shape):
+        if not self._padding_is_clear(np.frombuffer(buffer, dtype=np.uint8)[HEADER_BYTES:], spec.shape):
             raise PackedMismatchError(
-                f"a packed {self.name} tensor has bits set where it holds nothing and its encoder leaves "
+                f"a packed {self.name} tensor has bits set in its padding, where its encoder leaves "
                 "zeros: refused"
             )
         return header
@@ -116,9 +141,9 @@ class Codec(ABC):
     def unpack(
         self, packed: torch.Tensor, spec: TensorSpec, header: Header, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """As `decode`, after `open` has checked the same bytes and returned `header`.
+        """`decode` for bytes that `open` has checked; `header` is what it returned.
 
-        Into `out`, a contiguous tensor of `spec` on the same device, if given.
+        Writes into `out`, a contiguous tensor of `spec` on the same device, if given.
         """
         if packed.data_ptr() % 16 or packed.storage_offset() % 16:
             packed = packed.clone()
@@ -130,17 +155,17 @@ class Codec(ABC):
     def _header(self, spec: TensorSpec) -> Header:
         return Header(self.parameters, spec, self._payload_bytes(spec))
 
-    def _filling_is_clear(self, payload: NDArray[np.uint8], shape: tuple[int, ...]) -> bool:
+    def _padding_is_clear(self, payload: NDArray[np.uint8], shape: tuple[int, ...]) -> bool:
         """Whether every bit of a payload that stands for nothing is 0, as the encoder leaves it.
 
-        Else one tensor had many forms, and what a sender put there went unseen. Checked where the bytes
-        arrive: a decoder on a GPU would read them again for it.
+        Otherwise one tensor would have many packed forms, and a sender could hide data there. Checked on the
+        host: a decoder on a GPU would have to read the bytes again.
         """
         return True
 
     def _payload_bytes(self, spec: TensorSpec) -> int:
-        """Bytes behind the header, for a spec that the header can describe."""
-        return _payload_bytes(self.form, spec.shape)
+        """Bytes after the header, for a spec that the header can describe."""
+        return _payload_bytes(self.format, spec.shape)
 
     @abstractmethod
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
@@ -148,4 +173,4 @@ class Codec(ABC):
 
     @abstractmethod
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
-        """Fill every element of `out`; refuse values that no encoder makes."""
+        """Fill every element of `out`; refuse values that no encoder produces."""

@@ -1,4 +1,4 @@
-"""`fixed-b`: b bits an element, symmetric, one scale for 64 elements. The default for gradients, with b = 8.
+"""`fixed-b`: b bits an element, symmetric, one scale for 64 elements. The default for gradients (b = 8).
 
 Payload: scales, fp16 | bit-planes, lowest first, a 64-bit word for each tile. b + 0.25 bits an element.
 """
@@ -21,9 +21,8 @@ from kernels.common.tiles import (
 from kernels.fixed import loops as fixed_loops
 from kernels.fixed import ops
 from kernels.fixed import reference as fixed
-from wire.codecs.base import Codec
-from wire.codecs.forms import FixedForm
-from wire.codecs.layout import Layout
+from wire.codecs.base import Codec, Layout
+from wire.codecs.formats import FixedFormat
 from wire.errors import NonFiniteError, PackedMismatchError
 
 
@@ -33,13 +32,13 @@ class FixedCodec(Codec):
     exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
 
     def __init__(self, bits: int, constant: float = 1.0) -> None:
-        super().__init__(FixedForm(bits, constant))
+        super().__init__(FixedFormat(bits, constant))
         self._constant = self.parameters.constant
 
     def _layout(self, shape: tuple[int, ...]) -> Layout:
         return _layout(self.parameters.bits, shape)
 
-    def _filling_is_clear(self, payload: NDArray[np.uint8], shape: tuple[int, ...]) -> bool:
+    def _padding_is_clear(self, payload: NDArray[np.uint8], shape: tuple[int, ...]) -> bool:
         layout = self._layout(shape)
         if not layout.gaps_are_clear(payload):
             return False
@@ -65,9 +64,9 @@ class FixedCodec(Codec):
             status = ops.decode(*sections, out, device_exponent, self._constant)
             self._refuse(int(status.max()))
             return
-        # By numpy: a few bytes a tile, for which torch would wake threads that then keep their cores busy.
+        # With numpy: for a few bytes a tile torch would wake threads that then keep their cores busy.
         scales = sections.scales.view(torch.int16).cpu().numpy()
-        # An infinity below zero is refused as any scale below zero.
+        # Minus infinity is refused as a scale below zero.
         if scales.max() >= HALF_INFINITY or (scales & HALF_MAGNITUDE).max() > HALF_INFINITY:
             self._refuse(dispatch.NON_FINITE)
         if scales.min() <= 0:
@@ -86,4 +85,4 @@ class FixedCodec(Codec):
 
 @lru_cache(maxsize=256)
 def _layout(bits: int, shape: tuple[int, ...]) -> Layout:
-    return Layout(*FixedForm(bits).sections(shape))
+    return Layout(*FixedFormat(bits).sections(shape))

@@ -7,27 +7,27 @@ import torch
 
 from kernels.common.tiles import NON_FINITE, multiply_all, normalised, powers_of_two
 from wire.codecs.base import Codec
-from wire.codecs.forms import FP16, RawForm
+from wire.codecs.formats import FP16, RawFormat
 from wire.errors import NonFiniteError
 
-# Those of fp32's smallest number and of its largest.
+# Exponents of fp32's smallest and largest numbers.
 _SMALLEST_EXPONENT = -148 - 16
 _LARGEST_EXPONENT = 128 - 16 + 1
 PIECE = 1 << 17
-"""Elements."""
+"""Elements converted at a time on a CPU."""
 
 
 class RawCodec(Codec):
     """Sends every element in one dtype. Values beyond that dtype's range are refused, not clipped.
 
-    Rounded up, the largest of a narrower dtype may lie beyond its own range (bf16's 65536 of fp16's 65504):
-    it comes out as that dtype's largest.
+    Rounding may take the largest value of a narrower dtype beyond its range (fp16's 65504 becomes bf16's 65536):
+    decoding clamps it to that dtype's largest.
     """
 
     exponents = range(1)
 
-    def __init__(self, form: RawForm, dtype: torch.dtype) -> None:
-        super().__init__(form)
+    def __init__(self, known: RawFormat, dtype: torch.dtype) -> None:
+        super().__init__(known)
         self._dtype = dtype
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ class RawCodec(Codec):
                 self._refuse(out)
             return
         low, high = torch.aminmax(elements)
-        # As it is rounded where it is packed; NaNs fail too.
+        # Rounded as the encoder rounds it; NaNs fail too.
         if not torch.maximum(-low, high) <= torch.tensor(limit).to(self._dtype):
             self._refuse(out)
         out.clamp_(-limit, limit)
@@ -57,11 +57,11 @@ class RawCodec(Codec):
 
 
 class HalfCodec(RawCodec):
-    """`fp16` under one power of two for the tensor, which the header carries.
+    """`fp16` scaled by one power of two a tensor, which the header carries.
 
-    Plain fp16 ends at 6e-8, below which the gradient of a mean over many tokens lies: sent so, nearly all of
-    it came out zero and training stood still (scripts/results/convergence.json). The largest element comes to
-    lie from 2**15 to 65504; a tensor that is fp16 already is packed exactly.
+    Plain fp16 ends at 6e-8, and gradients of a mean over many tokens are smaller: nearly all became zero and
+    training stood still (scripts/results/convergence.json). The scale puts the largest element between 2**15
+    and 65504; a tensor that is already fp16 is packed exactly.
     """
 
     exponents = range(_SMALLEST_EXPONENT, _LARGEST_EXPONENT + 1)
@@ -81,14 +81,14 @@ class HalfCodec(RawCodec):
         if not _finite(halves):
             self._refuse(out)
         factors = powers_of_two(torch.tensor(exponent, dtype=torch.int32))
-        # Rounded up, the largest may lie beyond the dtype of a tensor whose largest does not.
+        # Rounding may take the largest element beyond the range of the tensor's dtype.
         limit = torch.finfo(out.dtype).max
         for values, piece in _pieces(out.view(-1), halves):
             values.copy_(multiply_all(piece.to(torch.float32, copy=True), factors).clamp_(-limit, limit))
 
 
 def _pieces(to: torch.Tensor, of: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Two flat tensors in pieces whose fp32 form lies in a CPU's cache; whole on a GPU."""
+    """Two flat tensors in pieces whose fp32 form fits a CPU's cache; whole on a GPU."""
     size = PIECE if to.device.type == "cpu" else max(1, to.numel())
     return zip(torch.split(to, size), torch.split(of, size), strict=True)
 
@@ -104,6 +104,6 @@ def _half_exponent(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _finite(x: torch.Tensor) -> torch.Tensor:
-    # NaNs win over every number, so two extremes tell of all elements.
+    # aminmax returns NaN if any element is NaN, so the two extremes cover all elements.
     low, high = torch.aminmax(x)
     return torch.isfinite(low) & torch.isfinite(high)

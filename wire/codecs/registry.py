@@ -1,4 +1,4 @@
-"""Codecs by the names that run files use: the torch that goes with a form of `wire.codecs.forms`."""
+"""The codec for a name of a run file."""
 
 from functools import lru_cache
 
@@ -7,7 +7,17 @@ import torch
 from wire.codecs.aqsgd import AqsgdCodec
 from wire.codecs.base import Codec
 from wire.codecs.fixed import FixedCodec
-from wire.codecs.forms import BF16, FP16, FP32, AqsgdForm, FixedForm, TahForm, TrellisForm, codec_names, form
+from wire.codecs.formats import (
+    BF16,
+    FP16,
+    FP32,
+    AqsgdFormat,
+    FixedFormat,
+    TahFormat,
+    TrellisFormat,
+    codec_format,
+    codec_names,
+)
 from wire.codecs.raw import HalfCodec, RawCodec
 from wire.codecs.tah import TahCodec
 from wire.codecs.trellis import TrellisCodec
@@ -23,15 +33,15 @@ _RAW: dict[str, Codec] = {
 
 @lru_cache(maxsize=1024)
 def codec(name: str) -> Codec:
-    """The codec of that name, shared by all callers: it has no state. `ConfigError` for another name."""
-    match form(name):
-        case FixedForm(parameters=parameters):
+    """The codec called `name`; stateless, so all callers share it. `ConfigError` for an unknown name."""
+    match codec_format(name):
+        case FixedFormat(parameters=parameters):
             return FixedCodec(parameters.bits)
-        case TahForm():
+        case TahFormat():
             return TahCodec()
-        case TrellisForm(rate=rate):
+        case TrellisFormat(rate=rate):
             return TrellisCodec(rate)
-        case AqsgdForm(parameters=parameters):
+        case AqsgdFormat(parameters=parameters):
             return AqsgdCodec(parameters.bits)
         case other:
             return _RAW[other.name]

@@ -1,9 +1,9 @@
-"""What one end of a boundary remembers of every sample: the activation that the other end last had of it.
+"""The sample cache of `aqsgd-b`: for every sample, the activation last sent over a boundary.
 
-Both ends change their copies in the same way, from the same bytes, so they stay equal. A step is a
-transaction: what its tensors taught waits until `commit` and is gone after `rollback`. Values are bf16 on the
-CPU, whatever device the stage computes on. `since` is the step from which both ends have remembered; it and a
-CRC32C of the values that a tensor was packed against travel in its header.
+Both ends of a boundary keep one and update it from the same bytes, so they stay equal. A step is a
+transaction: its updates are staged, applied by `commit` and dropped by `rollback`. Values are bf16 on the CPU,
+whatever device the stage computes on. `since` is the step at which both ends started their caches; every
+tensor's header carries it, with a CRC32C of the entries that the tensor was packed against.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ import google_crc32c
 import torch
 
 from wire.codecs.host_copies import HostCopies, Mark
-from wire.errors import MemoryMismatchError, RunError
+from wire.errors import CacheMismatchError, RunError
 
 VALUES, SAMPLES, SINCE = "values", "samples", "since"
 
@@ -20,19 +20,19 @@ VALUES, SAMPLES, SINCE = "values", "samples", "since"
 class SampleCache:
     """Activations `[*shape]` of `samples` samples at one end of one boundary.
 
-    Memory is taken as samples are seen. The thread that packs or unpacks may call everything; `since` may be
-    read by any.
+    RAM is used as samples are seen. Methods belong to the thread that packs and unpacks; any thread may read
+    `since`.
     """
 
     def __init__(
         self, samples: int, shape: tuple[int, ...], since: int, copies: HostCopies | None = None
     ) -> None:
-        """`copies` carries values from and to another device; if not given, a GPU's tensors bring it."""
+        """`copies` moves values from and to a GPU; made when the first GPU tensor arrives, if not given."""
         self._copies = copies
         self.since = since
         self._values = torch.empty((samples, *shape), dtype=torch.bfloat16)
         self._crc: list[int | None] = [None] * samples
-        # On the host; not all there before the mark, if there is one.
+        # Host tensors; one with a mark is complete only after it.
         self._staged: dict[int, tuple[tuple[int, ...], torch.Tensor, Mark | None]] = {}
 
     def knows(self, sample: int) -> bool:
@@ -40,7 +40,7 @@ class SampleCache:
         return self._crc[sample] is not None
 
     def recall(self, samples: Sequence[int], device: torch.device) -> torch.Tensor:
-        """bf16 `[n, *shape]` of samples that are all known, as the last committed step left them."""
+        """bf16 `[n, *shape]`: the cached values of known samples, as of the last commit."""
         self.crc(samples)
         rows = torch.tensor(samples, dtype=torch.int64)
         if (copies := self._copies_of(device)) is not None:
@@ -48,25 +48,25 @@ class SampleCache:
         return self._values[rows].to(device)
 
     def crc(self, samples: Sequence[int]) -> int:
-        """CRC32C over the remembered values of these samples; 0 for none.
+        """CRC32C over the cached values of these samples; 0 for no samples.
 
-        `MemoryMismatchError` for a sample that is not known, though its place in the run says that it is.
+        `CacheMismatchError` for a sample that is missing although the run has already sent it.
         """
         total = 0
         for sample in samples:
             crc = self._crc[sample]
             if crc is None:
-                raise MemoryMismatchError(
-                    f"no activation of sample {sample} is remembered here, though it was sent since step "
-                    f"{self.since}: this stage goes back to the newest snapshot"
+                raise CacheMismatchError(
+                    f"sample {sample} is not in this stage's cache, though it was sent since step {self.since}: "
+                    "this stage goes back to the newest snapshot"
                 )
             total = int(google_crc32c.extend(total, crc.to_bytes(4, "little")))
         return total
 
     def stage(self, place: int, samples: Sequence[int], values: torch.Tensor) -> None:
-        """Keep bf16 `[n, *shape]`, on any device, for `commit`. `place` orders the tensors of a step.
+        """Stage bf16 `[n, *shape]`, on any device, for `commit`. `place` orders the tensors of a step.
 
-        A GPU's begin to travel to the host, behind what its current stream has to do.
+        A copy from a GPU to the host starts on its current stream.
         """
         mark = None
         if (copies := self._copies_of(values.device)) is not None:
@@ -74,7 +74,7 @@ class SampleCache:
         self._staged[place] = (tuple(samples), values, mark)
 
     def commit(self) -> None:
-        """The step is done: remember what it sent. Of a sample that it sent twice the last tensor counts."""
+        """Apply what the step staged. For a sample staged twice the last tensor wins."""
         for place in sorted(self._staged):
             samples, values, mark = self._staged[place]
             if mark is not None:
@@ -85,7 +85,7 @@ class SampleCache:
         self._staged.clear()
 
     def rollback(self) -> None:
-        """The step was called off: forget what it sent."""
+        """Drop what the step staged."""
         self._staged.clear()
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -98,14 +98,14 @@ class SampleCache:
         }
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `state` returned, in a cache that is still empty.
+        """Load what `state` returned into an empty cache.
 
         Raises:
-            RunError: it has other tensors, or of another shape or dtype; nothing has changed.
+            RunError: tensors are missing or have another shape or dtype; nothing has changed.
         """
         count, shape = len(self._crc), tuple(self._values.shape[1:])
         if state.keys() != {VALUES, SAMPLES, SINCE}:
-            raise RunError(f"remembered activations have the parts {sorted(state)}; use an older snapshot")
+            raise RunError(f"a sample cache has the parts {sorted(state)}; use an older snapshot")
         values, samples, since = state[VALUES], state[SAMPLES], state[SINCE]
         wanted = (values.shape[:1], torch.int64, (len(samples), *shape), torch.int16, (), torch.int64)
         found = (samples.shape, samples.dtype, values.shape, values.dtype, since.shape, since.dtype)
@@ -116,14 +116,14 @@ class SampleCache:
             or (order and not 0 <= order[0] <= order[-1] < count)
         ):
             raise RunError(
-                f"remembered activations {list(values.shape)} of {values.dtype} do not fit {count} samples "
+                f"a sample cache {list(values.shape)} of {values.dtype} does not fit {count} samples "
                 f"of {list(shape)}; use an older snapshot"
             )
-        remembered = values.view(torch.bfloat16)
-        if not remembered.isfinite().all():
-            raise RunError("remembered activations hold infinities or NaNs; use an older snapshot")
+        cached = values.view(torch.bfloat16)
+        if not cached.isfinite().all():
+            raise RunError("a sample cache holds infinities or NaNs; use an older snapshot")
         self.since = int(since)
-        for sample, value in zip(order, remembered, strict=True):
+        for sample, value in zip(order, cached, strict=True):
             self._values[sample] = value
             self._crc[sample] = _crc(value)
 

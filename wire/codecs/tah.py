@@ -1,6 +1,6 @@
 """`tah`: TAH-Quant, 4.41 bits an element and the header. The default for activations.
 
-Payload: scales, fp16 | zero-points, fp16 | bit-map, 1 bit a tile | pivots, 6 bits a tile | 3 bit-planes of
+Payload: scales, fp16 | zero-points, fp16 | bit-map, 1 bit a tile | pivots, 6 bits a tile | three bit-planes of
 all tiles | fourth bit-plane of the 4-bit tiles, in order.
 """
 
@@ -23,49 +23,48 @@ from kernels.tah import ops
 from kernels.tah import reference as tah
 from kernels.tah.loops import decode as tah_loops_decode
 from kernels.tah.loops import encode as tah_loops
-from wire.codecs.base import Codec
-from wire.codecs.forms import TahForm, four_bit_tiles, samples_and_tiles
-from wire.codecs.layout import Layout
+from wire.codecs.base import Codec, Layout
+from wire.codecs.formats import TahFormat, four_bit_tiles, samples_and_tiles
 from wire.errors import NonFiniteError, PackedMismatchError
 
-TAU = TahForm.TAU
+TAU = TahFormat.TAU
 _FLAGS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-# The 48 bits of the pivots of 8 tiles that flags, a bit a tile, stand for: uint8 `[256, 6]`.
+# For flags of 8 tiles, one bit each: the mask over their 48 pivot bits, uint8 `[256, 6]`.
 _PIVOTS = np.packbits(_FLAGS.repeat(6, axis=1), axis=1, bitorder="little")
 
 
 class TahCodec(Codec):
     """TAH-Quant with G = A = 64, p = 0.80, tau = 2. The arithmetic is in `kernels.tah.reference`.
 
-    A sample is an index of the first of three or more dimensions; fewer dimensions are one sample.
+    With three or more dimensions a sample is an index of the first; a smaller tensor is one sample.
     """
 
     exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
 
     def __init__(self) -> None:
-        super().__init__(TahForm())
+        super().__init__(TahFormat())
 
-    def _filling_is_clear(self, payload: NDArray[np.uint8], shape: tuple[int, ...]) -> bool:
+    def _padding_is_clear(self, payload: NDArray[np.uint8], shape: tuple[int, ...]) -> bool:
         layout = _layout(shape)
         scales, _, bit_map, pivots, low_planes, fourth_planes = layout.raw(payload)
-        kept = scales.view("<i2") >= 0  # tiles that are not rotated
-        if not layout.gaps_are_clear(payload) or (kept.size % 8 and bit_map[-1] >> kept.size % 8):
+        plain = scales.view("<i2") >= 0  # tiles that are not rotated
+        if not layout.gaps_are_clear(payload) or (plain.size % 8 and bit_map[-1] >> plain.size % 8):
             return False
-        forbidden = _PIVOTS.take(np.packbits(kept, bitorder="little"), axis=0).reshape(-1)
-        if (pivots & forbidden[: pivots.size]).any() or (kept.size % 4 and pivots[-1] >> kept.size * 6 % 8):
+        forbidden = _PIVOTS.take(np.packbits(plain, bitorder="little"), axis=0).reshape(-1)
+        if (pivots & forbidden[: pivots.size]).any() or (plain.size % 4 and pivots[-1] >> plain.size * 6 % 8):
             return False
         if (short := shape[-1] % TILE) == 0:
             return True
-        four = np.unpackbits(bit_map, count=kept.size, bitorder="little").view(np.bool_)
+        four = np.unpackbits(bit_map, count=plain.size, bitorder="little").view(np.bool_)
         if np.count_nonzero(four) * 8 != fourth_planes.size:
-            return True  # such a bit-map is refused when it is decoded: nothing can be found by it
-        fourth = np.zeros(kept.size, dtype=np.uint64)
+            return True  # decoding refuses such a bit-map
+        fourth = np.zeros(plain.size, dtype=np.uint64)
         fourth[four] = fourth_planes.view("<u8")
         last = slice(tiles_per_row(shape[-1]) - 1, None, tiles_per_row(shape[-1]))
         words = np.bitwise_or.reduce(low_planes.view("<u8").reshape(tah.LOW_PLANES, -1)[:, last])
         words |= fourth[last]
         # A rotated tile has 64 codes, however short it was.
-        return int(words[kept[last]].max(initial=0)) < 1 << short
+        return int(words[plain[last]].max(initial=0)) < 1 << short
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
         samples, tiles = samples_and_tiles(tensor.shape)
@@ -91,9 +90,9 @@ class TahCodec(Codec):
 
 
 def _fault(sections: tah.TahSections, samples: int, tiles: int) -> int:
-    """What a decoder that trusts its caller must not be given, as `kernels.common.dispatch` calls it; 0 if nothing.
+    """The fault that the CPU decoder does not check for itself, as a code of `kernels.common.dispatch`; 0 if none.
 
-    By numpy: a few bytes a tile, for which torch would wake threads that then keep their cores busy.
+    With numpy: for a few bytes a tile torch would wake threads that then keep their cores busy.
     """
     scales, zero_points = (
         part.view(torch.int16).cpu().numpy() & HALF_MAGNITUDE
@@ -122,4 +121,4 @@ def _refuse(fault: int, tiles: int) -> None:
 
 @lru_cache(maxsize=256)
 def _layout(shape: tuple[int, ...]) -> Layout:
-    return Layout(*TahForm().sections(shape))
+    return Layout(*TahFormat().sections(shape))

@@ -1,11 +1,11 @@
 """`trellis-R`: R bits an element, from 2 to 10 and anything between; a third of `tah`'s error at its bits.
 
-Low-rank prediction, trellis-coded quantization with one step, range coding: `kernels.trellis.reference`. The step is
-nearly the smallest whose code fits the tensor's bytes, which follow from shape and rate alone; what is left
-over is zero.
+Low-rank prediction, trellis-coded quantization with one step, range coding: `kernels.trellis.reference`. The
+byte budget follows from shape and rate alone. The encoder searches for nearly the smallest step whose code
+fits; bytes left over are zero.
 
-On a GPU with Triton the same is decided there, by `kernels.trellis.triton.encode`: the host sees nothing of
-the tensor and never waits to encode; to decode it waits twice.
+On a GPU with Triton `kernels.trellis.triton.encode` decides the same there: the host never sees the tensor
+and never waits to encode; decoding waits twice.
 """
 
 from collections.abc import Callable
@@ -28,22 +28,22 @@ from kernels.trellis.settings import LANE_BITS, Settings
 from kernels.trellis.tables import FAMILIES
 from wire.codecs import trellis_payload
 from wire.codecs.base import Codec
-from wire.codecs.forms import TrellisForm
+from wire.codecs.formats import TrellisFormat
 from wire.codecs.trellis_payload import Payload, Widths, group_bytes
 
-# Ranks and bits of the predictions that are tried, and rows that they are tried on.
+# (rank, bits) of the predictions to try, and the rows to try them on.
 _PREDICTIONS = ((8, 4), (32, 4), (32, 6))
 _TRIED_ROWS = 512
-# Rows or columns of which no doubt the others' scales are worth their bits.
+# With this many rows or columns the scales of the other side are always worth their bits.
 _MANY = 128
-# Rows that are coded to see what elements cost; a tensor of few elements is coded whole.
+# Rows to code for an estimate of the cost; a tensor of few elements is coded whole.
 _MEASURED_ROWS = 128
 _FEW = 1 << 17
-# Shares of the budget: left free (twice that at first), because a cost is an estimate; and too much to leave
-# free in the end.
+# Shares of the budget: kept free because a cost is an estimate (twice that at first), and too much to leave
+# free at the end.
 _FREE = 1 / 800
 _TOO_FREE = 1 / 200
-# Steps that are tried: of tensors of few elements, of others; and if none has fitted yet.
+# Steps to try: for tensors of few elements, for others, and while none has fitted.
 _ATTEMPTS = 6
 _FEW_ATTEMPTS = 2
 _MAX_ATTEMPTS = 14
@@ -57,7 +57,7 @@ class TrellisCodec(Codec):
     exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
 
     def __init__(self, rate: float) -> None:
-        super().__init__(TrellisForm(rate))
+        super().__init__(TrellisFormat(rate))
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
         if dispatch.has_kernels(tensor.device.type):
@@ -83,7 +83,7 @@ class TrellisCodec(Codec):
 
 
 def settings(rows: int, columns: int, size: int) -> Settings:
-    """What `kernels.trellis.triton.encode` has to know to encode as this module does, into `size` bytes."""
+    """Settings with which `kernels.trellis.triton.encode` encodes as this module does, into `size` bytes."""
     every = _every(rows)
     return Settings(
         rows=rows,
@@ -101,17 +101,17 @@ def settings(rows: int, columns: int, size: int) -> Settings:
 
 
 def _every(rows: int) -> int:
-    """Of the rows, one in so many is tried with every plan."""
+    """Every plan is tried on one row in this many."""
     return -(-rows // _TRIED_ROWS)
 
 
 def _measured(rows: int, columns: int) -> int:
-    """And one in so many is coded to see what elements cost."""
+    """One row in this many is coded to estimate the cost."""
     return 1 if rows * columns < _FEW else -(-rows // _MEASURED_ROWS)
 
 
 def _kinds(rows: int, columns: int, sample_rows: int, budget: int) -> tuple[tuple[int, int], ...]:
-    """Ranks and bits of the predictions that are tried."""
+    """(rank, bits) of the predictions to try."""
     return tuple(
         (rank, bits)
         for rank, bits in _PREDICTIONS
@@ -120,13 +120,13 @@ def _kinds(rows: int, columns: int, sample_rows: int, budget: int) -> tuple[tupl
 
 
 def _enough(elements: int) -> int:
-    """Attempts, if one has fitted."""
+    """Attempts, once one has fitted."""
     return _ATTEMPTS if elements < _FEW else _FEW_ATTEMPTS
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How a tensor might be modelled: a prediction, and which scales are told apart."""
+    """One way to model a tensor: a prediction, and whether scales differ by row and by column."""
 
     space: Space | None = None
     by_row: bool = True
@@ -135,7 +135,7 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """What is left of a matrix by its plan, and the scales of that."""
+    """A matrix after its prediction, and the scales of that residual."""
 
     factors: Factors | None
     residual: torch.Tensor  # [R, C]
@@ -144,7 +144,7 @@ class _Model:
     exponents: tuple[int, int]
 
     def widths(self, row: int, column: int) -> Widths:
-        """Bits of everything, if classes of rows and columns take so many."""
+        """Bits of each section if classes take `row` and `column` bits."""
         if self.factors is None:
             return Widths(row, column)
         return Widths(
@@ -156,7 +156,7 @@ class _Model:
         )
 
     def fixed_bits(self, row: int, column: int) -> int:
-        """Bits beside the words, if classes take so many."""
+        """Bits of everything but the code words, if classes take `row` and `column` bits."""
         return _fixed_bits(self.widths(row, column), *self.residual.shape)
 
 
@@ -166,8 +166,10 @@ def _fixed_bits(widths: Widths, rows: int, columns: int) -> int:
 
 
 def _encode(y: torch.Tensor, payload: torch.Tensor) -> None:
-    """Fill `payload` with the best code of fp32 `[R, C]`, below 2**13 in magnitude; with zeros for zeros, and
-    if there is no room for anything else."""
+    """Fill `payload` with the best code of fp32 `[R, C]`, below 2**13 in magnitude.
+
+    Zeros for a tensor of zeros, and if nothing else fits.
+    """
     budget = 8 * payload.numel()
     plan = _best_plan(y, budget)
     model = None if plan is None else _model(y, plan)
@@ -176,7 +178,7 @@ def _encode(y: torch.Tensor, payload: torch.Tensor) -> None:
 
 
 def _fill(model: _Model, payload: torch.Tensor) -> bool:
-    """Fill the payload with the code of the smallest step that is found to fit. False if none does."""
+    """Fill the payload with the code of the smallest step found to fit. False if none does."""
     size = payload.numel()
     budget = 8 * size
     elements = model.residual.numel()
@@ -185,7 +187,7 @@ def _fill(model: _Model, payload: torch.Tensor) -> bool:
     enough = _enough(elements)
     found = False
     free = 2 * _FREE
-    # Codes of steps that are known to be too small, and to do.
+    # Largest step code known to be too small, smallest known to fit.
     low, high = -1, trellis.STEP_CODES
     flat = model.residual.view(-1)
     for attempt in range(1, _MAX_ATTEMPTS + 1):
@@ -203,7 +205,7 @@ def _fill(model: _Model, payload: torch.Tensor) -> bool:
             trellis_payload.write(whole, coded, where, words, payload)
             found, high, free = True, code, _FREE * 1.5
         else:
-            # What words take is known now, for a step nearby.
+            # The words' size is now known for a nearby step.
             low, free = code, _FREE * 2 ** (attempt - 1)
         if (found and (left in range(int(size * _TOO_FREE) + 1) or attempt >= enough)) or high - low <= 1:
             break
@@ -213,10 +215,11 @@ def _fill(model: _Model, payload: torch.Tensor) -> bool:
 def _smallest_step(
     of: Scales, bits: float, family: int, share: float, fixed_bits: Callable[[int, int], int]
 ) -> int:
-    """The smallest step's code that does with `bits`, if words take `share` of what is expected.
+    """Code of the smallest step expected to fit in `bits`; the largest if none does.
 
-    The largest if none does. `fixed_bits` are those beside the words, by the bits of the classes of rows and
-    columns.
+    Args:
+        share: the words' true size over the expected one.
+        fixed_bits: bits of everything but the words, from the bits of row and column classes.
     """
     low, high = 0, trellis.STEP_CODES - 1
     fixed_bits = cache(fixed_bits)
@@ -230,17 +233,17 @@ def _smallest_step(
 
 
 def _best_plan(y: torch.Tensor, budget: int) -> _Plan | None:
-    """The plan with which the smallest step fits the budget, as some rows have it; None if they are zeros."""
+    """The plan with the smallest step in the budget, tried on some rows; None if they are zeros."""
     rows, columns = y.shape
     sample = _rows(y, _every(rows))
     plans, told = [_Plan()], scales(sample)
     if min(rows, columns) < _MANY:
-        # Then the other side's scales cost much and tell little.
+        # Then scales of the other side may cost more than they save.
         plans += [_Plan(None, *sides) for sides in ((True, False), (False, True), (False, False))]
     kinds = _kinds(rows, columns, len(sample), budget)
     if kinds:
         plans += [_Plan(space) for space in spaces(sample, max(rank for rank, _ in kinds), list(kinds), told)]
-    # One wait for what all plans leave.
+    # One wait for the scales of all plans.
     found = [torch.cat(told)]
     for plan in plans[1:]:
         if plan.space is not None:

@@ -1,6 +1,6 @@
-"""The payload of a `trellis` tensor: what it holds, how it is written, and the checks when it is read.
+"""The payload of a `trellis` tensor: layout, writing, and reading with all checks.
 
-Little endian; sections follow each other without gaps, each in whole bytes, zeros behind the last:
+Little endian; sections follow each other without gaps, each in whole bytes, zeros after the last:
 
     prefix, 32 bytes (`_PREFIX`) | row classes | column classes |
     if there is a prediction: row exponents | column exponents | multipliers | u | v |
@@ -8,7 +8,7 @@ Little endian; sections follow each other without gaps, each in whole bytes, zer
     words of each group, uint32 | states of each group's lanes, uint32 | words of each group, uint16
 
 Classes and exponents take as many bits each as the largest needs. Multipliers take 8 bits, u and v as many as
-the prefix says, less by the smallest.
+the prefix says, stored as the difference from the smallest.
 """
 
 import struct
@@ -45,9 +45,9 @@ _ZEROS, _CODED = range(2)
 # row and column exponents, exponent of the prediction, bytes used
 _PREFIX = struct.Struct("<BBHhhBBBBBBhI12x")
 _MULTIPLIER_BITS = 8
-# Classes that a base may start at, so that adding to them stays far from any integer's end.
+# Bases of classes: small enough that sums stay far from any integer's limit.
 _BASES = range(-4096, 4097)
-# Beyond 2**14 times a normalised element nothing is predicted, and no sum may leave fp32's range.
+# A prediction stays below 2**14 times a normalised element, so no sum leaves fp32's range.
 MAX_PREDICTION_BITS = 100
 
 Int32Array = NDArray[np.int32]
@@ -55,7 +55,7 @@ Int32Array = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Bits that the integers of each section take; nothing of a prediction if its rank is 0."""
+    """Bits of an integer in each section; 0 for the sections of a prediction if its rank is 0."""
 
     row: int
     column: int
@@ -65,7 +65,7 @@ class Widths:
     column_exponent: int = 0
 
     def side_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of everything that stands before the groups, for a matrix of so many rows and columns."""
+        """Bytes before the groups, for a matrix of `rows` x `columns`."""
         sections = [
             rows * self.row,
             columns * self.column,
@@ -80,7 +80,7 @@ class Widths:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What is sent of a tensor that is not all zero, but for the words."""
+    """Everything sent for a tensor that is not all zero, except the code words."""
 
     family: int
     step_code: int
@@ -95,14 +95,14 @@ class Payload:
 
 
 def predictable(row: int, column: int, exponent: int) -> bool:
-    """Whether a prediction with these largest exponents stays far from fp32's largest number."""
+    """Whether a prediction with these largest exponents stays far below fp32's largest number."""
     return exponent in range(MIN_EXPONENT, MAX_EXPONENT + 1) and (
         row + column + exponent + 24 <= MAX_PREDICTION_BITS
     )
 
 
 def group_bytes(where: Grid, words: int) -> int:
-    """Bytes of all groups, if they have so many words together."""
+    """Bytes of all groups, with `words` code words together."""
     return where.groups * (4 + 4 * where.lanes) + 2 * words
 
 
@@ -112,7 +112,7 @@ def write_zeros(out: torch.Tensor) -> None:
 
 
 def write(payload: Payload, coded: Coded, where: Grid, words: int, out: torch.Tensor) -> None:
-    """Fill `out`, uint8 `[n]`, which has room for it. `words` is the sum of `coded.counts`."""
+    """Fill `out`, uint8 `[n]`, which must be large enough. `words` is the sum of `coded.counts`."""
     factors, widths = payload.factors, payload.widths
     bases = int(payload.row.min()), int(payload.column.min())
     start = payload.side_bytes
@@ -163,7 +163,7 @@ def write(payload: Payload, coded: Coded, where: Grid, words: int, out: torch.Te
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What a payload says of a tensor's elements: multiples of a step, beside a prediction if it has one."""
+    """A decoded payload: multiples of a step, and a prediction to add if there is one."""
 
     n: torch.Tensor  # int32 [R * C]
     step_code: int
@@ -173,9 +173,9 @@ class Decoded:
 def read(data: torch.Tensor, rows: int, columns: int) -> Decoded | None:
     """Decode the payload of `rows` x `columns` elements.
 
-    None for a tensor of zeros. `PackedMismatchError` for what `write` does not write. Nothing is allocated
-    beyond what the shape and the buffer account for. On a GPU waits twice: for the prefix, and for what all
-    checks found.
+    None for a tensor of zeros. `PackedMismatchError` for anything `write` does not write. Allocates no more
+    than the shape and the buffer need. On a GPU it waits twice: for the prefix, and for the results of all
+    checks.
     """
     prefix = data[:PREFIX_BYTES].cpu().numpy().tobytes()
     (
@@ -248,7 +248,7 @@ def read(data: torch.Tensor, rows: int, columns: int) -> Decoded | None:
 
 
 class _Reader:
-    """Takes sections off the front of a buffer that has room for them; keeps what is to be checked."""
+    """Takes sections off the front of a large enough buffer, and collects checks."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self._data = data
@@ -256,11 +256,11 @@ class _Reader:
         self._checks: list[tuple[torch.Tensor, str]] = []
 
     def require(self, right: torch.Tensor, what: str) -> None:
-        """Check it, bool `[]`, when settled."""
+        """Add a check, bool `[]`, for `settle`."""
         self._checks.append((right, what))
 
     def settle(self) -> None:
-        """Refuse the first that is wrong."""
+        """Run the checks collected; `PackedMismatchError` for the first that fails."""
         for right, (_, what) in zip(
             torch.stack([check[0] for check in self._checks]).tolist(), self._checks, strict=True
         ):
@@ -281,7 +281,7 @@ class _Reader:
             values, clear = trellis_matrix_loops.unpacked(packed, count, less, bits, dtype)
             self.require(torch.tensor(clear), behind)
             return values
-        # Eight integers lie in as many bytes as one has bits.
+        # Eight integers of `bits` bits take `bits` bytes.
         octets = F.pad(packed, (0, -size % bits)).view(-1, bits).long()
         words = (octets << _places(bits, 8, packed.device)).sum(1)
         values = words.unsqueeze(1) >> _places(8, bits, packed.device) & ((1 << bits) - 1)
@@ -300,7 +300,7 @@ def _check(right: bool | torch.Tensor, what: str) -> None:
 
 
 def _pack(values: torch.Tensor, more: int, bits: int, out: torch.Tensor) -> None:
-    """Fill uint8 `out` with integers plus `more`, from 0 up, as `bits` bits each, lowest first."""
+    """Fill uint8 `out` with `values + more`, which are 0 or above, at `bits` bits each, lowest bit first."""
     if bits == 0:
         return
     if values.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Files that hold keys: private to the user, and on disk whole or not at all."""
+"""Private files, written atomically."""
 
 import contextlib
 import errno
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from wire.errors import UserError
 
-_NOBODYS = frozenset(("lock", "lost+found", "snapshots"))
-"""Count as nothing: what a failed start leaves behind, a file system's own, a disk mounted for snapshots."""
+_IGNORED = frozenset(("lock", "lost+found", "snapshots"))
+"""Left by a failed start; made by a file system; a disk mounted for snapshots."""
 
 
 def make_private_directory(directory: Path) -> None:
@@ -22,7 +22,7 @@ def make_private_directory(directory: Path) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True)
     except FileExistsError:
-        # Else it is a file, or a link to nowhere.
+        # Raises again for a file or a broken link.
         directory.mkdir(exist_ok=True)
         if os.geteuid() not in (0, directory.stat().st_uid):
             raise PermissionError(errno.EPERM, "it belongs to another user", str(directory)) from None
@@ -33,14 +33,14 @@ def check_free_or_ours(
 ) -> None:
     """Raise UserError unless keys may go into `directory`, which `option` named; it need not exist.
 
-    Either something of `ours`, names of files, lies there; or nothing at all, and it is the user's own, where
-    not everybody may replace what lies there. Permissions of such a place are not ours to change.
+    It must hold a file named in `ours`; or be empty, belong to the user, and not let everybody replace files.
+    thinwire does not change the permissions of a directory it did not make.
 
     Args:
-        besides: names that count as nothing.
+        besides: names to ignore.
     """
     try:
-        found = {entry.name for entry in directory.iterdir()}.difference(_NOBODYS, besides)
+        found = {entry.name for entry in directory.iterdir()}.difference(_IGNORED, besides)
     except FileNotFoundError:
         return
     if not found.isdisjoint(ours):
@@ -52,7 +52,7 @@ def check_free_or_ours(
     if found:
         some = ", ".join(sorted(found)[:3])
         raise UserError(f"{directory} holds other things ({some}), and keys would lie among them: {advice}")
-    # With the sticky bit others may add files, but not replace those that lie there.
+    # With the sticky bit others may add files, but not replace ours.
     if place.st_mode & stat.S_IWOTH and not place.st_mode & stat.S_ISVTX:
         raise UserError(f"everybody may write to {directory}, and keys would lie in it: {advice}")
 
@@ -65,7 +65,7 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def create_private(path: Path, data: bytes) -> bytes:
-    """Write `path` (mode 0600) unless it exists, atomically among processes; returns what it holds after."""
+    """Write `path` (mode 0600) unless it exists, atomically among processes; returns its content."""
     temporary = _write_beside(path, data)
     try:
         path.hardlink_to(temporary)
@@ -102,7 +102,7 @@ def _sync_directory(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Writing tells of a full disk without the name of what was written."""
+    """Add the file's name to an error that has none: a full disk's, for one."""
     try:
         yield
     except OSError as error:

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 class LinkStub(object):
     """Between neighbours, mutual TLS, each method on a socket of its own. The lower stage dials.
-    thinwire.wire.v1.Link/Bulk     stream of raw frames (wire/frames.py), both ways; in pauses wire/keep_warm.py's byte
+    thinwire.wire.v1.Link/Bulk     stream of raw frames (wire/frames.py), both ways; in pauses wire/pacing.py's byte
     thinwire.wire.v1.Link/Control  stream of LinkMessage, both ways
     """
 
@@ -46,7 +46,7 @@ class LinkStub(object):
 
 class LinkServicer(object):
     """Between neighbours, mutual TLS, each method on a socket of its own. The lower stage dials.
-    thinwire.wire.v1.Link/Bulk     stream of raw frames (wire/frames.py), both ways; in pauses wire/keep_warm.py's byte
+    thinwire.wire.v1.Link/Bulk     stream of raw frames (wire/frames.py), both ways; in pauses wire/pacing.py's byte
     thinwire.wire.v1.Link/Control  stream of LinkMessage, both ways
     """
 
@@ -74,7 +74,7 @@ def add_LinkServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Link(object):
     """Between neighbours, mutual TLS, each method on a socket of its own. The lower stage dials.
-    thinwire.wire.v1.Link/Bulk     stream of raw frames (wire/frames.py), both ways; in pauses wire/keep_warm.py's byte
+    thinwire.wire.v1.Link/Bulk     stream of raw frames (wire/frames.py), both ways; in pauses wire/pacing.py's byte
     thinwire.wire.v1.Link/Control  stream of LinkMessage, both ways
     """
 

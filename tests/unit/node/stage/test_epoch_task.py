@@ -16,10 +16,10 @@ from node.stage.inbox import Inbox, LoopIO, StepInterrupted, TensorLink
 from node.stage.tensor_transfer import BadTensorError
 from node.telemetry.clock import StageClock
 from wire.errors import (
+    CacheMismatchError,
     DeviceLostError,
     LinkError,
     LinkLostError,
-    MemoryMismatchError,
     NonFiniteError,
     PackedMismatchError,
     ProtocolViolationError,
@@ -331,7 +331,7 @@ TROUBLE = [
     (NonFiniteError("boundary 1"), FailureKind.NON_FINITE),
     (LinkLostError("gone"), FailureKind.LINK),
     (RunError("torn"), FailureKind.INTERNAL),
-    (MemoryMismatchError("since step 7"), FailureKind.INTERNAL),
+    (CacheMismatchError("since step 7"), FailureKind.INTERNAL),
 ]
 
 
@@ -354,7 +354,7 @@ async def test_who_remembers_otherwise_than_its_neighbour_holds_no_state() -> No
     """In the next epoch it must fetch a snapshot: what it remembers is part of what it holds."""
     async with epoch() as talk:
         await talk.begun(3)
-        talk.node.stage.trouble = MemoryMismatchError("since step 7")
+        talk.node.stage.trouble = CacheMismatchError("since step 7")
         await talk.ask(Begin(epoch=4, step=3))
         assert talk.node.stage.log[-1] == "forget"
         assert talk.node.stage.state_step == -1

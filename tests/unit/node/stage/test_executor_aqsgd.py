@@ -24,7 +24,7 @@ from node.training.data import Corpus
 from node.training.reference import ReferenceTrainer, Step
 from tests.support.memory_pipeline import TEXT, MemoryPipeline, corpus
 from wire.codecs.registry import codec
-from wire.errors import ConfigError, MemoryMismatchError, RunError
+from wire.errors import CacheMismatchError, ConfigError, RunError
 from wire.spec import Direction, TensorKey, TensorSpec
 
 CPU = torch.device("cpu")
@@ -205,7 +205,7 @@ def test_a_stage_that_remembers_otherwise_is_refused_and_goes_back() -> None:
         wrong = {**snapshot, unit: {**snapshot[unit], "activation_cache.values": values}}
         stages.executors[2].forget()
         stages.executors[2].restore(6, wrong.__getitem__)
-        with pytest.raises(MemoryMismatchError, match="remember different activations"):
+        with pytest.raises(CacheMismatchError, match="hold different sample caches"):
             stages.outcomes()
 
 

@@ -20,7 +20,7 @@ from node.telemetry.clock import StageClock
 from wire.codecs.base import Codec
 from wire.codecs.host_copies import Mark
 from wire.codecs.registry import codec
-from wire.errors import MemoryMismatchError, NonFiniteError, PackedMismatchError
+from wire.errors import CacheMismatchError, NonFiniteError, PackedMismatchError
 from wire.spec import Direction, TensorKey, TensorSpec
 
 CPU = torch.device("cpu")
@@ -263,7 +263,7 @@ def test_damage_is_found_whoever_asked_and_releases_nothing() -> None:
         (PackedMismatchError("a code beyond its range"), BadTensorError),
         # Its sender's encoder refuses it: it is no sign that the run diverges.
         (NonFiniteError("infinities"), BadTensorError),
-        (MemoryMismatchError("since step 7"), MemoryMismatchError),
+        (CacheMismatchError("since step 7"), CacheMismatchError),
         (RuntimeError("this stage's own"), RuntimeError),
     ],
 )

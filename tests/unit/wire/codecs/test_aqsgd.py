@@ -9,9 +9,9 @@ from wire.codecs.host_copies import HostCopies
 from wire.codecs.registry import codec
 from wire.codecs.sample_cache import SampleCache
 from wire.errors import (
+    CacheMismatchError,
     CodecError,
     ConfigError,
-    MemoryMismatchError,
     NonFiniteError,
     PackedMismatchError,
     RunError,
@@ -74,7 +74,7 @@ def test_first_pass_is_bf16_then_changes_by_the_definition(
     assert torch.equal(decoded, remembered.to(dtype))
     elements = first.numel()
     assert packed.numel() == HEADER_BYTES + -(-2 * elements // 16) * 16
-    assert packed.numel() == boundary.codec.form.first_pass_bytes(tuple(first.shape))
+    assert packed.numel() == boundary.codec.format.first_pass_bytes(tuple(first.shape))
     boundary.commit()
 
     fixed = codec(f"fixed-{bits}")
@@ -236,7 +236,7 @@ def test_ends_that_remember_differently_refuse() -> None:
     boundary.ends[1] = SampleCache(6, (3, 64), since=0)
     boundary.ends[1].load(state)
     with pytest.raises(
-        MemoryMismatchError, match="remember different activations: the sender since step 0, CRC"
+        CacheMismatchError, match="hold different sample caches: the sender's since step 0, CRC"
     ):
         boundary.codec.of(boundary.batch(1, (0, 1))).decode(packed, spec(x))
     # It began at another step.
@@ -244,7 +244,7 @@ def test_ends_that_remember_differently_refuse() -> None:
     state["since"] += 7
     boundary.ends[1] = SampleCache(6, (3, 64), since=0)
     boundary.ends[1].load(state)
-    with pytest.raises(MemoryMismatchError, match="this stage since step 7"):
+    with pytest.raises(CacheMismatchError, match="this stage's since step 7"):
         boundary.codec.of(boundary.batch(1, (0, 1))).decode(packed, spec(x))
     # It thinks that the samples are new: another size, known before anything is read.
     empty = SampleCache(6, (3, 64), since=0)
@@ -253,7 +253,7 @@ def test_ends_that_remember_differently_refuse() -> None:
     with pytest.raises(PackedMismatchError, match="bytes, not the"):
         new.decode(packed, spec(x))
     # It thinks that they are known, and has lost them.
-    with pytest.raises(MemoryMismatchError, match="no activation of sample 0 is remembered here"):
+    with pytest.raises(CacheMismatchError, match="sample 0 is not in this stage's cache"):
         boundary.codec.of(SampleBatch(empty, (0, 1), (True, True), 0)).decode(packed, spec(x))
 
 
@@ -298,7 +298,7 @@ def broken_states() -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("state", broken_states())
 def test_a_state_that_does_not_fit_is_refused(state: dict[str, torch.Tensor]) -> None:
     cache = SampleCache(6, (3, 64), since=0)
-    with pytest.raises(RunError, match=r"remembered activations .*use an older snapshot"):
+    with pytest.raises(RunError, match=r"sample cache .*use an older snapshot"):
         cache.load(state)
     assert not any(map(cache.knows, range(6)))
 
@@ -339,7 +339,7 @@ def test_bits_that_hold_nothing_are_refused() -> None:
         forged = packed.clone()
         forged[HEADER_BYTES + offset] = 0x80
         seal(forged.numpy())
-        with pytest.raises(PackedMismatchError, match="holds nothing"):
+        with pytest.raises(PackedMismatchError, match="bits set in its padding"):
             boundary.codec.of(boundary.batch(1, (0, 3))).decode(forged, spec(x))
 
 
@@ -355,7 +355,7 @@ def test_values_of_any_size(size: float) -> None:
 
 def test_the_name_alone_packs_nothing_and_takes_no_gradients() -> None:
     x = activations((3, 64), 1, 2)
-    with pytest.raises(CodecError, match="a tensor alone cannot be packed"):
+    with pytest.raises(CodecError, match=r"pack with `of\(batch\)`"):
         codec("aqsgd-4").encode(x)
     with pytest.raises(CodecError, match="does not hold 1 samples"):
         Boundary(4, (3, 64)).send(x, (0,))

@@ -1,4 +1,4 @@
-"""Forms, by which a coordinator counts bytes without torch, agree with the codecs that pack by them."""
+"""Formats, with which the coordinator counts bytes without torch, agree with their codecs."""
 
 import math
 
@@ -9,8 +9,15 @@ from hypothesis import strategies as st
 
 from tests.support.examples import examples
 from wire.codecs.aqsgd import AqsgdCodec, SampleBatch
-from wire.codecs.form import HEADER_BYTES
-from wire.codecs.forms import AqsgdForm, FixedForm, TrellisForm, codec_names, form
+from wire.codecs.formats import (
+    HEADER_BYTES,
+    WIRE_NUMBERS,
+    AqsgdFormat,
+    FixedFormat,
+    TrellisFormat,
+    codec_format,
+    codec_names,
+)
 from wire.codecs.registry import codec
 from wire.codecs.sample_cache import SampleCache
 from wire.codecs.trellis import TrellisCodec
@@ -25,22 +32,22 @@ extents = st.lists(st.integers(1, 2**12), min_size=1, max_size=5).map(tuple)
 
 @settings(max_examples=examples(300))
 @given(name=st.sampled_from(NAMES), shape=extents)
-def test_a_form_has_its_codecs_name_parameters_and_sizes(name: str, shape: tuple[int, ...]) -> None:
-    known, which = form(name), codec(name)
+def test_a_format_has_its_codecs_name_parameters_and_sizes(name: str, shape: tuple[int, ...]) -> None:
+    known, which = codec_format(name), codec(name)
     assert (known.name, known.parameters) == (which.name, which.parameters)
     assert known.packed_bytes(shape) == which.packed_bytes(TensorSpec(torch.bfloat16, shape))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(AqsgdForm.PREFIX)])
-def test_a_form_counts_the_bytes_that_come_out(name: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(AqsgdFormat.PREFIX)])
+def test_a_format_counts_the_bytes_that_come_out(name: str, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    assert codec(name).encode(x).numel() == form(name).packed_bytes(shape)
+    assert codec(name).encode(x).numel() == codec_format(name).packed_bytes(shape)
 
 
-def test_the_first_pass_of_a_codec_with_a_memory() -> None:
-    known, shape = form("aqsgd-4"), (3, 5, 70)
-    assert isinstance(known, AqsgdForm)
+def test_the_first_pass_of_aqsgd() -> None:
+    known, shape = codec_format("aqsgd-4"), (3, 5, 70)
+    assert isinstance(known, AqsgdFormat)
     batch = SampleBatch(SampleCache(3, shape[1:], since=0), (0, 1, 2), (False,) * 3, 0)
     packed = AqsgdCodec(4).of(batch).encode(torch.ones(shape))
     # 2100 bytes of bf16, up to the next multiple of 16.
@@ -49,24 +56,30 @@ def test_the_first_pass_of_a_codec_with_a_memory() -> None:
 
 @settings(max_examples=examples(300))
 @given(rate=st.floats(1.9, 10.1) | st.sampled_from([float("nan"), float("inf"), 0.0, -4.0]))
-def test_a_trellis_form_takes_rates_from_2_to_10_in_thousandths(rate: float) -> None:
+def test_a_trellis_format_takes_rates_from_2_to_10_in_thousandths(rate: float) -> None:
     if not (math.isfinite(rate) and 2000 <= round(rate * 1000) <= 10000):
         with pytest.raises(ConfigError, match="is no codec: trellis-2 to trellis-10 are"):
-            TrellisForm(rate)
+            TrellisFormat(rate)
         return
-    known = TrellisForm(rate)
+    known = TrellisFormat(rate)
     assert known.parameters.share == round(rate * 1000)
-    assert form(known.name).parameters == TrellisCodec(known.rate).parameters == known.parameters
+    assert codec_format(known.name).parameters == TrellisCodec(known.rate).parameters == known.parameters
 
 
 @given(constant=st.floats(2.0**-64, 2.0**64))
 def test_a_constant_is_what_torch_makes_of_it_in_fp32(constant: float) -> None:
     rounded = torch.tensor(constant, dtype=torch.float32).item()
-    assert FixedForm(8, constant).parameters.constant == rounded
+    assert FixedFormat(8, constant).parameters.constant == rounded
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,) * 6, (2**32,)], ids=str)
 @pytest.mark.parametrize("name", ["fp32", "fixed-8", "tah", "trellis-4", "aqsgd-4"])
 def test_shapes_that_no_header_can_say_are_refused(name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(CodecError, match="cannot be packed: it needs 1 to 5 dimensions"):
-        form(name).packed_bytes(shape)
+        codec_format(name).packed_bytes(shape)
+
+
+def test_no_two_codecs_share_a_wire_number() -> None:
+    assert len(set(WIRE_NUMBERS)) == len(WIRE_NUMBERS)
+    used = {codec_format(name).parameters.codec for name in NAMES}
+    assert used == set(WIRE_NUMBERS)

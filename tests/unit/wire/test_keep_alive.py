@@ -1,24 +1,24 @@
 """When a stream without tensors sends a byte, with an invented clock."""
 
 from wire.frames import HEADER_BYTES
-from wire.keep_warm import LEAST_ROUND_TRIP, LONGEST_SECONDS, MESSAGE, PERIOD_SECONDS, KeepWarm
+from wire.pacing import KEEP_ALIVE, LEAST_ROUND_TRIP, LONGEST_SECONDS, PERIOD_SECONDS, KeepAlive
 
 FAR = 2 * LEAST_ROUND_TRIP
 
 
 def test_nothing_leaves_before_the_first_frame() -> None:
-    assert KeepWarm().due_at(FAR) is None
+    assert KeepAlive().due_at(FAR) is None
 
 
 def test_a_near_link_and_one_of_unknown_length_stay_quiet() -> None:
-    warm = KeepWarm()
+    warm = KeepAlive()
     warm.frame_sent(10.0)
     assert warm.due_at(0.0) is None
     assert warm.due_at(LEAST_ROUND_TRIP / 2) is None
 
 
 def test_a_pause_is_filled_until_nothing_would_be_left_to_keep() -> None:
-    warm, now, left = KeepWarm(), 10.0, []
+    warm, now, left = KeepAlive(), 10.0, []
     warm.frame_sent(now)
     while (due := warm.due_at(FAR)) is not None:
         assert due - now <= PERIOD_SECONDS + 1e-9
@@ -30,7 +30,7 @@ def test_a_pause_is_filled_until_nothing_would_be_left_to_keep() -> None:
 
 
 def test_a_frame_begins_the_pause_again() -> None:
-    warm = KeepWarm()
+    warm = KeepAlive()
     warm.frame_sent(10.0)
     warm.sent(10.0 + LONGEST_SECONDS)
     assert warm.due_at(FAR) is None
@@ -39,4 +39,4 @@ def test_a_frame_begins_the_pause_again() -> None:
 
 
 def test_the_message_can_be_no_frame() -> None:
-    assert 0 < len(MESSAGE) < HEADER_BYTES
+    assert 0 < len(KEEP_ALIVE) < HEADER_BYTES
