@@ -81,7 +81,7 @@ def test_names_that_are_nearly_right_lead_to_one() -> None:
     assert "trellis-4" in codec_names()
     with pytest.raises(ConfigError, match="did you mean 'trellis-4'"):
         codec("treillis-4")
-    with pytest.raises(ConfigError, match="or trellis-2 to trellis-10"):
+    with pytest.raises(ConfigError, match="trellis-2 to trellis-10"):
         codec("zstandard")
 
 
