@@ -40,13 +40,13 @@ check: .venv/installed-dev
 	scripts/check
 
 bench: .venv/installed
-	.venv/bin/python scripts/bench_codecs.py $(BENCH_ARGS)
+	.venv/bin/python -m scripts.bench.codecs $(BENCH_ARGS)
 
 fuzz: .venv/installed-dev
 	THINWIRE_FUZZ=$(FUZZ) scripts/test -m "hypothesis and not gpu" --timeout 36000 tests/unit
 
 soak: .venv/installed-dev
-	.venv/bin/python -m scripts.soak $(SOAK_ARGS)
+	.venv/bin/python -m scripts.checks.soak $(SOAK_ARGS)
 
 proto: .venv/installed-dev
 	scripts/proto

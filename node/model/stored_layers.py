@@ -9,7 +9,7 @@ that no cast copy of them is kept.
 Forward computes what the plain block does, with one exception: where queries, keys and values are kept packed
 and attention's result is kept too, attention runs on what was kept. Backward's weights, exp(q k - sums), add
 up to 1 only if the log-sum-exp is that of these queries and keys: else 4 bits put the gradients' error at 0.4
-to 0.8, and 8 bits at twice and more of what consistent sums give (scripts/exp_stored_activations.py).
+to 0.8, and 8 bits at twice and more of what consistent sums give (scripts/experiments/stored_activations.py).
 
 Between T tensor-parallel ranks, x is a rank's S / T positions, and so is what is kept of it: the norm's
 result is gathered again in backward. Attention and the feed-forward see all positions, in H / T heads and

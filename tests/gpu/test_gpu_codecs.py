@@ -1,6 +1,6 @@
 """The Triton kernels on a GPU: the CPU's bits for any launch, no waiting, graphs, no write outside.
 
-`scripts/bench_gpu_codecs.py` checks many more shapes, and speed.
+`scripts/bench/gpu_codecs.py` checks many more shapes, and speed.
 """
 
 from collections.abc import Callable, Iterator

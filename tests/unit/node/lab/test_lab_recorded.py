@@ -1,6 +1,6 @@
 """The laboratory's recorded results: each can be measured again by a known command, and reads as it is.
 
-A file holds its command; for those of before that was recorded deploy/lab/README.md has it.
+A file holds its command; scripts/results/network.md has those from before it was recorded.
 """
 
 import re
@@ -17,11 +17,9 @@ from node.lab.plan import CellKey, plan_runs
 from node.lab.profile import load_profile
 from node.lab.results import Results, read_results
 from node.lab.table import all_tables, provenance
+from scripts.docs import network
 
 ROOT = Path(__file__).resolve().parents[4]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from doc_tables import network  # noqa: E402 - a script, in no package
 
 LAB = ROOT / "deploy" / "lab"
 FILES = sorted((ROOT / "scripts" / "results").glob("lab_*.json"))

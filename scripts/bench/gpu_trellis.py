@@ -1,0 +1,255 @@
+"""Check and time `trellis-R` on this GPU: `python -m scripts.bench.gpu_trellis --out FILE`.
+
+First bytes and values are compared with the CPU's, for many shapes, dtypes and rates, eager and replayed from
+a CUDA graph; nothing is timed if one differs. Then tensors like a boundary's are timed: of low rank plus
+noise, rows of different sizes, bf16. Times are wall time around synchronised calls of `pack` and `unpack`, of
+replays of a graph of `pack`, and the time of the kernels alone, from a trace, which also counts launches. A
+copy is device to device, timed in the same run.
+
+`--cpu --out scripts/results/trellis_cpu.json` times two threads of a machine without a GPU instead, as beside
+a GPU there are more cores than in a node of two. It records the median and the least wall time, processor
+time of all threads, which holds on a busy machine, too, and the load before each row.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from node.lab.results import commit, hardware
+from wire.codecs.header import CHECKSUM, EXPONENT
+from wire.codecs.registry import codec
+from wire.spec import TensorSpec
+
+SHAPES = ((1, 1024, 768), (8, 1024, 768), (2, 4096, 2048), (64, 1024, 768))
+CPU_SHAPES = ((1, 256, 256), (1, 1024, 768), (4, 1024, 1024))
+THREADS = 2
+RATES = ("trellis-3.45", "trellis-4.41")
+CHECKED_RATES = ("trellis-2", "trellis-3.45", "trellis-4.41", "trellis-8.125")
+CHECKED_SHAPES = (
+    (1,),
+    (77,),
+    (1, 4099),
+    (5003, 1),
+    (33, 31),
+    (64, 100),
+    (3, 127, 129),
+    (300, 96),
+    (2, 96, 160),
+)
+LARGE_SHAPES = ((1, 1024, 768), (3, 700, 520), (1, 1100, 1024), (8, 1024, 768))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def boundary(shape: tuple[int, ...], device: str) -> torch.Tensor:
+    generator = torch.Generator(device=device).manual_seed(1)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=device)
+
+    x = normal(*shape[:-1], 24) @ normal(24, shape[-1]) * 0.1 + normal(*shape)
+    return (x * (1 + 0.3 * normal(*shape[:-1], 1))).bfloat16()
+
+
+def checked() -> Iterator[tuple[str, torch.Tensor, str]]:
+    """Name, tensor on the CPU and codec of everything whose bits are compared."""
+    for shape in CHECKED_SHAPES:
+        for dtype in DTYPES:
+            for rate in CHECKED_RATES:
+                yield f"{list(shape)} {dtype}", boundary(shape, "cpu").to(dtype), rate
+    for shape in LARGE_SHAPES:
+        for rate in RATES:
+            yield str(list(shape)), boundary(shape, "cpu"), rate
+    far = boundary((2, 300, 200), "cpu").float()
+    far[..., 17] = 3000
+    far[1, 7, 9] = -1e6
+    odd = {
+        "zeros": torch.zeros(40, 50),
+        "equal": torch.full((64, 96), 7.25),
+        "one spike": torch.zeros(90, 80).index_put((torch.tensor(3), torch.tensor(5)), torch.tensor(1e30)),
+        "outliers": far,
+        "subnormal": boundary((3, 64, 200), "cpu").float() * 1e-43,
+        "1e37": boundary((3, 64, 200), "cpu").float() * 1e36,
+        "40 decades": boundary((128, 256), "cpu").float() * torch.logspace(-30, 10, 128)[:, None],
+        "not contiguous": boundary((64, 128, 90), "cpu").transpose(0, 2)[:, :, ::3],
+    }
+    for name, x in odd.items():
+        for rate in RATES:
+            yield name, x, rate
+
+
+def graph_of(name: str, x: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph of `pack` of whatever x holds when it is replayed, and where it packs to."""
+    codec(name).pack(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        packed = codec(name).pack(x)
+    return graph, packed
+
+
+def sealed_alike(packed: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether packed bytes are the CPU's, but for the checksum, which `seal` adds."""
+    again = packed.cpu()
+    again[CHECKSUM] = expected[CHECKSUM]
+    return torch.equal(again, expected)
+
+
+def check() -> dict[str, int]:
+    """How many tensors were compared with the CPU's, encoded at once and by a graph, and decoded; and of how
+    many anything differs."""
+    wrong: list[str] = []
+    found = {"compared": 0, "different": 0}
+    for what, x, name in checked():
+        which, spec = codec(name), TensorSpec(x.dtype, tuple(x.shape))
+        expected = which.encode(x)
+        on_gpu = x.cuda()
+        packs = {"eager": which.pack(on_gpu)}
+        held = torch.zeros_like(on_gpu)
+        graph, packed = graph_of(name, held)
+        held.copy_(on_gpu)
+        graph.replay()
+        packs["graph"] = packed
+        before = len(wrong)
+        wrong += [f"{what} {name} {way}" for way, made in packs.items() if not sealed_alike(made, expected)]
+        decoded = which.decode(expected.cuda(), spec).cpu()
+        if not torch.equal(decoded.view(torch.uint8), which.decode(expected, spec).view(torch.uint8)):
+            wrong.append(f"{what} {name} decoded")
+        found["compared"] += 1
+        found["different"] += len(wrong) > before
+    print(f"{found['compared']} tensors compared, {found['different']} differ", *wrong[:20], sep="\n")
+    return found
+
+
+def wall_and_processor(call: Callable[[], object], runs: int) -> dict[str, float]:
+    """Seconds of a call on a CPU: the median and the least wall time, and of all threads' processor time."""
+    taken, busy = [], []
+    for _ in range(runs):
+        started, before = time.perf_counter(), time.process_time()
+        call()
+        busy.append(time.process_time() - before)
+        taken.append(time.perf_counter() - started)
+    return {
+        "seconds": statistics.median(taken),
+        "least_seconds": min(taken),
+        "processor_seconds": statistics.median(busy),
+    }
+
+
+def wall(call: Callable[[], object], runs: int, wait: Callable[[], None]) -> float:
+    taken = []
+    for _ in range(runs):
+        wait()
+        started = time.perf_counter()
+        call()
+        wait()
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)
+
+
+def on_device(call: Callable[[], object]) -> dict[str, Any]:
+    """Seconds of all kernels, copies and fills of a call, their number, and microseconds by name, the most
+    first."""
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        call()
+        torch.cuda.synchronize()
+    events = [event for event in trace.key_averages() if event.device_time_total > 0]
+    taken = {event.key: event.device_time_total for event in events}
+    return {
+        "kernel_seconds": sum(taken.values()) / 1e6,
+        "launches": sum(event.count for event in events),
+        "kernels_microseconds": dict(sorted(taken.items(), key=lambda item: -item[1])),
+    }
+
+
+def time_one(name: str, x: torch.Tensor, runs: int) -> dict[str, Any]:
+    which, spec = codec(name), TensorSpec(x.dtype, tuple(x.shape))
+    load = os.getloadavg()[0]
+    packed = which.pack(x)
+    header = replace(which._header(spec), exponent=int(packed[EXPONENT].view(torch.int32)))
+    decoded = which.unpack(packed, spec, header)
+    error = (decoded.double() - x.double()).norm() / x.double().norm()
+    row: dict[str, Any] = {
+        "device": x.device.type,
+        "shape": list(x.shape),
+        "codec": name,
+        "bits_per_element": which.bits_per_element(spec),
+        "relative_error": float(f"{error.item():.4g}"),
+        "load_before": load,
+    }
+    ways = {"encode": lambda: which.pack(x), "decode": lambda: which.unpack(packed, spec, header)}
+    for way, call in ways.items():
+        if x.is_cuda:
+            row[f"{way}_seconds"] = wall(call, runs, torch.cuda.synchronize)
+        else:
+            row |= {f"{way}_{key}": value for key, value in wall_and_processor(call, runs).items()}
+    if x.is_cuda:
+        graph, again = graph_of(name, x)
+        row["encode_graph_seconds"] = wall(graph.replay, runs, torch.cuda.synchronize)
+        row["bits_equal"] = torch.equal(again, packed)
+        for way, call in ways.items():
+            row |= {f"{way}_{key}": value for key, value in on_device(call).items()}
+        room = torch.empty_like(x)
+        row["copy_seconds"] = wall(lambda: room.copy_(x), runs, torch.cuda.synchronize)
+    return row
+
+
+def printed(row: dict[str, Any]) -> str:
+    elements = TensorSpec(torch.bfloat16, tuple(row["shape"])).elements
+    return (
+        f"{row['device']:4} {row['shape']!s:18} {row['codec']:13} error {row['relative_error']:.4f} "
+        f"encode {row['encode_seconds'] * 1e3:7.2f} ms, graph "
+        f"{row.get('encode_graph_seconds', 0) * 1e3:.2f}, kernels "
+        f"{row.get('encode_kernel_seconds', 0) * 1e3:.2f} in {row.get('encode_launches', 0)} launches, "
+        f"decode {row['decode_seconds'] * 1e3:6.2f} ms "
+        f"({row.get('decode_kernel_seconds', 0) * 1e3:.2f}), "
+        f"{elements / (row['encode_seconds'] + row['decode_seconds']) / 1e6:.0f} M elements/s both ways"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Check and time trellis-R on this GPU, or time two threads.")
+    parser.add_argument("--out", type=Path, required=True, help="where the report goes, as JSON")
+    parser.add_argument("--runs", type=int, default=9, help="timed calls of each")
+    parser.add_argument("--check", action="store_true", help="compare bits only")
+    parser.add_argument("--cpu", action="store_true", help="time two threads of this CPU only")
+    arguments = parser.parse_args()
+    if not arguments.cpu and not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU, or --cpu")
+    torch.set_num_threads(THREADS)
+    report: dict[str, Any] = {
+        "commit": commit(),
+        "hardware": hardware() if arguments.cpu else torch.cuda.get_device_name(),
+        "cores": os.cpu_count(),
+        "threads": THREADS,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "runs": arguments.runs,
+    }
+    if not arguments.cpu:
+        report["bits"] = check()
+        if report["bits"]["different"]:
+            return 1
+        if arguments.check:
+            return 0
+    device, shapes = ("cpu", CPU_SHAPES) if arguments.cpu else ("cuda", SHAPES)
+    report["rows"] = [
+        time_one(name, boundary(shape, device), arguments.runs) for shape in shapes for name in RATES
+    ]
+    print(*map(printed, report["rows"]), sep="\n")
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    return 0 if all(row.get("bits_equal", True) for row in report["rows"]) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,313 @@
+"""Measure each fault once, in real processes, and write the table of them.
+
+python -m scripts.checks.faults            measure; writes scripts/results/faults.json and deploy/FAULTS.md
+python -m scripts.checks.faults --render   only write deploy/FAULTS.md anew from the record
+python -m scripts.checks.faults --check    fail if deploy/FAULTS.md is not what the records give
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from node.display.render import event_lines
+from node.faults import ANY, Fault, Kind, Phase
+from node.telemetry.events import (
+    Event,
+    NodeLeft,
+    Notice,
+    PlacementMade,
+    RunFinished,
+    RunStarted,
+    StepAborted,
+    StepDone,
+)
+from scripts.docs.markdown import markdown
+from scripts.report import RESULTS, ROOT
+from tests.support.fault_prefork import Prefork
+from tests.support.fault_run import FaultRun, small
+from wire.version import VERSION
+
+RECORD = RESULTS / "faults.json"
+SOAK = RESULTS / "soak.json"
+DOCUMENT = ROOT / "deploy" / "FAULTS.md"
+STEP, SNAPSHOT = 3, 2
+SILENT_SECONDS = 14.0
+HEARTBEAT_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: what goes wrong, and with what help the run gets over it."""
+
+    what: str
+    help: str
+    faults: tuple[Fault, ...]
+    spares: int = 0
+    restart: bool = True
+    real_start: bool = False
+    """Processes start from nothing, imports included, as a volunteer's do."""
+    steps: int = 8
+    min_stages: int = 0
+    tells: str = ""
+    """Words of the line to show, where the first one tells less."""
+
+
+def _at(kind: Kind, phase: Phase, stage: int = 1, **more: Any) -> tuple[Fault, ...]:
+    step = SNAPSHOT if phase is Phase.SNAPSHOT else more.pop("step", STEP)
+    return (Fault(kind=kind, phase=phase, stage=stage, step=step, **more),)
+
+
+CASES = (
+    Case("kill -9 of a node in backward", "a spare", _at(Kind.KILL, Phase.BACKWARD), 1, restart=False),
+    Case(
+        "kill -9 of a node between commit and apply",
+        "a spare",
+        _at(Kind.KILL, Phase.COMMIT_APPLY),
+        1,
+        restart=False,
+    ),
+    Case(
+        "kill -9 of a node in backward",
+        "the same node, started again at once",
+        _at(Kind.KILL, Phase.BACKWARD),
+        real_start=True,
+    ),
+    Case(
+        "kill -9 of a node in backward",
+        "fewer stages (`pipeline.min_stages`)",
+        _at(Kind.KILL, Phase.BACKWARD),
+        restart=False,
+        min_stages=2,
+    ),
+    Case("a node freezes (SIGSTOP) in forward", "a spare", _at(Kind.STOP, Phase.FORWARD), 1),
+    Case("Ctrl-C at a node", "a spare", _at(Kind.LEAVE, Phase.FORWARD), 1, restart=False, tells="it left"),
+    Case("a node's connections to its neighbours are reset", "none needed", _at(Kind.CUT, Phase.BACKWARD)),
+    Case(
+        "a node's connections to the coordinator are reset",
+        "none needed",
+        _at(Kind.CUT_CONTROL, Phase.VOTING),
+    ),
+    Case("a bit of a frame flips", "none needed", _at(Kind.CORRUPT, Phase.SENDING)),
+    Case("a frame is sent twice", "none needed", _at(Kind.DUPLICATE, Phase.SENDING)),
+    Case("two frames change places", "none needed", _at(Kind.REORDER, Phase.SENDING, skip=1)),
+    Case("a frame is cut short", "none needed", _at(Kind.TRUNCATE, Phase.SENDING)),
+    Case("a link stalls for 2 s", "none needed", _at(Kind.STALL, Phase.SENDING, seconds=2.0)),
+    Case(
+        "a peer sends well-formed nonsense, three times",
+        "a spare",
+        tuple(fault for step in range(3) for fault in _at(Kind.NONSENSE, Phase.SENDING, step=step)),
+        1,
+        tells="quarantined",
+    ),
+    Case(
+        "kill -9 of the coordinator between votes",
+        "`thinwire resume` at once",
+        _at(Kind.COORDINATOR_KILL, Phase.VOTING, stage=ANY, skip=1),
+        real_start=True,
+    ),
+    Case(
+        "kill -9 of the coordinator after a commit is recorded",
+        "`thinwire resume` at once",
+        _at(Kind.COORDINATOR_KILL, Phase.COMMIT_APPLY, stage=ANY),
+        real_start=True,
+    ),
+    Case(
+        "kill -9 of the coordinator amid a snapshot's write",
+        "`thinwire resume` at once",
+        _at(Kind.TORN_WRITE, Phase.SNAPSHOT, stage=ANY, skip=2),
+        real_start=True,
+    ),
+    Case(
+        "the coordinator's disk is full",
+        "room on it, `thinwire resume`",
+        _at(Kind.DISK_FULL, Phase.SNAPSHOT, ANY),
+    ),
+    Case("a gradient is not finite, once", "wider codecs, `thinwire resume`", _at(Kind.NAN, Phase.BACKWARD)),
+    Case(
+        "a gradient is not finite, without compression too",
+        "a lower learning rate, `thinwire resume`",
+        _at(Kind.NAN, Phase.BACKWARD, count=2),
+    ),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Measure each fault, and write the table.")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--render", action="store_true", help="measure nothing")
+    only.add_argument("--check", action="store_true", help="measure and write nothing")
+    args = parser.parse_args(argv)
+    if args.check:
+        return int(not DOCUMENT.exists() or DOCUMENT.read_text(encoding="utf-8") != document())
+    if not args.render:
+        _measure_all()
+    DOCUMENT.write_text(document(), encoding="utf-8")
+    return 0
+
+
+# ---- measuring
+
+
+def _measure_all() -> None:
+    torch.set_num_threads(1)
+    rows = []
+    with Prefork() as prefork:
+        for case in CASES:
+            rows.append(_measure(case, prefork))
+            print(json.dumps(rows[-1]), flush=True)
+    report = {
+        "version": VERSION,
+        "cores": os.cpu_count(),
+        "silent_seconds": SILENT_SECONDS,
+        "heartbeat_seconds": HEARTBEAT_SECONDS,
+        "rows": rows,
+    }
+    RECORD.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def _measure(case: Case, prefork: Prefork) -> dict[str, Any]:
+    config = small(
+        steps=case.steps,
+        min_stages=case.min_stages,
+        codecs=("fp32", "fp32") if case.min_stages else ("tah", "fixed-8"),
+        heartbeat_seconds=HEARTBEAT_SECONDS,
+        silent_seconds=SILENT_SECONDS,
+    )
+    launch = subprocess.Popen if case.real_start else prefork.popen
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        FaultRun(Path(directory), config, case.faults, launch=launch) as run,
+    ):
+        run.start()
+        run.add_nodes(3)
+        for _ in range(case.spares):
+            run.add_spare()
+        code = run.tend(restart=case.restart)
+        if code == 0:
+            run.assert_undisturbed(codes=(0, 1, 130))
+        run.assert_all_happened()
+        at = max(run.times(case.faults[-1]))
+        return {
+            "what": case.what,
+            "help": case.help,
+            "sees": _seen(run, case, at),
+            "detect_seconds": _seconds(run, at, NodeLeft, StepAborted, RunFinished, whole=code == 0),
+            "recover_seconds": _recovery(run, at) if code == 0 else None,
+            "ends_run": code != 0,
+        }
+
+
+def _seen(run: FaultRun, case: Case, at: float) -> str:
+    """The line that tells of it, as the coordinator prints it; empty when nothing was said."""
+    for when, event in run.heard_at:
+        ends = isinstance(event, RunFinished) and event.failed
+        if when >= at and (ends or isinstance(event, NodeLeft | StepAborted | Notice | RunStarted)):
+            line = next(filter(None, event_lines(event))).replace(f"{run.directory}/", "")
+            if case.tells in line:
+                return line
+    assert not case.tells, f"no line says {case.tells!r}"
+    return ""
+
+
+def _seconds(run: FaultRun, at: float, *kinds: type[Event], whole: bool) -> float | None:
+    """Until the coordinator says so; None if it never had reason to."""
+    for when, event in run.heard_at:
+        if when >= at and isinstance(event, kinds) and not (whole and isinstance(event, RunFinished)):
+            return round(when - at, 2)
+    return None
+
+
+def _recovery(run: FaultRun, at: float) -> float:
+    """Until the first step that is done in a newer placement or, when there is none, at all."""
+    placed_again = any(when >= at and isinstance(event, PlacementMade) for when, event in run.heard_at)
+    placed = not placed_again
+    for when, event in run.heard_at:
+        if when < at:
+            continue
+        placed = placed or isinstance(event, PlacementMade)
+        if placed and isinstance(event, StepDone):
+            return round(when - at, 2)
+    raise AssertionError("the run went on, so a step was done")
+
+
+# ---- the document
+
+
+def document() -> str:
+    """deploy/FAULTS.md, from the records alone."""
+    report = json.loads(RECORD.read_text(encoding="utf-8"))
+    rows = [
+        [
+            row["what"],
+            row["help"],
+            f"`{row['sees']}`" if row["sees"] else "nothing: it is mended below what the run prints",
+            _text(row["detect_seconds"]),
+            "the run stops" if row["ends_run"] else _text(row["recover_seconds"]),
+        ]
+        for row in report["rows"]
+    ]
+    columns = [("what goes wrong", "left"), ("what helps", "left"), ("line printed", "left")]
+    columns += [("seconds to notice", "right"), ("seconds to the next step", "right")]
+    soak = json.loads(SOAK.read_text(encoding="utf-8"))
+    return f"""# Faults
+
+Made by `python -m scripts.checks.faults`; do not edit.
+
+Each row is one run of real processes over loopback: a coordinator, three stages and, where it says so, a
+spare. The fault is injected at an exact point (`node/faults.py`). Every run that did not stop ended with the
+losses and the weights SHA-256 of an undisturbed one, bit for bit.
+
+{markdown(columns, rows)}
+
+Measured once each, on {report["cores"]} cores that did other work too, with a model so small that a step
+takes tens of milliseconds; the state of a larger one adds its bytes over the rate of the link to the
+coordinator. `coordinator.heartbeat_seconds` is {report["heartbeat_seconds"]:g} and
+`coordinator.silent_seconds` {report["silent_seconds"]:g}, the defaults. A node or coordinator that is started
+again loads its libraries first. A dash: the coordinator has no reason to notice, because the link itself
+reconnects or asks for the frame again, or because it is the coordinator that died.
+
+## Soak
+
+`make soak` kills processes by seeded random schedules and compares every run with an undisturbed one.
+Recorded: {soak["kills"]} processes killed with SIGKILL ({soak["kills_of_coordinators"]} of them coordinators)
+in {soak["runs"]} runs of {soak["steps"]} steps together, seeds {soak["seeds"][0]} to {soak["seeds"][1]}, in
+{soak["seconds"]} s on {soak["cores"]} cores; no loss and no weight differed.
+
+{_soak_table(soak)}
+
+There faults overlap, and processes start without loading their libraries: most who died were back before
+their absence was noticed, and their return is what was. `coordinator.silent_seconds` was
+{soak["silent_seconds"]:g}.
+"""
+
+
+def _soak_table(soak: dict[str, Any]) -> str:
+    rows = []
+    for key, words in (
+        ("seconds_to_detect_a_death", "to notice that a node died"),
+        ("seconds_to_detect_silence", "to notice that a node fell silent"),
+        ("seconds_to_recover_from_a_node", "from a node's fault to the next step"),
+        ("seconds_to_recover_from_a_coordinator", "from a coordinator's death to the next step"),
+    ):
+        spread = soak[key]
+        rows.append([words, str(spread["measured"]), _text(spread.get("median")), _text(spread.get("max"))])
+    return markdown(
+        [("seconds", "left"), ("measured", "right"), ("median", "right"), ("longest", "right")], rows
+    )
+
+
+def _text(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.2f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

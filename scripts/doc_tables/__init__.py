@@ -1,1 +1,0 @@
-"""The tables that scripts/tables.py writes into the documents, a module a subject."""

@@ -1,0 +1,306 @@
+"""Tables of links: the laboratory, the floor of a step, all-reduce, and what a trace costs."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from node.lab.results import read_results
+from node.lab.table import all_tables, provenance
+from scripts.docs.markdown import Tables, commit, markdown, notes, read_report, spaced
+from scripts.report import RESULTS
+
+PIPELINE_FLOOR = RESULTS / "pipeline_floor.json"
+ALL_REDUCE = RESULTS / "all_reduce.json"
+ALL_REDUCE_LINKS = RESULTS / "all_reduce_links.json"
+ALL_REDUCE_LINKS_GPUS = RESULTS / "all_reduce_links_gpus.json"
+TRACE_COST = RESULTS / "trace_cost.json"
+PAUSES = RESULTS / "pauses.json"
+GOAL = 0.9
+"""Of the floor, wherever a link binds."""
+PAPER_SHAPE = (48, 1600)
+"""Layers and width of the model in the paper's tables of throughput."""
+
+
+def lab() -> str:
+    """What the laboratory measured, a block a results file; the paper's tables beside its own model."""
+    blocks = []
+    for path in sorted(RESULTS.glob("lab_*.json")):
+        result = read_results(path)
+        model = result["model"]
+        paper = (model["layers"], model["hidden"]) == PAPER_SHAPE
+        for table in all_tables(result):
+            if table.title.startswith("table ") and not paper:
+                continue
+            # Of the paper's rows those whose setting was measured; a table without a ratio says nothing.
+            beside = table.headings.index("here / fp32") if "here / fp32" in table.headings else None
+            measured = beside is None or any(row[beside] not in ("-", "1.00") for row in table.rows)
+            shown = [row for row in table.rows if beside is None or row[beside] != "-"]
+            if not measured:
+                continue
+            sides = ["left" if i < table.left else "right" for i in range(len(table.headings))]
+            text = markdown(list(zip(table.headings, sides, strict=True)), shown)
+            blocks.append(f"{path.name}, {table.title}:\n\n{text}")
+        blocks.append(f"{provenance(result)}.")
+    return "\n\n".join(blocks) or "Nothing has been recorded yet."
+
+
+def lab_floor() -> str:
+    """How near each results file comes to the floor, apart for cells that hang on a link and on compute."""
+    rows = []
+    for path in sorted(RESULTS.glob("lab_*.json")):
+        cells = [cell for cell in read_results(path)["cells"] if "floor" in cell]
+        compute = [cell for cell in cells if cell["floor"]["binds"].startswith("compute")]
+        link = [cell for cell in cells if cell not in compute]
+        near = [cell for cell in link if cell["floor"]["share"] >= GOAL]
+        if cells:
+            rows.append([path.name, f"{len(near)} of {len(link)}", _least(link), _least(compute)])
+    columns = [("file", "left"), (f"link binds: cells at {GOAL} or more", "right")]
+    columns += [("the least there", "left"), ("the least where compute binds", "left")]
+    return markdown(columns, rows)
+
+
+def _least(cells: Sequence[Mapping[str, Any]]) -> str:
+    """The cell furthest from its floor, in words."""
+    if not cells:
+        return "-"
+    cell = min(cells, key=lambda cell: float(cell["floor"]["share"]))
+    key = cell["key"]
+    where = f"{key['forward_codec']}/{key['backward_codec']} at {key['shape']}"
+    microbatch = f", microbatch {key['microbatch']}" if key["microbatch"] > 1 else ""
+    return f"{cell['floor']['share']:.2f} ({where}{microbatch})"
+
+
+def throughput() -> str:
+    """The paper's table 3 in short: its best codec pair against fp32, there and here."""
+    result = read_results(RESULTS / "lab_gpt2-xl-4gpu-nic.json")
+    table = next(t for t in all_tables(result) if t.title.startswith("table 3 "))
+    named = [dict(zip(table.headings, row, strict=True)) for row in table.rows]
+    measured = {
+        (cell["key"]["forward_codec"], cell["key"]["shape"]): cell
+        for cell in result["cells"]
+        if cell["key"]["microbatch"] == 1
+    }
+
+    def times_its_floor(rate: str) -> float:
+        """What packing is worth against fp32 as fast as its bytes allow."""
+        packed, plain = measured["tah", rate], measured["fp32", rate]
+        return float(plain["floor"]["seconds"]) / float(packed["step_seconds"]["median"])
+
+    by_rate: dict[str, dict[str, dict[str, str]]] = {}
+    for row in named:
+        by_rate.setdefault(row["Mbit/s"], {})[row["codecs"]] = row
+    rows = [
+        (
+            rate,
+            pairs["fp32/fp32"]["here, tokens/s"].split(" ")[0],
+            pairs["tah/fixed-6"]["here, tokens/s"].split(" ")[0],
+            pairs["tah/fixed-6"]["here / fp32"],
+            f"{times_its_floor(rate):.2f}",
+            pairs["tah/fixed-6"]["paper / fp32"],
+            pairs["tah/fixed-6"]["of the floor"],
+            pairs["tah/fixed-6"]["of unthrottled"],
+        )
+        for rate, pairs in by_rate.items()
+    ]
+    columns = [(word, "right") for word in ("Mbit/s", "fp32, tokens/s", "`tah`/`fixed-6`, tokens/s")]
+    columns += [("times fp32", "right"), ("times fp32 at its floor", "right")]
+    columns += [(word, "right") for word in ("in the paper", "of the floor", "of unthrottled")]
+    return f"{markdown(columns, rows)}\n\n{provenance(result)}."
+
+
+def pipeline_floor() -> str:
+    """What scripts/experiments/pipeline_floor.py found: the share of the floor by rate and round trip."""
+    report = read_report(PIPELINE_FLOOR)
+    shapes = list(dict.fromkeys((row["round_trip_ms"], row["rate_mbit"]) for row in report["results"]))
+
+    def kind(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["simulated"], row["window"], row.get("before", "")
+
+    kinds = list(dict.fromkeys(map(kind, report["results"])))
+    found = {(row["round_trip_ms"], row["rate_mbit"], *kind(row)): row for row in report["results"]}
+    columns = [("round trip, ms", "right"), ("Mbit/s", "right"), ("floor, s", "right")]
+    columns += [
+        (
+            f"`window = {window}`, {'simulated' if simulated else 'measured'}"
+            + (f" at {before[:12]}" if before else ""),
+            "right",
+        )
+        for simulated, window, before in kinds
+    ]
+    columns.append(("windows planned", "left"))
+    rows = []
+    for shape in shapes:
+        here = [found.get((*shape, *kind)) for kind in kinds]
+        some = next(row for row in here if row is not None)
+        planned = next((row for row in here if row is not None and any(row.get("windows", ()))), None)
+        rows.append(
+            [
+                *(f"{value:g}" for value in shape),
+                f"{some['floor_seconds']:.2f}",
+                *("-" if row is None else _share(row) for row in here),
+                "-" if planned is None else ", ".join(map(str, planned["windows"])),
+            ]
+        )
+    settings = report["settings"]
+    caption = (
+        f"Share of the floor of a step of {settings['microbatches']} microbatches through "
+        f"{settings['stages']} stages, forward {1e3 * settings['forward_seconds']:g} ms and backward "
+        f"{1e3 * settings['backward_seconds']:g} ms each, 1 MiB (`{settings['codec']}`) over each link "
+        "each way at the rate given. In brackets: of the floor with the compute times that the stages "
+        f"measured in the same steps. {spaced(report['hardware'])}, torch {report['versions']['torch']}, "
+        f"Python {report['versions']['python']}, commit {commit(report)}."
+    )
+    return markdown(columns, rows) + "\n\n" + caption
+
+
+def _share(row: dict[str, Any]) -> str:
+    """Of the floor with the times set; in brackets with those that the stages measured."""
+    measured = row.get("share_of_measured")
+    return f"{row['share']:.2f}" + ("" if measured is None else f" ({measured:.2f})")
+
+
+def all_reduce() -> str:
+    """What scripts/bench/all_reduce.py recorded: FP8 beside NCCL's own sums and torchft's, by size."""
+    report = read_report(ALL_REDUCE)
+    ways = {"fp8": "e4m3", "bf16": "bf16", "fp32": "fp32"}
+    rival = any("torchft" in row["milliseconds"] for row in report["rows"])
+    if rival:
+        ways["torchft"] = "torchft"
+    counts = list(dict.fromkeys(row["ranks"] for row in report["rows"]))
+    rows = []
+    for row in report["rows"]:
+        times = row["milliseconds"]
+        rows.append(
+            (
+                *([str(row["ranks"])] if len(counts) > 1 else []),
+                f"{row['elements']:,}",
+                *(f"{times[way]:.3f}" if way in times else "-" for way in ways),
+                f"{row['bytes_sent']['fp32'] / row['bytes_sent']['fp8']:.2f}",
+            )
+        )
+    columns = (
+        *([("GPUs", "right")] if len(counts) > 1 else []),
+        ("elements", "right"),
+        *((f"{name}, ms", "right") for name in ways.values()),
+        ("bytes of fp32 over e4m3", "right"),
+    )
+    caption = f"{' and '.join(map(str, counts))} x {report['hardware']}, NVLink, NCCL, median of "
+    caption += f"{report['rows'][0]['runs']}, torch {report['versions']['torch']}, commit {commit(report)}."
+    if rival:
+        caption += (
+            f" torchft {report['versions']['torchft']}: its `allreduce_quantized` of bf16, "
+            "quantizing and dequantizing included."
+        )
+    return f"{markdown(columns, rows)}\n\n{caption}{notes(report)}"
+
+
+def all_reduce_links() -> str:
+    """What scripts/bench/all_reduce.py recorded on throttled links: FP8 beside gloo's own sums."""
+    return _links(read_report(ALL_REDUCE_LINKS), "gloo")
+
+
+def all_reduce_links_gpus() -> str:
+    """The same of a GPU a rank."""
+    return _links(read_report(ALL_REDUCE_LINKS_GPUS), "NCCL over its sockets")
+
+
+def _links(report: dict[str, Any], through: str) -> str:
+    rows = []
+    for row in report["rows"]:
+        times, busy, sent = row["milliseconds"], row["processor_milliseconds"], row["bytes_on_the_wire"]
+        errors = row["error_against_fp64"]
+        rows.append(
+            (
+                str(row["mbit"]),
+                str(row["ranks"]),
+                f"{row['elements']:,}",
+                *(f"{times[way]:.1f} ({busy[way]:.1f})" for way in ("fp8", "bf16", "fp32")),
+                f"{times['fp32'] / times['fp8']:.2f}",
+                f"{sent['fp32'] / sent['fp8']:.2f}",
+                *(f"{errors[way]:.2g}" for way in ("fp8", "bf16", "fp32")),
+            )
+        )
+    columns = (
+        ("Mbit/s", "right"),
+        ("ranks", "right"),
+        ("elements", "right"),
+        ("e4m3, ms", "right"),
+        ("bf16, ms", "right"),
+        ("fp32, ms", "right"),
+        ("time of fp32 over e4m3", "right"),
+        ("bytes of fp32 over e4m3", "right"),
+        ("error, e4m3", "right"),
+        ("bf16", "right"),
+        ("fp32", "right"),
+    )
+    caption = (
+        f"Each rank behind a shaper both ways in a namespace of its own, {through}. Times are the slowest "
+        "rank's, in brackets the processor's of the busiest rank; bytes as the shaper counts them; errors "
+        "are normalised, against fp64's sum of what went in. "
+        f"{spaced(report['hardware'])} for all ranks, median of "
+        f"{report['rows'][0]['runs']}, torch {report['versions']['torch']}, commit {commit(report)}."
+    )
+    return f"{markdown(columns, rows)}\n\n{caption}{notes(report)}"
+
+
+def pauses() -> str:
+    """What scripts/bench/pauses.py recorded: bursts after pauses, with and without what keeps links warm."""
+    report = read_report(PAUSES)
+    found = {(row["mbit"], row["round_trip_ms"], row["pause"], row["way"]): row for row in report["rows"]}
+    ways = list(dict.fromkeys(row["way"] for row in report["rows"]))
+    places = {
+        (row["mbit"], row["round_trip_ms"], row["pause"]): row["least_seconds"] for row in report["rows"]
+    }
+    rows = [
+        [*(f"{value:g}" for value in place), f"{least:.2f}", *(_bursts(found[*place, way]) for way in ways)]
+        for place, least in places.items()
+    ]
+    columns = [("Mbit/s", "right"), ("round trip, ms", "right"), ("pause, s", "right")]
+    columns += [("least, s", "right"), *((f"{way}, s", "right") for way in ways)]
+    caption = (
+        f"{report['tensors']} tensors of {report['bytes']:,} bytes, from the first send until the last has "
+        f"arrived; *least* is their bytes at the rate and half a round trip. Of {report['runs']} "
+        f"connections the median, in brackets the least and the most, each the median of "
+        f"{report['bursts'] - 1} bursts behind a first; tbf, the lab's packet relay, CUBIC, kernel "
+        f"{report['kernel']}, {spaced(report['hardware'])}, "
+        f"grpcio {report['versions']['grpcio']}, commit {commit(report)}."
+    )
+    return markdown(columns, rows) + "\n\n" + caption
+
+
+def _bursts(row: Mapping[str, Any]) -> str:
+    each = [statistics.median(times[1:]) for times in row["times"]]
+    return f"{row['seconds']:.2f} ({min(each):.2f} to {max(each):.2f})"
+
+
+def trace_cost() -> str:
+    """What scripts/bench/trace.py recorded."""
+    report = read_report(TRACE_COST)
+    rows = [
+        ["recording a span", f"{1e6 * report['record_seconds']:.2f} microseconds"],
+        ["sending it: packed, and its share of the frame", f"{report['wire_bytes']:.1f} bytes"],
+        ["packing it for the control connection", f"{1e6 * report['pack_seconds']:.2f} microseconds"],
+        ["keeping it: on the coordinator's disk", f"{report['disk_bytes']:.1f} bytes"],
+        ["reading, checking and writing it there", f"{1e6 * report['keep_seconds']:.2f} microseconds"],
+        ["a step of a stage", f"{report['spans_per_step']} spans"],
+        ["of the demo's step, recorded and packed", f"{100 * report['share_of_step']:.2f} %"],
+    ]
+    caption = (
+        f"Processor time, median of {report['runs']} runs; a step of the demo's stage takes "
+        f"{report['step_seconds']:.2f} s of it. {spaced(report['hardware'])}, Python {report['python']}, "
+        f"commit {commit(report)}."
+    )
+    return markdown([("what", "left"), ("cost", "right")], rows) + "\n\n" + caption
+
+
+TABLES: Tables = {
+    "lab": lab,
+    "lab_floor": lab_floor,
+    "throughput": throughput,
+    "pipeline_floor": pipeline_floor,
+    "all_reduce": all_reduce,
+    "all_reduce_links": all_reduce_links,
+    "all_reduce_links_gpus": all_reduce_links_gpus,
+    "pauses": pauses,
+    "trace_cost": trace_cost,
+}

@@ -1,0 +1,144 @@
+"""Tables of the program itself: keys, commands, metrics, sizes of codecs."""
+
+import argparse
+import ast
+from collections.abc import Sequence
+from functools import cache
+from math import prod
+from pathlib import Path
+
+import torch
+
+import node.config.schema
+import node.lab.profile
+from node.cli.main import build_parser
+from node.lab.profile import LabSection, NetworkSection, SweepSection
+from node.run_file.loader import section_types, toml_value
+from node.telemetry.metrics import NODE_METRICS, PREFIX, RUN_METRICS, Definition
+from scripts.docs.markdown import Tables, markdown
+from wire.codecs.formats import AqsgdFormat, codec_format, codec_names
+from wire.codecs.registry import codec
+from wire.spec import TensorSpec
+
+SIZED_SHAPE = (4, 1024, 1024)
+
+
+def run_file() -> str:
+    """Every key of a run file, its default, and the words beneath it in the schema."""
+    words = field_words(Path(node.config.schema.__file__).read_text(encoding="utf-8"))
+    rows = [
+        [f"`{section}.{key}`", f"`{toml_value(value)}`", words[kind.__name__].get(key, "")]
+        for section, kind in section_types().items()
+        for key, value in vars(kind()).items()
+    ]
+    return markdown([("key", "left"), ("default", "left"), ("meaning", "left")], rows)
+
+
+def field_words(source: str) -> dict[str, dict[str, str]]:
+    """For each class of a module, the docstring beneath each field, on one line."""
+    found: dict[str, dict[str, str]] = {}
+    for statement in ast.parse(source).body:
+        if not isinstance(statement, ast.ClassDef):
+            continue
+        fields = found.setdefault(statement.name, {})
+        for before, after in zip(statement.body, statement.body[1:], strict=False):
+            if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name):
+                match after:
+                    case ast.Expr(value=ast.Constant(value=str() as text)):
+                        fields[before.target.id] = " ".join(text.split())
+    return found
+
+
+def lab_profile() -> str:
+    """Every key of a laboratory's profile, its default, and the words beneath it."""
+    words = field_words(Path(node.lab.profile.__file__).read_text(encoding="utf-8"))
+    sections = {"lab": LabSection, "network": NetworkSection, "sweep": SweepSection}
+    rows = [
+        [f"`{section}.{key}`", f"`{toml_value(value)}`", words[kind.__name__].get(key, "")]
+        for section, kind in sections.items()
+        for key, value in vars(kind()).items()
+    ]
+    return markdown([("key", "left"), ("default", "left"), ("meaning", "left")], rows)
+
+
+def commands() -> str:
+    """Every command with its help."""
+    rows = []
+    for action in build_parser()._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for choice in action._choices_actions:
+                rows.append([f"`thinwire {choice.dest}`", choice.help or ""])
+    return markdown([("command", "left"), ("does", "left")], rows)
+
+
+def run_metrics() -> str:
+    """Every metric that the coordinator shows."""
+    return _metrics(RUN_METRICS)
+
+
+def node_metrics() -> str:
+    """Every metric that a node shows with `join --metrics`."""
+    return _metrics(NODE_METRICS)
+
+
+def _metrics(definitions: Sequence[Definition]) -> str:
+    rows = [
+        [
+            f"`{PREFIX}{one.name}`",
+            one.kind.value,
+            ", ".join(f"`{label}`" for label in one.labels),
+            one.meaning,
+        ]
+        for one in definitions
+    ]
+    return markdown([("metric", "left"), ("kind", "left"), ("labels", "left"), ("meaning", "left")], rows)
+
+
+def codec_sizes() -> str:
+    """True bits an element of every codec, header included, for a tensor of about four million elements."""
+    rows = [[f"`{name}`", f"{_bits(codec_format(name).packed_bytes(SIZED_SHAPE)):.3f}"] for name in codec_names()]
+    for bits in (2, 4, 8):
+        remembering = AqsgdFormat(bits)
+        always, first = remembering.packed_bytes(SIZED_SHAPE), remembering.first_pass_bytes(SIZED_SHAPE)
+        size = f"{_bits(always):.3f}, in the first pass {_bits(first):.3f}"
+        rows.append([f"`aqsgd-{bits}`", size])
+    return markdown([("codec", "left"), ("bits an element", "right")], rows)
+
+
+CONSTANT_SHAPES = ((8,), (64,), (16, 16), (33, 31), (64, 96), (128, 256))
+CONSTANT_RATES = ("2", "3.45", "4.41", "8")
+CONSTANTS = (1.0, 1.999, 7.25, 1 / 3, 0.7071, -2.71828, 1e-20, 3e5)
+
+
+@cache
+def trellis_constants() -> str:
+    """What `trellis-R` makes of tensors of equal elements, made now: the largest error over some values."""
+    rows = []
+    for shape in CONSTANT_SHAPES:
+        row = [" x ".join(map(str, shape))]
+        for rate in CONSTANT_RATES:
+            which, spec = codec(f"trellis-{rate}"), TensorSpec(torch.float32, shape)
+            errors = [
+                abs(which.decode(which.encode(torch.full(shape, value)), spec).double() / value - 1)
+                for value in CONSTANTS
+            ]
+            row.append(f"{max(float(error.square().mean().sqrt()) for error in errors):.4f}")
+        rows.append(row)
+    columns = [("elements, all equal", "left")]
+    columns += [(f"`trellis-{rate}`", "right") for rate in CONSTANT_RATES]
+    return markdown(columns, rows)
+
+
+def _bits(packed_bytes: int) -> float:
+    return 8 * packed_bytes / prod(SIZED_SHAPE)
+
+
+TABLES: Tables = {
+    "run_file": run_file,
+    "lab_profile": lab_profile,
+    "commands": commands,
+    "run_metrics": run_metrics,
+    "node_metrics": node_metrics,
+    "codec_sizes": codec_sizes,
+    "trellis_constants": trellis_constants,
+}

@@ -1,0 +1,395 @@
+"""What codecs cost in loss at 124 million parameters: GPT-2 small's size on books, in GPT-2's BPE, on GPUs.
+
+    python -m scripts.experiments.convergence --tokens DIR [--gpus 0 1 2 3] [--only NAME ...]
+
+The product's model, optimizer and codecs in the unsplit trainer, with a codec at each boundary of a 4-stage
+pipeline: after blocks 3, 6 and 9, both ways. `DIR` holds books-train.npy and books-valid.npy, token ids as
+uint16. Each GPU takes one run after the other, or several at once; each run is written to `--parts` as it
+ends, and what is there already is not made again.
+
+Suites (65,536 tokens a step, AdamW, bf16 autocast):
+
+    pass      310 steps, 20.3 million tokens, less than one pass over the text
+    long      900 steps, 59 million tokens, two passes and a half
+    epochs    310 steps over a part of the text that is seen four times: AQ-SGD sends changes of what it sent
+    backward  310 steps with 4-bit gradients, activations in fp16
+    memory    310 steps with activations, gradients, moments or weights in few bits; boundaries uncompressed
+              but in one run; eight microbatches a step, over which gradients add up
+    memory-long    the same over 900 steps
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.common.tiles import NON_FINITE
+from node.config.schema import (
+    PipelineSection,
+    RunConfig,
+    RunSection,
+    StorageSection,
+    TrainingSection,
+)
+from node.lab.results import commit
+from node.model.rng import generator
+from node.pipeline.memory import stage_storages
+from node.pipeline.placement import split_units
+from node.run_file.validate import validate
+from node.training.reference import ReferenceTrainer
+from scripts.experiments.convergence_runs import (
+    BLOCKS,
+    EPOCH_WINDOWS,
+    GLOBAL_BATCH,
+    MEMORY,
+    MODEL,
+    NAIVE,
+    RUNS,
+    SEQUENCE,
+    STAGES,
+    VALIDATION_WINDOWS,
+    Run,
+)
+from scripts.report import RESULTS
+from wire.codecs.header import EXPONENT
+from wire.codecs.registry import codec
+from wire.errors import NonFiniteError
+from wire.spec import Direction, TensorKey, TensorSpec
+from wire.version import VERSION
+
+OUT = RESULTS / "convergence.json"
+REMEMBERED = torch.bfloat16
+"""What both ends of a boundary hold in the codec `aqsgd-b`, for which `Boundaries` stands in."""
+RUNS_A_GPU = "THINWIRE_RUNS_A_GPU"
+"""Tells a run's process how many there are beside it."""
+
+
+class Windows:
+    """Fixed windows of the text in a new order each pass; stands for `node.training.data.Corpus`.
+
+    A window's place in the text never changes, so that AQ-SGD may know a sample again.
+    """
+
+    def __init__(self, tokens: np.ndarray, *, limit: int | None, seed: int) -> None:
+        """`tokens` [N] uint16; the first `limit` windows of `SEQUENCE` are used, or all."""
+        self._tokens = tokens
+        count = (len(tokens) - 1) // SEQUENCE
+        self.count = count if limit is None else min(count, limit)
+        self._seed = seed
+
+    def samples(self, step: int) -> np.ndarray:
+        """Window numbers of a step, [GLOBAL_BATCH] int64."""
+        places = np.arange(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)
+        return np.array(
+            [self._order(number)[index] for number, index in zip(*divmod(places, self.count), strict=True)]
+        )
+
+    def batch(self, step: int) -> np.ndarray:
+        """Tokens [GLOBAL_BATCH, SEQUENCE + 1] uint16."""
+        return windows(self._tokens, self.samples(step))
+
+    @cache  # noqa: B019  # lives as long as its run
+    def _order(self, number: int) -> np.ndarray:
+        return generator(self._seed, step=number, purpose="data order").permutation(self.count)
+
+
+def windows(tokens: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """[n, SEQUENCE + 1] for n window numbers."""
+    chosen: np.ndarray = tokens[samples[:, None] * SEQUENCE + np.arange(SEQUENCE + 1)]
+    return chosen
+
+
+class Boundaries:
+    """What a link does to the tensors of a run; measures the relative error that it makes on the way."""
+
+    def __init__(self, run: Run, text: Windows) -> None:
+        self._codecs = {
+            Direction.ACTIVATION: _change(run.forward),
+            Direction.GRADIENT: _change(run.backward),
+        }
+        self._aqsgd = run.forward.startswith("aqsgd-")
+        self._text = text
+        self._kept: dict[int, Tensor] = {}
+        self._seen: dict[int, Tensor] = {}
+        self.error: dict[str, float] = {}
+        """Relative error of a late tensor, by direction and boundary."""
+        self.open = False
+        """Let everything pass as it is."""
+
+    def __call__(self, tensor: Tensor, key: TensorKey) -> Tensor:
+        if self.open:
+            return tensor
+        if self._aqsgd and key.direction is Direction.ACTIVATION:
+            arrived = self._through_cache(tensor, key)
+        else:
+            arrived = self._codecs[key.direction](tensor)
+        if key.microbatch == 0 and key.step % 50 == 49:
+            self._measure(tensor, arrived, key)
+        return arrived
+
+    def _through_cache(self, tensor: Tensor, key: TensorKey) -> Tensor:
+        """AQ-SGD: the first time bf16, then the quantized change of what the receiver holds, in bf16."""
+        first = key.microbatch * len(tensor)
+        samples = torch.from_numpy(self._text.samples(key.step)[first : first + len(tensor)]).to(
+            tensor.device
+        )
+        if key.boundary not in self._kept:
+            shape = (self._text.count, *tensor.shape[1:])
+            self._kept[key.boundary] = torch.zeros(shape, dtype=REMEMBERED, device=tensor.device)
+            self._seen[key.boundary] = torch.zeros(self._text.count, dtype=torch.bool, device=tensor.device)
+        kept, seen = self._kept[key.boundary], self._seen[key.boundary]
+        before = kept[samples].float()
+        changed = before + self._codecs[Direction.ACTIVATION](tensor.float() - before)
+        arrived = torch.where(seen[samples][:, None, None], changed, tensor.float()).to(REMEMBERED)
+        kept[samples] = arrived
+        seen[samples] = True
+        return arrived.to(tensor.dtype)
+
+    def _measure(self, sent: Tensor, arrived: Tensor, key: TensorKey) -> None:
+        error = torch.linalg.vector_norm((arrived - sent).float()) / torch.linalg.vector_norm(sent.float())
+        self.error[f"{key.direction.name.lower()} {key.boundary}"] = error.item()
+
+
+def _change(name: str) -> Callable[[Tensor], Tensor]:
+    """What sending a tensor with this codec makes of it."""
+    if name == NAIVE:
+        return _naive
+    if name.startswith("aqsgd-"):
+        name = name.replace("aqsgd-", "fixed-")
+    chosen = codec(name)
+
+    def change(tensor: Tensor) -> Tensor:
+        spec = TensorSpec(tensor.dtype, tuple(tensor.shape))
+        packed = chosen.pack(tensor.contiguous())
+        # The bytes stay on the GPU and need no checksum, so their header is not read with `open`.
+        exponent = int(packed[EXPONENT].view(torch.int32).item())
+        if exponent == NON_FINITE:
+            raise NonFiniteError(f"a tensor for {name} is not finite")
+        return chosen.unpack(packed, spec, replace(chosen._header(spec), exponent=exponent))
+
+    return change
+
+
+def _naive(tensor: Tensor) -> Tensor:
+    scale = tensor.abs().amax() / 7
+    return (tensor / scale).round().clamp(-7, 7) * scale
+
+
+def make_trainer(
+    run: Run, text: Windows, boundary: Boundaries | None, device: torch.device
+) -> ReferenceTrainer:
+    """The unsplit trainer of a run; its blocks are compiled unless they keep packed activations."""
+    storage, training = MEMORY[run.memory]
+    config = RunConfig(
+        run=RunSection(seed=run.seed, steps=run.steps),
+        model=MODEL,
+        training=TrainingSection(
+            global_batch=GLOBAL_BATCH,
+            microbatch=run.microbatch,
+            lr=6e-4,
+            min_lr_ratio=0.1,
+            warmup_steps=30,
+            precision="bfloat16",
+            **training,
+        ),
+        storage=StorageSection(**storage),
+        # Of the stages that there are, and not of what a measured window would hold.
+        pipeline=PipelineSection(stages=STAGES, split=BLOCKS, window=0),
+    )
+    validate(config, run.name)
+    trainer = ReferenceTrainer(
+        config,
+        text,  # type: ignore[arg-type]  # all that the trainer asks of a corpus is `batch`
+        groups=split_units(config.model, STAGES, BLOCKS),
+        boundary=boundary,
+        device=device,
+    )
+    if not storage:
+        for chunk in trainer.chunks:
+            for layer in chunk.layers:
+                layer.compile()
+    return trainer
+
+
+def train(run: Run, tokens: Path, out: Path) -> None:
+    """Make one run and write it to `out`, a folder."""
+    text = Windows(
+        np.load(tokens / "books-train.npy", mmap_mode="r"),
+        limit=EPOCH_WINDOWS if run.suite == "epochs" else None,
+        seed=run.seed,
+    )
+    boundary = Boundaries(run, text)
+    trainer = make_trainer(run, text, boundary, torch.device("cuda"))
+    valid = np.load(tokens / "books-valid.npy", mmap_mode="r")
+    held_out = windows(valid, np.arange(VALIDATION_WINDOWS))
+    losses: list[float] = []
+    torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    for step in range(run.steps):
+        losses.append(trainer.train_step().loss)
+        if step == 9:
+            torch.cuda.synchronize()
+            steady = time.perf_counter()
+        if step % 50 == 49:
+            print(f"{run.name}: {step + 1}/{run.steps} {losses[-1]:.4f}", flush=True)
+        if not np.isfinite(losses[-1]):
+            break
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    per_step = (time.perf_counter() - steady) / max(1, len(losses) - 10) if len(losses) > 10 else seconds
+    through = None if run.forward.startswith("aqsgd-") else trainer.validation_loss(held_out)
+    boundary.open = True
+    record = {
+        **asdict(run),
+        "loss_valid": trainer.validation_loss(held_out),
+        "loss_valid_through_codecs": through,
+        "loss_last": float(np.mean(losses[-20:])),
+        "relative_error": boundary.error,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(),
+        "seconds": seconds,
+        "seconds_a_step": per_step,
+        "runs_a_gpu": int(os.environ.get(RUNS_A_GPU, "1")),
+        "remembered": str(REMEMBERED) if run.forward.startswith("aqsgd-") else None,
+        "stage_bits": [storage.norm_input for storage in stage_storages(trainer.config, STAGES)],
+        "losses": [round(loss, 5) for loss in losses],
+    }
+    whole = out / f"{run.name}.tmp"
+    whole.write_text(json.dumps(record), encoding="utf-8")
+    whole.rename(out / f"{run.name}.json")
+    print(
+        f"{run.name}: held out {record['loss_valid']:.4f}, {seconds:.0f} s, {per_step:.3f} s a step",
+        flush=True,
+    )
+
+
+class Dealer:
+    """Deals runs to GPUs, a process each."""
+
+    def __init__(self, runs: list[Run], command: list[str], parts: Path, until: float) -> None:
+        self._left = runs
+        self._command = command
+        self._parts = parts
+        self._until = until
+        self._lock = threading.Lock()
+        self._a_step = 0.0
+        """The longest that a run's step has taken, its start shared between its steps."""
+        self.failed = False
+
+    def serve(self, gpu: int, beside: int) -> None:
+        """Make runs on this GPU until none is left, `beside` of them at a time."""
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu), RUNS_A_GPU: str(beside)}
+        while (run := self._next()) is not None:
+            began = time.monotonic()
+            code = subprocess.run([*self._command, "--worker", run.name], env=environment).returncode
+            with self._lock:
+                self._a_step = max(self._a_step, (time.monotonic() - began) / run.steps)
+                # The runs after it are worth having all the same; its own absence is seen.
+                self.failed |= code != 0
+
+    def _next(self) -> Run | None:
+        with self._lock:
+            while self._left:
+                run = self._left.pop(0)
+                if (self._parts / f"{run.name}.json").exists():
+                    continue
+                if time.monotonic() + run.steps * self._a_step < self._until:
+                    return run
+                print(f"{run.name}: left out, no time", flush=True)
+        return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure what codecs cost in loss at 124M parameters.")
+    parser.add_argument(
+        "--tokens", type=Path, required=True, help="folder of books-train.npy, books-valid.npy"
+    )
+    parser.add_argument("--gpus", type=int, nargs="+", default=[0], help="their numbers")
+    parser.add_argument("--runs-a-gpu", type=int, default=1, help="at a time; small kernels leave it waiting")
+    parser.add_argument("--only", nargs="+", help="runs whose names begin so, in this order")
+    parser.add_argument("--steps", type=int, help="instead of each run's own number, for a trial")
+    parser.add_argument(
+        "--time-limit", type=float, default=1e9, help="seconds; no run starts that may not fit"
+    )
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--parts", type=Path, help="folder for single runs' results")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    parts = arguments.parts or arguments.out.with_suffix(".parts")
+    parts.mkdir(parents=True, exist_ok=True)
+    if arguments.worker:
+        run = next(run for run in RUNS if run.name == arguments.worker)
+        train(replace(run, steps=arguments.steps or run.steps), arguments.tokens, parts)
+        return 0
+    wanted = list(RUNS)
+    if arguments.only:
+        wanted = [run for prefix in arguments.only for run in RUNS if run.name.startswith(prefix)]
+    command = [sys.executable, "-m", "scripts.experiments.convergence", "--tokens", str(arguments.tokens), "--parts", str(parts)]
+    if arguments.steps:
+        command += ["--steps", str(arguments.steps)]
+    dealer = Dealer(list(dict.fromkeys(wanted)), command, parts, time.monotonic() + arguments.time_limit)
+    beside = arguments.runs_a_gpu
+    threads = [
+        threading.Thread(target=dealer.serve, args=(gpu, beside))
+        for _ in range(beside)
+        for gpu in arguments.gpus
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    gather(parts, arguments.out)
+    return int(dealer.failed)
+
+
+def gather(parts: Path, out: Path) -> None:
+    """One report of all runs that ended; those of an earlier report that were not made again stay in it."""
+    fields = set(Run.__dataclass_fields__)
+
+    def name(record: dict[str, Any]) -> str:
+        return Run(**{k: v for k, v in record.items() if k in fields}).name
+
+    made = [json.loads(path.read_text(encoding="utf-8")) for path in parts.glob("*.json")]
+    records = {name(record): record for record in made}
+    if out.exists():
+        earlier = json.loads(out.read_text(encoding="utf-8"))
+        for record in earlier["runs"]:
+            records.setdefault(name(record), {"commit": earlier["commit"], **record})
+    order = {run.name: index for index, run in enumerate(RUNS)}
+    kept = sorted(
+        (record for key, record in records.items() if key in order), key=lambda record: order[name(record)]
+    )
+    report: dict[str, Any] = {
+        "experiment": "convergence",
+        "commit": commit(),
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "versions": {
+            "thinwire": VERSION,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+        "model": asdict(MODEL),
+        "tokens_a_step": GLOBAL_BATCH * SEQUENCE,
+        "validation_windows": VALIDATION_WINDOWS,
+        "runs": kept,
+    }
+    # A run a line: the file is for people too.
+    text = json.dumps({**report, "runs": []}, indent=1)
+    lines = ",\n  ".join(json.dumps(record) for record in kept)
+    out.write_text(text.replace('"runs": []', f'"runs": [\n  {lines}\n ]') + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

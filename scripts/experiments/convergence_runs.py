@@ -1,0 +1,132 @@
+"""The runs of scripts/experiments/convergence.py: a model, and what each suite changes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from node.config.schema import ModelSection
+
+SEQUENCE = 1024
+GLOBAL_BATCH = 64
+MICROBATCH = 64
+STAGES = 4
+BLOCKS = (3, 3, 3, 3)
+MODEL = ModelSection(
+    family="llama",
+    layers=12,
+    hidden=768,
+    heads=12,
+    kv_heads=12,
+    ffn=2048,
+    vocab=50304,
+    sequence=SEQUENCE,
+    tied=True,
+)
+"""124 million parameters; GPT-2's 50,257 tokens, and as many unused ones as make a round number."""
+EPOCH_WINDOWS = 4960
+"""Of the suite `epochs`: 310 steps see each of them four times."""
+VALIDATION_WINDOWS = 256
+MEMORY_SUITES = ("memory", "memory-long")
+NAIVE = "naive-4"
+"""4 bits, symmetric, one scale for the whole tensor: what the paper calls naive."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run of a suite."""
+
+    suite: str
+    forward: str
+    backward: str
+    steps: int = 310
+    seed: int = 0
+    memory: str = "plain"
+    """What the node keeps in few bits: one of `MEMORY`."""
+
+    @property
+    def name(self) -> str:
+        kept = "" if self.memory == "plain" else f"-{self.memory}"
+        return f"{self.suite}-{self.forward}-{self.backward}{kept}-{self.seed}"
+
+    @property
+    def microbatch(self) -> int:
+        return 8 if self.suite in MEMORY_SUITES else MICROBATCH
+
+
+_FEW: dict[str, Any] = {"gradients": "fp8", "moments": "fp8"}
+MEMORY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "activations": ({"preset": "agoq"}, {}),
+    "compact": ({"preset": "compact"}, {}),
+    "attention-6": ({"preset": "compact", "attention": "6", "attention_output": "6"}, {}),
+    "ffn-3": ({"preset": "compact", "ffn_input": "3"}, {}),
+    "all-4": ({"preset": "agoq", "attention": "4", "attention_output": "4"}, {}),
+    "gradients": ({}, {"gradients": "fp8"}),
+    "moments": ({}, {"moments": "fp8"}),
+    "three": ({"preset": "agoq"}, _FEW),
+    "three-by-stage": ({"preset": "agoq", "bits_by_stage": True}, _FEW),
+    "three-bf16-weights": ({"preset": "agoq"}, {**_FEW, "weights": "bfloat16"}),
+}
+"""[storage] and [training] of each way."""
+
+
+BETTER = "trellis-4.41"
+RUNS = (
+    *(
+        Run(suite="long", forward=forward, backward=backward, seed=seed, steps=900)
+        for forward, backward, seed in (
+            ("fp16", "fp16", 0),
+            (BETTER, "fixed-8", 0),
+            ("tah", "fixed-8", 0),
+            ("fp16", "fp16", 1),
+            ("bf16", "bf16", 0),
+        )
+    ),
+    *(
+        Run(suite="pass", forward=forward, backward=backward, seed=seed)
+        for forward, backward, seed in (
+            ("fp16", "fp16", 0),
+            ("tah", "fixed-8", 0),
+            (BETTER, "fixed-8", 0),
+            ("fixed-4", "fixed-8", 0),
+            ("fp32", "fp32", 0),
+            ("bf16", "bf16", 0),
+            (BETTER, BETTER, 0),
+            ("trellis-3.45", "fixed-8", 0),
+            ("fp16", "fp16", 1),
+        )
+    ),
+    *(
+        Run(suite="backward", forward="fp16", backward=backward)
+        for backward in (NAIVE, "tah", "fixed-4", BETTER)
+    ),
+    *(
+        Run(suite="epochs", forward=forward, backward=backward)
+        for forward, backward in (
+            ("fp16", "fp16"),
+            ("aqsgd-4", "fixed-8"),
+            ("tah", "fixed-8"),
+            ("fixed-4", "fixed-8"),
+            (BETTER, "fixed-8"),
+        )
+    ),
+    *(Run(suite="memory", forward="fp32", backward="fp32", memory=way) for way in MEMORY),
+    *(Run(suite="memory", forward="fp32", backward="fp32", seed=seed) for seed in (1, 2)),
+    Run(suite="memory", forward="tah", backward="fixed-8", memory="three"),
+    *(
+        Run(suite="memory", forward="fp32", backward="fp32", memory=way, seed=seed)
+        for seed in (1, 2)
+        for way in ("compact", "three", "gradients", "moments")
+    ),
+    *(
+        Run(suite="memory-long", forward="fp32", backward="fp32", memory=way, seed=seed, steps=900)
+        for way in ("plain", "three", "gradients", "moments")
+        for seed in (0, 1, 2)
+    ),
+    *(
+        Run(suite="memory-long", forward="fp32", backward="fp32", memory=way, seed=seed, steps=900)
+        for way in ("three-by-stage", "compact", "activations", "all-4")
+        for seed in (0, 1, 2)
+    ),
+    # How far runs that differ in their seed alone lie apart: three lay too close to tell.
+    *(Run(suite="memory-long", forward="fp32", backward="fp32", seed=seed, steps=900) for seed in (3, 4)),
+)

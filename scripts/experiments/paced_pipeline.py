@@ -1,0 +1,249 @@
+"""XXX"""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from node.config.schema import (
+    CoordinatorSection,
+    DataSection,
+    ModelSection,
+    PipelineSection,
+    RunConfig,
+    RunSection,
+    TrainingSection,
+)
+from node.pipeline.floor import LinkRate, step_floor
+from node.run_file.loader import to_toml
+from node.telemetry import events
+from scripts.experiments.shaped_relay import ShapedRelay
+from scripts.report import ROOT
+from wire.codecs.registry import codec
+from wire.frames import HEADER_BYTES, PAYLOAD_BYTES
+from wire.spec import TensorSpec
+
+STAGES = 4
+FORWARD_SECONDS, BACKWARD_SECONDS = 0.020, 0.040
+
+
+def tensor_bytes(name: str) -> int:
+    """A packed boundary tensor of one microbatch in its frames."""
+    size = codec(name).packed_bytes(TensorSpec(torch.float32, (1, 1024, 512)))
+    return size + HEADER_BYTES * -(-size // PAYLOAD_BYTES)
+
+
+def floor(
+    arguments: Namespace,
+    round_trip: float,
+    rate: float,
+    costs: events.StepCosts | None = None,
+) -> float:
+    """Seconds of a step, nothing faster being possible; with the compute times of `costs` if given."""
+    forward, backward = [FORWARD_SECONDS] * STAGES, [BACKWARD_SECONDS] * STAGES
+    if costs is not None:
+        forward = [stage.seconds["forward"] / arguments.microbatches for stage in costs.stages]
+        backward = [stage.seconds["backward"] / arguments.microbatches for stage in costs.stages]
+    frames = tensor_bytes(arguments.codec)
+    link = LinkRate(up=rate * 1e6 / 8, down=rate * 1e6 / 8, latency=round_trip / 2e3)
+    return step_floor(
+        microbatches=arguments.microbatches,
+        forward=forward,
+        backward=backward,
+        activation_bytes=frames,
+        gradient_bytes=frames,
+        links=[link] * (STAGES - 1),
+    ).seconds
+
+
+SCRIPT = "scripts.experiments.pipeline_floor"
+"""The module that starts a node, also in the checkout of another commit."""
+START_SECONDS = 120.0
+STEP_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of the steps that count, and their floors with the compute times measured in them."""
+
+    steps: list[float]
+    floors: list[float]
+
+
+def run_config(window: str, arguments: Namespace, shapes: int) -> RunConfig:
+    steps = shapes * (arguments.settle + arguments.steps) + 1
+    return RunConfig(
+        run=RunSection(name="floor", steps=steps, snapshot_every=steps),
+        model=ModelSection(layers=STAGES, hidden=512, heads=8, kv_heads=2, ffn=128, vocab=256, sequence=1024),
+        data=DataSection(path="stdlib"),
+        training=TrainingSection(global_batch=arguments.microbatches, microbatch=1, warmup_steps=0),
+        pipeline=PipelineSection(
+            stages=STAGES,
+            window="auto" if window == "auto" else int(window),
+            forward_codec=arguments.codec,
+            backward_codec=arguments.codec,
+        ),
+        coordinator=CoordinatorSection(listen="127.0.0.1:0", silent_seconds=60.0),
+    )
+
+
+async def measure(
+    config: RunConfig,
+    directory: Path,
+    shapes: Sequence[tuple[float, float]],
+    arguments: Namespace,
+    checkout: Path,
+) -> list[Measured]:
+    """The counted steps of a checkout's program under each (round trip, rate)."""
+    run_file = directory / "run.toml"
+    run_file.write_text(to_toml(config), encoding="utf-8")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH")))),
+        "XDG_STATE_HOME": str(directory / "state"),
+        "OMP_NUM_THREADS": "1",
+        TIMES: f"{FORWARD_SECONDS} {BACKWARD_SECONDS}",
+    }
+    children: list[asyncio.subprocess.Process] = []
+    with ExitStack() as stack:
+        try:
+            coordinator = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "node.cli.main", "coordinator", str(run_file), "--json"),
+                *("--run-dir", str(directory / "run")),
+                env=environment,
+                stdout=subprocess.PIPE,
+                limit=1 << 20,
+                cwd=checkout,
+            )
+            children.append(coordinator)
+            async with asyncio.timeout(START_SECONDS):
+                line = await _until(coordinator, events.JoinLine)
+            relays = []
+            for stage in range(STAGES):
+                port = _free_port()
+                relay = stack.enter_context(ShapedRelay(port, rate=1.25e8))
+                relays.append(relay)
+                children.append(
+                    await asyncio.create_subprocess_exec(
+                        *(sys.executable, "-m", SCRIPT, NODE),
+                        *(line.line.split()[-1], f"127.0.0.1:{port}"),
+                        *(f"127.0.0.1:{relay.port}", str(directory / f"node-{stage}")),
+                        env=environment,
+                        stdout=subprocess.DEVNULL,
+                        cwd=checkout,
+                    )
+                )
+            results: list[Measured] = []
+            for round_trip, rate in shapes:
+                for relay in relays:
+                    relay.shape(rate=rate * 1e6 / 8, delay=round_trip / 2e3)
+                steps: list[float] = []
+                floors: list[float] = []
+                for _ in range(arguments.settle + arguments.steps):
+                    async with asyncio.timeout(STEP_SECONDS):
+                        costs = await _until(coordinator, events.StepCosts)
+                        done = await _until(coordinator, events.StepDone)
+                    steps.append(done.seconds)
+                    floors.append(floor(arguments, round_trip, rate, costs))
+                results.append(Measured(steps[arguments.settle :], floors[arguments.settle :]))
+                print(
+                    str(config.pipeline.window) + (", before" if checkout != ROOT else ""),
+                    f"{rate:g} Mbit/s, {round_trip:g} ms:",
+                    " ".join(f"{seconds:.3f}" for seconds in steps),
+                    f"floor {floor(arguments, round_trip, rate):.3f}, as measured",
+                    " ".join(f"{seconds:.3f}" for seconds in floors),
+                    flush=True,
+                )
+            return results
+        finally:
+            for child in children:
+                if child.returncode is None:
+                    child.kill()
+            for child in children:
+                await child.wait()
+
+
+async def _until(coordinator: asyncio.subprocess.Process, kind: type[Any]) -> Any:
+    assert coordinator.stdout is not None
+    while line := await coordinator.stdout.readline():
+        event = events.from_json(line.decode())
+        if isinstance(event, kind):
+            return event
+        if isinstance(event, events.Notice):
+            print(event.text, flush=True)
+    raise RuntimeError("the coordinator ended")
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+NODE = "node"
+"""The script's first argument when it is to be a node."""
+TIMES = "THINWIRE_STAND_IN_SECONDS"
+"""The environment's variable with the seconds of a block, forward and backward."""
+
+
+def node(token: str, listen: str, advertise: str, directory: str) -> int:
+    """`thinwire join` with blocks that take a set time and compute nothing."""
+    from node.config.join_options import JoinOptions
+    from node.model import blocks
+    from node.processes.node import run_node
+
+    forward, backward = map(float, os.environ[TIMES].split())
+    blocks.LlamaBlock.forward = _block_forward(forward, backward)  # type: ignore[method-assign]
+    blocks.Head.forward = _head_forward  # type: ignore[method-assign]
+    options = JoinOptions(
+        listen=listen, advertise=advertise, state_dir=Path(directory), device="cpu", threads=1, json=True
+    )
+    return run_node(token, options)
+
+
+class _Paced(torch.autograd.Function):
+    """The identity, which takes a set time each way and gives its parameters gradients of zero."""
+
+    @staticmethod
+    def forward(ctx: Any, seconds: tuple[float, float], x: torch.Tensor, *weights: torch.Tensor) -> Any:
+        until = time.perf_counter() + seconds[0]
+        ctx.seconds = seconds[1]
+        ctx.shapes = [weight.shape for weight in weights]
+        result = x.clone()
+        _sleep_until(until)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        until = time.perf_counter() + ctx.seconds
+        zeros = tuple(torch.zeros(shape) for shape in ctx.shapes)
+        _sleep_until(until)
+        return None, gradient, *zeros
+
+
+def _sleep_until(moment: float) -> None:
+    if (pause := moment - time.perf_counter()) > 0:
+        time.sleep(pause)
+
+
+def _block_forward(forward: float, backward: float) -> Any:
+    def run(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _Paced.apply((forward, backward), x, *block.parameters())
+        return result
+
+    return run
+
+
+def _head_forward(head: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = _Paced.apply((0.0, 0.0), x, *head.parameters())
+    return result[..., :256]

@@ -1,1 +1,0 @@
-"""Parts of scripts/exp_pipeline_floor.py."""

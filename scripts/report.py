@@ -1,0 +1,30 @@
+"""What benchmarks and experiments share: writing a report, versions of packages, an exception as one line."""
+
+import importlib.metadata
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "scripts" / "results"
+MOST_CHARACTERS = 300
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    """Write a report as JSON; its folder need not exist."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def version(package: str) -> str:
+    """The installed version of a package, or `not installed`."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def one_line(problem: BaseException, most: int = MOST_CHARACTERS) -> str:
+    """An exception's class and message in one line, cut after `most` characters."""
+    kind, words = type(problem).__name__, " ".join(str(problem).split())
+    return f"{kind}: {words}"[:most] if words else kind

@@ -1,0 +1,189 @@
+"""Small tensors for compute-sanitizer: guards that see a write outside, and what is read of its output."""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.checks import sanitizer
+from scripts.checks.gpu_codecs import Checks
+from scripts.checks.gpu_kernels import GUARD, POISON, GuardedScratch
+from scripts.docs import codecs
+from wire.codecs.trellis import TrellisCodec
+
+ROOT = Path(__file__).resolve().parents[4]
+
+SAID = {
+    None: "sanitized-tah: 7 cases\nsanitized-tah: 20 checks, 0 failed\n",
+    "memcheck": "========= COMPUTE-SANITIZER\nsanitized-tah: 7 cases\nsanitized-tah: 20 checks, 0 failed\n"
+    "========= ERROR SUMMARY: 0 errors\n",
+    "racecheck": "sanitized-tah: 7 cases\nsanitized-tah: 20 checks, 0 failed\n"
+    "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n",
+}
+
+
+def test_scratch_has_guards_on_its_device_alone() -> None:
+    with GuardedScratch("cpu") as scratch:
+        empty = torch.empty(3, 5, dtype=torch.int16)
+        zeros = torch.zeros(7, dtype=torch.float64)
+        like = torch.empty_like(zeros)
+        torch.ones(4)
+        torch.empty(9, device="meta")
+    assert scratch.made == 3 and scratch.intact()
+    assert empty.shape == (3, 5) and empty.dtype == torch.int16 and empty.data_ptr() % 16 == 0
+    assert (empty.view(torch.uint8) == POISON).all() and (like.view(torch.uint8) == POISON).all()
+    assert not zeros.any()
+    empty.fill_(1)
+    assert scratch.intact()
+    empty.as_strided((1,), (1,), empty.storage_offset() + empty.numel())[0] = 1
+    assert not scratch.intact()
+
+
+def few() -> list[tuple[str, torch.Tensor, str]]:
+    return [case for case in sanitizer.trellis_cases() if case[1].numel() < 9000]
+
+
+def test_trellis_is_what_it_is_between_guards() -> None:
+    checks = Checks()
+    names = [name for name, _, _ in few()]
+    assert {"odd", "outliers", "not contiguous", "zeros", "one element"} <= set(names)
+    for name, x, rate in few():
+        sanitizer.check_trellis(checks, name, x, rate, device="cpu")
+    # But for scratch that the CPU's encoder does not ask torch for.
+    assert [said for said in checks.failed if "its scratch" not in said] == []
+    assert checks.cases == len(names) and checks.done == 7 * len(names)
+
+
+def test_own_allocations_have_no_guards_that_hide_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(sanitizer.OWN_ALLOCATIONS, "1")
+    checks = Checks()
+    name, x, rate = few()[1]
+    sanitizer.check_trellis(checks, name, x, rate, device="cpu")
+    assert checks.failed == [] and checks.done == 5
+
+
+def test_a_run_that_takes_too_long_ends_with_all_its_children() -> None:
+    # The child's child would keep the pipe open. A shell begins at once, Python on a busy machine may not.
+    started = time.monotonic()
+    status, said = sanitizer.run(["sh", "-c", "echo begun; sleep 60; echo ended"], {}, 3.0)
+    assert (status, said) == (None, "begun\n") and time.monotonic() - started < 30
+    status, said = sanitizer.run(
+        [sys.executable, "-c", "import os; print(os.environ['A'])"], {"A": "b"}, 30.0
+    )
+    assert (status, said) == (0, "b\n")
+
+
+@pytest.mark.parametrize("way", ["_pack", "_unpack"])
+@pytest.mark.parametrize("side", [-1, 1])
+def test_a_write_outside_is_found(way: str, side: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = getattr(TrellisCodec, way)
+
+    def careless(self: TrellisCodec, *arguments: Any) -> Any:
+        made = before(self, *arguments)
+        to = arguments[1].view(-1).view(torch.uint8)
+        place = -1 if side < 0 else to.numel()
+        # The expectation is made by the same methods, in buffers without guards.
+        if to.untyped_storage().nbytes() == to.numel() + 2 * GUARD:
+            to.as_strided((1,), (1,), to.storage_offset() + place)[0] = 0
+        return made
+
+    checks = Checks()
+    name, x, rate = few()[1]
+    sanitizer.check_trellis(checks, name, x, rate, device="cpu")
+    ran = len([said for said in checks.failed if "wrote outside" in said and "scratch" not in said])
+    assert ran == 0
+    monkeypatch.setattr(TrellisCodec, way, careless)
+    sanitizer.check_trellis(checks, name, x, rate, device="cpu")
+    said = [one for one in checks.failed if one.endswith("code wrote outside")]
+    assert len(said) == 1 and ("encode" if way == "_pack" else "decode") in said[0]
+
+
+def test_dtypes_and_paths_of_the_cases() -> None:
+    kinds = {x.dtype for _, x, _ in sanitizer.trellis_cases()}
+    assert kinds == {torch.float32, torch.bfloat16, torch.float16}
+    assert GUARD >= 64
+
+
+@pytest.mark.parametrize(("tool", "errors"), [(None, None), ("memcheck", 0), ("racecheck", 2)])
+def test_what_a_run_said(tool: str | None, errors: int | None) -> None:
+    row = sanitizer.outcome(tool, 0, SAID[tool])
+    assert (row["cases"], row["checks"], row["failed"], row.get("errors")) == (7, 20, 0, errors)
+    assert sanitizer.bad(row) == bool(errors) == ("last" in row)
+
+
+def test_a_run_without_a_summary_is_bad() -> None:
+    for tool, status, said in (
+        ("memcheck", 0, SAID[None]),
+        ("memcheck", None, "sanitized-tah: 7 cases\n"),
+        (None, 1, "sanitized-tah: 7 cases\nsanitized-tah: 20 checks, 1 failed\n"),
+        (None, 0, ""),
+    ):
+        row = sanitizer.outcome(tool, status, said)
+        assert sanitizer.bad(row) and row["last"] == said
+    two = SAID["memcheck"] + "========= ERROR SUMMARY: 3 errors\n"
+    assert sanitizer.outcome("memcheck", 0, two)["errors"] == 3
+
+
+def runner(said: dict[str | None, str], seen: list[list[str]]) -> sanitizer.Run:
+    def run(command: Sequence[str], environment: dict[str, str], seconds: float) -> tuple[int | None, str]:
+        if command[-1] == "--version":
+            return 0, "NVIDIA (R) Compute Sanitizer\nVersion 2025.3.1.0 (build 1)\n"
+        if command[-1] == "--help":
+            return 0, "  --padding arg (=0)\n"
+        seen.append([*command, *environment])
+        tool = command[command.index("--tool") + 1] if "--tool" in command else None
+        return 0, said[tool]
+
+    return run
+
+
+def test_every_part_runs_plainly_then_under_each_tool() -> None:
+    seen: list[list[str]] = []
+    found = sanitizer.sanitize("cs", 1000.0, runner(SAID, seen))
+    assert found["sanitizer"] == "2025.3.1.0"
+    assert found["options"] == ["--padding", "512"]
+    assert [(row["part"], row["tool"]) for row in found["parts"]] == [
+        (part, tool) for part in sanitizer.SANITIZED for tool in (None, "memcheck", "racecheck")
+    ]
+    under = [command for command in seen if command[0] == "cs"]
+    assert len(under) == 6 and all(
+        command[1] == "--tool"
+        and command[3:5] == ["--padding", "512"]
+        and "PYTORCH_NO_CUDA_MEMORY_CACHING" in command
+        for command in under
+    )
+    assert sum("PYTORCH_NO_CUDA_MEMORY_CACHING" in command for command in seen) == 6
+
+
+def test_without_time_racecheck_is_left_out() -> None:
+    found = sanitizer.sanitize("cs", 0.0, runner(SAID, []))
+    assert {row["tool"] for row in found["parts"]} == {None, "memcheck"}
+
+
+def test_the_sentence_says_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "sanitizer.json"
+    monkeypatch.setattr(codecs, "SANITIZER", path)
+    assert codecs.sanitizer() == "No run under compute-sanitizer is recorded."
+    report = {
+        "commit": "0123456789abcdef",
+        "hardware": "A GPU",
+        "torch": "2.11.0",
+        "triton": "3.6.0",
+        "seconds": 80.0,
+        **sanitizer.sanitize("cs", 1000.0, runner(SAID, [])),
+    }
+    path.write_text(json.dumps(report), encoding="utf-8")
+    said = " ".join(codecs.sanitizer().split())
+    assert "memcheck: 0 errors in 21 cases (60 checks of bits and guards, 0 failed)" in said
+    assert "racecheck: 6 errors in 21 cases" in said
+    assert "compute-sanitizer 2025.3.1.0" in said and "A GPU" in said and "0123456789ab" in said
+    report["parts"] = [row for row in report["parts"] if row["tool"] != "racecheck"]
+    report["parts"][1]["errors"] = None
+    path.write_text(json.dumps(report), encoding="utf-8")
+    said = " ".join(codecs.sanitizer().split())
+    assert "racecheck" not in said and "1 of 3 parts did not finish" in said
