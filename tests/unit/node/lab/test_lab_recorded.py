@@ -27,7 +27,7 @@ FILES = sorted((ROOT / "scripts" / "results").glob("lab_*.json"))
 
 def documented(name: str) -> tuple[str, list[str], list[str]]:
     """Profile, overrides and cells of the command that the document has for a file."""
-    text = (LAB / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "scripts" / "results" / "network.md").read_text(encoding="utf-8")
     found = re.search(
         rf"^\| `{re.escape(name)}` \| \w+ \| `thinwire lab run ([^`]+)` \|$", text, re.MULTILINE
     )
