@@ -1,13 +1,17 @@
-"""What benchmarks and experiments share: writing a report, versions of packages, an exception as one line."""
+"""What benchmarks and experiments share: writing a report, versions, Markdown tables, one line an exception."""
 
 import importlib.metadata
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "results"
 MOST_CHARACTERS = 300
+
+Column = tuple[str, str]
+"""A heading, and `left` or `right`."""
 
 
 def write(path: Path, report: dict[str, Any]) -> None:
@@ -28,3 +32,13 @@ def one_line(problem: BaseException, most: int = MOST_CHARACTERS) -> str:
     """An exception's class and message in one line, cut after `most` characters."""
     kind, words = type(problem).__name__, " ".join(str(problem).split())
     return f"{kind}: {words}"[:most] if words else kind
+
+
+def markdown(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> str:
+    """A table; `|` within a cell is escaped."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    rule = "|" + "|".join("--:" if side == "right" else "---" for _, side in columns) + "|"
+    return "\n".join([line([heading for heading, _ in columns]), rule, *(line(row) for row in rows)])

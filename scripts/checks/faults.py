@@ -30,8 +30,7 @@ from node.telemetry.events import (
     StepAborted,
     StepDone,
 )
-from scripts.docs.markdown import markdown
-from scripts.report import RESULTS, ROOT
+from scripts.report import RESULTS, ROOT, markdown
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, small
 from wire.version import VERSION

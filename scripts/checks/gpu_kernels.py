@@ -1,4 +1,4 @@
-"""Calls of the Triton kernels, tensors that take every path through them, and memory between poisoned guards."""
+"""Calls of the Triton kernels, tensors that take every path through them, memory between poisoned guards."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

@@ -5,8 +5,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scripts.docs.markdown import Tables, commit, if_recorded, markdown, read_report, spaced
-from scripts.report import RESULTS
+from scripts.docs.markdown import Tables, commit, if_recorded, read_report, spaced
+from scripts.report import RESULTS, markdown
 
 CODEC_SPEED = RESULTS / "codec_speed.json"
 GPU_CODEC_SPEED = RESULTS / "gpu_codecs.json"

@@ -3,17 +3,8 @@
 import math
 from typing import Any
 
-from scripts.docs.markdown import (
-    LOSSES,
-    Tables,
-    against,
-    commit,
-    commits,
-    markdown,
-    read_report,
-    spaced,
-)
-from scripts.report import RESULTS
+from scripts.docs.markdown import LOSSES, Tables, against, commit, commits, read_report, spaced
+from scripts.report import RESULTS, markdown
 
 CODEC_LOSSES = tuple(RESULTS / f"codec_loss{which}.json" for which in ("", "_earlier", "_16_cores"))
 """The newest report, and what earlier ones have besides: more widths and seeds, another machine."""

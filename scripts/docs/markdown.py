@@ -8,20 +8,8 @@ from typing import Any
 LOSSES = ("loss_last", "loss_held_out")
 """What a report says of a run: the mean of its last steps, and the final weights on text that no step saw."""
 
-Column = tuple[str, str]
-"""A heading, and `left` or `right`."""
 Tables = dict[str, Callable[[], str]]
 """By the name in a document's mark, what makes the table."""
-
-
-def markdown(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> str:
-    """A table; `|` within a cell is escaped."""
-
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-    rule = "|" + "|".join("--:" if side == "right" else "---" for _, side in columns) + "|"
-    return "\n".join([line([heading for heading, _ in columns]), rule, *(line(row) for row in rows)])
 
 
 def read_report(path: Path) -> dict[str, Any]:

@@ -15,12 +15,11 @@ from scripts.docs.markdown import (
     commit,
     commits,
     if_recorded,
-    markdown,
     notes,
     read_report,
     spaced,
 )
-from scripts.report import RESULTS
+from scripts.report import RESULTS, markdown
 
 STORED_ACTIVATIONS = RESULTS / "stored_activations.json"
 STORED_LOSS = RESULTS / "stored_activations_loss.json"

@@ -6,8 +6,8 @@ from typing import Any
 
 from node.lab.results import read_results
 from node.lab.table import all_tables, provenance
-from scripts.docs.markdown import Tables, commit, markdown, notes, read_report, spaced
-from scripts.report import RESULTS
+from scripts.docs.markdown import Tables, commit, notes, read_report, spaced
+from scripts.report import RESULTS, markdown
 
 PIPELINE_FLOOR = RESULTS / "pipeline_floor.json"
 ALL_REDUCE = RESULTS / "all_reduce.json"

@@ -2,8 +2,8 @@
 
 import math
 
-from scripts.docs.markdown import Tables, commit, if_recorded, markdown, read_report, spaced
-from scripts.report import RESULTS
+from scripts.docs.markdown import Tables, commit, if_recorded, read_report, spaced
+from scripts.report import RESULTS, markdown
 
 CAPTURED_PASSES = RESULTS / "captured_passes.json"
 GPU_TESTS = RESULTS / "gpu_tests.json"

@@ -35,7 +35,9 @@ Look = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Draw the runs that scripts/experiments/convergence.py recorded.")
+    parser = argparse.ArgumentParser(
+        description="Draw the runs that scripts/experiments/convergence.py recorded."
+    )
     parser.add_argument("--out", type=Path, default=OUT)
     out = parser.parse_args(argv).out.resolve()
     report = read_report(CONVERGENCE)

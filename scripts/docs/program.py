@@ -15,7 +15,8 @@ from node.cli.main import build_parser
 from node.lab.profile import LabSection, NetworkSection, SweepSection
 from node.run_file.loader import section_types, toml_value
 from node.telemetry.metrics import NODE_METRICS, PREFIX, RUN_METRICS, Definition
-from scripts.docs.markdown import Tables, markdown
+from scripts.docs.markdown import Tables
+from scripts.report import markdown
 from wire.codecs.formats import AqsgdFormat, codec_format, codec_names
 from wire.codecs.registry import codec
 from wire.spec import TensorSpec
@@ -96,7 +97,9 @@ def _metrics(definitions: Sequence[Definition]) -> str:
 
 def codec_sizes() -> str:
     """True bits an element of every codec, header included, for a tensor of about four million elements."""
-    rows = [[f"`{name}`", f"{_bits(codec_format(name).packed_bytes(SIZED_SHAPE)):.3f}"] for name in codec_names()]
+    rows = [
+        [f"`{name}`", f"{_bits(codec_format(name).packed_bytes(SIZED_SHAPE)):.3f}"] for name in codec_names()
+    ]
     for bits in (2, 4, 8):
         remembering = AqsgdFormat(bits)
         always, first = remembering.packed_bytes(SIZED_SHAPE), remembering.first_pass_bytes(SIZED_SHAPE)

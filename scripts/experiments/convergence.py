@@ -336,7 +336,15 @@ def main() -> int:
     wanted = list(RUNS)
     if arguments.only:
         wanted = [run for prefix in arguments.only for run in RUNS if run.name.startswith(prefix)]
-    command = [sys.executable, "-m", "scripts.experiments.convergence", "--tokens", str(arguments.tokens), "--parts", str(parts)]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.experiments.convergence",
+        "--tokens",
+        str(arguments.tokens),
+        "--parts",
+        str(parts),
+    ]
     if arguments.steps:
         command += ["--steps", str(arguments.steps)]
     dealer = Dealer(list(dict.fromkeys(wanted)), command, parts, time.monotonic() + arguments.time_limit)

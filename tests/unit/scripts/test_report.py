@@ -1,6 +1,5 @@
 """How scripts word an exception: its class and message, one line, no longer than asked."""
 
-
 import pytest
 
 from scripts.report import MOST_CHARACTERS, one_line

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from scripts.docs import losses, markdown, memory, program, tables
+from scripts.docs import losses, memory, program, tables
+from scripts.report import markdown
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -86,7 +87,7 @@ def test_every_table_stands_in_a_document() -> None:
 
 
 def test_cells_cannot_break_a_row() -> None:
-    made = markdown.markdown([("a", "left"), ("b", "right")], [["x|y", "1"]])
+    made = markdown([("a", "left"), ("b", "right")], [["x|y", "1"]])
     assert made == "| a | b |\n|---|--:|\n| x\\|y | 1 |"
 
 
