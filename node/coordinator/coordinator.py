@@ -49,7 +49,7 @@ from node.telemetry import events
 from node.telemetry.events import StepCosts
 from node.training.data import Corpus
 from node.training.manifest import Manifest, UnitEntry
-from node.training.snapshot_check import Checked
+from node.training.snapshot import Checked
 from wire.errors import ProtocolViolationError, RefusalCode, RunError
 from wire.identity.enrolment import Refusal
 from wire.messages import Applied, Finish, Heartbeat, HeartbeatReply, Leave, NodeMessage, Ready, Vote, Welcome

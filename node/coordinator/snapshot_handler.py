@@ -16,15 +16,16 @@ from node.model.units import unit_names
 from node.pipeline.placement import most_layer_bytes, stage_units
 from node.training.manifest import Manifest, SnapshotDamagedError, UnitEntry
 from node.training.snapshot import (
+    Checked,
     SnapshotWriter,
     list_snapshots,
     prune,
     read_manifest,
     read_unit,
     set_aside,
+    set_damaged_aside,
     snapshot_directory,
 )
-from node.training.snapshot_check import Checked, set_damaged_aside
 from wire.errors import ProtocolViolationError, RunError, ThinwireError
 
 Result = TypeVar("Result")

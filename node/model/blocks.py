@@ -1,10 +1,10 @@
-"""The transformer blocks, embeddings and heads of both families.
+"""Transformer blocks, embeddings and heads.
 
 Shape legend: B batch, S sequence, C hidden, H heads, K key/value heads, D = C / H, F ffn, V vocab.
 
 A block is a list of separate steps (norm, QKV, attention, output projection, norm, feed-forward), because
-AGoQ stores or recomputes each step's input on its own terms (design section 4). The residual stream, and so
-what crosses a boundary, stays float32 under autocast too. Between T tensor-parallel ranks, S below is S / T
+AGoQ stores or recomputes each step's input separately (design section 4). The residual stream, and so the
+boundary tensor, stays float32 under autocast too. Between T tensor-parallel ranks, S below is S / T
 outside of attention and the feed-forward, and H, K and F inside are the rank's own.
 """
 
@@ -53,7 +53,7 @@ def norm(model: ModelSection) -> nn.Module:
 class Rotary(nn.Module):
     """Rotary position embedding over whole heads, first half against second (the Llama convention).
 
-    The tables are a function of `rope_theta` and are no part of the weights.
+    The tables depend on the config only and are not weights.
     """
 
     cos_sd: Tensor
@@ -75,7 +75,7 @@ class Rotary(nn.Module):
         return rotated.to(x_bhsd.dtype)
 
     def back(self, grad_bhsd: Tensor) -> Tensor:
-        """The gradient of what was rotated: the same rotation the other way."""
+        """The gradient of the input: the inverse rotation."""
         length = grad_bhsd.shape[-2]
         rotated = grad_bhsd * self.cos_sd[:length] - _turned(grad_bhsd) * self.sin_sd[:length]
         return rotated.to(grad_bhsd.dtype)
@@ -90,7 +90,7 @@ def attention(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor) -> Tenso
     """Causal attention; each key/value head serves H / K query heads. Returns [B, S, C]."""
     grouped = query_bhsd.shape[1] != key_bksd.shape[1]
     if grouped and not has_flash(query_bhsd):
-        # Without FlashAttention torch has S x S matrices made of groups, and keeps them.
+        # Without FlashAttention torch makes and keeps S x S matrices for groups.
         key_bksd, value_bksd = repeat_shared(query_bhsd, key_bksd, value_bksd)
         grouped = False
     out_bhsd = F.scaled_dot_product_attention(
@@ -102,7 +102,7 @@ def attention(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor) -> Tenso
 class Block(nn.Module, ABC):
     """Norm, attention, norm, feed-forward, each half added to the residual stream. [B, S, C] in and out.
 
-    A family says which projections it has, and what lies between them.
+    A family defines the projections and what lies between them.
     """
 
     attention_norm: nn.Module
@@ -122,11 +122,11 @@ class Block(nn.Module, ABC):
 
     @abstractmethod
     def split(self, projected: Sequence[Tensor]) -> Heads:
-        """Heads of what `attention_inputs` give."""
+        """Heads from the outputs of `attention_inputs`."""
 
     @abstractmethod
     def join(self, heads: Heads) -> tuple[Tensor, ...]:
-        """Gradients of what `attention_inputs` give, from those of heads."""
+        """Gradients of the outputs of `attention_inputs`, from those of the heads."""
 
     @abstractmethod
     def ffn_inputs(self) -> tuple[nn.Linear, ...]:
@@ -134,7 +134,7 @@ class Block(nn.Module, ABC):
 
     @abstractmethod
     def activation(self, *wide_bsf: Tensor) -> Tensor:
-        """What `down` is given, of what `ffn_inputs` give: all [B, S, F]."""
+        """The input of `down` from the outputs of `ffn_inputs`: all [B, S, F]."""
 
     def qkv(self, normed_bsc: Tensor) -> Heads:
         """Queries [B, H, S, D], keys and values [B, K, S, D]."""
@@ -161,7 +161,7 @@ class Block(nn.Module, ABC):
         )
 
     def _plain(self, x_bsc: Tensor) -> Tensor:
-        """With autograd keeping what it likes."""
+        """Through plain autograd."""
         attended_bsc = attention(*self.qkv(gather(self.attention_norm(x_bsc), self.rank)))
         x_bsc = x_bsc + row_parallel(self.attention_output, attended_bsc, self.rank)
         normed_bsc = gather(self.ffn_norm(x_bsc), self.rank)

@@ -30,7 +30,7 @@ from node.model.units import (
 from wire.errors import ConfigError
 
 MOST_THREADS = 16
-"""That draw initial weights; a stage of a large model has some hundred million."""
+"""Threads that draw initial weights; a stage of a large model has hundreds of millions."""
 
 
 class Chunk(nn.Module):
@@ -93,8 +93,7 @@ def build_chunk(
     """The chunk of these units with its initial weights: matrices in `weights_in`, vectors in float32.
 
     Each weight is a function of (seed, unit, parameter name), so every split builds the same bits. `storage`
-    is what blocks keep for backward; off by default. `rank` is the chunk's among those that share its blocks;
-    it then holds that rank's shards of the same bits.
+    says what blocks keep for backward; off by default. With a `rank`, the chunk holds that rank's shards.
 
     Raises:
         ConfigError: units that the model does not have, or that are not contiguous and in order.
@@ -116,7 +115,7 @@ def build_chunk(
     modules: list[nn.Module] = []
     drawn = _draw_weights(model, wanted, seed)
     for unit in wanted:
-        # On the meta device torch allocates nothing and draws nothing from its own generator.
+        # On the meta device torch allocates nothing and draws no random numbers.
         with torch.device("meta"):
             module = _module(model, unit, rotary, storage or Storage(), rank)
         # Cloned into torch's own 64-byte aligned memory: a matrix product's bits may depend on alignment.

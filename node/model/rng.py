@@ -1,7 +1,7 @@
-"""Randomness as a function of place, never of a generator's state.
+"""Counter-based randomness: a function of where it is used, never of a generator's state.
 
-Whatever is drawn depends on (seed, step, microbatch, layer, direction, purpose) alone, so a re-run step, a
-resumed run and another split draw the same numbers.
+Every draw depends on (seed, step, microbatch, layer, direction, purpose) only, so a repeated step, a resumed
+run and another split draw the same numbers.
 """
 
 from hashlib import blake2b

@@ -1,6 +1,6 @@
-"""Slices of parameters and states for T tensor-parallel ranks, and whole ones of slices, as pure functions.
+"""Cuts parameters and states into shards for T tensor-parallel ranks and joins them again.
 
-Which slice is whose: `node.model.shard_shapes`.
+`node.model.shard_shapes` says which rank holds which slice.
 """
 
 from collections.abc import Mapping, Sequence

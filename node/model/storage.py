@@ -1,7 +1,7 @@
-"""What a block keeps of its activations for backward, and the bytes that takes. Torch-free.
+"""The forms in which a block keeps activations for backward, and their bytes. Torch-free.
 
-Four kinds of tensor, each kept in a form of its own; everything else is computed again in backward (design,
-section 4; AGoQ, arXiv 2605.00539, table 1). U is the unit of that table: batch x sequence x hidden x 2 bytes.
+Four kinds of tensor, each in its own form; everything else is recomputed in backward (design, section 4;
+AGoQ, arXiv 2605.00539, table 1). U is the unit of that table: batch x sequence x hidden x 2 bytes.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ KINDS = {
     "attention": (AS_COMPUTED, "bf16", "8", "6", "5", "4", RECOMPUTE),
     "attention_output": (AS_COMPUTED, "bf16", "8", "6", "5", "4", RECOMPUTE),
 }
-"""The forms that each kind may be kept in. Norm inputs are what all else is computed from."""
+"""The forms that each kind may be kept in. Norm inputs cannot be recomputed."""
 STAGE_BITS = (4, 5, 6, 8, 16)
-"""What bits by stage chooses from."""
+"""The choices of bits by stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Storage:
 
     @property
     def is_off(self) -> bool:
-        """Whether autograd keeps what it likes."""
+        """Whether plain autograd decides what is kept."""
         return self == Storage()
 
 
@@ -83,9 +83,9 @@ def configured(section: StorageSection) -> Storage:
 def storages_by_load(
     section: StorageSection, loads: Sequence[int], widest: int = STAGE_BITS[-1]
 ) -> tuple[Storage, ...]:
-    """How each stage's blocks might keep their activations, by what stages hold of them alone.
+    """How each stage's blocks could keep their activations, from the stages' loads only.
 
-    What they do keep is `node.pipeline.memory.stage_storages`, which looks at the rest of a stage's memory too.
+    `node.pipeline.memory.stage_storages` decides, with the rest of a stage's memory in view.
 
     Args:
         loads: the most block activations (microbatches x blocks) that each stage holds at once.

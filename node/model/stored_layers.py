@@ -1,19 +1,18 @@
-"""The two halves of a block with what they keep for backward under our control (design, section 4).
+"""The two halves of a block as autograd functions that choose what backward keeps (design, section 4).
 
 Shape legend: B batch, S sequence, C hidden, H heads, K key/value heads, D = C / H, F ffn.
 
 Each half is one `autograd.Function` around norm, projections and residual: forward packs what `Storage` says
-and drops the rest, backward computes that again from what was kept. Weights are cast in both directions, so
-that no cast copy of them is kept.
+and drops the rest, and backward recomputes it. Weights are cast in both directions, so that no cast copy is
+kept.
 
-Forward computes what the plain block does, with one exception: where queries, keys and values are kept packed
-and attention's result is kept too, attention runs on what was kept. Backward's weights, exp(q k - sums), add
-up to 1 only if the log-sum-exp is that of these queries and keys: else 4 bits put the gradients' error at 0.4
-to 0.8, and 8 bits at twice and more of what consistent sums give (scripts/experiments/stored_activations.py).
+Forward computes the same as the plain block, with one exception: if queries, keys and values are kept packed
+and attention's output is kept too, attention runs on the packed values. Backward's weights, exp(q k - sums),
+add up to 1 only if the log-sum-exp is that of these queries and keys: else 4 bits put the gradients' error at
+0.4 to 0.8, and 8 bits at twice or more of that with consistent sums (scripts/experiments/stored_activations.py).
 
-Between T tensor-parallel ranks, x is a rank's S / T positions, and so is what is kept of it: the norm's
-result is gathered again in backward. Attention and the feed-forward see all positions, in H / T heads and
-F / T wide.
+Between T tensor-parallel ranks, x and what is kept of it are a rank's S / T positions; backward gathers the
+norm's output again. Attention and the feed-forward see all positions, with H / T heads and width F / T.
 """
 
 from collections.abc import Callable, Sequence
@@ -127,7 +126,7 @@ class Norm:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadLayout:
-    """How projected tensors become heads, and gradients of heads those of the projected tensors."""
+    """Maps projected tensors to heads, and gradients of heads back."""
 
     split: Callable[[Sequence[Tensor]], Heads]
     join: Callable[[Heads], tuple[Tensor, ...]]
@@ -135,7 +134,7 @@ class HeadLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionParts:
-    """Everything but tensors that `attention_half` needs."""
+    """The arguments of `attention_half` that are not tensors."""
 
     storage: Storage
     layout: HeadLayout
@@ -144,7 +143,7 @@ class AttentionParts:
 
 @dataclass(frozen=True, kw_only=True)
 class FfnParts:
-    """Everything but tensors that `ffn_half` needs."""
+    """The arguments of `ffn_half` that are not tensors."""
 
     storage: Storage
     rank: TensorRank
@@ -184,7 +183,7 @@ def _flat(heads_bhsd: Tensor) -> Tensor:
 
 
 def _keep(x: Tensor, form: str) -> Tensor:
-    """x `[B, S, ...]` in `form`; nothing if it is computed again."""
+    """x `[B, S, ...]` in `form`; empty if it is recomputed."""
     if form == RECOMPUTE:
         return x.new_empty(0)
     if form == AS_COMPUTED or (form == "bf16" and x.dtype == torch.bfloat16):

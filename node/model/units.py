@@ -1,10 +1,10 @@
-"""Layer units: what a model is cut into, and the parameters of each. Torch-free, for the coordinator.
+"""Layer units and their parameters. Torch-free, for the coordinator.
 
-A model is the list "embed", "block.0000", ..., "head" (final norm and output projection). Units are what
-stages hold, what snapshots store and what the global gradient norm is summed over, in this order.
+A model is the list "embed", "block.0000", ..., "head" (final norm and output projection). Stages hold units,
+snapshots store them, and the global gradient norm is summed over them in this order.
 
-With `tied`, the head keeps its own copy of the embedding's weight, so that either may live on any stage. The
-tie holds because both start equal and get the same gradient: head's share + embed's share, in that order.
+With `tied`, the head keeps a copy of the embedding's weight, so that each may be on any stage. The copies
+stay equal because both start equal and get the same gradient: head's share + embed's share, in that order.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,8 @@
 """All-reduce of e4m3 gradients that never adds in e4m3 (papers/agoq.txt, section 5, figures 5 and 6).
 
-Each rank owns a share of every bucket: an all-to-all brings it all ranks' codes of that share, it adds them
-in fp32 in the order of ranks, packs the sum once, and an all-gather gives it to everybody. Each share is
-packed by one rank alone, so all ranks end with the same bits. On the wire that is 1.01 bytes an element each
-way, where a ring of fp32 moves 4.
+Each rank owns a share of every bucket: an all-to-all brings it all ranks' codes of that share; it adds them
+in fp32 in the order of ranks, packs the sum once, and an all-gather sends it to all. One rank packs each
+share, so all ranks end with the same bits. This moves 1.01 bytes an element each way; a ring of fp32 moves 4.
 """
 
 from collections.abc import Sequence
@@ -17,14 +16,14 @@ from kernels.fp8.layout import BLOCK, blocks
 from kernels.fp8.ops import sum_gradients
 from kernels.fp8.reference import Fp8Gradient
 
-# torch 2.13 has another name for it, and warns of the old one.
+# torch 2.13 renamed it and warns about the old name.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 GPU_BUCKET_BLOCKS = 1 << 20
-"""Blocks of 128 elements that travel together between GPUs: 128 MiB of codes. A bucket's calls take half a
-millisecond and more whatever its size, in which NVLink moves 100 MB."""
+"""Blocks of 128 elements a bucket between GPUs: 128 MiB of codes. A bucket's calls take at least half a
+millisecond whatever its size; NVLink moves 100 MB in that time."""
 CPU_BUCKET_BLOCKS = 1 << 13
-"""On CPUs 1 MiB, because summing takes as long as sending: one bucket is summed while the next travels."""
+"""1 MiB between CPUs, where summing takes as long as sending: sum one bucket while the next is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +47,15 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """What travels together. A rank's share is its blocks' codes and then their exponents, as bytes."""
+    """Blocks that are sent together. A rank's share is its blocks' codes, then their exponents, as bytes."""
 
     pieces: tuple[_Piece, ...]
     share: int
-    """Blocks of a rank's share; the last share is filled up."""
+    """Blocks of a rank's share; the last share is padded."""
     sent: Tensor
-    """uint8 [ranks, share * 129]: what goes to each rank; its own row then holds the sums it has made."""
+    """uint8 [ranks, share * 129]: for each rank; the rank's own row then holds its sums."""
     received: Tensor
-    """uint8 [ranks, share * 129]: from each rank; then everybody's sums."""
+    """uint8 [ranks, share * 129]: from each rank; then all ranks' sums."""
 
     def codes(self, buffer: Tensor) -> Tensor:
         return buffer[..., : self.share * BLOCK]
@@ -68,8 +67,8 @@ class _Bucket:
 class Fp8AllReduce:
     """Sums the same list of gradients over the ranks of a group, in place. Buffers are made once.
 
-    `complete` tells that a gradient is, and puts buckets on their way, always in the same order, so that they
-    overlap with the rest of backward; `finish` sends what is left and waits. `reset` begins anew.
+    `complete` marks a gradient as complete and starts buckets, always in the same order, so that they overlap
+    with the rest of backward; `finish` sends the rest and waits. `reset` drops everything.
     """
 
     def __init__(
@@ -80,9 +79,9 @@ class Fp8AllReduce:
     ) -> None:
         """
         Args:
-            gradients: of at least one element each, on one device, alike in size on every rank.
-            bucket_blocks: at most so many blocks a bucket; gradients larger than that are cut. 0 is as
-                suits the device. The sums are the same whatever it is.
+            gradients: of at least one element each, on one device, with the same sizes on every rank.
+            bucket_blocks: at most so many blocks a bucket; larger gradients are cut. 0 chooses for the
+                device. The sums do not depend on it.
         """
         if bucket_blocks == 0:
             on_gpu = gradients[0].codes.device.type == "cuda"
@@ -95,12 +94,12 @@ class Fp8AllReduce:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that a rank sends in one all-reduce: its codes to the others, and its sums to the others."""
+        """Bytes that a rank sends in one all-reduce: its codes and its sums to the others."""
         each = sum(bucket.share * (BLOCK + 1) for bucket in self._buckets)
         return 2 * (self._ranks - 1) * each
 
     def complete(self, gradient: Fp8Gradient) -> None:
-        """One of the gradients will not change until `finish`."""
+        """This gradient will not change until `finish`."""
         self._complete.add(id(gradient))
         while len(self._running) < len(self._buckets):
             bucket = self._buckets[len(self._running)]
@@ -109,9 +108,9 @@ class Fp8AllReduce:
             self._start(bucket)
 
     def reset(self) -> None:
-        """Drop what an aborted step has put on its way, on every rank before the next begins.
+        """Drop the buckets of an aborted step; call it on every rank before the next step.
 
-        Its all-to-alls are waited for: all ranks have begun the same, and their buffers are used again.
+        It waits for running all-to-alls: all ranks have started the same ones, and the buffers are reused.
         """
         for _, work in self._running:
             work.wait()
@@ -126,7 +125,7 @@ class Fp8AllReduce:
         self._running.append((bucket, work))
 
     def finish(self) -> None:
-        """All gradients are complete: they hold the sums afterwards."""
+        """Sum what is left; all gradients hold the sums afterwards."""
         for bucket in self._buckets[len(self._running) :]:
             self._start(bucket)
         gathering = []
@@ -163,7 +162,7 @@ class Fp8AllReduce:
                 start += count
                 at += count
         device = parts[0][0].codes.device
-        # Zeros, because what fills up the last share, and a gradient's last block, is sent and summed too.
+        # Zeros, because the padding is sent and summed too.
         sent, received = (
             torch.zeros((self._ranks, share * (BLOCK + 1)), dtype=torch.uint8, device=device)
             for _ in range(2)

@@ -40,8 +40,7 @@ from node.run_file.validate import parse_listen
 from node.telemetry import events
 from node.telemetry.history import highest_step, history_size
 from node.training.data import Corpus
-from node.training.snapshot import discard_incomplete, snapshot_directory
-from node.training.snapshot_check import Checked, Tell, set_damaged_aside
+from node.training.snapshot import Checked, Tell, discard_incomplete, set_damaged_aside, snapshot_directory
 from wire import event_loop
 from wire.channels import make_server
 from wire.errors import DataError, RunError, UserError

@@ -1,19 +1,19 @@
-"""A chunk's passes as CUDA graphs: captured once, then replayed by one call each.
+"""A chunk's passes as CUDA graphs: captured once, then replayed with one call each.
 
-A block's two passes are some hundred small kernels, and with small microbatches, as slow links want them, it
-takes longer to tell a GPU of each than to run it. A graph holds them all. It reads and writes fixed places,
-so every microbatch in flight has a *slot*: places for its input, its result and the gradients of both, and a
-graph for each pass. Slots are captured when they are first needed, from the second step of a placement on:
-the first runs through autograd, where kernels are compiled and algorithms chosen, which no capture can hold.
+A block's two passes are about a hundred small kernels. With the small microbatches of slow links, launching
+them takes longer than running them; a graph launches them all at once. It reads and writes fixed addresses,
+so every microbatch in flight has a *slot*: buffers for its input, its result and the gradients of both, and a
+graph for each pass. Slots are captured when first needed, from the second step of a placement on: the first
+step runs through autograd, because a capture cannot contain compilation or the choice of algorithms.
 
-Graphs run the same kernels on the same values as autograd, so they change no bit (tests/gpu). Three things
-are arranged differently:
+Graphs run the same kernels on the same values as autograd, so the result is bit-identical (tests/gpu). Three
+things differ:
 
-- Weights that autocast would cast, and keep, for every microbatch are cast once a step, into leaves that
-  stand for the parameters; in autograd's own passes too.
-- Gradients of leaves are added to the main gradients inside the graph, which therefore never move.
-- What a slot's forward allocates is its own for good, because another slot's forward may run before its
-  backward. What backward allocates is used up when it ends, so the backwards of all slots share their memory.
+- Weights that autocast casts are cast once a step, not once a microbatch, into leaves that stand for the
+  parameters; in autograd's passes too.
+- Gradients of leaves are added to the main gradients inside the graph, so main gradients never move.
+- Each slot's forward has its own memory, because another slot's forward may run before its backward. The
+  backwards of all slots share memory, because nothing of a backward is needed once it ends.
 """
 
 import gc
@@ -40,12 +40,12 @@ class Recorder(Protocol):
     """Records work on a device."""
 
     def record(self, work: Work, *, apart: bool) -> Work:
-        """Record what `work` asks of the device, without doing it; returns what does it, again and again.
+        """Record the device work of `work` without running it; returns a function that replays it.
 
         Args:
-            apart: no other recorded work uses the memory that this one allocates.
+            apart: use separate memory from other recordings.
 
-        Raises RuntimeError if it cannot be recorded, or memory is full.
+        Raises RuntimeError if the work cannot be recorded or memory is full.
         """
         ...
 
@@ -63,7 +63,7 @@ class CudaRecorder:
         pool = torch.cuda.graph_pool_handle() if apart else self._shared
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), _without_collecting(), self._closing(pool):
-            # Other threads pack and unpack meanwhile; what they ask of CUDA is none of this capture's.
+            # Other threads pack and unpack meanwhile; this capture must not include their work.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 work()
@@ -76,7 +76,7 @@ class CudaRecorder:
 
     @contextmanager
     def _closing(self, pool: tuple[int, int]) -> Iterator[None]:
-        """A capture that breaks leaves the allocator waiting for its end."""
+        """End the allocator's capture state if the capture fails."""
         try:
             yield
         except BaseException:
@@ -87,7 +87,7 @@ class CudaRecorder:
 
 @contextmanager
 def _without_collecting() -> Iterator[None]:
-    """Python collects no cycles: one may hold another graph, and to free that breaks a capture."""
+    """Disable cycle collection: freeing another graph breaks a capture."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -99,7 +99,7 @@ def _without_collecting() -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Slot:
-    """One microbatch's places and graphs."""
+    """One microbatch's buffers and graphs."""
 
     fed: Tensor
     labels: Tensor | None
@@ -111,9 +111,9 @@ class _Slot:
 
 
 class CapturedPasses:
-    """`node.stage.passes.Passes` by recorded work; through autograd in the first step, or where that fails.
+    """`node.stage.passes.Passes` by replay; through autograd in the first step or if capturing fails.
 
-    Everything happens on the caller's current stream.
+    Everything runs on the caller's current stream.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class CapturedPasses:
         self._gradients = gradients
         self._recorder = recorder
         self._casts: list[tuple[Tensor, Tensor]] = []
-        # Not through `self`: in a cycle a dropped stage would keep its memory until cycles are collected.
+        # Do not capture `self`: a cycle would keep a dropped stage's memory until cycles are collected.
         leaves, module = self._make_leaves(precision), self._module
         self._leaves = leaves
         self._by_autograd = AutogradPasses(
@@ -153,7 +153,7 @@ class CapturedPasses:
 
     @property
     def slots(self) -> int:
-        """How many microbatches have graphs of their own."""
+        """How many microbatches have graphs."""
         return len(self._slots)
 
     def begin_step(self) -> None:
@@ -174,7 +174,7 @@ class CapturedPasses:
                 slot.labels.copy_(labels)
         slot.forward()
         self._in_flight[microbatch] = slot
-        # The slot's own is written again while this one may still be on its way.
+        # A copy: the slot is reused while this result may still be in transfer.
         return slot.result.detach().clone()
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
@@ -192,24 +192,23 @@ class CapturedPasses:
     # ---- recording
 
     def _slot(self, fed: Tensor, labels: Tensor | None) -> _Slot | None:
-        """A free one, or a new one; None where there is none yet, or cannot be."""
+        """A free or new slot; None in the first step or after capturing failed."""
         if self._free:
             return self._free.pop()
         if not self._warm or self._refused:
             return None
         if not self._slots and fed.device.type == "cuda":
-            # What autograd's steps have left has no other use: graphs' memory is apart from it.
+            # Free autograd's cached memory: graphs use separate memory.
             torch.cuda.empty_cache()
         try:
             slot = self._record(fed, labels)
         except RuntimeError as error:
             self._refused = True
             reason = str(error).strip().split("\n")[0]
-            log.warning("%s passes are captured, no more: %s", len(self._slots), reason)
+            log.warning("only %s passes are captured: %s", len(self._slots), reason)
             for leaf in self._leaves.values():
                 leaf.grad = None
-            # Of slots that there are, graphs keep leaves on the stream that they were captured on: autograd
-            # waits for it, and tells of that.
+            # Existing graphs keep leaves on their capture stream; autograd waits for it and warns.
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
             return None
         self._slots.append(slot)
@@ -225,7 +224,7 @@ class CapturedPasses:
 
         def backward() -> None:
             slot.fed.grad = None
-            # What forward kept stays where it is.
+            # Keep the buffers that forward saved.
             torch.autograd.backward(slot.result, slot.gradient, retain_graph=True)
 
         slot.forward = self._recorder.record(forward, apart=True)
@@ -235,7 +234,7 @@ class CapturedPasses:
         return slot
 
     def _make_leaves(self, precision: str) -> dict[str, Tensor]:
-        """What stands for the parameters: the same memory, or a copy in autocast's precision."""
+        """Leaves that stand for the parameters: the same memory, or a copy in autocast's precision."""
         cast = self._cast_names() if precision == "bfloat16" else set()
         leaves: dict[str, Tensor] = {}
         for name, parameter in self._module.named_parameters():
@@ -258,8 +257,7 @@ class CapturedPasses:
         }
 
     def _adding_to(self, parameter: nn.Parameter) -> Callable[[Tensor], None]:
-        # A hook that leads back to its leaf, as `self` would, keeps both for good: torch tells Python's
-        # collector of cycles nothing of hooks.
+        # Do not capture `self` in the hook: a cycle through a torch hook is never collected.
         gradients = self._gradients
 
         def add(leaf: Tensor) -> None:

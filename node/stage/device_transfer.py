@@ -1,12 +1,11 @@
-"""How a tensor gets from a device into packed bytes on the host, and back, for each kind of device.
+"""Packs a device's tensors into bytes on the host, and unpacks them, for each kind of device.
 
-`mark` and `wait` are called on the compute thread and never hold it up; `pack` and `unpack` are called on the
-transfer thread (`tensor_transfer.py`), which may wait for the device.
+`mark` and `wait` run on the compute thread and never block it; `pack` and `unpack` run on the transfer thread
+(`tensor_transfer.py`), which may wait for the device.
 
-On a GPU the codec's kernels and the copies run on streams of their own beside the stage's work, ordered by
-events alone. Copies go through page-locked memory, without which they would hold up the thread and the
-stream. That memory, like the GPU's, comes from torch's caching allocators, which keep freed blocks by size
-and hand them out again when the device is done with them: in the steady state nothing is allocated.
+On a GPU the codec's kernels and copies run on separate streams beside the stage's work, ordered by events.
+Copies go through page-locked memory, because others block the thread and the stream. That memory and the
+GPU's come from torch's caching allocators, so in the steady state nothing is allocated.
 """
 
 from abc import ABC, abstractmethod
@@ -28,29 +27,29 @@ class DeviceTransfer(ABC):
 
     @abstractmethod
     def mark(self) -> Mark | None:
-        """Behind all that the compute thread has given the device to do; None if it is all done."""
+        """A mark after all work that the compute thread has submitted; None if that is done."""
 
     @abstractmethod
     def wait(self, tensor: Tensor, mark: Mark | None) -> None:
-        """What the compute thread gives the device from now on sees `tensor` as it is at `mark`."""
+        """Make later work of the compute thread see `tensor` as of `mark`."""
 
     @abstractmethod
     def pack(self, codec: Codec, tensor: Tensor, mark: Mark | None) -> Tensor:
-        """`tensor`, as it is at `mark`, packed and sealed: uint8 `[packed_bytes]` on the CPU.
+        """`tensor` as of `mark`, packed and sealed: uint8 `[packed_bytes]` on the CPU.
 
-        Raises NonFiniteError as `Codec.encode` does. `tensor` must stay as it is until this returns.
+        Raises NonFiniteError as `Codec.encode` does. `tensor` must not change until this returns.
         """
 
     @abstractmethod
     def unpack(self, codec: Codec, packed: Tensor, spec: TensorSpec) -> tuple[Tensor, Mark | None]:
-        """The tensor of `spec` in `packed`, uint8 `[packed_bytes]` on the CPU, and when it is there.
+        """The tensor of `spec` from `packed`, uint8 `[packed_bytes]` on the CPU, and a mark when it is ready.
 
-        Raises what `Codec.decode` raises. `packed` is not needed any more when this returns.
+        Raises what `Codec.decode` raises. `packed` may be reused when this returns.
         """
 
 
 class CpuTransfer(DeviceTransfer):
-    """The tensor is on the host already. Memory of large tensors is used again."""
+    """Tensors are on the host already. The memory of large tensors is reused."""
 
     def __init__(self) -> None:
         self._buffers = HostBuffers()
@@ -71,7 +70,7 @@ class CpuTransfer(DeviceTransfer):
 
 
 class Streams(host_copies.Streams, Protocol):
-    """The part of `torch.cuda` that is used here; tests put another in its place."""
+    """The part of `torch.cuda` that this module uses; tests replace it."""
 
     def Stream(self, device: torch.device) -> Any: ...
 
@@ -99,7 +98,7 @@ class CudaTransfer(DeviceTransfer):
     def wait(self, tensor: Tensor, mark: Any) -> None:
         stream = self._streams.current_stream(self._device)
         stream.wait_event(mark)
-        # It was allocated on the other stream: its memory must not be used again before this one is done.
+        # It was allocated on the other stream; do not reuse its memory before this stream is done.
         if tensor.is_cuda:
             tensor.record_stream(stream)
 

@@ -229,7 +229,9 @@ class EpochTask:
             return executor.place(self.stage, stages)
 
         held = await services.compute(work)
-        self._placed = Placed(epoch=self.number, held_step=held, voted=executor.voted, branch=executor.lineage)
+        self._placed = Placed(
+            epoch=self.number, held_step=held, voted=executor.voted, branch=executor.lineage
+        )
         services.post(self._placed)
 
     async def _restore(self, restore: Restore) -> None:

@@ -1,9 +1,9 @@
-"""Large tensors on the host whose memory is used again, so that packing and unpacking allocate nothing.
+"""Reuses the memory of large host tensors, so that packing and unpacking allocate nothing.
 
-glibc maps blocks of more than 32 MiB anew each time, and gives back what threads other than the first free of
-them: a boundary tensor [2, 4096, 2048] in float32 cost 16,385 page faults, which took two thirds of the time
-of unpacking it. To have malloc keep such blocks (`mallopt`) helps the transfer thread only if the process has
-one arena for all threads, and at times left 600 MiB in use where 475 were needed. This concerns nobody else.
+glibc maps blocks of more than 32 MiB anew each time and returns them when a thread other than the first frees
+them: a boundary tensor [2, 4096, 2048] in float32 cost 16,385 page faults, two thirds of the time to unpack
+it. Making malloc keep such blocks (`mallopt`) helps the transfer thread only with a single arena, and left up
+to 600 MiB in use where 475 were needed.
 """
 
 import math
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 LEAST_BYTES = 1 << 20
-"""What is smaller malloc keeps by itself."""
+"""malloc itself keeps smaller blocks."""
 
 
 class HostBuffers:
-    """Lends memory for tensors. One thread asks for it; it comes back by itself, from whatever thread, when
-    the last tensor or view of it is gone.
+    """Lends memory for tensors. One thread borrows; a block returns, from any thread, when its last tensor or
+    view is freed.
 
-    Blocks that came back are kept by size. All blocks together take at most twice what was lent at once, so
-    sizes that nobody asks for any more go, the oldest first.
+    Returned blocks are kept by size. All blocks together take at most twice the most that was lent at once;
+    the oldest idle blocks are freed first.
     """
 
     def __init__(self) -> None:
@@ -30,12 +30,12 @@ class HostBuffers:
         """Bytes lent at once, at most."""
         self._lent = 0
         self._idle: list[Tensor] = []  # the oldest first
-        # Filled by whichever thread drops a tensor, in the midst of anything: appending is all it may do.
+        # Any thread may drop a tensor at any moment, so returning a block only appends.
         self._returned: deque[Tensor] = deque()
 
     @property
     def idle_bytes(self) -> int:
-        """Of the blocks that are kept for the next tensors."""
+        """Bytes of the blocks kept for the next tensors."""
         self._collect()
         return sum(block.nbytes for block in self._idle)
 

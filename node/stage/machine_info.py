@@ -1,4 +1,4 @@
-"""What this machine offers to a run: its device, and how fast that multiplies."""
+"""The machine as a run sees it: its devices, their memory and speed, and sums in a fixed order."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ from wire.identity.enrolment import CPU, Hardware
 MATRIX = 1024
 MEASURE_SECONDS = 0.2
 ASK_SECONDS = 120.0
-"""torch is loaded first, perhaps from a slow disk."""
+"""Loading torch may take long on a slow disk."""
 _ASK = "import sys, torch; print(min(torch.cuda.mem_get_info(int(index))[0] for index in sys.argv[1:]))"
 
 
@@ -37,12 +37,11 @@ def choose_device(wanted: str) -> torch.device:
 def describe(chosen: Sequence[torch.device], *, tensor_parallel: int = 1, most_bytes: int = 0) -> Hardware:
     """The devices' name and memory, and the machine's cores.
 
-    Of a GPU it is what others have left of it, and of several that of the one with the least, as each of
-    their processes holds as much as the others; processes on a CPU have an equal share of its memory each.
+    A GPU's memory is what is free on it now; of several, the least, because each process holds as much as the
+    others. Processes on a CPU get an equal share of its memory.
 
     Args:
-        most_bytes: above 0 all the memory that the owner offers, of each GPU, or of the machine: no stage
-            that needs more comes here, and on a GPU torch refuses to take more.
+        most_bytes: above 0, the owner's limit for each GPU or for the machine. On a GPU torch enforces it.
 
     Raises UserError for a GPU that cannot be used.
     """
@@ -68,9 +67,9 @@ def describe(chosen: Sequence[torch.device], *, tensor_parallel: int = 1, most_b
 
 
 def _free_elsewhere(others: Sequence[torch.device]) -> int:
-    """Bytes that are free on the fullest of these GPUs.
+    """Free bytes on the fullest of these GPUs.
 
-    A process of its own asks: whoever asks takes hundreds of megabytes of that GPU, until it ends.
+    A separate process asks, because asking takes hundreds of megabytes of each GPU until the process ends.
 
     Raises UserError.
     """
@@ -84,7 +83,7 @@ def _free_elsewhere(others: Sequence[torch.device]) -> int:
 
 
 def limit_memory(device: torch.device, most_bytes: int) -> None:
-    """Have torch take no more than so much of a GPU in this process; 0 is no limit."""
+    """Limit the GPU memory that torch takes in this process; 0 is no limit."""
     if device.type != "cuda" or most_bytes == 0:
         return
     total = torch.cuda.get_device_properties(device).total_memory
@@ -106,12 +105,16 @@ def measure_flops(device: torch.device) -> float:
 
 
 def fix_order(device: torch.device) -> None:
-    """From here on this process computes so, or refuses. Comes before the device's first matrix product."""
+    """Make this process compute sums in a fixed order, so that a repeated step gives the same bits.
+
+    Call it before the device's first matrix product. Without it FlashAttention's backward adds with atomics,
+    and torch prefers cuDNN's attention, whose backward has no fixed order either.
+    """
     if device.type != "cuda":
         return
-    # Of cuBLAS's workspaces these sizes alone make it choose the same algorithm every time.
+    # Only these workspace sizes make cuBLAS choose the same algorithm every time.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # A module whose one setting is a property, which mypy does not see.
+    # mypy does not see the module's property.
     settings: Any = torch.utils.deterministic
     settings.fill_uninitialized_memory = False

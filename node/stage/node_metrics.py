@@ -17,11 +17,11 @@ from wire.telemetry import Telemetry
 from wire.version import PROTOCOL, VERSION
 
 _SELF = -1
-"""In place of the stage, which may change: what counts here is the node."""
+"""Stands for the node's stage, which may change."""
 
 
 class NodeMetrics(Collector):
-    """Adds up the reports of one node across its epochs, each told with the placement that it was made in."""
+    """Adds up one node's reports over its epochs."""
 
     def __init__(self, *, node_id: str, run_id: str, device: str) -> None:
         self._labels = node_id, run_id, device
@@ -32,7 +32,7 @@ class NodeMetrics(Collector):
         self._registry.register(self)
 
     def report(self, telemetry: Telemetry, stage: int, stages: int) -> None:
-        """The newest totals; `stage` of `stages` is the node's place, -1 for none."""
+        """Add the newest totals; the node has stage `stage` of `stages`, -1 for none."""
         before = self._newest if self._newest.epoch == telemetry.epoch else Telemetry()
         self._ledger.add(_SELF, stages, before, telemetry)
         self._newest, self._stage = telemetry, stage

@@ -1,7 +1,9 @@
-"""Memory that does not suffice after all: how that is told from a fault of the program, and what is said.
+"""Running out of memory: recognize it, explain it in one line, and offer less memory the next time.
 
-The estimate keeps away stages that cannot fit, before anything is allocated. But others use a device too, and
-estimates err. A node that runs out ends, with one line: another step or epoch would fail on it likewise.
+The memory estimate refuses stages that cannot fit before anything is allocated. But other programs use a
+device too, and estimates err. A node that runs out of memory ends, because every later step would fail too.
+When a service manager starts it again, it offers less than that stage needs for a day, so that the
+coordinator does not assign the same stage again.
 """
 
 import errno
@@ -44,7 +46,7 @@ def ran_out(error: BaseException) -> bool:
 
 
 def room(device: torch.device) -> str:
-    """What a device has, and who has taken it, in words. Ask in the process that computes there."""
+    """A device's total and free memory in words. Call it in the process that computes there."""
     if device.type == "cuda":
         try:
             free, total = torch.cuda.mem_get_info(device)
@@ -65,13 +67,13 @@ def room(device: torch.device) -> str:
 def exhausted(
     device: torch.device, there: str, *, offered: int, stage: int = -1, stages: int = 0, need: int = 0
 ) -> MemoryExhaustedError:
-    """The line for a node whose `device` ran out.
+    """The error of a node whose `device` ran out of memory.
 
     Args:
-        there: what `room` says.
-        offered: bytes that the node offered of each device when it joined.
+        there: what `room` returned.
+        offered: bytes of each device that the node offered when it joined.
         stage: of `stages`; below 0 if it had none yet.
-        need: what that stage was estimated to need on each device.
+        need: the estimate of that stage on each device.
     """
     at = "before it had a stage"
     if stage >= 0:
@@ -84,15 +86,15 @@ def exhausted(
 
 @dataclass(frozen=True)
 class MemoryNote:
-    """Of one node, which was started with these options; with others it is another matter."""
+    """The note of one node; it only counts for the same options."""
 
     directory: Path
     """The node's state directory, of one run."""
     most_bytes: int
-    """As `--max-memory` says; 0 if it does not."""
+    """`--max-memory`; 0 if not given."""
 
     def write(self, hardware: Hardware, need: int) -> None:
-        """A stage that was estimated to need so many bytes did not fit on these devices."""
+        """Record that a stage with an estimate of `need` bytes did not fit on these devices."""
         note = {"need": need, "written": time.time(), "of": self._of(hardware)}
         try:
             write_private(self.directory / NOTE_FILE, json.dumps(note).encode())
@@ -100,7 +102,7 @@ class MemoryNote:
             log.warning("this node may be given the same stage again: %s", error)
 
     def limit(self, hardware: Hardware) -> Hardware:
-        """The hardware with no more memory than a newer note leaves; says so in the log."""
+        """The hardware, with less memory if a valid note says so; logs that."""
         path = self.directory / NOTE_FILE
         try:
             note = json.loads(path.read_bytes())
@@ -118,5 +120,5 @@ class MemoryNote:
         return replace(hardware, memory_bytes=need - 1)
 
     def _of(self, hardware: Hardware) -> list[str | int]:
-        # Not its memory: on a GPU that is what others have left at that moment.
+        # Without the memory: on a GPU that changes with other programs.
         return [hardware.device, hardware.devices, hardware.tensor_parallel, self.most_bytes]

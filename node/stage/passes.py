@@ -1,6 +1,6 @@
 """A chunk's forward and backward of one microbatch at a time, through autograd.
 
-`node.stage.captured_passes` does the same without telling a GPU every kernel anew.
+`node.stage.captured_passes` does the same with CUDA graphs.
 """
 
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from node.model.chunk import Chunk, compute_precision
 
 Call = Callable[[Tensor, Tensor | None], Tensor]
-"""What a chunk makes of its input: hidden states, or with labels the mean loss."""
+"""Maps a chunk's input to hidden states, or with labels to the mean loss."""
 
 
 class Passes(Protocol):
-    """One chunk's. Several microbatches may be between their two passes."""
+    """The passes of one chunk. Several microbatches may be between forward and backward."""
 
     def begin_step(self) -> None:
-        """Forget the microbatches of an unfinished step; weights may have changed."""
+        """Drop the microbatches of an unfinished step; weights may have changed."""
         ...
 
     def forward(self, microbatch: int, fed: Tensor, labels: Tensor | None) -> Tensor:

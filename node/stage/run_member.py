@@ -129,7 +129,7 @@ class RunMember:
     def exhausted(
         self, device: torch.device, on_device: str, devices: Devices, offered: int
     ) -> MemoryExhaustedError:
-        """The error of a node whose `device` ran out of memory; arguments as for `out_of_memory.exhausted`."""
+        """The error of a node whose `device` ran out of memory, as by `out_of_memory.exhausted`."""
         executor = self.executor
         if executor.stage < 0:
             return out_of_memory.exhausted(device, on_device, offered=offered)

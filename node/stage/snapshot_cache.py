@@ -1,11 +1,10 @@
-"""Layer files of snapshots on a node's own disk, so that a rollback or a new stage needs no network.
+"""Caches snapshots' layer files on a node's disk, so that a rollback or a new stage needs no network.
 
     DIRECTORY/TAG/STEP/UNIT.layer    SHA-256 of the rest, then a unit's snapshot file
 
-A file that does not fit its SHA-256 counts as absent. It may be of a snapshot that was never completed, in
-whose place the run came to the same step again, on fewer stages say, with other bits: who has a file asks the
-coordinator whether it is the snapshot's. Under another config, which the tag stands for, a run goes another
-way in any case, so files of another tag are removed.
+A file that does not match its SHA-256 counts as absent. A file may belong to a snapshot that was never
+completed, after which the run reached the same step with other bits; so the node asks the coordinator whether
+its copy is the snapshot's. The tag stands for the config; files of another tag are removed.
 """
 
 import contextlib
@@ -36,7 +35,7 @@ class SnapshotCache:
         self._tag = tag
 
     def get(self, step: int, unit: str) -> LayerFile | None:
-        """The unit's file, or None if it is not here whole."""
+        """The unit's file, or None if it is missing or damaged."""
         path = self._path(step, unit)
         try:
             content = path.read_bytes() if path is not None else b""
@@ -46,7 +45,7 @@ class SnapshotCache:
         return LayerFile(data, digest.hex()) if hashlib.sha256(data).digest() == digest else None
 
     def put(self, step: int, unit: str, data: bytes) -> None:
-        """Keep a file if there is room. A disk that refuses is no error: the coordinator has the snapshot."""
+        """Store a file if there is room. A failing disk is no error: the coordinator has the snapshot."""
         path = self._path(step, unit)
         if path is None:
             return
@@ -63,7 +62,7 @@ class SnapshotCache:
                 Path(partial).unlink(missing_ok=True)
 
     def _make_room(self, path: Path, size: int) -> bool:
-        """Forget what is old, then what is older than this file, until it fits."""
+        """Remove files of other configs, then older steps, until the file fits."""
         for other in self._directory.iterdir():
             if other.name != self._tag:
                 shutil.rmtree(other, ignore_errors=True)
@@ -76,12 +75,12 @@ class SnapshotCache:
         return self._size(path) + size <= self._limit
 
     def _size(self, replaced: Path) -> int:
-        """Bytes on disk, without the file that is to be replaced."""
+        """Bytes on disk without the file that will be replaced."""
         files = (path for path in self._directory.rglob("*.layer") if path != replaced)
         return sum(path.stat().st_size for path in files)
 
     def _path(self, step: int, unit: str) -> Path | None:
-        """Where the file is; None for a unit whose name is no file name."""
+        """The file's path; None for a unit whose name is no file name."""
         if not unit.replace(".", "").isalnum() or step < 0:
             return None
         return self._directory / self._tag / str(step) / f"{unit}.layer"

@@ -1,4 +1,4 @@
-"""The layers of snapshots on their way between a node and the coordinator: fetched, held ready, sent."""
+"""Transfers snapshots' layers between a node and the coordinator: fetch, prefetch, upload."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class SnapshotTransfer:
-    """One node's, for as long as it is in the run. Transfers that nobody waits for are tasks of `group`."""
+    """One node's transfers during a run. Background transfers are tasks of `group`."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class SnapshotTransfer:
         self._prefetching: asyncio.Task[None] | None = None
 
     async def fetch(self, step: int, unit: str) -> bytes:
-        """A layer unit's snapshot file, from this node's disk if that is the one."""
+        """A layer unit's snapshot file, from this node's disk if that copy is the right one."""
         kept = await asyncio.to_thread(self._cache.get, step, unit)
         limit = most_layer_bytes(self._config, unit, self._windows)
         data = await self._client.layer(step, unit, limit, kept)
@@ -57,39 +57,39 @@ class SnapshotTransfer:
         return data
 
     def prefetch(self, wanted: Prefetch) -> None:
-        """Keep a snapshot at hand for the stage that this node may have to take, in place of an older one."""
+        """Fetch a snapshot for a stage that may be assigned to this node; replaces an older prefetch."""
         if self._prefetching is not None:
             self._prefetching.cancel()
         self._prefetching = self._group.create_task(self._prefetch(wanted))
 
     def upload(self, epoch: int, step: int, state: State, *, stage: int) -> None:
-        """Send a snapshot's layers in the background; a failure is reported as the epoch's."""
+        """Send a snapshot's layers in the background; a failure fails the epoch."""
         running = {old: task for old, task in self._uploads.items() if not task.done()}
-        # One of the same step may hold other layers, or have begun with a coordinator that is gone. Of the
-        # others one may end in peace: each holds a copy of the state.
+        # Cancel an upload of the same step, which may hold other layers or belong to a lost coordinator. Of
+        # older steps let only the newest finish: each holds a copy of the state.
         stale = [*sorted(running.keys() - {step})[:-1], *(running.keys() & {step})]
         for old in stale:
             running.pop(old).cancel()
         self._uploads = {**running, step: self._group.create_task(self._upload(epoch, step, state, stage))}
 
     def uploading(self, step: int) -> bool:
-        """Whether this step's layers are on their way, or have all arrived."""
+        """Whether this step's layers are being sent or have all arrived."""
         task = self._uploads.get(step)
         return task is not None and (not task.done() or (not task.cancelled() and task.result()))
 
     @property
     def sending(self) -> bool:
-        """Whether any layer is on its way."""
+        """Whether any layer is being sent."""
         return any(not task.done() for task in self._uploads.values())
 
     def cancel(self) -> None:
-        """Stop what is under way."""
+        """Stop all transfers."""
         for task in [*self._uploads.values(), self._prefetching]:
             if task is not None:
                 task.cancel()
 
     async def _upload(self, epoch: int, step: int, state: State, stage: int) -> bool:
-        """Send every layer; whether all arrived. One that did not fails the epoch: the run may wait."""
+        """Send every layer; whether all arrived. A missing layer fails the epoch: the run may wait for it."""
         if faults.keeps_layers(stage=stage, step=step):
             return True
         for unit, tensors in state.items():

@@ -1,12 +1,12 @@
-"""Where a stage's gradients add up between microbatches: beside the weights in fp32, or in e4m3.
+"""Main gradients: accumulate a stage's gradients over microbatches, in fp32 or e4m3.
 
-In fp32 those of fp32 weights add up in `.grad`, by autograd. Those of bf16 weights come in bf16, and would be
-added in it: they are added to main gradients the moment backward has made them, and dropped.
+In fp32, autograd accumulates the gradients of fp32 weights in `.grad`. Gradients of bf16 weights are bf16;
+each is added to an fp32 main gradient as soon as backward has made it, and dropped.
 
-In e4m3 (design section 4) each matrix's gradient is added to its block-wise codes the moment backward has
-made it, and dropped: no more than one matrix's gradient exists in full at a time, or those of half a block
-that packs what it keeps, whose backward gives them together. Vectors are few and stay fp32. Steps of more
-than `MOST_TO_NEAREST` microbatches add them with stochastic rounding.
+In e4m3 (design section 4) each matrix's gradient is added to block-wise codes as soon as backward has made
+it, and dropped, so at most one matrix's gradient exists in full, or those of half a block that packs its
+activations. Vectors are few and stay fp32. Steps of more than `MOST_TO_NEAREST` microbatches round
+stochastically.
 """
 
 import weakref
@@ -25,10 +25,9 @@ from wire.errors import RunError
 MOST_TO_NEAREST = 16
 """Microbatches a step up to which sums in e4m3 are rounded to nearest.
 
-Up to here that is closer to the exact sum, because stochastic rounding errs by more each time. From about 32
-on, what is added falls below half of a code's step and is lost every
-time, so that the sum stands still, where stochastic rounding keeps it right on average. And what is recorded
-of convergence was trained so, with 8.
+Up to here rounding to nearest is closer to the exact sum, because each stochastic rounding errs by more. From
+about 32 on, each addend is less than half a code's step and is lost, so the sum stops growing; stochastic
+rounding keeps it right on average. The recorded convergence runs used 8 microbatches.
 """
 
 
@@ -48,26 +47,26 @@ class Gradients(Protocol):
         ...
 
     def put(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Replace one by a copy: a step scales gradients in place."""
+        """Replace a gradient by a copy of `value`: a step scales gradients in place."""
         ...
 
     def add(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Add a microbatch's gradient, in the parameter's shape and any float dtype, to one that is in place.
+        """Add a microbatch's gradient, in the parameter's shape and any float dtype.
 
-        It asks work of the device alone, which a CUDA graph may capture and replay.
+        A CUDA graph may capture and replay this.
         """
         ...
 
     def added(self, parameters: Iterable[nn.Parameter]) -> None:
-        """A replay has added to these."""
+        """A replay has added to these parameters' gradients."""
         ...
 
     def begin_microbatch(self, salt: int) -> None:
-        """What is added from here on, by replays too, is rounded by random bits of this salt, of 32 bits."""
+        """Round later additions, also in replays, by random bits from this 32-bit salt."""
         ...
 
     def unpacked(self, parameter: nn.Parameter) -> Tensor | None:
-        """The one that is kept in fp32, in place; None if it is in e4m3, or if there is none."""
+        """The fp32 gradient in place; None if it is in e4m3 or missing."""
         ...
 
     @property
@@ -77,10 +76,9 @@ class Gradients(Protocol):
 
 
 def _after_adding(parameter: nn.Parameter, method: Callable[[Tensor], None]) -> None:
-    """Have autograd call `method` once it has added to the parameter's `.grad`.
+    """Make autograd call `method` after it has added to the parameter's `.grad`.
 
-    For as long as its object lives otherwise: a hook that leads back to its parameter, as what holds main
-    gradients does, keeps both for good, since torch tells Python's collector of cycles nothing of hooks.
+    The hook holds the method's object weakly: a cycle through a torch hook is never collected.
     """
     held = weakref.WeakMethod(method)
 

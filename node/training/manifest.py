@@ -1,6 +1,6 @@
-"""What `manifest.json` says of a snapshot, and the hash of a model's weights. Torch-free.
+"""A snapshot's `manifest.json`, and the hash of a model's weights. Torch-free.
 
-The weights' hash depends on parameters alone: not on the split, the optimizer or the file format's padding.
+The weights' hash depends on the parameters only, not on the split, the optimizer or the file's padding.
 It is the SHA-256 over the units' own hashes in model order; a unit's is over name, dtype, shape and bytes of
 each of its parameters, sorted by name.
 """
@@ -19,11 +19,11 @@ FORMAT = 1
 """Raised whenever files or manifest change meaning."""
 MANIFEST_NAME = "manifest.json"
 DAMAGED_NAME = "manifest.json.damaged"
-"""What the manifest of a snapshot is called that was found damaged."""
+"""The name of a damaged snapshot's manifest."""
 
 
 class SnapshotDamagedError(RunError):
-    """A snapshot that was complete is not what it was. `what` is the message without its advice."""
+    """A complete snapshot was changed or damaged. `what` is the message without its advice."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}; use an older snapshot")

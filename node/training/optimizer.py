@@ -1,15 +1,14 @@
 """AdamW over the layer units that one process holds.
 
 Everything is kept and reported by unit, so that norms sum to the same bits and snapshots restore on any
-split. Moments are float32, or e4m3 for matrices (`[training] moments`, design section 4); gradients are what
-`node.training.gradients` keeps. Snapshots hold weights as float32, whatever they are in memory: bfloat16 fits
-in it exactly.
+split. Moments are float32, or e4m3 for matrices (`[training] moments`, design section 4);
+`node.training.gradients` keeps gradients. Snapshots hold weights as float32, which holds bfloat16 exactly.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-import torch._dynamo  # AdamW's constructor imports it: over a second that a run waiting for a node would lose
+import torch._dynamo  # AdamW's constructor imports it, which takes over a second: do it before the run waits
 from torch import Tensor, nn
 
 from kernels.fp8.layout import blocks
@@ -116,11 +115,11 @@ class StageOptimizer:
         self.gradients.clear()
 
     def begin_backward(self, microbatch: int, rank: int = 0) -> None:
-        """The next backward is this microbatch's, whatever chunk it runs through.
+        """The next backward belongs to this microbatch.
 
         Args:
-            rank: this process among those of its node that add up the same microbatch's gradients. Each
-                rounds by bits of its own, so that their errors are not alike and do not add up.
+            rank: this process among those of its node that share the microbatch. Each rounds by other random
+                bits, so that their errors do not add up.
         """
         if self._rounds_stochastically:
             # The step that `apply` will take. All units are at the same; an attempt of it is like the first.
@@ -201,7 +200,7 @@ class StageOptimizer:
         self.zero_grad()
 
     def unit_state(self, unit: str) -> dict[str, Tensor]:
-        """A copy on the CPU of all that a unit needs to go on, so that training may continue meanwhile.
+        """A copy of a unit's whole state on the CPU, so that training may continue meanwhile.
 
         Keys: "parameter.NAME" (float32) and "step" (int64 scalar); for moments in float32 "exp_avg.NAME" and
         "exp_avg_sq.NAME", for those in e4m3 the codes under these names (uint8 [elements]) and
@@ -222,7 +221,7 @@ class StageOptimizer:
 
     @torch.no_grad()
     def load_unit_state(self, unit: str, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `unit_state` returned; nothing changes unless all of it fits.
+        """Load what `unit_state` returned; nothing changes unless all of it fits.
 
         Raises:
             RunError: a tensor is missing, unknown, or of another shape or dtype.

@@ -1,4 +1,4 @@
-"""Which samples a step sees: a pure function of (seed, step), known to the coordinator and to every stage."""
+"""The samples of each step: a pure function of (seed, step), for the coordinator and every stage."""
 
 from dataclasses import dataclass
 from threading import Lock
@@ -8,9 +8,9 @@ import numpy as np
 from node.model.rng import generator
 
 _KEPT = 3
-"""Passes held at once: a step may touch two, and the one before them tells what was sent last."""
+"""Passes held at once: a step may touch two, and `known` looks at the one before."""
 _KEPT_STEPS = 8
-"""Answers of `known` held at once: it is asked for every tensor of a step."""
+"""Results of `known` held at once: it is called for every tensor of a step."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Pass:
 
 
 class SampleOrder:
-    """Every pass goes once through all windows of the text, each in an order of its own.
+    """Every pass goes once through all windows of the text, in a different order.
 
     Windows are numbered along the text. Safe to call from any thread.
     """
@@ -65,7 +65,7 @@ class SampleOrder:
         return tuple(int(self.pass_of(number).order[index]) for number, index in places)
 
     def known(self, step: int, since: int) -> tuple[bool, ...]:
-        """Of each sample of the step, whether one of the steps `since` to `step` - 1 has seen it."""
+        """For each sample of the step, whether one of the steps `since` to `step` - 1 has seen it."""
         with self._lock:
             found = self._known.get((step, since))
         if found is None:

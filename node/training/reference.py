@@ -1,8 +1,7 @@
-"""The unsplit trainer in one process: what a pipelined run must reproduce, and experiments' baseline.
+"""The reference trainer: the unsplit model in one process, which a pipelined run must reproduce.
 
-Plain autograd over the same units, microbatches, schedule, clipping and optimizer as a run. Codecs may be
-put at chunk boundaries, as a run has them: what goes forward is encoded and decoded, and so is the gradient
-that comes back, straight through.
+It is plain autograd over the same units, microbatches, schedule, clipping and optimizer as a run. Codecs may
+be put at chunk boundaries, as in a run: activations and their gradients are encoded and decoded.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ from wire.errors import DataError
 from wire.spec import Direction, TensorKey
 
 Boundary = Callable[[Tensor, TensorKey], Tensor]
-"""What a link does to a tensor [B, S, C]: its key names the boundary and whether it goes forward or back."""
+"""Maps a tensor [B, S, C] as a link does; the key names the boundary and the direction."""
 
 
 @dataclass(frozen=True, slots=True)

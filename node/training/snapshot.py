@@ -1,13 +1,13 @@
-"""Snapshots on disk: one safetensors file a layer unit, and a manifest. Torch-free, for the coordinator.
+"""Snapshots on disk: one safetensors file a layer unit, and a manifest; writing and checking. Torch-free.
 
     SNAPSHOTS/step-00000100/embed.safetensors
                             block.0000.safetensors ...
                             head.safetensors
-                            manifest.json             written last: a snapshot without one never happened
-                            manifest.json.damaged     its name once a file is found damaged: it counts no more
+                            manifest.json             written last: a snapshot without one is incomplete
+                            manifest.json.damaged     its name after a file was found damaged
 
-Each file is written beside its name, synced and renamed, so that none is ever seen half-written. All calls
-here read, hash or write whole files: call them from a thread, never on the event loop.
+Each file is written under a temporary name, synced and renamed. All calls here read, hash or write whole
+files: call them from a thread, never on the event loop.
 """
 
 import errno
@@ -16,9 +16,10 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
@@ -26,6 +27,7 @@ from threading import Lock
 from node import faults
 from node.config.schema import RunConfig
 from node.model.units import unit_names
+from node.telemetry.format import bytes_text
 from node.training.manifest import (
     DAMAGED_NAME,
     FORMAT,
@@ -40,6 +42,11 @@ from node.training.manifest import (
 from node.training.unit_state import check_state, parameters_of, read_tensors
 from wire.errors import ProtocolViolationError, RunError
 
+MOMENT_SECONDS = 2.0
+"""A check that takes longer reports what it does."""
+_CHUNK_BYTES = 1 << 20
+
+Tell = Callable[[str], None]
 _STEP_DIRECTORY = re.compile(r"step-(\d{8,})")
 
 
@@ -89,7 +96,7 @@ def read_unit(directory: Path, unit: str) -> bytes:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """A unit's file is read inside; raises what `read_unit` does."""
+    """Read a unit's file inside; raises what `read_unit` does."""
     try:
         yield
     except PermissionError as error:
@@ -99,12 +106,12 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def damaged(path: Path) -> SnapshotDamagedError:
-    """A unit's file is not what the manifest says."""
+    """The error for a unit's file that differs from its manifest."""
     return SnapshotDamagedError(f"{path} is damaged: its SHA-256 is not the manifest's")
 
 
 def set_aside(directory: Path) -> None:
-    """From here on a damaged snapshot is none; its files stay until those of its time are pruned.
+    """Rename a damaged snapshot's manifest, so that it no longer counts; its files stay until pruned.
 
     Raises:
         RunError: its manifest cannot be renamed.
@@ -120,7 +127,7 @@ def set_aside(directory: Path) -> None:
 def prune(root: Path, keep: int) -> tuple[int, ...]:
     """Remove all but the newest `keep` complete snapshots (at least one stays). Returns the steps removed.
 
-    What is damaged and older than all that stay goes too.
+    Damaged snapshots older than all of these are removed too.
     """
     complete = list_snapshots(root)
     removed = complete[: -max(1, keep)]
@@ -129,14 +136,14 @@ def prune(root: Path, keep: int) -> tuple[int, ...]:
             _remove(directory)
     for step in removed:
         directory = snapshot_directory(root, step)
-        # First the manifest: a removal that is cut short leaves an incomplete snapshot, not a damaged one.
+        # The manifest first: an interrupted removal leaves an incomplete snapshot, not a damaged one.
         _remove(directory / MANIFEST_NAME)
         _remove(directory)
     return removed
 
 
 def discard_incomplete(root: Path, below: int | None = None) -> tuple[int, ...]:
-    """Remove what interrupted snapshots left behind, or those of steps below one. Returns their steps."""
+    """Remove incomplete snapshots, of steps below `below` if given. Returns their steps."""
     complete = set(list_snapshots(root))
     removed = []
     for step, directory in _step_directories(root):
@@ -149,6 +156,70 @@ def discard_incomplete(root: Path, below: int | None = None) -> tuple[int, ...]:
             _remove(directory)
             removed.append(step)
     return tuple(removed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """The result of checking a run's snapshots."""
+
+    whole: int
+    """The step of the newest undamaged one; 0 if there is none."""
+    damaged: tuple[tuple[int, str], ...]
+    """Step of each newer one, newest first, and what is damaged."""
+
+    def news(self) -> str:
+        """A line about those that were set aside."""
+        found = "; ".join(what for _, what in self.damaged)
+        steps = ", ".join(str(step) for step, _ in self.damaged)
+        which = f"the snapshot of step {steps} is" if len(self.damaged) == 1 else f"the snapshots {steps} are"
+        aside = f"{which} set aside (as {DAMAGED_NAME})"
+        return f"{found}: {aside}, and the newest that is whole is that of step {self.whole}"
+
+
+def set_damaged_aside(root: Path, tell: Tell = lambda _: None) -> Checked:
+    """Find the newest undamaged snapshot of a run and set newer ones aside.
+
+    If all are damaged they stay: without any snapshot the run would start from the beginning.
+
+    Args:
+        tell: receives a line about what is being checked, if that takes long.
+
+    Raises:
+        RunError: a file may not be read or renamed, or another version wrote it.
+    """
+    found: list[tuple[int, str]] = []
+    for step in reversed(list_snapshots(root)):
+        try:
+            check_snapshot(snapshot_directory(root, step), tell)
+        except SnapshotDamagedError as error:
+            found.append((step, error.what))
+            continue
+        for other, _ in found:
+            set_aside(snapshot_directory(root, other))
+        return Checked(whole=step, damaged=tuple(found))
+    return Checked(whole=0, damaged=tuple(found))
+
+
+def check_snapshot(directory: Path, tell: Tell = lambda _: None) -> None:
+    """Compare every file of a complete snapshot with its manifest.
+
+    Raises:
+        SnapshotDamagedError: at the first that is missing, unreadable or another.
+        RunError: a file may not be read, or another version wrote it.
+    """
+    manifest = read_manifest(directory)
+    began, told = time.monotonic(), False
+    for entry in manifest.units:
+        path, digest, size = directory / entry.file, sha256(), 0
+        with reading(path), path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                size += len(chunk)
+                if not told and time.monotonic() - began > MOMENT_SECONDS:
+                    tell(f"checking the snapshot of step {manifest.step}: {bytes_text(manifest.total_bytes)}")
+                    told = True
+        if size != entry.bytes or digest.hexdigest() != entry.sha256:
+            raise damaged(path)
 
 
 class SnapshotWriter:
@@ -182,8 +253,7 @@ class SnapshotWriter:
             The manifest, once all units of the step are stored; else None.
 
         Raises:
-            ProtocolViolationError: damaged on the way, or nothing that a node could go on from; nothing is
-                stored.
+            ProtocolViolationError: damaged in transfer, or unusable for a resume; nothing is stored.
             RunError: the disk is full or cannot be written; no partial file is left.
         """
         entry = self._check(unit, data, digest)
@@ -214,7 +284,7 @@ class SnapshotWriter:
             self._entries.pop(step, None)
 
     def discard_below(self, step: int) -> None:
-        """Forget incomplete snapshots of lower steps, and remove what of them is on disk.
+        """Drop incomplete snapshots of lower steps, also from disk.
 
         Raises:
             RunError: they cannot be removed.

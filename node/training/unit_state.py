@@ -1,8 +1,8 @@
-"""What a layer unit's snapshot file holds, read and checked for one that nodes can go on from. Torch-free.
+"""Reads and checks a layer unit's snapshot file. Torch-free.
 
-A file that a node then cannot load would end every attempt to go on with the run, and the snapshots before it
-are pruned meanwhile. So tensors are compared with what the run file asks for, by name, dtype and shape, and
-numbers that no step leaves behind are refused: largest and smallest elements tell, and take no memory.
+A file that a node cannot load would end every attempt to resume, and older snapshots are pruned meanwhile. So
+tensors are compared with the run file by name, dtype and shape, and impossible numbers are refused by their
+largest and smallest element.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from wire.errors import RunError
 PARAMETER_PREFIX = "parameter."
 """Begins the names of weights in a unit's state; everything else is the optimizer's."""
 CACHE_PREFIX = "activation_cache."
-"""Begins the names of remembered activations in a unit's state, of runs whose codec has a memory."""
+"""Begins the names of a sample cache's tensors in a unit's state."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _NEVER_NEGATIVE = {"exp_avg_sq", "exp_avg_sq_scale", "exp_avg_scale"}
 _STEP = "step"
@@ -78,7 +78,7 @@ def check_state(config: RunConfig, windows: int, unit: str, tensors: Mapping[str
     """
     expected = expected_layout(config, unit)
     if config.pipeline.remembers and not _CACHE.isdisjoint(tensors):
-        # All or none: only the units before a boundary carry what is remembered there.
+        # All or none: only the unit before a boundary carries its sample cache.
         expected |= _cache_layout(config, tensors)
     for name in sorted(expected.keys() ^ tensors.keys()):
         raise RunError(f"{name[:80]} is {'missing' if name in expected else 'unknown'}")

@@ -21,8 +21,7 @@ from node.pipeline.placement import split_units, stage_units
 from node.training.manifest import Manifest
 from node.training.optimizer import StageOptimizer
 from node.training.serialization import serialize_unit
-from node.training.snapshot import SnapshotWriter, list_snapshots
-from node.training.snapshot_check import Checked
+from node.training.snapshot import Checked, SnapshotWriter, list_snapshots
 from wire.errors import ProtocolViolationError, RunError
 
 MODEL = ModelSection(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24, vocab=31, sequence=8)

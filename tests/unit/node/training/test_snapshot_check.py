@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 
-from node.training import snapshot_check
+from node.training import snapshot as snapshot_check
 from node.training.manifest import DAMAGED_NAME, MANIFEST_NAME, SnapshotDamagedError
 from node.training.snapshot import (
+    Checked,
+    check_snapshot,
     discard_incomplete,
     list_snapshots,
     prune,
     read_unit,
+    set_damaged_aside,
     snapshot_directory,
 )
-from node.training.snapshot_check import Checked, check_snapshot, set_damaged_aside
 from tests.support.snapshots import write_snapshot
 from wire.errors import RunError
 
