@@ -100,9 +100,7 @@ class MemoryPipeline:
         self.step = 0
         self._corpus = data or corpus(config)
         self.executors = [
-            StageExecutor(
-                config, CPU, StageClock(), StageModel(config, CPU), windows=self._corpus.windows
-            )
+            StageExecutor(config, CPU, StageClock(), StageModel(config, CPU), windows=self._corpus.windows)
             for _ in range(stages)
         ]
         self.inboxes = [Inbox() for _ in range(stages)]

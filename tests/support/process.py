@@ -55,12 +55,18 @@ class Process:
         *,
         directory: Path,
         environment: Mapping[str, str],
+        program: Sequence[str] = ("node.cli.main",),
         prepare: Callable[[], None] | None = None,
         wrapper: Sequence[str] = (),
         launch: Launch = subprocess.Popen,
         listener: Listener | None = None,
     ) -> None:
-        """`prepare` runs in the child before the program does; `wrapper` is a command that starts it."""
+        """
+        Args:
+            program: the module to run, and arguments before `arguments`.
+            prepare: runs in the child before the program does.
+            wrapper: a command that starts the program.
+        """
         self.name = name
         self._listener = listener
         self.lines: list[str] = []
@@ -69,7 +75,7 @@ class Process:
         self._ended = False
         with self._stderr_file.open("wb") as stderr:
             self._child = launch(
-                [*wrapper, sys.executable, "-m", "node.cli.main", *arguments],
+                [*wrapper, sys.executable, "-m", *program, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

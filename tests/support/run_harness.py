@@ -189,6 +189,8 @@ class Run:
         self.config = replace(config, data=replace(config.data, path=str(self.text_file)))
         self.run_file.write_text(to_toml(self.config), encoding="utf-8")
         self._variables: dict[str, str] = {}
+        self.program: Sequence[str] = ("node.cli.main",)
+        """What `command` runs."""
         if still is not None:
             markers = directory / "still"
             markers.mkdir()
@@ -243,6 +245,7 @@ class Run:
             arguments,
             directory=self.directory,
             environment=self.environment,
+            program=self.program,
             prepare=prepare,
             wrapper=wrapper,
             launch=subprocess.Popen if prepare or wrapper else self._launch,

@@ -18,13 +18,6 @@ FLOORS = (
     *("run_file", "checkpoints", "training", "pipeline", "model", "telemetry", "config", "faults"),
 )
 """Rooms of `node` from top to bottom: each imports only from rooms below it."""
-KNOWN = {
-    ("node/cli/resume.py", "node/cli/coordinator.py"),
-    ("kernels/fp8/reference.py", "kernels/fp8/pieces.py"),
-    ("kernels/fp8/reference.py", "kernels/fp8/triton.py"),
-    ("kernels/fp8/triton.py", "kernels/fp8/adamw.py"),
-}
-"""Imports that still go up or close a circle: (importer, imported). Each is to go."""
 NETWORK = {"aiohttp", "asyncio", "google", "grpc", "http", "socket", "ssl", "urllib"}
 """Modules that `kernels` may not import."""
 GENERATED = "wire.v1"
@@ -130,13 +123,12 @@ Imports = dict[Path, set[Path]]
 
 @cache
 def all_imports() -> Imports:
-    """Which of our modules each module and script imports, for a type checker too, except `KNOWN`."""
+    """Which of our modules each module and script imports, for a type checker too."""
     files = frozenset({*MODULES, *SCRIPTS})
     found: Imports = {}
     for file in files:
         names = imported(ast.parse((ROOT / file).read_text(encoding="utf-8")), file)
-        targets = {target for name in names if (target := module_of(name, files)) and target != file}
-        found[file] = {target for target in targets if (file.as_posix(), target.as_posix()) not in KNOWN}
+        found[file] = {target for name in names if (target := module_of(name, files)) and target != file}
     return found
 
 

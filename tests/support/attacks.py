@@ -1,0 +1,220 @@
+"""Attacks on a run as data, and what its honest members see of them, in real processes.
+
+`MEMBERS` are lies of one member (`tests.support.liar`), in a run of three stages and two spares. `attack`
+runs one of them and returns a `Seen`.
+"""
+
+import contextlib
+import fcntl
+import subprocess
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from node.display.render import event_lines
+from node.faults import Fault, Kind, Phase
+from node.telemetry.events import (
+    Event,
+    NodeJoined,
+    NodeLeft,
+    Notice,
+    PlacementMade,
+    RunFinished,
+    StepAborted,
+    StepDone,
+)
+from tests.support.fault_run import FaultRun, small
+from tests.support.process import Process, StuckError
+from tests.support.run_harness import Launch, undisturbed
+
+STEPS, SNAPSHOT_EVERY, LIES_FROM = 10, 3, 4
+STAGES, SPARES = 3, 2
+STUCK_SECONDS = 60.0
+"""Without any line from the coordinator a run counts as stuck."""
+DESCRIPTORS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attack:
+    """One member's lie."""
+
+    name: str
+    """A key of `tests.support.liar.LIES`."""
+    what: str
+    """In words, for the table."""
+    step: int = LIES_FROM
+    """The first step with the lie, from 0."""
+    harmless: bool = False
+    """The lie costs the run nothing, so its author may keep its stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What one attack did to a run."""
+
+    name: str
+    what: str
+    ended: bool
+    """The run reached its last step."""
+    bits_equal: bool
+    """Losses and weights are an undisturbed run's."""
+    steps_again: int
+    """Attempts at steps that were aborted."""
+    longest_wait: float
+    """Seconds between two steps that were done, the longest during the attack."""
+    replaced: bool
+    """The attacker has lost its stage."""
+    honest_harmed: tuple[str, ...]
+    """Why honest members left before the end, and how they ended if not well."""
+    line: str
+    """What the operator reads."""
+
+
+MEMBERS = tuple(
+    Attack(name=lie, what=what, harmless=harmless)
+    for lie, what, harmless in (
+        ("nan-once", "votes a norm that is not a number, once", True),
+        ("nan", "votes norms that are not numbers", False),
+        ("not-finite", "says in each step that a gradient is not finite", False),
+        ("internal", "says in each step that something broke", False),
+        ("accuse-one", "accuses the same neighbour in each step", False),
+        ("accuse-both", "accuses its neighbours in turn", False),
+        ("blame-link", "says in each step that a neighbour's link failed", False),
+        ("negative-norm", "votes norms of -1, and connects again each time", False),
+        ("no-vote", "never votes", False),
+        ("no-applied", "never says that it has applied a step", False),
+        ("silent", "stays connected and says nothing", False),
+        ("reconnect", "drops its session at every message", False),
+        ("withhold-layers", "never hands in its layers", False),
+        ("flood-heartbeats", "sends heartbeats that name 4,000 links", False),
+        ("flood-spans", "sends spans that nobody asked for", False),
+        ("loss-of-another", "reports the loss of a stage that is not its own", True),
+        ("norms-of-others", "votes norms of layers that it does not hold", True),
+        ("huge-norm", "votes norms of 1e60", False),
+    )
+)
+
+
+# ---- members that lie
+
+
+class LyingRun(FaultRun):
+    """A run of three stages with a liar among them, held at its second step until the spares are there."""
+
+    def __init__(self, directory: Path, chosen: Attack, *, launch: Launch = subprocess.Popen) -> None:
+        config = small(steps=STEPS, snapshot_every=SNAPSHOT_EVERY, silent_seconds=10.0)
+        hold = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=1)
+        super().__init__(directory, config, [hold], launch=launch)
+        self.marker = directory / "lied"
+        self.liar: Process | None = None
+        self._chosen = chosen
+        self._spares_wait = contextlib.ExitStack()
+        fcntl.flock(self._spares_wait.enter_context(self.plan.gate(hold).open("a")), fcntl.LOCK_EX)
+
+    def __exit__(self, *error: Any) -> None:
+        self._spares_wait.close()
+        super().__exit__(*error)
+
+    def assemble(self, *, liar_at: int = 1) -> None:
+        """Start the coordinator, three nodes, one after the other, and the spares; then the steps go on."""
+        coordinator = self.start()
+        for number in range(STAGES + SPARES):
+            lies = number == liar_at
+            node = (
+                self.add_spare()
+                if number >= STAGES
+                else self.add_node(liar=self._chosen.name if lies else "")
+            )
+            self.liar = node if lies else self.liar
+            self.wait_joined(number + 1)
+        coordinator.wait_event(PlacementMade)
+        self._spares_wait.close()
+
+    def add_node(self, token: str | None = None, *, state_dir: Path | None = None, liar: str = "") -> Process:
+        if liar:
+            self.program = ("tests.support.liar", liar, str(self._chosen.step), str(self.marker))
+        try:
+            return super().add_node(token, state_dir=state_dir)
+        finally:
+            self.program = ("node.cli.main",)
+
+    def wait_joined(self, count: int) -> None:
+        """Wait until `count` nodes have joined."""
+        joined: set[str] = set()
+
+        def enough(event: NodeJoined) -> bool:
+            joined.add(event.node_id)
+            return len(joined) >= count
+
+        self.coordinators[-1].wait_event(NodeJoined, enough)
+
+
+def attack(chosen: Attack, directory: Path, *, launch: Launch = subprocess.Popen) -> Seen:
+    """Run one attack of a member to the end of the run, or until nothing happens any more."""
+    with LyingRun(directory, chosen, launch=launch) as run:
+        run.assemble()
+        stuck, code = False, None
+        try:
+            code = run.tend(restart=False, seconds=STUCK_SECONDS)
+        except StuckError:
+            stuck = True
+        return _seen(run, chosen, code, stuck=stuck)
+
+
+def _seen(run: LyingRun, chosen: Attack, code: int | None, *, stuck: bool) -> Seen:
+    assert run.liar is not None
+    liar_id = run.node_id(run.nodes.index(run.liar)) or ""
+    lied_at = float(run.marker.read_text(encoding="utf-8")) if run.marker.exists() else 0.0
+    assert lied_at, "the liar never lied"
+    before_end: list[tuple[float, Event]] = []
+    for at, event in run.heard_at:
+        if isinstance(event, RunFinished):
+            break
+        before_end.append((at, event))
+    left = [event for _, event in before_end if isinstance(event, NodeLeft)]
+    honest = [f"{event.node_id}: {event.reason}" for event in left if event.node_id != liar_id]
+    if not stuck:
+        honest += [
+            f"exit code {node.wait_exit()}: {node.complaints}"
+            for node in run.nodes
+            if node is not run.liar and node.wait_exit() != 0
+        ]
+    ended = code == 0 and len(run.records) == run.config.run.steps
+    done = [lied_at, *(at for at, event in before_end if isinstance(event, StepDone) and at > lied_at)]
+    if stuck:
+        done.append(time.time())
+    return Seen(
+        name=chosen.name,
+        what=chosen.what,
+        ended=ended,
+        bits_equal=ended and _as_undisturbed(run),
+        steps_again=len(run.all(StepAborted)),
+        longest_wait=round(max((after - before for before, after in pairwise(done)), default=0.0), 2),
+        replaced=liar_id not in run.all(PlacementMade)[-1].nodes,
+        honest_harmed=tuple(honest),
+        line=_line(run, liar_id, stuck=stuck),
+    )
+
+
+def _as_undisturbed(run: FaultRun) -> bool:
+    expected = undisturbed(run.config)
+    losses = {record.step + 1: record.loss for record in run.records}
+    return losses == expected.losses and run.weights_sha256 == expected.weights_sha256
+
+
+def _line(run: LyingRun, liar_id: str, *, stuck: bool) -> str:
+    """The line that says who was shut out and why; without one, how the run ended, or its last notice."""
+    named, ends, notices = "", "", [""]
+    for _, event in run.heard_at:
+        lines = [line.replace(f"{run.directory}/", "") for line in event_lines(event) if line]
+        if isinstance(event, RunFinished):
+            ends = lines[0] if event.failed else ""
+            break
+        if isinstance(event, NodeLeft) and event.node_id == liar_id:
+            return lines[0]
+        if isinstance(event, Notice):
+            notices.append(lines[0])
+            named = lines[0] if liar_id in lines[0] else named
+    return named or ends or (notices[-1] if stuck else "")

@@ -1,0 +1,241 @@
+"""A member of a run that lies: a real node with a real certificate that alters what it tells the coordinator.
+
+    python -m tests.support.liar LIE STEP MARKER join TOKEN ...
+
+It does its part of every step; only its messages are wrong, from step STEP (counted from 0) on. `LIES` says
+how. The file MARKER gets the Unix time of the first lie.
+"""
+
+import asyncio
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from node.cli.main import main as thinwire
+from node.stage.coordinator_client import CoordinatorClient
+from wire.errors import LinkError
+from wire.messages import (
+    Applied,
+    Begin,
+    CoordinatorMessage,
+    FailureKind,
+    Heartbeat,
+    Hello,
+    NodeMessage,
+    Placement,
+    StepFailed,
+    Vote,
+)
+from wire.telemetry import LinkReport, Span, StepSpans, Telemetry
+
+FLOOD_SECONDS = 0.05
+"""Between two messages of a flood: more than 0.8 MB a second."""
+
+
+class Liar:
+    """What one node lies about. One instance a process; it outlives sessions."""
+
+    def __init__(self, lie: str, step: int, marker: Path) -> None:
+        self.alter = LIES[lie]
+        self.withholds_layers = lie == "withhold-layers"
+        self.flood = FLOODS.get(lie)
+        self.drops_sessions = lie == "reconnect"
+        self.first_step = step
+        self.marker = marker
+        self.placement: Placement | None = None
+        self.begin: Begin | None = None
+
+    @property
+    def lying(self) -> bool:
+        """Whether the step has come; notes the time of the first lie."""
+        due = self.begin is not None and self.begin.step >= self.first_step
+        if due and not self.marker.exists():
+            self.marker.write_text(repr(time.time()), encoding="utf-8")
+        return due
+
+    @property
+    def stage(self) -> int:
+        assert self.placement is not None
+        return self.placement.stage
+
+    def failed(self, kind: FailureKind, message: str, peer_stage: int = -1) -> StepFailed:
+        """A failure of the step that runs."""
+        assert self.begin is not None
+        return StepFailed(
+            epoch=self.begin.epoch, step=self.begin.step, kind=kind, message=message, peer_stage=peer_stage
+        )
+
+    def note(self, message: CoordinatorMessage) -> None:
+        match message:
+            case Placement():
+                self.placement = message
+            case Begin():
+                self.begin = message
+
+    def install(self) -> None:
+        """Replace the client's session and uploads in this process."""
+        session, put_layer = CoordinatorClient.session, CoordinatorClient.put_layer
+
+        async def lying_session(
+            client: CoordinatorClient,
+            hello: Hello,
+            outbox: "asyncio.Queue[NodeMessage]",
+            handle: Callable[[CoordinatorMessage], Awaitable[None]],
+            connected: Callable[[], None],
+        ) -> None:
+            async def noted(message: CoordinatorMessage) -> None:
+                self.note(message)
+                if self.drops_sessions and self.lying:
+                    raise LinkError("dropped on purpose")
+                await handle(message)
+
+            flood = asyncio.create_task(self._flood(outbox))
+            try:
+                await session(client, hello, Altered(self, outbox), noted, connected)
+            finally:
+                flood.cancel()
+
+        async def no_layer(client: CoordinatorClient, step: int, unit: str, data: bytes) -> None:
+            if self.withholds_layers and self.lying:
+                await asyncio.Event().wait()
+            await put_layer(client, step, unit, data)
+
+        CoordinatorClient.session = lying_session  # type: ignore[method-assign]
+        CoordinatorClient.put_layer = no_layer  # type: ignore[method-assign]
+
+    async def _flood(self, outbox: "asyncio.Queue[NodeMessage]") -> None:
+        while self.flood is not None:
+            await asyncio.sleep(FLOOD_SECONDS)
+            if self.lying:
+                outbox.put_nowait(self.flood(self))
+
+
+class Altered(asyncio.Queue[NodeMessage]):
+    """A node's queue of messages, read through its lies."""
+
+    def __init__(self, liar: Liar, outbox: "asyncio.Queue[NodeMessage]") -> None:
+        super().__init__()
+        self._liar, self._outbox = liar, outbox
+        self._altered: deque[NodeMessage] = deque()
+
+    async def get(self) -> NodeMessage:
+        while not self._altered:
+            message = await self._outbox.get()
+            self._altered.extend(self._liar.alter(self._liar, message) if self._liar.lying else [message])
+        return self._altered.popleft()
+
+
+Lie = Callable[[Liar, NodeMessage], Sequence[NodeMessage]]
+
+
+def _votes(change: Callable[[Liar, Vote], Sequence[NodeMessage]]) -> Lie:
+    """Change votes, and leave all other messages alone."""
+    return lambda liar, message: change(liar, message) if isinstance(message, Vote) else [message]
+
+
+def _norms(value: Callable[[float], float]) -> Lie:
+    return _votes(
+        lambda _, vote: [replace(vote, norms={unit: value(norm) for unit, norm in vote.norms.items()})]
+    )
+
+
+def _instead(kind: FailureKind, text: str) -> Lie:
+    """A failure in place of each vote."""
+    return _votes(lambda liar, _: [liar.failed(kind, text)])
+
+
+def _accuse(liar: Liar, neighbours: Sequence[int]) -> list[NodeMessage]:
+    assert liar.placement is not None and liar.begin is not None
+    there = [stage for stage in neighbours if 0 <= stage < len(liar.placement.stages)]
+    accused = there[liar.begin.epoch % len(there)]
+    return [liar.failed(FailureKind.PEER, f"stage {accused} broke the protocol", accused)]
+
+
+def _once(lie: Lie) -> Lie:
+    """Only the first message that the lie changes."""
+    told = False
+
+    def alter(liar: Liar, message: NodeMessage) -> Sequence[NodeMessage]:
+        nonlocal told
+        altered = [message] if told else lie(liar, message)
+        told = told or altered != [message]
+        return altered
+
+    return alter
+
+
+def _honest(_: Liar, message: NodeMessage) -> list[NodeMessage]:
+    return [message]
+
+
+_NAN_NORMS = _norms(lambda _: math.nan)
+LIES: dict[str, Lie] = {
+    "nan-once": _once(_NAN_NORMS),
+    "nan": _NAN_NORMS,
+    "not-finite": _instead(FailureKind.NON_FINITE, "a gradient"),
+    "internal": _instead(FailureKind.INTERNAL, "something broke"),
+    "accuse-one": _votes(lambda liar, _: _accuse(liar, [liar.stage - 1 if liar.stage else 1])),
+    "accuse-both": _votes(lambda liar, _: _accuse(liar, [liar.stage - 1, liar.stage + 1])),
+    "blame-link": _votes(
+        lambda liar, _: [liar.failed(FailureKind.LINK, "no frame came", liar.stage - 1 if liar.stage else 1)]
+    ),
+    "negative-norm": _norms(lambda _: -1.0),
+    "no-vote": _votes(lambda *_: []),
+    "no-applied": lambda _, message: [] if isinstance(message, Applied) else [message],
+    "silent": lambda *_: [],
+    "reconnect": _honest,
+    "withhold-layers": _honest,
+    "flood-heartbeats": _honest,
+    "flood-spans": _honest,
+    "loss-of-another": _votes(
+        lambda liar, vote: [vote if vote.loss is not None else replace(vote, loss=-1e300)]
+    ),
+    "norms-of-others": _votes(
+        lambda _, vote: [replace(vote, norms={**{unit: 1e6 for unit in range(5)}, **vote.norms})]
+    ),
+    "huge-norm": _norms(lambda _: 1e60),
+}
+"""By name: what it sends in place of a message."""
+
+
+def _heartbeat(_: Liar) -> NodeMessage:
+    links = tuple(
+        LinkReport(
+            peer_stage=stage, bytes_sent=1, bytes_received=1, retransmits=0, rejects=0, rtt_seconds=0.01
+        )
+        for stage in range(4000)
+    )
+    return Heartbeat(telemetry=Telemetry(links=links))
+
+
+def _spans(liar: Liar) -> NodeMessage:
+    assert liar.begin is not None
+    spans = tuple(Span("forward", float(n), 0.1) for n in range(2000))
+    return StepSpans(
+        epoch=liar.begin.epoch,
+        step=liar.begin.step,
+        stage=liar.stage,
+        clock_offset=0.0,
+        clock_error=0.0,
+        dropped=0,
+        spans=spans,
+    )
+
+
+FLOODS: dict[str, Callable[[Liar], NodeMessage]] = {"flood-heartbeats": _heartbeat, "flood-spans": _spans}
+"""By name: the message that it sends again and again."""
+
+
+def main() -> int:
+    lie, step, marker = sys.argv[1:4]
+    Liar(lie, int(step), Path(marker)).install()
+    sys.argv = ["thinwire", *sys.argv[4:]]
+    return thinwire()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
