@@ -1,1 +1,1 @@
-"""All that crosses a link: codecs, frames, streams, identities, errors. Knows no training loop."""
+"""Everything that crosses a link: codecs, frames, streams, identities, errors. No training loop."""

@@ -1,4 +1,4 @@
-"""gRPC's bidirectional streams as streams of byte messages, with all that can end one mapped to one error."""
+"""gRPC's bidirectional streams as streams of byte messages; every way one can end becomes one error."""
 
 import asyncio
 import re
@@ -12,7 +12,7 @@ from wire.errors import LinkError
 REFUSAL_KEY = "thinwire-refusal"
 """Trailing metadata in which a server names its `RefusalCode`."""
 
-# What gRPC puts before the cause when it could not connect.
+# gRPC's words before the cause of a failed connection.
 _GRPC_PREAMBLE = re.compile(r"^failed to connect to all addresses; last error: \w+: (?:ipv[46]:\S+: )?")
 
 ClientCall = grpc.aio.StreamStreamCall[bytes, bytes]
@@ -36,7 +36,7 @@ class ByteStream(Protocol):
     async def read(self) -> bytes: ...
 
     async def write(self, message: bytes) -> None:
-        """Returns when gRPC has room for more, which is no delivery."""
+        """Returns when gRPC has room for more; this does not mean delivery."""
         ...
 
 
@@ -69,7 +69,7 @@ class ClientStream:
             raise await self._status() from error
 
     async def _status(self) -> StreamDroppedError:
-        # Only asked for after the stream has ended, so these return at once.
+        # Called only after the stream has ended, so these return at once.
         call = self._call
         return _dropped(await call.code(), await call.details(), await call.trailing_metadata())
 

@@ -15,8 +15,8 @@ from wire.frames import FRAME_BYTES
 from wire.identity.credentials import mutual_tls, server_name_options
 
 NOT_YET = grpc.StatusCode.ABORTED
-"""What a coordinator answers that still reads what the run goes on from. gRPC itself never makes it."""
-# Tensor data never travels in one message: a frame, and room for what a message adds to it.
+"""Answer of a coordinator that is still loading the run it resumes. gRPC itself never uses it."""
+# The largest message is a frame, plus what a message adds to it.
 MESSAGE_BYTES = FRAME_BYTES + 4096
 
 _COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -52,7 +52,7 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class LinkIdentity(Protocol):
-    """What connections need of a node's identity. Read again at each handshake, so renewal just works."""
+    """The parts of a node's identity that connections use; read at each handshake, so renewals count."""
 
     @property
     def node_id(self) -> str: ...
@@ -77,9 +77,9 @@ def open_channel(
     """A channel to `address`, on a socket of its own, to the one node whose certificate has `server_name`.
 
     Args:
-        unread_bytes: how much of a stream the other end may send beyond what was read here; None leaves it to
-            gRPC, which widens it past 4 MiB only while the rate that it sees grows. On a link that was once
-            faster or nearer it stays there: at a round trip of 100 ms that is 340 Mbit/s.
+        unread_bytes: how far a stream may run ahead of what was read here; None leaves it to gRPC, which
+            widens it past 4 MiB only while the rate it sees grows. On a link that became slower it stays
+            there: at a round trip of 100 ms that is 340 Mbit/s.
     """
     credentials = grpc.ssl_channel_credentials(
         root_certificates=identity.ca_pem,
@@ -98,7 +98,7 @@ def make_server(
 
 
 def make_threaded_server(handlers: Sequence[grpc.GenericRpcHandler], threads: int) -> grpc.Server:
-    """A server for where no event loop runs, with this package's options."""
+    """A server with this package's options, for use without an event loop."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix="grpc")
     return grpc.server(pool, handlers=list(handlers), options=_SERVER_OPTIONS)
 
@@ -110,7 +110,7 @@ def _flow_control(unread_bytes: int | None) -> tuple[tuple[str, int], ...]:
 
 
 def listen_mutual_tls(server: grpc.aio.Server, listen: str, identity: LinkIdentity) -> int:
-    """Bind `listen` ("host:port") for clients that hold a certificate of the same CA; gives the port.
+    """Bind `listen` ("host:port") for clients with a certificate of the same CA; returns the port.
 
     Raises `UserError` when the address cannot be bound.
     """

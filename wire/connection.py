@@ -1,8 +1,8 @@
 """One connection of a link: its bulk and control streams, from the first greeting until either ends.
 
-What outlives a connection (`LinkState`) belongs to the link, which makes connections until it is closed. Each
-end starts by naming the lowest frame that it lacks; nothing is written to bulk before the other end has
-done so. Then four loops run: read and write, bulk and control.
+State that outlives a connection (`LinkState`) belongs to the link. Each end first sends the lowest frame
+number that it has not received; nothing is written to bulk before the other end's number is here. Then four
+loops run: read and write, bulk and control.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ MAX_OPEN_PINGS = 8
 
 
 class _Ended(Exception):
-    """Stops the loops of a connection that has ended."""
+    """Cancels the other loops when the connection has ended."""
 
 
 class Connection:
-    """Two streams that live and die together. `on_change` is called when it comes up and when it ends."""
+    """Two streams that end together. `on_change` is called when the connection comes up and when it ends."""
 
     def __init__(self, state: LinkState, attempt: int, on_change: Callable[[], None]) -> None:
         self.attempt = attempt
@@ -44,7 +44,7 @@ class Connection:
 
     @property
     def up(self) -> bool:
-        """Both streams are open, the other end's greeting is here and it has answered a ping."""
+        """Both streams are open, the peer's hello has arrived and it has answered a ping."""
         return self._greeted.is_set() and self._ponged and not self._ended.is_set()
 
     @property
@@ -56,7 +56,7 @@ class Connection:
         return self._ended.is_set()
 
     def end(self, error: LinkError) -> None:
-        """Stop both streams' loops. The first reason given stays."""
+        """Stop both streams' loops. The first error is kept."""
         if not self._ended.is_set():
             self.error = error
             self._ended.set()
@@ -66,7 +66,7 @@ class Connection:
             self._on_change()
 
     async def run(self, bulk: ByteStream, control: ByteStream) -> None:
-        """Move frames and messages until the connection ends; `error` then says why."""
+        """Move frames and messages until the connection ends; `error` says why."""
         self._running = True
         try:
             async with asyncio.TaskGroup() as group:
@@ -194,7 +194,9 @@ class Connection:
             try:
                 message = link_pb2.LinkMessage.FromString(data)
             except DecodeError as error:
-                raise ProtocolViolationError("the control stream carries what is no LinkMessage") from error
+                raise ProtocolViolationError(
+                    "the control stream carries something that is no LinkMessage"
+                ) from error
             self._handle(message)
 
     def _silence(self) -> LinkError:
@@ -221,7 +223,7 @@ class Connection:
                 state.sender.send_again(list(message.send_again.sequences))
                 state.bulk_wake.set()
             case "ping":
-                # A correct peer waits for its pings' answers; one that floods gets only the newest answered.
+                # Keep the newest few: a peer that floods pings gets no more answers than that.
                 self._pongs = [*self._pongs[-3:], message.ping.nonce]
                 state.control_wake.set()
             case "pong":
@@ -262,7 +264,7 @@ def now() -> float:
 
 
 async def wait_until(event: asyncio.Event, deadline: float | None) -> None:
-    """Until the event or the deadline, whichever is first."""
+    """Wait for the event, until the deadline at most."""
     try:
         async with asyncio.timeout_at(deadline):
             await event.wait()
@@ -271,7 +273,7 @@ async def wait_until(event: asyncio.Event, deadline: float | None) -> None:
 
 
 def _first(failures: BaseExceptionGroup[LinkError]) -> LinkError:
-    """The one to report: a violation rather than the dropped streams that it caused."""
+    """The error to report: a violation rather than the dropped streams that followed from it."""
     leaves: list[LinkError] = []
     pending: list[BaseException] = [failures]
     while pending:

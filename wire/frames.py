@@ -14,8 +14,8 @@
         56     4  reserved, zero
         60     4  CRC32C of the 60 bytes above and the payload
 
-Numbers are little-endian. A tensor's frames carry consecutive sequence numbers and equal payloads; only the
-last may be shorter. So any one of them tells where the tensor starts and ends in the stream.
+Numbers are little-endian. A tensor's frames have consecutive sequence numbers and equal payloads; only the
+last may be shorter. So any one of them shows where the tensor starts and ends in the stream.
 """
 
 import struct
@@ -48,9 +48,9 @@ assert _FIELDS.size + _CRC.size == HEADER_BYTES
 
 
 class DamagedFrameError(LinkError):
-    """The checksum does not match. Nothing in the frame can be believed.
+    """The checksum does not match, so nothing in the frame can be trusted.
 
-    `sequence` is what its header says, a guess at which frame this was; None when it is too short to say.
+    `sequence` is what the header says, a guess at which frame this was; None if the frame is too short.
     """
 
     def __init__(self, message: str, sequence: int | None) -> None:
@@ -62,7 +62,7 @@ class DamagedFrameError(LinkError):
 class Frame:
     """One piece of a tensor. `payload` lies at `offset` of the tensor's `total` bytes.
 
-    It may be a view of the sender's tensor, or of the message that arrived: nothing is copied for it.
+    It may be a view of the sender's tensor or of the received message; nothing is copied.
     """
 
     session: int
@@ -74,12 +74,12 @@ class Frame:
 
 
 def run_tag(run_id: str) -> int:
-    """What frames carry of the run's id."""
+    """The form of the run's id that frames carry."""
     return int.from_bytes(sha256(run_id.encode()).digest()[:8], "little")
 
 
 def pack_frame(frame: Frame, tag: int) -> bytes:
-    """The frame's bytes. Raises `LinkError` when a number does not fit its field."""
+    """The frame's bytes. Raises `LinkError` if a number does not fit its field."""
     key = frame.key
     try:
         fields = _FIELDS.pack(
@@ -104,11 +104,11 @@ def pack_frame(frame: Frame, tag: int) -> bytes:
 
 
 def parse_frame(data: bytes, tag: int) -> Frame:
-    """Check everything that one frame alone can show. The frame's payload is a view of `data`.
+    """Check everything that a single frame shows. The frame's payload is a view of `data`.
 
     Raises:
         DamagedFrameError: too short, or the checksum differs.
-        ProtocolViolationError: intact, but what no correct peer of this run sends.
+        ProtocolViolationError: intact, but nothing a correct peer of this run sends.
     """
     if len(data) > FRAME_BYTES:
         raise ProtocolViolationError(f"a frame of {len(data)} bytes arrived; the limit is {FRAME_BYTES}")
@@ -119,7 +119,9 @@ def parse_frame(data: bytes, tag: int) -> Frame:
     (crc,) = _CRC.unpack_from(data, _FIELDS.size)
     if _checksum(fields, payload) != crc:
         sequence = _SEQUENCE.unpack_from(data, _SEQUENCE_AT)[0]
-        raise DamagedFrameError(f"the checksum of a frame, number {sequence} as it says, differs", sequence)
+        raise DamagedFrameError(
+            f"the checksum of a frame (number {sequence}, by its header) differs", sequence
+        )
     magic, version, direction, run, session, sequence, *place, total, offset, length = _FIELDS.unpack(fields)
     if magic != _MAGIC or version != _VERSION:
         raise ProtocolViolationError(
@@ -140,23 +142,23 @@ def parse_frame(data: bytes, tag: int) -> Frame:
 
 
 def _checksum(fields: bytes, payload: bytes | memoryview) -> int:
-    # Of buffers that are no bytes the library takes arrays alone.
+    # Besides bytes the library accepts only arrays.
     return int(google_crc32c.extend(google_crc32c.value(fields), np.frombuffer(payload, dtype=np.uint8)))
 
 
 class FramePlace(NamedTuple):
-    """Where a frame belongs, as its header says. Of a received frame that is a claim until it is parsed."""
+    """Where a frame belongs, by its header; unverified for a received frame until it is parsed."""
 
     sequence: int
     key: TensorKey | None
-    """None for a direction that there is not."""
+    """None for an unknown direction."""
     offset: int
     is_last: bool
     """Whether the tensor ends with it."""
 
 
 def frame_place(data: bytes) -> FramePlace:
-    """The place of a frame of at least `HEADER_BYTES`, at little cost: nothing is checked."""
+    """The place of a frame of at least `HEADER_BYTES`. Checks nothing, so it is cheap."""
     *_, direction, _, _, sequence, epoch, step, microbatch, boundary, total, offset, length = (
         _FIELDS.unpack_from(data)
     )
@@ -166,17 +168,17 @@ def frame_place(data: bytes) -> FramePlace:
 
 
 def frame_direction(data: bytes) -> Direction:
-    """What a frame that `pack_frame` made carries."""
+    """The direction of a frame made by `pack_frame`."""
     return Direction(data[_DIRECTION_AT])
 
 
 def frame_step(data: bytes) -> int:
-    """The step that a frame which `pack_frame` made belongs to."""
+    """The step of a frame made by `pack_frame`."""
     step: int = _STEP.unpack_from(data, _STEP_AT)[0]
     return step
 
 
 def frame_tag(data: bytes) -> int:
-    """The run tag of a frame that `pack_frame` made."""
+    """The run tag of a frame made by `pack_frame`."""
     tag: int = _SEQUENCE.unpack_from(data, _TAG_AT)[0]
     return tag

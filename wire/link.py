@@ -1,4 +1,4 @@
-"""A link to one neighbour in one epoch: tensors in both directions over connections that may come and go.
+"""A link to one neighbour in one epoch: tensors in both directions, over connections that may break.
 
     link = dial_link(...)  or  server.expect_peer(...)
     async with asyncio.TaskGroup() as group:
@@ -6,7 +6,7 @@
         await link.ready(60)
         link.send(key, packed)
 
-Everything is called on the event loop. The lower stage dials; `link_server.py` has the other side.
+Call everything on the event loop. The lower stage dials; `link_server.py` has the accepting side.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ __all__ = ["DialledLink", "Link", "LinkSettings", "LinkStats", "dial_link"]
 
 
 class Link(ABC):
-    """One neighbour's link. `lost` is resolved, with the error to show, when the link is given up."""
+    """One neighbour's link. `lost` gets the error to show when the link is given up."""
 
     def __init__(self, *, peer_node_id: str, state: LinkState) -> None:
         self.peer_node_id = peer_node_id
@@ -49,7 +49,7 @@ class Link(ABC):
         self._trouble = "no connection was made yet"
         self._was_up = False
         self._up = asyncio.Event()
-        self._down = asyncio.Event()  # it was up, and is not
+        self._down = asyncio.Event()  # it was up and no longer is
         self._over = asyncio.Event()  # closed or lost
         self._stopped = asyncio.Event()
         self._running = False
@@ -72,7 +72,7 @@ class Link(ABC):
 
     @property
     def trouble(self) -> str:
-        """Why the newest connection ended, or that there was none yet."""
+        """Why the newest connection ended; before the first, that there was none."""
         return self._trouble
 
     @property
@@ -91,7 +91,7 @@ class Link(ABC):
 
     @property
     def held_bytes(self) -> int:
-        """Buffers of received tensors that are incomplete or not released."""
+        """Bytes of received tensors that are incomplete or not released."""
         return self._state.receiver.held_bytes
 
     @property
@@ -100,13 +100,13 @@ class Link(ABC):
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes of the tensors that wait to be sent or acknowledged."""
+        """Bytes of tensors that wait to be sent or acknowledged."""
         return self._state.sender.queued_bytes
 
     def send(self, key: TensorKey, payload: Payload) -> None:
         """Queue a tensor's packed bytes; never blocks. The bytes must not change until acknowledged.
 
-        Raises the link's error when it is over, `LinkError` when the outbox is full.
+        Raises the link's error after it has ended, `LinkError` when the outbox is full.
         """
         self._raise_if_over()
         self._state.sender.send(key, payload)
@@ -114,23 +114,23 @@ class Link(ABC):
         self._state.bulk_wake.set()
 
     def release(self, key: TensorKey) -> None:
-        """A received tensor was used: its room in the window is free again."""
+        """The consumer is done with a received tensor: free its room in the window."""
         if self._over.is_set():
             return
         self._state.receiver.release(key, now())
         self._state.control_wake.set()
 
     def want(self, key: TensorKey | None) -> None:
-        """The consumer waits for this tensor and releases nothing before it has it; None: it stopped waiting.
+        """The consumer waits for this tensor and releases nothing until then; None: it stopped waiting.
 
-        Call it whenever the next tensor needed is not here, or tensors that were sent in another order can
-        fill the window before it (see `stream_receiver.py`).
+        Call it whenever the next tensor needed has not arrived. Otherwise tensors sent before it can fill the
+        window (see `stream_receiver.py`).
         """
         self._state.receiver.want(key, now())
         self._state.control_wake.set()
 
     async def ready(self, seconds: float) -> None:
-        """Wait until the link is warm. Raises `LinkLostError` when that takes longer, or the link's error."""
+        """Wait until the link is up. Raises `LinkLostError` if that takes longer, or the link's error."""
         try:
             async with asyncio.timeout(seconds):
                 await self._up.wait()
@@ -142,7 +142,7 @@ class Link(ABC):
         self._raise_if_over()
 
     async def run(self) -> None:
-        """Keep the link connected until it is closed or lost. Errors of callbacks come out of here."""
+        """Keep the link connected until it is closed or lost. Raises errors of callbacks."""
         self._running = True
         try:
             async with asyncio.TaskGroup() as group:
@@ -150,8 +150,8 @@ class Link(ABC):
                 try:
                     await self._over.wait()
                 finally:
-                    # Before 3.13 a task group forgets a cancellation that meets a failing child; so the loops
-                    # look here too.
+                    # Before 3.13 a task group loses a cancellation that meets a failing child, so the loops
+                    # also check `_over`.
                     self._finish()
                 for task in tasks:
                     task.cancel()
@@ -161,13 +161,13 @@ class Link(ABC):
             self._stopped.set()
 
     async def close(self) -> None:
-        """Drop the connection for good. What is not yet acknowledged may be lost.
+        """Drop the connection for good. Unacknowledged tensors may be lost.
 
-        Returns when `run` has ended, or after a bounded wait: `run` then ends by itself a little later.
+        Returns when `run` has ended, or after `_CLOSE_SECONDS`; `run` then ends a little later.
         """
         self._finish()
         if self._running:
-            # The time passes as well while something else holds the loop; that is no failure of this link.
+            # The wait may time out because something else blocks the loop; that is no failure of this link.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSE_SECONDS):
                     await self._stopped.wait()
@@ -176,7 +176,7 @@ class Link(ABC):
 
     @abstractmethod
     async def _keep_connected(self) -> None:
-        """Make connections and run them, one after the other, until the link is over."""
+        """Make and run one connection after the other until the link has ended."""
 
     @property
     def _peer(self) -> str:
@@ -184,7 +184,7 @@ class Link(ABC):
 
     def _finish(self) -> None:
         self._over.set()
-        self._up.set()  # wakes whoever waits for the link, to find that it is over
+        self._up.set()  # wakes `ready`, which then raises
         if self._connection is not None:
             self._connection.end(StreamDroppedError("the link was closed here"))
 
@@ -222,9 +222,9 @@ class Link(ABC):
                 self._fail(ProtocolViolationError(f"the link to {self._peer} was given up: {self._trouble}"))
 
     async def _watch(self) -> None:
-        """Before the first connection `ready` is the limit; afterwards `lost_after_seconds` is.
+        """Give the link up when it has been down for `lost_after_seconds`; at first `ready` is the limit.
 
-        A connection may come and go before this runs: then both waits begin anew.
+        A connection may come up and end before this runs: then both waits start again.
         """
         limit = self._state.settings.lost_after_seconds
         while not self._over.is_set():
@@ -242,7 +242,7 @@ class Link(ABC):
 
 
 class DialledLink(Link):
-    """The link of the lower stage, which makes the connections."""
+    """The link at the lower stage, which dials."""
 
     def __init__(
         self, *, identity: LinkIdentity, peer_node_id: str, peer_address: str, state: LinkState
@@ -315,7 +315,7 @@ def dial_link(
 ) -> DialledLink:
     """A link to the higher stage at `peer_address` ("host:port"). Call it on the loop, then run it.
 
-    `expect` gives the exact length of a tensor that may arrive, `on_tensor` takes each one, once.
+    `expect` returns the exact length of a tensor that may arrive; `on_tensor` gets each one, once.
     """
     state = LinkState.create(
         run_id=run_id,

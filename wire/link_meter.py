@@ -1,18 +1,16 @@
-"""How fast a link carries what is sent, from when tensors were queued and when they were acknowledged. Pure.
+"""A link's capacity, from when tensors were queued and when they were acknowledged. Pure.
 
-A link carries one tensor after the other. So a tensor that was queued behind another was carried from that
-one's acknowledgement to its own, and a tensor that found the link idle from its queueing to its
-acknowledgement, less the round trip of the news. Time in which the link had nothing to carry does not count,
-however many tensors were on their way.
+A link carries one tensor after the other. A tensor queued behind another was carried between that one's
+acknowledgement and its own; one that found the link idle, between its queueing and its acknowledgement, less
+a round trip. Time without anything to carry does not count.
 
-**Buckets.** What limits a link's rate, be it a kernel's shaper, a provider's or our own `Pacer`, mostly
-lets idle time be made up for: a bucket of so many bytes goes out as fast as the line beneath carries them,
-and only what comes behind it is carried at the rate. So a tensor after a pause may seem faster than the
-link. How much a bucket holds is not known, but it gains no more than the pause's length at its rate, and
-few hold more than `_BUCKET_SECONDS`. A tensor that took ten times as long as what may have been saved up
-for it is a *steady* sample, wrong by a tenth at most. Others count as long as there is no steady one; and
-when the newest steady one is old, if they are slower: then the link has become slower. If they are faster
-it may be the bucket, and the older value stays.
+**Token buckets.** Shapers (the kernel's, a provider's, our own `Pacer`) save up idle time: a bucket of bytes
+goes out at line speed, and only what follows is carried at the rate. So a tensor after a pause may seem
+faster than the link. The bucket's size is unknown, but it gains at most the pause's length at its rate, and
+few hold more than `_BUCKET_SECONDS`. A tensor that took ten times as long as what may have been saved up is a
+*steady* sample, wrong by a tenth at most. Other samples count while there is no steady one, and, when the
+newest steady one is old, if they are slower: then the link has become slower. Faster ones may be the bucket
+and do not count.
 """
 
 import math
@@ -20,18 +18,18 @@ from collections import deque
 from dataclasses import dataclass
 
 _MEMORY_SECONDS = 2.0
-"""Carrying time after which a sample weighs 1/e of a new one: long enough to even out the clock's noise."""
+"""Carrying time after which a sample weighs 1/e of a new one: averages out the clock's noise."""
 _BUCKET_SECONDS = 0.05
-"""What a bucket holds at most, in time at its rate: as much as our own `Pacer`'s."""
+"""The most a bucket holds, in time at its rate; the same as our `Pacer`'s."""
 _SHARE_SAVED = 0.1
-"""Of a steady sample's time, what may have been saved up before it."""
+"""Share of a steady sample's time that may have been saved up before it."""
 _STEADY_SECONDS = 30.0
-"""So long after a steady sample others do not count, slower or not: TCP starts slowly after a pause, too."""
+"""Other samples do not count for this long after a steady one, slower or not: TCP also starts slowly."""
 
 
 @dataclass(slots=True)
 class _Rate:
-    """Bytes by carrying time, of which the newest weigh most."""
+    """Bytes over carrying time, with the newest weighing most."""
 
     bytes: float = 0.0
     seconds: float = 0.0
@@ -98,7 +96,7 @@ class LinkMeter:
             self._steady_at = now
         else:
             self._other.add(end_bytes - self._counted, seconds)
-        # A line twice as fast as the bucket's rate has emptied it as soon, and a faster one sooner.
+        # A line at twice the bucket's rate empties it in this time; a faster one sooner.
         self._saved_seconds = max(0.0, self._saved_seconds - seconds)
         self._counted, self._last_news = end_bytes, now
         if not self._waiting:
@@ -106,6 +104,6 @@ class LinkMeter:
             self._busy_since = None
 
     def interrupted(self, now: float) -> None:
-        """The connection broke, or is back: the time until now is not the link's speed."""
+        """The connection broke or came back: time until now says nothing about capacity."""
         self._waiting = deque((end_bytes, now) for end_bytes, _ in self._waiting)
         self._last_news = now

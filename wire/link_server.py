@@ -1,7 +1,7 @@
 """The accepting side of links: one port for all neighbours that dial this node.
 
-A caller is known by its certificate. It is let in when it is an expected neighbour of its epoch; asked to
-try again when this node has not heard of that epoch yet; and refused for good otherwise.
+A caller is identified by its certificate. An expected neighbour of the current epoch is admitted; a caller
+from an epoch that this node does not know yet is asked to try again; anybody else is refused for good.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from wire.stream_receiver import Expect
 from wire.version import PROTOCOL
 
 _NUMBERS = {"protocol": 2**32, "epoch": 2**32, "stage": 2**32, "session": 2**64, "attempt": 2**32}
-"""What a call's metadata must say, and what each number is below: a greeting has no room for more."""
+"""Numbers in a call's metadata, each with its exclusive upper limit."""
 
 
 class _NotAdmitted(Exception):
-    """The answer to a caller that is not let in."""
+    """The answer to a caller that is not admitted."""
 
     def __init__(self, status: grpc.StatusCode, message: str, refusal: RefusalCode | None = None) -> None:
         super().__init__(message)
@@ -35,7 +35,7 @@ class _NotAdmitted(Exception):
 
 
 class AcceptedLink(Link):
-    """The link of the higher stage, which waits for the neighbour's connections."""
+    """The link at the higher stage, which accepts the neighbour's connections."""
 
     def __init__(self, *, peer_node_id: str, state: LinkState) -> None:
         super().__init__(peer_node_id=peer_node_id, state=state)
@@ -44,7 +44,7 @@ class AcceptedLink(Link):
         self._arrived = asyncio.Event()
 
     def join(self, session: int, attempt: int) -> Connection:
-        """The connection that a stream belongs to; a newer attempt ends the one before.
+        """The connection that a stream belongs to; a newer attempt ends the previous one.
 
         Raises `_NotAdmitted`.
         """
@@ -53,7 +53,7 @@ class AcceptedLink(Link):
                 grpc.StatusCode.FAILED_PRECONDITION, str(self.lost.result()), RefusalCode.BAD_REQUEST
             )
         if self._over.is_set():
-            # Neighbours end an epoch one after the other; whoever is later must not take that for a failure.
+            # Neighbours end an epoch one after the other; the later one must not see this as a failure.
             raise _NotAdmitted(
                 grpc.StatusCode.UNAVAILABLE, f"the link of epoch {self.epoch} was closed there"
             )
@@ -74,11 +74,11 @@ class AcceptedLink(Link):
             newest = self._make_connection(attempt)
             self._streams = {}
         if attempt < newest.attempt or newest.ended:
-            raise _NotAdmitted(grpc.StatusCode.ABORTED, "this connection is over")
+            raise _NotAdmitted(grpc.StatusCode.ABORTED, "this connection has ended")
         return newest
 
     def attach(self, connection: Connection, method: str, context: ServerContext) -> None:
-        """Take one open stream of a connection, which runs as soon as it has both."""
+        """Add an open stream to its connection, which runs once it has both."""
         if connection is self._connection:
             self._streams[method] = ServerStream(context)
             if len(self._streams) == 2:
@@ -116,7 +116,7 @@ class _Handlers(grpc.GenericRpcHandler):
 
 
 class LinkServer:
-    """Accepts neighbours' connections at one address, with mutual TLS, for the links that are expected."""
+    """Accepts neighbours' connections at one address, with mutual TLS, for expected links."""
 
     def __init__(self, *, identity: LinkIdentity, run_id: str, settings: LinkSettings | None = None) -> None:
         self._identity = identity
@@ -127,7 +127,7 @@ class LinkServer:
         self._links: dict[str, AcceptedLink] = {}  # of the newest epoch, by neighbour
 
     async def start(self, listen: str) -> int:
-        """Listen on `listen` ("host:port"; port 0 picks one) and give the port.
+        """Listen on `listen` ("host:port"; port 0 picks one); returns the port.
 
         Raises `UserError` when the address cannot be bound.
         """
@@ -158,10 +158,10 @@ class LinkServer:
     ) -> AcceptedLink:
         """A link that the lower stage `peer_stage` will dial. Run it like any other.
 
-        The first one of a new epoch ends admission to the epoch before. Announce all neighbours of an epoch
-        without awaiting in between: once one is known, a caller that is not is refused for good.
+        The first call for a new epoch ends admission to the previous one. Call this for all neighbours of an
+        epoch without awaiting in between: once one is known, unknown callers are refused for good.
 
-        `settings` are this link's, if not the server's; the port's `unread_bytes` stay.
+        `settings` replace the server's for this link, except `unread_bytes`, which belongs to the port.
         """
         state = LinkState.create(
             run_id=self._run_id,
@@ -184,7 +184,7 @@ class LinkServer:
         except _NotAdmitted as answer:
             await _abort(context, answer.status, str(answer), answer.refusal)
         try:
-            # Tells the caller that it is in; before anything else is written.
+            # Tells the caller that it is admitted; must come before any message.
             await context.send_initial_metadata(())
             link.attach(connection, method, context)
             await connection.finished.wait()
@@ -223,12 +223,12 @@ class LinkServer:
 
 
 def _numbers(context: ServerContext) -> dict[str, int]:
-    """The call's metadata. Raises `_NotAdmitted` when one is missing, no number or too large."""
+    """The numbers in the call's metadata. Raises `_NotAdmitted` if one is missing, malformed or too large."""
     given = dict(context.invocation_metadata() or ())
     numbers = {}
     for name, end in _NUMBERS.items():
         value = given.get(METADATA_PREFIX + name, "")
-        # The length first: Python refuses to read numbers of thousands of digits.
+        # Length first: Python refuses to parse numbers of thousands of digits.
         known = isinstance(value, str) and value.isdecimal() and len(value) <= 20
         if not known or int(value) >= end:
             raise _NotAdmitted(

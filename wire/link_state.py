@@ -1,4 +1,4 @@
-"""What a link keeps across its connections: its settings, its totals, and the two ends of its streams."""
+"""State of a link that outlives its connections: settings, totals, sender and receiver."""
 
 import asyncio
 from collections import deque
@@ -21,7 +21,7 @@ OnTensor = Callable[[TensorKey, bytearray], None]
 
 
 class FrameFilter(Protocol):
-    """For fault injection: what is written to the bulk stream in place of a frame."""
+    """For fault injection: the messages to write to the bulk stream in place of a frame."""
 
     async def __call__(self, frame: bytes, stage: int, peer_stage: int) -> Sequence[bytes]: ...
 
@@ -31,41 +31,41 @@ class LinkSettings:
     """Both ends of a link need the same `frame_bytes`; the rest may differ."""
 
     window_bytes: int = 16 * 1024 * 1024
-    """Received tensors that are incomplete or not released may take this much, plus one tensor. It should
-    exceed what fits on the wire in one round trip: 1 Gbit/s times 100 ms is 12.5 MB."""
+    """Limit for received tensors that are incomplete or not released, plus one tensor. Should exceed rate
+    times round trip: 1 Gbit/s times 100 ms is 12.5 MB."""
     outbox_bytes: int = 1024 * 1024 * 1024
-    """Tensors that wait to be sent and acknowledged may take this much. It is the least: a node allows what
-    its run may need (`node.stage.epoch_links`)."""
+    """Limit for tensors that wait to be sent and acknowledged; a node raises it to what its run needs
+    (`node.stage.epoch_links`)."""
     frame_bytes: int = FRAME_BYTES
-    """A frame with its header."""
+    """Size of a frame, header included."""
     ping_seconds: float = 0.5
     """Between pings on the control stream."""
     silent_seconds: float = 10.0
-    """A connection whose peer says nothing for this long is given up."""
+    """A connection with a silent peer is dropped after this long."""
     connect_seconds: float = 15.0
-    """One attempt to connect may take this long."""
+    """Limit for one attempt to connect."""
     backoff_seconds: float = 0.1
     """Pause after a failed attempt; doubles with each, up to `max_backoff_seconds`."""
     max_backoff_seconds: float = RECONNECT_SECONDS
     lost_after_seconds: float = 20.0
-    """A link that was up and is not back within this time is lost."""
+    """A link that has been down for this long is lost."""
     resend_seconds: float = 10.0
-    """Frames are sent or asked for again when nothing is heard of them for this long."""
+    """Unacknowledged frames are sent again, and missing ones asked for again, after this long."""
     pacer: Pacer | None = None
-    """Frames wait for it: the bandwidth that the machine's owner allows, shared with whatever else sends."""
+    """The node's bandwidth limit, shared with everything else it sends."""
     frame_filter: FrameFilter | None = None
     on_transfer: Callable[[int, TransferKind, TensorKey, float, float], None] | None = None
-    """Told of each tensor's way, with the peer's stage; see `wire.transfers`."""
+    """Called with (peer stage, kind, tensor, start, end); see `wire.transfers`."""
 
     @property
     def unread_bytes(self) -> int:
-        """HTTP/2's own window of a stream, which must never bind before `window_bytes` does."""
+        """HTTP/2's window of a stream; larger than `window_bytes`, which must be the one that limits."""
         return 2 * self.window_bytes
 
 
 @dataclass(kw_only=True)
 class LinkStats:
-    """Totals of one link since it was made. Bytes are whole messages of both streams, frame headers
+    """Totals of one link since it was made. Bytes count whole messages of both streams, frame headers
     included; gRPC, TLS and TCP add under 1 % for tensors of many frames."""
 
     bytes_sent: int = 0
@@ -73,18 +73,18 @@ class LinkStats:
     frames_sent: int = 0
     frames_received: int = 0
     direction_bytes_sent: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(Direction, 0))
-    """Bytes of frames sent, by what they carry."""
+    """Bytes of frames sent, by direction."""
     retransmits: int = 0
     """Frames sent again."""
     rejects: int = 0
     """Damaged frames received and asked for again."""
     stale: int = 0
-    """Frames of tensors that nobody expected, dropped."""
+    """Frames dropped because nobody expected their tensor."""
     reconnects: int = 0
     rtt_seconds: float = 0.0
     """Smoothed round trip of a ping on the control stream; 0 before the first."""
     least_rtt_seconds: float = 0.0
-    """The least round trip of the newest `MEASURED_PINGS`: without what waits in queues before it."""
+    """The least round trip of the newest `MEASURED_PINGS`: without time in queues."""
     busy_seconds: float = 0.0
     """Time in which tensors waited to be sent or acknowledged."""
     capacity: float = 0.0
@@ -93,7 +93,7 @@ class LinkStats:
 
 @dataclass(kw_only=True)
 class LinkState:
-    """What a link keeps across its connections."""
+    """State of a link that outlives its connections."""
 
     epoch: int
     stage: int
@@ -154,7 +154,6 @@ class LinkState:
         self.session = self.sender.session = self.receiver.session = session
 
     def forget(self) -> None:
-        """Drop the tensors, as nothing is sent or received any more: a link may be known long after its end,
-        to answer a neighbour that ends later."""
+        """Drop all tensors. The ended link stays, to answer a neighbour that ends the epoch later."""
         self.sender.forget()
         self.receiver.forget()

@@ -1,7 +1,7 @@
-"""What a node and the coordinator say to each other, as plain dataclasses (wire form: `messages_proto.py`).
+"""Messages between a node and the coordinator, as plain dataclasses (wire form: `messages_proto.py`).
 
-State machines take and return these. Every step number counts from 0; the *state* of step s is what s applied
-steps have made of the initial weights.
+State machines take and return these. Step numbers start at 0; the *state* of step s is the weights after s
+applied steps.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from wire.identity.enrolment import Hardware, Refusal
 from wire.telemetry import StepSpans, Telemetry
 
 LONGEST_REASON = 240
-"""Characters of why a node goes; what is longer is cut."""
+"""Characters of a node's reason to leave; longer text is cut."""
 
 
 class FailureKind(IntEnum):
@@ -45,18 +45,18 @@ class Hello:
 class Placed:
     epoch: int
     held_step: int
-    """The state this process holds for exactly the layers of its new place, or -1."""
+    """The step whose state this process holds for exactly its assigned layers, or -1."""
     voted: bool
-    """Whether it also holds the gradients of step `held_step`, voted for and not yet applied."""
+    """Whether it also holds the gradients of step `held_step`, voted and not yet applied."""
     branch: int = 0
-    """The epoch that loaded what the held state grew from; a step may be taken again, on another branch."""
+    """Lineage of the held state: the epoch that loaded it. A replayed step belongs to another lineage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
     epoch: int
     telemetry: Telemetry
-    """What the steps of this epoch are counted from."""
+    """Totals before the epoch's first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class Heartbeat:
 class Leave:
     reason: str
     failed: bool = False
-    """The node ends now, and what it holds with it; else it asks to go once that is saved."""
+    """True: the node ends now and its state is lost. False: it asks to leave once its state is saved."""
 
 
 NodeMessage = Hello | Placed | Ready | Vote | Applied | StepFailed | Heartbeat | Leave | StepSpans
@@ -112,17 +112,17 @@ class Welcome:
     config_json: str
     heartbeat_seconds: float
     windows: int = 0
-    """Samples of one pass over the text; with the seed it says which samples a step sees."""
+    """Samples in one pass over the text; with the seed it determines which samples a step sees."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeartbeatReply:
-    """From it a node tells its clock from the coordinator's."""
+    """Lets a node measure the offset of its clock to the coordinator's."""
 
     sent_at: float
-    """As the heartbeat said."""
+    """Copied from the heartbeat."""
     at: float
-    """The coordinator's Unix time when it heard it."""
+    """The coordinator's Unix time at receipt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class Begin:
     epoch: int
     step: int
     link_windows: tuple[int, ...] = ()
-    """Extra microbatches in flight on each link in this step, the first link first; empty: the run file's."""
+    """Extra microbatches in flight on each link in this step, in order of links; empty: the run file's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,16 +159,16 @@ class Restore:
     epoch: int
     step: int
     missed: Commit | None = None
-    """The commit of the step before, for stages that voted for it and never heard the outcome."""
+    """The previous step's commit, for stages that voted and never got the outcome."""
     uncompressed: bool = False
-    """Use `fp32` on every link of this epoch, to tell quantization from divergence."""
+    """Use `fp32` on every link of this epoch, to tell quantization error from divergence."""
     branch: int = 0
-    """Of the state that counts as held. Who holds none of it loads `step`, and is on this branch then."""
+    """Lineage of the state that counts as held. A node without it loads `step` and joins this lineage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prefetch:
-    """To a node without a stage: keep the snapshot of `step` of these layer units at hand."""
+    """To a spare: fetch these layer units of the snapshot of `step` in advance."""
 
     step: int
     units: tuple[str, ...]

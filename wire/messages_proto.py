@@ -1,7 +1,7 @@
-"""The protobuf form of `messages.py`: what is read from and written to the control stream.
+"""The protobuf form of `messages.py`.
 
-What comes in is checked here for what would hurt whoever reads it: numbers that are no amounts, text that is
-not one line. Whether it makes sense in the run is for the state machines to say.
+Parsing rejects values that would harm a reader: numbers out of range, text of more than one line. Whether a
+message makes sense in the run is for the state machines to decide.
 """
 
 import math
@@ -71,7 +71,7 @@ def _hardware_from_proto(message: enrolment_pb2.Hardware) -> Hardware:
 
 
 def _squared(value: float) -> float:
-    """A sum of squares: perhaps infinite or not a number, never negative."""
+    """A sum of squares: may be infinite or NaN, never negative."""
     if value < 0.0:
         raise ProtocolViolationError(f"a squared norm cannot be {value}")
     return value

@@ -1,4 +1,4 @@
-"""When to send, and when to try again: bandwidth limit, keep-alive, back-off. No I/O but the pacer's sleep."""
+"""When to send and when to try again: bandwidth limit, keep-alive, back-off."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ RECONNECT_SECONDS = 2.0
 
 
 class Pacer:
-    """A node's bandwidth limit: `rate` bytes a second on average over everything bulky. One event loop only."""
+    """A node's bandwidth limit: `rate` bytes a second on average. For one event loop only."""
 
     def __init__(self, rate: float) -> None:
         """`rate` in bytes a second, above 0."""
@@ -42,10 +42,10 @@ class Pacer:
 class KeepAlive:
     """Says when an idle bulk stream should send `KEEP_ALIVE`, so that TCP keeps its rate over a pause.
 
-    Between steps a bulk stream pauses for a round trip or more. TCP that was idle for a retransmission timeout
-    (0.2 s and more) starts again with ten packets a round trip (RFC 5681, section 4.1); at tens of milliseconds
-    a round trip most of a step is over before the link is full. With a byte now and then the connection is
-    never idle: TCP then only halves an unused window once a timeout (RFC 7661).
+    Between steps a bulk stream pauses for a round trip or more. TCP that was idle for a retransmission
+    timeout (0.2 s and more) starts again with ten packets a round trip (RFC 5681, section 4.1); at tens of
+    milliseconds a round trip most of a step is over before the link is full. With a byte now and then the
+    connection is never idle: TCP then only halves an unused window once a timeout (RFC 7661).
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a tensor on a link is: its place in the run (`TensorKey`) and its negotiated form (`TensorSpec`)."""
+"""A tensor on a link: its place in the run (`TensorKey`), its dtype and shape (`TensorSpec`)."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -6,16 +6,16 @@ from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    # Only a name here: the coordinator talks of tensors without loading torch.
+    # Only for annotations: the coordinator does not load torch.
     import torch
 
 
 class Direction(IntEnum):
-    """What a tensor is to the pipeline. The wire carries the value in one byte."""
+    """The kind of a tensor. The wire carries the value in one byte."""
 
     ACTIVATION = 0
     GRADIENT = 1
-    # The gradient of a tied embedding: the last stage's share goes to the first, the sum comes back.
+    # Gradient of a tied embedding: the last stage sends its share to the first and gets the sum back.
     TIED_SHARE = 2
     TIED_SUM = 3
 

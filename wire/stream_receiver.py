@@ -1,21 +1,20 @@
 """The receiving end of a bulk stream as a state machine without I/O: frames in, whole tensors out, once each.
 
-**Memory.** A frame holds its place in the window from its arrival until its tensor is released. At most a
-window of frames may be sent beyond the released ones, except that a tensor that has begun may always be
-finished. So buffers never exceed `window_bytes` plus one tensor, however slow the consumer, and a tensor
-larger than the window passes. Buffers of released tensors are kept for the next of their size, as long as all
-together take no more than `window_bytes` plus the most that tensors have taken. What is remembered of the
-frames themselves is bounded as well: none may be sent a window, or what its tensor still needs, beyond the
-lowest that is missing. A correct sender never waits for that: missing frames are sent again without credit.
+**RAM.** A frame occupies the window from its arrival until its tensor is released. The sender may run at most
+a window of frames ahead of the released ones, but may always finish a tensor it has begun. So buffers never
+exceed `window_bytes` plus one tensor, however slow the consumer, and a tensor larger than the window passes.
+Buffers of released tensors are reused for the next of their size, within `window_bytes` plus the peak of held
+tensors. Bookkeeping of frames is bounded too: none may be sent further than a window, or the rest of its
+tensor, beyond the lowest missing one. A correct sender never waits for that: missing frames need no credit.
 
-**No deadlock.** The sender fixes the order of tensors, the consumer may take them in another. A tensor that
-has begun always completes (above). For one that has not begun, the consumer says that it waits (`want`);
-until that tensor is complete, the window counts from the lowest missing frame instead of the oldest
-unreleased one, so everything that was sent before it gets through. What is then held beyond the bound is only
-what the sender sent ahead of the tensor that the consumer needs, which any receiver would have to hold.
+**No deadlock.** The consumer may take tensors in another order than the sender's. A tensor that has begun
+always completes (above). For one that has not begun, the consumer calls `want`; until it is complete, the
+window counts from the lowest missing frame instead of the oldest unreleased one, so everything sent before it
+gets through. Held beyond the bound is then only what was sent before the wanted tensor, which any receiver
+would have to hold.
 
-**Once each.** A key that was taken in the two newest steps is refused when it comes again; `expect` drops
-those of older steps.
+**Once each.** A key received in the two newest steps is refused when it comes again; `expect` drops older
+steps.
 """
 
 from collections.abc import Callable
@@ -27,22 +26,20 @@ from wire.frames import PAYLOAD_BYTES, DamagedFrameError, Frame, parse_frame
 from wire.spec import TensorKey
 
 Expect = Callable[[TensorKey], int | None]
-"""The exact length in bytes that a tensor must have; None when it is stale or unknown, so to be dropped.
+"""The exact length in bytes of a tensor; None to drop it, as stale or unknown.
 
-Keys come from the network. A tensor may arrive before this node has begun its step: answer for every key of
-the epoch that is still to come, or it is lost. Drop what is two steps older than the newest that was
-expected: its keys are forgotten.
+Keys come from the network. A tensor may arrive before this node has begun its step: answer for every key that
+the epoch may still need, or it is lost. Drop keys two steps older than the newest expected one: they are no
+longer checked for repeats.
 """
 
 MAX_DAMAGED_IN_A_ROW = 64
 MOST_SPARE = 8
-"""Buffers kept for the next tensors, so that a busy link allocates nothing, though its tensors be of several
-sizes."""
+"""Released buffers to keep for reuse, so that a busy link with tensors of several sizes allocates nothing."""
 
 
 class Completed(NamedTuple):
-    """A whole tensor. The buffer is the consumer's until `release`; then its room and its memory are used
-    again."""
+    """A whole tensor. The buffer is the consumer's until `release`; then it is reused."""
 
     key: TensorKey
     buffer: bytearray
@@ -76,11 +73,11 @@ class _Incoming:
 class StreamReceiver:
     """Receives the tensors of one link.
 
-    After every call, `poll` gives the messages that are due for the sender, and `deadline` when the next one
-    will be. Acknowledgements are held back for `ack_seconds` to go together, and repeated every
-    `repeat_seconds` so that a lost one cannot hang the link.
+    After every call, `poll` returns the messages that are due, and `deadline` says when the next one will be.
+    Acknowledgements are collected for `ack_seconds`, and repeated every `repeat_seconds` so that a lost one
+    cannot hang the link.
 
-    `session` is set by the link before the first frame arrives.
+    The link sets `session` before the first frame arrives.
     """
 
     def __init__(
@@ -140,13 +137,13 @@ class StreamReceiver:
 
     @property
     def deadline(self) -> float:
-        """When `poll` should be called again although nothing happened."""
+        """When to call `poll` again if nothing happens."""
         return min(self._ack_at, min(self._asked.values(), default=self._ack_at))
 
     def receive(self, data: bytes, now: float) -> Completed | None:
-        """Take one frame; give the tensor that it completes.
+        """Take one frame; returns the tensor that it completes.
 
-        Raises `ProtocolViolationError` for what no correct peer sends; nothing has been allocated for it.
+        Raises `ProtocolViolationError` for anything no correct peer sends, before allocating for it.
         """
         try:
             frame = parse_frame(data, self._tag)
@@ -171,7 +168,7 @@ class StreamReceiver:
             self.stale += 1
             self._retired += 1
         else:
-            # Straight into its place: a bytearray would first make one of what is assigned to it.
+            # Through a memoryview: assigning to a slice of a bytearray would first copy the payload.
             memoryview(tensor.buffer)[frame.offset : frame.offset + len(frame.payload)] = frame.payload
         if tensor.missing == 0:
             del self._incoming[tensor.first]
@@ -184,7 +181,7 @@ class StreamReceiver:
         return None
 
     def release(self, key: TensorKey, now: float) -> None:
-        """The consumer is done with a tensor: its room is free again. ValueError if it is not held."""
+        """The consumer is done with a tensor: free its room. ValueError if it is not held."""
         tensor = self._held.get(key)
         if tensor is None or tensor.missing:
             raise ValueError(f"{key} is not a complete tensor of this link that still waits for its release")
@@ -197,18 +194,18 @@ class StreamReceiver:
         self._update(now)
 
     def want(self, key: TensorKey | None, now: float) -> None:
-        """The consumer waits for this tensor and may release nothing before it has it; None: no longer."""
+        """The consumer waits for this tensor and releases nothing until then; None: it stopped waiting."""
         held = None if key is None else self._held.get(key)
         self._wanted = key if held is None or held.missing else None
         self._update(now)
 
     def reconnect(self, now: float) -> None:
-        """A new connection: the sender starts again from `next_sequence` by itself."""
+        """A new connection: the sender starts again from `next_sequence` without being asked."""
         self._asked.clear()
         self._ack_at = now
 
     def poll(self, now: float) -> list[Acknowledge | SendAgain]:
-        """Messages that are due for the sender."""
+        """Messages to send now."""
         messages: list[Acknowledge | SendAgain] = []
         due = tuple(sorted(sequence for sequence, at in self._asked.items() if at <= now))
         if due:
@@ -221,7 +218,7 @@ class StreamReceiver:
         return messages
 
     def forget(self) -> None:
-        """Drop all buffers: no frame comes any more."""
+        """Drop all buffers; no frame will arrive any more."""
         self._incoming.clear()
         self._held.clear()
         self._spare.clear()
@@ -299,7 +296,7 @@ class StreamReceiver:
     def _mark_arrived(self, sequence: int, now: float) -> None:
         self.frames += 1
         self._asked.pop(sequence, None)
-        # The stream is ordered: what was skipped was lost or damaged beyond recognition.
+        # The stream is ordered: a skipped frame was lost or damaged beyond recognition.
         for skipped in range(max(self._highest, self._next), sequence):
             self._asked.setdefault(skipped, now)
         self._highest = max(self._highest, sequence + 1)
@@ -309,16 +306,17 @@ class StreamReceiver:
             self._next += 1
 
     def _update(self, now: float) -> None:
-        # Room that became free beyond a missing frame counts when that frame is here: a sender that withholds
-        # it could go on for ever with frames that take no room, each of which is remembered.
+        # Room freed beyond a missing frame counts once that frame is here. Otherwise a sender could withhold
+        # it and send frames that take no room for ever, and the set of arrived frames would grow without
+        # bound.
         start = self._next if self._wanted is not None else min(self._next, self._retired)
         limit = start + self._window
         self._limit = max(self._limit, limit, max((t.end for t in self._incoming.values()), default=0))
         news = max(self._next - self._told.next_sequence, self._limit - self._told.credit_limit)
         if news == 0:
             return
-        # The sender must hear in time to keep the window full. It measures the link by when a tensor is
-        # complete, so that goes at once too; other news may travel together.
+        # The sender must hear in time to keep the window full, and it measures the link by when a tensor is
+        # complete: both go at once. Other acknowledgements are collected.
         low = self._told.credit_limit - self._highest < self._window // 4
         complete = self._complete > self._told.next_sequence
         urgent = low or complete or news >= max(1, self._window // 4)

@@ -1,8 +1,7 @@
 """The sending end of a bulk stream as a state machine without I/O: tensors in, frames out, in order.
 
-Frames are cut when they are asked for, from the caller's own buffer, so a tensor that waits or is not yet
-acknowledged costs no second copy, and a frame is copied once, into the message that gRPC takes. What is asked
-for again, and what a reconnection brings back, is simply cut once more.
+A frame is cut from the caller's buffer when it is due and copied once, into the message for gRPC. A tensor
+that waits or is not acknowledged costs no second copy; a frame to send again is cut again.
 """
 
 from bisect import bisect_right
@@ -28,11 +27,11 @@ class _Outgoing:
 class StreamSender:
     """Sends tensors of one link, oldest first, each frame until it is acknowledged.
 
-    The receiver says how far the stream may run (`credit_limit`), which bounds its memory; `outbox_bytes`
-    bounds what waits here. A frame that nobody acknowledges is sent again when the stream has been quiet for
-    `resend_seconds`, then after twice that and so on, so a lost acknowledgement cannot hang the link.
+    The receiver's `credit_limit` bounds its RAM; `outbox_bytes` bounds what waits here. A frame without
+    acknowledgement is sent again after `resend_seconds` of silence, then after twice that and so on, so a
+    lost acknowledgement cannot hang the link.
 
-    `session` is set by the link before the first frame is taken.
+    The link sets `session` before it takes the first frame.
     """
 
     def __init__(
@@ -63,27 +62,27 @@ class StreamSender:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes of the tensors that are held here until they are acknowledged."""
+        """Bytes of tensors that are not fully acknowledged."""
         return self._queued_bytes
 
     @property
     def acknowledged_bytes(self) -> int:
-        """Payload bytes of whole tensors that have arrived since the link was made."""
+        """Payload bytes of fully acknowledged tensors since the link was made."""
         return self._done_bytes
 
     @property
     def sent_bytes(self) -> int:
-        """Payload bytes of all tensors that were queued since the link was made."""
+        """Payload bytes of all tensors queued since the link was made."""
         return self._done_bytes + self._queued_bytes
 
     @property
     def unacknowledged(self) -> int:
-        """Frames that were handed out and not yet acknowledged."""
+        """Frames handed out and not yet acknowledged."""
         return self._sent - self._acknowledged
 
     @property
     def deadline(self) -> float | None:
-        """When `next_frame` should be asked again although nothing happened."""
+        """When to call `next_frame` again if nothing happens."""
         return self._probe_at
 
     def send(self, key: TensorKey, payload: Payload) -> None:
@@ -106,7 +105,7 @@ class StreamSender:
         self._queued_bytes += len(data)
 
     def next_frame(self, now: float) -> bytes | None:
-        """The frame to write next; None when there is nothing that may be written before `deadline`."""
+        """The frame to write next; None if nothing may be written before `deadline`."""
         if self._again:
             sequence = min(self._again)
             self._again.remove(sequence)
@@ -127,7 +126,7 @@ class StreamSender:
     def acknowledge(self, next_sequence: int, credit_limit: int) -> None:
         """Every frame below `next_sequence` has arrived; those below `credit_limit` may be sent.
 
-        Older news than what is known is ignored. Raises `ProtocolViolationError` for frames never sent.
+        An outdated acknowledgement is ignored. Raises `ProtocolViolationError` for frames never sent.
         """
         if next_sequence > self._sent:
             raise ProtocolViolationError(
@@ -146,12 +145,11 @@ class StreamSender:
             self._done_bytes += size
 
     def send_again(self, sequences: list[int]) -> None:
-        """These arrived damaged or not at all. Those that cannot be meant are ignored: a damaged frame's
-        number is a guess."""
+        """These arrived damaged or not at all. Impossible numbers, from damaged headers, are ignored."""
         self._again.update(s for s in sequences if self._acknowledged <= s < self._cursor)
 
     def reconnect(self, next_sequence: int) -> None:
-        """A new connection: go on from the lowest frame that the other end lacks.
+        """A new connection: continue from the lowest frame that the other end lacks.
 
         Raises `ProtocolViolationError` when the other end has lost what it acknowledged.
         """
@@ -166,13 +164,12 @@ class StreamSender:
         self._probe_seconds, self._probe_at = self._resend_seconds, None
 
     def forget(self) -> None:
-        """Drop what waits here: no frame is asked for any more."""
+        """Drop all tensors; no frame will be sent any more."""
         self._tensors.clear()
         self._queued_bytes = 0
 
     def _probe_is_due(self, now: float) -> bool:
-        # The wait starts when the stream falls quiet, not when a frame was handed out: a slow link may take
-        # seconds to accept one.
+        # The wait starts when there is nothing else to send: a slow link may take seconds to accept a frame.
         if self._probe_at is None:
             self._probe_at = now + self._probe_seconds
         return now >= self._probe_at

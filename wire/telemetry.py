@@ -1,4 +1,4 @@
-"""What a node measures of itself and tells the coordinator (wire form: `telemetry_proto.py`)."""
+"""A node's measurements of itself, sent to the coordinator (wire form: `telemetry_proto.py`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from wire.spec import Direction, TensorKey
 
 @dataclass(frozen=True, kw_only=True)
 class FlowReport:
-    """Whole frames sent to one neighbour for one kind of tensor, and the elements they carried."""
+    """Frames sent to one neighbour for one direction, and the elements they carried."""
 
     direction: Direction
     codec: str
@@ -18,7 +18,7 @@ class FlowReport:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkReport:
-    """One neighbour's link: everything this program wrote to and read from both sockets, in bytes."""
+    """One neighbour's link. Bytes are everything this program wrote to and read from both sockets."""
 
     peer_stage: int
     bytes_sent: int
@@ -30,13 +30,13 @@ class LinkReport:
     rtt_seconds: float
     """Smoothed round trip; 0 before the first ping was answered."""
     least_rtt_seconds: float = 0.0
-    """The least of the newest ones: without what waits in queues."""
+    """The least of the newest round trips: without time in queues."""
     capacity: float = 0.0
-    """Bytes a second that the link was measured to carry to the neighbour; 0 while not known."""
+    """Measured bytes a second towards the neighbour; 0 while not known."""
     busy_seconds: float = 0.0
     """Time in which something waited to be sent or acknowledged."""
     queued_bytes: int = 0
-    """Waiting now."""
+    """Bytes that wait to be sent or acknowledged now."""
     flows: tuple[FlowReport, ...] = ()
 
 
@@ -57,43 +57,43 @@ class Telemetry:
     """Resident set of the process now."""
     peak_memory_bytes: int = 0
     gpu_memory_bytes: int = 0
-    """What torch holds on the GPU now; 0 without one."""
+    """Device memory that torch holds now; 0 without a GPU."""
     gpu_peak_memory_bytes: int = 0
     clock_skew_seconds: float = 0.0
     """The node's wall clock minus the coordinator's."""
     clock_error_seconds: float = 0.0
-    """How wrong that may be: half of the round trip that it was taken from; 0 before it is known."""
+    """Bound on its error: half the round trip of the measurement; 0 before it is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What a node did from `start` for `seconds`, on its own monotonic clock."""
+    """One activity of a node, from `start` for `seconds` on its own monotonic clock."""
 
     kind: str
-    """A kind of time of the compute thread, work beside it (`pack`, `unpack`), or part of a tensor's way."""
+    """A kind of compute-thread time, `pack`, `unpack`, or a part of a transfer."""
     start: float
     seconds: float
     key: TensorKey | None = None
-    """The tensor that it was done for, if any."""
+    """The tensor it was for, if any."""
     peer_stage: int = -1
-    """Where a tensor was sent or came from."""
+    """The stage a tensor was sent to or came from."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSpans:
-    """What one stage did in a step, or part of it: more than `MOST_SPANS` come in pieces."""
+    """Spans of one stage in one step; more than `MOST_SPANS` come in several messages."""
 
     epoch: int
     step: int
     stage: int
     clock_offset: float
-    """Add it to a span's start to get the coordinator's Unix time."""
+    """Added to a span's start it gives the coordinator's Unix time."""
     clock_error: float
-    """How wrong that may be, seconds."""
+    """Bound on its error, seconds."""
     dropped: int
-    """Spans that the ring had no room for."""
+    """Spans lost because the ring was full."""
     spans: tuple[Span, ...]
 
 
 MOST_SPANS = 2000
-"""In one message: it must fit into a message of the control connection, with room."""
+"""Spans in one message, which must fit a message of the control connection."""

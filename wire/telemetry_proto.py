@@ -1,4 +1,4 @@
-"""The protobuf form of `telemetry.py`. What comes in is checked for what would hurt whoever reads it."""
+"""The protobuf form of `telemetry.py`. Parsing rejects values that would harm a reader."""
 
 import math
 from enum import IntEnum
@@ -10,15 +10,15 @@ from wire.telemetry import MOST_SPANS, FlowReport, LinkReport, Span, StepSpans, 
 from wire.v1 import control_pb2
 
 LONGEST_SECONDS = 1e9
-"""No run lasts 30 years."""
+"""The longest time accepted: no run lasts 30 years."""
 MOST = 1e18
-"""Of anything else that is measured, such as bytes and operations a second; 64 bits hold a few of it."""
+"""The most of any other measurement, such as bytes or operations a second; well below 2**63."""
 LONGEST_LINE = 1000
-"""Characters of a text for people; what is longer is cut."""
+"""Characters of a text for people; longer text is cut."""
 _TICKS = 1e6
-"""Spans travel as whole microseconds."""
+"""Ticks a second: spans travel as whole microseconds."""
 _NO_TENSOR = 0
-"""In place of a direction, which travels as its value plus one."""
+"""Direction of a span without a tensor; others travel as their value plus one."""
 
 EnumT = TypeVar("EnumT", bound=IntEnum)
 
@@ -92,7 +92,7 @@ def _link_from_proto(link: control_pb2.LinkReport) -> LinkReport:
 
 
 def spans_to_proto(spans: StepSpans) -> control_pb2.StepSpans:
-    """Columns of small numbers: starts count from the span before, names from a table."""
+    """Columns of small numbers: starts relative to the previous span, names by index."""
     names = list(dict.fromkeys(span.kind for span in spans.spans))
     starts = [round(_TICKS * span.start) for span in spans.spans]
     return control_pb2.StepSpans(
@@ -105,7 +105,7 @@ def spans_to_proto(spans: StepSpans) -> control_pb2.StepSpans:
         names=names,
         kinds=[names.index(span.kind) for span in spans.spans],
         starts=[at - before for before, at in zip((0, *starts), starts, strict=False)],
-        # Ends are rounded, not lengths, so that spans that touch still do.
+        # Round ends, not lengths, so that adjacent spans stay adjacent.
         lengths=[
             round(_TICKS * (span.start + span.seconds)) - start
             for span, start in zip(spans.spans, starts, strict=True)
@@ -119,7 +119,7 @@ def spans_to_proto(spans: StepSpans) -> control_pb2.StepSpans:
 
 
 def spans_from_proto(message: control_pb2.StepSpans) -> StepSpans:
-    """Raises `ProtocolViolationError` for columns that do not fit and for wrong numbers."""
+    """Raises `ProtocolViolationError` for columns of unequal length and for numbers out of range."""
     columns = (
         message.kinds,
         message.starts,
@@ -134,7 +134,7 @@ def spans_from_proto(message: control_pb2.StepSpans) -> StepSpans:
     if count > MOST_SPANS or any(len(column) != count for column in columns):
         raise ProtocolViolationError(f"spans come in equal columns of at most {MOST_SPANS}, not of {count}")
     if any(kind >= len(message.names) for kind in message.kinds):
-        raise ProtocolViolationError("a span is of a kind that has no name")
+        raise ProtocolViolationError("a span has a kind without a name")
     names = [line(name) for name in message.names]
     spans = []
     start = 0
@@ -155,7 +155,7 @@ def spans_from_proto(message: control_pb2.StepSpans) -> StepSpans:
     )
 
 
-# ---- what any message may hold
+# ---- checks of single values
 
 
 def member(kind: type[EnumT], value: int) -> EnumT:
@@ -167,14 +167,14 @@ def member(kind: type[EnumT], value: int) -> EnumT:
 
 
 def amount(value: float, what: str, most: float = MOST) -> float:
-    """A measured amount; the peer that sends another number is broken or means harm."""
+    """`value` if it lies between 0 and `most`; otherwise raises `ProtocolViolationError`."""
     if not 0.0 <= value <= most:
         raise ProtocolViolationError(f"{line(what)} cannot be {value}")
     return value
 
 
 def count(value: int, what: str) -> int:
-    """A measured amount in whole numbers."""
+    """A measured whole number."""
     amount(value, what)
     return value
 
@@ -192,5 +192,5 @@ def finite(value: float, what: str) -> float:
 
 
 def line(text: str) -> str:
-    """`text` as one line that does no harm to a terminal."""
+    """`text` as one line, with characters that could harm a terminal replaced."""
     return "".join(c if c.isprintable() else " " for c in text[:LONGEST_LINE])

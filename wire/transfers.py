@@ -1,4 +1,4 @@
-"""When the tensors of a link were on their way: from the first to the last frame, on either end. Pure."""
+"""When each tensor of a link was sent, in flight and received. Pure."""
 
 from collections import deque
 from collections.abc import Callable
@@ -8,14 +8,14 @@ from wire.frames import HEADER_BYTES, frame_place
 from wire.spec import TensorKey
 
 MOST_OPEN = 256
-"""Tensors whose end is waited for. A damaged frame may name one that never comes."""
+"""The most unfinished tensors to track. A damaged frame may name one that never comes."""
 
 
 class TransferKind(StrEnum):
-    """Part of a tensor's way over a link."""
+    """A part of a tensor's transfer over a link."""
 
     SEND = "send"
-    """From its first frame to its last, as the socket took them."""
+    """From its first frame to its last, as the socket accepted them."""
     IN_FLIGHT = "in-flight"
     """From then until all of it was acknowledged."""
     RECEIVE = "receive"
@@ -27,7 +27,7 @@ OnTransfer = Callable[[TransferKind, TensorKey, float, float], None]
 
 
 class TransferLog:
-    """Watches the frames of one link. Frames that are sent again are no transfers of their own."""
+    """Watches the frames of one link. A frame sent again does not count."""
 
     def __init__(self, on_transfer: OnTransfer) -> None:
         self._on_transfer = on_transfer
@@ -43,7 +43,7 @@ class TransferLog:
             self._sending = place.key, now
 
     def sent(self, frame: bytes, now: float) -> None:
-        """The socket has taken it."""
+        """The socket accepted it."""
         place = frame_place(frame)
         if place.sequence < self._next_sequence:
             return
@@ -62,7 +62,7 @@ class TransferLog:
             self._on_transfer(TransferKind.IN_FLIGHT, key, began, now)
 
     def received(self, frame: bytes, completed: TensorKey | None, now: float) -> None:
-        """A frame came; `completed` is the tensor that it made whole."""
+        """A frame arrived; `completed` is the tensor that it completed."""
         if len(frame) >= HEADER_BYTES and completed is None:
             if len(self._receiving) >= MOST_OPEN:
                 self._receiving.pop(next(iter(self._receiving)))

@@ -1,1 +1,1 @@
-"""Codecs: a tensor into bytes of known number, and back. `registry.codec` finds one by name."""
+"""Codecs: pack a tensor into a known number of bytes, and unpack it. `registry.codec` finds one by name."""

@@ -6,9 +6,9 @@ set m to m + Q(a - m), and the receiver computes with m. A sample that is sent f
 uncompressed and becomes m. Here m and the first pass are bf16 (16 bits an element), which has fp32's range; Q
 is `fixed-b`. The error of one pass is part of the next change.
 
-Payload: activations of new samples, bf16, in order | `fixed-b` payload of the changes of the known samples, in
-order, as one tensor. A part without samples is left out. Both ends know which samples are new from their place
-in the run, so they know the size before anything is sent.
+Payload: activations of new samples, bf16, in order | `fixed-b` payload of the changes of the known samples,
+in order, as one tensor. A part without samples is left out. Both ends know which samples are new from their
+place in the run, so they know the size before anything is sent.
 """
 
 import math
@@ -54,7 +54,7 @@ class SampleBatch:
 
 
 class AqsgdCodec(Codec):
-    """Sizes of `aqsgd-b` for tensors whose samples are all known. `of` gives the codec that packs one tensor."""
+    """Sizes of `aqsgd-b` when all samples are known. `of` gives the codec that packs one tensor."""
 
     exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
 

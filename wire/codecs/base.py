@@ -169,7 +169,7 @@ class Codec(ABC):
 
     @abstractmethod
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
-        """Fill every byte of `payload`; return the exponent (int32 0-d) or `kernels.common.tiles.NON_FINITE`."""
+        """Fill every byte of `payload`; return the exponent, int32 0-d, or `tiles.NON_FINITE`."""
 
     @abstractmethod
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:

@@ -20,8 +20,8 @@ PIECE = 1 << 17
 class RawCodec(Codec):
     """Sends every element in one dtype. Values beyond that dtype's range are refused, not clipped.
 
-    Rounding may take the largest value of a narrower dtype beyond its range (fp16's 65504 becomes bf16's 65536):
-    decoding clamps it to that dtype's largest.
+    Rounding may take the largest value of a narrower dtype beyond its range (fp16's 65504 becomes bf16's
+    65536): decoding clamps it to that dtype's largest.
     """
 
     exponents = range(1)

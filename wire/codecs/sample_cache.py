@@ -1,8 +1,8 @@
 """The sample cache of `aqsgd-b`: for every sample, the activation last sent over a boundary.
 
 Both ends of a boundary keep one and update it from the same bytes, so they stay equal. A step is a
-transaction: its updates are staged, applied by `commit` and dropped by `rollback`. Values are bf16 on the CPU,
-whatever device the stage computes on. `since` is the step at which both ends started their caches; every
+transaction: its updates are staged, applied by `commit` and dropped by `rollback`. Values are bf16 on the
+CPU, whatever device the stage computes on. `since` is the step at which both ends started their caches; every
 tensor's header carries it, with a CRC32C of the entries that the tensor was packed against.
 """
 
@@ -57,8 +57,8 @@ class SampleCache:
             crc = self._crc[sample]
             if crc is None:
                 raise CacheMismatchError(
-                    f"sample {sample} is not in this stage's cache, though it was sent since step {self.since}: "
-                    "this stage goes back to the newest snapshot"
+                    f"sample {sample} is not in this stage's cache, though it was sent since step "
+                    f"{self.since}: this stage goes back to the newest snapshot"
                 )
             total = int(google_crc32c.extend(total, crc.to_bytes(4, "little")))
         return total

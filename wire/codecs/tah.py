@@ -1,7 +1,7 @@
 """`tah`: TAH-Quant, 4.41 bits an element and the header. The default for activations.
 
-Payload: scales, fp16 | zero-points, fp16 | bit-map, 1 bit a tile | pivots, 6 bits a tile | three bit-planes of
-all tiles | fourth bit-plane of the 4-bit tiles, in order.
+Payload: scales, fp16 | zero-points, fp16 | bit-map, 1 bit a tile | pivots, 6 bits a tile | three bit-planes
+of all tiles | fourth bit-plane of the 4-bit tiles, in order.
 """
 
 from functools import lru_cache
@@ -90,7 +90,7 @@ class TahCodec(Codec):
 
 
 def _fault(sections: tah.TahSections, samples: int, tiles: int) -> int:
-    """The fault that the CPU decoder does not check for itself, as a code of `kernels.common.dispatch`; 0 if none.
+    """The fault, as a code of `kernels.common.dispatch`, that the CPU decoder would not see; 0 if none.
 
     With numpy: for a few bytes a tile torch would wake threads that then keep their cores busy.
     """

@@ -1,7 +1,7 @@
-"""A run's certificate authority: it says which public keys are the coordinator and the nodes of this run.
+"""A run's certificate authority, which certifies the keys of the coordinator and the nodes.
 
-All keys are ECDSA P-256. A node's certificate takes nothing from its request but the public key. Each is
-valid from an hour before it was issued, for machines whose clock is behind.
+All keys are ECDSA P-256. A node's certificate takes only the public key from its request. Certificates are
+valid from an hour before they are issued, for machines whose clock is behind.
 """
 
 import hashlib
@@ -24,9 +24,9 @@ from wire.identity.names import coordinator_server_name, is_run_id, node_server_
 BACKDATE = timedelta(hours=1)
 AUTHORITY_LIFETIME = timedelta(days=3650)
 
-# In the coordinator's certificate: the DER of its issuer's certificate. A client of the standard library's
-# `ssl` sees only the leaf, and needs the issuer to compare it with its token's pin. Under the UUID arc
-# (2.25), which anyone may use; BoringSSL skips it because it is not critical.
+# Extension of the coordinator's certificate: its issuer's certificate in DER. A client of the standard `ssl`
+# sees only the leaf and needs the issuer to compare with its token's pin. Under the UUID arc (2.25), which
+# anyone may use; BoringSSL skips it because it is not critical.
 ISSUER_CERTIFICATE_OID = x509.ObjectIdentifier("2.25.112806441529468240917371532706210931867")
 
 _KEY_FILE, _CERTIFICATE_FILE = "ca.key", "ca.pem"
@@ -44,7 +44,7 @@ def public_key_hash(key: ec.EllipticCurvePublicKey) -> bytes:
 
 
 def certificate_pin(certificate: x509.Certificate) -> bytes:
-    """`public_key_hash` of the key in a certificate, of whatever kind the key is."""
+    """`public_key_hash` of a certificate's key, of any kind."""
     spki = certificate.public_key().public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     )
@@ -52,7 +52,7 @@ def certificate_pin(certificate: x509.Certificate) -> bytes:
 
 
 def key_to_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """PKCS #8, not encrypted: the file's mode is what protects it."""
+    """PKCS #8, not encrypted: the file's mode protects it."""
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
@@ -70,7 +70,7 @@ def read_certificate(data: bytes) -> x509.Certificate:
 
 
 def csr_public_key(csr_der: bytes) -> ec.EllipticCurvePublicKey:
-    """The P-256 key that a certificate request carries and is signed by; ValueError for anything else."""
+    """The P-256 key of a certificate request signed by that key; ValueError for anything else."""
     with _only_value_errors():
         request = x509.load_der_x509_csr(csr_der)
         key, sound = request.public_key(), request.is_signature_valid
@@ -83,7 +83,7 @@ def csr_public_key(csr_der: bytes) -> ec.EllipticCurvePublicKey:
 
 @contextmanager
 def _only_value_errors() -> Iterator[None]:
-    """Of what may be anything, and is read here: whoever asked need not know the library's own errors."""
+    """Turn the library's own errors into ValueError."""
     try:
         yield
     except (UnsupportedAlgorithm, x509.InvalidVersion) as error:
@@ -91,17 +91,17 @@ def _only_value_errors() -> Iterator[None]:
 
 
 def authority_run_id(certificate: x509.Certificate) -> str | None:
-    """The run that a CA's certificate names; None when it names none."""
+    """The run named in a CA's certificate; None if there is none."""
     try:
         names = [name.value for name in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
-    except ValueError:  # it is read only now, and may be no text
+    except ValueError:  # parsed only now, and may be no text
         return None
     run_id = str(names[0]).removeprefix(_CA_COMMON_NAME) if len(names) == 1 else ""
     return run_id if is_run_id(run_id) else None
 
 
 def is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
-    """Whether `issuer`'s key signed `certificate` and the names agree; says nothing of dates."""
+    """Whether `issuer`'s key signed `certificate` and the names agree; does not check dates."""
     try:
         certificate.verify_directly_issued_by(issuer)
     except (ValueError, TypeError, InvalidSignature):
@@ -110,7 +110,7 @@ def is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> boo
 
 
 class CertificateAuthority:
-    """The run's CA: its key signs the certificates of the coordinator and of the nodes."""
+    """The run's CA: its key signs the certificates of coordinator and nodes."""
 
     def __init__(self, run_id: str, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
         self.run_id = run_id
@@ -119,7 +119,7 @@ class CertificateAuthority:
 
     @classmethod
     def create(cls, run_id: str, now: float) -> "CertificateAuthority":
-        """A fresh authority for one run. `now` is Unix seconds; ValueError for what is no run id."""
+        """A new authority for one run. `now` is Unix seconds; ValueError for a malformed run id."""
         if not is_run_id(run_id):
             raise ValueError(f"{run_id!r} is not a run id: up to 40 lower-case letters, digits and hyphens")
         key = ec.generate_private_key(ec.SECP256R1())
@@ -133,14 +133,14 @@ class CertificateAuthority:
         return cls(run_id, key, certificate)
 
     def save(self, directory: Path) -> None:
-        """Write `ca.key` and `ca.pem` (both mode 0600) into `directory`, made 0700 if it is not there."""
+        """Write `ca.key` and `ca.pem` (mode 0600) into `directory`, made 0700 if missing."""
         make_private_directory(directory)
         write_private(directory / _KEY_FILE, key_to_pem(self._key))
         write_private(directory / _CERTIFICATE_FILE, self.certificate_pem)
 
     @classmethod
     def load(cls, directory: Path) -> "CertificateAuthority":
-        """Read what `save` wrote; UserError when it is missing or damaged."""
+        """Read what `save` wrote; UserError if it is missing or damaged."""
         try:
             key_pem = (directory / _KEY_FILE).read_bytes()
             certificate_pem = (directory / _CERTIFICATE_FILE).read_bytes()
@@ -195,7 +195,7 @@ class CertificateAuthority:
     def page_credentials(self, hosts: Sequence[str], lifetime: timedelta, now: float) -> tuple[bytes, bytes]:
         """(key PEM, certificate PEM) for the run's page at `hosts`, names or IP addresses, for browsers.
 
-        It names neither the coordinator nor a node, so it is worth nothing on the run's own connections.
+        It names neither the coordinator nor a node, so the run's own connections do not accept it.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = f"page.{self.run_id}"
@@ -205,9 +205,9 @@ class CertificateAuthority:
         return key_to_pem(key), certificate_to_pem(builder.sign(self._key, hashes.SHA256()))
 
     def coordinator_credentials(self, lifetime: timedelta, now: float) -> tuple[bytes, bytes]:
-        """(key PEM, certificate PEM) for a coordinator that starts; the key is fresh and needs no file.
+        """(key PEM, certificate PEM) for a starting coordinator. The key is new and is not stored.
 
-        The process that holds it holds the CA's key too, so a short lifetime would protect nothing.
+        The process also holds the CA's key, so a short lifetime would protect nothing.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         return key_to_pem(key), self.issue_coordinator(key.public_key(), lifetime, now)

@@ -1,7 +1,7 @@
-"""First contact: fetch the run's CA from a coordinator, and trust it only if the join token's pin fits.
+"""First contact: fetch the run's CA from a coordinator, and trust it only if it matches the join token's pin.
 
-The connection that fetches it is not verified, and need not be: nothing is sent over it, and what comes back
-is compared with the pin. The CA so found is then the root of the verified connection that carries the secret.
+The fetching connection is not verified and need not be: nothing is sent over it, and the answer is compared
+with the pin. The CA is then the root of the verified connection that carries the secret.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ from wire.identity.names import split_address
 
 
 async def fetch_authority(address: str, pin: bytes, seconds: float = 10.0) -> x509.Certificate:
-    """The certificate of the CA that the coordinator at `address` (host:port) was certified by.
+    """The certificate of the CA that certified the coordinator at `address` (host:port).
 
     Args:
         pin: SHA-256 of the SubjectPublicKeyInfo that the CA must have, 32 bytes.
-        seconds: time for the connection and the TLS handshake together.
+        seconds: limit for the connection and the TLS handshake together.
 
-    Raises TokenError when another run or something else answers, LinkError when nothing does.
+    Raises TokenError if another run or another service answers, LinkError if nothing does.
     """
     leaf = await _fetch_leaf(address, seconds)
     try:
@@ -73,14 +73,14 @@ async def _fetch_leaf(address: str, seconds: float) -> x509.Certificate:
         reason = error.reason or "handshake failed"
         raise LinkError(f"{address} does not speak TLS as a coordinator does ({reason}): check it") from None
     except (OSError, UnicodeError) as error:
-        # asyncio folds the failures of several resolved addresses into one error without a strerror.
+        # asyncio joins the failures of several resolved addresses into one error without a strerror.
         reason = getattr(error, "strerror", None) or str(error)
         raise LinkError(f"nothing answers at {address} ({reason}): is the coordinator running?") from None
     try:
         connection: ssl.SSLObject = writer.get_extra_info("ssl_object")
         leaf = connection.getpeercert(binary_form=True)
     finally:
-        # Nothing was sent, so there is nothing to flush and no goodbye to wait for.
+        # Nothing was sent, so there is nothing to flush or wait for.
         writer.transport.abort()
     if leaf is None:
         raise LinkError(f"{address} shows no certificate: it is no coordinator's join port")
@@ -91,7 +91,7 @@ async def _fetch_leaf(address: str, seconds: float) -> x509.Certificate:
 
 
 def _check_clock(leaf: x509.Certificate, address: str) -> None:
-    """The verified connection that follows would fail on this without saying so."""
+    """Check the clock here: the verified connection would fail on it without saying why."""
     now = time.time()
     first, last = leaf.not_valid_before_utc.timestamp(), leaf.not_valid_after_utc.timestamp()
     if not first <= now <= last:

@@ -1,7 +1,7 @@
 """A node's identity: its key, its certificate, its run's CA; on disk, and as gRPC credentials.
 
-An identity lies in a directory of its own (mode 0700), so that one machine can be several nodes:
-`node.key`, made first and never sent, and `identity.json`, the certificates, replaced whole at each renewal.
+An identity has its own directory (mode 0700), so one machine can be several nodes: `node.key`, made first and
+never sent, and `identity.json`, the certificates, replaced as a whole at each renewal.
 """
 
 import hashlib
@@ -35,22 +35,22 @@ from wire.identity.names import coordinator_server_name, is_node_id, is_run_id, 
 _KEY_FILE, _IDENTITY_FILE = "node.key", "identity.json"
 
 WAY_SECONDS = 60.0
-"""That a new certificate may take to its node, at most."""
+"""The longest a new certificate may take to reach its node."""
 
 ChannelOption = tuple[str, int | str]
 
 
 def default_directory(run_id: str, name: str = "node") -> Path:
-    """`$XDG_STATE_HOME/thinwire/<run-id>/<name>`, under `~/.local/state` when that is not set."""
+    """`$XDG_STATE_HOME/thinwire/<run-id>/<name>`, under `~/.local/state` if that is not set."""
     state = os.environ.get("XDG_STATE_HOME", "")
-    # The XDG specification has relative paths ignored.
+    # The XDG specification says to ignore relative paths.
     base = Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state"
     return base / "thinwire" / run_id / name
 
 
 @dataclass(frozen=True, slots=True)
 class NodeIdentity:
-    """Who this node is in one run. Immutable: a renewed certificate makes another one."""
+    """A node's identity in one run. Immutable: a renewal makes a new one."""
 
     node_id: str
     run_id: str
@@ -102,9 +102,9 @@ class NodeIdentity:
 
     @property
     def renewal_time(self) -> float:
-        """Unix seconds at which to renew: 50 to 80 % into the lifetime, at a point the node id decides.
+        """Unix seconds at which to renew: 50 to 80 % into the lifetime, at a point derived from the node id.
 
-        So nodes that joined together do not all renew together, and one node's time never jumps about.
+        So nodes that joined together do not renew together, and a node's time stays the same.
         """
         issued = self._issued_at
         spread = int.from_bytes(hashlib.sha256(self.node_id.encode()).digest()[:4]) / 2**32
@@ -115,10 +115,10 @@ class NodeIdentity:
         return (self._certificate.not_valid_before_utc + BACKDATE).timestamp()
 
     def check_clock(self, now: float) -> None:
-        """Compare this machine's clock with the coordinator's, by a certificate that was issued just now.
+        """Compare this machine's clock with the coordinator's, using a certificate issued just now.
 
-        Raises LinkError if some neighbour's certificate would seem to start later, or to have ended: one may
-        be as new as this one, or have a fifth of its life left. Handshakes would fail without saying why.
+        Raises LinkError if a neighbour's certificate could seem not yet valid or expired: one may be as new
+        as this one, or have a fifth of its life left. Handshakes would fail without saying why.
         """
         ahead = now - self._issued_at
         most = max(WAY_SECONDS, 0.2 * (self.expires_at - self._issued_at))
@@ -126,11 +126,11 @@ class NodeIdentity:
             which = "ahead of" if ahead > 0 else "behind"
             raise LinkError(
                 f"this machine's clock is {abs(ahead) / 3600:.1f} hours {which} the coordinator's, and its "
-                "neighbours' certificates would not hold by it: set the clock"
+                "neighbours' certificates would not be valid by it: set the clock"
             )
 
     def is_valid(self, now: float, margin: timedelta = timedelta(0)) -> bool:
-        """Whether the certificate holds at Unix time `now` and for `margin` after it."""
+        """Whether the certificate is valid at Unix time `now` and for `margin` after it."""
         starts = self._certificate.not_valid_before_utc.timestamp()
         return starts <= now and now + margin.total_seconds() < self.expires_at
 
@@ -139,7 +139,7 @@ class NodeIdentity:
         return make_csr(self.key_pem)
 
     def renewed(self, certificate_pem: bytes) -> "NodeIdentity":
-        """This identity with a new certificate. Refused when the certificate is not this node's."""
+        """This identity with a new certificate. Raises Refused if it is not this node's."""
         try:
             return replace(self, certificate_pem=certificate_pem)
         except ValueError as error:
@@ -149,7 +149,7 @@ class NodeIdentity:
             ) from None
 
     def save(self, directory: Path) -> None:
-        """Write the identity into `directory` (made 0700), atomically; a key that lies there stays."""
+        """Write the identity into `directory` (made 0700), atomically. An existing key is kept."""
         make_private_directory(directory)
         if create_private(directory / _KEY_FILE, self.key_pem) != self.key_pem:
             raise UserError(f"{directory} holds another node's key: give each node a directory of its own")
@@ -163,7 +163,7 @@ class NodeIdentity:
 
     @classmethod
     def load(cls, directory: Path) -> "NodeIdentity | None":
-        """The identity in `directory`, None when none was saved; UserError when what is there is damaged."""
+        """The identity in `directory`; None if none was saved, UserError if it is damaged."""
         try:
             content = json.loads((directory / _IDENTITY_FILE).read_bytes())
             key_pem = (directory / _KEY_FILE).read_bytes()
@@ -185,9 +185,9 @@ class NodeIdentity:
 
 
 def load_or_create_key(directory: Path) -> bytes:
-    """The PEM of the P-256 key in `directory`; made (mode 0600) when there is none.
+    """The PEM of the P-256 key in `directory`; made (mode 0600) if there is none.
 
-    It is on disk before it is first used: a node that dies while joining asks again with the same key.
+    It is on disk before its first use, so a node that dies while joining asks again with the same key.
     """
     make_private_directory(directory)
     path = directory / _KEY_FILE
@@ -214,29 +214,29 @@ def load_key(pem: bytes) -> ec.EllipticCurvePrivateKey:
 
 
 def make_csr(key_pem: bytes) -> bytes:
-    """A certificate request (DER) that carries and proves a key and nothing else: the CA decides the rest."""
+    """A certificate request (DER) that carries and proves only a key; the CA decides the rest."""
     request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
     return request.sign(load_key(key_pem), hashes.SHA256()).public_bytes(serialization.Encoding.DER)
 
 
 def server_name_options(server_name: str) -> list[ChannelOption]:
-    """Channel options that check the certificate for a name in the run, whatever address is dialled."""
+    """Channel options that check the certificate for `server_name`, whatever address is dialled."""
     return [("grpc.ssl_target_name_override", server_name)]
 
 
 def mutual_tls(current: Callable[[], tuple[bytes, bytes]], ca_pem: bytes) -> grpc.ServerCredentials:
-    """A port that demands a certificate of the run's CA. `current` gives (key PEM, certificate PEM).
+    """Credentials of a port that demands a certificate of the run's CA.
 
-    It is asked at each handshake, so a renewal needs no restart, from gRPC's own threads, and must return at
-    once. Established connections stay as they are.
+    `current` returns (key PEM, certificate PEM). gRPC's threads call it at each handshake, so a renewal needs
+    no restart; it must return at once. Established connections are not affected.
     """
     in_use = current()
 
     def configuration() -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration([in_use], root_certificates=ca_pem)
 
-    # Only a changed certificate is handed over: gRPC frees the old one's state under handshakes that run at
-    # the same time, and crashes (grpc/grpc#36693). Unchanged, the state is never replaced.
+    # Return only a changed certificate: gRPC frees the old one's state while other handshakes use it, and
+    # crashes (grpc/grpc#36693).
     def configuration_if_changed() -> grpc.ServerCertificateConfiguration | None:
         nonlocal in_use
         if (newest := current()) == in_use:
@@ -252,7 +252,7 @@ def mutual_tls(current: Callable[[], tuple[bytes, bytes]], ca_pem: bytes) -> grp
 
 
 def peer_node_id(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
-    """The node id in the certificate of the peer of an RPC on a mutual-TLS port; None if it has none."""
+    """The node id in the certificate of an RPC's peer; None if it has none."""
     names = list(context.auth_context().get("x509_common_name", []))
     node_id = names[0].decode(errors="replace") if len(names) == 1 else ""
     return node_id if is_node_id(node_id) else None

@@ -1,24 +1,24 @@
-"""What is said when a node joins a run, as plain values; protobuf stays in the servicer and the client."""
+"""Messages of joining a run, as plain values; protobuf stays in the servicer and the client."""
 
 from dataclasses import dataclass, field
 
 from wire.errors import RefusalCode, Refused
 
 CPU = "cpu"
-"""The device's name where it is no accelerator."""
+"""The device's name without an accelerator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What a node offers. Its own claim: shown to people, never trusted."""
+    """A node's hardware, by its own report: shown to people, never trusted."""
 
     device: str
     """`cpu` or the accelerator's name."""
     cores: int
     memory_bytes: int
-    """Of the device that a stage would live on; of several, what the smallest has for itself."""
+    """Of the device a stage would use; of several, the smallest one's."""
     devices: int = 1
-    """How many share the stage, each a process of its own."""
+    """Devices that share the stage, each in its own process."""
     tensor_parallel: int = 1
     """How many of them share each block; divides `devices`."""
 

@@ -1,4 +1,4 @@
-"""Names inside a run: run ids, node ids, the server names certificates are checked for, network addresses."""
+"""Run ids, node ids, server names in certificates, and network addresses."""
 
 import hashlib
 import re
@@ -13,7 +13,7 @@ _LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
 def new_run_id(name: str) -> str:
     """A fresh run id: `name` as lower-case letters, digits and hyphens (at most 32), and five random letters.
 
-    The random part keeps two runs of one name apart: their certificates are worth nothing to each other.
+    The random part tells runs of one name apart, so a certificate of one is not valid in the other.
     """
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:32].rstrip("-")
     suffix = "".join(secrets.choice(_LETTERS) for _ in range(5))
@@ -26,12 +26,12 @@ def is_run_id(text: str) -> bool:
 
 
 def is_node_id(text: str) -> bool:
-    """Whether `text` is a node id, as `node_id_of` makes them."""
+    """Whether `text` is a node id as `node_id_of` makes it."""
     return _NODE_ID.fullmatch(text) is not None
 
 
 def node_id_of(public_key_hash: bytes) -> str:
-    """The id of the node that holds this key (SHA-256 of the public key's SPKI): joining again keeps it.
+    """The id of the node with this key (SHA-256 of the public key's SPKI): joining again keeps it.
 
     50 bits of the hash are enough for a name; the coordinator refuses a second key that claims the same one.
     """
@@ -55,7 +55,7 @@ def split_address(address: str) -> tuple[str, int]:
     bracketed = host.startswith("[") and host.endswith("]")
     if bracketed:
         host = host[1:-1]
-    # All that is printable, but no space. A NUL would end the name where the system looks it up.
+    # Printable, without spaces. A NUL would end the name in the system's resolver.
     fits = colon and host and (bracketed or ":" not in host) and host.isprintable() and " " not in host
     if not fits or not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= 65535:
         raise ValueError(f"{address!r} is not an address: expected host:port, with a port from 1 to 65535")

@@ -1,12 +1,12 @@
-"""The join token: its text form, and the rules by which a coordinator honours it.
+"""The join token: its text form, and the rules for admitting it.
 
     tw1_<body>_<token id>_<secret>_<checksum>
 
 Body and secret are base58, the id is 8 base58 letters, the checksum is the CRC-32 of all before it in 8 hex
-digits: a double click selects the whole, and a truncated paste is caught without a network. The body is: run
+digits: a double click selects all of it, and a truncated paste is caught offline. The body is: run
 id (length byte, UTF-8), CA pin (32 bytes), number of addresses (byte), each address (length byte, UTF-8).
 
-The rules (`admit`) are pure: they take a record and a clock value. The coordinator's database applies them.
+The rules (`admit`) are pure: they take a record and a time. The coordinator's database applies them.
 """
 
 import hashlib
@@ -28,8 +28,8 @@ MAX_ADDRESSES = 255
 MAX_ADDRESS_BYTES = 255
 """The number and each length are a byte."""
 MAX_ADDRESSES_BYTES = 2800
-"""Of all together, each with its length: the whole token then stays below `_LONGEST`."""
-# Base58 costs the square of the length; no real token comes near this.
+"""All addresses together, each with its length byte; keeps the whole token below `_LONGEST`."""
+# Decoding base58 takes quadratic time; no real token is near this long.
 _LONGEST = 4096
 
 
@@ -52,7 +52,7 @@ def base58_decode(text: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class JoinToken:
-    """All that a volunteer's machine needs to ask for a certificate in one run."""
+    """Everything a volunteer's machine needs to ask for a certificate in one run."""
 
     addresses: tuple[str, ...]
     """The coordinator's join port as host:port, tried in this order."""
@@ -79,7 +79,7 @@ class JoinToken:
             raise ValueError("a join token needs addresses, a run id, a 32-byte pin, an id and a secret")
 
     def encode(self) -> str:
-        """The text a volunteer pastes. It holds the secret: show it once, log it never."""
+        """The text a volunteer pastes. It contains the secret: show it once, never log it."""
         run_id = self.run_id.encode()
         body = bytes([len(run_id)]) + run_id + self.pin + bytes([len(self.addresses)])
         for address in self.addresses:
@@ -138,13 +138,13 @@ def _unpack(body: bytes) -> tuple[tuple[str, ...], str, bytes]:
 
 
 def hash_secret(secret: bytes) -> bytes:
-    """What the coordinator keeps of a secret: plain SHA-256 is enough for 128 random bits."""
+    """The form of a secret that the coordinator stores: SHA-256 is enough for 128 random bits."""
     return hashlib.sha256(secret).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """What the coordinator knows of a token. Times are Unix seconds."""
+    """The coordinator's record of a token. Times are Unix seconds."""
 
     token_id: str
     secret_hash: bytes = field(repr=False)
@@ -153,11 +153,11 @@ class TokenRecord:
     uses_allowed: int
     revoked: bool = False
     bound: frozenset[bytes] = frozenset()
-    """Public keys (SHA-256 of their SPKI) that were admitted by this token."""
+    """Public keys (SHA-256 of their SPKI) admitted with this token."""
 
     @property
     def uses(self) -> int:
-        """Each admitted key is one use, however often it asks."""
+        """Admitted keys; asking again is no further use."""
         return len(self.bound)
 
     def bind(self, public_key_hash: bytes) -> "TokenRecord":
@@ -167,18 +167,18 @@ class TokenRecord:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`refusal` is None when the key is admitted; `new_use` says that it must be bound to the token first."""
+    """`refusal` is None if the key is admitted; with `new_use` it must first be bound to the token."""
 
     refusal: Refusal | None = None
     new_use: bool = False
 
 
 def admit(record: TokenRecord | None, secret: bytes, public_key_hash: bytes, now: float) -> Decision:
-    """Whether a token admits a key at Unix time `now`. `record` is None for an id nobody issued.
+    """Whether a token admits a key at Unix time `now`. `record` is None for an unknown id.
 
-    Idempotent on (token, key): a node whose reply was lost asks again and is admitted without another use.
-    So does, though the token has expired, one that was off until its certificate ended: rejoining needs no
-    new token. A wrong secret gets the answer of an unknown id, so that ids cannot be probed.
+    Idempotent on (token, key): a node whose reply was lost asks again without another use. A key that was
+    admitted before is admitted after the token has expired, so a node that was off past its certificate needs
+    no new token. A wrong secret gets the same answer as an unknown id, so ids cannot be probed.
     """
     expected = record.secret_hash if record else bytes(32)
     if not hmac.compare_digest(hash_secret(secret), expected) or record is None:

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class LinkStub(object):
-    """Between neighbours, mutual TLS, each method on a socket of its own. The lower stage dials.
-    thinwire.wire.v1.Link/Bulk     stream of raw frames (wire/frames.py), both ways; in pauses wire/pacing.py's byte
+    """Between neighbours, with mutual TLS, each method on its own socket. The lower stage dials.
+    thinwire.wire.v1.Link/Bulk     stream of raw frames (wire/frames.py), both ways; keep-alive bytes in pauses (wire/pacing.py)
     thinwire.wire.v1.Link/Control  stream of LinkMessage, both ways
     """
 
@@ -45,8 +45,8 @@ class LinkStub(object):
 
 
 class LinkServicer(object):
-    """Between neighbours, mutual TLS, each method on a socket of its own. The lower stage dials.
-    thinwire.wire.v1.Link/Bulk     stream of raw frames (wire/frames.py), both ways; in pauses wire/pacing.py's byte
+    """Between neighbours, with mutual TLS, each method on its own socket. The lower stage dials.
+    thinwire.wire.v1.Link/Bulk     stream of raw frames (wire/frames.py), both ways; keep-alive bytes in pauses (wire/pacing.py)
     thinwire.wire.v1.Link/Control  stream of LinkMessage, both ways
     """
 
@@ -73,8 +73,8 @@ def add_LinkServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Link(object):
-    """Between neighbours, mutual TLS, each method on a socket of its own. The lower stage dials.
-    thinwire.wire.v1.Link/Bulk     stream of raw frames (wire/frames.py), both ways; in pauses wire/pacing.py's byte
+    """Between neighbours, with mutual TLS, each method on its own socket. The lower stage dials.
+    thinwire.wire.v1.Link/Bulk     stream of raw frames (wire/frames.py), both ways; keep-alive bytes in pauses (wire/pacing.py)
     thinwire.wire.v1.Link/Control  stream of LinkMessage, both ways
     """
 

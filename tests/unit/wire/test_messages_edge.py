@@ -82,8 +82,10 @@ class FakeHandler:
 
 
 @contextlib.asynccontextmanager
-async def coordinator(handler: FakeHandler | None = None, *handlers: grpc.GenericRpcHandler) -> AsyncIterator[int]:
-    """The coordinator's mutual-TLS port: the product's service for `handler`, or what `handlers` do instead."""
+async def coordinator(
+    handler: FakeHandler | None = None, *handlers: grpc.GenericRpcHandler
+) -> AsyncIterator[int]:
+    """The coordinator's mutual-TLS port: the product's service for `handler`, or `handlers` in its place."""
     server = make_server(handlers)
     if handler is not None:
         control_pb2_grpc.add_CoordinatorServicer_to_server(ControlService(handler), server)
