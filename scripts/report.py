@@ -1,4 +1,4 @@
-"""What benchmarks and experiments share: writing a report, versions, Markdown tables, one line an exception."""
+"""Shared by scripts: reports as JSON, versions of packages, Markdown tables, an exception as one line."""
 
 import importlib.metadata
 import json

@@ -4,8 +4,8 @@
 
 On a GPU. Times one parameter of `--elements`: this package's kernel, torch's fused AdamW, torchao's AdamWFp8
 and bitsandbytes' AdamW8bit where they are installed (else it says so), beside a device-to-device copy. Then
-trains the model of `scripts.experiments.convergence` on `--tokens` for a while, with fp32 states, and packs the
-moments each way: the figure is the error of the update m / (sqrt(v) + eps), relative to its norm.
+trains the model of `scripts.experiments.convergence` on `--tokens` for a while, with fp32 states, and
+packs the moments each way: the figure is the error of the update m / (sqrt(v) + eps), relative to its norm.
 """
 
 import argparse

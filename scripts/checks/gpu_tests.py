@@ -1,4 +1,6 @@
-"""Run tests/gpu and record what came out: `python -m scripts.checks.gpu_tests --out PATH [--jobs N] [FILE ...]`.
+"""Run tests/gpu and record the outcomes.
+
+    python -m scripts.checks.gpu_tests --out PATH [--jobs N] [FILE ...]
 
 Needs an NVIDIA GPU; what needs more of them is skipped where they are not there, and the record says so.
 Each file of tests is a process of its own, several at a time: mostly they wait for Triton to compile.

@@ -240,7 +240,7 @@ def _together(found: Sequence[dict[str, Any]]) -> str:
 
 
 def tah_ablation() -> str:
-    """What scripts/experiments/tah_ablation.py recorded: settings of TAH-Quant, then every codec, a line each."""
+    """Errors of TAH-Quant's settings, then of every codec (scripts/experiments/tah_ablation.py)."""
     report = read_report(TAH_ABLATION)
     kinds = ("activation", "gradient", "outlier")
     names = dict.fromkeys((row["group"], row["name"]) for row in report["results"])
@@ -265,7 +265,7 @@ def tah_ablation() -> str:
 
 
 def codec_choices() -> str:
-    """What scripts/experiments/codec_choices.py recorded: a line a way of coding, by kinds of tensors and rates."""
+    """Errors of ways of coding, by kind of tensor and rate (scripts/experiments/codec_choices.py)."""
     report = read_report(CODEC_CHOICES)
     by_key = {
         (row["way"], row["kind"], row["file"], row["rate"]): row["relative_error"]

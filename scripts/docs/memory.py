@@ -49,7 +49,7 @@ UPDATE_ERRORS = {
 def inside_a_node() -> str:
     """What a run file turns on inside a node, with what was measured or follows from the formats."""
     report = read_report(STORED_ACTIVATIONS)
-    plain = _plain(report)
+    plain = plain_rows(report)
 
     def change(way: str, figure: str) -> list[float]:
         """In per cent of the plain block's, by shape."""
@@ -92,7 +92,7 @@ def _range(values: Sequence[float], form: str) -> str:
     return f"{min(values):{form}} to {max(values):{form}}"
 
 
-def _plain(report: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
+def plain_rows(report: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
     """The rows of plain blocks in bfloat16, by shape and tokens."""
     return {(row["shape"], row["tokens"]): row for row in report["rows"] if row["way"] == "bf16"}
 
@@ -100,7 +100,7 @@ def _plain(report: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
 def stored_activations() -> str:
     """What scripts/bench/stored_activations.py recorded, beside the formulas of AGoQ's table 1."""
     report = read_report(STORED_ACTIVATIONS)
-    plain = _plain(report)
+    plain = plain_rows(report)
     rows = []
     for row in sorted(report["rows"], key=lambda row: row["tokens"]):
         kept = row["held_bytes"] if row["saved_bytes"] is None else row["saved_bytes"]

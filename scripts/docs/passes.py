@@ -52,7 +52,7 @@ ways, of all that a third step gives and leaves: {different}. {report["hardware"
 
 
 def gpu_tests() -> str:
-    """What scripts/checks/gpu_tests.py recorded: how far GPUs that share a stage are from one, and all outcomes."""
+    """How far GPUs that share a stage are from one GPU, and all outcomes (scripts/checks/gpu_tests.py)."""
     report = read_report(GPU_TESTS)
     rows = []
     for row in report["recorded"]:

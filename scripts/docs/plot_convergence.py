@@ -1,4 +1,6 @@
-"""Draw what scripts/experiments/convergence.py recorded: `python -m scripts.docs.plot_convergence`. Needs matplotlib.
+"""Draw the runs of scripts/experiments/convergence.py: `python -m scripts.docs.plot_convergence`.
+
+Needs matplotlib.
 
 A panel a suite: training loss against tokens, the mean of 20 steps, of every codec; few bits backward stand
 beside fp16, dashed, in the colour that the codec has forward. The last panel: held-out perplexity, but for

@@ -1,8 +1,7 @@
 """Write the generated tables into the documents: `python -m scripts.docs.tables`; `--check` only compares.
 
-A document holds a table between `<!-- table:NAME -->` and `<!-- /table -->`. Tables come from the program itself
-(run file keys, commands, codec sizes) or from recorded results in scripts/results; the modules beside this one
-make them.
+A document holds a table between `<!-- table:NAME -->` and `<!-- /table -->`. Modules beside this one make the tables,
+from the program (run file keys, commands, codec sizes) or from scripts/results.
 """
 
 import argparse
@@ -11,15 +10,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.docs import codecs, losses, memory, network, passes, program
+from scripts.docs import codecs, losses, memory, network, passes, program, summary
 from scripts.docs.markdown import Tables
 from scripts.report import ROOT
 
 FOLDERS = ("kernels", "wire", "node", "deploy", "scripts", "tests")
 BLOCK = re.compile(r"(<!-- table:([a-z_]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
-TABLES: Tables = (
-    program.TABLES | codecs.TABLES | losses.TABLES | memory.TABLES | network.TABLES | passes.TABLES
-)
+SUBJECTS = (program, summary, codecs, losses, memory, network, passes)
+TABLES: Tables = {name: make for subject in SUBJECTS for name, make in subject.TABLES.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

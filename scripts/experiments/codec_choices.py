@@ -17,7 +17,8 @@ torch and numpy, beside `trellis-R`, whose bytes are real.
 - Token ids: a row is predicted by the mean of the rows before it that have its token (of a gradient: the
   token that it is to predict), times a gain for each number of such rows. *All others* takes later rows,
   too, which no decoder has: more than any memory of one sequence could give.
-- Trellis: the path of least error through four states, all of a row in one, as in `kernels.trellis.loops.encode`.
+- Trellis: the path of least error through four states, all of a row in one, as in
+  `kernels.trellis.loops.encode`.
 """
 
 import argparse

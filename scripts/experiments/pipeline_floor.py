@@ -3,9 +3,9 @@
     python -m scripts.experiments.pipeline_floor --out scripts/results/pipeline_floor.json
 
 Each run is the product itself: a coordinator and four nodes as processes, joined by a join line, mutual TLS
-and all. What stands in is the machine around it: every link passes a relay with a rate and a delay
-(scripts/experiments/shaped_relay.py), which change while the run goes on, and the blocks compute nothing but take a set
-time, so that four stages fit on two cores and the floor is known. Steps just after a change are not counted.
+and all. Only the machine is simulated: every link passes a relay (shaped_relay.py) whose rate and delay
+change during the run, and blocks compute nothing but take a set time, so that four stages fit on two cores and the
+floor is known. Steps just after a change are not counted.
 The floor is `node.pipeline.floor`'s, from the frames' bytes, the relay's rate and the compute times: once
 those that were set, and once those that the stages measured in the very same steps, which are longer where
 other work on the machine kept them from a core.

@@ -92,7 +92,7 @@ TABLES: dict[str, list[Setting]] = {
 
 
 def quantize(x: torch.Tensor, setting: Setting) -> torch.Tensor:
-    """x `[1, S, C]`, C a multiple of the tile, quantized and back, by the arithmetic of `kernels.tah.reference`."""
+    """x `[1, S, C]`, C a multiple of the tile, quantized and back with `kernels.tah.reference`."""
     exponent = tensor_exponent(x)
     y = normalised(x.reshape(-1, setting.tile), powers_of_two(-exponent))
     high = _chosen(y, setting)

@@ -48,5 +48,6 @@ def test_a_script_gives_the_command_that_runs_it(path: Path) -> None:
 def test_what_is_not_found_is_named(tmp_path: Path) -> None:
     (tmp_path / "scripts" / "docs").mkdir(parents=True)
     (tmp_path / "scripts" / "docs" / "table.py").write_text("", encoding="utf-8")
-    source = "import json\nimport table\nfrom scripts.docs.table import x\ndef f():\n    from scripts.gone import y\n"
-    assert lost(source + "from .table import z\n", tmp_path) == [".table", "scripts.gone", "table"]
+    source = "import json\nimport table\nfrom scripts.docs.table import x\nfrom .table import z\n"
+    source += "def f():\n    from scripts.gone import y\n"
+    assert lost(source, tmp_path) == [".table", "scripts.gone", "table"]

@@ -1,0 +1,134 @@
+"""What the root README says in figures: what thinwire is worth, and what fits on which cards and lines."""
+
+from dataclasses import replace
+from math import ceil
+
+import torch
+
+from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
+from node.lab.results import read_results
+from node.lab.table import all_tables
+from node.model.units import unit_parameters
+from node.pipeline.device_memory import Devices
+from node.pipeline.memory import stage_bytes
+from node.pipeline.placement import stage_units
+from scripts.docs.losses import CONVERGENCE
+from scripts.docs.markdown import Tables, read_report
+from scripts.docs.memory import STORED_ACTIVATIONS, plain_rows
+from scripts.report import RESULTS, markdown
+from wire.codecs.registry import codec
+from wire.frames import HEADER_BYTES, PAYLOAD_BYTES
+from wire.spec import TensorSpec
+
+MODELS = ((12, 768, 12), (24, 1024, 16), (24, 2048, 16))
+"""Blocks, width and heads."""
+STAGES = 4
+UPLOADS_MBIT = (20, 100)
+TOKENS = 1_000_000_000
+DAY = 86400
+
+
+def worth() -> str:
+    """Six rows: speed at both ends of the rates, efficiency, loss, memory, recovery."""
+    result = read_results(RESULTS / "lab_gpt2-xl-4gpu-nic.json")
+    table = next(table for table in all_tables(result) if table.title.startswith("table 3 "))
+    cells = {(row[0], row[2]): dict(zip(table.headings, row, strict=True)) for row in table.rows}
+
+    def speed(rate: str) -> list[str]:
+        plain, packed = cells[rate, "fp32/fp32"], cells[rate, "tah/fixed-6"]
+        tokens = [one["here, tokens/s"].split(" ")[0] for one in (plain, packed)]
+        return [
+            f"GPT-2 XL over four GPUs, {rate} Mbit/s a machine",
+            f"{tokens[0]} tokens/s in fp32",
+            f"{tokens[1]} tokens/s in `tah`/`fixed-6`, {packed['here / fp32']} times",
+        ]
+
+    shares = [float(row["of the floor"]) for row in cells.values() if row["codecs"] == "tah/fixed-6"]
+    runs = read_report(CONVERGENCE)["runs"]
+    losses = {run["forward"]: run["loss_valid"] for run in runs if run["suite"] == "long" and not run["seed"]}
+    loss = {name: f"{100 * (losses[name] / losses['fp16'] - 1):+.2f} %" for name in ("trellis-4.41", "tah")}
+    report = read_report(STORED_ACTIVATIONS)
+    plain = plain_rows(report)
+    saved = [
+        100 * (1 - row["peak_bytes"] / plain[row["shape"], row["tokens"]]["peak_bytes"])
+        for row in report["rows"]
+        if row["way"] == "agoq"
+    ]
+    soak = read_report(RESULTS / "soak.json")
+    back = soak["seconds_to_recover_from_a_node"]
+    rows = [
+        speed("100"),
+        speed("1000"),
+        [
+            "efficiency at these and two rates between",
+            "1.00: the line is never idle",
+            f"{min(shares):.2f} to {max(shares):.2f}",
+        ],
+        [
+            "held-out loss, 124 million parameters, 59 million tokens",
+            f"{losses['fp16']:.4f} in fp16",
+            f"{loss['trellis-4.41']} with `trellis-4.41`, {loss['tah']} with `tah`",
+        ],
+        [
+            'peak memory of a block\'s passes, `storage.preset = "agoq"`',
+            "in bf16",
+            f"{min(saved):.0f} to {max(saved):.0f} % less",
+        ],
+        [
+            f"{soak['kills']} processes killed at random in {soak['runs']} runs",
+            "weights of the run left alone",
+            f"same bits; back in {back['median']:.1f} s, at most {back['max']:.1f} s",
+        ],
+    ]
+    return markdown([("what", "left"), ("without", "left"), ("with thinwire", "left")], rows)
+
+
+def planning() -> str:
+    """What the program's own estimates say of four friends' cards and lines, a line a model."""
+    return "\n".join(_plan(*shape) for shape in MODELS)
+
+
+def _plan(layers: int, hidden: int, heads: int) -> str:
+    model = ModelSection(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        ffn=ceil(hidden * 8 / 3 / 256) * 256,
+        vocab=50257,
+        sequence=1024,
+    )
+    training = TrainingSection(global_batch=32, precision="bfloat16")
+    config = RunConfig(model=model, training=training, pipeline=PipelineSection(stages=STAGES))
+    card = Devices(on_cpu=False)
+    small = replace(
+        config,
+        training=replace(training, gradients="fp8", moments="fp8"),
+        storage=StorageSection(preset="agoq"),
+    )
+    most, least = (max(stage_bytes(one, STAGES, card)) / 1e9 for one in (config, small))
+    parameters = sum(unit_parameters(model, unit) for stage in stage_units(config, STAGES) for unit in stage)
+    # A machine in the middle uploads activations to the next stage and gradients to the one before.
+    pipeline = config.pipeline
+    packed = _framed(pipeline.forward_codec, config) + _framed(pipeline.backward_codec, config)
+    upload = config.microbatches * packed
+    steps = TOKENS / (training.global_batch * model.sequence)
+    times = [upload * 8 / (mbit * 1e6) for mbit in UPLOADS_MBIT]
+    lines = "; ".join(
+        f"{seconds:.1f} s a step, {steps * seconds / DAY:.1f} days a billion tokens at {mbit} Mbit/s"
+        for seconds, mbit in zip(times, UPLOADS_MBIT, strict=True)
+    )
+    return (
+        f"- **{parameters / 1e6:.0f} million parameters**: {most:.1f} GB on the fullest card, {least:.1f} "
+        f"with low-bit storage; {upload / 1e6:.0f} MB to upload a step: {lines}."
+    )
+
+
+def _framed(name: str, config: RunConfig) -> int:
+    """Bytes of a microbatch's boundary tensor on the wire."""
+    shape = (config.training.microbatch, config.model.sequence, config.model.hidden)
+    size = codec(name).packed_bytes(TensorSpec(torch.float32, shape))
+    return size + HEADER_BYTES * ceil(size / PAYLOAD_BYTES)
+
+
+TABLES: Tables = {"worth": worth, "planning": planning}
