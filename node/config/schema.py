@@ -27,6 +27,9 @@ class RunSection:
 class ModelSection:
     """`[model]`"""
 
+    from_: str = ""
+    """Start from a Hugging Face checkpoint: a folder, or `hf://owner/name@revision`. Its `config.json` sets
+    the other keys of this section, except `sequence`."""
     family: str = "llama"
     """`llama` (RMSNorm, RoPE, grouped-query attention, SwiGLU) or `gpt2` (LayerNorm, positions, GELU)."""
     layers: int = 8
@@ -37,6 +40,8 @@ class ModelSection:
     """Attention heads; must divide `hidden`."""
     kv_heads: int = 8
     """Key and value heads (llama only; must divide `heads`)."""
+    head_width: int = 0
+    """Width of a head (llama only); 0 means `hidden` / `heads`."""
     ffn: int = 688
     """Inner width of the feed-forward layer."""
     vocab: int = 256
@@ -49,8 +54,41 @@ class ModelSection:
     """Epsilon of the norms."""
     rope_theta: float = 10000.0
     """Base of the rotary position embedding (llama only)."""
+    rope_scaling: str = "none"
+    """Scaling of the rotary frequencies: `none`, `linear` or `llama3` (Llama 3.1 and later)."""
+    rope_factor: float = 1.0
+    """Factor of `rope_scaling`."""
+    rope_low: float = 1.0
+    """`llama3`: wavelengths above `rope_original` / this are scaled fully."""
+    rope_high: float = 4.0
+    """`llama3`: wavelengths below `rope_original` / this are not scaled."""
+    rope_original: int = 8192
+    """`llama3`: context length before scaling."""
+    no_rope: tuple[int, ...] = ()
+    """Blocks without rotary position embedding (SmolLM3), counted from 0."""
+    qkv_bias: bool = False
+    """Queries, keys and values have biases (llama only; Qwen2)."""
+    qk_norm: str = "none"
+    """RMSNorm of queries and keys (llama only): `none`, `head` (each head; Qwen3) or `full` (OLMo 2)."""
+    norm_place: str = "input"
+    """Norms are at the `input` of attention and feed-forward, or at their `output` (llama only; OLMo 2)."""
     init_std: float = 0.02
     """Standard deviation of initial weights."""
+
+    @property
+    def width(self) -> int:
+        """Width of a head."""
+        return self.head_width or self.hidden // self.heads
+
+    @property
+    def q_width(self) -> int:
+        """Width of all queries of a position."""
+        return self.heads * self.width
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether blocks support `[storage]`: no norms on queries, keys or outputs."""
+        return self.qk_norm == "none" and self.norm_place == "input"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +140,8 @@ class TrainingSection:
     moments: str = "float32"
     """Store AdamW's moments in `float32`, or in `fp8` (e4m3 in blocks of 128 with range expansion; matrices
     only)."""
+    export_every: int = 0
+    """Write a Hugging Face folder at every n-th snapshot, in the run directory's `exports`; 0 writes none."""
     cuda_graphs: bool = True
     """Capture passes as CUDA graphs on single-GPU nodes; bit-identical."""
 

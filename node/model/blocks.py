@@ -10,6 +10,7 @@ outside of attention and the feed-forward, and H, K and F inside are the rank's 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from math import pi
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,26 @@ def norm(model: ModelSection) -> nn.Module:
     return nn.LayerNorm(model.hidden, eps=model.norm_eps)
 
 
+def rotary_frequencies(model: ModelSection) -> Tensor:
+    """Radians a position of each pair of a head's elements, float32 [D / 2], with the model's scaling.
+
+    `llama3` divides low frequencies by the factor, leaves high ones and interpolates between (Llama 3.1).
+    They are computed on the CPU whatever the device, so that every stage has the same bits.
+    """
+    exponents = torch.arange(0, model.width, 2, dtype=torch.float32, device="cpu") / model.width
+    frequencies: Tensor = 1.0 / model.rope_theta**exponents
+    if model.rope_scaling == "none":
+        return frequencies
+    scaled = frequencies / model.rope_factor
+    if model.rope_scaling == "linear":
+        return scaled
+    wavelengths = 2 * pi / frequencies
+    share = (model.rope_original / wavelengths - model.rope_low) / (model.rope_high - model.rope_low)
+    between = (1 - share) * scaled + share * frequencies
+    found = torch.where(wavelengths > model.rope_original / model.rope_low, scaled, between)
+    return torch.where(wavelengths < model.rope_original / model.rope_high, frequencies, found)
+
+
 class Rotary(nn.Module):
     """Rotary position embedding over whole heads, first half against second (the Llama convention).
 
@@ -59,11 +80,9 @@ class Rotary(nn.Module):
     cos_sd: Tensor
     sin_sd: Tensor
 
-    def __init__(self, sequence: int, width: int, theta: float, device: torch.device) -> None:
+    def __init__(self, sequence: int, frequencies: Tensor, device: torch.device) -> None:
+        """`frequencies`: radians a position, as from `rotary_frequencies`."""
         super().__init__()
-        # Computed on the CPU whatever the device, so that every stage has the same bits.
-        exponents = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
-        frequencies = 1.0 / theta**exponents
         angles = torch.outer(torch.arange(sequence, dtype=torch.float32, device="cpu"), frequencies)
         angles = torch.cat((angles, angles), dim=-1)
         self.register_buffer("cos_sd", angles.cos().to(device), persistent=False)
@@ -114,7 +133,9 @@ class Block(nn.Module, ABC):
         super().__init__()
         self.storage = storage
         self.rank = rank
-        self.width = model.hidden // model.heads
+        self.width = model.width
+        self.norms_outputs = model.norm_place == "output"
+        self.is_plain = model.is_plain
 
     @abstractmethod
     def attention_inputs(self) -> tuple[nn.Linear, ...]:
@@ -141,7 +162,7 @@ class Block(nn.Module, ABC):
         return self.split([projection(normed_bsc) for projection in self.attention_inputs()])
 
     def forward(self, x_bsc: Tensor) -> Tensor:
-        if self.storage.is_off or not torch.is_grad_enabled():
+        if self.storage.is_off or not self.is_plain or not torch.is_grad_enabled():
             return self._plain(x_bsc)
         x_bsc = attention_half(
             x_bsc,
@@ -162,26 +183,49 @@ class Block(nn.Module, ABC):
 
     def _plain(self, x_bsc: Tensor) -> Tensor:
         """Through plain autograd."""
-        attended_bsc = attention(*self.qkv(gather(self.attention_norm(x_bsc), self.rank)))
-        x_bsc = x_bsc + row_parallel(self.attention_output, attended_bsc, self.rank)
-        normed_bsc = gather(self.ffn_norm(x_bsc), self.rank)
-        inner_bsf = self.activation(*(projection(normed_bsc) for projection in self.ffn_inputs()))
-        return x_bsc + row_parallel(self.down, inner_bsf, self.rank)
+        if self.norms_outputs:
+            x_bsc = x_bsc + self.attention_norm(self._attend(x_bsc))
+            return x_bsc + self.ffn_norm(self._feed_forward(x_bsc))
+        x_bsc = x_bsc + self._attend(self.attention_norm(x_bsc))
+        return x_bsc + self._feed_forward(self.ffn_norm(x_bsc))
+
+    def _attend(self, x_bsc: Tensor) -> Tensor:
+        attended_bsc = attention(*self.qkv(gather(x_bsc, self.rank)))
+        return row_parallel(self.attention_output, attended_bsc, self.rank)
+
+    def _feed_forward(self, x_bsc: Tensor) -> Tensor:
+        gathered_bsc = gather(x_bsc, self.rank)
+        inner_bsf = self.activation(*(projection(gathered_bsc) for projection in self.ffn_inputs()))
+        return row_parallel(self.down, inner_bsf, self.rank)
 
 
 class LlamaBlock(Block):
-    """RMSNorm, rotary grouped-query attention, RMSNorm, SwiGLU; no biases."""
+    """RMSNorm, rotary grouped-query attention, RMSNorm, SwiGLU.
 
-    def __init__(self, model: ModelSection, rotary: Rotary, storage: Storage, rank: TensorRank) -> None:
+    `ModelSection` adds biases of queries, keys and values, norms of queries and keys, and norms of outputs.
+    """
+
+    query_norm: RMSNorm | None
+    key_norm: RMSNorm | None
+
+    def __init__(
+        self, model: ModelSection, rotary: Rotary | None, storage: Storage, rank: TensorRank
+    ) -> None:
+        """`rotary` is None for a block without position embedding."""
         super().__init__(model, storage, rank)
-        q_width = model.hidden // rank.count
+        q_width = model.q_width // rank.count
         kv_width = self.width * model.kv_heads // rank.count
         ffn = model.ffn // rank.count
         self.rotary = rotary
         self.attention_norm = norm(model)
-        self.query = nn.Linear(model.hidden, q_width, bias=False)
-        self.key = nn.Linear(model.hidden, kv_width, bias=False)
-        self.value = nn.Linear(model.hidden, kv_width, bias=False)
+        self.query = nn.Linear(model.hidden, q_width, bias=model.qkv_bias)
+        self.key = nn.Linear(model.hidden, kv_width, bias=model.qkv_bias)
+        self.value = nn.Linear(model.hidden, kv_width, bias=model.qkv_bias)
+        self.norms_heads = model.qk_norm == "head"
+        self.query_norm = self.key_norm = None
+        if model.qk_norm != "none":
+            self.query_norm = RMSNorm(model.width if self.norms_heads else q_width, model.norm_eps)
+            self.key_norm = RMSNorm(model.width if self.norms_heads else kv_width, model.norm_eps)
         self.attention_output = nn.Linear(q_width, model.hidden, bias=False)
         self.ffn_norm = norm(model)
         self.gate = nn.Linear(model.hidden, ffn, bias=False)
@@ -192,15 +236,23 @@ class LlamaBlock(Block):
         return self.query, self.key, self.value
 
     def split(self, projected: Sequence[Tensor]) -> Heads:
+        if self.query_norm is not None and self.key_norm is not None and not self.norms_heads:
+            query, key, value = projected
+            projected = self.query_norm(query), self.key_norm(key), value
         query_bhsd, key_bksd, value_bksd = (
             torch.unflatten(part, -1, (-1, self.width)).transpose(1, 2) for part in projected
         )
+        if self.query_norm is not None and self.key_norm is not None and self.norms_heads:
+            query_bhsd, key_bksd = self.query_norm(query_bhsd), self.key_norm(key_bksd)
+        if self.rotary is None:
+            return query_bhsd, key_bksd, value_bksd
         return self.rotary(query_bhsd), self.rotary(key_bksd), value_bksd
 
     def join(self, heads: Heads) -> tuple[Tensor, ...]:
         query_bhsd, key_bksd, value_bksd = heads
-        turned = (self.rotary.back(query_bhsd), self.rotary.back(key_bksd), value_bksd)
-        return tuple(part.transpose(1, 2).flatten(2) for part in turned)
+        if self.rotary is not None:
+            query_bhsd, key_bksd = self.rotary.back(query_bhsd), self.rotary.back(key_bksd)
+        return tuple(part.transpose(1, 2).flatten(2) for part in (query_bhsd, key_bksd, value_bksd))
 
     def ffn_inputs(self) -> tuple[nn.Linear, ...]:
         return self.gate, self.up

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from node.config.schema import ModelSection
-from node.model.blocks import Embedding, Gpt2Block, Head, LlamaBlock, Rotary
+from node.model.blocks import Embedding, Gpt2Block, Head, LlamaBlock, Rotary, rotary_frequencies
 from node.model.rng import generator
 from node.model.shards import shard
 from node.model.storage import Storage
@@ -110,7 +110,7 @@ def build_chunk(
     rotary = None
     if model.family == "llama":
         # Its tables hold no weights, so all blocks of a chunk share one.
-        rotary = Rotary(model.sequence, model.hidden // model.heads, model.rope_theta, device)
+        rotary = Rotary(model.sequence, rotary_frequencies(model), device)
     rank = rank or TensorRank()
     modules: list[nn.Module] = []
     drawn = _draw_weights(model, wanted, seed)
@@ -178,4 +178,5 @@ def _module(
         return Head(model)
     if rotary is None:
         return Gpt2Block(model, storage, rank)
-    return LlamaBlock(model, rotary, storage, rank)
+    turns = int(unit.partition(".")[2]) not in model.no_rope
+    return LlamaBlock(model, rotary if turns else None, storage, rank)

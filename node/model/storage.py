@@ -71,7 +71,7 @@ def unit_bytes(model: ModelSection, samples: int) -> int:
 
 def kv_width(model: ModelSection) -> int:
     """Of a position's keys, and of its values."""
-    return model.hidden // model.heads * model.kv_heads if model.family == "llama" else model.hidden
+    return model.width * model.kv_heads if model.family == "llama" else model.hidden
 
 
 def configured(section: StorageSection) -> Storage:
@@ -139,8 +139,8 @@ def stored_bytes(
         norm_input=kept(storage.norm_input, model.hidden, model.hidden, computed=4),
         # Packed where they are made, bfloat16 too: in whole blocks.
         ffn_input=kept(storage.ffn_input, *inner, packs=True),
-        attention=kept(storage.attention, model.hidden, keys, keys),
-        attention_output=kept(storage.attention_output, model.hidden) + sums,
+        attention=kept(storage.attention, model.q_width, keys, keys),
+        attention_output=kept(storage.attention_output, model.q_width) + sums,
     )
 
 

@@ -18,6 +18,12 @@ from wire.errors import ConfigError
 EMBED = "embed"
 HEAD = "head"
 FAMILIES = ("llama", "gpt2")
+CHOICES = {
+    "rope_scaling": ("none", "linear", "llama3"),
+    "qk_norm": ("none", "head", "full"),
+    "norm_place": ("input", "output"),
+}
+"""Values of the keys that vary a `llama` block."""
 
 
 class Initial(StrEnum):
@@ -67,14 +73,18 @@ def check_model(model: ModelSection) -> None:
             raise ConfigError(f"[model] {name} is {getattr(model, name)}; it must be at least 1")
     if model.layers > 10_000:
         raise ConfigError(f"[model] layers is {model.layers}; at most 10000 can be named")
-    if model.hidden % model.heads:
+    if model.hidden % model.heads and not model.head_width:
         raise ConfigError(f"[model] hidden {model.hidden} must be a multiple of heads {model.heads}")
     if model.family == "llama":
         if model.heads % model.kv_heads:
             raise ConfigError(f"[model] kv_heads {model.kv_heads} must divide heads {model.heads}")
-        if model.hidden // model.heads % 2:
-            width = model.hidden // model.heads
-            raise ConfigError(f"[model] hidden / heads is {width}; rotary positions need it to be even")
+        if model.width % 2:
+            raise ConfigError(f"[model] hidden / heads is {model.width}; rotary positions need it to be even")
+        for name, allowed in CHOICES.items():
+            if getattr(model, name) not in allowed:
+                raise ConfigError(
+                    f"[model] {name} is {getattr(model, name)!r}; it must be one of {', '.join(allowed)}"
+                )
 
 
 def parameter_specs(model: ModelSection, unit: str) -> tuple[ParameterSpec, ...]:
@@ -129,8 +139,8 @@ def unit_cost(model: ModelSection, unit: str) -> float:
         return 0.0
     specs = parameter_specs(model, unit)
     products = sum(2.0 * spec.elements for spec in specs if len(spec.shape) == 2)
-    # Scores and their product with the values: 2 x 2 x hidden x (sequence / 2, being causal).
-    attention = 2.0 * model.hidden * model.sequence if is_block(unit) else 0.0
+    # Scores and their product with the values: 2 x 2 x queries' width x (sequence / 2, being causal).
+    attention = 2.0 * model.q_width * model.sequence if is_block(unit) else 0.0
     return products + attention
 
 
@@ -161,13 +171,21 @@ def _norm(name: str, model: ModelSection) -> tuple[ParameterSpec, ...]:
 
 
 def _llama_block(model: ModelSection) -> tuple[ParameterSpec, ...]:
-    kv_width = model.hidden // model.heads * model.kv_heads
+    widths = {"query": model.q_width, "key": model.width * model.kv_heads}
+    widths["value"] = widths["key"]
+    inputs: list[ParameterSpec] = []
+    for name, width in widths.items():
+        inputs.append(_matrix(name, width, model.hidden))
+        if model.qkv_bias:
+            inputs.append(_bias(name, width))
+    if model.qk_norm != "none":
+        for name in ("query", "key"):
+            normed = model.width if model.qk_norm == "head" else widths[name]
+            inputs.append(ParameterSpec(f"{name}_norm.weight", (normed,), Initial.ONES))
     return (
         *_norm("attention_norm", model),
-        _matrix("query", model.hidden, model.hidden),
-        _matrix("key", kv_width, model.hidden),
-        _matrix("value", kv_width, model.hidden),
-        _matrix("attention_output", model.hidden, model.hidden, Initial.RESIDUAL),
+        *inputs,
+        _matrix("attention_output", model.hidden, model.q_width, Initial.RESIDUAL),
         *_norm("ffn_norm", model),
         _matrix("gate", model.ffn, model.hidden),
         _matrix("up", model.ffn, model.hidden),

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -30,8 +31,10 @@ EXPECTED = {
 }
 """The types of schema fields, in words."""
 
-PATHS = {("data", "path"): "stdlib", ("data", "tokenizer"): "bytes"}
+PATHS = {("data", "path"): "stdlib", ("data", "tokenizer"): "bytes", ("model", "from"): ""}
 """Keys that name a file or folder, and the word that each takes instead."""
+HUB = "hf://"
+"""Begins a `model.from` that names a repository of the hub."""
 
 INTEGER_BITS = 64
 """TOML's whole numbers fit; Python's have any length."""
@@ -76,7 +79,8 @@ def change_config(config: RunConfig, overrides: Sequence[str], changeable: Colle
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """`config` with absolute paths, so that a run can be resumed from any folder."""
     data = {key: _absolute("data", key, value) for key, value in vars(config.data).items()}
-    return replace(config, data=replace(config.data, **data))
+    model = replace(config.model, from_=_absolute("model", "from", config.model.from_))
+    return replace(config, data=replace(config.data, **data), model=model)
 
 
 def default_config(overrides: Sequence[str] = ()) -> RunConfig:
@@ -155,7 +159,7 @@ def section_types() -> dict[str, type]:
 
 @cache
 def _key_types(section: str) -> Mapping[str, Any]:
-    return get_type_hints(section_types()[section])
+    return {key.rstrip("_"): kind for key, kind in get_type_hints(section_types()[section]).items()}
 
 
 def _full_keys() -> list[str]:
@@ -163,11 +167,19 @@ def _full_keys() -> list[str]:
 
 
 def _as_values(config: RunConfig) -> Values:
-    return {name: dict(vars(getattr(config, name))) for name in section_types()}
+    # `from` is a keyword of Python, so its field is `from_`.
+    return {
+        name: {key.rstrip("_"): value for key, value in vars(getattr(config, name)).items()}
+        for name in section_types()
+    }
 
 
 def _build(values: Values) -> RunConfig:
-    return RunConfig(**{name: cls(**values.get(name, {})) for name, cls in section_types().items()})
+    fields = {
+        name: {f"{key}_" if iskeyword(key) else key: value for key, value in section.items()}
+        for name, section in values.items()
+    }
+    return RunConfig(**{name: cls(**fields.get(name, {})) for name, cls in section_types().items()})
 
 
 def read_toml(path: Path, kind: str, samples: str) -> dict[str, Any]:
@@ -198,7 +210,7 @@ def read_toml(path: Path, kind: str, samples: str) -> dict[str, Any]:
 
 def _absolute(section: str, key: str, value: Any) -> Any:
     """The absolute path for keys of `PATHS`; other values unchanged."""
-    if (section, key) not in PATHS or value in ("", PATHS[section, key]):
+    if (section, key) not in PATHS or value in ("", PATHS[section, key]) or value.startswith(HUB):
         return value
     absolute = str(expanded(value, f"{section}.{key}").absolute())
     if not is_text(absolute):

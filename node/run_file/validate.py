@@ -55,6 +55,7 @@ def problems(config: RunConfig) -> list[str]:
         *_path("data.path", config.data.path, "name a file, a folder or stdlib"),
         *_training(config.training, config.run.steps),
         *_storage(config.storage, config.pipeline),
+        *_stored_blocks(config),
         *_pipeline(config.pipeline, config.model.layers),
         *_codecs(config.pipeline, config.data.shift),
         *_tensors(config),
@@ -119,19 +120,29 @@ def _model(model: ModelSection, tokenizer: str) -> Iterator[str]:
     yield from _positive({"model.norm_eps": model.norm_eps, "model.init_std": model.init_std})
     if wrong:
         return
-    if model.hidden % model.heads:
+    if model.hidden % model.heads and not model.head_width:
         yield f"model.hidden ({model.hidden}) must be a multiple of model.heads ({model.heads})"
-    elif model.family == "llama" and (model.hidden // model.heads) % 2:
+    elif model.family == "llama" and model.width % 2:
         yield (
-            f"model.hidden / model.heads ({model.hidden // model.heads}) must be even: rotary position "
+            f"model.hidden / model.heads ({model.width}) must be even: rotary position "
             "embedding turns pairs of channels"
         )
     if model.family == "llama":
         yield from _positive({"model.rope_theta": model.rope_theta})
         if model.heads % model.kv_heads:
             yield f"model.heads ({model.heads}) must be a multiple of model.kv_heads ({model.kv_heads})"
+        for key, allowed in CHOICES.items():
+            yield from _name(f"model.{key}", getattr(model, key), allowed)
     if tokenizer == "bytes" and model.vocab < BYTE_VOCABULARY:
         yield f"model.vocab must be at least {BYTE_VOCABULARY} for byte tokens, got {model.vocab}"
+
+
+def _stored_blocks(config: RunConfig) -> Iterator[str]:
+    if not config.model.is_plain and configured(config.storage) != PRESETS["off"]:
+        yield (
+            "storage.preset must be off for a model with norms of queries and keys or of outputs "
+            "(model.qk_norm, model.norm_place)"
+        )
 
 
 def _path(key: str, value: str, words: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ from kernels.blockfloat import ops as blockfloat_ops
 from kernels.blockfloat import reference as blockfloat
 from kernels.blockfloat.layout import WIDTHS
 from node.config.schema import ModelSection
-from node.model.blocks import Gpt2Block, LlamaBlock, Rotary
+from node.model.blocks import Gpt2Block, LlamaBlock, Rotary, rotary_frequencies
 from node.model.storage import PRESETS, Storage
 from node.model.tensor_rank import TensorRank
 
@@ -24,7 +24,7 @@ def random_block(model: ModelSection, storage: Storage) -> nn.Module:
         with torch.device("cuda"):
             block = Gpt2Block(model, storage, TensorRank())
     else:
-        rotary = Rotary(model.sequence, model.hidden // model.heads, model.rope_theta, device)
+        rotary = Rotary(model.sequence, rotary_frequencies(model), device)
         with torch.device("cuda"):
             block = LlamaBlock(model, rotary, storage, TensorRank())
     generator = torch.Generator(device="cuda").manual_seed(0)
