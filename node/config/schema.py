@@ -27,11 +27,11 @@ class RunSection:
 class ModelSection:
     """`[model]`"""
 
+    family: str = "llama"
+    """`llama` (RMSNorm, RoPE, grouped-query attention, SwiGLU) or `gpt2` (LayerNorm, positions, GELU)."""
     from_: str = ""
     """Start from a Hugging Face checkpoint: a folder, or `hf://owner/name@revision`. Its `config.json` sets
     the other keys of this section, except `sequence`."""
-    family: str = "llama"
-    """`llama` (RMSNorm, RoPE, grouped-query attention, SwiGLU) or `gpt2` (LayerNorm, positions, GELU)."""
     layers: int = 8
     """Transformer blocks."""
     hidden: int = 256

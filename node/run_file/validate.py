@@ -20,13 +20,13 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.model.storage import AS_COMPUTED, FROM_PRESET, KINDS, PRESETS, RECOMPUTE, configured
+from node.model.units import CHOICES, FAMILIES
 from node.telemetry.trace_files import TracedSteps
 from wire.codecs.formats import codec_format
 from wire.errors import ConfigError, nearest
 from wire.frames import MAX_TENSOR_BYTES
 from wire.identity.token import MAX_ADDRESS_BYTES, MAX_ADDRESSES, MAX_ADDRESSES_BYTES
 
-FAMILIES = ("llama", "gpt2")
 PRECISIONS = ("float32", "bfloat16")
 STORES = ("float32", "fp8")
 
@@ -138,7 +138,8 @@ def _model(model: ModelSection, tokenizer: str) -> Iterator[str]:
 
 
 def _stored_blocks(config: RunConfig) -> Iterator[str]:
-    if not config.model.is_plain and configured(config.storage) != PRESETS["off"]:
+    known = config.storage.preset in PRESETS
+    if known and not config.model.is_plain and not configured(config.storage).is_off:
         yield (
             "storage.preset must be off for a model with norms of queries and keys or of outputs "
             "(model.qk_norm, model.norm_place)"

@@ -28,7 +28,7 @@ def run_file() -> str:
     """Every key of a run file, its default, and the words beneath it in the schema."""
     words = field_words(Path(node.config.schema.__file__).read_text(encoding="utf-8"))
     rows = [
-        [f"`{section}.{key}`", f"`{toml_value(value)}`", words[kind.__name__].get(key, "")]
+        [f"`{section}.{key.rstrip('_')}`", f"`{toml_value(value)}`", words[kind.__name__].get(key, "")]
         for section, kind in section_types().items()
         for key, value in vars(kind()).items()
     ]
