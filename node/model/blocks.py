@@ -185,7 +185,8 @@ class Block(nn.Module, ABC):
         """Through plain autograd."""
         if self.norms_outputs:
             x_bsc = x_bsc + self.attention_norm(self._attend(x_bsc))
-            return x_bsc + self.ffn_norm(self._feed_forward(x_bsc))
+            output_bsc: Tensor = self.ffn_norm(self._feed_forward(x_bsc))
+            return x_bsc + output_bsc
         x_bsc = x_bsc + self._attend(self.attention_norm(x_bsc))
         return x_bsc + self._feed_forward(self.ffn_norm(x_bsc))
 

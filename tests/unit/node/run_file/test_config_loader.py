@@ -273,5 +273,6 @@ def test_reading_needs_no_torch() -> None:
 
 def test_every_field_has_a_type_that_can_be_read() -> None:
     for name, section in section_types().items():
-        for key, value in vars(section()).items():
+        for field, value in vars(section()).items():
+            key = field.rstrip("_")  # `from` is a keyword
             assert parse_override(f"{name}.{key}={toml_value(value)}") == (name, key, value)
