@@ -12,19 +12,34 @@ FIRST_FACTOR = 0x7FEB352D
 SECOND_FACTOR = 0x846CA68B
 
 
-def random_bits(count: int, salt: int, device: torch.device, *, bits: int = 16, first: int = 0) -> Tensor:
-    """`bits` random bits, at most 31, of each element from `first` on, int32 [count]; `salt` has 32."""
+def random_bits(
+    count: int, salt: int | Tensor, device: torch.device, *, bits: int = 16, first: int = 0
+) -> Tensor:
+    """`bits` random bits, at most 31, of each element from `first` on, int32 [count].
+
+    Args:
+        salt: 32 bits; or int32 [1] on the device, which a CUDA graph reads at every replay.
+    """
     end = first + count
     # int32 holds the lower half of a larger number as well.
     x = torch.arange(first, end, dtype=torch.int32 if end <= 1 << 31 else torch.int64, device=device).int()
-    x.bitwise_xor_(_signed(salt))
+    x.bitwise_xor_(salt if isinstance(salt, Tensor) else signed(salt))
+    return _mix(x).bitwise_and_((1 << bits) - 1)
+
+
+def mixed_on_device(numbers: Tensor) -> Tensor:
+    """`mixed` of 32-bit numbers as int32."""
+    return _mix(numbers.clone())
+
+
+def _mix(x: Tensor) -> Tensor:
     # A right shift of a signed number copies its sign; mask the copies.
     shifted = (x >> 16).bitwise_and_(0xFFFF)
-    x.bitwise_xor_(shifted).mul_(_signed(FIRST_FACTOR))
+    x.bitwise_xor_(shifted).mul_(signed(FIRST_FACTOR))
     torch.bitwise_right_shift(x, 15, out=shifted).bitwise_and_(0x1FFFF)
-    x.bitwise_xor_(shifted).mul_(_signed(SECOND_FACTOR))
+    x.bitwise_xor_(shifted).mul_(signed(SECOND_FACTOR))
     torch.bitwise_right_shift(x, 16, out=shifted).bitwise_and_(0xFFFF)
-    return x.bitwise_xor_(shifted).bitwise_and_((1 << bits) - 1)
+    return x.bitwise_xor_(shifted)
 
 
 def mixed(number: int) -> int:
@@ -34,6 +49,6 @@ def mixed(number: int) -> int:
     return number ^ (number >> 16)
 
 
-def _signed(number: int) -> int:
+def signed(number: int) -> int:
     """The int32 that has these 32 bits."""
     return (number + 2**31) % 2**32 - 2**31

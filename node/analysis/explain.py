@@ -238,7 +238,7 @@ def _flows(config: RunConfig) -> tuple[Flow, ...]:
     ):
         for boundary in range(pipeline.stages * pipeline.chunks - 1):
             sent.append((direction, boundary, name, hidden, config.microbatches))
-    if model.tied:
+    if config.sums_tied_gradients:
         for direction in (Direction.TIED_SHARE, Direction.TIED_SUM):
             sent.append((direction, 0, TIED_CODEC, tied, 1))
 

@@ -166,6 +166,24 @@ class StorageSection:
     """Stages that hold fewer microbatches store norm and FFN inputs in more bits, within the same memory."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoraSection:
+    """`[lora]`: train low-rank adapters and freeze the model."""
+
+    rank: int = 0
+    """Rank of the adapters; 0 trains the whole model."""
+    alpha: float = 16.0
+    """What an adapter adds is multiplied by `alpha / rank`."""
+    targets: tuple[str, ...] = ()
+    """Projections with adapters, for example `["query", "value"]`; empty is all projections of the blocks."""
+    dropout: float = 0.0
+    """Share of an adapter's input that is dropped while training."""
+    base: str = "bf16"
+    """How the blocks' frozen matrices are kept: `float32`, `bf16`, or `8`, `6`, `5`, `4` or `3` bits in
+    blocks of
+    128. Embedding and head are kept in bf16."""
+
+
 Window = int | Literal["auto"]
 
 
@@ -258,6 +276,7 @@ class RunConfig:
     data: DataSection = field(default_factory=DataSection)
     training: TrainingSection = field(default_factory=TrainingSection)
     storage: StorageSection = field(default_factory=StorageSection)
+    lora: LoraSection = field(default_factory=LoraSection)
     pipeline: PipelineSection = field(default_factory=PipelineSection)
     coordinator: CoordinatorSection = field(default_factory=CoordinatorSection)
     dashboard: DashboardSection = field(default_factory=DashboardSection)
@@ -267,3 +286,8 @@ class RunConfig:
     def microbatches(self) -> int:
         """Microbatches in a step."""
         return self.training.global_batch // self.training.microbatch
+
+    @property
+    def sums_tied_gradients(self) -> bool:
+        """Whether both copies of a tied weight are trained, so that their gradients cross the network."""
+        return self.model.tied and self.lora.rank == 0

@@ -14,6 +14,7 @@ from node.config.schema import RunConfig
 from node.coordinator.accounting import Accounting
 from node.coordinator.actions import Aborted, RecordCommit, RecordRestored
 from node.coordinator.store import StepRecord
+from node.model.lora_shapes import trained_specs
 from node.model.units import is_block, state_bytes
 from node.pipeline.placement import stage_units
 from node.telemetry import events
@@ -166,8 +167,8 @@ class Reporter:
         self._emit(events.RunFinished(reason=reason, failed=failed, summary=self._summary()))
 
     def _state_bytes(self, units: Sequence[str]) -> int:
-        model, moments = self._config.model, self._config.training.moments
-        return sum(state_bytes(model, unit, moments) for unit in units)
+        model, lora, moments = self._config.model, self._config.lora, self._config.training.moments
+        return sum(state_bytes(trained_specs(model, lora, unit), moments) for unit in units)
 
     def _count(self, loss: float, tokens: int, seconds: float) -> None:
         tally = self._tally

@@ -201,7 +201,7 @@ def load_profile(path: Path, overrides: Sequence[str] = ()) -> Profile:
 def closing_link(config: RunConfig) -> bool:
     """Whether the last stage and the first have a link."""
     pipeline = config.pipeline
-    return pipeline.stages > 2 and (config.model.tied or pipeline.chunks > 1)
+    return pipeline.stages > 2 and (config.sums_tied_gradients or pipeline.chunks > 1)
 
 
 def link_ends(config: RunConfig) -> tuple[tuple[int, int], ...]:

@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from node.config.schema import ModelSection
+from node.config.schema import LoraSection, ModelSection
 from node.model.blocks import Embedding, Gpt2Block, Head, LlamaBlock, Rotary, rotary_frequencies
+from node.model.lora import DropoutSource, freeze
+from node.model.lora_shapes import trained_specs
 from node.model.rng import generator
 from node.model.shards import shard
 from node.model.storage import Storage
@@ -36,9 +38,19 @@ MOST_THREADS = 16
 class Chunk(nn.Module):
     """Layer units in model order; built by `build_chunk`."""
 
-    def __init__(self, model: ModelSection, units: Sequence[str], modules: Sequence[nn.Module]) -> None:
+    def __init__(
+        self,
+        model: ModelSection,
+        units: Sequence[str],
+        modules: Sequence[nn.Module],
+        lora: LoraSection | None = None,
+        dropout: DropoutSource | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
+        self.lora = lora or LoraSection()
+        self.dropout = dropout
+        """The salt of the adapters' dropout; None without dropout."""
         self.units = tuple(units)
         self.layers = nn.ModuleList(modules)
 
@@ -66,14 +78,18 @@ class Chunk(nn.Module):
         return F.cross_entropy(logits_bsv.float().flatten(0, 1), labels.flatten())
 
     def unit_parameters(self, unit: str) -> dict[str, nn.Parameter]:
-        """Parameters of one unit by name, in the order of `node.model.units.parameter_specs`."""
+        """Trained parameters of one unit by name, in the order of `node.model.lora_shapes.trained_specs`."""
         named = dict(self.layers[self.units.index(unit)].named_parameters())
-        return {spec.name: named[spec.name] for spec in parameter_specs(self.model, unit)}
+        return {spec.name: named[spec.name] for spec in self.trained_specs(unit)}
+
+    def trained_specs(self, unit: str) -> tuple[ParameterSpec, ...]:
+        """What training changes of a unit."""
+        return trained_specs(self.model, self.lora, unit)
 
     def tied_parameter(self, unit: str) -> nn.Parameter | None:
         """The unit's copy of the tied weight, if it holds one."""
         name = tied_parameter(self.model, unit)
-        return None if name is None else self.unit_parameters(unit)[name]
+        return None if name is None else self.unit_parameters(unit).get(name)
 
     def named_units(self) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
         """(unit, its parameters by name), in model order."""
@@ -89,11 +105,13 @@ def build_chunk(
     weights_in: torch.dtype = torch.float32,
     storage: Storage | None = None,
     rank: TensorRank | None = None,
+    lora: LoraSection | None = None,
 ) -> Chunk:
     """The chunk of these units with its initial weights: matrices in `weights_in`, vectors in float32.
 
     Each weight is a function of (seed, unit, parameter name), so every split builds the same bits. `storage`
-    says what blocks keep for backward; off by default. With a `rank`, the chunk holds that rank's shards.
+    says what blocks keep for backward; off by default. With a `rank`, the chunk holds that rank's shards. With
+    `lora` its weights are frozen and its parameters are adapters, in `weights_in`.
 
     Raises:
         ConfigError: units that the model does not have, or that are not contiguous and in order.
@@ -111,7 +129,8 @@ def build_chunk(
     if model.family == "llama":
         # Its tables hold no weights, so all blocks of a chunk share one.
         rotary = Rotary(model.sequence, rotary_frequencies(model), device)
-    rank = rank or TensorRank()
+    rank, lora = rank or TensorRank(), lora or LoraSection()
+    source = DropoutSource(device)
     modules: list[nn.Module] = []
     drawn = _draw_weights(model, wanted, seed)
     for unit in wanted:
@@ -122,12 +141,20 @@ def build_chunk(
         weights = {
             spec.name: shard(unit, spec, torch.from_numpy(next(drawn)), rank.index, rank.count)
             .clone()
-            .to(device, weights_in if len(spec.shape) >= 2 else torch.float32)
+            .to(device, weights_in if len(spec.shape) >= 2 and lora.rank == 0 else torch.float32)
             for spec in parameter_specs(model, unit)
         }
         module.load_state_dict(weights, strict=True, assign=True)
+        if lora.rank:
+            adapters = {
+                spec.name: torch.from_numpy(initial_weight(model, unit, spec, seed))
+                .clone()
+                .to(device, weights_in)
+                for spec in trained_specs(model, lora, unit)
+            }
+            freeze(module, unit, model, lora, adapters, source)
         modules.append(module)
-    return Chunk(model, wanted, modules)
+    return Chunk(model, wanted, modules, lora, source if lora.dropout else None)
 
 
 def _draw_weights(model: ModelSection, units: Sequence[str], seed: int) -> Iterator[np.ndarray]:
@@ -147,9 +174,11 @@ def initial_weight(model: ModelSection, unit: str, spec: ParameterSpec, seed: in
     # Both copies of a tied weight are drawn from the embedding's place.
     source, name = (EMBED, "tokens.weight") if tied_parameter(model, unit) == spec.name else (unit, spec.name)
     std = model.init_std
+    place = generator(seed, layer=source, purpose=f"weight {name}")
+    if spec.initial is Initial.UNIFORM:
+        return place.uniform(-1.0, 1.0, spec.shape).astype(np.float32) / np.float32(sqrt(spec.shape[1]))
     if spec.initial is Initial.RESIDUAL:
         std /= sqrt(2 * model.layers)
-    place = generator(seed, layer=source, purpose=f"weight {name}")
     draws = place.standard_normal(spec.shape, dtype=np.float32)
     draws *= np.float32(std)
     return draws

@@ -67,6 +67,11 @@ def check_shards(config: RunConfig, ranks: int) -> None:
         raise RunError(
             f"--tensor-parallel {ranks} cannot share model.qk_norm full, which spans all heads: join without"
         )
+    if ranks > 1 and config.lora.rank:
+        raise RunError(
+            f"--tensor-parallel {ranks} cannot share blocks with adapters ([lora] rank {config.lora.rank}):
+            join without"
+        )
     sizes = {"heads": model.heads, "ffn": model.ffn, "sequence": model.sequence}
     if model.family == "llama":
         sizes["kv_heads"] = model.kv_heads

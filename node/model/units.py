@@ -7,6 +7,7 @@ With `tied`, the head keeps a copy of the embedding's weight, so that each may b
 stay equal because both start equal and get the same gradient: head's share + embed's share, in that order.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
@@ -33,6 +34,8 @@ class Initial(StrEnum):
     """Mean 0, standard deviation `init_std`."""
     RESIDUAL = "residual"
     """As NORMAL, times 1 / sqrt(2 layers): what a block adds to the residual stream (GPT-2, section 2.3)."""
+    UNIFORM = "uniform"
+    """Between -1 / sqrt(inputs) and that (He et al. 2015, with a = sqrt(5), as in PEFT)."""
     ONES = "ones"
     ZEROS = "zeros"
 
@@ -110,24 +113,25 @@ def unit_parameters(model: ModelSection, unit: str) -> int:
     return sum(spec.elements for spec in parameter_specs(model, unit))
 
 
-def state_bytes(model: ModelSection, unit: str, moments: str) -> int:
+def state_bytes(specs: Iterable[ParameterSpec], moments: str) -> int:
     """Bytes of a unit's weights and optimizer state as they travel, without the file's header.
 
     Args:
+        specs: the parameters that are trained.
         moments: as `training.moments`. Those of matrices in `fp8` are a code an element, and a float32 scale
             and a power a block; all else travels in float32, whatever `training.weights` is.
     """
     total = 8  # the step
-    for spec in parameter_specs(model, unit):
+    for spec in specs:
         packed = moments == "fp8" and len(spec.shape) >= 2
         moment = spec.elements + 5 * blocks(spec.elements) if packed else 4 * spec.elements
         total += 4 * spec.elements + 2 * moment
     return total
 
 
-def most_state_bytes(model: ModelSection, unit: str) -> int:
+def most_state_bytes(specs: Iterable[ParameterSpec]) -> int:
     """The most that a unit's snapshot file may have: weights and two moments in float32, and its header."""
-    return 3 * 4 * unit_parameters(model, unit) + 1024 * 1024
+    return 3 * 4 * sum(spec.elements for spec in specs) + 1024 * 1024
 
 
 def unit_cost(model: ModelSection, unit: str) -> float:

@@ -11,10 +11,11 @@ from functools import lru_cache
 from math import prod
 
 from kernels.fp8.layout import BLOCK
-from node.config.schema import ModelSection, RunConfig, TrainingSection
+from node.config.schema import LoraSection, ModelSection, RunConfig, TrainingSection
+from node.model.lora_shapes import WHOLE, frozen_bytes, largest_projection, targets, trained_specs
 from node.model.shard_shapes import pieces, shard_shape
 from node.model.storage import AS_COMPUTED, RECOMPUTE, Storage, kv_width
-from node.model.units import EMBED, HEAD, block_name, is_block, parameter_specs
+from node.model.units import EMBED, HEAD, block_name, is_block
 from wire.identity.enrolment import CPU, Hardware
 
 _GRADIENT_BYTES = 1 + 1 / BLOCK
@@ -68,6 +69,8 @@ class Share:
     def __init__(self, config: RunConfig, devices: Devices, storage: Storage) -> None:
         self._model: ModelSection = config.model
         self._training: TrainingSection = config.training
+        self._lora: LoraSection = config.lora
+        self._sums_tied_gradients = config.sums_tied_gradients
         self._devices = devices
         self._storage = storage
         self._row_tokens = config.training.microbatch * config.model.sequence // devices.rows
@@ -86,12 +89,12 @@ class Share:
     # ---- weights and what belongs to them
 
     def state(self, units: Sequence[str]) -> int:
-        """Weights, gradients and moments of these units."""
+        """Weights, gradients and moments of these units; frozen weights are no more than themselves."""
         training, devices = self._training, self._devices
         weight = 2 if training.weights == "bfloat16" else 4
         gradient = _GRADIENT_BYTES if training.gradients == "fp8" else 4  # float32, whatever the weights are
         moments = 2 * _MOMENT_BYTES if training.moments == "fp8" else 8
-        total = 0.0
+        total = float(sum(frozen_bytes(self._model, self._lora, unit) for unit in units))
         for elements, is_matrix, is_sharded in self._parameters(units):
             total += elements * (weight + gradient + moments if is_matrix else 16)
             if (
@@ -104,8 +107,8 @@ class Share:
         return int(total) + (self._copies(units) if self.captures else 0)
 
     def _copies(self, units: Sequence[str]) -> int:
-        """Autocast's copies of the projections' weights."""
-        if not self._half or self._training.weights == "bfloat16":
+        """Autocast's copies of the projections' weights. Frozen ones are cast where they are used."""
+        if not self._half or self._training.weights == "bfloat16" or self._lora.rank:
             return 0
         projecting = self._parameters([unit for unit in units if unit != EMBED])
         return sum(2 * elements for elements, is_matrix, _ in projecting if is_matrix)
@@ -114,7 +117,7 @@ class Share:
         """Copies of these units' state for snapshots, whole whatever the share, and a layer as a file."""
         if not self._devices.on_cpu:
             return 0
-        sizes = [sum(one[0] for one in _unit_parameters(self._model, unit, 1)) for unit in units]
+        sizes = [sum(one[0] for one in _unit_parameters(self._model, self._lora, unit, 1)) for unit in units]
         return _SNAPSHOT_BYTES * (SNAPSHOTS_SENT * sum(sizes) + max(sizes))
 
     def rotary(self) -> int:
@@ -149,7 +152,7 @@ class Share:
         model, packed = self._model, self._training.gradients == "fp8"
         ends = (EMBED in units) + (HEAD in units)
         # Both in float32 at one stage are added where they are.
-        if not model.tied or ends == 0 or (ends == 2 and not packed):
+        if not self._sums_tied_gradients or ends == 0 or (ends == 2 and not packed):
             return 0
         matrix = model.vocab * model.hidden
         return 2 * 4 * matrix + (6 * min(matrix, GRADIENT_PIECE) if packed else 0)
@@ -177,10 +180,11 @@ class Share:
     def _parameters(self, units: Sequence[str]) -> list[tuple[int, bool, bool]]:
         """`_unit_parameters` of all these units."""
         ranks = self._devices.tensor_parallel
-        return [one for unit in units for one in _unit_parameters(self._model, unit, ranks)]
+        return [one for unit in units for one in _unit_parameters(self._model, self._lora, unit, ranks)]
 
     def _largest_matrix(self, units: Sequence[str]) -> int:
-        return max(elements for elements, is_matrix, _ in self._parameters(units) if is_matrix)
+        found = (elements for elements, is_matrix, _ in self._parameters(units) if is_matrix)
+        return max(found, default=0)
 
     # ---- activations
 
@@ -202,6 +206,8 @@ class Share:
         inside += self._feed_forward_keeps
         # Autocast's copies of weights belong to each microbatch's graph, if they are not made once a step.
         weights = 0 if self.captures else self._copies(["block.0000"])
+        # What adapters' first matrices return, and so their gradients.
+        inside += element * self._lora.rank * len(targets(model, self._lora)) if self._lora.rank else 0
         return self._tokens * own + self._row_tokens * wide + self._row_tokens * inside // ranks + weights
 
     @property
@@ -214,7 +220,21 @@ class Share:
         made = max(self.feed_forward_at_work(), self._attention_at_work())
         # Between ranks, what one sends and receives, and both in another order.
         exchanged = 6 * 4 * self._row_tokens * self._model.hidden if self._devices.tensor_parallel > 1 else 0
-        return made + exchanged
+        return made + exchanged + self._adapting()
+
+    def _adapting(self) -> int:
+        """A frozen matrix as it is multiplied, and dropout's random bits, mask and result."""
+        if self._lora.rank == 0:
+            return 0
+        kept_as_computed = self._lora.base == ("bf16" if self._half else WHOLE)
+        # Unpacking on a CPU goes through float32.
+        unpacked = self._element + (
+            4 if self._devices.on_cpu and self._lora.base not in (WHOLE, "bf16") else 0
+        )
+        weight = 0 if kept_as_computed else unpacked * largest_projection(self._model)
+        widest = max(self._model.hidden, self._model.ffn)
+        dropped = (2 * 4 + 3 * self._element) * self._row_tokens * widest if self._lora.dropout else 0
+        return weight + dropped + 2 * self._element * self._row_tokens * widest
 
     def feed_forward_at_work(self) -> int:
         """Plain: gradients of two tensors of its width. Packed: they and their inputs, unpacked."""
@@ -286,7 +306,10 @@ class Share:
         backward allocates: two gradients of logits."""
         if self.captures:
             return self._head(8)
-        return self._head(3 * 4 + (2 if self._half else 0)) + self._copies([HEAD])
+        head = self._head(3 * 4 + (2 if self._half else 0)) + self._copies([HEAD])
+        if self._lora.rank and self._half == (self._lora.base == WHOLE):
+            head += self._element * self._model.vocab * self._model.hidden
+        return head
 
     def head_keeps(self) -> int:
         """What a CUDA graph of the head's forward holds permanently: logits and their logarithms."""
@@ -296,19 +319,23 @@ class Share:
         return self._tokens * (of_a_logit * self._model.vocab + 3 * 4 * self._model.hidden)
 
 
-def _unit_parameters(model: ModelSection, unit: str, ranks: int) -> tuple[tuple[int, bool, bool], ...]:
-    """One device's elements of each parameter, whether it is a matrix, and whether it is a shard."""
+def _unit_parameters(
+    model: ModelSection, lora: LoraSection, unit: str, ranks: int
+) -> tuple[tuple[int, bool, bool], ...]:
+    """One device's elements of each trained parameter, whether it is a matrix, and whether it is a shard."""
     # Blocks have the same shapes, and there may be thousands.
-    return _shapes(model, block_name(0) if is_block(unit) else unit, ranks)
+    return _shapes(model, lora, block_name(0) if is_block(unit) else unit, ranks)
 
 
 @lru_cache(maxsize=64)
-def _shapes(model: ModelSection, unit: str, ranks: int) -> tuple[tuple[int, bool, bool], ...]:
+def _shapes(
+    model: ModelSection, lora: LoraSection, unit: str, ranks: int
+) -> tuple[tuple[int, bool, bool], ...]:
     return tuple(
         (
             prod(shard_shape(unit, spec, ranks)),
             len(spec.shape) >= 2,
             ranks > 1 and pieces(unit, spec) is not None,
         )
-        for spec in parameter_specs(model, unit)
+        for spec in trained_specs(model, lora, unit)
     )

@@ -7,6 +7,7 @@ chunk holds at least one block.
 from collections.abc import Sequence
 
 from node.config.schema import ModelSection, RunConfig
+from node.model.lora_shapes import trained_specs
 from node.model.units import EMBED, HEAD, block_name, check_model, is_block, most_state_bytes, unit_cost
 from node.pipeline.schedule import Kind, Order, schedule
 from wire.errors import ConfigError
@@ -139,7 +140,8 @@ def most_layer_bytes(config: RunConfig, unit: str, windows: int) -> int:
     Args:
         windows: samples of one pass over the text.
     """
-    return most_state_bytes(config.model, unit) + boundary_cache_bytes(config, windows)
+    trained = trained_specs(config.model, config.lora, unit)
+    return most_state_bytes(trained) + boundary_cache_bytes(config, windows)
 
 
 def stage_cache_bytes(config: RunConfig, stages: int, windows: int) -> tuple[int, ...]:

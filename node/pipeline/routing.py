@@ -60,7 +60,7 @@ class StageLayout:
         self._own = range(stage, stages * self.chunks, stages)
         self._units = chunk_units(config, stages)
         self._microbatches = config.microbatches
-        self._shares_tie = config.model.tied and stages > 1
+        self._shares_tie = config.sums_tied_gradients and stages > 1
 
     @property
     def is_first(self) -> bool:

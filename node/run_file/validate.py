@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from node.config.schema import (
     CoordinatorSection,
     DashboardSection,
+    LoraSection,
     ModelSection,
     PipelineSection,
     RunConfig,
@@ -19,6 +20,7 @@ from node.config.schema import (
     TelemetrySection,
     TrainingSection,
 )
+from node.model.lora_shapes import FORMS, projections
 from node.model.storage import AS_COMPUTED, FROM_PRESET, KINDS, PRESETS, RECOMPUTE, configured
 from node.model.units import CHOICES, FAMILIES
 from node.telemetry.trace_files import TracedSteps
@@ -56,6 +58,7 @@ def problems(config: RunConfig) -> list[str]:
         *_training(config.training, config.run.steps),
         *_storage(config.storage, config.pipeline),
         *_stored_blocks(config),
+        *_lora(config.lora, config),
         *_pipeline(config.pipeline, config.model.layers),
         *_codecs(config.pipeline, config.data.shift),
         *_tensors(config),
@@ -218,6 +221,29 @@ def _storage(storage: StorageSection, pipeline: PipelineSection) -> Iterator[str
         )
 
 
+def _lora(lora: LoraSection, config: RunConfig) -> Iterator[str]:
+    yield from _at_least(0, {"lora.rank": lora.rank})
+    if lora.rank < 1:
+        if lora.rank == 0 and lora != LoraSection():
+            yield "lora.rank is 0, which trains the whole model: set it, for example to 16, or drop [lora]"
+        return
+    yield from _positive({"lora.alpha": lora.alpha})
+    if not 0 <= lora.dropout < 1:
+        yield f"lora.dropout must be at least 0 and below 1, got {lora.dropout}"
+    yield from _name("lora.base", lora.base, FORMS)
+    if not list(_model(config.model, config.data.tokenizer)):
+        known = projections(config.model)
+        for name in lora.targets:
+            yield from _name("lora.targets", name, known)
+        if len(set(lora.targets)) < len(lora.targets):
+            yield f"lora.targets names a projection twice: {', '.join(lora.targets)}"
+        widest = min(config.model.hidden, config.model.ffn)
+        if lora.rank > widest:
+            yield f"lora.rank ({lora.rank}) must be at most {widest}, the model's narrowest width"
+    if config.storage.preset != "off" or any(getattr(config.storage, kind) != FROM_PRESET for kind in KINDS):
+        yield 'lora.rank needs storage.preset = "off": blocks with adapters store what autograd does'
+
+
 def _pipeline(pipeline: PipelineSection, layers: int) -> Iterator[str]:
     wrong = list(_at_least(1, {"pipeline.stages": pipeline.stages, "pipeline.chunks": pipeline.chunks}))
     yield from wrong
@@ -273,7 +299,7 @@ def _tensors(config: RunConfig) -> Iterator[str]:
     model, training = config.model, config.training
     boundary = {"training.microbatch": training.microbatch, "model.sequence": model.sequence}
     sent = [{**boundary, "model.hidden": model.hidden}]
-    if model.tied:
+    if config.sums_tied_gradients:
         sent.append({"model.vocab": model.vocab, "model.hidden": model.hidden})
     for sizes in sent if config.pipeline.stages > 1 else ():
         size = 4 * math.prod(max(size, 0) for size in sizes.values())

@@ -34,7 +34,7 @@ def outbox_bytes(config: RunConfig, stages: int) -> int:
     # half, one fewer, go the same way.
     crossings = 2 * chunks_of(config, stages) - 1
     step = config.microbatches * crossings * boundary
-    if model.tied:
+    if config.sums_tied_gradients:
         step += FP32.packed_bytes((model.vocab, model.hidden))
     return 2 * step
 

@@ -239,7 +239,7 @@ class EpochTask:
         # Links first: they must come up within a limit, and fetching a state may take longer.
         stages = len(self.placement.stages)
         chunks = chunks_of(executor.config, stages)
-        peers = neighbours(self.stage, stages, chunks, executor.config.model.tied)
+        peers = neighbours(self.stage, stages, chunks, executor.config.sums_tied_gradients)
         self._links = await self._open.enter_async_context(services.open_links(self.placement, peers, self))
         missed = restore.missed
         if executor.lineage != restore.branch:

@@ -314,7 +314,7 @@ class StageExecutor:
 
     def _exchange_tied(self, epoch: int, step: int, io: StageIO) -> None:
         """Set both copies of a tied weight to the sum of both gradients, added in a fixed order."""
-        if not self.config.model.tied:
+        if not self.config.sums_tied_gradients:
             return
         model = self._model
         up = TensorKey(epoch, step, 0, 0, Direction.TIED_SHARE)

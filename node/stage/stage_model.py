@@ -36,9 +36,7 @@ class StageCompute(Protocol):
 
     def begin_step(self) -> None: ...
 
-    def forward(
-        self, chunk: int, microbatch: int, fed: Tensor, labels: Tensor | None = None
-    ) -> Tensor: ...
+    def forward(self, chunk: int, microbatch: int, fed: Tensor, labels: Tensor | None = None) -> Tensor: ...
 
     def backward(self, chunk: int, microbatch: int, gradient: Tensor | None) -> Tensor | None: ...
 
@@ -140,6 +138,7 @@ class StageModel:
                 weight_dtype(config.training.weights),
                 stage_storages(config, stages)[stage],
                 self.tensor_rank,
+                config.lora,
             )
             for units in chunk_units(config, stages)[stage::stages]
         ]
@@ -191,6 +190,7 @@ class StageModel:
         Returns:
             Hidden [B, S, C] float32, or with `labels` the microbatch's share of the mean loss; no graph.
         """
+        self.optimizer.begin_forward(microbatch, self.rank)
         return self._passes[chunk].forward(microbatch, fed, labels)
 
     def backward(self, chunk: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:

@@ -114,7 +114,8 @@ class PlainGradients:
             parameter.grad = None
         if self._in_place:
             kept = [gradient_of(parameter) for parameter in self._own] + list(self._main.values())
-            torch._foreach_zero_(kept)
+            if kept:
+                torch._foreach_zero_(kept)
             return
         self._main.clear()
         for parameter in self._own:

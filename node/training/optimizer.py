@@ -16,10 +16,11 @@ from kernels.fp8.ops import adamw_step
 from kernels.fp8.reference import AdamWStep, Moment
 from node.config.schema import TrainingSection
 from node.model.chunk import Chunk
+from node.model.lora import DropoutSource
 from node.model.rng import salt
 from node.model.shard_shapes import pieces
 from node.model.tensor_rank import TensorRank
-from node.model.units import HEAD, parameter_specs, tied_parameter
+from node.model.units import HEAD, tied_parameter
 from node.training.gradients import MOST_TO_NEAREST, Fp8Gradients, Gradients, PlainGradients, norms
 from wire.errors import RunError
 
@@ -54,15 +55,18 @@ class StageOptimizer:
         self._counted: dict[str, list[nn.Parameter]] = {}
         self._tied: set[nn.Parameter] = set()
         self._rank = rank or TensorRank()
+        self._dropouts: list[DropoutSource] = []
         self._sharded: set[nn.Parameter] = set()
         for chunk in chunks:
+            if chunk.dropout is not None:
+                self._dropouts.append(chunk.dropout)
             for unit, parameters in chunk.named_units():
                 copy = tied_parameter(chunk.model, unit)
                 self._units[unit] = parameters
                 self._tied.update(value for name, value in parameters.items() if name == copy)
                 self._sharded.update(
                     parameters[spec.name]
-                    for spec in parameter_specs(chunk.model, unit)
+                    for spec in chunk.trained_specs(unit)
                     if self._rank.count > 1 and pieces(unit, spec) is not None
                 )
                 counted = copy if unit == HEAD else None
@@ -114,6 +118,20 @@ class StageOptimizer:
         """Drop all gradients: before a step, and when one is aborted."""
         self.gradients.clear()
 
+    def begin_forward(self, microbatch: int, rank: int = 0) -> None:
+        """The next forward is this microbatch's: adapters drop elements by its salt. `rank` as for
+        backward."""
+        if self._dropouts:
+            purpose = f"dropout of microbatch {microbatch} on rank {rank}"
+            drawn = salt(self._seed, step=self._next_step, layer="", purpose=purpose)
+            for source in self._dropouts:
+                source.begin(drawn)
+
+    @property
+    def _next_step(self) -> int:
+        """The step that `apply` will take. All units are at the same; another attempt has the same number."""
+        return 1 + next(iter(self._steps.values()), 0)
+
     def begin_backward(self, microbatch: int, rank: int = 0) -> None:
         """The next backward belongs to this microbatch.
 
@@ -122,10 +140,8 @@ class StageOptimizer:
                 bits, so that their errors do not add up.
         """
         if self._rounds_stochastically:
-            # The step that `apply` will take. All units are at the same; an attempt of it is like the first.
-            step = 1 + next(iter(self._steps.values()), 0)
             purpose = f"gradients of microbatch {microbatch} on rank {rank}"
-            self.gradients.begin_microbatch(salt(self._seed, step=step, layer="", purpose=purpose))
+            self.gradients.begin_microbatch(salt(self._seed, step=self._next_step, layer="", purpose=purpose))
 
     @property
     def _rounds_stochastically(self) -> bool:

@@ -72,6 +72,7 @@ class ReferenceTrainer:
                 self.device,
                 weight_dtype(config.training.weights),
                 storages[index % len(storages)],
+                lora=config.lora,
             )
             for index, units in enumerate(groups or (unit_names(config.model),))
         ]
@@ -144,6 +145,7 @@ class ReferenceTrainer:
 
     def _forward(self, rows: np.ndarray, microbatch: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Loss of a microbatch, and at each boundary what was sent and what arrived."""
+        self.optimizer.begin_forward(microbatch)
         tokens = torch.from_numpy(rows.astype(np.int64)).to(self.device)
         x, labels = tokens[:, :-1], tokens[:, 1:]
         crossings = []

@@ -13,7 +13,7 @@ from safetensors.numpy import load
 
 from kernels.fp8.layout import blocks
 from node.config.schema import RunConfig
-from node.model.units import parameter_specs
+from node.model.lora_shapes import trained_specs
 from wire.errors import RunError
 
 PARAMETER_PREFIX = "parameter."
@@ -54,7 +54,7 @@ def parameters_of(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 def expected_layout(config: RunConfig, unit: str) -> Layout:
     """What `StageOptimizer.unit_state` gives for this unit."""
     layout: Layout = {_STEP: ("int64", ())}
-    for spec in parameter_specs(config.model, unit):
+    for spec in trained_specs(config.model, config.lora, unit):
         layout[f"{PARAMETER_PREFIX}{spec.name}"] = "float32", spec.shape
         packed = config.training.moments == "fp8" and len(spec.shape) >= 2
         for moment in _MOMENTS:

@@ -22,7 +22,7 @@ ORDER = ("f0", "f1", "b0", "f2", "b1", "f3", "b2", "b3")
 
 
 def run_file(case: str, family: str, *, graphs: bool) -> RunConfig:
-    training, storage = CASES[case]
+    training, storage, lora = CASES[case]
     return RunConfig(
         model=ModelSection(
             family=family,
@@ -36,6 +36,7 @@ def run_file(case: str, family: str, *, graphs: bool) -> RunConfig:
         ),
         training=replace(training, cuda_graphs=graphs),
         storage=storage,
+        lora=lora,
         pipeline=PipelineSection(stages=2),
     )
 

@@ -1,12 +1,12 @@
-"""Settings in which captured passes are compared with autograd: `[training]` and `[storage]`, by name."""
+"""Settings in which captured passes are compared with autograd: `[training]`, `[storage]`, `[lora]`, by name."""
 
 from dataclasses import replace
 
-from node.config.schema import StorageSection, TrainingSection
+from node.config.schema import LoraSection, StorageSection, TrainingSection
 
 PLAIN = TrainingSection(global_batch=8, microbatch=2, warmup_steps=0, precision="bfloat16")
 FP8 = replace(PLAIN, gradients="fp8", moments="fp8")
-CASES = {
+_WHOLE = {
     "float32": (replace(PLAIN, precision="float32"), StorageSection()),
     "autocast": (PLAIN, StorageSection()),
     "fp8": (FP8, StorageSection()),
@@ -17,4 +17,8 @@ CASES = {
     "compact": (PLAIN, StorageSection(preset="compact")),
     "recompute": (PLAIN, StorageSection(preset="agoq", attention="recompute", ffn_input="recompute")),
     "agoq, fp8, bf16": (replace(FP8, weights="bfloat16"), StorageSection(preset="agoq")),
+}
+CASES = {name: (*sections, LoraSection()) for name, sections in _WHOLE.items()} | {
+    "lora": (PLAIN, StorageSection(), LoraSection(rank=4)),
+    "lora, 4 bits, dropout": (FP8, StorageSection(), LoraSection(rank=4, base="4", dropout=0.3)),
 }

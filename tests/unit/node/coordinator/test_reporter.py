@@ -8,7 +8,7 @@ from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSect
 from node.coordinator.actions import Aborted, AbortKind, RecordCommit, RecordRestored
 from node.coordinator.reporter import Reporter
 from node.coordinator.store import StepRecord
-from node.model.units import state_bytes
+from node.model.units import parameter_specs, state_bytes
 from node.pipeline.placement import stage_units
 from node.processes.coordinator import _untold
 from node.telemetry import events
@@ -103,7 +103,8 @@ def test_a_recovery_is_measured_by_the_state_that_travels(moments: str) -> None:
     told.reporter.interrupted(Aborted(epoch=EPOCH, step=0, kind=AbortKind.LOST, reason="node b is gone"))
     told.restored(0, EPOCH + 1)
     stages = [
-        sum(state_bytes(config.model, unit, moments) for unit in units) for units in stage_units(config, 2)
+        sum(state_bytes(parameter_specs(config.model, unit), moments) for unit in units)
+        for units in stage_units(config, 2)
     ]
     recovered = told.events[-1]
     assert isinstance(recovered, events.Recovered)

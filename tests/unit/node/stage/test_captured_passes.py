@@ -71,7 +71,7 @@ class Half:
     """The first or the second half of a small model, with its optimizer."""
 
     def __init__(self, case: str, family: str, *, last: bool, captured: bool, fail_at: int = -1) -> None:
-        training, storage = CASES[case]
+        training, storage, lora = CASES[case]
         model = ModelSection(family=family, layers=2, hidden=64, heads=2, kv_heads=2, ffn=96, sequence=16)
         units = unit_names(model)
         self.last = last
@@ -82,6 +82,7 @@ class Half:
             CPU,
             weight_dtype(training.weights),
             configured(storage),
+            lora=lora,
         )
         self.optimizer = StageOptimizer([chunk], training, 7, gradients_in_place=captured)
         self.recorder = Again(self.optimizer, fail_at)
@@ -103,6 +104,7 @@ class Half:
         tokens = torch.randint(0, 256, SHAPE, generator=generator)
         hidden = torch.randn(*SHAPE, 64, generator=generator)
         if action[0] == "f":
+            self.optimizer.begin_forward(microbatch)
             if self.last:
                 return self.passes.forward(microbatch, hidden, tokens)
             return self.passes.forward(microbatch, tokens, None)

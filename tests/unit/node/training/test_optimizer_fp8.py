@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kernels.fp8.reference import Fp8Gradient, unpack_gradient
 from node.config.schema import ModelSection, RunConfig, RunSection, TrainingSection
 from node.model.chunk import Chunk, build_chunk, weight_dtype
-from node.model.units import state_bytes, unit_names
+from node.model.units import parameter_specs, state_bytes, unit_names
 from node.pipeline.placement import split_units
 from node.training.data import Corpus
 from node.training.optimizer import StageOptimizer
@@ -142,7 +142,9 @@ def test_a_state_is_as_large_as_the_coordinator_reckons(moments: str) -> None:
     _, optimizer = packed(moments=moments)
     for unit in unit_names(MODEL):
         tensors = optimizer.unit_state(unit).values()
-        assert sum(tensor.nbytes for tensor in tensors) == state_bytes(MODEL, unit, moments), unit
+        assert sum(tensor.nbytes for tensor in tensors) == state_bytes(
+            parameter_specs(MODEL, unit), moments
+        ), unit
 
 
 def test_an_unreached_gradient_is_named_and_clearing_forgets() -> None:

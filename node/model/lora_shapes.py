@@ -1,0 +1,70 @@
+"""What LoRA trains of a model and what it freezes, by shapes alone. Imports no torch; `node.model.lora`
+computes."""
+
+from functools import lru_cache
+from math import prod
+
+from kernels.blockfloat.layout import packed_bytes
+from node.config.schema import LoraSection, ModelSection
+from node.model.storage import PACKED
+from node.model.units import Initial, ParameterSpec, block_name, is_block, parameter_specs
+
+WHOLE = "float32"
+FORMS = (WHOLE, *PACKED)
+"""What `[lora] base` may be."""
+DOWN, UP = "lora_A", "lora_B"
+"""Names of an adapter's matrices, as in PEFT."""
+
+
+def projections(model: ModelSection) -> tuple[str, ...]:
+    """Names of a block's projections: what adapters may be put on."""
+    specs = parameter_specs(model, block_name(0))
+    return tuple(spec.name.removesuffix(".weight") for spec in specs if len(spec.shape) == 2)
+
+
+def targets(model: ModelSection, lora: LoraSection) -> tuple[str, ...]:
+    """The projections that have adapters, in the model's order."""
+    return tuple(name for name in projections(model) if not lora.targets or name in lora.targets)
+
+
+def trained_specs(model: ModelSection, lora: LoraSection, unit: str) -> tuple[ParameterSpec, ...]:
+    """The parameters of a unit that training changes: adapters, or everything without LoRA."""
+    specs = parameter_specs(model, unit)
+    if lora.rank == 0:
+        return specs
+    if not is_block(unit):
+        return ()
+    wanted, found = targets(model, lora), []
+    for spec in specs:
+        name = spec.name.removesuffix(".weight")
+        if len(spec.shape) == 2 and name in wanted:
+            outputs, inputs = spec.shape
+            found += [
+                ParameterSpec(f"{name}.{DOWN}", (lora.rank, inputs), Initial.UNIFORM),
+                ParameterSpec(f"{name}.{UP}", (outputs, lora.rank), Initial.ZEROS),
+            ]
+    return tuple(found)
+
+
+def frozen_bytes(model: ModelSection, lora: LoraSection, unit: str) -> int:
+    """Bytes of a unit's frozen weights in memory; 0 without LoRA."""
+    # Blocks have the same shapes, and there may be thousands.
+    return _frozen_bytes(model, lora, block_name(0) if is_block(unit) else unit) if lora.rank else 0
+
+
+@lru_cache(maxsize=64)
+def _frozen_bytes(model: ModelSection, lora: LoraSection, unit: str) -> int:
+    total = 0
+    for spec in parameter_specs(model, unit):
+        if len(spec.shape) < 2 or lora.base == WHOLE:
+            total += 4 * spec.elements
+        elif is_block(unit) and lora.base != "bf16":
+            total += packed_bytes(spec.shape, PACKED[lora.base])
+        else:
+            total += 2 * spec.elements
+    return total
+
+
+def largest_projection(model: ModelSection) -> int:
+    """Elements of a block's largest matrix, which is what a projection unpacks at a time."""
+    return max(prod(spec.shape) for spec in parameter_specs(model, block_name(0)))
