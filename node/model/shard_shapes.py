@@ -69,8 +69,8 @@ def check_shards(config: RunConfig, ranks: int) -> None:
         )
     if ranks > 1 and config.lora.rank:
         raise RunError(
-            f"--tensor-parallel {ranks} cannot share blocks with adapters ([lora] rank {config.lora.rank}):
-            join without"
+            f"--tensor-parallel {ranks} cannot share blocks with adapters (lora.rank {config.lora.rank}): "
+            "join without"
         )
     sizes = {"heads": model.heads, "ffn": model.ffn, "sequence": model.sequence}
     if model.family == "llama":
