@@ -7,6 +7,7 @@
 #   make bench [BENCH_ARGS=...]             codec speeds
 #   make fuzz [FUZZ=20]                     properties on other examples, FUZZ times as many as in make test
 #   make soak [SOAK_ARGS=...]               200 kills by random schedules, results compared bit for bit
+#   make attack [ATTACK_ARGS=...]           members that lie and strangers at the ports, at full size
 #   make proto                              generate wire/v1 from proto/
 #   make constraints                        pin what .venv holds, after trying newer versions there
 #   make clean                              remove .venv and caches; never runs/
@@ -19,11 +20,12 @@ DEMO_ARGS =
 TEST_ARGS =
 BENCH_ARGS =
 SOAK_ARGS =
+ATTACK_ARGS =
 FUZZ = 20
 # Triton's kernels are tested under its interpreter. torch brings Triton where it brings CUDA: that one is used.
 TRITON = triton==3.6.0
 
-.PHONY: demo test test-gpu check bench fuzz soak proto constraints clean
+.PHONY: demo test test-gpu check bench fuzz soak attack proto constraints clean
 # Two installations at once would spoil each other.
 .NOTPARALLEL:
 
@@ -47,6 +49,9 @@ fuzz: .venv/installed-dev
 
 soak: .venv/installed-dev
 	.venv/bin/python -m scripts.checks.soak $(SOAK_ARGS)
+
+attack: .venv/installed-dev
+	.venv/bin/python -m scripts.checks.attack $(ATTACK_ARGS)
 
 proto: .venv/installed-dev
 	scripts/proto

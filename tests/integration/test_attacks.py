@@ -17,6 +17,4 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.mark.parametrize("lie", [lie for lie in MEMBERS if lie.name in HOLD], ids=lambda lie: lie.name)
 def test_a_member_that_lies(tmp_path: Path, prefork: Prefork, lie: Attack) -> None:
     seen = attack(lie, tmp_path, launch=prefork.popen)
-    assert (seen.ended, seen.bits_equal, seen.honest_harmed) == (True, True, ()), seen
-    if not lie.harmless:
-        assert seen.replaced and seen.line, seen
+    assert seen.good(lie), seen

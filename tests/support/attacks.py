@@ -33,7 +33,8 @@ STEPS, SNAPSHOT_EVERY, LIES_FROM = 10, 3, 4
 STAGES, SPARES = 3, 2
 STUCK_SECONDS = 60.0
 """Without any line from the coordinator a run counts as stuck."""
-DESCRIPTORS = 1024
+MOST_SECONDS = 180.0
+"""A run that still does not end counts as stuck, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +64,21 @@ class Seen:
     steps_again: int
     """Attempts at steps that were aborted."""
     longest_wait: float
-    """Seconds between two steps that were done, the longest during the attack."""
+    """The most seconds without a new step from the first lie on."""
     replaced: bool
     """The attacker has lost its stage."""
     honest_harmed: tuple[str, ...]
     """Why honest members left before the end, and how they ended if not well."""
     line: str
     """What the operator reads."""
+
+    def good(self, chosen: Attack) -> bool:
+        """The run ends as an undisturbed one and no honest member is harmed.
+
+        Unless the lie is harmless, its author has lost its stage, and a line names it.
+        """
+        unharmed = self.ended and self.bits_equal and not self.honest_harmed
+        return unharmed and (chosen.harmless or (self.replaced and bool(self.line)))
 
 
 MEMBERS = tuple(
@@ -155,12 +164,10 @@ def attack(chosen: Attack, directory: Path, *, launch: Launch = subprocess.Popen
     """Run one attack of a member to the end of the run, or until nothing happens any more."""
     with LyingRun(directory, chosen, launch=launch) as run:
         run.assemble()
-        stuck, code = False, None
-        try:
-            code = run.tend(restart=False, seconds=STUCK_SECONDS)
-        except StuckError:
-            stuck = True
-        return _seen(run, chosen, code, stuck=stuck)
+        code, deadline = None, time.monotonic() + MOST_SECONDS
+        with contextlib.suppress(StuckError):
+            code = run.tend(restart=False, seconds=STUCK_SECONDS, until=lambda _: time.monotonic() > deadline)
+        return _seen(run, chosen, code, stuck=code is None)
 
 
 def _seen(run: LyingRun, chosen: Attack, code: int | None, *, stuck: bool) -> Seen:
@@ -182,7 +189,11 @@ def _seen(run: LyingRun, chosen: Attack, code: int | None, *, stuck: bool) -> Se
             if node is not run.liar and node.wait_exit() != 0
         ]
     ended = code == 0 and len(run.records) == run.config.run.steps
-    done = [lied_at, *(at for at, event in before_end if isinstance(event, StepDone) and at > lied_at)]
+    done, newest = [lied_at], 0
+    for at, event in before_end:
+        if isinstance(event, StepDone) and event.step > newest:
+            newest = event.step
+            done += [at] if at > lied_at else []
     if stuck:
         done.append(time.time())
     return Seen(

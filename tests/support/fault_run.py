@@ -17,7 +17,6 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,7 +41,6 @@ from tests.support.run_harness import (
 )
 from wire.identity.credentials import NodeIdentity
 
-SPARE_USES = 50
 NEWS_SECONDS = 60.0
 """Limit of a wait for news from a run; after half of it frozen nodes are woken."""
 KILLED = -signal.SIGKILL
@@ -146,9 +144,7 @@ class FaultRun(Run):
 
     def add_spare(self) -> Process:
         """A node beyond those that the join line admits."""
-        with Store.open(self.run_dir) as store:
-            _, token = store.create_token(time.time(), timedelta(hours=1), SPARE_USES)
-        return self.add_node(token.encode())
+        return self.add_node(self.new_token())
 
     @property
     def _lossless(self) -> bool:

@@ -27,9 +27,11 @@ import json
 import os
 import signal
 import subprocess
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -46,6 +48,7 @@ from node.config.schema import (
     StorageSection,
     TrainingSection,
 )
+from node.coordinator.store import Store
 from node.faults import VARIABLE, Fault, Kind, Phase, Plan
 from node.pipeline.placement import chunk_units
 from node.run_file.loader import to_toml
@@ -266,7 +269,12 @@ class Run:
         return self._coordinator(("resume", str(self.run_dir), "--json", *overrides), prepare, ())
 
     def add_node(
-        self, token: str | None = None, *, state_dir: Path | None = None, options: Sequence[str] = ()
+        self,
+        token: str | None = None,
+        *,
+        state_dir: Path | None = None,
+        options: Sequence[str] = (),
+        wrapper: Sequence[str] = (),
     ) -> Process:
         """`thinwire join`, with the newest coordinator's token unless another is given.
 
@@ -279,9 +287,16 @@ class Run:
             *("join", token, "--listen", "127.0.0.1:0", "--device", "cpu", "--threads", "1"),
             *("--state-dir", str(state_dir), "--json", *options),
             name="node",
+            wrapper=wrapper,
         )
         self.nodes.append(node)
         return node
+
+    def new_token(self) -> str:
+        """One that admits as many nodes as any test has."""
+        with Store.open(self.run_dir) as store:
+            _, token = store.create_token(time.time(), timedelta(hours=1), 50)
+        return token.encode()
 
     def add_nodes(self, count: int, token: str | None = None) -> list[Process]:
         return [self.add_node(token) for _ in range(count)]

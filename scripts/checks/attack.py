@@ -1,0 +1,78 @@
+"""Attack real runs, and record what their honest members see.
+
+    make attack                                   every lie of a member, every siege by strangers at full size
+    make attack ATTACK_ARGS="--only nan,no-vote"  some of them; replaces their rows of the record
+    make attack ATTACK_ARGS=--small               sieges of a few seconds, as in CI
+
+Writes scripts/results/attack.json, of which `python -m scripts.checks.faults --render` makes a part of
+deploy/FAULTS.md. Exit code 1 if a run was harmed.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.report import RESULTS, write
+from tests.support.attacks import MEMBERS, Attack, attack
+from tests.support.fault_prefork import Prefork
+from tests.support.strangers import SIEGES, Siege, at_full_size, besiege
+from wire.version import VERSION
+
+Row = dict[str, Any]
+RECORD = RESULTS / "attack.json"
+SMALL_STEPS, FULL_STEPS = 400, 8000
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Attack real runs, and record what their honest members see."
+    )
+    parser.add_argument("--only", default="", help="names of attacks, separated by commas")
+    parser.add_argument("--small", action="store_true", help="sieges of seconds, not of minutes")
+    args = parser.parse_args(argv)
+    wanted = set(filter(None, args.only.split(",")))
+    names = {one.name for one in (*MEMBERS, *SIEGES)}
+    if unknown := wanted - names:
+        parser.error(f"no such attack: {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}")
+    torch.set_num_threads(1)
+    rows = {"members": _earlier("members"), "strangers": _earlier("strangers")}
+    with Prefork() as prefork:
+        for one in (*MEMBERS, *SIEGES):
+            if wanted and one.name not in wanted:
+                continue
+            with tempfile.TemporaryDirectory(prefix="thinwire-attack-") as directory:
+                kind, row = _row(one, Path(directory), prefork, small=args.small)
+            print(json.dumps(row), flush=True)
+            rows[kind][one.name] = row
+            report = {name: list(table.values()) for name, table in rows.items()}
+            write(RECORD, {"version": VERSION, "cores": os.cpu_count(), **report})
+    return int(any(not row["withstood"] for table in rows.values() for row in table.values()))
+
+
+def _row(one: Attack | Siege, directory: Path, prefork: Prefork, *, small: bool) -> tuple[str, Row]:
+    if isinstance(one, Siege):
+        siege, steps = (one, SMALL_STEPS) if small else (at_full_size(one), FULL_STEPS)
+        withstood = besiege(siege, directory, steps=steps, launch=prefork.popen)
+        size = {"idle": siege.idle, "idle_a_second": siege.idle_a_second, "seconds": siege.seconds}
+        return "strangers", {**asdict(withstood), **size, "withstood": withstood.good}
+    seen = attack(one, directory, launch=prefork.popen)
+    return "members", {**asdict(seen), "withstood": seen.good(one)}
+
+
+def _earlier(kind: str) -> dict[str, Row]:
+    """The rows of the record, by name."""
+    if not RECORD.exists():
+        return {}
+    return {row["name"]: row for row in json.loads(RECORD.read_text(encoding="utf-8"))[kind]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
