@@ -10,14 +10,16 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-from wire.errors import UserError
 from wire.frames import FRAME_BYTES
-from wire.identity.credentials import mutual_tls, server_name_options
+from wire.identity.credentials import server_name_options
 
 NOT_YET = grpc.StatusCode.ABORTED
 """Answer of a coordinator that is still loading the run it resumes. gRPC itself never uses it."""
 # The largest message is a frame, plus what a message adds to it.
 MESSAGE_BYTES = FRAME_BYTES + 4096
+
+HANDSHAKE_SECONDS = 5.0
+"""A connection that has not finished its TLS handshake after this long is dropped."""
 
 _COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MESSAGE_BYTES),
@@ -42,6 +44,7 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *_COMMON_OPTIONS,
     # By default a second process binds the same port and gets half of the connections.
     ("grpc.so_reuseport", 0),
+    ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE_SECONDS)),
     ("grpc.max_concurrent_streams", 16),
     # Below the clients' keepalive, or the server hangs up on them for pinging too much.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -107,17 +110,3 @@ def _flow_control(unread_bytes: int | None) -> tuple[tuple[str, int], ...]:
     if unread_bytes is None:
         return ()
     return ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", unread_bytes)
-
-
-def listen_mutual_tls(server: grpc.aio.Server, listen: str, identity: LinkIdentity) -> int:
-    """Bind `listen` ("host:port") for clients with a certificate of the same CA; returns the port.
-
-    Raises `UserError` when the address cannot be bound.
-    """
-    credentials = mutual_tls(lambda: (identity.key_pem, identity.certificate_pem), identity.ca_pem)
-    try:
-        return server.add_secure_port(listen, credentials)
-    except RuntimeError as error:
-        raise UserError(
-            f"cannot listen on {listen}: the port is taken or the address is not this machine's; take another"
-        ) from error

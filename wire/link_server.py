@@ -11,11 +11,14 @@ from typing import NoReturn
 import grpc
 import grpc.aio
 
+from wire.admission import Limits
 from wire.byte_stream import REFUSAL_KEY, ServerContext, ServerStream, StreamDroppedError
-from wire.channels import LinkIdentity, listen_mutual_tls, make_server
+from wire.channels import LinkIdentity, make_server
 from wire.connection import Connection
+from wire.descriptors import raise_limit
 from wire.errors import ProtocolViolationError, RefusalCode
-from wire.identity.credentials import peer_node_id
+from wire.front import Front, serve_behind
+from wire.identity.credentials import mutual_tls, peer_node_id
 from wire.link import BULK_METHOD, CONTROL_METHOD, METADATA_PREFIX, Link
 from wire.link_state import LinkSettings, LinkState, OnTensor
 from wire.stream_receiver import Expect
@@ -123,6 +126,7 @@ class LinkServer:
         self._run_id = run_id
         self._settings = settings or LinkSettings()
         self._server: grpc.aio.Server | None = None
+        self._front: Front | None = None
         self._epoch = -1
         self._links: dict[str, AcceptedLink] = {}  # of the newest epoch, by neighbour
 
@@ -131,10 +135,14 @@ class LinkServer:
 
         Raises `UserError` when the address cannot be bound.
         """
+        identity = self._identity
         server = make_server([_Handlers(self._serve)], unread_bytes=self._settings.unread_bytes)
-        port = listen_mutual_tls(server, listen, self._identity)
-        await server.start()
-        self._server = server
+        front = Front(Limits.of_members(raise_limit()))
+        credentials = mutual_tls(lambda: (identity.key_pem, identity.certificate_pem), identity.ca_pem)
+        port = await serve_behind(
+            front, server, listen, credentials, "take a free port and an address of this machine"
+        )
+        self._server, self._front = server, front
         return port
 
     async def stop(self) -> None:
@@ -144,6 +152,9 @@ class LinkServer:
         if self._server is not None:
             await self._server.stop(grace=None)
             self._server = None
+        if self._front is not None:
+            await self._front.close()
+            self._front = None
 
     def expect_peer(
         self,
@@ -197,6 +208,8 @@ class LinkServer:
 
     def _admit(self, context: ServerContext) -> tuple[AcceptedLink, Connection]:
         peer, numbers = peer_node_id(context) or "", _numbers(context)
+        if peer and self._front is not None:
+            self._front.prove(context.peer(), peer)
         if numbers["protocol"] != PROTOCOL:
             raise _NotAdmitted(
                 grpc.StatusCode.FAILED_PRECONDITION,

@@ -9,7 +9,8 @@ import pytest
 from tests.support.links import SECONDS
 from tests.support.pki import new_authority, new_node
 from wire.byte_stream import ClientCall
-from wire.channels import listen_mutual_tls, make_server, open_channel
+from wire.channels import make_server, open_channel
+from wire.identity.credentials import NodeIdentity, mutual_tls
 from wire.link import LinkSettings
 
 METHOD = "/test/Unread"
@@ -34,6 +35,10 @@ class _Unread(grpc.GenericRpcHandler):
         return grpc.stream_stream_rpc_method_handler(handle)
 
 
+def _credentials(node: NodeIdentity) -> grpc.ServerCredentials:
+    return mutual_tls(lambda: (node.key_pem, node.certificate_pem), node.ca_pem)
+
+
 @pytest.mark.parametrize("upward", [True, False])
 async def test_http2_holds_a_links_window_of_what_nobody_has_read(upward: bool) -> None:
     """If gRPC had its own way, the writer would wait for the reader after 64 KiB, and after 4 MiB at best."""
@@ -43,7 +48,7 @@ async def test_http2_holds_a_links_window_of_what_nobody_has_read(upward: bool) 
     server_node, client_node = new_node(authority), new_node(authority)
     handler = _Unread(0 if upward else messages)
     server = make_server([handler], unread_bytes=settings.unread_bytes)
-    port = listen_mutual_tls(server, "127.0.0.1:0", server_node)
+    port = server.add_secure_port("127.0.0.1:0", _credentials(server_node))
     await server.start()
     name = client_node.server_name(server_node.node_id)
     try:
@@ -87,7 +92,7 @@ async def test_handshakes_at_the_same_time_never_replace_the_certificate(
 
     monkeypatch.setattr(grpc, "dynamic_ssl_server_credentials", watched)
     server = make_server([])
-    port = listen_mutual_tls(server, "127.0.0.1:0", server_node)
+    port = server.add_secure_port("127.0.0.1:0", _credentials(server_node))
     await server.start()
 
     async def connect() -> None:

@@ -217,5 +217,5 @@ async def test_link_that_was_closed_there_is_not_refused_for_good() -> None:
 async def test_taken_port_is_one_clear_line() -> None:
     async with serving() as (_, port):
         other = LinkServer(identity=UPPER, run_id=RUN_ID)
-        with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}: the port is taken"):
+        with pytest.raises(UserError, match=f"cannot listen at 127.0.0.1:{port} .*: take a free port"):
             await other.start(f"127.0.0.1:{port}")
