@@ -1,8 +1,8 @@
 """The accepting side of every port: limits connections before TLS, then passes them on.
 
-gRPC accepts every connection, and one costs a stranger nothing. So a `Front` listens in its place and keeps only
-as many connections as `Admission` allows. One that has sent its first byte is passed on: spliced to gRPC, which
-listens on a Unix socket in a private directory, or handed to an asyncio protocol.
+gRPC accepts every connection, and one costs a stranger nothing. So a `Front` listens in its place and keeps
+only as many connections as `Admission` allows. One that has sent its first byte is passed on: spliced to gRPC,
+which listens on a Unix socket in a private directory, or handed to an asyncio protocol.
 
 gRPC then sees a Unix socket as its peer. The socket's name is the connection's number: `host` returns the
 address behind a call, and `prove` marks a connection whose call carried a certificate.

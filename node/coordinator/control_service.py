@@ -23,6 +23,7 @@ from node.coordinator.sessions import ControlSession
 from node.coordinator.snapshot_handler import UploadPermit
 from node.training.manifest import UnitEntry
 from wire.errors import ProtocolViolationError, RefusalCode, RunError, ThinwireError
+from wire.front import Front
 from wire.identity.credentials import peer_node_id
 from wire.identity.enrolment import Refusal
 from wire.identity.names import join_address, split_address
@@ -99,8 +100,10 @@ class Names:
 
 
 class ControlService(control_pb2_grpc.CoordinatorServicer):
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Handler, front: Front | None = None) -> None:
+        """`front`: what the port is behind, if it is."""
         self._handler = handler
+        self._front = front
         self._calls = CallLimit()
         self._names = Names()
         self._greeting: dict[str, asyncio.Timeout] = {}
@@ -152,13 +155,17 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         if refusal is not None:
             return refusal
         # If the node named no host, use the one it dials from.
-        address = hello.peer_address
+        address, source = hello.peer_address, self._source(context)
         if address.startswith(":"):
-            address = _peer_host(context.peer()) + address
+            address = join_address(source, 1).rpartition(":")[0] + address
         try:
             host, port = split_address(address)
             async with asyncio.timeout(REACH_SECONDS):
-                await _connect(await self._names.look_up(node_id, host), port)
+                hosts = await self._names.look_up(node_id, host)
+                # Only where the node itself dials from: a member must not make the coordinator knock on
+                # other machines. Neighbours find out whether another address is right.
+                if source in hosts:
+                    await _connect((source,), port)
         except (ValueError, OSError):  # a TimeoutError is one, too
             return Refusal(
                 RefusalCode.UNREACHABLE,
@@ -267,9 +274,16 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         if permit is not None:
             await self._handler.store_layer(permit, bytes(data), first.sha256)
 
+    def _source(self, context: Context) -> str:
+        """The IP address that a call comes from."""
+        peer = context.peer()
+        return self._front.host(peer) if self._front is not None else _peer_host(peer)
+
     async def _member(self, context: Context) -> str:
         """The caller's node id, if it may take part in the run; ends the call otherwise."""
         node_id = peer_node_id(context)
+        if node_id is not None and self._front is not None:
+            self._front.prove(context.peer(), node_id)
         refusal = (
             Refusal(RefusalCode.NOT_A_MEMBER, "the certificate names no node")
             if node_id is None
@@ -326,8 +340,7 @@ async def _connect(hosts: Iterable[str], port: int) -> None:
 def _peer_host(peer: str) -> str:
     """The host in gRPC's name of a peer: "ipv4:10.0.0.1:4711" or "ipv6:%5B::1%5D:4711"."""
     address = peer.partition(":")[2].replace("%5B", "[").replace("%5D", "]")
-    host = address.rpartition(":")[0]
-    return join_address(host.strip("[]"), 1).rpartition(":")[0]
+    return address.rpartition(":")[0].strip("[]")
 
 
 async def _write(context: Context, size: int, digest: str, pieces: Iterator[bytes]) -> None:

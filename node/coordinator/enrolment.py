@@ -5,6 +5,8 @@ The calls are blocking (a database transaction, a signature): use `asyncio.to_th
 
 import asyncio
 import contextlib
+import hmac
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -17,7 +19,7 @@ from wire.errors import RefusalCode, RunError
 from wire.identity.authority import CertificateAuthority, csr_public_key, public_key_hash
 from wire.identity.enrolment import Granted, Hardware, JoinRequest, Refusal
 from wire.identity.names import node_id_of
-from wire.identity.token import TokenRecord
+from wire.identity.token import TokenRecord, admit, hash_secret
 from wire.version import PROTOCOL, VERSION
 
 _LONGEST_DEVICE_NAME = 100
@@ -46,6 +48,20 @@ class EnrolmentHandler:
         self._lifetime = lifetime
         self._clock = clock
         self._useless = useless
+
+    def refuse_cheaply(self, request: JoinRequest) -> Refusal | None:
+        """Refuse another version's or run's request; without database or cryptography."""
+        return self._refuse_peer(request)
+
+    def unknown_token(self) -> Refusal:
+        """The answer to an unknown token id or a wrong secret."""
+        refusal = admit(None, b"", b"", self._clock()).refusal
+        assert refusal is not None, "no record admits nobody"
+        return refusal
+
+    def token_hashes(self) -> dict[str, bytes]:
+        """SHA-256 of the secret of every token, by token id."""
+        return {record.token_id: record.secret_hash for record in self._store.list_tokens()}
 
     def join(self, request: JoinRequest) -> Granted | Refusal:
         """Decide on a node's request. A refused one leaves no trace in tokens or members.
@@ -108,6 +124,47 @@ class EnrolmentHandler:
                 f"{request.run_id[:40]!r}: ask for a token of this run",
             )
         return None
+
+
+class KnownTokens:
+    """The run's tokens in memory, so that a request without a valid one costs no database call.
+
+    Tokens are also created by other processes. So an unknown id is looked up in the database, but all unknown
+    ids of `READ_SECONDS` share one read.
+    """
+
+    READ_SECONDS = 0.25
+
+    def __init__(self, read: Callable[[], dict[str, bytes]]) -> None:
+        """`read` returns secret hashes by token id. It blocks, so it runs on a thread."""
+        self._read = read
+        self._hashes: dict[str, bytes] = {}
+        self._began = -math.inf
+        self._reading: asyncio.Task[None] | None = None
+
+    def holds(self, token_id: str, secret: bytes) -> bool:
+        """Whether this token is known, and this is its secret."""
+        known = self._hashes.get(token_id, bytes(32))
+        return hmac.compare_digest(hash_secret(secret), known) and token_id in self._hashes
+
+    async def look_up(self, token_id: str, secret: bytes) -> bool:
+        """`holds`, after a read that began after this call if the id is unknown. Raises RunError."""
+        asked = asyncio.get_running_loop().time()
+        while token_id not in self._hashes and self._began < asked:
+            if self._reading is None:
+                self._reading = asyncio.get_running_loop().create_task(self._read_again())
+            await asyncio.shield(self._reading)
+        return self.holds(token_id, secret)
+
+    async def _read_again(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await asyncio.sleep(self._began + self.READ_SECONDS - loop.time())
+            began = loop.time()
+            self._hashes = await asyncio.to_thread(self._read)
+            self._began = began
+        finally:
+            self._reading = None
 
 
 def _refuse_hardware(hardware: Hardware) -> Refusal | None:

@@ -10,9 +10,12 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from node.coordinator.enrolment import EnrolmentHandler
-from wire.errors import RunError, UserError
-from wire.identity.enrolment import Granted, Hardware, JoinRequest
+from node.coordinator.enrolment import EnrolmentHandler, KnownTokens
+from wire.admission import Limits, address_group
+from wire.descriptors import raise_limit
+from wire.errors import RunError
+from wire.front import Front, serve_behind
+from wire.identity.enrolment import Granted, Hardware, JoinRequest, Refusal
 from wire.v1 import enrolment_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -25,6 +28,11 @@ MOST_SILENT = 256
 """Calls whose requests have not come; of more, the one that has been silent longest ends."""
 _MOST_AT_WORK = 4
 _JOINS_A_SECOND, _JOINS_AT_ONCE = 20.0, 100.0
+"""Requests of one token's holders, and those of one address without a valid token."""
+MOST_COUNTED = 4096
+"""Addresses and tokens whose requests are counted; of more, the one that asked longest ago starts afresh."""
+CONNECTION_SECONDS = 30.0
+"""A connection to the join port ends after this long."""
 
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -57,6 +65,21 @@ class RateLimit:
         return True
 
 
+class RateLimits:
+    """A `RateLimit` for each key: an address or a token."""
+
+    def __init__(self) -> None:
+        self._limits: dict[str, RateLimit] = {}
+
+    def take(self, key: str, now: float) -> bool:
+        """Whether one more request of `key` may be served at `now`."""
+        limit = self._limits.pop(key, None) or RateLimit(_JOINS_A_SECOND, _JOINS_AT_ONCE)
+        self._limits[key] = limit
+        if len(self._limits) > MOST_COUNTED:
+            del self._limits[next(iter(self._limits))]
+        return limit.take(now)
+
+
 class _Silent:
     """Calls that wait for their requests, the oldest first."""
 
@@ -84,10 +107,12 @@ class EnrolmentService:
     A refused request is an answer, not a gRPC error; RESOURCE_EXHAUSTED means "ask again later".
     """
 
-    def __init__(self, handler: EnrolmentHandler, control_port: int) -> None:
+    def __init__(self, handler: EnrolmentHandler, control_port: int, front: Front) -> None:
         self._handler = handler
         self._control_port = control_port
-        self._limit = RateLimit(_JOINS_A_SECOND, _JOINS_AT_ONCE)
+        self._front = front
+        self._tokens = KnownTokens(handler.token_hashes)
+        self._limits = RateLimits()
         self._work = asyncio.Semaphore(_MOST_AT_WORK)
         self._silent = _Silent()
 
@@ -113,8 +138,6 @@ class EnrolmentService:
             message = None
         if message is None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "what came is no join request")
-        if not self._limit.take(time.monotonic()):
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many join requests: ask again later")
         hardware = message.hardware
         request = JoinRequest(
             version=message.version,
@@ -131,14 +154,16 @@ class EnrolmentService:
                 tensor_parallel=hardware.tensor_parallel or 1,
             ),
         )
+        source = self._front.host(context.peer())
         try:
-            async with self._work:
-                outcome = await asyncio.to_thread(self._handler.join, request)
+            outcome = await self._answer(request, source)
         except RunError as error:
-            logger.error("a join request from %s could not be served: %s", context.peer(), error)
+            logger.error("a join request from %s could not be served: %s", source, error)
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the coordinator cannot use its database")
+        if outcome is None:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many join requests: ask again later")
         if isinstance(outcome, Granted):
-            logger.info("admitted %s from %s by token %s", outcome.node_id, context.peer(), request.token_id)
+            logger.info("admitted %s from %s by token %s", outcome.node_id, source, request.token_id)
             granted = pb.Granted(
                 node_id=outcome.node_id,
                 certificate_pem=outcome.certificate_pem,
@@ -147,13 +172,45 @@ class EnrolmentService:
             )
             return pb.JoinReply(granted=granted)
         # Nothing that a stranger sent goes into the log: it could forge lines.
-        logger.info("refused a join request from %s: %s", context.peer(), outcome.code)
+        logger.info("refused a join request from %s: %s", source, outcome.code)
         return pb.JoinReply(refusal=pb.Refusal(code=outcome.code, message=outcome.message))
+
+    async def _answer(self, request: JoinRequest, source: str) -> Granted | Refusal | None:
+        """None: this address, or the holders of this token, ask too often. Raises RunError.
+
+        The holder of a valid token is counted by token, everybody else by address before any work is done: so
+        strangers shut out no holder, not even from behind one address.
+        """
+        refusal = self._handler.refuse_cheaply(request)
+        if refusal is not None or not self._tokens.holds(request.token_id, request.secret):
+            if not self._limits.take(f"address {address_group(source)}", time.monotonic()):
+                return None
+            if refusal is not None:
+                return refusal
+            if not await self._tokens.look_up(request.token_id, request.secret):
+                return self._handler.unknown_token()
+        if not self._limits.take(f"token {request.token_id}", time.monotonic()):
+            return None
+        async with self._work:
+            return await asyncio.to_thread(self._handler.join, request)
+
+
+class JoinPort:
+    """The running server of the join port."""
+
+    def __init__(self, server: grpc.aio.Server, front: Front) -> None:
+        self._server = server
+        self.front = front
+
+    async def stop(self, grace: float | None) -> None:
+        """Stop serving; calls under way get `grace` seconds."""
+        await self._server.stop(grace)
+        await self.front.close()
 
 
 async def open_join_port(
     handler: EnrolmentHandler, listen: str, credentials: tuple[bytes, bytes], control_port: int
-) -> tuple[grpc.aio.Server, int]:
+) -> tuple[JoinPort, int]:
     """Start serving joins at `listen` (host:port, port 0 for any free one); returns the server and its port.
 
     Args:
@@ -163,12 +220,13 @@ async def open_join_port(
     The caller stops the server. Raises UserError when the port is taken.
     """
     server = grpc.aio.server(options=_OPTIONS)
-    server.add_generic_rpc_handlers([EnrolmentService(handler, control_port).handler()])
-    try:
-        port = server.add_secure_port(listen, grpc.ssl_server_credentials([credentials]))
-    except RuntimeError:
-        raise UserError(
-            f"cannot listen at {listen}: choose an address of this machine and a port that is free"
-        ) from None
-    await server.start()
-    return server, port
+    front = Front(Limits.of_strangers(raise_limit(), CONNECTION_SECONDS))
+    server.add_generic_rpc_handlers([EnrolmentService(handler, control_port, front).handler()])
+    port = await serve_behind(
+        front,
+        server,
+        listen,
+        grpc.ssl_server_credentials([credentials]),
+        "choose an address of this machine and a port that is free",
+    )
+    return JoinPort(server, front), port

@@ -12,9 +12,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
-import grpc
-import grpc.aio
-
 from node.analysis.view_builder import RunViewBuilder
 from node.config.schema import RunConfig
 from node.coordinator.control_service import ControlService
@@ -42,8 +39,11 @@ from node.telemetry.history import highest_step, history_size
 from node.training.data import Corpus
 from node.training.snapshot import Checked, Tell, discard_incomplete, set_damaged_aside, snapshot_directory
 from wire import event_loop
+from wire.admission import Limits
 from wire.channels import make_server
+from wire.descriptors import raise_limit
 from wire.errors import DataError, RunError, UserError
+from wire.front import Front, serve_behind
 from wire.identity.authority import CertificateAuthority
 from wire.identity.credentials import mutual_tls
 from wire.identity.enrolment import Hardware
@@ -254,14 +254,15 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit) -> in
     metrics.accounting = coordinator.accounting
     credentials = run.authority.coordinator_credentials(SERVER_LIFETIME, time.time())
     host, join_port = _split_listen(settings.listen)
-    control = make_server([])
-    control_pb2_grpc.add_CoordinatorServicer_to_server(ControlService(coordinator), control)
-    control_port = _listen(
+    control, front = make_server([]), Front(Limits.of_members(raise_limit()))
+    control_pb2_grpc.add_CoordinatorServicer_to_server(ControlService(coordinator, front), control)
+    control_port = await serve_behind(
+        front,
         control,
         join_address(host, join_port + 1 if join_port else 0),
         mutual_tls(lambda: credentials, run.authority.certificate_pem),
+        "set [coordinator] listen so that its port and the next are free",
     )
-    await control.start()
     try:
         join, join_port = await open_join_port(enrolment, settings.listen, credentials, control_port)
         try:
@@ -289,6 +290,7 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit) -> in
             await join.stop(STOP_SECONDS)
     finally:
         await control.stop(STOP_SECONDS)
+        await front.close()
 
 
 async def _until_done(coordinator: Coordinator, emit: Emit) -> int:
@@ -340,15 +342,6 @@ def _split_listen(listen: str) -> tuple[str, int]:
     if listen.endswith(":0"):
         return split_address(f"{listen[:-1]}1")[0], 0
     return split_address(listen)
-
-
-def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials) -> int:
-    try:
-        return server.add_secure_port(address, credentials)
-    except RuntimeError:
-        raise UserError(
-            f"cannot listen at {address}: set [coordinator] listen so that its port and the next are free"
-        ) from None
 
 
 def check_ports(listen: str, page: tuple[str, int] | None = None) -> None:

@@ -15,11 +15,11 @@ import pytest
 import pytest_asyncio
 from cryptography.hazmat.primitives.asymmetric import ec
 
+import node.processes.enrol as enrol_module
 from node.coordinator import enrolment_service
 from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.enrolment_service import open_join_port
 from node.coordinator.store import Member, Store
-from node.processes import join
 from node.processes.enrol import enrol
 from tests.support.ports import free_port
 from wire.errors import LinkError, RefusalCode, Refused, RunError, TokenError, UserError
@@ -186,7 +186,7 @@ async def test_who_was_off_until_its_token_expired_rejoins_by_it(
 async def test_a_wrong_clock_is_told_though_the_coordinators_own_certificate_holds(
     coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int, line: str
 ) -> None:
-    monkeypatch.setattr(join, "_ROUNDS", (0.0,))
+    monkeypatch.setattr(enrol_module, "_ROUNDS", (0.0,))
     coordinator.clock.ahead = 3600.0 * hours
     with pytest.raises(LinkError, match=f"clock is {line} the coordinator's, .*: set the clock"):
         await enrol(coordinator.token(), tmp_path / "node", HARDWARE)
@@ -215,7 +215,7 @@ async def test_of_two_at_once_a_single_use_admits_one(coordinator: Coordinator, 
 async def test_a_lost_reply_does_not_burn_the_use(
     coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(join, "_ROUNDS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(enrol_module, "_ROUNDS", (0.0, 0.0, 0.0))
     assert isinstance(coordinator.handler, LossyHandler)
     coordinator.handler.lost = 2
     identity, _ = await enrol(coordinator.token(), tmp_path / "node", HARDWARE)
@@ -227,7 +227,7 @@ async def test_a_lost_reply_does_not_burn_the_use(
 async def test_a_node_that_dies_while_joining_asks_again(
     coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(join, "_ROUNDS", (0.0,))
+    monkeypatch.setattr(enrol_module, "_ROUNDS", (0.0,))
     assert isinstance(coordinator.handler, LossyHandler)
     coordinator.handler.lost = 1
     token = coordinator.token()
@@ -281,9 +281,9 @@ async def test_a_refusal_is_one_clear_line_and_leaves_no_trace(
     elif case == "wrong secret":
         token = replace(token, secret=bytes(16))
     elif case == "other version":
-        monkeypatch.setattr(join, "VERSION", "9.9.9")
+        monkeypatch.setattr(enrol_module, "VERSION", "9.9.9")
     elif case == "tampered request":
-        monkeypatch.setattr(join, "make_csr", tampered_csr)
+        monkeypatch.setattr(enrol_module, "make_csr", tampered_csr)
     elif case == "device name":
         hardware = replace(HARDWARE, device="\x1b[2Jowned")
     elif case == "huge memory":
@@ -380,7 +380,7 @@ async def test_an_evicted_node_is_refused_everywhere(coordinator: Coordinator, t
 async def test_too_many_requests_are_turned_away(
     coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(join, "_ROUNDS", (0.0,))
+    monkeypatch.setattr(enrol_module, "_ROUNDS", (0.0,))
     monkeypatch.setattr(enrolment_service.RateLimit, "take", lambda *_: False)
     with pytest.raises(LinkError, match="RESOURCE_EXHAUSTED"):
         await enrol(coordinator.token(), tmp_path / "node", HARDWARE)
@@ -409,7 +409,7 @@ def joining(coordinator: Coordinator) -> grpc.aio.Channel:
 async def test_calls_that_ask_nothing_keep_nobody_out(
     coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(join, "_ROUNDS", (0.0,))
+    monkeypatch.setattr(enrol_module, "_ROUNDS", (0.0,))
     monkeypatch.setattr(enrolment_service, "REQUEST_SECONDS", 3600.0)
     monkeypatch.setattr(enrolment_service, "MOST_SILENT", 31)
     channels = [joining(coordinator) for _ in range(4)]

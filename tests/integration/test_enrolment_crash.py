@@ -38,7 +38,7 @@ async def main(directory, day=datetime.timedelta(hours=24)):
     server, port = await open_join_port(handler, sys.argv[2], credentials, 7701)
     store.set_addresses([f"127.0.0.1:{port}"])
     print(store.create_token(time.time(), day, 1)[1].encode(), flush=True)
-    await server.wait_for_termination()
+    await asyncio.Event().wait()
 
 asyncio.run(main(pathlib.Path(sys.argv[1])))
 """
