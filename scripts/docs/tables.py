@@ -1,7 +1,7 @@
 """Write the generated tables into the documents: `python -m scripts.docs.tables`; `--check` only compares.
 
-A document holds a table between `<!-- table:NAME -->` and `<!-- /table -->`. Modules beside this one make the tables,
-from the program (run file keys, commands, codec sizes) or from scripts/results.
+A document holds a table between `<!-- table:NAME -->` and `<!-- /table -->`. Modules beside this one make
+the tables, from the program (run file keys, commands, codec sizes) or from scripts/results.
 """
 
 import argparse

@@ -4,8 +4,8 @@
 
 Each run is the product itself: a coordinator and four nodes as processes, joined by a join line, mutual TLS
 and all. Only the machine is simulated: every link passes a relay (shaped_relay.py) whose rate and delay
-change during the run, and blocks compute nothing but take a set time, so that four stages fit on two cores and the
-floor is known. Steps just after a change are not counted.
+change during the run, and blocks compute nothing but take a set time, so that four stages fit on two cores
+and the floor is known. Steps just after a change are not counted.
 The floor is `node.pipeline.floor`'s, from the frames' bytes, the relay's rate and the compute times: once
 those that were set, and once those that the stages measured in the very same steps, which are longer where
 other work on the machine kept them from a core.
