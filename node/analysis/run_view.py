@@ -42,6 +42,16 @@ class _Point:
     count: int
 
 
+@dataclass(frozen=True)
+class SeriesState:
+    """All that a `Series` knows."""
+
+    most: int
+    stride: int
+    points: tuple[tuple[float, ...], ...]
+    """First and last step, Unix time, sum and number of values of each point."""
+
+
 class Series:
     """Builds a curve of bounded length by merging neighbouring points. A replayed step replaces its value."""
 
@@ -50,6 +60,20 @@ class Series:
         self._most = most_points
         self._stride = 1
         self._points: list[_Point] = []
+
+    def state(self) -> SeriesState:
+        """What `restored` needs to go on from here."""
+        points = tuple((one.first, one.last, one.at, one.total, one.count) for one in self._points)
+        return SeriesState(self._most, self._stride, points)
+
+    @classmethod
+    def restored(cls, state: SeriesState) -> "Series":
+        """A series that goes on as the one with this state. Raises ValueError for points of another form."""
+        made = cls(state.most)
+        made._stride = state.stride
+        for first, last, at, total, count in state.points:
+            made._points.append(_Point(int(first), int(last), at, total, int(count)))
+        return made
 
     def add(self, step: int, at: float, value: float) -> None:
         points = self._points

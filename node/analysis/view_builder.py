@@ -9,7 +9,7 @@ A view depends on events only, so a run that is over looks as it did while it ra
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from node.analysis.bottleneck import bottleneck
@@ -20,6 +20,7 @@ from node.analysis.run_view import (
     MemberView,
     RunView,
     Series,
+    SeriesState,
     SnapshotView,
     StageView,
 )
@@ -34,12 +35,65 @@ RECENT_STEPS = 10
 """Steps over which shares, rates and the bottleneck are taken."""
 MOST_EVENTS = 200
 """Newest events kept in the view."""
+MOST_SNAPSHOTS = 1000
+"""Newest snapshots remembered, pruned ones included."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Member:
     device: str
     joined: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowSums:
+    """What one kind of tensor took on one direction of a link, over the whole run."""
+
+    direction: str
+    codec: str
+    bytes: int
+    elements: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSums:
+    """One direction of a link over the whole run."""
+
+    source: int
+    target: int
+    bytes: int
+    retransmits: int
+    rejects: int
+    flows: tuple[FlowSums, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuilderState:
+    """All that a `RunViewBuilder` knows, of bounded size whatever the length of the run."""
+
+    started: events.RunStarted | None
+    began: float
+    updated: float
+    starts: int
+    members: Mapping[str, _Member]
+    devices: Mapping[str, str]
+    placement: events.PlacementMade | None
+    restoring: bool
+    step: events.StepDone | None
+    steps_done: int
+    highest_step: int
+    replayed: int
+    aborted: int
+    recoveries: int
+    snapshots: tuple[SnapshotView, ...]
+    finished: events.RunFinished | None
+    token_uses: int | None
+    loss: SeriesState
+    speed: SeriesState
+    recent: tuple[events.StepCosts, ...]
+    paces: tuple[float, ...]
+    links: tuple[LinkSums, ...]
+    listed: tuple[EventView, ...]
 
 
 class RunViewBuilder:
@@ -60,7 +114,7 @@ class RunViewBuilder:
         self._replayed = 0
         self._aborted = 0
         self._recoveries = 0
-        self._snapshots: list[SnapshotView] = []
+        self._snapshots: deque[SnapshotView] = deque(maxlen=MOST_SNAPSHOTS)
         """By step, pruned ones included: the newest counts if later ones are set aside."""
         self._finished: events.RunFinished | None = None
         self._token_uses: int | None = None
@@ -109,6 +163,63 @@ class RunViewBuilder:
             kind, level, text = listed
             line = without_addresses(printable(text))
             self._events.append(EventView(at=at, kind=kind, level=level, text=line))
+
+    def state(self) -> BuilderState:
+        """What `restored` needs to go on from here."""
+        return BuilderState(
+            started=self._started,
+            began=self._began,
+            updated=self._updated,
+            starts=self._starts,
+            members=dict(self._members),
+            devices=dict(self._devices),
+            placement=self._placement,
+            restoring=self._restoring,
+            step=self._step,
+            steps_done=self._steps_done,
+            highest_step=self._highest_step,
+            replayed=self._replayed,
+            aborted=self._aborted,
+            recoveries=self._recoveries,
+            snapshots=tuple(self._snapshots),
+            finished=self._finished,
+            token_uses=self._token_uses,
+            loss=self._loss.state(),
+            speed=self._speed.state(),
+            recent=tuple(self._recent),
+            paces=tuple(self._paces),
+            links=tuple(sums.state(*pair) for pair, sums in self._links.items()),
+            listed=tuple(self._events),
+        )
+
+    @classmethod
+    def restored(cls, state: BuilderState) -> "RunViewBuilder":
+        """A builder that goes on as the one with this state."""
+        made = cls()
+        made._started = state.started
+        made._began = state.began
+        made._updated = state.updated
+        made._starts = state.starts
+        made._members = dict(state.members)
+        made._devices = dict(state.devices)
+        made._placement = state.placement
+        made._restoring = state.restoring
+        made._step = state.step
+        made._steps_done = state.steps_done
+        made._highest_step = state.highest_step
+        made._replayed = state.replayed
+        made._aborted = state.aborted
+        made._recoveries = state.recoveries
+        made._snapshots.extend(state.snapshots)
+        made._finished = state.finished
+        made._token_uses = state.token_uses
+        made._loss = Series.restored(state.loss)
+        made._speed = Series.restored(state.speed)
+        made._recent.extend(state.recent)
+        made._paces.extend(state.paces)
+        made._links = {(sums.source, sums.target): _LinkSums(sums) for sums in state.links}
+        made._events.extend(state.listed)
+        return made
 
     @property
     def updated(self) -> float:
@@ -292,11 +403,26 @@ class RunViewBuilder:
 class _LinkSums:
     """Totals of one direction of a link over the whole run."""
 
-    def __init__(self) -> None:
-        self._bytes = 0
-        self._retransmits = 0
-        self._rejects = 0
-        self._flows: dict[tuple[str, str], tuple[int, int]] = {}
+    def __init__(self, state: LinkSums | None = None) -> None:
+        self._bytes = state.bytes if state else 0
+        self._retransmits = state.retransmits if state else 0
+        self._rejects = state.rejects if state else 0
+        flows = state.flows if state else ()
+        self._flows = {(flow.direction, flow.codec): (flow.bytes, flow.elements) for flow in flows}
+
+    def state(self, source: int, target: int) -> LinkSums:
+        flows = (
+            FlowSums(direction=direction, codec=codec, bytes=size, elements=elements)
+            for (direction, codec), (size, elements) in self._flows.items()
+        )
+        return LinkSums(
+            source=source,
+            target=target,
+            bytes=self._bytes,
+            retransmits=self._retransmits,
+            rejects=self._rejects,
+            flows=tuple(flows),
+        )
 
     def add(self, cost: events.LinkCost) -> None:
         self._bytes += cost.bytes

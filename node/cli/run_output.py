@@ -26,11 +26,13 @@ class Emit:
 @contextlib.contextmanager
 def emitter(*, json: bool) -> Iterator[Emit]:
     """Write events to the status file, the history and the screen; restores the terminal at the end."""
+    from node.analysis.checkpoint import refresh
     from node.display.render import make_renderer
     from node.display.status import StatusWriter
     from node.telemetry.history import HistoryWriter
 
-    with contextlib.closing(HistoryWriter(_log.warning)) as history, make_renderer(json=json) as renderer:
+    writer = HistoryWriter(_log.warning, index=refresh)
+    with contextlib.closing(writer) as history, make_renderer(json=json) as renderer:
         yield Emit(StatusWriter(_log.warning), history, renderer)
 
 

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
 from pathlib import Path
 
+from node.analysis.checkpoint import read_view
 from node.analysis.view_builder import RunViewBuilder
 from node.config.schema import RunConfig
 from node.coordinator.metrics import RunMetrics
@@ -26,7 +27,7 @@ from node.dashboard.server import Page, serve_page
 from node.display.status import COORDINATOR_GONE, coordinator_is_gone
 from node.run_file.validate import parse_listen
 from node.telemetry import events
-from node.telemetry.history import HistoryTail, read_history
+from node.telemetry.history import HistoryTail
 from wire import event_loop
 from wire.errors import RunError
 from wire.identity.authority import CertificateAuthority
@@ -51,20 +52,15 @@ def read_past(
     """The events of earlier coordinators of the run in `directory`; none for a new run. RunError.
 
     Args:
-        end: byte at which this coordinator's history begins.
+        end: position at which this coordinator's history begins.
         cancelled: asked between events; true returns what was read so far.
     """
-    builder = RunViewBuilder()
-    for entry in read_history(directory, end):
-        if cancelled():
-            break
-        builder.apply(entry.event, entry.at)
-    return builder
+    return read_view(directory, end, cancelled)[0]
 
 
 @contextlib.asynccontextmanager
 async def reading_past(directory: Path, end: int, feed: Feed) -> AsyncIterator[None]:
-    """Inside the block, read the history up to byte `end` on a thread, then put it before what `feed` shows.
+    """Inside the block, read the history up to position `end` on a thread, then put it before `feed`'s events.
 
     A long history never delays the coordinator's answers to nodes.
     """
@@ -139,8 +135,8 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
-    tail = HistoryTail(run_dir)
-    builder = RunViewBuilder()
+    builder, position = await asyncio.to_thread(read_view, run_dir, None, stopped.is_set)
+    tail = HistoryTail(run_dir, position)
     feed = Feed(builder)
     await follow(run_dir, builder, feed, tail, stopped)
     if stopped.is_set():

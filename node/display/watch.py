@@ -7,6 +7,7 @@ import urllib.parse
 from dataclasses import replace
 from pathlib import Path
 
+from node.analysis.checkpoint import read_view
 from node.analysis.run_view import RunView
 from node.analysis.view_builder import RunViewBuilder
 from node.display.status import COORDINATOR_GONE, coordinator_is_gone
@@ -23,10 +24,13 @@ class HistoryWatch:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._builder = RunViewBuilder()
-        self._tail = HistoryTail(directory)
+        self._tail: HistoryTail | None = None
 
     def view(self) -> RunView:
         """Raises RunError when the history cannot be read."""
+        if self._tail is None:
+            self._builder, position = read_view(self._directory)
+            self._tail = HistoryTail(self._directory, position)
         while entries := self._tail.read():
             for entry in entries:
                 self._builder.apply(entry.event, entry.at)

@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from node.coordinator.store import DATABASE_FILE
-from node.telemetry.history import HISTORY_FILE
+from node.telemetry.history import history_files
 from node.telemetry.trace_files import TRACE_DIRECTORY, segments
 
 FOLDERS = ("raw", "logs", "runs")
@@ -34,8 +34,8 @@ def keep_run(run: Path, place: Path) -> bool:
             copy.execute(f"DELETE FROM {table}")
         copy.commit()
         copy.execute("VACUUM")
-    if (run / HISTORY_FILE).exists():
-        shutil.copyfile(run / HISTORY_FILE, place / HISTORY_FILE)
+    for file in history_files(run):
+        shutil.copyfile(file, place / file.name)
     for segment in segments(run / TRACE_DIRECTORY):
         shutil.copyfile(segment, place / TRACE_DIRECTORY / segment.name)
     return True

@@ -1,23 +1,33 @@
-"""`history.jsonl`: all events of a run, in its directory.
+"""The history: all events of a run, in its directory.
 
 One JSON object a line: an event as `Event.to_json` writes it, with `at` (Unix seconds) and, for replayed
-steps, `"replayed": true`. The file is append-only, and a resume continues it. Readers skip a line that a
+steps, `"replayed": true`. Lines are only appended, and a resume continues them. Readers skip a line that a
 crash cut short; the next writer ends it with a newline.
 
+**Files.** `history.jsonl` is being written. At `SEGMENT_BYTES` it becomes `history-FIRST-END.jsonl`, which a
+thread compresses to `.jsonl.gz`. FIRST and END are bytes of the whole history, uncompressed: a *position*
+counts them, so it stays valid when files are renamed or compressed.
+
 **Growth.** A step takes about 0.4 kB, plus 0.8 kB for each stage with its links. Costs of steps shorter than
-`COSTS_SECONDS` are summed and written together, so a stage adds at most 0.8 kB in that time, 70 MB a day.
+`COSTS_SECONDS` are summed and written together, so a stage adds at most 0.8 kB in that time: 70 MB a
+day, before compression.
 
 Join lines contain a secret and are never written.
 """
 
 import contextlib
+import gzip
 import json
+import logging
 import os
+import re
+import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO, TextIO, cast
 
 from node.telemetry import events
 from node.telemetry.costs import add_costs
@@ -29,6 +39,18 @@ COSTS_SECONDS = 1.0
 _BLOCK_BYTES = 1 << 16
 MOST_BYTES = 4 << 20
 """A tail reads at most this much at a time, whatever the length of the history."""
+SEGMENT_BYTES = 32 << 20
+INDEX_BYTES = 1 << 20
+"""Bytes between two calls of a writer's `index`."""
+CLOSE_SECONDS = 10.0
+"""The longest that `HistoryWriter.close` waits for its thread."""
+_SEGMENT = re.compile(r"history-(\d{15})-(\d{15})\.jsonl(\.gz)?")
+_END = 1 << 62
+"""A position behind every history."""
+
+Cancelled = Callable[[], bool]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +71,23 @@ class HistoryWriter:
     first failed write turns it off and is reported once through `warn`.
     """
 
-    def __init__(self, warn: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        warn: Callable[[str], None],
+        clock: Callable[[], float] = time.time,
+        index: Callable[[Path, Cancelled], object] | None = None,
+    ) -> None:
+        """
+        Args:
+            index: called on a thread with the run's directory, each time `INDEX_BYTES` were added, so that
+                readers need not read the whole history. It returns early once its second argument gives true.
+        """
         self._warn = warn
         self._clock = clock
+        self._index = index
+        self._unindexed = 0
+        self._worker: threading.Thread | None = None
+        self._closing = threading.Event()
         self._path: Path | None = None
         self._highest_step = 0
         self._file: TextIO | None = None
@@ -80,6 +116,10 @@ class HistoryWriter:
         """Write pending costs and close the file; a later event reopens it."""
         self._flush_costs(self._clock())
         self._drop_file()
+        self._closing.set()
+        if self._worker is not None:
+            self._worker.join(CLOSE_SECONDS)
+        self._closing.clear()
 
     def _begin(self, directory: Path) -> None:
         """Find the highest step of earlier coordinators, to recognise replays."""
@@ -114,8 +154,12 @@ class HistoryWriter:
         try:
             if self._file is None:
                 self._file = _open(self._path)
-            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+            self._unindexed += self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
             self._file.flush()
+            if os.fstat(self._file.fileno()).st_size >= SEGMENT_BYTES:
+                self._drop_file()
+                _rotate(self._path.parent)
+                self._unindexed = INDEX_BYTES
         except OSError as error:
             self._broken = True
             self._drop_file()
@@ -123,6 +167,22 @@ class HistoryWriter:
                 f"{self._path} cannot be written ({error.strerror}); the run's history ends here, the run "
                 "goes on"
             )
+            return
+        if self._unindexed >= INDEX_BYTES and (self._worker is None or not self._worker.is_alive()):
+            self._unindexed = 0
+            self._worker = threading.Thread(target=self._tidy, args=(self._path.parent,), daemon=True)
+            self._worker.start()
+
+    def _tidy(self, directory: Path) -> None:
+        """On a thread: index what was added, compress whole segments. Failures cost readers time only."""
+        try:
+            if self._index is not None:
+                self._index(directory, self._closing.is_set)
+            for segment in _segments(directory):
+                if not segment.compressed and not self._closing.is_set():
+                    _compress(segment.path)
+        except (OSError, RunError) as error:
+            log.warning("the history in %s stays as it is: %s", directory, error)
 
     def _drop_file(self) -> None:
         file, self._file = self._file, None
@@ -135,51 +195,90 @@ class HistoryWriter:
 def read_history(directory: Path, end: int | None = None) -> Iterator[Entry]:
     """The history of the run in `directory`, oldest first; empty if there is none.
 
-    Skips lines that were cut short or are of unknown kinds. Raises RunError when the file cannot be read.
+    Skips lines that were cut short or are of unknown kinds. Raises RunError when a file cannot be read.
 
     Args:
-        end: stop at lines that begin at this byte (from `history_size`) or later.
+        end: stop at lines that begin at this position (from `history_size`) or later.
     """
-    with _opened(directory) as file:
-        position = 0
-        for line in file or ():
-            if end is not None and position >= end:
-                return
-            position += len(line)
-            if (entry := parse_line(line)) is not None:
-                yield entry
+    for _, line in _lines(directory, 0, end):
+        if (entry := parse_line(line)) is not None:
+            yield entry
+
+
+def read_whole_lines(
+    directory: Path, start: int, end: int | None = None
+) -> Iterator[tuple[int, Entry | None]]:
+    """As `read_history`, from the position `start`: each line's entry and the position after it.
+
+    Entries are None for lines that are skipped. Stops at a line that is not finished yet.
+    """
+    for position, line in _lines(directory, start, end):
+        if not line.endswith(b"\n"):
+            return
+        yield position, parse_line(line)
+
+
+def _lines(directory: Path, position: int, end: int | None) -> Iterator[tuple[int, bytes]]:
+    """Each line with the position after it."""
+    last: int | None = position
+    while last is not None:
+        with _opened(directory, last) as (file, first, stop):
+            position, last = max(last, first), stop
+            if file is not None:
+                file.seek(position - first)
+            for line in file or ():
+                if end is not None and position >= end:
+                    return
+                position += len(line)
+                yield position, line
 
 
 class HistoryTail:
     """Reads what was appended to the history of the run in `directory` since the last call."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, position: int = 0) -> None:
+        """`position`: where to begin, at the start of a line."""
         self._directory = directory
-        self._offset = 0
+        self._position = position
 
     def read(self) -> list[Entry]:
         """The next entries in order; empty when all were read. An unfinished line waits. RunError."""
-        with _opened(self._directory) as file:
-            while file is not None:
-                file.seek(self._offset)
+        while True:
+            with _opened(self._directory, self._position) as (file, first, end):
+                if file is None:
+                    return []
+                self._position = max(self._position, first)
+                file.seek(self._position - first)
                 chunk = file.read(MOST_BYTES)
-                whole = chunk.rfind(b"\n") + 1
-                if not whole and len(chunk) == MOST_BYTES:
-                    whole = len(chunk)  # no event is so long: skip it
-                self._offset += whole
-                entries = map(parse_line, chunk[:whole].splitlines())
-                known = [entry for entry in entries if entry is not None]
-                if known or not whole:
-                    return known
-        return []
+            whole = chunk.rfind(b"\n") + 1
+            if not whole and (len(chunk) == MOST_BYTES or end is not None):
+                # No event is so long, and nobody finishes the last line of a whole segment: skip it.
+                whole = len(chunk)
+            self._position += whole
+            if end is not None and not chunk:
+                self._position = end
+            entries = map(parse_line, chunk[:whole].splitlines())
+            known = [entry for entry in entries if entry is not None]
+            if known or (not whole and end is None):
+                return known
 
 
 def history_size(directory: Path) -> int:
-    """Current size of the history of the run in `directory`; 0 if there is none."""
-    try:
-        return (directory / HISTORY_FILE).stat().st_size
-    except OSError:
-        return 0
+    """The position at the end of the history of the run in `directory`; 0 if there is none."""
+    with contextlib.suppress(RunError), _opened(directory, _END) as (file, first, _):
+        return first + (0 if file is None else file.seek(0, os.SEEK_END))
+    return 0
+
+
+def first_line(directory: Path) -> bytes:
+    """The first line of the history of the run in `directory`; empty if there is none. RunError."""
+    return next((line for _, line in _lines(directory, 0, None)), b"")
+
+
+def history_files(directory: Path) -> list[Path]:
+    """The files of the history of the run in `directory`, oldest first."""
+    current = directory / HISTORY_FILE
+    return [*(segment.path for segment in _segments(directory)), *([current] if current.exists() else [])]
 
 
 def highest_step(directory: Path) -> int:
@@ -196,29 +295,126 @@ def highest_step(directory: Path) -> int:
 
 
 def _lines_from_the_end(directory: Path) -> Iterator[bytes]:
-    with _opened(directory) as file:
-        position = 0 if file is None else file.seek(0, os.SEEK_END)
-        rest = b""
-        while file is not None and position > 0:
-            size = min(_BLOCK_BYTES, position)
-            position -= size
-            file.seek(position)
-            rest, *lines = (file.read(size) + rest).split(b"\n")
-            yield from reversed(lines)
-        yield rest
+    before: int | None = None
+    while before is None or before > 0:
+        with _opened(directory, _END if before is None else before - 1) as (file, first, _):
+            if before is not None and first >= before:
+                return  # the segments before it were deleted
+            if before is not None and first >= before:
+                return  # the segments before it were deleted
+            before = first
+            # Seeking back in a compressed file is slow: read it whole.
+            block = _BLOCK_BYTES if file is None or not isinstance(file, gzip.GzipFile) else SEGMENT_BYTES
+            position = 0 if file is None else file.seek(0, os.SEEK_END)
+            rest = b""
+            while file is not None and position > 0:
+                size = min(block, position)
+                position -= size
+                file.seek(position)
+                rest, *lines = (file.read(size) + rest).split(b"\n")
+                yield from reversed(lines)
+            yield rest
+
+
+# ---- files
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """A whole file of the history, from the position `first` to `end`."""
+
+    path: Path
+    first: int
+    end: int
+    compressed: bool
+
+
+def _segments(directory: Path) -> list[_Segment]:
+    """Oldest first. While one is being compressed it is there twice: the plain file counts."""
+    found: dict[int, _Segment] = {}
+    for path in directory.glob("history-*"):
+        if (name := _SEGMENT.fullmatch(path.name)) is None:
+            continue
+        segment = _Segment(path, int(name[1]), int(name[2]), name[3] is not None)
+        if segment.first not in found or not segment.compressed:
+            found[segment.first] = segment
+    return [found[first] for first in sorted(found)]
 
 
 @contextlib.contextmanager
-def _opened(directory: Path) -> Iterator[BinaryIO | None]:
-    """The file, or None if there is none."""
-    path = directory / HISTORY_FILE
+def _opened(directory: Path, position: int) -> Iterator[tuple[BinaryIO | None, int, int | None]]:
+    """The file with `position` or, behind all, the one being written; None if that is not there.
+
+    Also the positions of its first byte and of its end, which is None for the file being written. Raises
+    RunError when it cannot be read.
+    """
     try:
-        with path.open("rb") as file:
-            yield file
-    except FileNotFoundError:
-        yield None
+        file, first, end = _open_at(directory, position)
     except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}") from error
+        raise RunError(f"{error.filename} cannot be read: {error.strerror}") from error
+    with contextlib.ExitStack() as stack:
+        if file is not None:
+            stack.enter_context(file)
+        try:
+            yield file, first, end
+        except (gzip.BadGzipFile, EOFError) as error:
+            raise RunError(f"a file of the history in {directory} is damaged ({error})") from error
+        except OSError as error:
+            raise RunError(f"the history in {directory} cannot be read: {error.strerror}") from error
+
+
+def _open_at(directory: Path, position: int) -> tuple[BinaryIO | None, int, int | None]:
+    path = directory / HISTORY_FILE
+    while True:
+        try:
+            current: BinaryIO | None = path.open("rb")
+        except FileNotFoundError:
+            current = None
+        segments = _segments(directory)
+        for segment in segments:
+            if segment.end > position:
+                if current is not None:
+                    current.close()
+                try:
+                    opened = (gzip.open if segment.compressed else open)(segment.path, "rb")
+                except FileNotFoundError:
+                    break  # compressed meanwhile: look again
+                return cast(BinaryIO, opened), segment.first, segment.end
+        else:
+            # A file that was renamed between the two looks is in neither.
+            if current is None or _is_still(current, path):
+                return current, segments[-1].end if segments else 0, None
+            current.close()
+
+
+def _is_still(file: BinaryIO, path: Path) -> bool:
+    """Whether `path` is the open `file`."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _rotate(directory: Path) -> None:
+    """Rename the file being written, which ends with a whole line, to a segment."""
+    path = directory / HISTORY_FILE
+    segments = _segments(directory)
+    first = segments[-1].end if segments else 0
+    path.rename(directory / f"history-{first:015}-{first + path.stat().st_size:015}.jsonl")
+
+
+def _compress(path: Path) -> None:
+    """Replace a segment by its compressed form."""
+    target = path.with_name(path.name + ".gz")
+    partial = target.with_name(target.name + ".partial")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with path.open("rb") as plain, os.fdopen(descriptor, "wb") as file:
+        with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=6, filename="", mtime=0) as packed:
+            shutil.copyfileobj(plain, packed)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(target)
+    path.unlink()
 
 
 def parse_line(line: bytes) -> Entry | None:
