@@ -60,7 +60,7 @@ def read_past(
 
 @contextlib.asynccontextmanager
 async def reading_past(directory: Path, end: int, feed: Feed) -> AsyncIterator[None]:
-    """Inside the block, read the history up to position `end` on a thread, then put it before `feed`'s events.
+    """Inside the block, read the history up to position `end` on a thread and put it before `feed`'s events.
 
     A long history never delays the coordinator's answers to nodes.
     """

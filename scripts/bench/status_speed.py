@@ -1,9 +1,9 @@
 """Time `status`, `top --once` and a page's start by a run's length: `python -m scripts.bench.status_speed`.
 
-Makes a run directory with a history and a database of `--steps` steps, four stages, ten steps a second. All but
-the last `WRITTEN` steps are written directly, in the writer's form and rotated like its files; the last ones go
-through the writer, with its index. Times are processor seconds of a whole command (Python's start included) and
-wall seconds, medians of `--runs`.
+Makes a run directory with a history and a database of `--steps` steps, four stages, ten steps a second. All
+but the last `WRITTEN` steps are written directly, in the writer's form and rotated like its files; the last
+ones go through the writer, with its index. Times are processor seconds of a whole command (Python's start
+included) and wall seconds, medians of `--runs`.
 """
 
 import argparse
