@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from node import faults
+from node.checkpoints.start import read_units
 from node.config.schema import RunConfig
 from node.coordinator.store import SnapshotRecord, Store
 from node.model.units import unit_names
 from node.pipeline.placement import most_layer_bytes, stage_units
-from node.training.manifest import Manifest, SnapshotDamagedError, UnitEntry
+from node.training.manifest import Manifest, SnapshotDamagedError, UnitEntry, unit_file
 from node.training.snapshot import (
     Checked,
     SnapshotWriter,
@@ -26,6 +27,7 @@ from node.training.snapshot import (
     set_damaged_aside,
     snapshot_directory,
 )
+from node.training.unit_state import weights_file
 from wire.errors import ProtocolViolationError, RunError, ThinwireError
 
 Result = TypeVar("Result")
@@ -89,6 +91,8 @@ class SnapshotHandler:
         """By step, from the request until a later snapshot is complete."""
         self._newest = 0
         """The newest step completed by this process."""
+        self._first: tuple[UnitEntry, bytes] | None = None
+        """The unit of the run's checkpoint that was served last."""
         self._uploads: asyncio.Queue[_Upload] = asyncio.Queue()
         self._writing = asyncio.Lock()
         self._setting_aside: set[asyncio.Task[None]] = set()
@@ -135,13 +139,31 @@ class SnapshotHandler:
     async def layer_entry(self, step: int, unit: str) -> UnitEntry:
         """What the manifest of a complete snapshot says of a unit's file."""
         self._check_unit(unit)
+        if step == 0:
+            return (await self._first_layer(unit))[0]
         return (await self._whole(step, lambda: read_manifest(self.path(step)))).entry(unit)
 
     async def layer(self, step: int, unit: str) -> bytes:
         """A unit's file of a complete snapshot."""
         self._check_unit(unit)
         faults.reach_coordinator(faults.Phase.STATE_FETCH, step=step)
+        if step == 0:
+            return (await self._first_layer(unit))[1]
         return await self._whole(step, lambda: read_unit(self.path(step), unit))
+
+    async def _first_layer(self, unit: str) -> tuple[UnitEntry, bytes]:
+        """A unit's weights of the checkpoint that the run starts from, as a file; the last one is kept."""
+        if self._config.model.from_ and (self._first is None or self._first[0].unit != unit):
+            weights = (await read_units(self._config.model, [unit]))[unit]
+            data = await asyncio.to_thread(weights_file, weights)
+            digest = (await asyncio.to_thread(hashlib.sha256, data)).hexdigest()
+            entry = UnitEntry(
+                unit=unit, file=unit_file(unit), bytes=len(data), sha256=digest, weights_sha256=""
+            )
+            self._first = entry, data
+        if self._first is None:
+            raise RunError("there is no snapshot of step 0: the run starts from its seed")
+        return self._first
 
     def permit(self, node_id: str, step: int, unit: str) -> UploadPermit | None:
         """Permission to upload; None if the step is no longer needed and counts as stored.

@@ -14,6 +14,7 @@ from keyword import iskeyword
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from node.checkpoints.start import open_source
 from node.config.schema import RunConfig, Window
 from node.run_file.validate import validate
 from node.training.text import expanded
@@ -222,9 +223,21 @@ def _overridden(values: Values, overrides: Sequence[str], where: str) -> RunConf
     for override in overrides:
         section, key, value = parse_override(override)
         values.setdefault(section, {})[key] = value
-    config = _build(values)
+    config = _build(_with_checkpoint(values))
     validate(config, where=where)
     return config
+
+
+def _with_checkpoint(values: Values) -> Values:
+    """The values with the keys that the checkpoint in `model.from` sets."""
+    given = dict(values.get("model", {}))
+    if not (name := given.pop("from", "")):
+        return values
+    source = open_source(name, given)
+    data = dict(values.get("data", {}))
+    if source.tokenizer:
+        data.setdefault("tokenizer", source.tokenizer)
+    return {**values, "model": {**source.model, **given, "from": source.name}, "data": data}
 
 
 def _read_sections(raw: Mapping[str, Any], where: str) -> Values:

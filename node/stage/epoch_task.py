@@ -85,6 +85,10 @@ class Services(Protocol):
         """A layer unit's snapshot file from the coordinator."""
         ...
 
+    async def fetch_weights(self, units: tuple[str, ...]) -> State:
+        """The units' weights from the checkpoint that the run starts from, under their names in a state."""
+        ...
+
     def upload(self, epoch: int, step: int, state: State) -> None:
         """Send a snapshot's layers in the background; a failure fails the epoch."""
         ...
@@ -248,11 +252,18 @@ class EpochTask:
             await services.compute(lambda: executor.apply(missed.lr, missed.clip_coefficient))
         if executor.state_step != step:
             files: dict[str, bytes] = {}
+            weights: State = {}
             if step > 0:
                 for unit in executor.sources:
                     faults.reach(faults.Phase.STATE_FETCH, stage=self.stage, step=step)
                     files[unit] = await services.fetch_layer(step, unit)
-            await services.compute(lambda: executor.restore(step, lambda unit: deserialize_unit(files[unit])))
+            elif executor.config.model.from_:
+                weights = await services.fetch_weights(executor.units)
+
+            def fetch(unit: str) -> Mapping[str, Tensor]:
+                return weights[unit] if step == 0 else deserialize_unit(files[unit])
+
+            await services.compute(lambda: executor.restore(step, fetch))
         executor.lineage = restore.branch
         executor.uncompressed = restore.uncompressed
         self._step = step

@@ -167,15 +167,19 @@ class StageExecutor:
         self._orders = schedule(self.stages, self._place.chunks, most, window)
 
     def restore(self, step: int, fetch: Callable[[str], UnitState]) -> None:
-        """Go to the state of `step`: keep it, build it from the seed (step 0) or fetch it unit by unit."""
+        """Go to the state of `step`: keep it, or build it from the seed (step 0) and what `fetch` gives.
+
+        `fetch` gives a unit's state, or its weights at step 0 of a run that starts from a checkpoint.
+        """
         if step == self.state_step:
             return
         self.state_step = -1
         self.voted = False
         self._model.build(self.stage, self.stages)
-        if step > 0:
-            for unit in self.units:
-                self._model.load_unit_state(unit, without_cache(fetch(unit)))
+        for unit in self.units if step > 0 or self.config.model.from_ else ():
+            state = without_cache(fetch(unit))
+            # A checkpoint has weights alone: the optimizer starts fresh.
+            self._model.load_unit_state(unit, state if step > 0 else self._model.unit_state(unit) | state)
         if self._caches is not None:
             boundaries = self._cached_boundaries().items()
             self._caches.restore(step, {j: fetch(unit) if step > 0 else {} for j, unit in boundaries})

@@ -155,6 +155,9 @@ class RunMember:
     async def fetch_layer(self, step: int, unit: str) -> bytes:
         return await self._snapshots.fetch(step, unit)
 
+    async def fetch_weights(self, units: tuple[str, ...]) -> State:
+        return await self._snapshots.fetch_weights(units)
+
     def upload(self, epoch: int, step: int, state: State) -> None:
         if self._session.leaving:
             faults.reach(faults.Phase.DRAIN, stage=self.executor.stage, step=step)

@@ -4,14 +4,19 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+import torch
+
 from node import faults
+from node.checkpoints.hub import PREFIX as HUB
+from node.checkpoints.start import read_units
 from node.config.schema import RunConfig
 from node.pipeline.placement import most_layer_bytes
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.epoch_task import State
 from node.stage.snapshot_cache import SnapshotCache
-from node.training.serialization import serialize_unit
-from wire.errors import ThinwireError
+from node.training.serialization import deserialize_unit, serialize_unit
+from node.training.unit_state import PARAMETER_PREFIX
+from wire.errors import DataError, ThinwireError
 from wire.messages import FailureKind, NodeMessage, Prefetch, StepFailed
 
 log = logging.getLogger(__name__)
@@ -55,6 +60,22 @@ class SnapshotTransfer:
         if kept is None or data is not kept.data:
             await asyncio.to_thread(self._cache.put, step, unit, data)
         return data
+
+    async def fetch_weights(self, units: tuple[str, ...]) -> State:
+        """The units' weights from the run's checkpoint: from the hub or its cache on this node, else from the
+        coordinator."""
+        model = self._config.model
+        if model.from_.startswith(HUB):
+            try:
+                found = await read_units(model, units)
+            except DataError as error:
+                log.warning("%s; the coordinator sends these weights", error)
+            else:
+                return {
+                    unit: {f"{PARAMETER_PREFIX}{name}": torch.from_numpy(array) for name, array in arrays.items()}
+                    for unit, arrays in found.items()
+                }
+        return {unit: deserialize_unit(await self.fetch(0, unit)) for unit in units}
 
     def prefetch(self, wanted: Prefetch) -> None:
         """Fetch a snapshot for a stage that may be assigned to this node; replaces an older prefetch."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load
+from safetensors.numpy import load, save
 
 from kernels.fp8.layout import blocks
 from node.config.schema import RunConfig
@@ -49,6 +49,11 @@ def parameters_of(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         for name, array in tensors.items()
         if name.startswith(PARAMETER_PREFIX)
     }
+
+
+def weights_file(weights: Mapping[str, np.ndarray]) -> bytes:
+    """A unit's float32 weights alone as a file, under their names in a state."""
+    return save({f"{PARAMETER_PREFIX}{name}": array for name, array in sorted(weights.items())})
 
 
 def expected_layout(config: RunConfig, unit: str) -> Layout:

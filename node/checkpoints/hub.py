@@ -1,0 +1,237 @@
+"""Checkpoints on the hub: `hf://owner/name@revision`, through `huggingface_hub` and HTTP range requests.
+
+`huggingface_hub` resolves revisions, finds tokens and cached files, and so honours HF_HOME, HF_ENDPOINT and
+HF_TOKEN. It has no call for a byte range of a file, so ranges are requested here. A revision is pinned to its
+commit, and a broken connection goes on where it was.
+"""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import aiohttp
+
+from wire.errors import ConfigError, DataError
+from wire.pacing import Backoff
+
+PREFIX = "hf://"
+ATTEMPTS = 6
+"""Attempts without progress before a request fails."""
+MOST_PAUSE_SECONDS = 60.0
+"""The longest `Retry-After` that is obeyed."""
+_NAME = re.compile(r"hf://([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_AGAIN = {408, 429, 500, 502, 503, 504}
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """A model on the hub at a revision."""
+
+    name: str
+    revision: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Repository":
+        """Read `hf://owner/name@revision`. Raises ConfigError."""
+        match = _NAME.fullmatch(text)
+        if match is None:
+            raise ConfigError(f"model.from {text!r}: expected a folder or hf://owner/name@revision")
+        return cls(match[1], match[2] or "main")
+
+    def __str__(self) -> str:
+        return f"{PREFIX}{self.name}@{self.revision}"
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """A file's size, and its SHA-256 in hex if the hub knows it."""
+
+    size: int
+    sha256: str
+
+
+def pin(repository: Repository) -> tuple[Repository, dict[str, FileInfo]]:
+    """The repository at the commit that its revision names, and its files. Raises DataError."""
+    hub = _library()
+    with _one_line(repository):
+        info = hub.HfApi().model_info(
+            repository.name, revision=repository.revision, files_metadata=True, timeout=30.0
+        )
+    files = {
+        file.rfilename: FileInfo(file.size or 0, (file.lfs or {}).get("sha256", ""))
+        for file in info.siblings or ()
+    }
+    return Repository(repository.name, str(info.sha)), files
+
+
+def download(repository: Repository, name: str, *, required: bool = True) -> Path | None:
+    """A small file in the hub's cache, downloaded if it is not there. Raises DataError."""
+    hub = _library()
+    if (cached := cached_file(repository, name)) is not None:
+        return cached
+    try:
+        with _one_line(repository):
+            return Path(hub.hf_hub_download(repository.name, name, revision=repository.revision))
+    except DataError:
+        if required:
+            raise
+        return None
+
+
+def cached_file(repository: Repository, name: str) -> Path | None:
+    """A file of this revision in the hub's cache on this machine, or None."""
+    try:
+        found = _library().try_to_load_from_cache(repository.name, name, revision=repository.revision)
+    except DataError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+class HubFiles:
+    """`node.checkpoints.weights.Files` of a pinned repository: from the cache, else by range requests."""
+
+    def __init__(
+        self, repository: Repository, files: dict[str, FileInfo], session: aiohttp.ClientSession
+    ) -> None:
+        self.where = str(repository)
+        self.fetched = 0
+        """Bytes that came over the network."""
+        self._repository = repository
+        self._files = files
+        self._session = session
+
+    async def size(self, name: str) -> int | None:
+        info = self._files.get(name)
+        return None if info is None else info.size
+
+    def digest(self, name: str) -> str:
+        return self._files[name].sha256
+
+    async def read(self, name: str, start: int, end: int) -> bytes:
+        cached = await asyncio.to_thread(cached_file, self._repository, name)
+        if cached is not None:
+            return await asyncio.to_thread(_read_range, cached, start, end)
+        url = _library().hf_hub_url(self._repository.name, name, revision=self._repository.revision)
+        data, backoff, failures = bytearray(), Backoff(0.5, 8.0), 0
+        while True:
+            before = len(data)
+            pause = 0.0
+            try:
+                pause = await self._request(url, name, start, end, data)
+                reason = "it asks to wait"
+            except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+                reason = str(error) or type(error).__name__
+            if len(data) == end - start:
+                return bytes(data)
+            failures = 0 if len(data) > before else failures + 1
+            if failures >= ATTEMPTS:
+                raise DataError(
+                    f"{self.where}/{name} cannot be fetched: {reason}; check the network and start again"
+                )
+            if len(data) > before:
+                backoff.reset()
+            await asyncio.sleep(max(min(pause, MOST_PAUSE_SECONDS), backoff.advance()))
+
+    async def _request(self, url: str, name: str, start: int, end: int, data: bytearray) -> float:
+        """Append bytes from where `data` ends; returns the pause that a busy server asks for."""
+        first = start + len(data)
+        headers = {"Range": f"bytes={first}-{end - 1}", "Accept-Encoding": "identity"}
+        async with self._session.get(url, headers=headers | _authorization()) as response:
+            if response.status in _AGAIN:
+                given = response.headers.get("Retry-After", "")
+                return float(given) if given.isdigit() else 0.0
+            if response.status in (401, 403):
+                raise DataError(
+                    f"{self.where} may not be read (HTTP {response.status}): accept the model's terms on its "
+                    "page and set HF_TOKEN to your token"
+                )
+            if response.status == 404:
+                raise DataError(f"{self.where} has no file {name}")
+            found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+            if response.status != 206 or found is None or int(found[1]) != first:
+                raise DataError(f"{self.where}/{name}: the server does not answer range requests")
+            if found[3] != "*" and int(found[3]) != self._files[name].size:
+                raise DataError(
+                    f"{self.where}/{name} has {found[3]} bytes, expected {self._files[name].size}: it changed"
+                )
+            async for piece in response.content.iter_chunked(1 << 18):
+                taken = piece[: end - start - len(data)]
+                data += taken
+                self.fetched += len(taken)
+        return 0.0
+
+
+@asynccontextmanager
+async def hub_files(
+    repository: Repository, files: dict[str, FileInfo] | None = None
+) -> AsyncIterator[HubFiles]:
+    """The files of a repository, whose revision is pinned if `files` (from `pin`) are not given."""
+    if files is None:
+        repository, files = await asyncio.to_thread(pin, repository)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30.0, sock_read=60.0)
+    async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
+        yield HubFiles(repository, files, session)
+
+
+def is_pinned(repository: Repository) -> bool:
+    """Whether the revision is a commit."""
+    return _COMMIT.fullmatch(repository.revision) is not None
+
+
+def _read_range(path: Path, start: int, end: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read(end - start)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    if len(data) != end - start:
+        raise DataError(f"{path} is truncated: {start + len(data)} of {end} bytes")
+    return data
+
+
+def _authorization() -> dict[str, str]:
+    token = _library().get_token()
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _library() -> ModuleType:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise DataError(
+            'models of the hub need the huggingface_hub package: pip install "thinwire[hub]"'
+        ) from error
+    return huggingface_hub
+
+
+@contextmanager
+def _one_line(repository: Repository) -> Iterator[None]:
+    """Raises DataError in one line for what `huggingface_hub` raises."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise DataError(
+            f"{repository} is gated: accept its terms on its page and set HF_TOKEN to your token"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise DataError(
+            f"{repository} is not there or is private: check the name, or set HF_TOKEN to your token"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise DataError(f"{repository.name} has no revision {repository.revision}") from error
+    except errors.EntryNotFoundError as error:
+        raise DataError(f"{repository} lacks a file: {str(error).splitlines()[0]}") from error
+    except (errors.HfHubHTTPError, OSError) as error:
+        raise DataError(
+            f"{repository} cannot be reached ({str(error).splitlines()[0]}): check the network and "
+            "HF_ENDPOINT"
+        ) from error

@@ -1,0 +1,106 @@
+"""Starts a run from a checkpoint: fills `[model]` from `config.json` and reads units' weights. Torch-free."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from node.checkpoints.families import read_config
+from node.checkpoints.hub import PREFIX, Repository, cached_file, download, hub_files, is_pinned, pin
+from node.checkpoints.weights import Checkpoint, FolderFiles, Weights
+from node.config.schema import ModelSection
+from wire.errors import ConfigError, DataError
+
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+OTHER_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Small files that an export passes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What a run file's `model.from` stands for."""
+
+    name: str
+    """The same, with a hub's revision pinned to a commit."""
+    model: dict[str, Any]
+    """Keys of `[model]`."""
+    tokenizer: str
+    """The folder with `tokenizer.json`; empty if the checkpoint has none."""
+
+
+def open_source(name: str, given: Mapping[str, Any]) -> Source:
+    """Look at a checkpoint.
+
+    Args:
+        given: keys of `[model]` that the run file sets; they may only agree, except `sequence`.
+
+    Raises ConfigError or DataError in one line.
+    """
+    if name.startswith(PREFIX):
+        repository = Repository.parse(name)
+        if not is_pinned(repository):
+            repository, _ = pin(repository)
+        name = str(repository)
+        path = download(repository, CONFIG)
+        tokenizer = download(repository, TOKENIZER, required=False)
+        for other in OTHER_FILES:
+            download(repository, other, required=False)
+        assert path is not None, "a required file"
+    else:
+        path = _folder(name) / CONFIG
+        tokenizer = path.with_name(TOKENIZER)
+    found = read_config(_read_json(path), str(path), given.get("sequence"))
+    for key, value in given.items():
+        if key in found and key != "sequence" and value != found[key]:
+            raise ConfigError(
+                f"model.{key} is {value!r}, but {path} says {found[key]!r}: leave it out of the run file"
+            )
+    has_tokenizer = tokenizer is not None and tokenizer.is_file()
+    return Source(
+        name=name, model=found, tokenizer=str(tokenizer.parent) if tokenizer and has_tokenizer else ""
+    )
+
+
+def original_file(name: str, file: str) -> Path | None:
+    """A small file of the checkpoint that a run started from, if it is on this machine."""
+    if not name:
+        return None
+    if name.startswith(PREFIX):
+        return cached_file(Repository.parse(name), file)
+    path = _folder(name) / file
+    return path if path.is_file() else None
+
+
+async def read_units(model: ModelSection, units: Sequence[str]) -> Weights:
+    """The weights of these units from `model.from_`. Raises DataError in one line."""
+    if not model.from_.startswith(PREFIX):
+        return await Checkpoint(FolderFiles(_folder(model.from_))).read(model, units)
+    async with hub_files(Repository.parse(model.from_)) as files:
+        return await Checkpoint(files).read(model, units)
+
+
+def _folder(name: str) -> Path:
+    return Path(name).expanduser()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"no {CONFIG} in {path.parent}: model.from needs a Hugging Face model folder"
+        ) from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON ({error}): copy it again") from error
+    if not isinstance(values, dict):
+        raise DataError(f"{path} must be a JSON object")
+    return values

@@ -1,0 +1,237 @@
+"""Every family of models: logits, gradients and round trips of tiny random models made by transformers."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from node.checkpoints.families import read_config
+from node.checkpoints.start import open_source, read_units
+from node.config.schema import ModelSection
+from node.model.chunk import Chunk, build_chunk
+from node.model.units import unit_names
+from wire.errors import ConfigError, DataError
+
+CPU = torch.device("cpu")
+LENGTH = 1100
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "initializer_range": 0.2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("Llama", {}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"head_dim": 16, "sliding_window": 2048}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "smollm3": ("SmolLM3", {"tie_word_embeddings": True}),
+    "olmo2": ("Olmo2", {}),
+    "gpt2": (
+        "GPT2",
+        {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 2048, "tie_word_embeddings": True},
+    ),
+}
+
+
+def make(family: str) -> Any:
+    """A random model of a family, in evaluation mode and float32."""
+    name, extra = CONFIGS[family]
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **extra})
+    model = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms and biases, so that none is trivial
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
+    """A model and the folder where transformers saved it."""
+    model, folder = make(request.param), tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    yield model, folder
+
+
+def section(folder: Path, sequence: int = LENGTH) -> ModelSection:
+    source = open_source(str(folder), {"sequence": sequence})
+    return replace(ModelSection(), from_=source.name, **source.model)
+
+
+def chunks(model: ModelSection, stages: int) -> list[Chunk]:
+    """The model on so many stages, with the checkpoint's weights."""
+    names = unit_names(model)
+    cuts = [round(index * len(names) / stages) for index in range(stages + 1)]
+    made = []
+    for first, last in zip(cuts, cuts[1:], strict=False):
+        units = names[first:last]
+        chunk = build_chunk(model, units, 0, CPU)
+        weights = asyncio.run(read_units(model, units))
+        with torch.no_grad():
+            for unit, parameters in chunk.named_units():
+                assert parameters.keys() == weights[unit].keys()
+                for name, parameter in parameters.items():
+                    parameter.copy_(torch.from_numpy(weights[unit][name]))
+        made.append(chunk)
+    return made
+
+
+def run(stages: list[Chunk], tokens: Tensor) -> Tensor:
+    x = tokens
+    for stage in stages:
+        x = stage(x)
+    return x
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_logits_are_those_of_transformers_early_and_late(saved: tuple[Any, Path], stages: int) -> None:
+    model, folder = saved
+    tokens = torch.randint(0, 96, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(tokens).logits
+        found = run(chunks(section(folder), stages), tokens)
+    for position in (0, 1000, LENGTH - 1):
+        scale = float(expected[0, position].abs().max())
+        assert float((found[0, position] - expected[0, position]).abs().max()) <= 1e-5 * max(1.0, scale)
+
+
+def test_gradients_are_those_of_transformers(saved: tuple[Any, Path]) -> None:
+    model, folder = saved
+    rows = torch.randint(0, 96, (2, 65), generator=torch.Generator().manual_seed(2))
+    tokens, labels = rows[:, :-1], rows[:, 1:]
+    model.zero_grad()
+    logits = model(tokens).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    short = section(folder, 64) if "n_positions" not in model.config.to_dict() else section(folder)
+    from node.checkpoints.families import tensors
+
+    (whole,) = chunks(short, 1)
+    whole.loss(tokens, labels).backward()
+    found: dict[str, Tensor] = {}
+    for unit, parameters in whole.named_units():
+        for name, tensor in tensors(short, unit).items():
+            gradient = parameters[name].grad
+            assert gradient is not None
+            if short.tied and tensor.name == "lm_head.weight":
+                tied = next(other.name for other in tensors(short, "embed").values())
+                found[tied] += gradient
+                continue
+            found[tensor.name] = gradient.T if tensor.transposed else gradient
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        difference = (gradient - expected[name][: len(gradient)]).norm()
+        assert float(difference) <= 1e-4 * float(expected[name].norm()), name
+
+
+def test_shards_in_any_order_read_the_same(saved: tuple[Any, Path], tmp_path: Path) -> None:
+    model, folder = saved
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors, key=lambda name: hash(name) % 97)
+    weight_map = {}
+    for index in range(3):
+        file = f"model-{index}.safetensors"
+        part = names[index::3]
+        save_file({name: tensors[name] for name in part}, tmp_path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    units = unit_names(section(folder))
+    one, many = (asyncio.run(read_units(section(place), units)) for place in (folder, tmp_path))
+    for unit in units:
+        for name, array in one[unit].items():
+            assert np.array_equal(array, many[unit][name])
+
+
+# ---- refusals
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make("llama2").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def read(folder: Path) -> None:
+    model = section(folder)
+    asyncio.run(read_units(model, unit_names(model)))
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"model_type": "mixtral"}, "model_type is 'mixtral'"),
+        ({"vision_config": {}}, "vision_config is {}"),
+        ({"quantization_config": {"bits": 4}}, r"quantization_config is {'bits': 4}"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters is .*yarn"),
+        ({"max_position_embeddings": 100}, "model.sequence is 1100"),
+        ({"hidden_size": "wide"}, "hidden_size is 'wide'"),
+        ({"model_type": "mistral", "sliding_window": 512}, "sliding_window is 512, shorter than"),
+        ({"model_type": "qwen3", "layer_types": ["linear_attention"]}, "layer_types has 'linear_attention'"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_by_key_and_value(
+    folder: Path, change: dict[str, Any], line: str
+) -> None:
+    config = json.loads((folder / "config.json").read_text()) | change
+    with pytest.raises(ConfigError, match=line) as caught:
+        read_config(config, "config.json", LENGTH)
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_files_are_one_line(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file({name: tensor for name, tensor in tensors.items() if "up_proj" not in name}, path)
+    with pytest.raises(DataError, match=r"has no tensor model.layers.0.mlp.up_proj.weight"):
+        read(folder)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    save_file({**tensors, name: torch.zeros(3, 5)}, path)
+    with pytest.raises(DataError, match=rf"{name} has shape \[3, 5\], expected \[32, 32\]"):
+        read(folder)
+    save_file({**tensors, name: torch.zeros(32, 32, dtype=torch.int8)}, path)
+    with pytest.raises(DataError, match=rf"{name} is I8"):
+        read(folder)
+    save_file(tensors, path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match="is truncated"):
+        read(folder)
+    path.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(DataError, match="only pickled weights .*save_pretrained"):
+        read(folder)
+
+
+def test_a_key_that_contradicts_the_checkpoint_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="model.layers is 3, but .*config.json says 4"):
+        open_source(str(folder), {"layers": 3})
