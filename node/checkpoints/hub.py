@@ -173,10 +173,12 @@ async def hub_files(
 ) -> AsyncIterator[HubFiles]:
     """The files of a repository, whose revision is pinned if `files` (from `pin`) are not given."""
     if files is None:
-        repository, files = await asyncio.to_thread(pin, repository)
+        repository, found = await asyncio.to_thread(pin, repository)
+    else:
+        found = files
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30.0, sock_read=60.0)
     async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
-        yield HubFiles(repository, files, session)
+        yield HubFiles(repository, found, session)
 
 
 def is_pinned(repository: Repository) -> bool:

@@ -23,6 +23,7 @@ from node.cli import (
     demo,
     doctor,
     evict,
+    export,
     join,
     lab,
     resume,
@@ -38,7 +39,7 @@ from wire.version import VERSION
 
 COMMANDS = (
     *(demo, coordinator, join, resume, status, top, dashboard),
-    *(trace, compare, token, evict, config, lab, doctor),
+    *(trace, compare, export, token, evict, config, lab, doctor),
 )
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of stdout itself: a full disk, a closed terminal. Errors of other files carry a file name."""

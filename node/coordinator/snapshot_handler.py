@@ -153,17 +153,18 @@ class SnapshotHandler:
 
     async def _first_layer(self, unit: str) -> tuple[UnitEntry, bytes]:
         """A unit's weights of the checkpoint that the run starts from, as a file; the last one is kept."""
-        if self._config.model.from_ and (self._first is None or self._first[0].unit != unit):
+        if not self._config.model.from_:
+            raise RunError("there is no snapshot of step 0: the run starts from its seed")
+        found = self._first
+        if found is None or found[0].unit != unit:
             weights = (await read_units(self._config.model, [unit]))[unit]
             data = await asyncio.to_thread(weights_file, weights)
             digest = (await asyncio.to_thread(hashlib.sha256, data)).hexdigest()
             entry = UnitEntry(
                 unit=unit, file=unit_file(unit), bytes=len(data), sha256=digest, weights_sha256=""
             )
-            self._first = entry, data
-        if self._first is None:
-            raise RunError("there is no snapshot of step 0: the run starts from its seed")
-        return self._first
+            found = self._first = entry, data
+        return found
 
     def permit(self, node_id: str, step: int, unit: str) -> UploadPermit | None:
         """Permission to upload; None if the step is no longer needed and counts as stored.

@@ -14,7 +14,6 @@ from keyword import iskeyword
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from node.checkpoints.start import open_source
 from node.config.schema import RunConfig, Window
 from node.run_file.validate import validate
 from node.training.text import expanded
@@ -233,6 +232,8 @@ def _with_checkpoint(values: Values) -> Values:
     given = dict(values.get("model", {}))
     if not (name := given.pop("from", "")):
         return values
+    from node.checkpoints.start import open_source  # its libraries take long to import
+
     source = open_source(name, given)
     data = dict(values.get("data", {}))
     if source.tokenizer:

@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 
 from node import faults
@@ -71,10 +72,7 @@ class SnapshotTransfer:
             except DataError as error:
                 log.warning("%s; the coordinator sends these weights", error)
             else:
-                return {
-                    unit: {f"{PARAMETER_PREFIX}{name}": torch.from_numpy(array) for name, array in arrays.items()}
-                    for unit, arrays in found.items()
-                }
+                return {unit: _as_state(weights) for unit, weights in found.items()}
         return {unit: deserialize_unit(await self.fetch(0, unit)) for unit in units}
 
     def prefetch(self, wanted: Prefetch) -> None:
@@ -134,3 +132,7 @@ class SnapshotTransfer:
                 log.warning("layer %s of step %d was not fetched ahead: %s", unit, wanted.step, error)
                 return
         self._tell(f"holding the snapshot of step {wanted.step}, ready to take a stage")
+
+
+def _as_state(weights: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    return {f"{PARAMETER_PREFIX}{name}": torch.from_numpy(array) for name, array in weights.items()}

@@ -1,0 +1,269 @@
+"""Writes a snapshot as a Hugging Face folder, for transformers, vLLM and llama.cpp's converter. Torch-free.
+
+    OUT/config.json  generation_config.json  README.md  tokenizer files
+        model.safetensors, or model-00001-of-00002.safetensors ... and model.safetensors.index.json
+
+It reads the run directory only, so it works while the run is on. The folder is written under a temporary name
+and renamed.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from node.checkpoints.families import FileTensor, tensors, write_config
+from node.checkpoints.start import CONFIG, OTHER_FILES, TOKENIZER, original_file
+from node.checkpoints.weights import INDEX, SINGLE
+from node.config.schema import ModelSection
+from node.model.units import HEAD
+from node.telemetry import events
+from node.telemetry.history import read_history
+from node.training.manifest import Manifest
+from node.training.snapshot import list_snapshots, read_manifest, read_unit, snapshot_directory
+from node.training.unit_state import parameters_of, read_tensors
+from wire.errors import UserError
+
+DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
+SHARD_BYTES = 4 << 30
+"""Longest safetensors file, unless one tensor is longer."""
+BYTES = "bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    unit: str
+    parameter: str
+    tensor: FileTensor
+
+
+def export(run_directory: Path, out: Path, *, step: int | None = None, dtype: str = "") -> int:
+    """Write a snapshot of a run as a Hugging Face folder; returns the snapshot's step.
+
+    Args:
+        step: the newest complete snapshot's by default.
+        dtype: one of `DTYPES`; by default the checkpoint's that the run started from, else float32.
+
+    Raises:
+        UserError: no such snapshot, `out` is in use or cannot be written, or no family has this model.
+        RunError: the snapshot is damaged, or was pruned meanwhile.
+    """
+    snapshots = run_directory / "snapshots"
+    complete = list_snapshots(snapshots)
+    if not complete:
+        raise UserError(f"{run_directory} has no complete snapshot yet: wait for run.snapshot_every steps")
+    step = complete[-1] if step is None else step
+    if step not in complete:
+        raise UserError(
+            f"{run_directory} has no snapshot of step {step}; it has {', '.join(map(str, complete))}"
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is in use: name a new folder")
+    directory = snapshot_directory(snapshots, step)
+    manifest = read_manifest(directory)
+    model = _model(manifest)
+    original = _original(model)
+    dtype = dtype or _dtype_of(original)
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _write_weights(directory, model, dtype, partial)
+        config = write_config(model, dtype, original)
+        _write_json(partial / CONFIG, config)
+        _write_tokenizer(manifest, model, partial)
+        if not (partial / "generation_config.json").exists():
+            tokens = {key: value for key, value in config.items() if key.endswith("_token_id")}
+            _write_json(partial / "generation_config.json", tokens)
+        (partial / "README.md").write_text(_card(run_directory, manifest, dtype), encoding="utf-8")
+        if out.exists():
+            out.rmdir()
+        partial.replace(out)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}; name another folder") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return step
+
+
+# ---- weights
+
+
+def _write_weights(directory: Path, model: ModelSection, dtype: str, out: Path) -> None:
+    kind, width = DTYPES[dtype]
+    shards = list(_shards(_entries(model, read_manifest(directory)), width))
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, entries in enumerate(shards, start=1):
+        name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for entry in entries:
+            size = width * prod(entry.tensor.shape)
+            header[entry.tensor.name] = {
+                "dtype": kind,
+                "shape": list(entry.tensor.shape),
+                "data_offsets": [end, end + size],
+            }
+            end += size
+            weight_map[entry.tensor.name] = name
+        total += end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with (out / name).open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            unit, arrays = "", {}
+            for entry in entries:
+                if entry.unit != unit:
+                    unit, arrays = entry.unit, parameters_of(read_tensors(read_unit(directory, entry.unit)))
+                array = arrays[entry.parameter]
+                file.write(_encoded(array.T if entry.tensor.transposed else array, dtype))
+            file.flush()
+            os.fsync(file.fileno())
+    if len(shards) > 1:
+        _write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _entries(model: ModelSection, manifest: Manifest) -> Iterator[_Entry]:
+    for unit in manifest.units:
+        for name, tensor in tensors(model, unit.unit).items():
+            # A tied head is the embedding, which stands in the file once.
+            if not (model.tied and unit.unit == HEAD and name == "output.weight"):
+                yield _Entry(unit.unit, name, tensor)
+
+
+def _shards(entries: Iterator[_Entry], width: int) -> Iterator[list[_Entry]]:
+    shard: list[_Entry] = []
+    size = 0
+    for entry in entries:
+        length = width * prod(entry.tensor.shape)
+        if shard and size + length > SHARD_BYTES:
+            yield shard
+            shard, size = [], 0
+        shard.append(entry)
+        size += length
+    yield shard
+
+
+def _encoded(array: np.ndarray, dtype: str) -> bytes:
+    """A float32 array as little-endian bytes of `dtype`, rounded to nearest even."""
+    values = np.ascontiguousarray(array, dtype="<f4")
+    if dtype == "float32":
+        return values.tobytes()
+    if dtype == "float16":
+        return values.astype("<f2").tobytes()
+    bits = values.view("<u4")
+    return bytes(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes())
+
+
+# ---- the other files
+
+
+def _model(manifest: Manifest) -> ModelSection:
+    given = manifest.config["model"]
+    fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
+    return ModelSection(**fields)
+
+
+def _original(model: ModelSection) -> dict[str, Any] | None:
+    path = original_file(model.from_, CONFIG)
+    return None if path is None else json.loads(path.read_bytes())
+
+
+def _dtype_of(original: Mapping[str, Any] | None) -> str:
+    given = (original or {}).get("torch_dtype") or (original or {}).get("dtype")
+    return given if given in DTYPES else "float32"
+
+
+def _write_tokenizer(manifest: Manifest, model: ModelSection, out: Path) -> None:
+    name = str(manifest.config["data"]["tokenizer"])
+    if name == BYTES:
+        _write_json(out / TOKENIZER, byte_tokenizer())
+        _write_json(out / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+        return
+    path = Path(name)
+    folder = path if path.is_dir() else path.parent
+    for file in (TOKENIZER, *OTHER_FILES):
+        source: Path | None = folder / file
+        if source is None or not source.is_file():
+            source = original_file(model.from_, file)
+        if source is not None:
+            shutil.copyfile(source, out / file)
+
+
+def byte_tokenizer() -> dict[str, Any]:
+    """A `tokenizer.json` whose tokens are bytes: the id of a byte is its value."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    # GPT-2's alphabet: printable bytes stand for themselves, others for characters from 256 on.
+    letters = {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + index) for index, byte in enumerate(others)
+    }
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": {letters[byte]: byte for byte in range(256)},
+            "merges": [],
+        },
+    }
+
+
+def _card(run_directory: Path, manifest: Manifest, dtype: str) -> str:
+    """A model card: settings, data, tokens and losses."""
+    config = manifest.config
+    model, training, data = config["model"], config["training"], config["data"]
+    # A step that ran again after a rollback is there twice: the last one counts.
+    losses = {
+        entry.event.step: entry.event.loss
+        for entry in read_history(run_directory)
+        if isinstance(entry.event, events.StepDone) and entry.event.step <= manifest.step
+    }
+    tokens = manifest.step * training["global_batch"] * model["sequence"]
+    rows = [
+        ("started from", model["from_"] or "random weights"),
+        ("steps", str(manifest.step)),
+        ("tokens", f"{tokens:,}"),
+        ("text", Path(data["path"]).name),
+        ("tokenizer", Path(data["tokenizer"]).name),
+        ("blocks, width, sequence", f"{model['layers']}, {model['hidden']}, {model['sequence']}"),
+        ("batch", f"{training['global_batch']} samples"),
+        ("learning rate", f"{training['lr']:g}"),
+        ("codecs", f"{config['pipeline']['forward_codec']}, {config['pipeline']['backward_codec']}"),
+        ("weights here", dtype),
+        ("SHA-256 of the weights", manifest.weights_sha256),
+    ]
+    if losses:
+        rows += [(f"loss of step {step}", f"{losses[step]:.4f}") for step in (min(losses), max(losses))]
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    return (
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
+        f"# {config['run']['name']}\n\nTrained with thinwire across several machines.\n\n"
+        f"| | |\n|---|---|\n{table}\n"
+    )
+
+
+def _write_json(path: Path, values: Mapping[str, Any] | Sequence[Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,35 @@
+"""`thinwire export RUN_DIR OUT`: write a snapshot as a Hugging Face model folder."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("export", help="write a snapshot as a Hugging Face model folder")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to create")
+    parser.add_argument("--step", type=int, metavar="N", help="the snapshot's step (default: the newest)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="",
+        help="weights' dtype (default: the starting checkpoint's, else float32)",
+    )
+    parser.add_argument("--json", action="store_true", help="describe the output as JSON")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from node.checkpoints.export import export
+    from node.cli.run_directory import existing_run_directory
+
+    directory = existing_run_directory(args.run_dir)
+    step = export(directory, args.out, step=args.step, dtype=args.dtype)
+    if args.json:
+        sys.stdout.write(json.dumps({"event": "exported", "step": step, "out": str(args.out)}) + "\n")
+    else:
+        sys.stdout.write(f"step {step} is in {args.out}; load it with from_pretrained({str(args.out)!r})\n")
+    return 0
