@@ -55,6 +55,10 @@ class Handler(Protocol):
 
     def heard(self, session: ControlSession, message: NodeMessage) -> None: ...
 
+    def refused(self, session: ControlSession, why: str) -> None:
+        """The node sent what no correct node sends; its session closes."""
+        ...
+
     def closed(self, session: ControlSession) -> None: ...
 
     async def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal: ...
@@ -183,6 +187,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
                     self._handler.heard(session, node_message_from_proto(request))
             except ProtocolViolationError as error:
                 log.warning("closed the session of %s: %s", session.node_id, error)
+                self._handler.refused(session, str(error))
             session.close()
 
         async with asyncio.TaskGroup() as group:

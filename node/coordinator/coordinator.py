@@ -106,6 +106,7 @@ class Coordinator:
             directory=directory / "snapshots",
             run_id=run_id,
             store=store,
+            layer_received=self._layer_received,
             stored=self._snapshot_stored,
             damaged=self._snapshot_damaged,
             failed=self._fail,
@@ -316,6 +317,7 @@ class Coordinator:
                 devices=devices_of(hello.hardware),
                 process_nonce=hello.process_nonce,
                 epoch=hello.epoch,
+                rate=hello.download_rate,
                 now=now,
             )
 
@@ -346,6 +348,9 @@ class Coordinator:
                 elif isinstance(message, Applied):
                     faults.reach_coordinator(faults.Phase.APPLY, step=message.step)
                 self._post(lambda now: self._machine.message(node_id, message, now))
+
+    def refused(self, session: ControlSession, why: str) -> None:
+        self._post(lambda now: self._machine.refused(session.node_id, why, now))
 
     def closed(self, session: ControlSession) -> None:
         node_id = session.node_id
@@ -379,6 +384,9 @@ class Coordinator:
 
     async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
         await self._snapshots.put(permit, data, digest)
+
+    def _layer_received(self, step: int, unit: str) -> None:
+        self._post(lambda now: self._machine.layer_received(step, unit, now))
 
     def _snapshot_stored(self, manifest: Manifest) -> None:
         path = str(self._snapshots.path(manifest.step))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from node.coordinator.actions import Action, RecordCommit, RecordRestored, Send, StepDone
+from node.coordinator.votes import UnitNumbers, VoteHistory
 from node.training.schedule import global_norm
 from wire.messages import (
     Begin,
@@ -28,6 +29,8 @@ from wire.messages import (
     Vote,
 )
 
+Neighbours = Callable[[int, int], Collection[int]]
+"""(stage, number of stages) -> the stages that it has links with."""
 StepPlan = Callable[[int, float], tuple[float, float]]
 """(step, global gradient norm) -> (clip coefficient, learning rate)."""
 
@@ -46,7 +49,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class NonFinite:
-    """The votes must not be committed; `what` names the unit, the loss or the norm, at `node_id`."""
+    """A vote that must not be committed: `what`, of `node_id`, is not finite."""
 
     node_id: str
     what: str
@@ -55,6 +58,26 @@ class NonFinite:
 @dataclass(frozen=True)
 class FiniteUncompressed:
     """A step that was not finite with the run's codecs is finite without them."""
+
+
+@dataclass(frozen=True)
+class Implausible:
+    """Every vote is finite, and a value of this node's is far from those of recent steps."""
+
+    node_id: str
+    what: str
+
+
+@dataclass(frozen=True)
+class RefusedVote:
+    """No correct node in this stage sends such a vote."""
+
+    node_id: str
+    why: str
+
+
+Outcome = list[Action] | NonFinite | FiniteUncompressed | Implausible | RefusedVote
+"""What a vote leads to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +106,8 @@ class Epoch:
         branches: Collection[int] | None = None,
         suspect_step: int | None,
         plan: StepPlan,
+        neighbours: Neighbours,
+        history: VoteHistory,
     ) -> None:
         """
         Args:
@@ -104,6 +129,9 @@ class Epoch:
         self._newest_snapshot = newest_snapshot
         self._newest_state = self.step
         self._branches = branches
+        self.steps_done = 0
+        self._neighbours = neighbours
+        self._history = history
         self._plan = plan
         self._suspect_step = suspect_step
         self._placed: dict[str, Placed] = {}
@@ -141,6 +169,14 @@ class Epoch:
                 return self._votes.keys()
             case _:
                 return self._answered
+
+    def neighbours(self, node_id: str) -> Collection[int]:
+        """The stages that this node's stage has links with."""
+        return self._neighbours(self.hosts.index(node_id), len(self.hosts))
+
+    def ask_again(self, node_id: str) -> list[Action]:
+        """Send a node what it may have missed."""
+        return [Send(node_id=node_id, message=message) for message in self.outstanding(node_id)]
 
     def take_snapshot(self) -> list[Action]:
         """Ask for the state that every stage holds now. Call in `IDLE` only."""
@@ -198,9 +234,11 @@ class Epoch:
         self.phase = Phase.IDLE
         return [RecordRestored(epoch=self.number, step=self.step, nodes=self.hosts)]
 
-    def vote(self, node_id: str, vote: Vote) -> list[Action] | NonFinite | FiniteUncompressed:
+    def vote(self, node_id: str, vote: Vote) -> Outcome:
         if self.phase is not Phase.STEPPING or vote.step != self.step or node_id not in self.hosts:
             return []
+        if (why := self._history.refusal(vote, self.hosts.index(node_id), len(self.hosts))) is not None:
+            return RefusedVote(node_id, why)
         for unit, norm in vote.norms.items():
             if not 0.0 <= norm < math.inf:
                 return NonFinite(node_id, f"the gradient of layer unit {unit}")
@@ -209,27 +247,38 @@ class Epoch:
         self._votes[node_id] = vote
         if len(self._votes) < len(self.hosts):
             return []
-        return self._commit_step(node_id)
+        return self._commit_step()
+
+    def commit_anyway(self) -> list[Action]:
+        """Commit votes that are not plausible: other nodes found the same, or there are none."""
+        outcome = self._commit_step(confirmed=True)
+        assert isinstance(outcome, list), "only plausibility was in question"
+        return outcome
 
     def applied(self, node_id: str, step: int) -> list[Action]:
         if step != self.step or not self._all_answered(node_id, Phase.APPLYING):
             return []
         self.phase = Phase.IDLE
         self.step += 1
+        self.steps_done += 1
         return [StepDone(epoch=self.number, step=step, nodes=self.hosts)]
 
     # ---- inside
 
-    def _commit_step(self, last_voter: str) -> list[Action] | NonFinite | FiniteUncompressed:
-        norms: dict[int, float] = {}
-        for vote in self._votes.values():
-            norms.update(vote.norms)
+    def _commit_step(self, *, confirmed: bool = False) -> Outcome:
+        votes = [self._votes[node] for node in self.hosts]
+        norms = {unit: norm for vote in votes for unit, norm in vote.norms.items()}
         grad_norm = global_norm(norms[unit] for unit in sorted(norms))
         if not math.isfinite(grad_norm):
-            return NonFinite(last_voter, "the global gradient norm")
+            largest = max(range(len(votes)), key=lambda stage: sum(votes[stage].norms.values()))
+            return NonFinite(self.hosts[largest], "the global gradient norm")
         if self.uncompressed:
             return FiniteUncompressed()
-        loss = next((vote.loss for vote in self._votes.values() if vote.loss is not None), math.nan)
+        if not confirmed and (found := self._history.implausible(votes)) is not None:
+            return Implausible(self.hosts[found[0]], found[1])
+        loss = votes[-1].loss
+        assert loss is not None, "a vote of the last stage without a loss is refused"
+        self._history.committed(self.step, norms, loss, confirmed=confirmed)
         clip, lr = self._plan(self.step, grad_norm)
         self.committed = Committed(step=self.step, clip_coefficient=clip, lr=lr, branch=self.branch)
         self.phase = Phase.APPLYING
@@ -290,7 +339,16 @@ class Epoch:
 class EpochSeries:
     """One epoch at a time, or none."""
 
-    def __init__(self, last_number: int, committed: Committed | None, step_plan: StepPlan) -> None:
+    def __init__(
+        self,
+        last_number: int,
+        committed: Committed | None,
+        step_plan: StepPlan,
+        neighbours: Neighbours,
+        units: UnitNumbers,
+    ) -> None:
+        self._neighbours = neighbours
+        self._history = VoteHistory(units)
         self.current: Epoch | None = None
         self.ended: Epoch | None = None
         """The newest that is over."""
@@ -328,6 +386,8 @@ class EpochSeries:
             branches=None if self._branches is None else frozenset(self._branches),
             suspect_step=suspect_step,
             plan=self._step_plan,
+            neighbours=self._neighbours,
+            history=self._history,
         )
         if len(self._windows) == len(hosts) - 1:
             self.current.planned_windows = self._windows

@@ -1,8 +1,23 @@
-"""What becomes of a step that failed: it is run again, once without compression, or the run ends. Pure."""
+"""What is held against nodes, and what becomes of a step that failed. Pure.
+
+A failed step runs again. What differs is on which nodes:
+
+- A stage that keeps failing goes to a spare.
+- A complaint between two nodes says that one of the two is wrong, not which. One of them gives up its stage,
+so
+  that the next complaint tells: a liar has failed with several partners, an honest node with one.
+- A value that is not finite, or far from those of recent steps, is computed again on another node. If it is
+gone,
+  the first node was at fault. If not, the links run uncompressed: that tells the codecs from divergence.
+- A message that no correct node sends is held against its sender alone.
+
+Nothing that one node says gets another one shut out.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 
 from node.coordinator.actions import AbortKind
 from node.coordinator.epoch import Epoch, Phase
@@ -11,18 +26,22 @@ from wire.messages import FailureKind, StepFailed
 
 MAX_RETRIES = 3
 """Attempts at one step that may fail, with nobody dead, before the run stops."""
+MAX_STRIKES = 3
+"""Refused messages, values refuted by a second node, or failed pairs, before a node is quarantined."""
+MIN_PARTNERS = 2
+"""Different nodes that a node must have failed with before it is quarantined for complaints."""
+MEMORY_STEPS = 100
+"""Steps for which a node that gave up its stage gets one only if no other node is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is wrong with the epoch, and so why it ends."""
+    """Why the epoch ends."""
 
     kind: AbortKind
     reason: str
     note: str = ""
     """A line for the operator, if there is more to say."""
-    saves: bool = True
-    """If the run ends here, what its stages hold is worth a snapshot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +59,16 @@ class GiveUp(Verdict):
 
 
 class Failures:
-    """Judges the failures of one run, as they come."""
+    """Decides whether a failed step runs again or ends the run."""
 
     def __init__(self) -> None:
         self._retries = 0
         self._suspect: tuple[int, str] | None = None
-        """The step that was not finite, and what of it."""
+        """The step that was not finite, and which of its values."""
 
     @property
     def suspect_step(self) -> int | None:
-        """The step that is to be run without compression."""
+        """The step to run without compression."""
         return self._suspect[0] if self._suspect is not None else None
 
     def failed(self, epoch: Epoch, node_id: str, message: str) -> RunAgain | GiveUp:
@@ -67,24 +86,23 @@ class Failures:
             )
         return RunAgain(kind=AbortKind.FAILED, reason=reason)
 
-    def stage_given_up(self, epoch: Epoch, culprit: str, verdict: GiveUp) -> RunAgain:
-        """Instead of the run's end: a spare takes this node's stage, and has as many attempts."""
+    def stage_given_up(self, epoch: Epoch, culprit: str, verdict: Verdict) -> RunAgain:
+        """A spare takes this node's stage, and has as many attempts."""
         self._retries = 0
+        failed = f"step {epoch.step + 1} failed at {verdict.reason}"
+        why = verdict.why if isinstance(verdict, GiveUp) else failed
         return RunAgain(
             kind=verdict.kind,
             reason=verdict.reason,
-            note=f"{verdict.why}: a spare takes stage {epoch.hosts.index(culprit)} from node {culprit}",
+            note=f"{why}: a spare takes stage {epoch.hosts.index(culprit)} from node {culprit}",
         )
 
-    def not_finite(self, epoch: Epoch, node_id: str, what: str) -> RunAgain | GiveUp:
-        """First time: the same step again without compression. Second time: the run diverges."""
-        what = f"{what} at stage {epoch.hosts.index(node_id)} is not finite"
+    def not_finite(self, epoch: Epoch, what: str) -> RunAgain | GiveUp:
+        """Other nodes found it too: run the step without compression. If it was, the run diverges."""
         if epoch.uncompressed:
-            # No snapshot: of a run that diverges, older states are worth more than the newest.
             return GiveUp(
                 kind=AbortKind.NOT_FINITE,
                 reason=what,
-                saves=False,
                 why=f"step {epoch.step + 1} was not committed: {what}, with uncompressed links too, "
                 "so the run diverges",
                 remedy="lower training.lr, then resume",
@@ -97,12 +115,11 @@ class Failures:
         )
 
     def finite_uncompressed(self, epoch: Epoch) -> GiveUp:
-        """The step that was not finite is, without compression."""
+        """The step is finite without compression."""
         _, what = self._suspect or (epoch.step, "a tensor")
         return GiveUp(
             kind=AbortKind.NOT_FINITE,
             reason=what,
-            saves=False,
             why=f"step {epoch.step + 1} was not committed: {what}; with uncompressed links it is finite, "
             "so the codecs are the cause",
             remedy="use wider codecs in [pipeline], then resume",
@@ -114,181 +131,278 @@ class Failures:
             self._suspect = None
 
     def forgive(self) -> None:
-        """Count anew: a step is done, or a node is gone, whose own end the failures were."""
+        """Count anew: a step is done, or a node is gone that caused the failures."""
         self._retries = 0
 
 
 class Ending:
-    """Of one run. Once it is due, what stages hold goes to disk, if it can be had, and the run stops."""
+    """Why a run ends. Once that is due, the state that stages hold is saved if possible, and the run
+    stops."""
 
     def __init__(self) -> None:
         self._tried = False
         self._asked: str | None = None
         self._given_up: GiveUp | None = None
+        self._missing = ""
 
     @property
     def due(self) -> bool:
         return self._asked is not None or self._given_up is not None
 
     def ask(self, reason: str) -> None:
-        """The operator wants it."""
+        """The operator ends the run."""
         self._asked = self._asked or reason
 
     def give_up(self, verdict: GiveUp) -> None:
         """A failure ends the run."""
         self._given_up = verdict
 
-    def saves_once(self, verdict: Verdict) -> bool:
+    def missing(self, what: str) -> None:
+        """Part of the state that could not be had."""
+        self._missing = f"; {what}"
+
+    def saves_once(self) -> bool:
         """Whether the nodes of the epoch that failed are placed again, to hand in what they hold: once."""
-        if not self.due or self._tried or not verdict.saves:
+        if not self.due or self._tried:
             return False
         self._tried = True
         return True
 
     def last_words(self, kept: str) -> tuple[str, bool]:
-        """Why the run ends, and whether it failed. `kept`: what of it is on disk."""
+        """Why the run ends, and whether it failed. `kept`: what is on disk."""
         if self._given_up is not None:
-            return f"{self._given_up.why}; {kept}: {self._given_up.remedy}", True
-        return self._asked or "", False
+            return f"{self._given_up.why}{self._missing}; {kept}: {self._given_up.remedy}", True
+        return (self._asked or "") + (f"{self._missing}; {kept}" if self._missing else ""), False
 
 
-MAX_STRIKES = 3
-"""Complaints of its neighbours about a node before it is quarantined."""
-MAX_ALONE = 2
-"""Nodes that are quarantined on the word of one neighbour alone; at the next it is out itself."""
-
-
-def neighbours(epoch: Epoch, node_id: str) -> set[int]:
-    """The stages that this one's node may have links to; the first and the last may have one too."""
-    stage, stages = epoch.hosts.index(node_id), len(epoch.hosts)
-    around = {stage - 1, stage + 1, *({0, stages - 1} if stage in (0, stages - 1) else ())} - {stage}
-    return around & set(range(stages))
-
-
-class Complaints:
-    """Strikes against nodes: one an epoch is enough, whoever complains.
-
-    Nobody but its neighbours can tell a node that breaks the protocol from one that is slandered. So one word
-    is enough against a node or two, but who finds fault with every neighbour is the one at fault.
-    """
+class Quarantine:
+    """Who is shut out, and what may lead to it."""
 
     def __init__(self) -> None:
-        self.quarantined: dict[str, str] = {}
-        """Why nobody works with a node any more."""
-        self._strikes: dict[str, int] = {}
-        self._struck: dict[str, int] = {}
-        """The epoch of each node's newest strike."""
-        self._accusers: dict[str, set[str]] = {}
-        """Who has complained of each node."""
-        self._alone: dict[str, list[str]] = {}
-        """The nodes that are quarantined on this one's word alone."""
+        self.why: dict[str, str] = {}
+        """By node that is shut out."""
+        self._strikes: Counter[str] = Counter()
+        self._pairs: dict[frozenset[str], dict[int, int]] = {}
+        """Epochs, and their steps, in which one of two nodes said that the other breaks the protocol."""
 
-    def hear(self, epoch: Epoch, node_id: str, message: StepFailed) -> str | None:
-        """Take what a stage of `epoch` says; gives the node that is quarantined for it."""
-        if message.kind is not FailureKind.PEER or node_id not in epoch.hosts:
+    def strike(self, node_id: str, why: str) -> bool:
+        """Something that only this node can have caused. True if it is shut out for it."""
+        self._strikes[node_id] += 1
+        if node_id in self.why or self._strikes[node_id] < MAX_STRIKES:
+            return False
+        self.why[node_id] = f"{why}, the last of {MAX_STRIKES} such faults"
+        return True
+
+    def complaint(self, epoch: Epoch, node_id: str, failure: StepFailed) -> str | None:
+        """Count a complaint about a neighbour, once an epoch for each two nodes; gives who is shut out for
+        it.
+
+        That is who failed with several nodes, and more often than any of them.
+        """
+        other = other_end(epoch, node_id, failure) if failure.kind is FailureKind.PEER else None
+        if other is None:
             return None
-        # Only a neighbour can know.
-        if message.peer_stage not in neighbours(epoch, node_id):
+        found = self._pairs.setdefault(frozenset((node_id, other)), {})
+        if epoch.number in found:
             return None
-        culprit = epoch.hosts[message.peer_stage]
-        accusers = self._accusers.setdefault(culprit, set())
-        accusers.add(node_id)
-        if self._struck.get(culprit, 0) >= epoch.number:
-            return None
-        self._struck[culprit] = epoch.number
-        self._strikes[culprit] = self._strikes.get(culprit, 0) + 1
-        if self._strikes[culprit] < MAX_STRIKES:
-            return None
-        if len(accusers) == 1:
-            others = self._alone.setdefault(node_id, [])
-            if len(others) >= MAX_ALONE:
-                del self._strikes[culprit], self._accusers[culprit]
-                named = " and ".join(others)
-                self.quarantined[node_id] = f"it alone found fault with {named}, and then with {culprit}"
-                return node_id
-            others.append(culprit)
-        self.quarantined[culprit] = message.message
-        return culprit
+        found[epoch.number] = epoch.step
+        self._forget_before(epoch.step - MEMORY_STEPS)
+        for node in (other, node_id):
+            partners = {one for pair in self._pairs if node in pair for one in pair} - {node}
+            if len(partners) < MIN_PARTNERS or self._failed(node) < MAX_STRIKES or node in self.why:
+                continue
+            if all(self._failed(partner) < self._failed(node) for partner in partners):
+                named = " and ".join(sorted(partners))
+                self.why[node] = f"it had a part in all of {self._failed(node)} failures with {named}"
+                return node
+        return None
+
+    def _failed(self, node_id: str) -> int:
+        return sum(len(epochs) for pair, epochs in self._pairs.items() if node_id in pair)
+
+    def _forget_before(self, step: int) -> None:
+        """Links of honest nodes fail too, now and then."""
+        for pair, epochs in list(self._pairs.items()):
+            self._pairs[pair] = {number: at for number, at in epochs.items() if at >= step}
+            if not self._pairs[pair]:
+                del self._pairs[pair]
 
 
 class Blame:
-    """What is held against nodes since a step was last done."""
+    """Who is likeliest at fault, and who gave up a stage for it."""
 
     def __init__(self) -> None:
-        self._replaced: set[str] = set()
-        """They gave up a stage for it."""
-        self._heeded: set[str] = set()
-        """A neighbour gave up its stage on their word."""
+        self._replaced: dict[str, int] = {}
+        """Who gave up a stage, and at which step."""
+        self._heeded: dict[str, int] = {}
+        """On whose word a neighbour gave up its stage, and at which step."""
+        self._own: dict[str, list[int]] = {}
+        """Steps at which each failed by itself."""
         self._named: Counter[str] = Counter()
         """In how many failures, since the newest change of hosts, each had a part."""
         self._at_work: frozenset[str] = frozenset()
         """Who did the newest step that is done."""
 
-    def done(self, nodes: Collection[str]) -> None:
+    def done(self, nodes: Collection[str], step: int) -> None:
         """These nodes have done a step."""
         self._at_work = frozenset(nodes)
-        self._replaced.clear()
-        self._heeded.clear()
         self._named.clear()
+        for node, steps in list(self._own.items()):
+            self._own[node] = [at for at in steps if step - at <= MEMORY_STEPS]
+        for held in (self._replaced, self._heeded):
+            for node in [node for node, at in held.items() if step - at > MEMORY_STEPS]:
+                del held[node]
 
     def suspects(self, epoch: Epoch, node_id: str, failure: StepFailed) -> Sequence[str]:
-        """Take what a stage says of a failure: who may be at fault, the likeliest first.
+        """Who may be at fault for what a stage reports, the likeliest first.
 
         Of a link the other end, unless there is more against this one: on its word another has gone already,
         it is new where the other is not, or other failures were of its links too.
         """
-        other = _other_end(epoch, node_id, failure)
+        other = other_end(epoch, node_id, failure)
         ends = [node_id] if other is None else [other, node_id]
         self._named.update(ends)
+        if other is None:
+            self._own.setdefault(node_id, []).append(epoch.step)
         return sorted(
             ends, key=lambda node: (node not in self._heeded, node in self._at_work, -self._named[node])
         )
 
-    def take_stage(self, culprit: str, *, by: str) -> None:
+    def replace(self, culprit: str, *, by: str, step: int) -> None:
         """The node gives up its stage, for what `by` said."""
-        self._replaced.add(culprit)
+        self._replaced[culprit] = step
+        self._own.pop(culprit, None)
         if by != culprit:
-            self._heeded.add(by)
+            self._heeded[by] = step
         self._named.clear()
 
+    def keeps_failing(self, node_id: str) -> bool:
+        """Whether it failed by itself often of late, though the step was done each time."""
+        return len(self._own.get(node_id, ())) >= 2 * MAX_RETRIES
+
+    def exonerate(self, node_id: str) -> None:
+        """Another node in its place found the same."""
+        self._replaced.pop(node_id, None)
+
     def blameless(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Those that have not given up a stage."""
+        """Those that have not given up a stage of late."""
         return [candidate for candidate in candidates if candidate.node_id not in self._replaced]
 
+    def blameless_first(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """All, those that gave up a stage last."""
+        return sorted(candidates, key=lambda candidate: candidate.node_id in self._replaced)
 
-def _other_end(epoch: Epoch, node_id: str, failure: StepFailed) -> str | None:
-    """Who is at the other end of the link that failed, if it was one of a neighbour's."""
-    if failure.kind not in (FailureKind.LINK, FailureKind.PEER):
+
+def other_end(epoch: Epoch, node_id: str, failure: StepFailed) -> str | None:
+    """The neighbour at the other end of the link that failed, if it was a neighbour's."""
+    if failure.kind not in (FailureKind.LINK, FailureKind.PEER) or node_id not in epoch.hosts:
         return None
-    stage = failure.peer_stage
-    return epoch.hosts[stage] if stage in neighbours(epoch, node_id) else None
+    return epoch.hosts[failure.peer_stage] if failure.peer_stage in epoch.neighbours(node_id) else None
 
 
+@dataclass
+class Doubt:
+    """A step with a value that is not finite or not plausible, and what was done to find the cause."""
+
+    step: int
+    retried: set[int] = field(default_factory=set)
+    """Stages that another node has computed again."""
+    replaced: str = ""
+    """Who gave up the stage that was retried last."""
+    stage: int = -1
+    """That stage."""
+
+    def next_stages(self, epoch: Epoch, node_id: str, *, neighbours: bool) -> list[int]:
+        """Stages to compute again on another node: the one that reports, then those that send to it."""
+        stage = epoch.hosts.index(node_id)
+        near = sorted(epoch.neighbours(node_id)) if neighbours else []
+        return [one for one in (stage, *near) if one not in self.retried]
+
+
+SLOW_SECONDS = 10.0
+"""After the time that is usual, the operator is told whom a step waits for."""
+STEP_PATIENCE = 30.0
+FIRST_PATIENCE = 120.0
+"""In an epoch's first step, and while its state is loaded: kernels are compiled, links are warmed."""
+PATIENCE_TIMES = 3.0
+"""As often as the others took, or as steps usually take: the stages of a slow pipeline answer in turn."""
 LATE_SECONDS = 900.0
-"""Behind the first answer; longer than what nodes and their neighbours allow."""
+"""For several nodes that do not answer, after the first did: one of them waits for another, and complains
+itself within ten minutes (`node.stage.watchdog`, `node.stage.inbox`)."""
 LATE_TIMES = 3.0
-"""As often as the first answer itself took: the stages of a slow pipeline answer one after the other."""
+REMEMBERED_STEPS = 9
+LEAST_RATE = 250_000.0
+"""Bytes a second that every node is expected to reach when it fetches or hands in its state."""
+
+
+def transfer_seconds(size: int, rate: float) -> float:
+    """How long a node may take to fetch or hand in `size` bytes, at a measured rate (0: unknown)."""
+    return 4 * size / max(rate, LEAST_RATE)
 
 
 class Stragglers:
-    """Looks at each step, first its votes and then its end, since somebody has answered."""
+    """Nodes that do not answer when others have. Looks at the loading of a state, votes, and ends of
+    steps."""
 
     def __init__(self) -> None:
         self._at: tuple[int, int, Phase] | None = None
         self._began = 0.0
-        self._first: float | None = None
+        self._answered = 0
+        self._first = self._last = 0.0
+        self._is_told = False
+        self._seconds: list[float] = []
+        """Of the newest steps, from their begin to the last vote."""
 
-    def look(self, epoch: Epoch | None, now: float) -> dict[str, str]:
-        """Who is too late, and the line for each. Call it often: times count from when it is called."""
+    def look(
+        self, epoch: Epoch | None, now: float, loading: Sequence[float] = ()
+    ) -> tuple[dict[str, str], str | None]:
+        """Who is too late, with a line for each, and a note for the operator. Call it often.
+
+        Args:
+            loading: seconds that each stage may take to fetch its state, beside what is usual.
+        """
         at = (epoch.number, epoch.step, epoch.phase) if epoch is not None else None
         if at != self._at:
-            self._at, self._began, self._first = at, now, None
-        if epoch is None or epoch.phase not in (Phase.STEPPING, Phase.APPLYING) or not epoch.answered:
-            return {}
-        if self._first is None:
+            self._note_step(at, now)
+            self._at, self._began, self._answered, self._is_told = at, now, 0, False
+        if epoch is None or epoch.phase in (Phase.PLACING, Phase.IDLE) or not epoch.answered:
+            return {}, None
+        if self._answered == 0:
             self._first = now
-        late = now - self._first
-        if late <= max(LATE_SECONDS, LATE_TIMES * (self._first - self._began)):
-            return {}
-        line = f"it did not end step {epoch.step + 1} within {late:.0f} s after another did: start it again"
-        return {node: line for node in epoch.hosts if node not in epoch.answered}
+        if len(epoch.answered) > self._answered:
+            self._answered, self._last = len(epoch.answered), now
+        missing = [node for node in epoch.hosts if node not in epoch.answered]
+        if not missing:
+            return {}, None
+        usual = median(self._seconds) if self._seconds else 0.0
+        beyond = now - max(self._last, self._began + usual)
+        work = "load its state" if epoch.phase is Phase.RESTORING else f"end step {epoch.step + 1}"
+        extra = max((loading[epoch.hosts.index(node)] for node in missing), default=0.0) if loading else 0.0
+        if epoch.phase is not Phase.RESTORING:
+            extra = 0.0
+        if len(missing) == 1:
+            late = now - self._last
+            if late > self._patience(epoch, usual) + extra:
+                line = f"it did not {work} within {late:.0f} s after all others did: start it again"
+                return {missing[0]: line}, None
+        elif epoch.phase is not Phase.RESTORING:
+            late = now - self._first
+            if late > max(LATE_SECONDS, LATE_TIMES * (self._first - self._began)):
+                line = f"it did not {work} within {late:.0f} s after another did: start it again"
+                return dict.fromkeys(missing, line), None
+        if beyond > SLOW_SECONDS + extra and not self._is_told:
+            self._is_told = True
+            named = ", ".join(f"node {node} (stage {epoch.hosts.index(node)})" for node in missing)
+            return {}, f"step {epoch.step + 1} waits for {named}: {beyond:.0f} s beyond what is usual"
+        return {}, None
+
+    def _patience(self, epoch: Epoch, usual: float) -> float:
+        """Seconds that the last node may take after all others: more than they took, or steps take."""
+        least = STEP_PATIENCE if epoch.steps_done else FIRST_PATIENCE
+        return max(least, PATIENCE_TIMES * max(usual, self._last - self._began))
+
+    def _note_step(self, at: tuple[int, int, Phase] | None, now: float) -> None:
+        """A phase is over: remember how long a step took that got its votes."""
+        before = self._at
+        if before and at and before[2] is Phase.STEPPING and at == (*before[:2], Phase.APPLYING):
+            self._seconds = [*self._seconds, now - self._began][-REMEMBERED_STEPS:]

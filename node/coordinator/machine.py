@@ -28,8 +28,29 @@ from node.coordinator.actions import (
     run_over,
     sent_away,
 )
-from node.coordinator.epoch import Epoch, EpochSeries, FiniteUncompressed, NonFinite, Phase, StepPlan
-from node.coordinator.failures import Blame, Complaints, Ending, Failures, GiveUp, Stragglers, Verdict
+from node.coordinator.epoch import (
+    Epoch,
+    EpochSeries,
+    FiniteUncompressed,
+    Implausible,
+    NonFinite,
+    Outcome,
+    Phase,
+    RefusedVote,
+    StepPlan,
+)
+from node.coordinator.failures import (
+    Blame,
+    Doubt,
+    Ending,
+    Failures,
+    GiveUp,
+    Quarantine,
+    RunAgain,
+    Stragglers,
+    Verdict,
+    transfer_seconds,
+)
 from node.coordinator.membership import Member, Roster, prefetch
 from node.coordinator.run_plan import Past, RunPlan
 from node.coordinator.snapshot_schedule import SnapshotSchedule
@@ -48,7 +69,9 @@ class RunMachine:
         self._snapshots = SnapshotSchedule(every=plan.snapshot_every, newest=past.newest_snapshot)
         self._failures = Failures()
         self._blame = Blame()
-        self._epochs = EpochSeries(past.last_epoch, past.committed, step_plan)
+        self._epochs = EpochSeries(
+            past.last_epoch, past.committed, step_plan, plan.neighbours, plan.unit_numbers
+        )
         self._assigner = StageAssigner(
             stages=plan.stages,
             min_stages=plan.min_stages,
@@ -57,8 +80,9 @@ class RunMachine:
             sharing=plan.sharing,
             previous=past.hosts,
         )
-        self._complaints = Complaints()
-        self._laggards = Stragglers()
+        self._quarantine = Quarantine()
+        self._stragglers = Stragglers()
+        self._doubt: Doubt | None = None
         self._ending = Ending()
         self._growing = False
         self._unseen = 0.0
@@ -79,7 +103,7 @@ class RunMachine:
     @property
     def quarantined(self) -> Mapping[str, str]:
         """Nodes that are shut out for what their neighbours said, and what that was."""
-        return self._complaints.quarantined
+        return self._quarantine.why
 
     @property
     def newest_snapshot(self) -> int:
@@ -98,11 +122,12 @@ class RunMachine:
         epoch: int,
         now: float,
         devices: Devices = ONE,
+        rate: float = 0.0,
     ) -> list[Action]:
         """A node opened its control connection: for the first time, again, or as a new process.
 
-        `epoch` is the one it believes to be in, 0 for none. `memory_bytes` is that of the smallest device.
-        One that cannot hold any stage is sent away.
+        `epoch` is the one it believes to be in, 0 for none. `memory_bytes` is that of the smallest device,
+        `rate` bytes a second from the coordinator (0: unknown). One that cannot hold any stage is sent away.
         """
         if self.stopped:
             return finish_all([node_id], self.goodbye)
@@ -119,7 +144,7 @@ class RunMachine:
         offer = Candidate(node_id=node_id, memory_bytes=memory_bytes, devices=devices)
         if member is None and (line := self._assigner.useless(offer)) is not None:
             return [*actions, *sent_away(node_id, line), *self._try_place(now)]
-        self._roster.arrived(offer, address=address, process_nonce=process_nonce, now=now)
+        self._roster.arrived(offer, address=address, process_nonce=process_nonce, rate=rate, now=now)
         current = self.epoch if self.epoch is not None and node_id in self.epoch.hosts else None
         if epoch and (current is None or current.number != epoch):
             actions += epoch_over([node_id], epoch, "that epoch is over")
@@ -148,13 +173,26 @@ class RunMachine:
         for node_id, reason in self._roster.overdue(now).items():
             actions += self._gone(node_id, reason, now)
         seen = now - self._unseen
-        for node_id, line in (self._epochs.unplaced(seen) | self._laggards.look(self.epoch, seen)).items():
-            actions += run_over([node_id], line, failed=True) + self._gone(node_id, line, now)
+        late, note = self._stragglers.look(self.epoch, seen, self._loading_seconds())
+        unsaved, slow = self._snapshots.overdue(seen)
+        actions += [Announce(text=text) for text in (note, slow) if text is not None]
+        for node_id, line in (self._epochs.unplaced(seen) | late | unsaved).items():
+            if node_id in unsaved and self._snapshots.awaited:
+                self._ending.missing(f"node {node_id} did not hand in its layers")
+            actions += self._replace_straggler(node_id, line, now)
         return actions + self._try_place(now)
 
     def lost(self, node_id: str, reason: str, now: float) -> list[Action]:
         """The node is dead, was evicted, or says itself that it ends."""
         return self._gone(node_id, reason, now) + self._try_place(now)
+
+    def refused(self, node_id: str, why: str, now: float) -> list[Action]:
+        """A message of this node was refused: no correct node sends it."""
+        if self.stopped:
+            return []
+        if self._quarantine.strike(node_id, why):
+            return self._shut_out(node_id, now)
+        return [Announce(text=f"a message of node {node_id} was refused: {why}")]
 
     def leave(self, node_id: str, now: float) -> list[Action]:
         """The node asks to go. It is released once the state it holds is on disk, or the epoch has failed."""
@@ -201,6 +239,11 @@ class RunMachine:
             case _:
                 return []
 
+    def layer_received(self, step: int, unit: str, now: float) -> list[Action]:
+        """A node has handed in a layer of a snapshot; `snapshot_stored` follows when all are on disk."""
+        self._snapshots.layer_received(step, unit, now - self._unseen)
+        return []
+
     def snapshot_stored(self, step: int, now: float) -> list[Action]:
         """The snapshot of `step` is complete and on disk."""
         self._snapshots.stored(step)
@@ -244,19 +287,24 @@ class RunMachine:
         epoch.phase = Phase.IDLE
         return self._between_steps(epoch, now)
 
-    def _voted(
-        self, epoch: Epoch, outcome: list[Action] | NonFinite | FiniteUncompressed, now: float
-    ) -> list[Action]:
+    def _voted(self, epoch: Epoch, outcome: Outcome, now: float) -> list[Action]:
         match outcome:
             case NonFinite():
-                verdict = self._failures.not_finite(epoch, outcome.node_id, outcome.what)
-                return self._after_failure(epoch, verdict, now)
+                return self._not_finite(epoch, outcome.node_id, outcome.what, now)
             case FiniteUncompressed():
                 return self._after_failure(epoch, self._failures.finite_uncompressed(epoch), now)
+            case RefusedVote():
+                actions = self.refused(outcome.node_id, outcome.why, now)
+                return actions + (epoch.ask_again(outcome.node_id) if self.epoch is epoch else [])
+            case Implausible():
+                what = f"{outcome.what} is far from those of the newest steps"
+                again = self._compute_again(epoch, outcome.node_id, what, now, finite=True)
+                return self._voted(epoch, epoch.commit_anyway(), now) if again is None else again
             case _:
                 if outcome and epoch.committed is not None:
                     self._epochs.committed(epoch.committed)
                     self._failures.committed(epoch.committed.step)
+                    return [*outcome, *self._settle_doubt(epoch.committed.step, now)]
                 return outcome
 
     def _progress(self, epoch: Epoch, actions: list[Action], now: float) -> list[Action]:
@@ -265,20 +313,20 @@ class RunMachine:
             return []
         if isinstance(actions[-1], StepDone):
             self._failures.forgive()
-            self._blame.done(epoch.hosts)
+            self._blame.done(epoch.hosts, epoch.step)
         if epoch.step < self.plan.total_steps:
             if self._snapshots.due(epoch.step):
                 # Also after a restore: the epoch that should have taken this snapshot may have ended badly.
                 self._growing = self._can_grow(epoch)
             if self._snapshots.wanted(epoch.step) and self._may_go_on(epoch):
-                actions = [*actions, *self._snapshot(epoch, await_it=False)]
+                actions = [*actions, *self._snapshot(epoch, now, await_it=False)]
         return actions + self._between_steps(epoch, now)
 
     def _between_steps(self, epoch: Epoch, now: float) -> list[Action]:
         if self._may_go_on(epoch):
             return epoch.begin()
         if self._snapshots.newest < epoch.step:
-            return self._snapshot(epoch, await_it=True)
+            return self._snapshot(epoch, now, await_it=True)
         if epoch.step >= self.plan.total_steps:
             return self._stop("all steps are done", failed=False)
         if self._ending.due:
@@ -298,8 +346,11 @@ class RunMachine:
         """Whether the epoch may be past the newest snapshot, so that ending it now would lose work."""
         return epoch.phase in (Phase.STEPPING, Phase.APPLYING) or self._snapshots.newest < epoch.step
 
-    def _snapshot(self, epoch: Epoch, *, await_it: bool) -> list[Action]:
-        self._snapshots.ask(epoch.step, await_it=await_it)
+    def _snapshot(self, epoch: Epoch, now: float, *, await_it: bool) -> list[Action]:
+        stages = len(epoch.hosts)
+        layers = dict(zip(epoch.hosts, self.plan.units(stages), strict=True))
+        sizes = dict(zip(epoch.hosts, self.plan.state_bytes(stages), strict=True))
+        self._snapshots.ask(epoch.step, layers, sizes, await_it=await_it, now=now - self._unseen)
         return [OpenSnapshot(step=epoch.step), *epoch.take_snapshot()]
 
     def _can_grow(self, epoch: Epoch) -> bool:
@@ -311,17 +362,19 @@ class RunMachine:
 
     def _failed(self, epoch: Epoch, node_id: str, message: StepFailed, now: float) -> list[Action]:
         if message.kind is FailureKind.NON_FINITE:
-            return self._after_failure(epoch, self._failures.not_finite(epoch, node_id, message.message), now)
+            return self._not_finite(epoch, node_id, message.message, now)
         actions = self._complaint(epoch, node_id, message, now)
         if self.epoch is not epoch:
             return actions
         verdict = self._failures.failed(epoch, node_id, message.message)
         suspects = self._blame.suspects(epoch, node_id, message)
-        if isinstance(verdict, GiveUp) and not self._ending.due:
+        # One of two neighbours breaks the protocol: only with another partner will it show which.
+        replaces = isinstance(verdict, GiveUp) or message.kind is FailureKind.PEER
+        if (replaces or self._blame.keeps_failing(node_id)) and not self._ending.due:
             unblamed = self._blame.blameless(self._roster.candidates())
             for culprit in suspects:
                 if self._assigner.hand_over(culprit, unblamed, now):
-                    self._blame.take_stage(culprit, by=node_id)
+                    self._blame.replace(culprit, by=node_id, step=epoch.step)
                     verdict = self._failures.stage_given_up(epoch, culprit, verdict)
                     break
         return actions + self._after_failure(epoch, verdict, now)
@@ -334,26 +387,100 @@ class RunMachine:
         # Links may be broken for good, but what stages hold can be handed in without them.
         stay = {offer.node_id for offer in self._roster.candidates()} >= set(epoch.hosts)
         unsaved = epoch.phase is Phase.APPLYING or self._snapshots.newest < epoch.step
-        saves = stay and unsaved and self._ending.saves_once(verdict)
+        saves = stay and unsaved and self._ending.saves_once()
         if isinstance(verdict, GiveUp) and not saves:
             return self._end()
         over = [*notes, *self._end_epoch(verdict.kind, verdict.reason)]
         return over + (self._begin_epoch(epoch.hosts, now) if saves else self._try_place(now))
 
-    def _complaint(self, epoch: Epoch, node_id: str, message: StepFailed, now: float) -> list[Action]:
-        """What a stage says against a neighbour; who says it of everybody is the culprit."""
-        if self.stopped or (culprit := self._complaints.hear(epoch, node_id, message)) is None:
+    def _not_finite(self, epoch: Epoch, node_id: str, what: str, now: float) -> list[Action]:
+        """Look for the cause in this order: the node, the codecs, divergence."""
+        what = f"{what} at stage {epoch.hosts.index(node_id)} is not finite"
+        if (again := self._compute_again(epoch, node_id, what, now)) is not None:
+            return again
+        return self._after_failure(epoch, self._failures.not_finite(epoch, what), now)
+
+    def _compute_again(
+        self, epoch: Epoch, node_id: str, what: str, now: float, *, finite: bool = False
+    ) -> list[Action] | None:
+        """Run the step again with this node's stage on a spare; None if no stage is left to try, or no spare.
+
+        A value that is not finite may also come from what neighbours sent.
+        """
+        doubt = self._doubt
+        if doubt is None or doubt.step != epoch.step:
+            doubt = self._doubt = Doubt(step=epoch.step)
+        self._blame.exonerate(doubt.replaced)
+        doubt.replaced = ""
+        if epoch.uncompressed or self._ending.due:
+            return None
+        spares = self._blame.blameless(self._roster.candidates())
+        for stage in doubt.next_stages(epoch, node_id, neighbours=not finite):
+            culprit = epoch.hosts[stage]
+            if self._assigner.hand_over(culprit, spares, now):
+                self._blame.replace(culprit, by=culprit, step=epoch.step)
+                doubt.retried.add(stage)
+                doubt.replaced, doubt.stage = culprit, stage
+                note = (
+                    f"step {epoch.step + 1} is not committed: {what}; a spare computes stage {stage} again, "
+                    f"in place of node {culprit}"
+                )
+                verdict = RunAgain(kind=AbortKind.NOT_FINITE, reason=what, note=note)
+                return self._after_failure(epoch, verdict, now)
+        return None
+
+    def _settle_doubt(self, step: int, now: float) -> list[Action]:
+        """A step is committed: if another node made it so, the one that it replaced was wrong."""
+        doubt = self._doubt
+        if doubt is None or doubt.step != step:
             return []
-        why = f"quarantined: {self.quarantined[culprit]}"
-        return run_over([culprit], why, failed=True) + self.lost(culprit, why, now)
+        self._doubt = None
+        if not doubt.replaced:
+            return []
+        wrong = f"what it gave for stage {doubt.stage} in step {step + 1} was wrong, as another node found"
+        if self._quarantine.strike(doubt.replaced, wrong):
+            return self._shut_out(doubt.replaced, now)
+        line = f"node {doubt.replaced}: {wrong}; it gets a stage again only if no other node is left"
+        return [Announce(text=line)]
+
+    def _complaint(self, epoch: Epoch, node_id: str, message: StepFailed, now: float) -> list[Action]:
+        """What a stage says against a neighbour."""
+        if self.stopped:
+            return []
+        culprit = self._quarantine.complaint(epoch, node_id, message)
+        return [] if culprit is None else self._shut_out(culprit, now)
+
+    def _shut_out(self, node_id: str, now: float) -> list[Action]:
+        why = self.quarantined[node_id]
+        over = run_over([node_id], f"quarantined: {why}", failed=True)
+        line = f"node {node_id} is shut out: {why}"
+        return [Announce(text=line), *over, *self.lost(node_id, f"quarantined: {why}", now)]
+
+    def _replace_straggler(self, node_id: str, line: str, now: float) -> list[Action]:
+        """A node that others wait for ends; started again it may help, a few times."""
+        if self._quarantine.strike(node_id, line):
+            return self._shut_out(node_id, now)
+        return [
+            Announce(text=f"node {node_id} is replaced: {line}"),
+            *run_over([node_id], line, failed=True),
+            *self._gone(node_id, line, now),
+        ]
+
+    def _loading_seconds(self) -> list[float]:
+        """How long each stage of the epoch may take to fetch its state."""
+        if self.epoch is None:
+            return []
+        sizes = self.plan.state_bytes(len(self.epoch.hosts))
+        rates = [self.members[node].rate for node in self.epoch.hosts]
+        return [transfer_seconds(size, rate) for size, rate in zip(sizes, rates, strict=True)]
 
     # ---- inside: hosts
 
     def _candidates(self) -> list[Candidate]:
-        """Who could host a stage. Those who gave one up at this step only if the run could not go on else."""
+        """Who could host a stage. Those that gave one up of late only if there are too few others."""
         here = self._roster.candidates()
         blameless = self._blame.blameless(here)
-        return blameless if len(blameless) >= self.plan.min_stages else here
+        return blameless if len(blameless) >= self.plan.min_stages else self._blame.blameless_first(here)
 
     def _release(self, node_id: str, now: float) -> list[Action]:
         """Let a node go that asked to."""

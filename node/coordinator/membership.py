@@ -17,6 +17,8 @@ class Member:
     offer: Candidate
     process_nonce: int
     last_heard: float
+    rate: float = 0.0
+    """Bytes a second from the coordinator; 0 if unknown."""
     disconnected_at: float | None = None
     leaving: bool = False
 
@@ -29,7 +31,7 @@ class Roster:
         self._silent_seconds = silent_seconds
         self._reconnect_seconds = reconnect_seconds
 
-    def arrived(self, offer: Candidate, *, address: str, process_nonce: int, now: float) -> None:
+    def arrived(self, offer: Candidate, *, address: str, process_nonce: int, rate: float, now: float) -> None:
         """A node connected, for the first time or again; its first offer stands."""
         member = self.members.get(offer.node_id)
         if member is None:
@@ -37,6 +39,7 @@ class Roster:
             self.members[offer.node_id] = member
         member.disconnected_at = None
         member.last_heard = now
+        member.rate = rate
         member.address = address
 
     def heard(self, node_id: str, now: float) -> None:

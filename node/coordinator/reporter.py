@@ -4,7 +4,7 @@ The reporter knows what this process has seen; the run's state is in the state m
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -13,9 +13,9 @@ from node.analysis.remedies import LADDER
 from node.config.schema import RunConfig
 from node.coordinator.accounting import Accounting
 from node.coordinator.actions import Aborted, RecordCommit, RecordRestored
+from node.coordinator.run_plan import stage_state_bytes
 from node.coordinator.store import StepRecord
-from node.model.lora_shapes import trained_specs
-from node.model.units import is_block, state_bytes
+from node.model.units import is_block
 from node.pipeline.placement import stage_units
 from node.telemetry import events
 from node.telemetry.costs import bits_per_element, idle_by_stage, mbit_by_stage
@@ -120,7 +120,7 @@ class Reporter:
         recovered = self._recovery.over(
             step=restored.step,
             now=time.monotonic(),
-            state_bytes=max(map(self._state_bytes, stages)),
+            state_bytes=max(stage_state_bytes(self._config, len(stages))),
             rate=min(rates, default=0.0),
         )
         if recovered is not None:
@@ -165,10 +165,6 @@ class Reporter:
 
     def finished(self, reason: str, *, failed: bool) -> None:
         self._emit(events.RunFinished(reason=reason, failed=failed, summary=self._summary()))
-
-    def _state_bytes(self, units: Sequence[str]) -> int:
-        model, lora, moments = self._config.model, self._config.lora, self._config.training.moments
-        return sum(state_bytes(trained_specs(model, lora, unit), moments) for unit in units)
 
     def _count(self, loss: float, tokens: int, seconds: float) -> None:
         tally = self._tally

@@ -5,9 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from node.config.schema import RunConfig
-from node.coordinator.epoch import Committed, StepPlan
+from node.coordinator.epoch import Committed, Neighbours, StepPlan
 from node.coordinator.stage_assignment import Sharing, StageBytes, sharing, stage_needs
-from node.pipeline.placement import stage_units
+from node.coordinator.votes import UnitNumbers
+from node.model.lora_shapes import trained_specs
+from node.model.units import state_bytes, unit_names
+from node.pipeline.placement import chunks_of, stage_units
+from node.pipeline.routing import neighbours
 from node.training.schedule import clip_coefficient, learning_rate
 
 
@@ -27,8 +31,12 @@ class RunPlan:
     """How long to wait for a missing node before its stage, or the whole split, changes hands."""
     units: Callable[[int], Sequence[Sequence[str]]]
     """Number of stages -> the layer units of each stage."""
+    unit_numbers: UnitNumbers
+    neighbours: Neighbours
     stage_bytes: StageBytes
     sharing: Sharing = lambda _: None
+    state_bytes: Callable[[int], Sequence[int]] = lambda stages: (0,) * stages
+    """Number of stages -> bytes of weights and optimizer state of each stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +69,9 @@ def run_plan(config: RunConfig, windows: int) -> RunPlan:
         units=functools.partial(stage_units, config),
         stage_bytes=stage_needs(config, windows),
         sharing=sharing(config),
+        unit_numbers=functools.cache(functools.partial(_unit_numbers, config)),
+        neighbours=functools.partial(_neighbours, config),
+        state_bytes=functools.partial(stage_state_bytes, config),
     )
 
 
@@ -73,3 +84,21 @@ def step_plan(config: RunConfig) -> StepPlan:
         return clip, learning_rate(step, training, config.run.steps)
 
     return plan
+
+
+def stage_state_bytes(config: RunConfig, stages: int) -> list[int]:
+    """Bytes of weights and optimizer state of each stage, first stage first."""
+    model, lora, moments = config.model, config.lora, config.training.moments
+    return [
+        sum(state_bytes(trained_specs(model, lora, unit), moments) for unit in units)
+        for units in stage_units(config, stages)
+    ]
+
+
+def _unit_numbers(config: RunConfig, stages: int) -> list[frozenset[int]]:
+    names = unit_names(config.model)
+    return [frozenset(map(names.index, units)) for units in stage_units(config, stages)]
+
+
+def _neighbours(config: RunConfig, stage: int, stages: int) -> tuple[int, ...]:
+    return neighbours(stage, stages, chunks_of(config, stages), config.model.tied)

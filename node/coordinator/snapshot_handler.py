@@ -67,6 +67,7 @@ class SnapshotHandler:
         directory: Path,
         run_id: str,
         store: Store,
+        layer_received: Callable[[int, str], None],
         stored: Callable[[Manifest], None],
         damaged: Callable[[int, Checked], None],
         failed: Callable[[str], None],
@@ -75,6 +76,7 @@ class SnapshotHandler:
         Args:
             windows: samples of one pass over the text.
             directory: where the run keeps its snapshots.
+            layer_received: called for every layer that a node has handed in, with its step.
             stored: called for every snapshot that is complete and recorded.
             damaged: called when the newest snapshot turns out damaged, with its step and what is left.
             failed: called with the reason when the disk or the database fails.
@@ -84,6 +86,7 @@ class SnapshotHandler:
         self._directory = directory
         self._store = store
         self._writer = SnapshotWriter(directory, config, run_id, windows)
+        self._layer_received = layer_received
         self._stored = stored
         self._damaged = damaged
         self._failed = failed
@@ -195,6 +198,7 @@ class SnapshotHandler:
         that unit.
         """
         faults.reach_coordinator(faults.Phase.SNAPSHOT, step=permit.step)
+        self._layer_received(permit.step, permit.unit)
         done = asyncio.get_running_loop().create_future()
         self._uploads.put_nowait(_Upload(permit=permit, data=data, digest=digest, done=done))
         await done

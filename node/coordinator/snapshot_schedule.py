@@ -1,8 +1,34 @@
 """Which snapshots are due, under way and stored. Pure."""
 
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
 MAX_ASKED = 2
 """Snapshots being uploaded at a time; on slower links some are skipped. Each costs its nodes a copy of their
 state."""
+
+
+PATIENCE = 60.0
+"""Seconds that a node may take to hand in its layers, besides the time for their bytes."""
+ALONE_TIMES = 15.0
+"""As much longer while nobody has handed in anything: it may not be the nodes."""
+PATIENCE_TIMES = 4.0
+"""As often as it took the last time."""
+LEAST_UPLOAD_RATE = 62_500.0
+"""Bytes a second that a node's layers are expected to come with while nothing is measured."""
+SLOW_SECONDS = 10.0
+"""The operator is told whom an awaited snapshot waits for after this."""
+
+
+@dataclass
+class _Asked:
+    """A snapshot that is being taken."""
+
+    step: int
+    at: float
+    missing: dict[str, set[str]]
+    """By node, the layers that it has not handed in."""
+    sizes: Mapping[str, int]
 
 
 class SnapshotSchedule:
@@ -14,8 +40,11 @@ class SnapshotSchedule:
         self.awaited = False
         """The run waits until the snapshot asked for last is stored."""
         self._every = every
-        self._asked: list[int] = []
-        """Steps that the epoch asked for and that are not stored yet."""
+        self._asked: list[_Asked] = []
+        """What the epoch asked for and is not stored yet."""
+        self._took: dict[str, float] = {}
+        """Seconds that each node's last layers took."""
+        self._is_told = False
         self._requested = False
         self._damaged = 0
         """A damaged snapshot with no older intact one to fall back on; 0 for none."""
@@ -34,9 +63,20 @@ class SnapshotSchedule:
             return False
         return self.newest < step and len(self._asked) < MAX_ASKED
 
-    def ask(self, step: int, *, await_it: bool) -> None:
-        """One is being taken; with `await_it` the run waits until it is stored."""
-        self._asked.append(step)
+    def ask(
+        self,
+        step: int,
+        layers: Mapping[str, Collection[str]],
+        sizes: Mapping[str, int],
+        *,
+        await_it: bool,
+        now: float,
+    ) -> None:
+        """One is being taken, `layers` and their bytes by node; with `await_it` the run waits until it is
+        stored."""
+        missing = {node: set(units) for node, units in layers.items()}
+        self._asked.append(_Asked(step, now, missing, sizes))
+        self._is_told = False
         if await_it:
             self.awaited = True
         else:
@@ -44,7 +84,39 @@ class SnapshotSchedule:
 
     def stored(self, step: int) -> None:
         self.newest = max(self.newest, step)
-        self._asked = [asked for asked in self._asked if asked > self.newest]
+        self._asked = [asked for asked in self._asked if asked.step > self.newest]
+
+    def layer_received(self, step: int, unit: str, now: float) -> None:
+        """A node has handed in a layer, which is not yet on disk."""
+        for asked in self._asked:
+            if asked.step != step:
+                continue
+            for node, units in list(asked.missing.items()):
+                units.discard(unit)
+                if not units:
+                    del asked.missing[node]
+                    self._took[node] = now - asked.at
+
+    def overdue(self, now: float) -> tuple[dict[str, str], str | None]:
+        """Nodes that had time enough to hand in their layers, with a line for each; a note for the
+        operator."""
+        late: dict[str, str] = {}
+        note = None
+        for asked in self._asked:
+            waited = now - asked.at
+            times = ALONE_TIMES if len(asked.missing) == len(asked.sizes) else 1.0
+            for node in asked.missing:
+                if waited > times * self._patience(node, asked.sizes[node]):
+                    late[node] = f"it did not hand in its layers of step {asked.step} within {waited:.0f} s"
+            if self.awaited and waited > SLOW_SECONDS and asked.missing and not self._is_told:
+                self._is_told = True
+                note = f"the snapshot of step {asked.step} waits for node {', node '.join(asked.missing)}"
+        return late, note
+
+    def _patience(self, node_id: str, size: int) -> float:
+        if (took := self._took.get(node_id)) is not None:
+            return max(PATIENCE, PATIENCE_TIMES * took)
+        return PATIENCE + size / LEAST_UPLOAD_RATE
 
     def damaged(self, step: int, whole: int) -> None:
         """The snapshot of `step` is damaged; `whole` is the newest intact one, 0 for none.

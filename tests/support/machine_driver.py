@@ -1,12 +1,14 @@
 """Drives a `RunMachine` through a run whose nodes answer at once, up to the moment a test is about."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import TypeVar
 
 from node.coordinator.actions import Action, OpenSnapshot, RecordPlacement, Send, Stop
 from node.coordinator.epoch import Epoch, Phase
 from node.coordinator.machine import RunMachine
 from node.coordinator.run_plan import Past, RunPlan
+from node.pipeline.routing import neighbours
 from wire.messages import (
     Abort,
     Applied,
@@ -31,6 +33,11 @@ UNITS = ("embed", "block.0", "block.1", "block.2", "block.3", "head")
 def units_of(stages: int) -> list[tuple[str, ...]]:
     """An even split of `UNITS`."""
     return [UNITS[s * len(UNITS) // stages : (s + 1) * len(UNITS) // stages] for s in range(stages)]
+
+
+@cache
+def unit_numbers(stages: int) -> list[frozenset[int]]:
+    return [frozenset(map(UNITS.index, units)) for units in units_of(stages)]
 
 
 def step_plan(step: int, norm: float) -> tuple[float, float]:
@@ -73,6 +80,8 @@ class Driver:
             reconnect_seconds=RECONNECT,
             regroup_seconds=REGROUP,
             units=units_of,
+            unit_numbers=unit_numbers,
+            neighbours=lambda stage, stages: neighbours(stage, stages, 1, True),
             stage_bytes=lambda count, _devices: [len(units) for units in units_of(count)],
         )
         self.machine = RunMachine(self.plan, step_plan, past if past is not None else Past())
@@ -149,7 +158,9 @@ class Driver:
         stage = self.epoch.hosts.index(node_id)
         if loss is None and stage == len(self.epoch.hosts) - 1:
             loss = 2.0
-        answer = Vote(epoch=self.epoch.number, step=self.epoch.step, norms={stage: norm}, loss=loss)
+        first, *others = sorted(unit_numbers(len(self.epoch.hosts))[stage])
+        norms = {first: norm, **dict.fromkeys(others, 0.0)}
+        answer = Vote(epoch=self.epoch.number, step=self.epoch.step, norms=norms, loss=loss)
         return self.machine.message(node_id, answer, self.time)
 
     def applied(self, node_id: str) -> list[Action]:

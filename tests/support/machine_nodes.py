@@ -45,6 +45,11 @@ def units_of(stages: int) -> list[tuple[str, ...]]:
     return [UNITS[s * len(UNITS) // stages : (s + 1) * len(UNITS) // stages] for s in range(stages)]
 
 
+@cache
+def unit_numbers(stages: int) -> list[frozenset[int]]:
+    return [frozenset(map(UNITS.index, units)) for units in units_of(stages)]
+
+
 def step_plan(step: int, norm: float) -> tuple[float, float]:
     return 1.0 / (1.0 + norm), 0.1 / (step + 1)
 

@@ -26,6 +26,7 @@ from node.coordinator.failures import MAX_RETRIES
 from node.coordinator.machine import RunMachine
 from node.coordinator.run_plan import RunPlan
 from node.coordinator.snapshot_schedule import MAX_ASKED
+from node.pipeline.routing import neighbours
 from tests.support.machine_nodes import (
     UNITS,
     Disk,
@@ -34,6 +35,7 @@ from tests.support.machine_nodes import (
     chain,
     outcome,
     step_plan,
+    unit_numbers,
     units_of,
 )
 from wire.messages import (
@@ -45,6 +47,7 @@ from wire.messages import (
     Leave,
     Placement,
     StepFailed,
+    Vote,
 )
 
 SILENT, RECONNECT, REGROUP = 15.0, 1.0, 10.0
@@ -73,6 +76,8 @@ class World:
             reconnect_seconds=RECONNECT,
             regroup_seconds=REGROUP,
             units=units_of,
+            unit_numbers=unit_numbers,
+            neighbours=lambda stage, stages: neighbours(stage, stages, 1, True),
             stage_bytes=lambda count, _devices: [len(units) for units in units_of(count)],
         )
         self.poisoned_step, self.poisoned_always = poisoned_step, poisoned_always
@@ -307,7 +312,11 @@ class World:
         node_id = session.node.node_id
         if self.open.get(node_id) is not session:
             return
-        if isinstance(message, Leave) and message.failed:
+        if isinstance(message, Vote) and min(message.norms.values()) < 0:
+            # As `wire.messages_proto` refuses it: the session closes, and the node dials again.
+            session.broken = True
+            self.happen(lambda machine: machine.refused(node_id, "a norm below 0", self.now))
+        elif isinstance(message, Leave) and message.failed:
             self.happen(lambda machine: machine.lost(node_id, message.reason, self.now))
         elif isinstance(message, Leave):
             self.happen(lambda machine: machine.leave(node_id, self.now))
@@ -335,7 +344,9 @@ class World:
             return
         parts = self.parts.setdefault(step, set())
         assert upload.state == chain(step), "a snapshot's layers are of its step"
-        parts.add(upload.units.popleft())
+        unit = upload.units.popleft()
+        parts.add(unit)
+        self.happen(lambda machine: machine.layer_received(step, unit, self.now))
         if not upload.units:
             del node.uploads[step]
         if len(parts) == len(UNITS):

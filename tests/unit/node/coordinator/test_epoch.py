@@ -3,7 +3,8 @@
 import pytest
 
 from node.coordinator.actions import RecordCommit, RecordRestored, Send, StepDone
-from node.coordinator.epoch import Committed, Epoch, FiniteUncompressed, NonFinite, Phase
+from node.coordinator.epoch import Committed, Epoch, FiniteUncompressed, NonFinite, Phase, RefusedVote
+from node.coordinator.votes import VoteHistory
 from wire.messages import Begin, Commit, Placed, PlacedStage, Placement, Restore, TakeSnapshot, Vote
 
 
@@ -25,6 +26,8 @@ def epoch(
         branches=branches,
         suspect_step=suspect,
         plan=lambda step, norm: (1.0, 0.1 * step),
+        neighbours=lambda stage, _stages: {1 - stage},
+        history=VoteHistory(lambda _stages: [frozenset({0}), frozenset({1})]),
     )
 
 
@@ -33,7 +36,8 @@ def placed(held: int, voted: bool = False, branch: int = 0) -> Placed:
 
 
 def vote(step: int, norm: float = 1.0, unit: int = 0, loss: float | None = None) -> Vote:
-    return Vote(epoch=4, step=step, norms={unit: norm}, loss=loss)
+    """Of stage 0, which holds unit 0, or of the last, which holds unit 1."""
+    return Vote(epoch=4, step=step, norms={unit: norm}, loss=2.0 if unit and loss is None else loss)
 
 
 def stepping(step: int = 3, suspect: int | None = None) -> Epoch:
@@ -79,7 +83,7 @@ def test_strangers_are_not_counted(node: str) -> None:
     one = epoch()
     assert one.placed(node, placed(0)) == [] and one.ready(node) == []
     one = stepping()
-    assert one.vote(node, vote(3)) == [] and one.applied(node, 3) == []
+    assert one.vote(node, vote(3, unit=int(node == "b"))) == [] and one.applied(node, 3) == []
     one.vote("a", vote(3))
     assert one.phase is Phase.STEPPING
 
@@ -87,7 +91,11 @@ def test_strangers_are_not_counted(node: str) -> None:
 def test_what_comes_in_another_phase_is_not_counted() -> None:
     one = epoch(state=3)
     for node in "ab":
-        assert one.ready(node) == [] and one.vote(node, vote(3)) == [] and one.applied(node, 3) == []
+        assert (
+            one.ready(node) == []
+            and one.vote(node, vote(3, unit=int(node == "b"))) == []
+            and one.applied(node, 3) == []
+        )
     one = stepping()
     for node in "ab":
         assert one.placed(node, placed(3)) == [] and one.ready(node) == [] and one.applied(node, 3) == []
@@ -106,7 +114,7 @@ def test_a_vote_for_another_step_is_not_counted(step: int) -> None:
 def test_another_steps_applied_is_not_counted(step: int) -> None:
     one = stepping(3)
     one.vote("a", vote(3))
-    one.vote("b", vote(3))
+    one.vote("b", vote(3, unit=1))
     one.applied("a", 3)
     assert one.applied("b", step) == []
     assert one.phase is Phase.APPLYING
@@ -125,7 +133,7 @@ def test_a_vote_replaces_the_one_before_from_the_same_node() -> None:
 def test_votes_of_the_step_before_do_not_count_for_the_next() -> None:
     one = stepping()
     for node in "ab":
-        one.vote(node, vote(3))
+        one.vote(node, vote(3, unit=int(node == "b")))
     for node in "ab":
         one.applied(node, 3)
     one.begin()
@@ -135,13 +143,11 @@ def test_votes_of_the_step_before_do_not_count_for_the_next() -> None:
 
 
 def test_what_is_not_finite_is_named() -> None:
-    assert stepping().vote("a", vote(3, norm=float("nan"), unit=7)) == NonFinite(
-        "a", "the gradient of layer unit 7"
-    )
-    assert stepping().vote("b", vote(3, loss=float("inf"))) == NonFinite("b", "the loss")
+    assert stepping().vote("a", vote(3, norm=float("nan"))) == NonFinite("a", "the gradient of layer unit 0")
+    assert stepping().vote("b", vote(3, unit=1, loss=float("inf"))) == NonFinite("b", "the loss")
     one = stepping()
     one.vote("a", vote(3, norm=1e308))
-    assert one.vote("b", vote(3, norm=1e308, unit=1)) == NonFinite("b", "the global gradient norm")
+    assert one.vote("b", vote(3, norm=1.1e308, unit=1)) == NonFinite("b", "the global gradient norm")
 
 
 def test_only_an_epoch_that_begins_at_the_suspect_step_is_uncompressed() -> None:
@@ -149,7 +155,7 @@ def test_only_an_epoch_that_begins_at_the_suspect_step_is_uncompressed() -> None
     assert not stepping(2, suspect=3).uncompressed
     one = stepping(3, suspect=3)
     one.vote("a", vote(3))
-    assert one.vote("b", vote(3)) == FiniteUncompressed()
+    assert one.vote("b", vote(3, unit=1)) == FiniteUncompressed()
     assert one.phase is Phase.STEPPING and one.committed is None
 
 
@@ -210,7 +216,7 @@ def test_every_stage_hears_of_all_stages() -> None:
 def test_a_snapshot_is_repeated_until_the_step_after_it_is_done() -> None:
     one = stepping()
     for node in "ab":
-        one.vote(node, vote(3))
+        one.vote(node, vote(3, unit=int(node == "b")))
     for node in "ab":
         one.applied(node, 3)
     one.take_snapshot()
@@ -219,8 +225,28 @@ def test_a_snapshot_is_repeated_until_the_step_after_it_is_done() -> None:
     one.begin()
     assert one.outstanding("a") == [take, Begin(epoch=4, step=4)]
     for node in "ab":
-        one.vote(node, vote(4))
+        one.vote(node, vote(4, unit=int(node == "b")))
     assert one.outstanding("a")[0] == take
     for node in "ab":
         one.applied(node, 4)
     assert one.outstanding("a") == []
+
+
+@pytest.mark.parametrize(
+    ("node", "wrong"),
+    [
+        ("a", vote(3, unit=1)),
+        ("a", vote(3, loss=2.0)),
+        ("a", Vote(epoch=4, step=3, norms={0: 1.0, 1: 1.0}, loss=None)),
+        ("a", Vote(epoch=4, step=3, norms={}, loss=None)),
+        ("b", vote(3, unit=1, loss=-1e300)),
+        ("b", Vote(epoch=4, step=3, norms={1: 1.0}, loss=None)),
+    ],
+)
+def test_a_vote_speaks_for_its_voter_alone(node: str, wrong: Vote) -> None:
+    one = stepping()
+    other = "b" if node == "a" else "a"
+    one.vote(other, vote(3, unit="ab".index(other)))
+    assert isinstance(one.vote(node, wrong), RefusedVote)
+    assert one.phase is Phase.STEPPING, "it is not counted"
+    assert one.ask_again(node) == [Send(node_id=node, message=Begin(epoch=4, step=3))]

@@ -108,11 +108,14 @@ def test_the_norm_does_not_depend_on_the_order_of_votes() -> None:
     assert len({norm(order) for order in ("abc", "cba", "bac", "cab")}) == 1
 
 
-def test_a_step_without_a_loss_is_recorded_as_such() -> None:
+def test_the_last_stages_vote_has_a_loss() -> None:
     run = Driver(stages=1).started("a")
-    vote = Vote(epoch=1, step=0, norms={0: 1.0}, loss=None)
-    (record, _) = run.machine.message("a", vote, run.time)
-    assert isinstance(record, RecordCommit) and math.isnan(record.loss)
+    vote = Vote(epoch=1, step=0, norms=dict.fromkeys(range(6), 1.0), loss=None)
+    told, again = run.machine.message("a", vote, run.time)
+    assert told == Announce(
+        text="a message of node a was refused: it voted without a loss, as the last stage"
+    )
+    assert again == Send(node_id="a", message=Begin(epoch=1, step=0))
 
 
 # ---- snapshots
@@ -161,7 +164,8 @@ def test_a_run_ends_when_its_last_state_is_on_disk() -> None:
     actions = run.all_applied()
     assert of_kind(actions, OpenSnapshot) == [OpenSnapshot(step=2)]
     assert sent(actions) == [TakeSnapshot(epoch=1, step=2)] * 2
-    assert run.tick(600.0) == [], "however long it takes"
+    waits = Announce(text="the snapshot of step 2 waits for node a, node b")
+    assert run.tick(600.0) == [waits], "nobody hands in anything: it may not be the nodes"
     end = run.stored(2)
     assert finishes(end) == {"a": "all steps are done", "b": "all steps are done"}
     assert stop_of(end).failed is False

@@ -130,7 +130,7 @@ class Peer:
         assert await self.hear() == Begin(epoch=epoch, step=0)
 
     def vote(self, epoch: int = 1) -> None:
-        self.say(Vote(epoch=epoch, step=0, norms={0: 1.0}, loss=2.0))
+        self.say(Vote(epoch=epoch, step=0, norms=dict.fromkeys(range(4), 1.0), loss=2.0))
 
 
 class Scene:
@@ -264,11 +264,12 @@ async def test_only_the_nodes_of_the_epoch_that_asked_hand_its_snapshot_in(tmp_p
         for message in (
             Placed(epoch=1, held_step=-1, voted=False),
             Ready(epoch=1, telemetry=Telemetry()),
-            Vote(epoch=1, step=0, norms={0: 1.0}, loss=2.0),
+            Vote(epoch=1, step=0, norms={0: 1.0, 1: 1.0}, loss=None),
             Applied(epoch=1, step=0, telemetry=Telemetry()),
         ):
             for node in (first, last):
-                node.say(message)
+                voted = isinstance(message, Vote) and node is last
+                node.say(Vote(epoch=1, step=0, norms={2: 1.0, 3: 1.0}, loss=2.0) if voted else message)
             for node in (first, last):
                 await node.hear()
         upper, lower = stage_units(config, 2)

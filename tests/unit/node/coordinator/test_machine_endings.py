@@ -285,12 +285,13 @@ def test_a_run_that_is_given_up_with_all_on_disk_ends_at_once() -> None:
     assert "the snapshot of step 2 is intact" in stop_of(failing(run, MAX_RETRIES + 1)).reason
 
 
-def test_a_run_that_diverges_keeps_its_older_snapshots_as_they_are() -> None:
-    """The newest state is the one that diverges next."""
+def test_a_run_that_diverges_saves_the_state_before_that_step() -> None:
     run = in_phase(Phase.STEPPING)
     run.vote("b", norm=math.nan)
     run.restored(2)
-    assert NO_SNAPSHOT in stop_of(run.vote("b", norm=math.nan)).reason
+    run.vote("b", norm=math.nan)
+    assert of_kind(run.all_placed(2), OpenSnapshot) == [OpenSnapshot(step=2)]
+    assert "so the run diverges; the snapshot of step 2 is intact" in stop_of(run.stored(2)).reason
 
 
 def test_a_last_step_whose_snapshot_keeps_failing_may_yet_be_saved() -> None:
@@ -308,7 +309,8 @@ def test_nothing_is_begun_after_the_snapshot_of_a_run_that_ends() -> None:
     run = in_phase(Phase.PLACING)
     run.stop()
     run.all_placed(2)
-    assert run.tick(600.0) == [], "it waits for the upload, however long that takes"
+    waits = Announce(text="the snapshot of step 2 waits for node a, node b, node c")
+    assert run.tick(600.0) == [waits]
     run.stored(2)
     assert run.machine.stopped and run.machine.epoch is None
     assert run.tick(REGROUP) == []

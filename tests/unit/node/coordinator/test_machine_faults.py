@@ -342,28 +342,29 @@ def test_the_run_goes_on_failing_within_its_limit_on_fewer_stages_than_asked_for
 
 def test_a_neighbour_that_keeps_sending_nonsense_is_quarantined() -> None:
     run = Driver(stages=3, every=2).started("abc", 2)
-    run.hello("x")
-    for _ in range(MAX_STRIKES - 1):
-        assert placement_of(run.failed("a", FailureKind.PEER, peer=1, why="frame of 9 GB")) == ("a", "b", "c")
+    for accuser in "aca"[: MAX_STRIKES - 1]:
+        actions = run.failed(accuser, FailureKind.PEER, peer=1, why="frame of 9 GB")
+        assert placement_of(actions) == ("a", "b", "c"), "there is no spare"
         run.restored(2)
-    actions = run.failed("c", FailureKind.PEER, peer=1, why="frame of 9 GB")
-    assert finishes(actions) == {"b": "quarantined: frame of 9 GB"}
-    assert of_kind(actions, Released) == [Released(node_id="b", reason="quarantined: frame of 9 GB")]
+    run.hello("x")
+    actions = run.failed("a", FailureKind.PEER, peer=1, why="frame of 9 GB")
+    why = "quarantined: it had a part in all of 3 failures with a and c"
+    assert finishes(actions) == {"b": why}
+    assert of_kind(actions, Released) == [Released(node_id="b", reason=why)]
     assert placement_of(actions) == ("a", "x", "c")
     assert len(of_kind(actions, Aborted)) == 1
-    assert run.machine.quarantined == {"b": "frame of 9 GB"}
 
 
 def test_who_is_quarantined_stays_out() -> None:
     run = Driver(stages=2, every=2).started("ab", 2)
     for _ in range(MAX_STRIKES):
-        run.failed("a", FailureKind.PEER, peer=1, why="nonsense")
-        if run.machine.epoch is not None:
-            run.restored(2)
+        actions = run.machine.refused("b", "nonsense", run.time)
+    why = "quarantined: nonsense, the last of 3 such faults"
+    assert finishes(actions) == {"b": why}
     for again in (False, True):
         actions = run.hello("b", again=again)
-        assert finishes(actions) == {"b": "quarantined: nonsense"}
-        assert of_kind(actions, Released) == [Released(node_id="b", reason="quarantined: nonsense")]
+        assert finishes(actions) == {"b": why}
+        assert of_kind(actions, Released) == [Released(node_id="b", reason=why)]
         assert "b" not in run.machine.members and run.machine.epoch is None
     assert placement_of(run.hello("x")) == ("a", "x")
 

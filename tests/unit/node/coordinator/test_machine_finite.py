@@ -4,14 +4,24 @@ import math
 
 import pytest
 
-from node.coordinator.actions import Aborted, AbortKind, Action, Announce, RecordCommit
+from node.coordinator.actions import Aborted, AbortKind, Action, Announce, RecordCommit, Stop
+from node.coordinator.epoch import Phase
+from node.coordinator.failures import MAX_STRIKES
 from tests.support.machine_driver import (
     Driver,
+    finishes,
     of_kind,
+    placement_of,
     restore_of,
     stop_of,
 )
 from wire.messages import FailureKind
+
+
+def saved(run: Driver, step: int) -> Stop:
+    """The stages hand in what they hold, and the run ends."""
+    run.all_placed(step)
+    return stop_of(run.stored(step))
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
@@ -47,7 +57,7 @@ def not_finite(run: Driver, how: str) -> list[Action]:
 HOW = {
     "loss": "the loss at stage 1",
     "norm": "the gradient of layer unit 0 at stage 0",
-    "sum": "the global gradient norm at stage 1",
+    "sum": "the global gradient norm at stage 0",
     "tensor": "the activation to be sent over boundary 0 at stage 0",
 }
 
@@ -58,11 +68,12 @@ def test_not_finite_uncompressed_either_is_divergence(how: str) -> None:
     not_finite(run, how)
     run.restored(3)
     assert run.epoch.uncompressed
-    end = stop_of(not_finite(run, how))
+    not_finite(run, how)
+    end = saved(run, 3)
     assert end.failed
     assert end.reason == (
         f"step 4 was not committed: {HOW[how]} is not finite, with uncompressed links too, so the run "
-        "diverges; the snapshot of step 2 is intact: lower training.lr, then resume"
+        "diverges; the snapshot of step 3 is intact: lower training.lr, then resume"
     )
 
 
@@ -74,11 +85,11 @@ def test_finite_uncompressed_is_the_codecs_fault(how: str) -> None:
     run.vote("a")
     actions = run.vote("b")
     assert of_kind(actions, RecordCommit) == [], "an uncompressed step is never committed"
-    end = stop_of(actions)
+    end = saved(run, 3)
     assert end.failed
     assert end.reason == (
         f"step 4 was not committed: {HOW[how]} is not finite; with uncompressed links it is finite, so the "
-        "codecs are the cause; the snapshot of step 2 is intact: use wider codecs in [pipeline], then resume"
+        "codecs are the cause; the snapshot of step 3 is intact: use wider codecs in [pipeline], then resume"
     )
 
 
@@ -86,7 +97,124 @@ def test_a_run_without_a_snapshot_claims_none() -> None:
     run = Driver(stages=1).started("a", 1)
     run.vote("a", norm=math.nan)
     run.restored(1)
-    assert "no snapshot is complete yet: lower" in stop_of(run.vote("a", norm=math.nan)).reason
+    run.vote("a", norm=math.nan)
+    assert "no snapshot is complete yet: lower" in stop_of(run.stop(at_once=True)).reason
+
+
+# ---- with spares: first the node, then the codecs, then divergence
+
+
+@pytest.mark.parametrize("how", ["loss", "norm", "tensor"])
+def test_the_same_step_runs_again_on_a_spare_and_the_first_node_was_wrong(how: str) -> None:
+    run = Driver(stages=2, every=2).started("ab", 3)
+    run.join("xy")
+    actions = not_finite(run, how)
+    culprit = "b" if how == "loss" else "a"
+    stage = "ab".index(culprit)
+    assert run.epoch.hosts == (("a", "x") if culprit == "b" else ("x", "b"))
+    assert of_kind(actions, Announce) == [
+        Announce(
+            text=f"step 4 is not committed: {HOW[how]} is not finite; a spare computes stage {stage} again, "
+            f"in place of node {culprit}"
+        )
+    ]
+    run.restored()
+    assert run.epoch.step == 2 and not run.epoch.uncompressed, "the spare has what is on disk"
+    run.steps(1)
+    actions = run.all_vote()
+    assert of_kind(actions, RecordCommit)[0].step == 3
+    assert of_kind(actions, Announce) == [
+        Announce(
+            text=f"node {culprit}: what it gave for stage {stage} in step 4 was wrong, as another node "
+            "found; it gets a stage again only if no other node is left"
+        )
+    ]
+    assert run.machine.quarantined == {}, "what its neighbours sent may have been wrong"
+
+
+def test_a_node_that_is_wrong_again_and_again_is_shut_out() -> None:
+    run = Driver(stages=2, every=1, steps=20).started("ab", 1)
+    run.hello("x")
+    for _ in range(MAX_STRIKES - 1):
+        run.vote("a", norm=math.nan)
+        assert run.epoch.hosts == ("x", "b")
+        run.restored(run.epoch.step)
+        run.steps(1)
+        assert placement_of(run.die("x")) == ("a", "b"), "nobody else is left"
+        run.restored(run.epoch.step)
+        run.hello("x", again=True)
+    run.vote("a", norm=math.nan)
+    run.restored(run.epoch.step)
+    actions = run.all_vote()
+    why = "what it gave for stage 0 in step 4 was wrong, as another node found, the last of 3 such faults"
+    assert of_kind(actions, Announce) == [Announce(text=f"node a is shut out: {why}")]
+    assert run.machine.quarantined == {"a": why}
+
+
+def test_not_finite_on_other_nodes_too_is_not_the_nodes_fault() -> None:
+    run = Driver(stages=3, every=3).started("abc", 3)
+    run.join("xy")
+    hosts = []
+    for _ in range(3):
+        run.vote(run.epoch.hosts[1], norm=math.nan)
+        hosts.append(run.epoch.hosts)
+        run.restored(3)
+    assert hosts == [("a", "x", "c"), ("b", "x", "c"), ("b", "x", "a")], "then those that send to it"
+    actions = run.vote("x", norm=math.nan)
+    assert "running it again with uncompressed links" in of_kind(actions, Announce)[0].text
+    run.restored(3)
+    assert run.epoch.uncompressed
+    assert run.machine.quarantined == {}
+
+
+# ---- values that are finite and not plausible
+
+
+@pytest.mark.parametrize("steps", [0, 12])
+def test_a_norm_far_from_others_is_computed_again_on_a_spare(steps: int) -> None:
+    run = Driver(stages=2, every=1, steps=30).started("ab", steps)
+    run.join("xy")
+    run.vote("b")
+    actions = run.vote("a", norm=1e60)
+    assert of_kind(actions, RecordCommit) == []
+    assert run.epoch.hosts == ("x", "b")
+    run.restored(steps)
+    (record,) = of_kind(run.all_vote(), RecordCommit)
+    assert record.grad_norm == pytest.approx(math.sqrt(2))
+
+
+def test_a_norm_that_another_node_confirms_counts_and_nobody_is_blamed() -> None:
+    run = Driver(stages=2, every=1, steps=30).started("ab", 12)
+    run.join("xy")
+    for _ in range(2):
+        run.vote("b")
+        actions = run.vote(run.epoch.hosts[0], norm=1e60)
+        if run.epoch.phase is not Phase.APPLYING:
+            run.restored(12)
+    assert of_kind(actions, RecordCommit)[0].grad_norm == pytest.approx(1e30)
+    assert not any("wrong" in note.text for note in of_kind(actions, Announce))
+
+
+def test_without_a_spare_a_norm_that_is_not_plausible_counts() -> None:
+    run = Driver(stages=2, every=1, steps=30).started("ab", 12)
+    run.vote("b")
+    assert of_kind(run.vote("a", norm=1e60), RecordCommit)
+
+
+def test_a_loss_far_from_others_is_computed_again_on_a_spare() -> None:
+    run = Driver(stages=2, every=1, steps=30).started("ab", 12)
+    run.join("xy")
+    run.vote("a")
+    assert of_kind(run.vote("b", loss=1e6), RecordCommit) == []
+    assert run.epoch.hosts == ("a", "x")
+
+
+def test_an_impossible_loss_is_refused() -> None:
+    run = Driver(stages=2).started("ab")
+    for _ in range(2):
+        actions = run.vote("b", loss=-1e300)
+        assert of_kind(actions, Announce)[0].text.endswith("was refused: it voted with a loss below 0")
+    assert finishes(run.vote("b", loss=-1e300)).keys() == {"b"}
 
 
 def test_an_epoch_that_must_replay_first_keeps_the_codecs_until_the_step() -> None:

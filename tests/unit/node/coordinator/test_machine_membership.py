@@ -6,6 +6,7 @@ from node.coordinator.actions import (
     Aborted,
     AbortKind,
     Action,
+    Announce,
     OpenSnapshot,
     RecordPlacement,
     Released,
@@ -96,7 +97,8 @@ def test_a_stage_leaves_after_the_step_and_a_snapshot(phase: Phase) -> None:
     actions = end_of_step(run)
     assert of_kind(actions, StepDone) and of_kind(actions, OpenSnapshot) == [OpenSnapshot(step=3)]
     assert sent(actions) == [TakeSnapshot(epoch=1, step=3)] * 3
-    assert run.tick(600.0) == [], "it is held until its state is on disk"
+    waits = Announce(text="the snapshot of step 3 waits for node a, node b, node c")
+    assert run.tick(600.0) == [waits], "it is held until its state is on disk"
     actions = run.stored(3)
     assert finishes(actions) == {"b": LEFT}
     assert placement_of(actions) == ("a", "x", "c")

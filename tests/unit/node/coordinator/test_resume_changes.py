@@ -8,6 +8,7 @@ from node.cli.resume import CHANGEABLE
 from node.config.schema import RunConfig
 from node.coordinator.epoch import Epoch
 from node.coordinator.failures import Failures
+from node.coordinator.votes import VoteHistory
 from node.run_file.loader import change_config, default_config, from_json, to_json, with_absolute_paths
 from wire.errors import ConfigError
 
@@ -49,8 +50,10 @@ def test_a_run_that_diverged_can_do_what_it_is_told_to() -> None:
         committed=None,
         suspect_step=None,
         plan=lambda step, norm: (1.0, 1e-3),
+        neighbours=lambda _stage, _stages: (),
+        history=VoteHistory(lambda _stages: [frozenset()]),
     )
     epoch.uncompressed = True
-    remedy = getattr(Failures().not_finite(epoch, "a", "the loss"), "remedy", "")
+    remedy = getattr(Failures().not_finite(epoch, "the loss"), "remedy", "")
     key = remedy.removeprefix("lower ").partition(",")[0]
     assert key in CHANGEABLE, remedy

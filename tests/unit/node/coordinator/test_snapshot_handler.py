@@ -46,6 +46,7 @@ class Told:
         self.damaged: list[tuple[int, int]] = []
         """Steps of those found damaged, each with that of the newest that is whole."""
         self.failed: list[str] = []
+        self.received: list[tuple[int, str]] = []
 
 
 @contextlib.asynccontextmanager
@@ -58,6 +59,7 @@ async def desk_at(directory: Path) -> AsyncIterator[tuple[SnapshotHandler, Told]
             directory=directory / "snapshots",
             run_id="run-1",
             store=store,
+            layer_received=lambda step, unit: told.received.append((step, unit)),
             stored=told.stored.put_nowait,
             damaged=lambda step, checked: told.damaged.append((step, checked.whole)),
             failed=told.failed.append,

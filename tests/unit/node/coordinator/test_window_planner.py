@@ -13,6 +13,7 @@ from node.coordinator import coordinator as window_planner
 from node.coordinator.coordinator import WindowPlanner
 from node.coordinator.epoch import Epoch
 from node.coordinator.stage_assignment import Candidate
+from node.coordinator.votes import VoteHistory
 from node.pipeline.window_plan import StepMeasures, Windows
 from node.telemetry.events import StageCost, StepCosts
 from tests.support.machine_driver import step_plan
@@ -34,6 +35,8 @@ def epoch(number: int) -> Epoch:
         committed=None,
         suspect_step=None,
         plan=step_plan,
+        neighbours=lambda stage, _stages: {1 - stage},
+        history=VoteHistory(lambda _stages: [frozenset({0}), frozenset({1})]),
     )
 
 

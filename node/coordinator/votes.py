@@ -1,0 +1,107 @@
+"""Check votes: does a vote speak only for its voter, and are its values plausible? Pure.
+
+A value is plausible while it stays in a robust range of the newest steps: the median, and its median absolute
+deviation. Before there are enough steps, a unit's norm is compared with those of other stages. A lie inside
+these ranges is not found; a true value outside of them only costs that the step runs again on another node.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+
+from wire.messages import Vote
+
+UnitNumbers = Callable[[int], Sequence[frozenset[int]]]
+"""Number of stages -> the numbers of each stage's layer units."""
+
+REMEMBERED = 32
+"""Steps that make the range."""
+LEAST = 8
+"""Steps that there must be for it."""
+SPREAD = 8 * 1.4826
+"""Median absolute deviations; 1.4826 of them are a standard deviation of a normal distribution."""
+NORM_TIMES = 1e4
+"""A squared norm up to this often the median is plausible whatever the deviations."""
+OTHERS_TIMES = 1e6
+"""In the first steps: a squared norm up to this often the largest of other stages."""
+LOSS_MARGIN = 1.0
+"""A loss this far from the median is plausible whatever the deviations, and half of the median."""
+FIRST_LOSS = 1e4
+"""The largest plausible loss in the first steps."""
+
+
+class VoteHistory:
+    """What the newest steps' votes said, by layer unit."""
+
+    def __init__(self, units: UnitNumbers) -> None:
+        self._units = units
+        self._norms: dict[int, deque[float]] = {}
+        """Logarithms of squared norms."""
+        self._losses: deque[float] = deque(maxlen=REMEMBERED)
+        self._step = -1
+        self._confirmed: set[int] = set()
+        """Units whose norms another node confirmed to be far above the others'."""
+
+    def refusal(self, vote: Vote, stage: int, stages: int) -> str | None:
+        """Why this stage cannot have sent this vote: it speaks for others, or has an impossible value."""
+        units, is_last = self._units(stages)[stage], stage == stages - 1
+        if vote.norms.keys() != units:
+            return f"its vote names layer units {_some(vote.norms)}, and stage {stage} holds {_some(units)}"
+        if vote.loss is None and is_last:
+            return "it voted without a loss, as the last stage"
+        if vote.loss is not None and not is_last:
+            return "it voted with a loss, which only the last stage has"
+        if vote.loss is not None and vote.loss < 0:
+            return "it voted with a loss below 0"
+        return None
+
+    def implausible(self, votes: Sequence[Vote]) -> tuple[int, str] | None:
+        """The stage whose finite vote is far from the newest steps', and what of it. `votes`: by stage."""
+        largest = [max(vote.norms.values(), default=0.0) for vote in votes]
+        for stage, vote in enumerate(votes):
+            others = max((norm for at, norm in enumerate(largest) if at != stage), default=0.0)
+            for unit, norm in vote.norms.items():
+                if self._is_far(unit, norm, others):
+                    return stage, f"the gradient of layer unit {unit} at stage {stage}"
+            if vote.loss is not None and self._is_loss_far(vote.loss):
+                return stage, f"the loss of {vote.loss:g} at stage {stage}"
+        return None
+
+    def committed(self, step: int, norms: Mapping[int, float], loss: float, *, confirmed: bool) -> None:
+        """A step is committed. `confirmed`: though it was not plausible."""
+        if confirmed:
+            others = median(norms.values()) if norms else 0.0
+            self._confirmed.update(unit for unit, norm in norms.items() if norm > OTHERS_TIMES * others)
+        if step <= self._step:
+            return  # a replay
+        self._step = step
+        for unit, norm in norms.items():
+            if norm > 0:
+                self._norms.setdefault(unit, deque(maxlen=REMEMBERED)).append(math.log(norm))
+        if math.isfinite(loss):
+            self._losses.append(loss)
+
+    def _is_far(self, unit: int, norm: float, others: float) -> bool:
+        known = self._norms.get(unit, ())
+        if len(known) >= LEAST:
+            middle, deviation = _range(known)
+            return norm > 0 and math.log(norm) > middle + max(SPREAD * deviation, math.log(NORM_TIMES))
+        return others > 0 and norm > OTHERS_TIMES * others and unit not in self._confirmed
+
+    def _is_loss_far(self, loss: float) -> bool:
+        if len(self._losses) < LEAST:
+            return loss > FIRST_LOSS
+        middle, deviation = _range(self._losses)
+        return abs(loss - middle) > max(SPREAD * deviation, LOSS_MARGIN, abs(middle) / 2)
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    """The median, and the median absolute deviation from it."""
+    middle = median(values)
+    return middle, median(abs(value - middle) for value in values)
+
+
+def _some(units: Mapping[int, float] | frozenset[int]) -> str:
+    named = sorted(units)
+    return f"{named[:8]}{'...' if len(named) > 8 else ''}"

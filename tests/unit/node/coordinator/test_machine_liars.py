@@ -1,0 +1,97 @@
+"""With two spares any one member may lie, from any step on: the run still ends with the right state."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.support.machine_nodes import SimEpoch, SimNode, chain
+from tests.support.machine_world import World
+from wire.messages import FailureKind, NodeMessage, StepFailed, Vote
+
+STAGES, STEPS, EVERY = 3, 14, 2
+Lie = Callable[["Liar", Vote], list[NodeMessage]]
+
+
+class Liar(SimNode):
+    """Lies in its votes from a step on. It computes as all others do, so that its state is right."""
+
+    def __init__(self, world: World, lie: Lie, first: int, *, keeps_layers: bool) -> None:
+        super().__init__("liar", world)
+        self.lie, self.first, self.keeps_layers = lie, first, keeps_layers
+
+    def write(self) -> None:
+        message = self.outbox.popleft()
+        lies = isinstance(message, Vote) and message.step >= self.first
+        said = self.lie(self, message) if isinstance(message, Vote) and lies else [message]
+        assert self.session is not None
+        self.session.to_coordinator.extend(said)
+
+    def _upload(self, epoch: SimEpoch, step: int) -> None:
+        if not self.keeps_layers or step < self.first:
+            super()._upload(epoch, step)
+
+
+def failed(liar: SimNode, vote: Vote, kind: FailureKind, peer: int = -1) -> list[NodeMessage]:
+    return [StepFailed(epoch=vote.epoch, step=vote.step, kind=kind, message="a lie", peer_stage=peer)]
+
+
+def other_side(liar: SimNode) -> int:
+    return liar.stage - 1 if liar.stage else 1
+
+
+LIES: dict[str, Lie] = {
+    "nan": lambda liar, vote: [replace(vote, norms=dict.fromkeys(vote.norms, math.nan))],
+    "infinite loss": lambda liar, vote: [replace(vote, loss=math.inf if vote.loss is not None else None)],
+    "huge norm": lambda liar, vote: [replace(vote, norms={unit: 1e60 for unit in vote.norms})],
+    "overflowing norm": lambda liar, vote: [replace(vote, norms=dict.fromkeys(vote.norms, 1.7e308))],
+    "negative norm": lambda liar, vote: [replace(vote, norms=dict.fromkeys(vote.norms, -1.0))],
+    "negative loss": lambda liar, vote: [replace(vote, loss=-1e300)],
+    "foreign unit": lambda liar, vote: [replace(vote, norms={**vote.norms, (liar.stage * 2 + 3) % 6: 1.0})],
+    "withheld": lambda liar, vote: [],
+    "not finite": lambda liar, vote: failed(liar, vote, FailureKind.NON_FINITE),
+    "internal": lambda liar, vote: failed(liar, vote, FailureKind.INTERNAL),
+    "complaint": lambda liar, vote: failed(liar, vote, FailureKind.PEER, other_side(liar)),
+    "broken link": lambda liar, vote: failed(liar, vote, FailureKind.LINK, other_side(liar)),
+    "layers": lambda liar, vote: [vote],
+}
+
+
+def settled(lie: str, stage: int, first: int) -> tuple[World, SimNode]:
+    """A run with one liar, from its beginning to its end."""
+    world = World(stages=STAGES, min_stages=STAGES, total_steps=STEPS, snapshot_every=EVERY)
+    for place in range(STAGES + 2):
+        if place != stage:
+            world.add_node()
+            continue
+        world.nodes.append(Liar(world, LIES[lie], first, keeps_layers=lie == "layers"))
+    for turn in range(20_000):
+        if world.stopped is not None:
+            return world, world.nodes[stage]
+        if events := world.possible():
+            events[turn % len(events)]()
+        else:
+            world.tick(1.0)
+        world.check_nodes()
+        # Whoever ends and is not shut out is started again, as volunteers' machines do.
+        for node in world.nodes:
+            gone = not node.alive and world.stopped is None and world.machine is not None
+            if gone and node.node_id not in world.machine.quarantined:
+                node.start()
+    raise AssertionError("the run does not end")
+
+
+@pytest.mark.parametrize("first", [0, 1, 9, STEPS - 1])
+@pytest.mark.parametrize("stage", range(STAGES))
+@pytest.mark.parametrize("lie", LIES)
+def test_one_liar_ends_no_run_and_gets_no_honest_member_shut_out(lie: str, stage: int, first: int) -> None:
+    world, liar = settled(lie, stage, first)
+    assert world.stopped is not None
+    assert (world.stopped.reason, world.stopped.failed) == ("all steps are done", False)
+    assert STEPS in world.disk.snapshots
+    assert world.disk.commits.keys() == set(range(STEPS))
+    assert all(node.state == chain(STEPS) for node in world.nodes if node.alive and node.state_step == STEPS)
+    assert world.machine is not None
+    assert world.machine.quarantined.keys() <= {liar.node_id}
+    assert len(world.disk.hosts) == STAGES
