@@ -6,6 +6,7 @@ restarts: a process first creates a marker file in the plan's directory, which h
 """
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import json
@@ -156,6 +157,8 @@ class Fault:
     """Times it happens in the run."""
     seconds: float = 0.0
     """Duration of a stall or delay."""
+    same_process: bool = False
+    """Only in the process in which it happens first, whichever stage that hosts later."""
 
     @property
     def name(self) -> str:
@@ -312,11 +315,23 @@ class _Armed:
             for fault in self.plan.faults
             if fault.kind in kinds
             and fault.phase is phase
-            and fault.stage in (ANY, stage)
             and fault.step in (ANY, step)
+            and self._is_here(fault, stage)
             and self._is_time(fault)
             and _claim(self.plan, fault)
         ]
+
+    def _is_here(self, fault: Fault, stage: int) -> bool:
+        fits = fault.stage in (ANY, stage)
+        if not fault.same_process:
+            return fits
+        owner, own = Path(self.plan.directory) / f"owner-{fault.name}", str(os.getpid())
+        if fits and not owner.exists():
+            # A file that is there has its content.
+            (written := owner.with_name(f"owner-{own}")).write_text(own)
+            with contextlib.suppress(FileExistsError):
+                os.link(written, owner)
+        return owner.exists() and owner.read_text() == own
 
     def _is_time(self, fault: Fault) -> bool:
         with self.lock:

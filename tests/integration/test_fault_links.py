@@ -1,13 +1,13 @@
 """Faults of links and of numbers, in real processes: what is damaged is never used, what is not finite never
 committed."""
 
+import fcntl
 from pathlib import Path
 
 import pytest
 
-from node.coordinator.failures import MAX_STRIKES
 from node.faults import Fault, Kind, Phase
-from node.telemetry.events import NodeLeft, Notice, PlacementMade, RunFinished, StepAborted
+from node.telemetry.events import NodeJoined, NodeLeft, Notice, PlacementMade, RunFinished, StepAborted
 from node.training.snapshot import list_snapshots
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, small
@@ -48,26 +48,24 @@ def test_frames_damaged_in_every_way_cost_no_step(
         assert run.all(NodeLeft) == []
 
 
-def test_a_peer_that_keeps_sending_nonsense_is_quarantined(tmp_path: Path, prefork: Prefork) -> None:
-    """Well-formed frames that no correct peer sends: refused each time, then the peer is shut out."""
-    faults = [
-        Fault(kind=Kind.NONSENSE, phase=Phase.SENDING, stage=1, step=step) for step in range(MAX_STRIKES)
-    ]
-    with FaultRun(tmp_path, small(), faults, launch=prefork.popen) as run:
-        run.start()
-        nodes = run.add_nodes(3)
-        assert run.tend(until=lambda event: isinstance(event, NodeLeft)) is None
-        (left,) = run.all(NodeLeft)
-        assert "quarantined" in left.reason and "another session" in left.reason
-        run.add_spare()
+def test_a_peer_that_sends_nonsense_gives_up_its_stage(tmp_path: Path, prefork: Prefork) -> None:
+    """Well-formed frames that no correct peer sends are refused: one of two ends is wrong, they are parted."""
+    nonsense = Fault(kind=Kind.NONSENSE, phase=Phase.SENDING, stage=1, step=2)
+    hold = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=1)
+    with FaultRun(tmp_path, small(), [nonsense, hold], launch=prefork.popen) as run:
+        with run.plan.gate(hold).open("a") as gate:
+            fcntl.flock(gate, fcntl.LOCK_EX)
+            run.start()
+            run.add_nodes(3)
+            run.add_spare()
+            run.tend(until=lambda _: len(run.all(NodeJoined)) == 4)
         assert run.tend() == 0
         run.assert_all_happened()
-        run.assert_undisturbed(codes=(0, FAILED))
-        culprit = next(node for node in nodes if run.node_id(nodes.index(node)) == left.node_id)
-        assert run.all(PlacementMade)[0].nodes[1] == left.node_id
-        assert left.node_id not in run.all(PlacementMade)[-1].nodes
-        assert culprit.wait_exit() == FAILED
-        assert any("quarantined" in line and "another session" in line for line in culprit.lines)
+        run.assert_undisturbed()
+        first, *_, last = (placement.nodes for placement in run.all(PlacementMade))
+        assert last[1] != first[1] and (last[0], last[2]) == (first[0], first[2])
+        (note,) = [notice.text for notice in run.all(Notice) if "a spare takes stage 1" in notice.text]
+        assert "another session" in note
 
 
 @pytest.mark.parametrize(
