@@ -92,12 +92,12 @@ def test_a_step_that_is_not_finite_ends_the_run_in_one_line(
         assert finished.failed
         assert finished.reason.startswith("step 4 was not committed: ")
         assert f"{tensor}" in finished.reason and "at stage 1" in finished.reason
-        assert verdict in finished.reason and "snapshot of step 2 is intact" in finished.reason
+        assert verdict in finished.reason and "snapshot of step 3 is intact" in finished.reason
         assert "\n" not in finished.reason
         notice, *_ = run.all(Notice)
         assert "running it again with uncompressed links" in notice.text
         assert max(record.step for record in run.records) == 2
-        assert list_snapshots(run.run_dir / "snapshots") == (2,)
+        assert list_snapshots(run.run_dir / "snapshots") == (2, 3)
         assert [node.wait_exit() for node in first] == [FAILED] * 3
         run.resume()
         for node in first:
