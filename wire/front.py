@@ -1,8 +1,8 @@
 """The accepting side of every port: limits connections before TLS, then passes them on.
 
 gRPC accepts every connection, and one costs a stranger nothing. So a `Front` listens in its place and keeps
-only as many connections as `Admission` allows. One that has sent its first byte is passed on: spliced to gRPC,
-which listens on a Unix socket in a private directory, or handed to an asyncio protocol.
+only as many connections as `Admission` allows. One that has sent its first byte is spliced to gRPC, which
+listens on a Unix socket in a private directory; the page's connections go to an asyncio protocol.
 
 gRPC then sees a Unix socket as its peer. The socket's name is the connection's number: `host` returns the
 address behind a call, and `prove` marks a connection whose call carried a certificate.
@@ -37,26 +37,26 @@ _LOOK_SECONDS = 0.5
 _CLOSE_SECONDS = 5.0
 """A closed connection's last bytes may take this long."""
 _BUFFER_BYTES = 256 * 1024
-_TLS_HANDSHAKE = 0x16
+_TLS_HANDSHAKE = b"\x16"
+"""The first byte of a TLS connection."""
 _LONGEST_DIRECTORY = 80
 """A Unix socket's path has at most 103 bytes on macOS, 107 on Linux."""
 
 PassOn = Callable[[socket.socket], "asyncio.Future[None] | asyncio.Task[None]"]
-"""Takes over an accepted socket; done when the front need not count it any more."""
+"""Takes over an accepted socket; done when the front no longer needs to count it."""
 
 
 class Front:
     """One listening port. Call everything on the event loop."""
 
-    def __init__(self, limits: Limits, pass_on: PassOn | None = None, *, tls: bool = True) -> None:
+    def __init__(self, limits: Limits, pass_on: PassOn | None = None) -> None:
         """
         Args:
-            pass_on: takes over a connection that has spoken; None splices it to `backend`.
-            tls: connections must begin with a TLS handshake.
+            pass_on: takes over every connection at once. Without it, one that has spoken is spliced to
+                `backend`.
         """
         self._admission = Admission(limits)
         self._pass_on = pass_on
-        self._tls = tls
         self._directory = "" if pass_on else _private_directory()
         self._numbers = count()
         self._hosts: dict[int, str] = {}
@@ -147,6 +147,8 @@ class Front:
             self._silent[number], self._hosts[number] = connection, host
             self._drop(self._admission.accepted(number, host, self._now()))
             asyncio.get_running_loop().add_reader(connection, self._spoke, number)
+            if self._pass_on is not None:
+                self._go_on(number)
 
     def _exhausted(self, listener: socket.socket) -> None:
         """No descriptor is left: drop strangers, and one connection from the queue so that it moves on."""
@@ -157,21 +159,20 @@ class Front:
         self._spare.take_back()
 
     def _spoke(self, number: int) -> None:
-        connection = self._silent.pop(number)
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(connection)
         try:
-            first = connection.recv(1, socket.MSG_PEEK)
+            first = self._silent[number].recv(1, socket.MSG_PEEK)
         except BlockingIOError:
-            self._silent[number] = connection
-            loop.add_reader(connection, self._spoke, number)
             return
         except OSError:
             first = b""
-        if not first or (self._tls and first[0] != _TLS_HANDSHAKE):
-            connection.close()
-            self._forget(number)
-            return
+        if first == _TLS_HANDSHAKE:
+            self._go_on(number)
+        else:
+            self._drop([number])
+
+    def _go_on(self, number: int) -> None:
+        connection, loop = self._silent.pop(number), asyncio.get_running_loop()
+        loop.remove_reader(connection)
         self._drop(self._admission.spoke(number, self._now()))
         task = (
             self._pass_on(connection) if self._pass_on else loop.create_task(self._splice(number, connection))

@@ -10,6 +10,7 @@ import hashlib
 import importlib.resources
 import json
 import logging
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -25,7 +26,10 @@ from node.dashboard.feed import Feed, make_patch
 from node.dashboard.operator import ChangeGuard, ChangeRequest, Operator, connection_denied, is_loopback
 from node.run_file.validate import why_not_bound
 from node.telemetry.metrics import CONTENT_TYPE
+from wire.admission import Limits
+from wire.descriptors import raise_limit
 from wire.errors import UserError
+from wire.front import Front
 from wire.identity.names import join_address
 
 log = logging.getLogger(__name__)
@@ -139,29 +143,31 @@ async def serve_page(
     )
     await runner.setup()
     try:
-        server = await _listen(connections, host, port, tls)
+        front, port = _listen(connections, host, port, tls)
         try:
-            yield server.sockets[0].getsockname()[1]
+            yield port
         finally:
-            server.close()
+            await front.close()
             page.feed.close()
     finally:
         await runner.cleanup()
 
 
-async def _listen(
-    connections: Connections, host: str, port: int, tls: ssl.SSLContext | None
-) -> asyncio.Server:
-    try:
-        return await asyncio.get_running_loop().create_server(
+def _listen(connections: Connections, host: str, port: int, tls: ssl.SSLContext | None) -> tuple[Front, int]:
+    loop = asyncio.get_running_loop()
+
+    async def hand_over(connection: socket.socket) -> None:
+        await loop.connect_accepted_socket(
             connections.protocol,
-            host,
-            port,
+            connection,
             ssl=tls,
             ssl_handshake_timeout=None if tls is None else REQUEST_SECONDS,
-            backlog=64,
-            reuse_address=True,
         )
+
+    limits = Limits.of_strangers(raise_limit(), REQUEST_SECONDS)
+    front = Front(limits, lambda connection: loop.create_task(hand_over(connection)))
+    try:
+        return front, front.listen(join_address(host, port))
     except OSError as error:
         raise UserError(
             f"cannot serve the page at {join_address(host, port)} ({why_not_bound(error)}): name an address "

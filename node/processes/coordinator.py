@@ -78,6 +78,7 @@ def run_coordinator(config: RunConfig, *, run_dir: Path, emit: Emit, resume: boo
     def tell(text: str) -> None:
         emit(events.Notice(text=text))
 
+    raise_limit()
     with contextlib.ExitStack() as held:
         if resume:
             # First: if this run's ports are taken, its own coordinator probably runs.

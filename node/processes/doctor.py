@@ -16,7 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from node.telemetry.format import bytes_text, printable
-from wire import event_loop
+from wire import descriptors, event_loop
 from wire.errors import LinkError, TokenError
 from wire.version import VERSION
 
@@ -222,14 +222,22 @@ def check_packages(owners: Mapping[str, list[str]]) -> Check:
 
 
 def check_open_files(limits: tuple[int, int]) -> Check:
-    """`limits` is (soft, hard), as the resource module gives them; -1 is no limit."""
-    soft, hard = limits
-    if soft == resource.RLIM_INFINITY or soft >= MIN_OPEN_FILES:
-        shown = "no limit" if soft == resource.RLIM_INFINITY else str(soft)
+    """`limits` is (soft, hard), as the resource module gives them; -1 is no limit.
+
+    Every process raises its soft limit to the hard one, so only that counts.
+    """
+    _, hard = limits
+    if hard == resource.RLIM_INFINITY or hard >= descriptors.NEEDED:
+        shown = "no limit" if hard == resource.RLIM_INFINITY else str(hard)
         return Check(name="open files", status=Status.OK, detail=shown)
-    raisable = hard == resource.RLIM_INFINITY or hard >= MIN_OPEN_FILES
-    fix = f"ulimit -n {MIN_OPEN_FILES}" if raisable else "ask an administrator to raise the hard limit"
-    return Check(name="open files", status=Status.FAIL, detail=f"limit is {soft}", fix=fix)
+    few = hard < MIN_OPEN_FILES
+    return Check(
+        name="open files",
+        status=Status.FAIL if few else Status.WARN,
+        detail=f"limit is {hard}",
+        fix=f"ask an administrator to raise the hard limit to {descriptors.NEEDED}, so that strangers' "
+        "connections leave room for members'",
+    )
 
 
 def check_state_directory(wanted: Path | None) -> Iterator[Check]:
