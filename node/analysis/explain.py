@@ -22,7 +22,7 @@ from node.pipeline.placement import (
 )
 from node.pipeline.routing import source_stage, target_stage
 from node.pipeline.schedule import held_activations, schedule
-from node.training.data import Corpus
+from node.training.shards import ShardedCorpus, load_data
 from wire.codecs.formats import AqsgdFormat, codec_format
 from wire.errors import DataError
 from wire.frames import HEADER_BYTES, PAYLOAD_BYTES
@@ -56,6 +56,8 @@ class TextPlan:
     passes: float = 0.0
     """Passes over the text in all steps."""
     sample_cache: SampleCache | None = None
+    estimated: bool = False
+    """Read in shards: the numbers are estimated from the first ones."""
     problem: str = ""
 
 
@@ -202,16 +204,18 @@ def text_plan(config: RunConfig, tell: Callable[[str], None]) -> TextPlan:
     """Read the run's text, if it is on this machine. Raises ConfigError for tokens beyond the vocabulary."""
     training = config.training
     try:
-        corpus = Corpus.load(
-            config.data,
-            sequence=config.model.sequence,
-            global_batch=training.global_batch,
-            seed=config.run.seed,
-            vocab=config.model.vocab,
-            tell=tell,
-        )
+        corpus = load_data(config, tell)
     except DataError as error:
         return TextPlan(problem=str(error))
+    if isinstance(corpus, ShardedCorpus):
+        tokens = corpus.estimated_tokens()
+        samples = max(1, tokens // config.model.sequence)
+        return TextPlan(
+            tokens=tokens,
+            samples=samples,
+            passes=config.run.steps * training.global_batch / samples,
+            estimated=True,
+        )
     return TextPlan(
         tokens=len(corpus.training),
         held_out=len(corpus.validation),

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     from node.processes.coordinator import run_coordinator
 
     try:
-        with owner_only(), emitter(json=args.json) as emit:
+        with owner_only(), emitter(config, json=args.json) as emit:
             code = run_coordinator(config, run_dir=directory, emit=emit, resume=False)
             return serve_finished(directory, emit) if args.stay and code == 0 else code
     except UserError:

@@ -20,6 +20,7 @@ from node.cli import (
     config,
     coordinator,
     dashboard,
+    data,
     demo,
     doctor,
     evict,
@@ -39,7 +40,7 @@ from wire.version import VERSION
 
 COMMANDS = (
     *(demo, coordinator, join, resume, status, top, dashboard),
-    *(trace, compare, export, token, evict, config, lab, doctor),
+    *(trace, compare, export, token, evict, config, data, lab, doctor),
 )
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of stdout itself: a full disk, a closed terminal. Errors of other files carry a file name."""

@@ -52,6 +52,6 @@ def resume_run(directory: Path, overrides: Sequence[str], *, json: bool, stays: 
 
     from node.processes.coordinator import run_coordinator
 
-    with owner_only(), emitter(json=json) as emit:
+    with owner_only(), emitter(config, json=json) as emit:
         code = run_coordinator(config, run_dir=directory, emit=emit, resume=True)
         return serve_finished(directory, emit) if stays and code == 0 else code

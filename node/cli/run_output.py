@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from node.config.schema import RunConfig
     from node.telemetry.events import Event
 
 _log = logging.getLogger(__name__)
@@ -24,16 +25,20 @@ class Emit:
 
 
 @contextlib.contextmanager
-def emitter(*, json: bool) -> Iterator[Emit]:
-    """Write events to the status file, the history and the screen; restores the terminal at the end."""
+def emitter(config: "RunConfig", *, json: bool) -> Iterator[Emit]:
+    """Write events to status file, history, loggers and screen; restores the terminal at the end."""
     from node.analysis.checkpoint import refresh
+    from node.display.loggers import loggers
     from node.display.render import make_renderer
     from node.display.status import StatusWriter
     from node.telemetry.history import HistoryWriter
 
-    writer = HistoryWriter(_log.warning, index=refresh)
-    with contextlib.closing(writer) as history, make_renderer(json=json) as renderer:
-        yield Emit(StatusWriter(_log.warning), history, renderer)
+    with (
+        contextlib.closing(HistoryWriter(_log.warning, index=refresh)) as history,
+        loggers(config) as further,
+        make_renderer(json=json) as renderer,
+    ):
+        yield Emit(StatusWriter(_log.warning), history, *further, renderer)
 
 
 def serve_finished(directory: Path, emit: "Callable[[Event], None]") -> int:

@@ -17,6 +17,8 @@ class RunSection:
     """Seed of all randomness: data order, initial weights, stochastic rounding."""
     steps: int = 300
     """Optimizer steps in the whole run."""
+    tokens: int = 0
+    """Tokens in the whole run, rounded up to whole steps, in place of `steps`; 0 takes `steps`."""
     snapshot_every: int = 100
     """Steps between snapshots; the last step always writes one."""
     keep_snapshots: int = 3
@@ -98,12 +100,30 @@ class DataSection:
     path: str = "stdlib"
     """A text or JSONL file, a folder of them, or `stdlib` (the sources of Python's standard library). A
     relative path starts where the coordinator is started; the run stores it as an absolute path."""
+    sources: tuple[str, ...] = ()
+    """Several files or folders in place of `path`, mixed by `weights`."""
+    weights: tuple[float, ...] = ()
+    """The share of samples from each of `sources`, in any unit; empty weighs them equally."""
+    format: str = "text"
+    """`text`, or `chat`: conversations in `messages` (OpenAI's form) or `conversations` (ShareGPT's),
+    rendered by the tokenizer's chat template, with loss on the assistant's tokens only."""
+    chat_template: str = ""
+    """A Jinja file to use in place of the tokenizer's chat template."""
     jsonl_field: str = "text"
-    """The JSONL field that holds the text."""
+    """The field of JSONL or the column of parquet that holds the text."""
+    order: str = "auto"
+    """`whole`: hold all tokens and shuffle all samples. `shards`: tokenize in shards beside training, shuffle
+    shards and the samples in them. `auto` is `whole` for one text source of less than 2 GB, else `shards`."""
     shift: bool = True
     """Cut each pass over the text at another offset. `aqsgd-b` needs `false`."""
     tokenizer: str = "bytes"
-    """`bytes` (a token per byte, vocabulary 256), or a folder or file with GPT-2 style BPE tables."""
+    """`bytes` (a token per byte, vocabulary 256), or a folder or file with `tokenizer.json` or GPT-2 style
+    BPE tables."""
+
+    @property
+    def masks_labels(self) -> bool:
+        """Whether some tokens are no labels: those that the assistant did not write."""
+        return self.format == "chat"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +137,18 @@ class TrainingSection:
     lr: float = 1e-3
     """Peak learning rate, after warmup."""
     min_lr_ratio: float = 0.1
-    """The cosine ends at this share of `lr`."""
+    """The schedule ends at this share of `lr`."""
+    schedule: str = "cosine"
+    """Learning rate after warmup: `cosine`, `linear`, `constant`, or `wsd` (constant, then a linear
+    decay)."""
     warmup_steps: int = 20
-    """Steps over which the learning rate rises; a cosine follows."""
+    """Steps over which the learning rate rises."""
+    warmup_tokens: int = 0
+    """The same in tokens, in place of `warmup_steps`; 0 takes `warmup_steps`."""
+    decay_steps: int = 0
+    """Steps of the decay of `wsd`; 0 is a fifth of the run."""
+    decay_tokens: int = 0
+    """The same in tokens, in place of `decay_steps`; 0 takes `decay_steps`."""
     beta1: float = 0.9
     """AdamW's decay rate of the first moment."""
     beta2: float = 0.95
@@ -265,6 +294,8 @@ class TelemetrySection:
     """Steps to trace (`thinwire trace`): `off`, `all`, or the first and the last as in `3:5`."""
     trace_mb: int = 64
     """Megabytes of compressed trace to keep in the run directory; the oldest steps are deleted first."""
+    loggers: tuple[str, ...] = ()
+    """Also write steps to `tensorboard` (in the run directory) or `wandb` (Weights & Biases)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,6 +312,11 @@ class RunConfig:
     coordinator: CoordinatorSection = field(default_factory=CoordinatorSection)
     dashboard: DashboardSection = field(default_factory=DashboardSection)
     telemetry: TelemetrySection = field(default_factory=TelemetrySection)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens in a step."""
+        return self.training.global_batch * self.model.sequence
 
     @property
     def microbatches(self) -> int:

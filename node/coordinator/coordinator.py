@@ -47,8 +47,8 @@ from node.pipeline.window_plan import Windows, measured, plan_windows
 from node.run_file.loader import to_json
 from node.telemetry import events
 from node.telemetry.events import StepCosts
-from node.training.data import Corpus
 from node.training.manifest import Manifest, UnitEntry
+from node.training.shards import TrainingData
 from node.training.snapshot import Checked
 from wire.errors import ProtocolViolationError, RefusalCode, RunError
 from wire.identity.enrolment import Refusal
@@ -82,7 +82,7 @@ class Coordinator:
         run_id: str,
         store: Store,
         enrolment: EnrolmentHandler,
-        corpus: Corpus,
+        corpus: TrainingData,
         emit: Emit,
         past: Past,
         untold: StepRecord | None = None,
@@ -367,8 +367,8 @@ class Coordinator:
         if not entitled or step >= self.config.run.steps:
             raise ProtocolViolationError(f"{node_id} has no business with that batch of step {step}")
         faults.reach_coordinator(faults.Phase.FORWARD, step=step)
-        tokens = await asyncio.to_thread(self._corpus.batch, step)
-        wanted = tokens[:, 1:] if labels else tokens[:, :-1]
+        corpus = self._corpus
+        wanted = await asyncio.to_thread(corpus.labels if labels else corpus.inputs, step)
         return np.ascontiguousarray(wanted).astype("<i4").tobytes()
 
     async def layer_entry(self, step: int, unit: str) -> UnitEntry:

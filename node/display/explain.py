@@ -75,7 +75,8 @@ def _text_lines(config: RunConfig, plan: TextPlan) -> list[str]:
     if plan.problem:
         return [f"text     not read: {plan.problem}"]
     lines = [
-        f"text     {count_text(plan.tokens)} tokens to train on, {count_text(plan.held_out)} held out; "
+        f"text     {'about ' if plan.estimated else ''}{count_text(plan.tokens)} tokens to train on, "
+        f"{count_text(plan.held_out)} held out; "
         f"{count_text(plan.samples)} samples a pass, so {config.run.steps} steps are {plan.passes:.3g} passes"
     ]
     if (cache := plan.sample_cache) is not None:

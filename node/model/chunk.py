@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from node.config.schema import LoraSection, ModelSection
 from node.model.blocks import Embedding, Gpt2Block, Head, LlamaBlock, Rotary, rotary_frequencies
+from node.model.labels import IGNORED
 from node.model.lora import DropoutSource, freeze
 from node.model.lora_shapes import trained_specs
 from node.model.rng import generator
@@ -53,6 +54,8 @@ class Chunk(nn.Module):
         """The salt of the adapters' dropout; None without dropout."""
         self.units = tuple(units)
         self.layers = nn.ModuleList(modules)
+        self.masks_labels = False
+        """Labels may be `IGNORED`, which counts as a loss of 0."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the units in order.
@@ -68,14 +71,20 @@ class Chunk(nn.Module):
         return x
 
     def loss(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross entropy over all tokens of the microbatch, in nats, a float32 scalar.
+        """Mean cross entropy over all labels of the microbatch, in nats, a float32 scalar.
+
+        With `masks_labels`, ignored labels count as 0 in the mean; the step's `label_weight` corrects it.
 
         Args:
             x: as for `forward`; the chunk must hold "head".
             labels: [B, S] int64.
         """
         logits_bsv = self(x)
-        return F.cross_entropy(logits_bsv.float().flatten(0, 1), labels.flatten())
+        logits = logits_bsv.float().flatten(0, 1)
+        if not self.masks_labels:
+            return F.cross_entropy(logits, labels.flatten())
+        total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        return total / labels.numel()
 
     def unit_parameters(self, unit: str) -> dict[str, nn.Parameter]:
         """Trained parameters of one unit by name, in the order of `node.model.lora_shapes.trained_specs`."""

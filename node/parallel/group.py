@@ -68,9 +68,9 @@ class RankModel:
         ranks = self.ranks.gather_norms(optimizer.parameter_squared_norms())
         return optimizer.sum_squared_norms(ranks) if ranks else {}
 
-    def begin_step(self) -> None:
+    def begin_step(self, label_weight: float = 1.0) -> None:
         self.ranks.begin_step()
-        self.local.begin_step()
+        self.local.begin_step(label_weight)
 
     def forward(
         self, chunk: int, microbatch: int, flags: int, fed: Tensor | None, labels: Tensor | None
@@ -123,7 +123,7 @@ class Follower:
             case Op.LOAD:
                 model.load_unit_state(self._units[a], deserialize_unit(self._ranks.share_bytes(b)))
             case Op.BEGIN:
-                model.begin_step()
+                model.begin_step(value(a))
             case Op.FORWARD:
                 model.forward(a, b, c, None, None)
             case Op.BACKWARD:
@@ -178,9 +178,9 @@ class Leader:
         self._ranks.lead(Op.STATE, self._units.index(unit))
         return self._model.unit_state(unit)
 
-    def begin_step(self) -> None:
-        self._ranks.lead(Op.BEGIN)
-        self._model.begin_step()
+    def begin_step(self, label_weight: float = 1.0) -> None:
+        self._ranks.lead(Op.BEGIN, number(label_weight))
+        self._model.begin_step(label_weight)
 
     def forward(self, chunk: int, microbatch: int, fed: Tensor, labels: Tensor | None = None) -> Tensor:
         flags = (0 if fed.is_floating_point() else _EMBEDDED) | (0 if labels is None else _LABELLED)

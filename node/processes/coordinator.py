@@ -36,7 +36,7 @@ from node.run_file.loader import from_json, to_json, to_toml
 from node.run_file.validate import parse_listen
 from node.telemetry import events
 from node.telemetry.history import highest_step, history_size
-from node.training.data import Corpus
+from node.training.shards import TrainingData, load_data
 from node.training.snapshot import Checked, Tell, discard_incomplete, set_damaged_aside, snapshot_directory
 from wire import event_loop
 from wire.admission import Limits
@@ -66,7 +66,7 @@ class _Run:
     run_id: str
     store: Store
     authority: CertificateAuthority
-    corpus: Corpus
+    corpus: TrainingData
     past: Past
     news: str = ""
     """What to report about damaged snapshots once the run is on."""
@@ -93,6 +93,7 @@ def run_coordinator(config: RunConfig, *, run_dir: Path, emit: Emit, resume: boo
             # After all checks: a failed start leaves no run behind.
             held.enter_context(run_lock(run_dir))
             run = _create(config, run_dir, corpus)
+        held.callback(run.corpus.close)
         with run.store:
             if run.past.newest_snapshot >= config.run.steps:
                 weights = snapshot_directory(run_dir / "snapshots", run.past.newest_snapshot)
@@ -102,15 +103,8 @@ def run_coordinator(config: RunConfig, *, run_dir: Path, emit: Emit, resume: boo
             return event_loop.run(_serve(config, run_dir, run, emit))
 
 
-def _load_corpus(config: RunConfig, tell: Tell) -> Corpus:
-    corpus = Corpus.load(
-        config.data,
-        sequence=config.model.sequence,
-        global_batch=config.training.global_batch,
-        seed=config.run.seed,
-        vocab=config.model.vocab,
-        tell=tell,
-    )
+def _load_corpus(config: RunConfig, tell: Tell) -> TrainingData:
+    corpus = load_data(config, tell)
     check_cache(config, corpus.windows)
     return corpus
 
@@ -121,7 +115,7 @@ def _nodes_wait(config: RunConfig, authority: CertificateAuthority) -> AbstractC
     return nodes_wait(join_address(host, join_port + 1), authority) if join_port else contextlib.nullcontext()
 
 
-def _create(config: RunConfig, directory: Path, corpus: Corpus) -> _Run:
+def _create(config: RunConfig, directory: Path, corpus: TrainingData) -> _Run:
     run_id = new_run_id(config.run.name)
     now = time.time()
     authority = CertificateAuthority.create(run_id, now)
@@ -139,7 +133,7 @@ def _write_run_file(directory: Path, config: RunConfig) -> None:
 
 
 def _reopen(
-    config: RunConfig, directory: Path, authority: CertificateAuthority, corpus: Corpus, tell: Tell
+    config: RunConfig, directory: Path, authority: CertificateAuthority, corpus: TrainingData, tell: Tell
 ) -> _Run:
     try:
         expected = json.loads(_corpus_file(directory).read_bytes())["sha256"]
@@ -147,7 +141,7 @@ def _reopen(
         raise UserError(f"{_corpus_file(directory)} cannot be read ({error}): the run cannot go on") from None
     if corpus.fingerprint() != expected:
         raise DataError(
-            f"the text at {config.data.path} is not the text that the run began with: put it back, so that "
+            f"the text at {_named(config)} is not the text that the run began with: put it back, so that "
             "steps run on the same tokens"
         )
     checked = _newest_whole(directory / "snapshots", tell)
@@ -185,6 +179,10 @@ def _reopen(
         past=past,
         news=checked.news() if checked.damaged else "",
     )
+
+
+def _named(config: RunConfig) -> str:
+    return ", ".join(config.data.sources) or config.data.path
 
 
 def _newest_whole(snapshots: Path, tell: Tell) -> Checked:

@@ -31,8 +31,16 @@ EXPECTED = {
 }
 """The types of schema fields, in words."""
 
-PATHS = {("data", "path"): "stdlib", ("data", "tokenizer"): "bytes", ("model", "from"): ""}
-"""Keys that name a file or folder, and the word that each takes instead."""
+PATHS = {
+    ("data", "path"): "stdlib",
+    ("data", "sources"): "stdlib",
+    ("data", "tokenizer"): "bytes",
+    ("data", "chat_template"): "",
+    ("model", "from"): "",
+}
+"""Keys that name files or folders, and the word that each takes instead."""
+
+EXPECTED_LISTS = (tuple[int, ...], tuple[float, ...], tuple[str, ...])
 HUB = "hf://"
 """Begins a `model.from` that names a repository of the hub."""
 
@@ -59,7 +67,7 @@ def change_config(config: RunConfig, overrides: Sequence[str], changeable: Colle
     Raises ConfigError as `load_config` does, and for a key that `changeable` (sections and section.keys) does
     not cover. An override with the key's present value is no change: a service repeats its command line.
     """
-    values = _as_values(config)
+    values = to_fields(config)
     for override in overrides:
         section, key, value = parse_override(override)
         value = _absolute(section, key, value)
@@ -107,9 +115,18 @@ def parse_override(text: str) -> tuple[str, str, Any]:
     return section, key, convert(value, kind, where=f"override {text!r}", name=name)
 
 
+def to_fields(config: RunConfig) -> Values:
+    """The resolved config as values by section and key."""
+    # `from` is a keyword of Python, so its field is `from_`.
+    return {
+        name: {key.rstrip("_"): value for key, value in vars(getattr(config, name)).items()}
+        for name in section_types()
+    }
+
+
 def to_json(config: RunConfig) -> str:
     """The resolved config as one JSON object, every key included."""
-    return json.dumps(_as_values(config), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return json.dumps(to_fields(config), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def from_json(text: str) -> RunConfig:
@@ -134,7 +151,7 @@ def from_json(text: str) -> RunConfig:
 def to_toml(config: RunConfig) -> str:
     """The resolved config as a run file that `load_config` reads back to an equal config."""
     blocks = []
-    for section, values in _as_values(config).items():
+    for section, values in to_fields(config).items():
         lines = [f"[{section}]", *(f"{key} = {toml_value(value)}" for key, value in values.items())]
         blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)
@@ -166,20 +183,32 @@ def _full_keys() -> list[str]:
     return [f"{section}.{key}" for section in section_types() for key in _key_types(section)]
 
 
-def _as_values(config: RunConfig) -> Values:
-    # `from` is a keyword of Python, so its field is `from_`.
-    return {
-        name: {key.rstrip("_"): value for key, value in vars(getattr(config, name)).items()}
-        for name in section_types()
-    }
-
-
 def _build(values: Values) -> RunConfig:
     fields = {
         name: {f"{key}_" if iskeyword(key) else key: value for key, value in section.items()}
         for name, section in values.items()
     }
-    return RunConfig(**{name: cls(**fields.get(name, {})) for name, cls in section_types().items()})
+    return _resolved(
+        RunConfig(**{name: cls(**fields.get(name, {})) for name, cls in section_types().items()})
+    )
+
+
+def _resolved(config: RunConfig) -> RunConfig:
+    """`config` with lengths that are given in tokens as steps, rounded up."""
+    run, training = config.run, config.training
+
+    def steps(tokens: int, given: int) -> int:
+        return -(-tokens // config.tokens_per_step) if tokens > 0 and config.tokens_per_step > 0 else given
+
+    return replace(
+        config,
+        run=replace(run, steps=steps(run.tokens, run.steps)),
+        training=replace(
+            training,
+            warmup_steps=steps(training.warmup_tokens, training.warmup_steps),
+            decay_steps=steps(training.decay_tokens, training.decay_steps),
+        ),
+    )
 
 
 def read_toml(path: Path, kind: str, samples: str) -> dict[str, Any]:
@@ -210,6 +239,8 @@ def read_toml(path: Path, kind: str, samples: str) -> dict[str, Any]:
 
 def _absolute(section: str, key: str, value: Any) -> Any:
     """The absolute path for keys of `PATHS`; other values unchanged."""
+    if isinstance(value, tuple):
+        return tuple(_absolute(section, key, item) for item in value)
     if (section, key) not in PATHS or value in ("", PATHS[section, key]) or value.startswith(HUB):
         return value
     absolute = str(expanded(value, f"{section}.{key}").absolute())
@@ -308,7 +339,7 @@ def _parse_override_value(raw: str, kind: Any) -> Any:
     as_toml = toml_scalar(raw)
     if kind is str or (kind == Window and as_toml is None):
         return as_toml if isinstance(as_toml, str) else raw
-    if kind in (tuple[int, ...], tuple[str, ...]) and not isinstance(as_toml, list):
+    if kind in EXPECTED_LISTS and not isinstance(as_toml, list):
         items = [item.strip() for item in raw.split(",")] if raw else []
         return items if kind == tuple[str, ...] else [toml_scalar(item, default=item) for item in items]
     return raw if as_toml is None else as_toml

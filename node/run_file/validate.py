@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from node.config.schema import (
     CoordinatorSection,
     DashboardSection,
+    DataSection,
     LoraSection,
     ModelSection,
     PipelineSection,
@@ -24,6 +25,7 @@ from node.model.lora_shapes import FORMS, projections
 from node.model.storage import AS_COMPUTED, FROM_PRESET, KINDS, PRESETS, RECOMPUTE, configured
 from node.model.units import CHOICES, FAMILIES
 from node.telemetry.trace_files import TracedSteps
+from node.training.schedule import SCHEDULES
 from wire.codecs.formats import codec_format
 from wire.errors import ConfigError, nearest
 from wire.frames import MAX_TENSOR_BYTES
@@ -31,6 +33,9 @@ from wire.identity.token import MAX_ADDRESS_BYTES, MAX_ADDRESSES, MAX_ADDRESSES_
 
 PRECISIONS = ("float32", "bfloat16")
 STORES = ("float32", "fp8")
+FORMATS = ("text", "chat")
+ORDERS = ("auto", "whole", "shards")
+LOGGERS = ("tensorboard", "wandb")
 
 MAX_NAME = 64
 BYTE_VOCABULARY = 256
@@ -53,6 +58,7 @@ def problems(config: RunConfig) -> list[str]:
     return [
         *_run(config.run),
         *_model(config.model, config.data.tokenizer),
+        *_data(config.data, config.pipeline),
         *_path("data.tokenizer", config.data.tokenizer, "be bytes, or name a folder or file"),
         *_path("data.path", config.data.path, "name a file, a folder or stdlib"),
         *_training(config.training, config.run.steps),
@@ -109,6 +115,7 @@ def _run(run: RunSection) -> Iterator[str]:
     if not 0 <= run.seed < 2**63:
         yield f"run.seed must be from 0 to 2**63 - 1, got {run.seed}"
     yield from _at_least(1, {"run.steps": run.steps, "run.snapshot_every": run.snapshot_every})
+    yield from _at_least(0, {"run.tokens": run.tokens})
     yield from _at_least(1, {"run.keep_snapshots": run.keep_snapshots})
 
 
@@ -149,6 +156,26 @@ def _stored_blocks(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _data(data: DataSection, pipeline: PipelineSection) -> Iterator[str]:
+    yield from _name("data.format", data.format, FORMATS)
+    yield from _name("data.order", data.order, ORDERS)
+    if data.weights and len(data.weights) != len(data.sources):
+        yield f"data.weights has {len(data.weights)} numbers for {len(data.sources)} data.sources"
+    if any(not 0 < weight < math.inf for weight in data.weights):
+        yield f"data.weights must be finite numbers above 0, got {list(data.weights)}"
+    for source in data.sources:
+        yield from _path("data.sources", source, "name files or folders")
+    if data.format == "chat" and data.tokenizer == "bytes":
+        yield 'data.format = "chat" needs a tokenizer with a chat template: set data.tokenizer to its folder'
+    if data.order == "whole" and (data.sources or data.format == "chat"):
+        yield 'data.order = "whole" takes one text source: use "shards" or "auto" for data.sources and chat'
+    if pipeline.remembers and (data.order == "shards" or data.sources or data.format == "chat"):
+        yield (
+            f"pipeline.forward_codec: {pipeline.forward_codec} needs every sample's number beforehand: "
+            'set data.order = "whole", with one text source'
+        )
+
+
 def _path(key: str, value: str, words: str) -> Iterator[str]:
     if not value or "\0" in value:
         yield f"{key} must {words}" + (", and no path holds a zero character" if value else "")
@@ -174,6 +201,12 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
     yield from _positive({"training.lr": training.lr, "training.eps": training.eps})
     if not 0 <= training.min_lr_ratio <= 1:
         yield f"training.min_lr_ratio must be from 0 to 1, got {training.min_lr_ratio}"
+    yield from _name("training.schedule", training.schedule, SCHEDULES)
+    if not 0 <= training.decay_steps <= steps:
+        yield f"training.decay_steps must be from 0 to run.steps ({steps}), got {training.decay_steps}"
+    yield from _at_least(
+        0, {"training.warmup_tokens": training.warmup_tokens, "training.decay_tokens": training.decay_tokens}
+    )
     if not 0 <= training.warmup_steps <= steps:
         yield f"training.warmup_steps must be from 0 to run.steps ({steps}), got {training.warmup_steps}"
     for key in ("beta1", "beta2"):
@@ -365,6 +398,8 @@ def _telemetry(telemetry: TelemetrySection) -> Iterator[str]:
     except ConfigError as error:
         yield f"telemetry.trace: {error}"
     yield from _at_least(1, {"telemetry.trace_mb": telemetry.trace_mb})
+    for logger in telemetry.loggers:
+        yield from _name("telemetry.loggers", logger, LOGGERS)
 
 
 def _dashboard(dashboard: DashboardSection, coordinator: CoordinatorSection) -> Iterator[str]:

@@ -142,6 +142,7 @@ class CapturedPasses:
             precision,
             device,
             shares,
+            masks_labels=chunk.masks_labels,
         )
         self._slots: list[_Slot] = []
         self._free: list[_Slot] = []
@@ -156,8 +157,8 @@ class CapturedPasses:
         """How many microbatches have graphs."""
         return len(self._slots)
 
-    def begin_step(self) -> None:
-        self._by_autograd.begin_step()
+    def begin_step(self, label_weight: float = 1.0) -> None:
+        self._by_autograd.begin_step(label_weight)
         self._in_flight.clear()
         self._free = list(self._slots)
         self._warm = self._ran

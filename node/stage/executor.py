@@ -14,6 +14,7 @@ from torch import Tensor
 
 from node import faults
 from node.config.schema import RunConfig
+from node.model.labels import label_weight
 from node.model.units import EMBED, HEAD, unit_names
 from node.pipeline.routing import StageLayout
 from node.pipeline.schedule import Action, Kind, Order, Orders, schedule
@@ -224,7 +225,7 @@ class StageExecutor:
         Raises NonFiniteError, which names the stage and the tensor, or StepInterrupted.
         """
         self.voted = False
-        self._model.begin_step()
+        self._model.begin_step(1.0 if labels is None else label_weight(labels))
         if self._caches is not None:
             self._caches.rollback()
         fed, wanted = self._microbatches(inputs), self._microbatches(labels)

@@ -19,7 +19,7 @@ Call = Callable[[Tensor, Tensor | None], Tensor]
 class Passes(Protocol):
     """The passes of one chunk. Several microbatches may be between forward and backward."""
 
-    def begin_step(self) -> None:
+    def begin_step(self, label_weight: float = 1.0) -> None:
         """Drop the microbatches of an unfinished step; weights may have changed."""
         ...
 
@@ -57,20 +57,27 @@ class _InFlight:
 class AutogradPasses:
     """`Passes` that run operation by operation."""
 
-    def __init__(self, call: Call, precision: str, device: torch.device, shares: int) -> None:
+    def __init__(
+        self, call: Call, precision: str, device: torch.device, shares: int, *, masks_labels: bool = False
+    ) -> None:
         """
         Args:
             precision: `[training] precision`.
-            shares: the loss of a microbatch is divided by this.
+            shares: the loss of a microbatch is divided by this,
+            masks_labels: and multiplied by the step's `node.model.chunk.label_weight`.
         """
         self._call = call
         self._precision = precision
         self._device = device
         self._shares = shares
         self._in_flight: dict[int, _InFlight] = {}
+        # A tensor, so that a CUDA graph reads the present value.
+        self._label_weight = torch.ones((), device=device) if masks_labels else None
 
-    def begin_step(self) -> None:
+    def begin_step(self, label_weight: float = 1.0) -> None:
         self._in_flight.clear()
+        if self._label_weight is not None:
+            self._label_weight.fill_(label_weight)
 
     def forward(self, microbatch: int, fed: Tensor, labels: Tensor | None) -> Tensor:
         source = fed.requires_grad_() if fed.is_floating_point() else None
@@ -82,7 +89,9 @@ class AutogradPasses:
         """The chunk's output, or the microbatch's share of the loss, with its graph."""
         with compute_precision(self._precision, self._device):
             made = self._call(fed, labels)
-        return made if labels is None else made / self._shares
+        if labels is None:
+            return made
+        return (made if self._label_weight is None else made * self._label_weight) / self._shares
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         flight = self._in_flight.pop(microbatch)

@@ -34,7 +34,7 @@ class StageCompute(Protocol):
 
     def unit_state(self, unit: str) -> dict[str, Tensor]: ...
 
-    def begin_step(self) -> None: ...
+    def begin_step(self, label_weight: float = 1.0) -> None: ...
 
     def forward(self, chunk: int, microbatch: int, fed: Tensor, labels: Tensor | None = None) -> Tensor: ...
 
@@ -142,6 +142,8 @@ class StageModel:
             )
             for units in chunk_units(config, stages)[stage::stages]
         ]
+        for chunk in self._chunks:
+            chunk.masks_labels = config.data.masks_labels
         captured = self.ranks == 1 and config.training.cuda_graphs and self.device.type == "cuda"
         self._optimizer = StageOptimizer(
             self._chunks, config.training, config.run.seed, self.tensor_rank, gradients_in_place=captured
@@ -155,7 +157,10 @@ class StageModel:
             ]
         else:
             self._passes = [
-                AutogradPasses(ChunkCall(chunk), precision, self.device, shares) for chunk in self._chunks
+                AutogradPasses(
+                    ChunkCall(chunk), precision, self.device, shares, masks_labels=chunk.masks_labels
+                )
+                for chunk in self._chunks
             ]
 
     def drop(self) -> None:
@@ -174,10 +179,10 @@ class StageModel:
 
     # ---- a step
 
-    def begin_step(self) -> None:
-        """Drop the rest of an unfinished step."""
+    def begin_step(self, label_weight: float = 1.0) -> None:
+        """Drop the rest of an unfinished step. `label_weight` counts where labels are masked."""
         for passes in self._passes:
-            passes.begin_step()
+            passes.begin_step(label_weight)
         self.optimizer.zero_grad()
 
     def forward(self, chunk: int, microbatch: int, fed: Tensor, labels: Tensor | None = None) -> Tensor:

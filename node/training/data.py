@@ -107,6 +107,17 @@ class Corpus:
         first = step * self.global_batch
         return np.stack([self._window(sample) for sample in range(first, first + self.global_batch)])
 
+    def inputs(self, step: int) -> np.ndarray:
+        """Inputs of a step, [global_batch, sequence]."""
+        return self.batch(step)[:, :-1]
+
+    def labels(self, step: int) -> np.ndarray:
+        """Labels of a step, [global_batch, sequence]: every token counts."""
+        return self.batch(step)[:, 1:]
+
+    def close(self) -> None:
+        """Nothing to end."""
+
     def validation_windows(self, limit: int | None = None) -> np.ndarray:
         """Held-out windows from the start of the tail, [n, sequence + 1]; n is 0 for a tiny text."""
         count = max(0, len(self.validation) - 1) // self.sequence

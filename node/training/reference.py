@@ -14,14 +14,15 @@ from torch import Tensor
 
 from node.config.schema import RunConfig
 from node.model.chunk import build_chunk, compute_precision, weight_dtype
+from node.model.labels import label_weight
 from node.model.units import EMBED, HEAD, unit_names
 from node.pipeline.memory import stage_storages
-from node.training.data import Corpus
 from node.training.gradients import gradient_of
 from node.training.manifest import unit_weights_sha256, weights_sha256
 from node.training.optimizer import StageOptimizer, sum_tied_gradients
 from node.training.schedule import clip_coefficient, global_norm, learning_rate
 from node.training.serialization import load_unit
+from node.training.shards import TrainingData
 from node.training.snapshot import read_manifest
 from wire.errors import DataError
 from wire.spec import Direction, TensorKey
@@ -47,7 +48,7 @@ class ReferenceTrainer:
     def __init__(
         self,
         config: RunConfig,
-        corpus: Corpus,
+        corpus: TrainingData,
         *,
         groups: Sequence[Sequence[str]] | None = None,
         boundary: Boundary | None = None,
@@ -76,6 +77,7 @@ class ReferenceTrainer:
             )
             for index, units in enumerate(groups or (unit_names(config.model),))
         ]
+        self.chunks[-1].masks_labels = config.data.masks_labels
         self.optimizer = StageOptimizer(self.chunks, config.training, config.run.seed)
         self.step = 0
 
@@ -97,10 +99,15 @@ class ReferenceTrainer:
         count = self.config.microbatches
         shares: list[Tensor] = []
         self.optimizer.zero_grad()
-        for index, rows in enumerate(np.split(self.corpus.batch(self.step), count)):
-            loss, crossings = self._forward(rows, index)
-            # Each microbatch has equally many tokens, so the step's mean is the mean of means.
-            share = loss / count
+        labels = self.corpus.labels(self.step)
+        weight = label_weight(labels)
+        batches = zip(
+            np.split(self.corpus.batch(self.step)[:, :-1], count), np.split(labels, count), strict=True
+        )
+        for index, (inputs, wanted) in enumerate(batches):
+            loss, crossings = self._forward(inputs, wanted, index)
+            # Each microbatch has equally many positions, so the step's mean is the mean of means.
+            share = (loss * weight if self.config.data.masks_labels else loss) / count
             self._backward(share, crossings, index)
             shares.append(share.detach())
         self._tie()
@@ -129,7 +136,7 @@ class ReferenceTrainer:
         total = 0.0
         for index, first in enumerate(range(0, len(windows), size)):
             rows = windows[first : first + size]
-            loss, _ = self._forward(rows, index)
+            loss, _ = self._forward(rows[:, :-1], rows[:, 1:], index)
             total += loss.item() * len(rows)
         return total / len(windows)
 
@@ -143,11 +150,12 @@ class ReferenceTrainer:
             for _, parameters in chunk.named_units()
         )
 
-    def _forward(self, rows: np.ndarray, microbatch: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    def _forward(
+        self, inputs: np.ndarray, labels: np.ndarray, microbatch: int
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Loss of a microbatch, and at each boundary what was sent and what arrived."""
         self.optimizer.begin_forward(microbatch)
-        tokens = torch.from_numpy(rows.astype(np.int64)).to(self.device)
-        x, labels = tokens[:, :-1], tokens[:, 1:]
+        x, wanted = (torch.from_numpy(ids.astype(np.int64)).to(self.device) for ids in (inputs, labels))
         crossings = []
         precision = self.config.training.precision
         for index, chunk in enumerate(self.chunks[:-1]):
@@ -157,7 +165,7 @@ class ReferenceTrainer:
             x = self._cross(sent.detach(), microbatch, index, Direction.ACTIVATION).requires_grad_()
             crossings.append((sent, x))
         with compute_precision(precision, self.device):
-            return self.chunks[-1].loss(x, labels), crossings
+            return self.chunks[-1].loss(x, wanted), crossings
 
     def _backward(self, loss: Tensor, crossings: list[tuple[Tensor, Tensor]], microbatch: int) -> None:
         self.optimizer.begin_backward(microbatch)

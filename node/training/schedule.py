@@ -6,18 +6,34 @@ from math import cos, isfinite, pi, sqrt
 from node.config.schema import TrainingSection
 from wire.errors import NonFiniteError
 
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
+DECAY_SHARE = 5
+"""`wsd` decays over one step in this many, unless told otherwise."""
+
 
 def learning_rate(step: int, training: TrainingSection, steps: int) -> float:
-    """Linear warmup to `lr`, then a cosine to `min_lr_ratio * lr` at the last step.
+    """Linear warmup to `lr`, then the schedule, which ends at `min_lr_ratio * lr` in the last step.
+
+    `constant` stays at `lr`; `wsd` does until its last `decay_steps` steps and then falls linearly.
 
     Args:
         step: counted from 0; the first step already moves.
         steps: optimizer steps in the whole run; later steps stay at the minimum.
     """
-    if step < training.warmup_steps:
-        return training.lr * (step + 1) / training.warmup_steps
-    progress = min(1.0, (step - training.warmup_steps) / max(1, steps - 1 - training.warmup_steps))
-    share = training.min_lr_ratio + (1.0 - training.min_lr_ratio) * 0.5 * (1.0 + cos(pi * progress))
+    warmup = training.warmup_steps
+    if step < warmup:
+        return training.lr * (step + 1) / warmup
+    if training.schedule == "constant":
+        return training.lr
+    start = warmup
+    if training.schedule == "wsd":
+        # The last step before the decay is the last one at `lr`.
+        start = max(warmup, steps - 1 - (training.decay_steps or max(1, steps // DECAY_SHARE)))
+    progress = min(1.0, max(0, step - start) / max(1, steps - 1 - start))
+    if training.schedule == "cosine":
+        share = training.min_lr_ratio + (1.0 - training.min_lr_ratio) * 0.5 * (1.0 + cos(pi * progress))
+    else:
+        share = 1.0 - (1.0 - training.min_lr_ratio) * progress
     return training.lr * share
 
 

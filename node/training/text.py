@@ -1,17 +1,21 @@
-"""Reading training text from disk: files, folders, JSONL, compressed or not, and the standard library.
+"""Read training text from disk: files, folders, JSONL, compressed or not, and the standard library.
 
-The whole text is held in memory as bytes. Documents are joined by one zero byte, which no text contains:
-a file with a zero byte in it is taken for binary.
+The whole text is held in memory as bytes. Documents are joined by one zero byte, which no text contains: a
+file with a zero byte in it is not text. `documents.py` reads what is larger or of other kinds.
 """
 
 import gzip
+import io
 import json
 import logging
 import lzma
 import sysconfig
 import zlib
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from node.config.schema import DataSection
 from wire.errors import ConfigError, DataError
@@ -24,7 +28,7 @@ STDLIB_LIMIT_BYTES = 32 << 20
 """The standard library's text is cut after this many bytes, at the end of a file."""
 
 TEXT_SUFFIXES = frozenset((".txt", ".md", ".rst", ".tex", ".html", ".csv", ".jsonl", ".py", ".c", ".h"))
-_COMPRESSED = frozenset((".xz", ".gz"))
+COMPRESSED = frozenset((".xz", ".gz", ".zst"))
 # Not part of every installation, or not the standard library at all.
 _STDLIB_SKIPPED = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"))
 
@@ -66,25 +70,24 @@ def read_text(data: DataSection) -> bytes:
 
 
 def _folder(folder: Path, jsonl_field: str) -> Iterator[bytes]:
-    found = False
-    for path in _files_below(folder):
-        if _content_suffix(path) not in TEXT_SUFFIXES:
-            continue
-        found = True
-        try:
-            documents = _documents(path, jsonl_field)
-        except _NotTextError as error:
-            logger.warning("skipped: %s", error)
-            continue
-        yield from documents
+    every = list(files_below(folder))
+    found = [path for path in every if content_suffix(path) in TEXT_SUFFIXES]
     if not found:
         raise DataError(
             f"no text files in folder {folder}; expected names that end in "
-            f"{', '.join(sorted(TEXT_SUFFIXES))}, with or without .xz or .gz"
+            f"{', '.join(sorted(TEXT_SUFFIXES))}, with or without .xz, .gz or .zst"
         )
+    report_skipped(folder, every, found)
+    for path in found:
+        try:
+            documents = _documents(path, jsonl_field)
+        except NotTextError as error:
+            logger.warning("skipped: %s", error)
+            continue
+        yield from documents
 
 
-def _files_below(folder: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
+def files_below(folder: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
     """Visible files at any depth, in the order of their names; links to folders are not followed.
 
     Args:
@@ -99,7 +102,7 @@ def _files_below(folder: Path, skipped: frozenset[str] = frozenset()) -> Iterato
             continue
         if _is_folder(path):
             if not path.is_symlink():
-                yield from _files_below(path, skipped)
+                yield from files_below(path, skipped)
         elif path.is_file():
             yield path
 
@@ -112,37 +115,43 @@ def _is_folder(path: Path) -> bool:
         raise DataError(f"cannot read {path}: {error.strerror}; check its permissions") from error
 
 
-def _standard_library() -> Iterator[bytes]:
+def standard_library_files() -> Iterator[Path]:
+    """The sources of Python's standard library, in a fixed order. Raises DataError if there are none."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    total = 0
     found = False
-    for path in _files_below(folder, _STDLIB_SKIPPED):
-        if path.suffix != ".py":
-            continue
-        try:
-            document = _plain_text(path)
-        except _NotTextError:
-            continue
-        total += len(document)
-        if total > STDLIB_LIMIT_BYTES:
-            return
-        found = True
-        yield document
+    for path in files_below(folder, _STDLIB_SKIPPED):
+        if path.suffix == ".py":
+            found = True
+            yield path
     if not found:
         raise DataError(f"this Python has no library sources in {folder}; set [data] path to text")
 
 
-class _NotTextError(DataError):
+def _standard_library() -> Iterator[bytes]:
+    total = 0
+    for path in standard_library_files():
+        try:
+            document = _plain_text(path)
+        except NotTextError:
+            continue
+        total += len(document)
+        if total > STDLIB_LIMIT_BYTES:
+            return
+        yield document
+
+
+class NotTextError(DataError):
     """A file that is not UTF-8 text: an error by itself, a warning within a folder."""
 
 
-def _content_suffix(path: Path) -> str:
-    return Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
+def content_suffix(path: Path) -> str:
+    """The suffix that tells a file's kind, without that of its compression."""
+    return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
 
 
 def _documents(path: Path, jsonl_field: str) -> list[bytes]:
     text = _plain_text(path)
-    return _json_lines(path, text, jsonl_field) if _content_suffix(path) == ".jsonl" else [text]
+    return _json_lines(path, text, jsonl_field) if content_suffix(path) == ".jsonl" else [text]
 
 
 def _plain_text(path: Path) -> bytes:
@@ -150,32 +159,68 @@ def _plain_text(path: Path) -> bytes:
     try:
         content.decode()
     except UnicodeDecodeError as error:
-        raise _NotTextError(
+        raise NotTextError(
             f"{path} is not UTF-8 text (byte {error.start}); convert it or leave it out"
         ) from error
     if SEPARATOR in content:
-        raise _NotTextError(f"{path} holds zero bytes, so it is no text; leave it out")
+        raise NotTextError(f"{path} holds zero bytes, so it is no text; leave it out")
     return content
 
 
 def _content(path: Path) -> bytes:
+    with explained(path), open_content(path) as file:
+        return file.read()
+
+
+def open_content(path: Path) -> IO[bytes]:
+    """The file's bytes, decompressed. Raises OSError, DataError for a missing package."""
+    if path.suffix == ".xz":
+        return lzma.open(path)
+    if path.suffix == ".gz":
+        return gzip.GzipFile(path, "rb")  # type: ignore[return-value]  # typeshed: no IO
+    if path.suffix == ".zst":
+        try:
+            import zstandard
+        except ImportError as error:
+            raise DataError(f'{path} needs the zstandard package: pip install "thinwire[data]"') from error
+        reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
+        return io.BufferedReader(reader)
+    return path.open("rb")
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turn what damaged and unreadable files raise into DataError."""
     try:
-        if path.suffix == ".xz":
-            with lzma.open(path) as file:
-                return file.read()
-        if path.suffix == ".gz":
-            with gzip.open(path) as gzip_file:
-                return gzip_file.read()
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise DataError(
-            f"no file or folder {path}; set [data] path to text, or to {STDLIB}; data.path=PATH after the "
-            "command overrides it"
-        ) from error
+        yield
     except (lzma.LZMAError, zlib.error, gzip.BadGzipFile, EOFError) as error:
         raise DataError(f"{path} is damaged: {error}; compress it again") from error
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; check its permissions") from error
+        raise unreadable(path, error) from error
+    except Exception as error:
+        # zstandard is imported only where it is installed.
+        if type(error).__name__ != "ZstdError":
+            raise
+        raise DataError(f"{path} is damaged: {error}; compress it again") from error
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    if isinstance(error, FileNotFoundError):
+        return DataError(
+            f"no file or folder {path}; set [data] path to text, or to {STDLIB}; data.path=PATH after the "
+            "command overrides it"
+        )
+    return DataError(f"cannot read {path}: {error.strerror or error}; check its permissions")
+
+
+def report_skipped(folder: Path, every: list[Path], taken: list[Path]) -> None:
+    """Warn about the files of a folder that are not trained on, by suffix."""
+    if len(taken) == len(every):
+        return
+    chosen = set(taken)
+    kinds = Counter(file.suffix or "no suffix" for file in every if file not in chosen)
+    listed = ", ".join(f"{count} x {suffix}" for suffix, count in kinds.most_common(5))
+    logger.warning("training on %d of %d files in %s; skipped: %s", len(taken), len(every), folder, listed)
 
 
 def _json_lines(path: Path, content: bytes, jsonl_field: str) -> list[bytes]:

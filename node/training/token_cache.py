@@ -12,7 +12,7 @@ was. FOLDER is $XDG_CACHE_HOME/thinwire/tokens, or ~/.cache/thinwire/tokens.
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
 from itertools import islice
@@ -45,7 +45,7 @@ def tokens_of(text: bytes, tokenizer: Tokenizer, folder: Path, tell: Tell) -> np
     """
     key = sha256(sha256(text).digest() + tokenizer.fingerprint.encode()).hexdigest()
     try:
-        with _sole_writer(folder, key):
+        with sole_writer(folder, key):
             if (found := _complete(folder, key, tokenizer)) is None:
                 _encode(text, tokenizer, folder, key, tell)
                 found = _complete(folder, key, tokenizer)
@@ -60,7 +60,7 @@ def tokens_of(text: bytes, tokenizer: Tokenizer, folder: Path, tell: Tell) -> np
 
 
 @contextmanager
-def _sole_writer(folder: Path, key: str) -> Iterator[None]:
+def sole_writer(folder: Path, key: str) -> Iterator[None]:
     """Of two runs with the same text, one encodes and the other waits."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{key}.lock").open("wb") as lock:
@@ -113,14 +113,14 @@ def _encode(text: bytes, tokenizer: Tokenizer, folder: Path, key: str, tell: Tel
             os.fsync(file.fileno())
             done += len(batch)
             read += sum(map(len, batch))
-            _replace(progress, {"pieces": done, "tokens": count})
+            replace_json(progress, {"pieces": done, "tokens": count})
             tell(f"tokenized {read / 1e6:.0f} of {len(text) / 1e6:.0f} MB: {count / 1e6:.1f} million tokens")
     with partial.open("rb") as whole:
         digest = sha256()
         while block := whole.read(1 << 22):
             digest.update(block)
     partial.replace(folder / f"{key}.tokens")
-    _replace(folder / f"{key}.json", {"tokens": count, "sha256": digest.hexdigest()})
+    replace_json(folder / f"{key}.json", {"tokens": count, "sha256": digest.hexdigest()})
     progress.unlink()
 
 
@@ -137,7 +137,8 @@ def _json(path: Path) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
-def _replace(path: Path, values: dict[str, object]) -> None:
+def replace_json(path: Path, values: Mapping[str, object]) -> None:
+    """Write a JSON file whole: temporary file, fsync, rename."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         json.dump(values, file)

@@ -5,6 +5,7 @@
 BPE itself is the `tokenizers` package, which only the coordinator needs.
 """
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -49,6 +50,10 @@ class Tokenizer(ABC):
     def encode(self, pieces: Sequence[bytes]) -> list[np.ndarray]:
         """Ids of each piece of `pieces_of`, `[n]` of `dtype`."""
 
+    @abstractmethod
+    def decode(self, ids: np.ndarray) -> str:
+        """The text of ids `[n]`, special tokens included."""
+
 
 class ByteTokenizer(Tokenizer):
     """A token a byte."""
@@ -59,11 +64,17 @@ class ByteTokenizer(Tokenizer):
     def encode(self, pieces: Sequence[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(piece, dtype=np.uint8) for piece in pieces]
 
+    def decode(self, ids: np.ndarray) -> str:
+        return ids.astype(np.uint8).tobytes().decode(errors="replace")
+
 
 class BpeTokenizer(Tokenizer):
     """Byte-pair encoding. Text that looks like a special token is encoded as the text that it is."""
 
-    def __init__(self, bpe: "tokenizers.Tokenizer", tables: Sequence[bytes], where: str) -> None:
+    def __init__(
+        self, bpe: "tokenizers.Tokenizer", tables: Sequence[bytes], where: str, end_of_text: str = ""
+    ) -> None:
+        """`end_of_text` stands between documents if the vocabulary lacks `END_OF_TEXT`."""
         import tokenizers
 
         self._bpe = bpe
@@ -73,11 +84,15 @@ class BpeTokenizer(Tokenizer):
         self.vocabulary = 1 + max(bpe.get_vocab().values(), default=0)
         parts = [BPE_FORMAT.encode(), tokenizers.__version__.encode(), *tables]
         self.fingerprint = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
-        end = bpe.token_to_id(END_OF_TEXT)
+        ends = (bpe.token_to_id(name) for name in (END_OF_TEXT, end_of_text) if name)
+        end = next((found for found in ends if found is not None), None)
         # Tables without an end of text may still know the zero byte.
         between = [end] if end is not None else bpe.encode("\0", add_special_tokens=False).ids
         if not between:
-            raise DataError(f"the tokenizer in {where} has no {END_OF_TEXT} to put between documents: add it")
+            raise DataError(
+                f"the tokenizer in {where} has neither {END_OF_TEXT} nor an eos_token in "
+                "tokenizer_config.json to put between documents: add one"
+            )
         self._between = np.array(between, dtype=self.dtype)
 
     def encode(self, pieces: Sequence[bytes]) -> list[np.ndarray]:
@@ -89,6 +104,9 @@ class BpeTokenizer(Tokenizer):
             self._between if piece == SEPARATOR else np.array(next(encoded).ids, dtype=self.dtype)
             for piece in pieces
         ]
+
+    def decode(self, ids: np.ndarray) -> str:
+        return str(self._bpe.decode(ids.tolist(), skip_special_tokens=False))
 
 
 BPE_FORMAT = "1"
@@ -128,13 +146,33 @@ def load_tokenizer(name: str) -> Tokenizer:
             bpe = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(found[0]), str(found[1])))
             bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
             bpe.decoder = tokenizers.decoders.ByteLevel()
-        made = BpeTokenizer(bpe, tables, str(path))
+        made = BpeTokenizer(bpe, tables, str(path), special_tokens(found[0].parent).get("eos_token", ""))
     except DataError:
         raise
     except Exception as error:  # what is wrong with tables comes as bare Exception from the package
         raise DataError(f"the tokenizer in {path} cannot be read ({error}); copy its files again") from error
     _check_bytes(made, path)
     return made
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """`bos_token`, `eos_token` and the like of a tokenizer's folder; empty without a tokenizer_config.json.
+
+    Raises DataError if that cannot be read.
+    """
+    path = folder / "tokenizer_config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}); copy it again") from error
+    found = {}
+    for name, value in raw.items() if isinstance(raw, dict) else ():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
 
 
 def pieces_of(text: bytes) -> Iterator[bytes]:
@@ -195,7 +233,8 @@ def _check_bytes(tokenizer: BpeTokenizer, path: Path) -> None:
     """Tables that do not know every byte drop text without a word."""
     text = "".join(map(chr, [*range(1, 256), 0x4E2D, 0x1F600]))
     (ids,) = tokenizer.encode([text.encode()])
-    if tokenizer._bpe.decode(ids.tolist(), skip_special_tokens=False) != text:
+    # Decoders of SentencePiece's kind drop the space that they put before a text.
+    if tokenizer.decode(ids).strip() != text.strip():
         raise DataError(
             f"the tokenizer in {path} does not give back every text that it encodes: byte-level BPE tables, "
             "as GPT-2 has them, are needed"

@@ -18,7 +18,7 @@ from node.cli.token import parse_ttl
 from node.config.schema import RunConfig
 from node.coordinator.store import DATABASE_FILE, Store
 from node.display.status import read_status
-from node.run_file.loader import to_json
+from node.run_file.loader import default_config, to_json
 from node.telemetry.events import Notice, RunStarted
 from wire.errors import UserError
 from wire.identity.token import JoinToken
@@ -288,7 +288,7 @@ def test_events_go_to_the_screen_and_to_the_status_file(tmp_path: Path, capsys: 
         forward_codec="tah",
         backward_codec="fixed-8",
     )
-    with emitter(json=True) as emit:
+    with emitter(default_config(), json=True) as emit:
         emit(started)
         emit(Notice(text="x"))
     assert capsys.readouterr().out == f"{started.to_json()}\n{Notice(text='x').to_json()}\n"

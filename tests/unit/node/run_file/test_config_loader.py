@@ -276,3 +276,18 @@ def test_every_field_has_a_type_that_can_be_read() -> None:
         for field, value in vars(section()).items():
             key = field.rstrip("_")  # `from` is a keyword
             assert parse_override(f"{name}.{key}={toml_value(value)}") == (name, key, value)
+
+
+def test_lengths_in_tokens_become_steps() -> None:
+    overrides = ["training.global_batch=4", "model.sequence=256", "run.tokens=1_000_000"]
+    config = default_config([*overrides, "training.warmup_tokens=10240", "training.decay_tokens=1025"])
+    assert config.tokens_per_step == 1024
+    assert (config.run.steps, config.training.warmup_steps, config.training.decay_steps) == (977, 10, 2)
+    assert from_json(to_json(config)) == config
+
+
+def test_paths_of_sources_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = with_absolute_paths(default_config(["data.sources=a.jsonl,b", "data.weights=0.3,0.7"]))
+    assert config.data.sources == (str(tmp_path / "a.jsonl"), str(tmp_path / "b"))
+    assert config.data.weights == (0.3, 0.7) and config.data.chat_template == ""

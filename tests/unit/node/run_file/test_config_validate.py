@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from node.config.schema import RunConfig
+from node.run_file.loader import default_config
 from node.run_file.validate import parse_listen, problems, validate
 from wire.errors import ConfigError
 from wire.identity.token import JoinToken
@@ -191,3 +192,25 @@ def test_addresses_that_are_none(address: str) -> None:
     with pytest.raises(ConfigError, match=r"^'.*' (is not host:port|has no port|names no host)") as caught:
         parse_listen(address)
     assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (["training.schedule=cosin"], "training.schedule 'cosin' is unknown; did you mean 'cosine'?"),
+        (["training.decay_steps=301"], "training.decay_steps must be from 0 to run.steps (300), got 301"),
+        (["telemetry.loggers=wanbd"], "telemetry.loggers 'wanbd' is unknown; did you mean 'wandb'?"),
+        (["data.sources=a,b", "data.weights=1"], "data.weights has 1 numbers for 2 data.sources"),
+        (["data.sources=a", "data.weights=0"], "data.weights must be finite numbers above 0"),
+        (["data.format=chat"], "needs a tokenizer with a chat template"),
+        (["data.sources=a", "data.order=whole"], 'data.order = "whole" takes one text source'),
+        (
+            ["data.sources=a", "data.shift=false", "pipeline.forward_codec=aqsgd-4"],
+            "aqsgd-4 needs every sample's number beforehand",
+        ),
+    ],
+)
+def test_rules_of_data_and_schedules(values: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        default_config(values)
+    assert words in str(raised.value)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from node.config.schema import TrainingSection
-from node.training.schedule import clip_coefficient, learning_rate
+from node.training.schedule import SCHEDULES, clip_coefficient, learning_rate
 from wire.errors import NonFiniteError
 
 TRAINING = TrainingSection(lr=1.0, min_lr_ratio=0.1, warmup_steps=10)
@@ -43,3 +43,26 @@ def test_a_norm_that_is_no_number_is_refused(norm: float) -> None:
     for clip in (0.0, 1.0):
         with pytest.raises(NonFiniteError, match="gradient norm is"):
             clip_coefficient(norm, clip)
+
+
+def test_the_other_schedules() -> None:
+    def rates(**keys: object) -> list[float]:
+        training = TrainingSection(lr=1.0, min_lr_ratio=0.1, warmup_steps=10, **keys)  # type: ignore[arg-type]
+        return [learning_rate(step, training, 111) for step in range(111)]
+
+    for schedule in SCHEDULES:
+        assert rates(schedule=schedule)[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    linear = rates(schedule="linear")
+    assert [linear[step] for step in (10, 60, 110)] == pytest.approx([1.0, 0.55, 0.1])
+    assert set(rates(schedule="constant")[10:]) == {1.0}
+    wsd = rates(schedule="wsd", decay_steps=20)
+    assert set(wsd[10:91]) == {1.0} and wsd[91] < 1.0
+    assert [wsd[100], wsd[110]] == pytest.approx([0.55, 0.1])
+    assert rates(schedule="wsd")[87] == 1.0 and rates(schedule="wsd")[89] < 1.0, "a fifth of the run"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("steps", [1, 2, 5, 6])
+def test_short_runs_of_every_schedule(schedule: str, steps: int) -> None:
+    training = TrainingSection(lr=1.0, warmup_steps=min(2, steps), schedule=schedule)
+    assert all(0 < learning_rate(step, training, steps) <= 1.0 for step in range(steps))

@@ -1,0 +1,589 @@
+"""Training data of any size: tokenized in shards beside training, in an order that a seed decides.
+
+Sources are listed (`documents.py`), and their shards permuted for each pass. A shard is tokenized into parts
+of about `PART_TOKENS` tokens, whole documents with an end of text between them. `GROUP_PARTS` parts in a row
+form a group, whose windows are permuted. So sample n of a source is known once the groups before it are
+tokenized, the first after seconds, and is the same whenever it is asked for. Parts stay on disk:
+
+    FOLDER/SHARD.PART.tokens   ids, little endian
+                      .mask    a byte a token, 1 for the assistant's; chat alone
+                      .json    counts and SHA-256; written last
+
+Several sources are mixed by weights: which source a sample comes from is drawn in blocks of `MIX_BLOCK`
+samples.
+"""
+
+import json
+import os
+import threading
+from bisect import bisect_right
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from node.config.schema import DataSection, RunConfig
+from node.model.labels import IGNORED
+from node.model.rng import generator
+from node.training.chat import ChatEncoder, Dropped, load_chat_encoder
+from node.training.data import Corpus
+from node.training.documents import (
+    Row,
+    Shard,
+    Source,
+    is_shards_only,
+    list_source,
+    read_rows,
+    text_of,
+)
+from node.training.text import SEPARATOR, STDLIB, expanded
+from node.training.token_cache import cache_folder, replace_json, sole_writer
+from node.training.tokenizer import Tokenizer, load_tokenizer, pieces_of
+from wire.errors import ConfigError, DataError
+
+PART_TOKENS = 1 << 20
+GROUP_PARTS = 4
+GROUPS_AHEAD = 4
+"""Tokenized beyond what training has used."""
+MIX_BLOCK = 1024
+LARGE_BYTES = 2_000_000_000
+"""A text source of this size is read in shards unless `[data] order` says otherwise."""
+OPEN_PARTS = 64
+BATCH_DOCUMENTS = 64
+BATCH_BYTES = 4 << 20
+"""Encoded at once, on all cores, whichever is reached first."""
+
+Tell = Callable[[str], None]
+Batch = list[tuple[str, Row | bytes]]
+"""Documents with their places."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens of a shard, mapped from disk."""
+
+    tokens: np.ndarray
+    """[n], unsigned."""
+    mask: np.ndarray | None
+    """[n] of 0 and 1: the tokens that count as labels; None if all do."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a part was made of."""
+
+    tokens: int
+    documents: int
+    """Read, dropped ones included."""
+    labels: int
+    """Tokens that count as labels."""
+    dropped: dict[str, int]
+    """Documents that were left out, by reason."""
+    last: bool
+    """No part of the shard follows."""
+
+
+class TokenizedSource:
+    """A listed source as parts of tokens, made when they are first asked for.
+
+    One thread at a time may ask for counts; `part` is safe for threads.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        data: DataSection,
+        tokenizer: Tokenizer,
+        chat: ChatEncoder | None,
+        vocab: int,
+        folder: Path,
+    ) -> None:
+        self.source = source
+        self._data = data
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._vocab = vocab
+        parts = [source.digest, tokenizer.fingerprint, data.jsonl_field, chat.fingerprint if chat else ""]
+        self.key = sha256("\0".join(parts).encode()).hexdigest()
+        self._folder = folder / self.key
+        self._open: OrderedDict[tuple[int, int], Part] = OrderedDict()
+        self._lock = threading.Lock()
+        self._making: tuple[int, int, Iterator[tuple[list[np.ndarray], list[np.ndarray], Counts]]] | None = (
+            None
+        )
+
+    def counts(self, shard: int, part: int) -> Counts | None:
+        """Counts of a part, tokenized now if need be; None if the shard has no such part."""
+        if self.source.is_tokens:
+            return Counts(len(self.part(shard, 0).tokens), 1, 0, {}, True) if part == 0 else None
+        if part and (before := self._counts_on_disk(shard, part - 1)) is not None and before.last:
+            return None
+        found = self._counts_on_disk(shard, part)
+        if found is None:
+            try:
+                with sole_writer(self._folder, "parts"):
+                    found = self._counts_on_disk(shard, part) or self._make(shard, part)
+            except OSError as error:
+                raise DataError(
+                    f"tokens cannot be kept in {self._folder} ({error.strerror}): free some space or set "
+                    "XDG_CACHE_HOME to a folder that can be written"
+                ) from error
+        return found
+
+    def part(self, shard: int, part: int) -> Part:
+        """The tokens of a part that is there. Raises DataError if its file was changed."""
+        key = shard, part
+        with self._lock:
+            found = self._open.get(key)
+            if found is None:
+                tokens = self.source.is_tokens
+                found = self._token_array(self.source.shards[shard]) if tokens else self._map(shard, part)
+                self._open[key] = found
+            self._open.move_to_end(key)
+            while len(self._open) > OPEN_PARTS:
+                self._open.popitem(last=False)
+        return found
+
+    def _name(self, shard: int, part: int, kind: str) -> Path:
+        return self._folder / f"{shard:06}.{part:04}.{kind}"
+
+    def _counts_on_disk(self, shard: int, part: int) -> Counts | None:
+        try:
+            raw = json.loads(self._name(shard, part, "json").read_bytes())
+            return Counts(**{name: raw[name] for name in Counts.__dataclass_fields__})
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _map(self, shard: int, part: int) -> Part:
+        said = json.loads(self._name(shard, part, "json").read_bytes())
+        path = self._name(shard, part, "tokens")
+        dtype = self._tokenizer.dtype.newbyteorder("<")
+        count = said["tokens"]
+        if count == 0:
+            return Part(np.zeros(0, dtype), None)
+        digest = sha256()
+        try:
+            tokens = np.memmap(path, dtype=dtype, mode="r", shape=(count,))
+            digest.update(tokens.data)
+            mask = None
+            if self._chat is not None:
+                mask = np.memmap(self._name(shard, part, "mask"), dtype=np.uint8, mode="r", shape=(count,))
+                digest.update(mask.data)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} is damaged ({error}): delete {self._folder}") from error
+        if digest.hexdigest() != said["sha256"]:
+            raise DataError(f"{path} is damaged: delete {self._folder}")
+        return Part(tokens, mask)
+
+    def _make(self, shard: int, part: int) -> Counts:
+        """Tokenize the parts of a shard up to this one; parts come in order."""
+        if self._making is None or self._making[:2] != (shard, part):
+            skipped = 0
+            for before in range(part):
+                known = self._counts_on_disk(shard, before)
+                if known is None:
+                    raise DataError(f"tokens in {self._folder} were deleted: start the coordinator again")
+                skipped += known.documents
+            self._making = shard, part, self._tokenize(self.source.shards[shard], skipped)
+        ids, masks, counts = next(self._making[2])
+        self._making = None if counts.last else (shard, part + 1, self._making[2])
+        digest = sha256()
+        dtype = self._tokenizer.dtype.newbyteorder("<")
+        for kind, arrays in (("tokens", ids), *((("mask", masks),) if self._chat is not None else ())):
+            with self._name(shard, part, kind).open("wb") as file:
+                for array in arrays:
+                    written = array.astype(dtype if kind == "tokens" else np.uint8, copy=False).tobytes()
+                    digest.update(written)
+                    file.write(written)
+                file.flush()
+                os.fsync(file.fileno())
+        values = {**vars(counts), "sha256": digest.hexdigest()}
+        replace_json(self._name(shard, part, "json"), values)
+        return counts
+
+    def _tokenize(
+        self, shard: Shard, skipped: int
+    ) -> Iterator[tuple[list[np.ndarray], list[np.ndarray], Counts]]:
+        """The shard's parts; `skipped` documents were in earlier ones."""
+        ids: list[np.ndarray] = []
+        masks: list[np.ndarray] = []
+        dropped: Counter[str] = Counter()
+        tokens = documents = labels = 0
+        rows = islice(read_rows(shard, chat=self._chat is not None, skips=self.source.skips), skipped, None)
+        for batch in _batches(rows):
+            if tokens >= PART_TOKENS:
+                yield ids, masks, Counts(tokens, documents, labels, dict(dropped), last=False)
+                ids, masks, dropped = [], [], Counter()
+                tokens = documents = labels = 0
+            documents += len(batch)
+            for encoded, mask, reason in self._encode(batch):
+                if reason:
+                    dropped[reason] += 1
+                    continue
+                ids.append(encoded)
+                tokens += len(encoded)
+                if mask is not None:
+                    masks.append(mask)
+                    labels += int(mask.sum())
+        yield ids, masks, Counts(tokens, documents, labels, dict(dropped), last=True)
+
+    def _encode(self, batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray | None, str]]:
+        """Ids, mask and the reason for dropping of each document; each ends with an end of text."""
+        (end,) = self._tokenizer.encode([SEPARATOR])
+        if self._chat is not None:
+            for place, row in batch:
+                assert isinstance(row, dict), "chat data comes in rows"
+                try:
+                    ids, mask = self._chat.encode(row, place)
+                except Dropped as reason:
+                    yield end, None, str(reason)
+                    continue
+                self._check(ids, place)
+                yield np.concatenate([ids, end]), np.concatenate([mask, np.zeros(len(end), bool)]), ""
+            return
+        texts = [text_of(row, place, self._data) for place, row in batch]
+        cut = [list(pieces_of(text)) if text.strip() else [] for text in texts]
+        encoded = iter(self._tokenizer.encode([piece for pieces in cut for piece in pieces]))
+        for pieces in cut:
+            if pieces:
+                yield np.concatenate([*islice(encoded, len(pieces)), end]), None, ""
+            else:
+                yield end, None, "empty"
+
+    def _token_array(self, shard: Shard) -> Part:
+        (extent,) = shard.extents
+        try:
+            if extent.path.suffix == ".npy":
+                whole = np.load(extent.path, mmap_mode="r", allow_pickle=False)
+            else:
+                whole = np.memmap(extent.path, dtype="<u2" if self._vocab <= 1 << 16 else "<u4", mode="r")
+        except (OSError, ValueError) as error:
+            raise DataError(f"{extent.path} is not an array of token ids ({error})") from error
+        if whole.ndim != 1 or whole.dtype.kind not in "ui":
+            raise DataError(
+                f"{extent.path} must be a flat array of integers, got {whole.dtype} {whole.shape}"
+            )
+        # Extents count bytes of the file; headers and rounding only move where shards meet.
+        first, last = (min(len(whole), at // whole.dtype.itemsize) for at in (extent.start, extent.stop))
+        tokens = whole[first:last]
+        if len(tokens) == 0:
+            return Part(np.zeros(0, np.uint32), None)
+        if tokens.min() < 0:
+            raise DataError(f"{extent.path} holds the token {tokens.min()}: ids are not negative")
+        self._check(tokens, str(extent.path))
+        return Part(tokens, None)
+
+    def _check(self, ids: np.ndarray, place: str) -> None:
+        if len(ids) and int(ids.max()) >= self._vocab:
+            raise ConfigError(
+                f"{place} has the token {int(ids.max())}, but model.vocab is {self._vocab}: set it to more"
+            )
+
+
+def _batches(rows: Iterator[tuple[str, Row | bytes]]) -> Iterator[Batch]:
+    batch: Batch = []
+    size = 0
+    for place, row in rows:
+        batch.append((place, row))
+        size += (
+            len(row) if isinstance(row, bytes) else sum(len(one) for one in row.values() if type(one) is str)
+        )
+        if len(batch) >= BATCH_DOCUMENTS or size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+@dataclass
+class _Group:
+    """Parts whose windows are shuffled together."""
+
+    first: int
+    """Number of its first window in the stream."""
+    places: list[tuple[int, int, int]]
+    """(shard, part, window) in the order of the stream."""
+
+
+class Stream:
+    """The samples of one source in order, endlessly: pass after pass. Safe for threads."""
+
+    def __init__(self, tokenized: TokenizedSource, *, sequence: int, seed: int, name: str) -> None:
+        self.tokenized = tokenized
+        self._sequence = sequence
+        self._seed = seed
+        self._name = name
+        self._groups: list[_Group] = []
+        self._end = 0
+        self._walk = self._groups_in_order()
+        self._extending = threading.Lock()
+
+    def prepare(self, index: int) -> int:
+        """Tokenize up to sample `index`; returns the number of samples that are ready."""
+        while self._end <= index:
+            with self._extending:
+                if self._end <= index:
+                    self._extend()
+        return self._end
+
+    def extend(self) -> None:
+        """Tokenize one more group."""
+        with self._extending:
+            self._extend()
+
+    def _extend(self) -> None:
+        group = next(self._walk)
+        self._groups.append(group)
+        self._end = group.first + len(group.places)
+
+    def counts(self) -> list[Counts]:
+        """Counts of the first group's parts."""
+        places = {place[:2] for group in self._groups[:1] for place in group.places}
+        found = [self.tokenized.counts(*place) for place in sorted(places)]
+        return [counts for counts in found if counts is not None]
+
+    def estimated_tokens(self) -> int:
+        """Tokens of the source, from its first group."""
+        shards = {place[0] for group in self._groups[:1] for place in group.places}
+        tokens = sum(counts.tokens for counts in self.counts())
+        return round(tokens / len(shards) * len(self.tokenized.source.shards)) if shards else 0
+
+    @property
+    def groups(self) -> int:
+        """Groups that are ready."""
+        return len(self._groups)
+
+    def group_of(self, index: int) -> int:
+        """The group that holds a sample which is ready."""
+        return bisect_right(self._groups, index, key=lambda group: group.first) - 1
+
+    def window(self, index: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Tokens [sequence + 1] of sample `index`, and their mask."""
+        self.prepare(index)
+        group = self._groups[self.group_of(index)]
+        shard, number, window = group.places[index - group.first]
+        part = self.tokenized.part(shard, number)
+        start = window * self._sequence
+        cut = slice(start, start + self._sequence + 1)
+        return part.tokens[cut], None if part.mask is None else part.mask[cut]
+
+    def _groups_in_order(self) -> Iterator[_Group]:
+        first = number = 0
+        while True:
+            order = generator(self._seed, step=number, layer=self._name, purpose="shard order").permutation(
+                len(self.tokenized.source.shards)
+            )
+            began = first
+            parts = self._parts(order)
+            count = 0
+            while several := list(islice(parts, GROUP_PARTS)):
+                places = [
+                    (shard, part, window) for shard, part, windows in several for window in range(windows)
+                ]
+                if places:
+                    random = generator(
+                        self._seed, step=number, microbatch=count, layer=self._name, purpose="window order"
+                    )
+                    yield _Group(first, [places[at] for at in random.permutation(len(places))])
+                    first += len(places)
+                count += 1
+            if first == began:
+                raise DataError(
+                    f"{self.tokenized.source.path} has no part of {self._sequence + 1} tokens: give more "
+                    "text or lower [model] sequence"
+                )
+            number += 1
+
+    def _parts(self, order: np.ndarray) -> Iterator[tuple[int, int, int]]:
+        for shard in map(int, order):
+            part = 0
+            while (counts := self.tokenized.counts(shard, part)) is not None:
+                yield shard, part, max(0, counts.tokens - 1) // self._sequence
+                part += 1
+
+
+@dataclass
+class _Mixture:
+    """Which source each sample comes from: drawn block by block, in proportion."""
+
+    weights: np.ndarray
+    seed: int
+    before: list[np.ndarray] = field(default_factory=list)
+    """Samples of each source before each block."""
+
+    def source_of(self, sample: int) -> tuple[int, int]:
+        """(source, number of the sample within it)."""
+        if len(self.weights) == 1:
+            return 0, sample
+        block, at = divmod(sample, MIX_BLOCK)
+        if not self.before:
+            self.before.append(np.zeros(len(self.weights), dtype=np.int64))
+        while len(self.before) <= block:
+            drawn = np.bincount(self._draw(len(self.before) - 1), minlength=len(self.weights))
+            self.before.append(self.before[-1] + drawn)
+        drawn = self._draw(block)
+        source = int(drawn[at])
+        return source, int(self.before[block][source] + np.count_nonzero(drawn[:at] == source))
+
+    def _draw(self, block: int) -> np.ndarray:
+        random = generator(self.seed, step=block, purpose="sources")
+        # One draw in each of MIX_BLOCK equal strata: shares are exact to a sample a block.
+        places = (np.arange(MIX_BLOCK) + random.random(MIX_BLOCK)) / MIX_BLOCK
+        sources = np.searchsorted(np.cumsum(self.weights), places, side="right")
+        return random.permutation(np.minimum(sources, len(self.weights) - 1))
+
+
+class ShardedCorpus:
+    """Batches from streams of shards. Tokenizes ahead on a thread while training goes on."""
+
+    def __init__(
+        self, streams: list[Stream], weights: list[float], *, sequence: int, global_batch: int, seed: int
+    ) -> None:
+        shares = np.array(weights or [1.0] * len(streams))
+        self.streams = streams
+        self.sequence = sequence
+        self.global_batch = global_batch
+        self.weights: np.ndarray = shares / shares.sum()
+        """Each stream's share of samples."""
+        self._mixture = _Mixture(self.weights, seed)
+        self._lock = threading.Lock()
+        self._used = {0: 0}
+        self._wake = threading.Event()
+        self._closed = False
+        self._worker: threading.Thread | None = None
+
+    windows = 1
+    """How many samples a pass has is not known; nothing that needs it is allowed with shards."""
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the listing: a resumed run needs the same sources."""
+        keys = [stream.tokenized.key for stream in self.streams]
+        return sha256(repr((keys, self.weights.tolist())).encode()).hexdigest()
+
+    def batch(self, step: int) -> np.ndarray:
+        """Tokens of a step, int64 [global_batch, sequence + 1]. Safe for threads."""
+        return np.stack([tokens for tokens, _ in self._samples(step)]).astype(np.int64)
+
+    def inputs(self, step: int) -> np.ndarray:
+        """Inputs of a step, int64 [global_batch, sequence]."""
+        return self.batch(step)[:, :-1]
+
+    def labels(self, step: int) -> np.ndarray:
+        """Labels of a step, int64 [global_batch, sequence]; `IGNORED` where a token does not count."""
+        rows = []
+        for tokens, mask in self._samples(step):
+            labels = tokens[1:].astype(np.int64)
+            rows.append(labels if mask is None else np.where(mask[1:] != 0, labels, IGNORED))
+        return np.stack(rows)
+
+    def estimated_tokens(self) -> int:
+        """Tokens of all sources, from the shards that are tokenized."""
+        return sum(stream.estimated_tokens() for stream in self.streams)
+
+    def validation_windows(self, limit: int | None = None) -> np.ndarray:
+        """None are held out: [0, sequence + 1]."""
+        return np.zeros((0, self.sequence + 1), dtype=np.int64)
+
+    def close(self) -> None:
+        """Stop tokenizing ahead."""
+        self._closed = True
+        self._wake.set()
+        if self._worker is not None:
+            self._worker.join()
+
+    def _samples(self, step: int) -> list[tuple[np.ndarray, np.ndarray | None]]:
+        first = step * self.global_batch
+        with self._lock:
+            places = [self._mixture.source_of(sample) for sample in range(first, first + self.global_batch)]
+            for source, index in places:
+                self._used[source] = max(self._used.get(source, 0), index)
+            if self._worker is None and not self._closed:
+                self._worker = threading.Thread(target=self._tokenize_ahead, name="tokenizer", daemon=True)
+                self._worker.start()
+        self._wake.set()
+        return [self.streams[source].window(index) for source, index in places]
+
+    def _tokenize_ahead(self) -> None:
+        while not self._closed:
+            self._wake.wait()
+            self._wake.clear()
+            for source, used in dict(self._used).items():
+                stream = self.streams[source]
+                try:
+                    stream.prepare(used)
+                    while not self._closed and stream.groups - stream.group_of(used) <= GROUPS_AHEAD:
+                        stream.extend()
+                except DataError:
+                    # Whoever needs these samples meets the same error.
+                    return
+
+
+TrainingData = Corpus | ShardedCorpus
+
+
+def load_data(config: RunConfig, tell: Tell = lambda _: None, folder: Path | None = None) -> TrainingData:
+    """The training data of a run file, whole or in shards.
+
+    Args:
+        tell: hears how far a long tokenizing is.
+        folder: for tokens; `cache_folder` by default.
+
+    Raises:
+        DataError: missing, unreadable, empty or too short; one line that says what to do.
+        ConfigError: the tokenizer has more tokens than the model's vocabulary.
+    """
+    data, sequence, seed = config.data, config.model.sequence, config.run.seed
+    batch = config.training.global_batch
+    if not in_shards(data):
+        return Corpus.load(
+            data, sequence=sequence, global_batch=batch, seed=seed, vocab=config.model.vocab, tell=tell
+        )
+    tokenizer = load_tokenizer(data.tokenizer)
+    chat = load_chat_encoder(data.tokenizer, data.chat_template) if data.format == "chat" else None
+    streams = []
+    for number, name in enumerate(data.sources or (data.path,)):
+        source = list_source(name)
+        if not source.is_tokens and tokenizer.vocabulary > config.model.vocab:
+            raise ConfigError(
+                f"model.vocab is {config.model.vocab}, but the tokenizer in {data.tokenizer} has "
+                f"{tokenizer.vocabulary} tokens: set model.vocab to {tokenizer.vocabulary} or more"
+            )
+        if source.is_tokens and chat is not None:
+            raise ConfigError(f'{name} holds token ids, and data.format = "chat" needs conversations')
+        tokenized = TokenizedSource(
+            source, data, tokenizer, chat, config.model.vocab, folder or cache_folder() / "shards"
+        )
+        streams.append(Stream(tokenized, sequence=sequence, seed=seed, name=str(number)))
+    corpus = ShardedCorpus(streams, list(data.weights), sequence=sequence, global_batch=batch, seed=seed)
+    for stream in streams:
+        stream.prepare(0)
+        tell(
+            f"{stream.tokenized.source.path}: {len(stream.tokenized.source.shards)} shards, the first "
+            f"{stream.groups * GROUP_PARTS} tokenized; the rest beside training"
+        )
+    return corpus
+
+
+def in_shards(data: DataSection) -> bool:
+    """Whether `[data]` is read in shards, as `order` says, or by what its sources are. Raises ConfigError."""
+    if data.order != "auto":
+        return data.order == "shards"
+    if data.sources or data.format == "chat":
+        return True
+    if data.path == STDLIB:
+        return False
+    path = expanded(data.path, "data.path")
+    return is_shards_only(path) or _text_bytes(path) >= LARGE_BYTES
+
+
+def _text_bytes(path: Path) -> int:
+    try:
+        if path.is_dir():
+            return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        return path.stat().st_size
+    except OSError:
+        return 0  # reading it reports the error

@@ -1,0 +1,258 @@
+"""Conversations: the tokens and the mask of transformers, and a loss on the assistant's tokens alone."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from node.config.schema import (
+    DataSection,
+    ModelSection,
+    PipelineSection,
+    RunConfig,
+    RunSection,
+    TrainingSection,
+)
+from node.model.chunk import build_chunk
+from node.model.labels import IGNORED, label_weight
+from node.model.units import parameter_specs, unit_names
+from node.stage.stage_model import StageModel
+from node.training.chat import Dropped, load_chat_encoder, messages_of
+from node.training.reference import ReferenceTrainer
+from node.training.shards import ShardedCorpus, load_data
+from tests.support.chat_data import MARKED, TEMPLATE, conversations, sharegpt, write_jsonl, write_tokenizer
+from tests.support.huggingface import hf_name
+from wire.errors import DataError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def chat_config(tmp_path: Path, template: str = TEMPLATE) -> RunConfig:
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", template)
+    path = write_jsonl(tmp_path / "chat.jsonl", conversations(60))
+    return RunConfig(
+        run=RunSection(steps=4, seed=3),
+        model=ModelSection(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=400, sequence=32),
+        data=DataSection(path=str(path), tokenizer=str(tokenizer), format="chat"),
+        training=TrainingSection(global_batch=8, microbatch=2, warmup_steps=0),
+        pipeline=PipelineSection(stages=2),
+    )
+
+
+def corpus_of(config: RunConfig) -> ShardedCorpus:
+    corpus = load_data(config)
+    assert isinstance(corpus, ShardedCorpus)
+    return corpus
+
+
+@pytest.mark.parametrize("row", conversations(6), ids=range(6))
+def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path, row: dict[str, object]) -> None:
+    folder = write_tokenizer(tmp_path / "marked", MARKED)
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), chat_template=MARKED
+    )
+    expected = theirs.apply_chat_template(
+        row["messages"], return_dict=True, return_assistant_tokens_mask=True, tokenize=True
+    )
+    ids, mask = load_chat_encoder(str(folder), "").encode(row, "here")
+    assert ids.tolist() == expected["input_ids"]
+    assert mask.astype(int).tolist() == expected["assistant_masks"]
+
+
+def test_a_template_without_marks_gives_the_assistants_turns(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "plain")
+    encoder = load_chat_encoder(str(folder), "")
+    tables = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    for row in conversations(8):
+        ids, mask = encoder.encode(row, "here")
+        counted = tables.decode(ids[mask])
+        answers = "".join(
+            f"{one['content']}<|im_end|>\n" for one in row["messages"] if one["role"] == "assistant"
+        )
+        assert counted == answers
+        assert encoder.encode(sharegpt(row), "here")[0].tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("row", "error", "words"),
+    [
+        ({"messages": [{"role": "user", "content": "alone"}]}, Dropped, "no assistant message"),
+        ({"text": "no conversation"}, DataError, "here holds no conversation"),
+        ({}, DataError, "an empty row"),
+    ],
+)
+def test_rows_that_cannot_be_used(
+    tmp_path: Path, row: dict[str, object], error: type[Exception], words: str
+) -> None:
+    encoder = load_chat_encoder(str(write_tokenizer(tmp_path / "t")), "")
+    with pytest.raises(error, match=words):
+        encoder.encode(row, "here")
+
+
+def test_a_template_that_rewrites_earlier_turns_drops_what_it_cannot_mask(tmp_path: Path) -> None:
+    last_only = "{% for m in messages %}{{ m.role + (m.content if loop.last else '') }}{% endfor %}"
+    encoder = load_chat_encoder(str(write_tokenizer(tmp_path / "t", last_only)), "")
+    with pytest.raises(Dropped, match="rewrites earlier messages"):
+        encoder.encode(conversations(2)[1], "here")
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [("{% for %}", "cannot be read"), ("{{ ''.__class__.__mro__ }}", "refuses it")],
+    ids=["syntax", "sandbox"],
+)
+def test_bad_templates(tmp_path: Path, template: str, words: str) -> None:
+    folder = write_tokenizer(tmp_path / "t", template)
+    with pytest.raises((DataError, Dropped), match=words):
+        load_chat_encoder(str(folder), "").encode(conversations(1)[0], "here")
+
+
+def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "t")
+    (folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(DataError, match="has no chat template: set \\[data\\] chat_template"):
+        load_chat_encoder(str(folder), "")
+    (tmp_path / "own.jinja").write_text(TEMPLATE)
+    assert load_chat_encoder(str(folder), str(tmp_path / "own.jinja"))
+
+
+def test_messages_of_both_forms() -> None:
+    row = conversations(1)[0]
+    assert messages_of(sharegpt(row), "") == messages_of(row, "") == row["messages"]
+
+
+def test_labels_hold_the_assistants_tokens_alone(tmp_path: Path) -> None:
+    config = chat_config(tmp_path)
+    corpus = corpus_of(config)
+    folder = Path(config.data.tokenizer)
+    encoder = load_chat_encoder(str(folder), "")
+    written = [encoder.encode(row, "") for row in conversations(60)]
+    user = {int(token) for ids, mask in written for token in ids[~mask]}
+    assistant = {int(token) for ids, mask in written for token in ids[mask]}
+    labels = np.concatenate([corpus.labels(step) for step in range(4)])
+    batch = np.concatenate([corpus.batch(step) for step in range(4)])
+    corpus.close()
+    counted = labels != IGNORED
+    assert set(labels[counted].tolist()) <= assistant and user - assistant
+    assert not set(labels[counted].tolist()) & (user - assistant)
+    assert (labels[counted] == batch[:, 1:][counted]).all() and 0 < counted.mean() < 1
+
+
+def test_the_loss_is_that_of_transformers(tmp_path: Path) -> None:
+    """Over all microbatches of a step, whose numbers of labels differ; gradients too."""
+    config = chat_config(tmp_path)
+    corpus = corpus_of(config)
+    inputs, labels = corpus.inputs(0), corpus.labels(0)
+    per_microbatch = (labels != IGNORED).reshape(4, -1).sum(1)
+    assert len(set(per_microbatch.tolist())) > 1, "an average of averages would be another loss"
+
+    theirs = llama_of(config)
+    result = theirs(input_ids=torch.from_numpy(inputs)).logits
+    expected = torch.nn.functional.cross_entropy(
+        result.flatten(0, 1), torch.from_numpy(labels).flatten(), ignore_index=-100
+    )
+    expected.backward()
+
+    reference = ReferenceTrainer(config, corpus)
+    loss = reference.accumulate()
+    assert loss == pytest.approx(expected.item(), abs=1e-5)
+
+    stage = StageModel(config, CPU)
+    stage.build(0, 1)
+    stage.begin_step(label_weight(labels))
+    total = 0.0
+    for index in range(4):
+        rows = slice(2 * index, 2 * index + 2)
+        share = stage.forward(0, index, torch.from_numpy(inputs[rows]), torch.from_numpy(labels[rows]))
+        stage.backward(0, index, None)
+        total += share.item()
+    assert total == pytest.approx(expected.item(), abs=1e-5)
+    stage.finish_step()
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for unit, ours in stage.squared_norms().items():
+        names = [hf_name(config.model, unit, spec.name) for spec in parameter_specs(config.model, unit)]
+        want = sum(float(gradients[name].double().square().sum()) for name in names)
+        assert ours == pytest.approx(want, rel=1e-4)
+    corpus.close()
+
+
+def test_a_step_without_labels_has_no_loss_and_no_gradient(tmp_path: Path) -> None:
+    config = chat_config(tmp_path)
+    stage = StageModel(config, CPU)
+    stage.build(0, 1)
+    nothing = np.full((8, 32), IGNORED, dtype=np.int64)
+    stage.begin_step(label_weight(nothing))
+    share = stage.forward(0, 0, torch.zeros(2, 32, dtype=torch.int64), torch.from_numpy(nothing[:2]))
+    stage.backward(0, 0, None)
+    assert share.item() == 0.0 and sum(stage.squared_norms().values()) == 0.0
+
+
+def test_text_has_the_same_bits_with_and_without_the_mask(tmp_path: Path) -> None:
+    """Where every token counts the weight is 1; the unmasked path does not know of it."""
+    config = replace(chat_config(tmp_path), data=DataSection())
+    labels = np.arange(8 * 32).reshape(8, 32) % 256
+    losses = []
+    for weight in (1.0, label_weight(labels)):
+        stage = StageModel(config, CPU)
+        stage.build(0, 1)
+        stage.begin_step(weight)
+        tokens = torch.from_numpy(labels[:2])
+        losses.append(stage.forward(0, 0, tokens, tokens).item())
+    assert label_weight(labels) == 1.0 and losses[0] == losses[1]
+
+
+def llama_of(config: RunConfig) -> transformers.LlamaForCausalLM:
+    """transformers' model with the run's initial weights."""
+    model = config.model
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=model.vocab,
+            hidden_size=model.hidden,
+            intermediate_size=model.ffn,
+            num_hidden_layers=model.layers,
+            num_attention_heads=model.heads,
+            num_key_value_heads=model.kv_heads,
+            max_position_embeddings=model.sequence,
+            rms_norm_eps=model.norm_eps,
+            rope_theta=model.rope_theta,
+            tie_word_embeddings=False,
+            attn_implementation="eager",
+        )
+    ).float()
+    chunk = build_chunk(model, unit_names(model), config.run.seed, CPU)
+    state = {
+        hf_name(model, unit, name): parameter.detach().clone()
+        for unit, parameters in chunk.named_units()
+        for name, parameter in parameters.items()
+    }
+    theirs.load_state_dict(state, strict=True)
+    return theirs.train()
+
+
+def test_the_preview_marks_labels_and_counts_what_is_dropped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from node.cli.main import main
+    from node.run_file.loader import to_toml
+
+    config = chat_config(tmp_path)
+    rows = [*conversations(60), {"messages": [{"role": "user", "content": "nobody answers"}]}]
+    write_jsonl(tmp_path / "chat.jsonl", rows)
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    assert main(["data", "preview", str(tmp_path / "run.toml"), "--json"]) == 0
+    (source,) = json.loads(capsys.readouterr().out)["sources"]
+    assert source["documents"] == 61 and source["dropped"] == {"no assistant message": 1}
+    assert 0 < source["labels"] < source["tokens"] and len(source["ids"]) == len(source["mask"])
+    assert main(["data", "preview", str(tmp_path / "run.toml")]) == 0
+    text = capsys.readouterr().out
+    assert "dropped 1: no assistant message" in text and "[[" in text
+    assert all("question" not in part.partition("]]")[0] for part in text.split("[[")[1:])
