@@ -15,12 +15,13 @@ from hypothesis import HealthCheck, settings
 from node.parallel import processes
 from tests.support.examples import FUZZ, examples
 from tests.support.fault_prefork import Prefork
-from tests.support.interpreter import INTERPRETED, Interpreted, skip_overflow_checks
+from tests.support.interpreter import INTERPRETED, Interpreted, accept_loop_bounds, skip_overflow_checks
 
 # The order of sums must not depend on the number of cores.
 torch.set_num_threads(1)
 if INTERPRETED:
     skip_overflow_checks()
+    accept_loop_bounds()
 
 # No deadline for an example: a busy machine is slow at times, and pytest-timeout bounds each test.
 settings.register_profile(

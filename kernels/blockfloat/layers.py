@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels import layers
 from kernels.blockfloat import reference as blockfloat
+from kernels.layers import reference as layers
 
 
 def norm_store(

@@ -16,7 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.attention import has_flash, repeat_shared
+from kernels.attention.ops import has_flash, repeat_shared
+from kernels.common import dispatch
+from kernels.layers import ops as layers
+from kernels.layers import reference
 from node.config.schema import ModelSection
 from node.model.storage import Storage
 from node.model.stored_layers import (
@@ -29,7 +32,7 @@ from node.model.stored_layers import (
     attention_half,
     ffn_half,
 )
-from node.model.tensor_rank import TensorRank, gather, row_parallel
+from node.model.tensor_rank import TensorRank, compute_dtype, gather, row_parallel
 
 
 class RMSNorm(nn.Module):
@@ -89,20 +92,14 @@ class Rotary(nn.Module):
         self.register_buffer("sin_sd", angles.sin().to(device), persistent=False)
 
     def forward(self, x_bhsd: Tensor) -> Tensor:
-        length = x_bhsd.shape[-2]
-        rotated = x_bhsd * self.cos_sd[:length] + _turned(x_bhsd) * self.sin_sd[:length]
-        return rotated.to(x_bhsd.dtype)
+        if torch.is_grad_enabled():
+            length = x_bhsd.shape[-2]
+            return reference.rotate(x_bhsd, self.cos_sd[:length], self.sin_sd[:length])
+        return layers.rotate(x_bhsd, self.cos_sd, self.sin_sd)
 
     def back(self, grad_bhsd: Tensor) -> Tensor:
         """The gradient of the input: the inverse rotation."""
-        length = grad_bhsd.shape[-2]
-        rotated = grad_bhsd * self.cos_sd[:length] - _turned(grad_bhsd) * self.sin_sd[:length]
-        return rotated.to(grad_bhsd.dtype)
-
-
-def _turned(x_bhsd: Tensor) -> Tensor:
-    first, second = x_bhsd.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
+        return layers.rotate(grad_bhsd, self.cos_sd, self.sin_sd, back=True)
 
 
 def attention(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor) -> Tensor:
@@ -124,6 +121,8 @@ class Block(nn.Module, ABC):
     A family defines the projections and what lies between them.
     """
 
+    fuses = True
+    """False measures what autograd makes of a block with nothing packed."""
     attention_norm: nn.Module
     attention_output: nn.Linear
     ffn_norm: nn.Module
@@ -162,7 +161,8 @@ class Block(nn.Module, ABC):
         return self.split([projection(normed_bsc) for projection in self.attention_inputs()])
 
     def forward(self, x_bsc: Tensor) -> Tensor:
-        if self.storage.is_off or not self.is_plain or not torch.is_grad_enabled():
+        packs = self.is_plain and (not self.storage.is_off or self._is_fused(x_bsc))
+        if not packs or not torch.is_grad_enabled():
             return self._plain(x_bsc)
         x_bsc = attention_half(
             x_bsc,
@@ -180,6 +180,11 @@ class Block(nn.Module, ABC):
             [Linear.of(projection) for projection in self.ffn_inputs()],
             Linear.of(self.down),
         )
+
+    def _is_fused(self, x_bsc: Tensor) -> bool:
+        """Whether the fused halves run although nothing is packed: on GPUs in half precision."""
+        half = compute_dtype(x_bsc) != torch.float32
+        return self.fuses and half and dispatch.has_kernels(x_bsc.device.type)
 
     def _plain(self, x_bsc: Tensor) -> Tensor:
         """Through plain autograd."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from node.config.schema import LoraSection, ModelSection
-from node.model.blocks import Embedding, Gpt2Block, Head, LlamaBlock, Rotary, rotary_frequencies
+from node.model.blocks import Block, Embedding, Gpt2Block, Head, LlamaBlock, Rotary, rotary_frequencies
 from node.model.labels import IGNORED
 from node.model.lora import DropoutSource, freeze
 from node.model.lora_shapes import trained_specs
@@ -162,6 +162,8 @@ def build_chunk(
                 for spec in trained_specs(model, lora, unit)
             }
             freeze(module, unit, model, lora, adapters, source)
+            if isinstance(module, Block):
+                module.fuses = False  # a fused half calls no projection, so it would miss the adapters
         modules.append(module)
     return Chunk(model, wanted, modules, lora, source if lora.dropout else None)
 

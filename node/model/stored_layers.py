@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import layers
-from kernels.attention import attention, attention_backward
+from kernels.attention.ops import attention, attention_backward
 from kernels.blockfloat import ops
+from kernels.layers import ops as layers
 from node.model.storage import AS_COMPUTED, PACKED, RECOMPUTE, Storage
 from node.model.tensor_rank import TensorRank, compute_dtype
 
@@ -92,7 +92,7 @@ class Norm:
     def store(self, x: Tensor, form: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The norm of x, and x kept in `form`."""
         if form == AS_COMPUTED:
-            return layers.norm(x, self.weight, self.bias, self.eps).to(dtype), x
+            return layers.norm(x, self.weight, self.bias, self.eps, dtype), x
         return cast(
             tuple[Tensor, Tensor],
             ops.norm_store(x, self.weight, self.bias, self.eps, PACKED[form], dtype),
@@ -101,7 +101,7 @@ class Norm:
     def again(self, kept: Tensor, form: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """The norm of what was kept."""
         if form == AS_COMPUTED:
-            return layers.norm(kept, self.weight, self.bias, self.eps).to(dtype)
+            return layers.norm(kept, self.weight, self.bias, self.eps, dtype)
         return cast(
             Tensor,
             ops.norm_again(kept, shape, self.weight, self.bias, self.eps, PACKED[form], dtype),
@@ -112,8 +112,9 @@ class Norm:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The gradient of x, with that of the residual stream; those of weight and bias."""
         if form == AS_COMPUTED:
-            of_x, of_weight, of_bias = layers.norm_gradient(grad, kept, self.weight, self.bias, self.eps)
-            of_x = of_x.add_(residual).to(residual.dtype)
+            of_x, of_weight, of_bias = layers.norm_backward(
+                grad, kept, residual, self.weight, self.bias, self.eps
+            )
         else:
             of_x, of_weight, of_bias = ops.norm_backward(
                 grad, kept, residual, self.weight, self.bias, self.eps, PACKED[form]
@@ -281,7 +282,7 @@ class _FfnHalf(torch.autograd.Function):
             gate, up = wide[0], wide[1] if len(wide) > 1 else None
             if storage.ffn_input in (AS_COMPUTED, RECOMPUTE):
                 kept = wide if storage.ffn_input == AS_COMPUTED else []
-                inner = layers.gelu(gate) if up is None else layers.swiglu(gate, up)
+                inner = layers.activation(gate, up)
             else:
                 inner, *kept = ops.ffn_store(gate, up, PACKED[storage.ffn_input])
             del wide, gate, up
@@ -306,12 +307,7 @@ class _FfnHalf(torch.autograd.Function):
         of_wide: list[Tensor]
         if storage.ffn_input in (AS_COMPUTED, RECOMPUTE):
             wide = kept if storage.ffn_input == AS_COMPUTED else [projection(normed) for projection in inputs]
-            if len(wide) > 1:
-                of_wide = list(layers.swiglu_gradient(inner, *wide))
-                inner = layers.swiglu(*wide)
-            else:
-                of_wide = [layers.gelu_gradient(inner, *wide)]
-                inner = layers.gelu(*wide)
+            inner, of_wide = layers.activation_backward(inner, wide[0], wide[1] if len(wide) > 1 else None)
             del wide
         else:
             up = kept[1] if len(kept) > 1 else None

@@ -77,6 +77,9 @@ class Share:
         """A microbatch's tokens in the row of devices that shares blocks."""
         self._tokens = self._row_tokens // devices.tensor_parallel
         self._half = config.training.precision == "bfloat16"
+        fused = self._half and not devices.on_cpu and config.model.is_plain and config.lora.rank == 0
+        self.plain = storage.is_off and not fused
+        """Whether autograd decides what is kept. GPUs in half precision run the fused halves of a block."""
         self.captures = devices.captures(config.training)
         self._element = 2 if self._half else 4
         """Bytes an element of what projections return."""
@@ -132,7 +135,7 @@ class Share:
         # On a CPU in float32 too: unpacked, added to and packed again; one in bfloat16 as it is added.
         more = (12 if packed else 4 * half) if self._devices.on_cpu else 0
         largest = self._largest_matrix(units)
-        together = largest if self._storage.is_off else max(largest, self._half_a_block())
+        together = largest if self.plain else max(largest, self._half_a_block())
         return (2 if half else 4) * together + more * largest
 
     def _half_a_block(self) -> int:
@@ -239,18 +242,19 @@ class Share:
     def feed_forward_at_work(self) -> int:
         """Plain: gradients of two tensors of its width. Packed: they and their inputs, unpacked."""
         model, ranks = self._model, self._devices.tensor_parallel
-        wide, narrow, element = (2, 2, self._element) if self._storage.is_off else (4, 4, self._element)
+        wide = narrow = 2 if self.plain else 4
+        element = self._element
         if self._devices.on_cpu and self._half:
             wide, narrow = 3, 3
-        if self._devices.on_cpu and not self._storage.is_off:
+        if self._devices.on_cpu and not self.plain:
             # The references compute in float32, on one input of GELU or two of SwiGLU.
             wide, narrow, element = (9 if model.family == "llama" else 6), 2, 4
         return self._row_tokens * element * (wide * model.ffn // ranks + narrow * model.hidden)
 
     @property
     def _has_flash(self) -> bool:
-        """Whether GPUs have FlashAttention for this shape, as `kernels.attention.has_flash`. Cards before
-        sm80 have none, and not all have one for heads of 193 to 224."""
+        """Whether GPUs have FlashAttention for this shape, as `kernels.attention.ops.has_flash`. Cards
+        before sm80 have none, and not all have one for heads of 193 to 224."""
         width = self._model.hidden // self._model.heads
         return self._half and width % 8 == 0 and width <= 256 and not 192 < width <= 224
 
@@ -276,19 +280,19 @@ class Share:
             samples = self._training.microbatch // self._devices.rows
             copies = -(-self._devices.multiprocessors * ranks // (samples * model.heads))
             a_token += 4 * copies * model.hidden
-        elif not self._storage.is_off:
+        elif not self.plain:
             # Forward again, with keys and values repeated.
             a_token += element * (model.hidden + 2 * model.hidden * shared)
-        if self._storage.is_off:
+        if self.plain:
             # By then autograd has freed what it saved of the feed-forward.
             a_token -= self._feed_forward_keeps
         else:
-            as_kept = "bf16" if self._half else AS_COMPUTED
+            as_kept = (AS_COMPUTED, "bf16") if self._half else (AS_COMPUTED,)
             for form, width in (
                 (self._storage.attention, model.hidden + 2 * keys),
                 (self._storage.attention_output, model.hidden),
             ):
-                a_token += element * width * (form != as_kept)
+                a_token += element * width * (form not in as_kept)
         return self._row_tokens * (max(0, a_token) // ranks + 2 * element * model.hidden)
 
     def _attention_on_cpu(self) -> int:

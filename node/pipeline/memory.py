@@ -143,7 +143,7 @@ def _estimate(
     for stage, units in enumerate(stage_units(config, stages)):
         storage = storages[stage]
         one = Share(config, devices, storage)
-        if storage.is_off:
+        if one.plain:
             block = one.autograd_keeps()
             ends = 1  # its input is the first norm's, and counted there
         else:

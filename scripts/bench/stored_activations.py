@@ -5,6 +5,7 @@ then blocks of known models, weights in bfloat16, forward and backward under bfl
 kept in these ways:
 
     bf16        what autograd keeps of the plain block
+    off         `storage.preset = "off"`: the fused halves of a block, nothing packed
     bf16, cuDNN the same with cuDNN's attention, which torch prefers here, and whose sums have no fixed order
     selective   torch's selective checkpointing: matrix products and attention kept, the rest computed again
     full        torch.utils.checkpoint around each block
@@ -45,7 +46,7 @@ from scripts.checks.stored_activations import check, random_block
 
 PLAN = (("F = 4 H", 8), *((name, k) for k in (8, 32, 64, 16) for name in ("LLaMA2-13B", "LLaMA3-8B")))
 """Shapes, and thousands (1024) of tokens, those first that matter most if time runs out."""
-WAYS = ("bf16", "bf16, cuDNN", "selective", "full", "agoq", "compact")
+WAYS = ("bf16", "off", "bf16, cuDNN", "selective", "full", "agoq", "compact")
 
 
 def main() -> int:
@@ -181,7 +182,7 @@ def measure(name: str, tokens: int, ways: dict[str, Storage | None]) -> list[dic
             "shape": name,
             "tokens": tokens,
             "way": way,
-            "storage": vars(storage) if storage is not None and not storage.is_off else None,
+            "storage": None if storage is None else vars(storage),
             "blocks": BLOCKS,
             "unit_bytes": unit,
             **fact,
@@ -218,7 +219,7 @@ def _forward(blocks: list[nn.Module], way: str, storage: Storage, x: Tensor) -> 
     backend = SDPBackend.CUDNN_ATTENTION if way == UNORDERED else SDPBackend.FLASH_ATTENTION
     with torch.autocast("cuda", torch.bfloat16), sdpa_kernel(backend):
         for block in blocks:
-            block.storage = storage
+            block.storage, block.fuses = storage, way == "off"
             if way == "full":
                 x = checkpoint(block, x, use_reentrant=False)
             elif way == "selective":
@@ -300,7 +301,7 @@ def _seconds(run: Callable[[Tensor], Tensor], source: Tensor, upstream: Tensor) 
 
 def _counted(model: ModelSection, storage: Storage | None) -> int | None:
     """What `thinwire config explain` says."""
-    if storage is None or storage.is_off:
+    if storage is None:
         return None
     return stored_bytes(model, TrainingSection(precision="bfloat16"), storage, samples=1).total
 

@@ -5,6 +5,7 @@ import math
 from scripts.docs.markdown import Tables, commit, if_recorded, read_report, spaced
 from scripts.report import RESULTS, markdown
 
+COMPUTE = RESULTS / "compute.json"
 CAPTURED_PASSES = RESULTS / "captured_passes.json"
 GPU_TESTS = RESULTS / "gpu_tests.json"
 GIB = 2**30
@@ -15,6 +16,35 @@ SHARED_BY = {
     "test_gpu_tensor_group::test_gpus_that_share_blocks_do_as_one": "tensor parallel",
 }
 """The tests that compare GPUs sharing a stage with one GPU, and how their GPUs share it."""
+
+
+def stage_compute() -> str:
+    """A stage's time a microbatch against compiled layers and products: scripts/bench/compute.py."""
+    report = read_report(COMPUTE)
+    ways = ("plain", "agoq", "compiled, fastest", "compiled, fixed order", "products")
+    rows = []
+    for row in report["rows"]:
+        seconds = row["seconds"]
+        plain = seconds["plain"]
+        rows.append(
+            [
+                row["name"],
+                *(f"{1e3 * seconds[way]:.1f}" for way in ways),
+                *(f"{plain / seconds[way]:.2f}" for way in ways[2:]),
+            ]
+        )
+    columns = [("stage of", "left"), ("plain, ms", "right"), ("`agoq`", "right")]
+    columns += [("compiled, fastest attention", "right"), ("compiled, fixed order", "right")]
+    columns += [("products and attention alone", "right"), ("plain / fastest", "right")]
+    columns += [("plain / fixed order", "right"), ("plain / products", "right")]
+    (tokens,) = {row["tokens"] for row in report["rows"]}
+    return f"""{markdown(columns, rows)}
+
+Forward and backward of a microbatch of {tokens:,} tokens in bf16, three or four blocks. *Compiled* is
+transformers' decoder layers under `torch.compile`: with the attention that torch prefers, whose backward does
+not repeat its bits, and with torch's deterministic algorithms. *Products* are the matrix products and our
+attention, nothing else. {report["hardware"]}, median of {report["rows"][0]["runs"]}, torch
+{report["torch"]}, commit {commit(report)}."""
 
 
 def captured_passes() -> str:
@@ -87,4 +117,8 @@ def gpu_tests() -> str:
     return f"{markdown(columns, rows)}\n\n{caption}"
 
 
-TABLES: Tables = {"captured_passes": captured_passes} | if_recorded(GPU_TESTS, "gpu_tests", gpu_tests)
+TABLES: Tables = {
+    "stage_compute": stage_compute,
+    "captured_passes": captured_passes,
+    **if_recorded(GPU_TESTS, "gpu_tests", gpu_tests),
+}

@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import layers
-from kernels.attention import attention, attention_backward
+from kernels.attention.ops import attention, attention_backward
 from kernels.blockfloat import reference as blockfloat
+from kernels.layers import reference as layers
 from node.config.schema import (
     DataSection,
     ModelSection,

@@ -44,6 +44,19 @@ def skip_overflow_checks() -> None:
     builder.options = replace(builder.options, sanitize_overflow=False)
 
 
+def accept_loop_bounds() -> None:
+    """Let `tl.range` take a kernel's numbers as bounds: its own conversion fails on NumPy 2.4."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_convert(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_and_convert
+
+
 class Interpreted:
     """Runs the tests of `files` that are marked `inside`, once.
 

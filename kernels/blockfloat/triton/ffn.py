@@ -50,7 +50,7 @@ def _forward(
     GATED: tl.constexpr,
     T: tl.constexpr,
 ):
-    """inner = silu(gate) * up, or gelu(gate) if not GATED; the inputs stored."""
+    """inner = silu(gate) * up, or gelu(gate) if not GATED; the inputs stored (BITS of 0: not)."""
     block = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     inside = block < n
     row, column = block_columns(block, per_row)
@@ -58,10 +58,12 @@ def _forward(
     real = inside[:, None] & (columns < width)
     source = (row * stride)[:, None] + columns
     g = load_wide(gate + source, real)
-    store_blocks(packed_gate, n, block, inside, g, BITS, LIMIT)
+    if BITS > 0:
+        store_blocks(packed_gate, n, block, inside, g, BITS, LIMIT)
     if GATED:
         u = load_wide(up + source, real)
-        store_blocks(packed_up, n, block, inside, u, BITS, LIMIT)
+        if BITS > 0:
+            store_blocks(packed_up, n, block, inside, u, BITS, LIMIT)
         result = g * _sigmoid(g) * u
     else:
         result = 0.5 * g * (1.0 + _gelu_tanh(g))
@@ -91,9 +93,9 @@ def _backward(
     real = inside[:, None] & (columns < width)
     where = (row * width)[:, None] + columns
     upstream = load_wide(grad + where, real)
-    g = load_blocks(packed_gate, n, block, inside, BITS)
+    g = load_blocks(packed_gate, n, block, inside, BITS) if BITS > 0 else load_wide(packed_gate + where, real)
     if GATED:
-        u = load_blocks(packed_up, n, block, inside, BITS)
+        u = load_blocks(packed_up, n, block, inside, BITS) if BITS > 0 else load_wide(packed_up + where, real)
         share = _sigmoid(g)
         silu = g * share
         result = silu * u
@@ -107,18 +109,38 @@ def _backward(
     store_rounded(inner + where, result, real)
 
 
+def activation(gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
+    """silu(gate) * up, or gelu(gate) without `up`; nothing is stored."""
+    inner = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    none = inner.new_empty(0, dtype=torch.uint8)
+    _run_forward(gate, up, inner, none, none, 0)
+    return inner
+
+
 def ffn_store(
     gate: torch.Tensor, up: torch.Tensor | None, bits: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `kernels.blockfloat.layers.ffn_store`."""
+    inner = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    packed_gate = empty_packed(gate.shape, bits, gate.device)
+    packed_up = packed_gate.new_empty(0) if up is None else empty_packed(gate.shape, bits, gate.device)
+    _run_forward(gate, up, inner, packed_gate, packed_up, bits)
+    return inner, packed_gate, packed_up
+
+
+def _run_forward(
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    inner: torch.Tensor,
+    packed_gate: torch.Tensor,
+    packed_up: torch.Tensor,
+    bits: int,
+) -> None:
     first = row_view(gate)
     second = first if up is None else row_view(up)
     if second.stride(0) != first.stride(0):
         first, second = first.contiguous(), second.contiguous()
     count = blocks_of(gate.shape)
-    inner = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    packed_gate = empty_packed(gate.shape, bits, gate.device)
-    packed_up = packed_gate.new_empty(0) if up is None else empty_packed(gate.shape, bits, gate.device)
     if count:
         _forward[(triton.cdiv(count, BLOCKS),)](
             first,
@@ -131,19 +153,21 @@ def ffn_store(
             -(-gate.shape[-1] // BLOCK),
             first.stride(0),
             BITS=bits,
-            LIMIT=limit(bits),
+            LIMIT=limit(bits) if bits else 1,
             GATED=up is not None,
             T=BLOCKS,
             num_warps=WARPS,
             enable_fp_fusion=False,
         )
-    return inner, packed_gate, packed_up
 
 
 def ffn_backward(
     grad: torch.Tensor, packed_gate: torch.Tensor, packed_up: torch.Tensor | None, bits: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `kernels.blockfloat.layers.ffn_backward`: `grad`, contiguous, becomes the inner activations."""
+    """As `kernels.blockfloat.layers.ffn_backward`: `grad`, contiguous, becomes the inner activations.
+
+    `bits` of 0: `packed_gate` and `packed_up` are the inputs as they were, contiguous.
+    """
     count = blocks_of(grad.shape)
     of_gate = torch.empty_like(grad)
     of_up = grad.new_empty(0) if packed_up is None else torch.empty_like(grad)

@@ -57,7 +57,7 @@ def _forward(
     AGAIN: tl.constexpr,
     T: tl.constexpr,
 ):
-    """Normalise a row of x and store it; or, AGAIN, of what was stored."""
+    """Normalise a row of x and store it (BITS of 0: do not); or, AGAIN, of what was stored."""
     row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, T)
     inside = t < per_row
@@ -68,7 +68,8 @@ def _forward(
         y = tl.where(real, y, 0.0)
     else:
         y = load_wide(x + row * stride + columns, real)
-        store_blocks(packed, n, row * per_row + t, inside, y, BITS, LIMIT)
+        if BITS > 0:
+            store_blocks(packed, n, row * per_row + t, inside, y, BITS, LIMIT)
     normal, _ = _normal(y, real, width, eps, LAYER)
     result = normal * load_wide(weight + columns, real)
     if LAYER:
@@ -105,7 +106,10 @@ def _backward(
     sum_bias = tl.zeros((T, 128), tl.float32)
     row = program.to(tl.int64)
     while row < rows:
-        y = tl.where(real, load_blocks(packed, n, row * per_row + t, inside, BITS), 0.0)
+        if BITS > 0:
+            y = tl.where(real, load_blocks(packed, n, row * per_row + t, inside, BITS), 0.0)
+        else:
+            y = load_wide(packed + row * width + columns, real)
         normal, inverse = _normal(y, real, width, eps, LAYER)
         upstream = load_wide(grad + row * width + columns, real)
         sum_weight += upstream * normal
@@ -127,6 +131,17 @@ def _backward(
 def _launch(width: int) -> dict[str, int]:
     blocks = triton.next_power_of_2(-(-width // BLOCK))
     return {"T": blocks, "num_warps": min(max(blocks // 4, 1), 8)}
+
+
+def norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """The norm of x in `dtype`; nothing is stored."""
+    rows = row_view(x)
+    normed = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if rows.shape[0]:
+        _run_forward(rows, weight, bias, normed, normed, eps, 0, again=False)
+    return normed
 
 
 def norm_store(
@@ -187,7 +202,7 @@ def _run_forward(
         rows.stride(0),
         eps,
         BITS=bits,
-        LIMIT=limit(bits),
+        LIMIT=limit(bits) if bits else 1,
         LAYER=bias is not None,
         AGAIN=again,
         **_launch(width),
@@ -206,9 +221,11 @@ def norm_backward(
     *,
     programs: int = PROGRAMS,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `kernels.blockfloat.layers.norm_backward`."""
+    """As `kernels.blockfloat.layers.norm_backward`; `bits` of 0: `packed` is the norm's input as it was."""
     width = grad.shape[-1]
     rows, beside = grad.reshape(-1, width).contiguous(), residual.reshape(-1, width).contiguous()
+    if not bits:
+        packed = packed.contiguous()
     out = torch.empty(residual.shape, dtype=residual.dtype, device=grad.device)
     programs = min(rows.shape[0], programs)
     sums = torch.zeros(2 if bias is not None else 1, programs, width, dtype=torch.float32, device=grad.device)

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import kernels.attention
+import kernels.attention.ops
 import node.model.blocks
-from kernels.attention import attention, attention_backward, has_flash
+from kernels.attention.ops import attention, attention_backward, has_flash
 
 BATCH, HEADS, KEYS, SEQUENCE, WIDTH = 2, 6, 2, 16, 8
 
@@ -60,7 +60,7 @@ def without_flash(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return of_torch(query, key, value, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
-    for module in (kernels.attention, node.model.blocks):
+    for module in (kernels.attention.ops, node.model.blocks):
         monkeypatch.setattr(module, "has_flash", lambda query: False)
     return seen
 

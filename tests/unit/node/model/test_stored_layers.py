@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import layers
-from kernels.attention import attention, attention_backward
+from kernels.attention.ops import attention, attention_backward
 from kernels.blockfloat import reference as blockfloat
+from kernels.layers import reference as layers
 from node.config.schema import ModelSection, TrainingSection
 from node.model.blocks import Gpt2Block, LlamaBlock
 from node.model.chunk import build_chunk, compute_precision
@@ -230,7 +230,7 @@ def test_attention_without_such_an_operator_runs_again(monkeypatch: pytest.Monke
     upstream = torch.ones_like(query)
     out, sums = attention(query, key, value)
     wanted = attention_backward(upstream, query, key, value, out, sums)
-    monkeypatch.setattr("kernels.attention.has_flash", lambda _: False)
+    monkeypatch.setattr("kernels.attention.ops.has_flash", lambda _: False)
     again, none = attention(query, key, value)
     assert none.numel() == 0 and torch.equal(again, out)
     for part, exact in zip(attention_backward(upstream, query, key, value, again, none), wanted, strict=True):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.utils.deterministic
 
-from kernels.attention import _fixed_order
+from kernels.attention.ops import _fixed_order
 from node.stage.machine_info import fix_order
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"

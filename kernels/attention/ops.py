@@ -2,12 +2,14 @@
 them.
 
 Shape legend: B batch, H query heads, K key/value heads (H / K queries share one), S sequence, D head width.
-These are the FlashAttention operators of torch (FlashAttention-2, arXiv 2307.08691), which
-`F.scaled_dot_product_attention` uses on a CPU; on some GPUs it prefers cuDNN's, whose backward sums in no
-fixed order. Backward takes queries, keys, values and result that may have been stored and restored in
-between; the log-sum-exp belongs to those that went forward. Where torch has no such operator (fp32 on a GPU,
-odd head widths) only queries, keys and values are used, and backward runs forward again. Keys and values that
-queries share are repeated there, because torch's other implementations make S x S matrices of groups.
+Torch's FlashAttention operators (FlashAttention-2, arXiv 2307.08691) run on CPUs and most GPUs. On sm_90
+forward is cuDNN's, which repeats its bits. Its backward does not, so backward is our own
+(`kernels.attention.triton`).
+
+Backward takes queries, keys, values and result that may have been stored and restored in between; the
+log-sum-exp belongs to those that went forward. Where torch has no such operator (fp32 on a GPU, odd head
+widths) only queries, keys and values are used, and backward runs forward again. Keys and values that queries
+share are repeated there, because torch's other implementations make S x S matrices of groups.
 """
 
 from collections.abc import Iterator
@@ -19,7 +21,11 @@ import torch.nn.functional as F
 import torch.utils.deterministic
 from torch import Tensor
 
+from kernels.common import dispatch
+
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
+_KERNEL_WIDTHS = (64, 128)
+"""Head widths that `kernels.attention.triton` has block sizes for."""
 _WIDE_BACKWARD = ((8, 0), (9, 0))
 """Capabilities that FlashAttention-2's backward has shared memory for with heads of 193 to 224."""
 
@@ -35,6 +41,19 @@ def has_flash(query_bhsd: Tensor) -> bool:
     if 192 < width <= 224 and capability not in _WIDE_BACKWARD:
         return False
     return width % 8 == 0 and width <= 256 and capability >= (8, 0)
+
+
+def has_fixed_order_kernels(query_bhsd: Tensor) -> bool:
+    """Whether cuDNN's forward and our own backward run, which are the fastest where sums have an order.
+
+    Measured on sm_90 (scripts/results/compute.json): elsewhere FlashAttention-2 runs.
+    """
+    return (
+        dispatch.has_kernels(query_bhsd.device.type)
+        and query_bhsd.dtype in _FLASH_DTYPES
+        and query_bhsd.shape[-1] in _KERNEL_WIDTHS
+        and torch.cuda.get_device_capability(query_bhsd.device) == (9, 0)
+    )
 
 
 def repeat_shared(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,6 +78,12 @@ def attention(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor) -> tuple
             query_bhsd, key_bksd, value_bksd, 0.0, True
         )
         return out, sums
+    if has_fixed_order_kernels(query_bhsd):
+        # cuDNN's forward repeats its bits; only its backward does not.
+        made = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query_bhsd, key_bksd, value_bksd, None, True, 0.0, True, False
+        )
+        return made[0], made[1].squeeze(-1)
     made = torch.ops.aten._scaled_dot_product_flash_attention(query_bhsd, key_bksd, value_bksd, 0.0, True)
     return made[0], made[1]
 
@@ -86,6 +111,10 @@ def attention_backward(
         return query, key, value
     if query_bhsd.device.type == "cpu":
         return _backward_on_cpu(grad_bhsd, query_bhsd, key_bksd, value_bksd, out_bhsd, sums)
+    if has_fixed_order_kernels(query_bhsd):
+        from kernels.attention import triton
+
+        return triton.backward(grad_bhsd, query_bhsd, key_bksd, value_bksd, out_bhsd, sums)
     length = query_bhsd.shape[-2]
     # The state of a generator that only dropout would use.
     unused = torch.zeros(2, dtype=torch.uint64, device=query_bhsd.device)

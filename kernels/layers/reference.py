@@ -62,3 +62,16 @@ def gelu_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """Gradient of `gelu` with respect to x, in grad's dtype."""
     made: Tensor = torch.ops.aten.gelu_backward(grad.float(), x.float(), approximate="tanh")
     return made.to(grad.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
+    """Rotary position embedding of a head's first half against its second (Llama's convention), in x's dtype.
+
+    Args:
+        x: heads [..., S, D].
+        cos, sin: float32 tables [S, D] whose halves are equal.
+        back: turn the other way, as gradients do.
+    """
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1) * sin
+    return (x * cos - turned if back else x * cos + turned).to(x.dtype)

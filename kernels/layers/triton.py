@@ -1,0 +1,55 @@
+"""Rotary position embedding in Triton, in place, bit for bit as `kernels.layers.reference.rotate`."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.blockfloat.triton.store import load_wide, store_jit, store_rounded
+from kernels.common.triton.numbers import as_bits
+
+HEADS = 8
+"""Heads that a program turns at a time. No bit depends on it."""
+
+
+@store_jit
+def _rotate(
+    x, out, cos, sin, length, heads, row_stride, sign, D: tl.constexpr, HALF: tl.constexpr, T: tl.constexpr
+):
+    """Turn one token's heads, a row of x, [heads, D] contiguous. `out` is `as_bits(x)`."""
+    token = tl.program_id(0)
+    column = tl.arange(0, HALF)
+    here = column < D // 2
+    entry = (token % length) * D + column
+    c = tl.load(cos + entry, mask=here, other=0.0)[None, :]
+    s = tl.load(sin + entry, mask=here, other=0.0)[None, :] * sign
+    start = 0
+    while start < heads:
+        head = start + tl.arange(0, T)
+        real = (head < heads)[:, None] & here[None, :]
+        place = token.to(tl.int64) * row_stride + head[:, None] * D + column[None, :]
+        a, b = load_wide(x + place, real), load_wide(x + place + D // 2, real)
+        store_rounded(out + place, a * c - b * s, real)
+        store_rounded(out + place + D // 2, b * c + a * s, real)
+        start += T
+
+
+def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+    """Turn x [B, S, H, D] in place. A token's heads are contiguous, and tokens are evenly spaced."""
+    batch, length, heads, width = x.shape
+    if x.numel():
+        _rotate[(batch * length,)](
+            x,
+            as_bits(x),
+            cos,
+            sin,
+            length,
+            heads,
+            x.stride(1),
+            -1.0 if back else 1.0,
+            D=width,
+            HALF=triton.next_power_of_2(width // 2),
+            T=HEADS,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return x

@@ -1,0 +1,242 @@
+"""How fast a stage computes, on an NVIDIA GPU: `python scripts/bench/compute.py --out PATH`.
+
+A middle stage's forward and backward of a microbatch, in bf16, by ways that run in turns in one process:
+
+    plain, agoq            our stage, CUDA graphs, with nothing packed and with `storage.preset = "agoq"`
+    compiled, fastest      transformers' layers under torch.compile, with the attention torch prefers
+    compiled, fixed order  the same with torch's deterministic algorithms, which a run that replays needs
+    products               the stage's matrix products and attention alone, each tensor in place
+
+Our weights are float32 with a bf16 copy a step and float32 gradients, as in a run; transformers' weights and
+gradients are bf16. Needs transformers.
+"""
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels.attention.ops import attention, attention_backward
+from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
+from node.lab.results import commit
+from node.stage.machine_info import fix_order
+from node.stage.stage_model import StageModel
+
+MICROBATCHES = 8
+Way = Callable[[], None]
+"""Computes `MICROBATCHES` microbatches, forward and backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The blocks of a middle stage of three."""
+
+    name: str
+    microbatch: int
+    blocks: int
+    model: ModelSection
+
+
+def _llama(blocks: int, **sizes: Any) -> ModelSection:
+    return ModelSection(family="llama", layers=3 * blocks, **sizes)
+
+
+SHAPES = (
+    Shape(
+        name="Llama 1B",
+        microbatch=2,
+        blocks=4,
+        model=_llama(4, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=32000, sequence=4096),
+    ),
+    Shape(
+        name="Llama 8B",
+        microbatch=2,
+        blocks=4,
+        model=_llama(4, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000, sequence=4096),
+    ),
+    Shape(
+        name="124 million",
+        microbatch=8,
+        blocks=3,
+        model=_llama(3, hidden=768, heads=12, kv_heads=12, ffn=2048, vocab=50304, sequence=1024),
+    ),
+)
+
+
+def ours(shape: Shape, preset: str) -> Way:
+    small = {"gradients": "fp8", "moments": "fp8", "weights": "bfloat16"} if preset != "off" else {}
+    config = RunConfig(
+        model=shape.model,
+        training=TrainingSection(
+            global_batch=MICROBATCHES * shape.microbatch,
+            microbatch=shape.microbatch,
+            precision="bfloat16",
+            **small,
+        ),
+        storage=StorageSection(preset=preset),
+        pipeline=PipelineSection(stages=3),
+    )
+    stage = StageModel(config, torch.device("cuda", 0))
+    stage.build(1, 3)
+    fed = torch.randn(shape.microbatch, shape.model.sequence, shape.model.hidden, device="cuda")
+    gradient = torch.randn_like(fed) * 1e-3
+
+    def passes() -> None:
+        for microbatch in range(MICROBATCHES):
+            stage.forward(0, microbatch, fed.clone())
+            stage.backward(0, microbatch, gradient)
+
+    # Graphs are captured in the second step.
+    for _ in range(3):
+        stage.begin_step()
+        passes()
+        stage.squared_norms()
+        stage.apply(1e-3, 0.5)
+    stage.begin_step()
+    return passes
+
+
+def compiled(shape: Shape, *, fixed_order: bool) -> Way:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    model = shape.model
+    config = LlamaConfig(
+        hidden_size=model.hidden,
+        intermediate_size=model.ffn,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads,
+        num_hidden_layers=shape.blocks,
+        attn_implementation="sdpa",
+        max_position_embeddings=model.sequence,
+    )
+    layers = nn.ModuleList(LlamaDecoderLayer(config, index) for index in range(shape.blocks))
+    layers.to("cuda", torch.bfloat16)
+    rotary = LlamaRotaryEmbedding(config).to("cuda")
+    fed = torch.randn(shape.microbatch, model.sequence, model.hidden, device="cuda", dtype=torch.bfloat16)
+    fed.requires_grad_()
+    positions = torch.arange(model.sequence, device="cuda")[None]
+    gradient = torch.randn_like(fed) * 1e-3
+
+    def run(x: Tensor) -> Tensor:
+        tables = rotary(x, positions)
+        for layer in layers:
+            made = layer(x, position_embeddings=tables, attention_mask=None)
+            x = made[0] if isinstance(made, tuple) else made
+        return x
+
+    call = torch.compile(run)
+
+    def passes() -> None:
+        torch.use_deterministic_algorithms(fixed_order)
+        for _ in range(MICROBATCHES):
+            call(fed).backward(gradient)
+        torch.use_deterministic_algorithms(True)
+
+    for _ in range(2):
+        passes()
+    return passes
+
+
+def products(shape: Shape) -> Way:
+    """Forward, data gradient and weight gradient of each projection, and attention both ways."""
+    model, rows = shape.model, shape.microbatch * shape.model.sequence
+    width = model.hidden // model.heads
+    keys = width * model.kv_heads
+    pairs = [(model.hidden, model.hidden + 2 * keys), (model.hidden, model.hidden)]
+    pairs += [(model.hidden, 2 * model.ffn), (model.ffn, model.hidden)]
+    places = [
+        tuple(
+            torch.randn(*size, device="cuda", dtype=torch.bfloat16)
+            for size in ((rows, inputs), (outputs, inputs), (rows, outputs))
+        )
+        for inputs, outputs in pairs
+    ]
+    query, key, value, grad = (
+        torch.randn(
+            shape.microbatch, model.sequence, heads, width, device="cuda", dtype=torch.bfloat16
+        ).transpose(1, 2)
+        for heads in (model.heads, model.kv_heads, model.kv_heads, model.heads)
+    )
+
+    def passes() -> None:
+        for _ in range(MICROBATCHES * shape.blocks):
+            for x, weight, out in places:
+                x @ weight.t()
+                out @ weight
+                out.t() @ x
+            result, sums = attention(query, key, value)
+            attention_backward(grad, query, key, value, result, sums)
+
+    passes()
+    return passes
+
+
+def timed(way: Way) -> float:
+    """Seconds a microbatch."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    way()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) / MICROBATCHES
+
+
+def measure(shape: Shape, runs: int) -> dict[str, Any]:
+    ways = {
+        "plain": ours(shape, "off"),
+        "agoq": ours(shape, "agoq"),
+        "compiled, fastest": compiled(shape, fixed_order=False),
+        "compiled, fixed order": compiled(shape, fixed_order=True),
+        "products": products(shape),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(runs):
+        for name, way in ways.items():
+            seconds[name].append(timed(way))
+    return {
+        "name": shape.name,
+        "tokens": shape.microbatch * shape.model.sequence,
+        "blocks": shape.blocks,
+        "runs": runs,
+        "seconds": {name: statistics.median(found) for name, found in seconds.items()},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure how fast a stage computes.")
+    parser.add_argument("--out", type=Path, required=True, help="where the report goes, as JSON")
+    parser.add_argument("--runs", type=int, default=9)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("needs an NVIDIA GPU")
+        return 2
+    fix_order(torch.device("cuda", 0))
+    report: dict[str, Any] = {
+        "bench": "compute of a stage",
+        "commit": commit(),
+        "hardware": torch.cuda.get_device_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "rows": [],
+    }
+    for shape in SHAPES:
+        report["rows"].append(measure(shape, arguments.runs))
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(json.dumps(report["rows"][-1]), flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

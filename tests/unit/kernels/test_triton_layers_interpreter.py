@@ -1,0 +1,106 @@
+"""Attention's backward, and norms, activations and rotary that store nothing, under Triton's interpreter.
+
+In a process of their own, which `test_in_a_process_of_their_own` starts (`tests.support.interpreter`).
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.layers import reference
+from tests.support.interpreter import Interpreted, inside, needs_triton, outside
+
+pytestmark = needs_triton
+
+
+@outside
+def test_in_a_process_of_their_own(interpreted: Interpreted) -> None:
+    interpreted.passed(__file__)
+
+
+def drawn(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def near(found: Tensor, wanted: Tensor) -> bool:
+    return bool((found.double() - wanted.double()).norm() <= 3e-6 * wanted.double().norm())
+
+
+@inside
+@pytest.mark.parametrize(
+    ("of_keys", "of_queries"),
+    [((16, 32), (32, 16)), ((32, 16), (16, 16))],
+    ids=["keys 16 x 32", "keys 32 x 16"],
+)
+@pytest.mark.parametrize(("length", "heads", "kv_heads"), [(64, 2, 2), (77, 4, 2), (5, 3, 1)])
+def test_gradients_of_attention_are_the_exact_ones(
+    length: int, heads: int, kv_heads: int, of_keys: tuple[int, int], of_queries: tuple[int, int]
+) -> None:
+    """Also with blocks of more queries than keys, and where the sequence ends inside a block."""
+    from kernels.attention.triton import Blocks, backward
+
+    query, key, value, grad = (
+        drawn(2, length, count, 16, seed=seed).transpose(1, 2)
+        for seed, count in enumerate((heads, kv_heads, kv_heads, heads))
+    )
+    leaves = [part.detach().requires_grad_() for part in (query, key, value)]
+    shared = [part.repeat_interleave(heads // kv_heads, 1) for part in leaves[1:]]
+    scores = leaves[0] @ shared[0].transpose(-1, -2) / 16**0.5
+    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+    out = scores.softmax(-1) @ shared[1]
+    wanted = torch.autograd.grad(out, leaves, grad)
+    found = backward(
+        grad,
+        query,
+        key,
+        value,
+        out.detach(),
+        scores.logsumexp(-1).detach(),
+        of_keys=Blocks(*of_keys, 4, 2),
+        of_queries=Blocks(*of_queries, 4, 2),
+    )
+    assert all(near(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+@inside
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("width", [1, 130, 256])
+def test_norms_that_store_nothing(width: int, biased: bool) -> None:
+    from kernels.blockfloat.triton import norm
+
+    x, grad, residual = (drawn(3, 7, width, seed=seed) for seed in range(3))
+    weight, bias = drawn(width, seed=4), drawn(width, seed=5) if biased else None
+    assert near(norm.norm(x, weight, bias, 1e-5, torch.float32), reference.norm(x, weight, bias, 1e-5))
+    of_x, of_weight, of_bias = norm.norm_backward(grad, x, residual, weight, bias, 1e-5, 0)
+    wanted = reference.norm_gradient(grad, x, weight, bias, 1e-5)
+    assert near(of_x, wanted[0] + residual) and near(of_weight, wanted[1])
+    assert wanted[2] is None or near(of_bias, wanted[2])
+
+
+@inside
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("width", [1, 130])
+def test_activations_that_store_nothing(width: int, gated: bool) -> None:
+    from kernels.blockfloat.triton import ffn
+
+    gate, up, grad = (drawn(3, 7, width, seed=seed) for seed in range(3))
+    inner = reference.swiglu(gate, up) if gated else reference.gelu(gate)
+    wanted = reference.swiglu_gradient(grad, gate, up) if gated else (reference.gelu_gradient(grad, gate),)
+    assert near(ffn.activation(gate, up if gated else None), inner)
+    again = grad.clone()
+    found = ffn.ffn_backward(again, gate, up if gated else None, 0)
+    assert near(again, inner)
+    assert all(near(one, other) for one, other in zip(found, wanted, strict=False))
+
+
+@inside
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize(("heads", "width"), [(3, 16), (9, 6)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rotary_has_the_references_bits(dtype: torch.dtype, heads: int, width: int, back: bool) -> None:
+    from kernels.layers.triton import rotate_
+
+    x = drawn(2, 5, heads, width).to(dtype)
+    angles = drawn(5, width // 2, seed=2).repeat(1, 2)
+    wanted = reference.rotate(x.transpose(1, 2), angles.cos(), angles.sin(), back=back).transpose(1, 2)
+    assert torch.equal(rotate_(x.clone(), angles.cos(), angles.sin(), back=back), wanted)
