@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.blockfloat import reference as blockfloat
-from kernels.layers import reference as layers
+from kernels.common import layers
 
 
 def norm_store(

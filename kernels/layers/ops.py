@@ -1,6 +1,6 @@
 """Norms, activations and rotary embedding on any device: one Triton kernel each on a GPU, torch elsewhere.
 
-Kernels compute in float32 and round once; they agree with `kernels.layers.reference` to rounding, and rotary
+Kernels compute in float32 and round once; they agree with `kernels.common.layers` to rounding, and rotary
 bit for bit. None of them waits for the device.
 """
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.common import dispatch
-from kernels.layers import reference
+from kernels.common import layers as reference
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rotary position embedding in Triton, in place, bit for bit as `kernels.layers.reference.rotate`."""
+"""Rotary position embedding in Triton, in place, bit for bit as `kernels.common.layers.rotate`."""
 
 import torch
 import triton

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from kernels.attention.ops import has_flash, repeat_shared
 from kernels.common import dispatch
+from kernels.common import layers as reference
 from kernels.layers import ops as layers
-from kernels.layers import reference
 from node.config.schema import ModelSection
 from node.model.storage import Storage
 from node.model.stored_layers import (

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from kernels.attention.ops import attention, attention_backward
 from kernels.blockfloat import reference as blockfloat
-from kernels.layers import reference as layers
+from kernels.common import layers
 from node.config.schema import (
     DataSection,
     ModelSection,

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention.ops import attention, attention_backward, has_fixed_order_kernels
-from kernels.layers import ops, reference
+from kernels.common import layers as reference
+from kernels.layers import ops
 from node.config.schema import ModelSection
 from node.model import blocks
 from node.model.chunk import build_chunk, compute_precision

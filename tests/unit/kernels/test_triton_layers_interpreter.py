@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.layers import reference
+from kernels.common import layers as reference
 from tests.support.interpreter import Interpreted, inside, needs_triton, outside
 
 pytestmark = needs_triton

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.attention.ops import attention, attention_backward
 from kernels.blockfloat import reference as blockfloat
-from kernels.layers import reference as layers
+from kernels.common import layers
 from node.config.schema import ModelSection, TrainingSection
 from node.model.blocks import Gpt2Block, LlamaBlock
 from node.model.chunk import build_chunk, compute_precision
