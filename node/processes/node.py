@@ -36,6 +36,7 @@ from node.stage.stage_model import OneDevice, StageDevices
 from node.stage.watchdog import StuckError
 from wire import event_loop
 from wire.errors import DeviceLostError, MemoryExhaustedError, ThinwireError, UserError
+from wire.identity.credentials import NodeIdentity
 from wire.identity.token import JoinToken
 from wire.messages import Finish
 from wire.pacing import Pacer
@@ -112,7 +113,11 @@ async def _serve(
         pacer=Pacer(options.max_bandwidth_mbit * 1e6 / 8) if options.max_bandwidth_mbit else None,
     )
     tell = Reporter(json_lines=options.json)
-    runtime = NodeRuntime(settings, IdentityHolder(identity, directory), tell)
+
+    async def join_again() -> NodeIdentity:
+        return (await enrol(token, directory, hardware))[0]
+
+    runtime = NodeRuntime(settings, IdentityHolder(identity, directory, join_again), tell)
     async with contextlib.AsyncExitStack() as stack:
         if options.metrics:
             address = await stack.enter_async_context(serve_metrics(options.metrics, runtime.metrics))

@@ -91,6 +91,9 @@ class CoordinatorClient:
         connected: Callable[[], None],
     ) -> None:
         """One control connection, until it breaks (LinkError) or the coordinator refuses (Refused)."""
+        if self._identity().expires_at <= time.time():
+            # The handshake would fail without saying why.
+            raise LinkError(self._identity().ended())
         channel = self._dial()
         try:
             stub = control_pb2_grpc.CoordinatorStub(channel)

@@ -21,6 +21,7 @@ from wire.errors import (
     RefusalCode,
     Refused,
     ThinwireError,
+    TokenError,
     UserError,
 )
 from wire.identity.credentials import NodeIdentity
@@ -38,8 +39,15 @@ RENEW_RETRY_SECONDS = 10.0
 class IdentityHolder:
     """The newest identity. Read it at each dial and each accept, so that a renewal needs no restart."""
 
-    def __init__(self, identity: NodeIdentity, directory: Path) -> None:
+    def __init__(
+        self,
+        identity: NodeIdentity,
+        directory: Path,
+        join_again: Callable[[], Awaitable[NodeIdentity]] | None = None,
+    ) -> None:
+        """`join_again` gets a new certificate with the join token, for when this one has ended."""
         self.current = identity
+        self.join_again = join_again
         self._directory = directory
 
     def replace(self, identity: NodeIdentity) -> None:
@@ -73,13 +81,19 @@ async def renew_certificates(identity: IdentityHolder, client: CoordinatorClient
     Raises LinkError if this machine's clock is wrong: if it is far ahead, every certificate needs renewal.
     """
     while True:
-        await asyncio.sleep(max(RENEW_RETRY_SECONDS, identity.current.renewal_time - time.time()))
+        await asyncio.sleep(RENEW_RETRY_SECONDS)
+        # Look again and again: the event loop's clock stops while the machine is suspended.
+        if identity.current.renewal_time > time.time():
+            continue
         try:
-            pem = await client.renew(identity.current.csr_der())
-        except LinkError as error:
+            if identity.join_again is not None and identity.current.expires_at <= time.time():
+                log.warning("%s; joining again with the token", identity.current.ended())
+                renewed = await identity.join_again()
+            else:
+                renewed = identity.current.renewed(await client.renew(identity.current.csr_der()))
+        except (LinkError, TokenError) as error:
             log.warning("the certificate was not renewed: %s", error)
             continue
-        renewed = identity.current.renewed(pem)
         renewed.check_clock(time.time())
         try:
             await asyncio.to_thread(identity.replace, renewed)

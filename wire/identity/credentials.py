@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,14 @@ class NodeIdentity:
     def expires_at(self) -> float:
         """Unix seconds at which the certificate ends."""
         return self._certificate.not_valid_after_utc.timestamp()
+
+    def ended(self) -> str:
+        """Why an expired certificate stops this node, in words."""
+        when = datetime.fromtimestamp(self.expires_at, UTC)
+        return (
+            f"this node's certificate ended at {when:%Y-%m-%d %H:%M} UTC, while the machine was suspended "
+            "or the coordinator out of reach"
+        )
 
     @property
     def renewal_time(self) -> float:

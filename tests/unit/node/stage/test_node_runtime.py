@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -161,6 +162,44 @@ async def test_a_certificate_is_renewed_and_a_clock_by_which_each_has_ended_ends
         with pytest.raises(error, match=line):
             await renew_certificates(runtime._identity, runtime._client)
     assert (runtime._identity.current == first) == bool(ahead)
+
+
+async def test_a_node_suspended_past_its_certificate_says_so_and_joins_again_with_its_token(
+    runtime: NodeRuntime,
+    authority: CertificateAuthority,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, attempts = runtime._identity.current, 0
+    key = load_key(first.key_pem).public_key()
+    old = authority.issue_node(key, first.node_id, timedelta(hours=1), time.time() - 2 * 3600)
+    runtime._identity.current = first.renewed(old)
+    with pytest.raises(LinkError, match=r"certificate ended at .* UTC, while the machine was suspended"):
+        await runtime._client.session(runtime._hello(1, 0.0), asyncio.Queue(), AsyncMock(), lambda: None)
+    joined = asyncio.Event()
+
+    async def join_again() -> NodeIdentity:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            raise LinkError("nothing answers")
+        joined.set()
+        pem = authority.issue_node(key, first.node_id, timedelta(hours=1), time.time())
+        return first.renewed(pem)
+
+    async def renew(csr_der: bytes) -> bytes:
+        raise AssertionError("the control port takes no expired certificate")
+
+    monkeypatch.setattr(module, "RENEW_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(runtime._client, "renew", renew)
+    runtime._identity.join_again = join_again
+    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
+        renewing = group.create_task(renew_certificates(runtime._identity, runtime._client))
+        await joined.wait()
+        while not runtime._identity.current.is_valid(time.time()):  # noqa: ASYNC110 - saved on a thread
+            await asyncio.sleep(0.01)
+        renewing.cancel()
+    assert "ended at" in caplog.text and "joining again with the token" in caplog.text
 
 
 async def test_a_node_lives_while_its_devices_start(
