@@ -222,7 +222,7 @@ def lies(vote: Vote, *, stage: int) -> Sequence[NodeMessage]:
     if (armed := _armed()) is not None:
         for fault in armed.due(_LIES, Phase.VOTING, stage, vote.step):
             log.warning("fault on purpose: %s", fault.name)
-            messages = [lie for message in messages for lie in _lie(fault.kind, message, stage)]
+            messages = [said for message in messages for said in lie(fault.kind, message, stage)]
     return messages
 
 
@@ -386,7 +386,8 @@ def _happen(fault: Fault, plan: Plan) -> None:
             raise MemoryError(fault.name)
 
 
-def _lie(kind: Kind, message: NodeMessage, stage: int) -> Sequence[NodeMessage]:
+def lie(kind: Kind, message: NodeMessage, stage: int) -> Sequence[NodeMessage]:
+    """What a liar sends in place of a message."""
     if not isinstance(message, Vote):
         return [message]
     failed = StepFailed(

@@ -9,7 +9,8 @@ import hashlib
 import ipaddress
 import logging
 import socket
-from collections.abc import AsyncIterator, Iterable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from node.coordinator.message_limits import MessageLimits
 from node.coordinator.sessions import ControlSession
 from node.coordinator.snapshot_handler import UploadPermit
 from node.training.manifest import UnitEntry
@@ -37,6 +39,8 @@ log = logging.getLogger(__name__)
 MOST_PROBE_BYTES = 16 * 1024 * 1024
 HELLO_SECONDS = 10.0
 REACH_SECONDS = 5.0
+RECONNECT_SECONDS = 2.0
+"""A node that connects too often is held up for this."""
 MOST_LOOKUPS = 16
 """Concurrent DNS look-ups. A node chooses the name, and its name server may take minutes to answer."""
 
@@ -104,8 +108,17 @@ class Names:
 
 
 class ControlService(control_pb2_grpc.CoordinatorServicer):
-    def __init__(self, handler: Handler, front: Front | None = None) -> None:
-        """`front`: what the port is behind, if it is."""
+    def __init__(
+        self, handler: Handler, front: Front | None = None, limits: Callable[[], MessageLimits] | None = None
+    ) -> None:
+        """
+        Args:
+            front: what the port is behind, if it is.
+            limits: makes the bounds of what one member may send; None: there are none.
+        """
+        self._make_limits = limits
+        self._limits: dict[str, MessageLimits] = {}
+        """By node."""
         self._handler = handler
         self._front = front
         self._calls = CallLimit()
@@ -118,13 +131,16 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         requests = _parsed(requests)
         try:
             async with self._newest(node_id):
+                await self._wait_to_connect(node_id)
                 hello = await _hello(requests)
                 found = await self._look_at(node_id, hello, context)
         except ProtocolViolationError as error:
             await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except TimeoutError:
             # A slow network must not end the node.
-            await _abort(context, grpc.StatusCode.UNAVAILABLE, "no hello came in time")
+            await _abort(
+                context, grpc.StatusCode.UNAVAILABLE, "no hello came in time, or this node connects too often"
+            )
         if isinstance(found, Refusal):
             await context.write(
                 control_pb2.CoordinatorMessage(
@@ -152,6 +168,15 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             finally:
                 if self._greeting[node_id] is turn:
                     del self._greeting[node_id]
+
+    async def _wait_to_connect(self, node_id: str) -> None:
+        """Hold a node up that connects again and again, and have it try later: TimeoutError."""
+        if self._make_limits is None:
+            return
+        limits = self._limits.setdefault(node_id, self._make_limits())
+        if not limits.connections.take(time.monotonic()):
+            await asyncio.sleep(RECONNECT_SECONDS)
+            raise TimeoutError
 
     async def _look_at(self, node_id: str, hello: Hello, context: Context) -> str | Refusal:
         """host:port where neighbours dial the node, or why it may not take part."""
@@ -183,7 +208,10 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
     ) -> None:
         async def read() -> None:
             try:
+                limits = self._limits.get(session.node_id)
                 async for request in requests:
+                    if limits is not None and (why := limits.refusal(request, time.monotonic())) is not None:
+                        raise ProtocolViolationError(why)
                     self._handler.heard(session, node_message_from_proto(request))
             except ProtocolViolationError as error:
                 log.warning("closed the session of %s: %s", session.node_id, error)

@@ -54,14 +54,14 @@ class RateLimit:
         self._permits = burst
         self._at: float | None = None
 
-    def take(self, now: float) -> bool:
-        """Whether something may happen at `now` (seconds on any clock); if so, one permit is gone."""
+    def take(self, now: float, count: float = 1) -> bool:
+        """Whether something may happen at `now` (seconds on any clock); if so, `count` permits are gone."""
         elapsed = 0.0 if self._at is None else max(0.0, now - self._at)
         self._at = now
         self._permits = min(self._burst, self._permits + elapsed * self._rate)
-        if self._permits < 1:
+        if self._permits < count:
             return False
-        self._permits -= 1
+        self._permits -= count
         return True
 
 

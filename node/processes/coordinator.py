@@ -10,6 +10,7 @@ import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from node.analysis.view_builder import RunViewBuilder
@@ -19,6 +20,7 @@ from node.coordinator.coordinator import Coordinator
 from node.coordinator.enrolment import EnrolmentHandler, token_uses_told
 from node.coordinator.enrolment_service import open_join_port
 from node.coordinator.epoch import Committed
+from node.coordinator.message_limits import MessageLimits
 from node.coordinator.metrics import RunMetrics
 from node.coordinator.ports import nodes_wait, own_addresses
 from node.coordinator.reporter import Emit, codec_bits
@@ -254,7 +256,9 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit) -> in
     credentials = run.authority.coordinator_credentials(SERVER_LIFETIME, time.time())
     host, join_port = _split_listen(settings.listen)
     control, front = make_server([]), Front(Limits.of_members(raise_limit()))
-    control_pb2_grpc.add_CoordinatorServicer_to_server(ControlService(coordinator, front), control)
+    control_pb2_grpc.add_CoordinatorServicer_to_server(
+        ControlService(coordinator, front, partial(MessageLimits, config)), control
+    )
     control_port = await serve_behind(
         front,
         control,

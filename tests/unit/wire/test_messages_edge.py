@@ -46,6 +46,7 @@ class FakeHandler:
 
     open: dict[str, ControlSession] = field(default_factory=dict)
     messages: list[NodeMessage] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
     happened: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def refusal_for(self, node_id: str) -> Refusal | None:
@@ -58,6 +59,9 @@ class FakeHandler:
     def heard(self, session: ControlSession, message: NodeMessage) -> None:
         self.messages.append(message)
         session.send(Finish(reason="heard", failed=False))
+
+    def refused(self, session: ControlSession, why: str) -> None:
+        self.refusals.append(why)
 
     def closed(self, session: ControlSession) -> None:
         del self.open[session.node_id]
@@ -122,6 +126,7 @@ async def test_bytes_that_are_no_message_end_the_session_alone(junk: bytes) -> N
         await bad.write(junk)
         assert await bad.read() == grpc.aio.EOF
         assert await bad.code() is grpc.StatusCode.OK
+        assert len(handler.refusals) == 1, "it is held against the sender"
         assert list(handler.open) == [OTHER.node_id]
         await good.write(node_message_to_proto(Heartbeat(telemetry=Telemetry())).SerializeToString())
         assert await good.read() != grpc.aio.EOF

@@ -1,0 +1,78 @@
+"""What one member may send: a correct node stays below all bounds, a flood does not."""
+
+from dataclasses import replace
+
+import pytest
+
+from node.coordinator.message_limits import MOST_LINKS, MessageLimits
+from node.faults import FLOOD, Kind, lie
+from node.run_file.loader import default_config
+from wire.messages import Heartbeat, NodeMessage, Ready, Vote
+from wire.messages_proto import node_message_to_proto
+from wire.telemetry import MOST_SPANS, LinkReport, Span, StepSpans, Telemetry
+
+CONFIG = default_config(["coordinator.heartbeat_seconds=1", "telemetry.trace=off"])
+LINK = LinkReport(peer_stage=0, bytes_sent=1, bytes_received=1, retransmits=0, rejects=0, rtt_seconds=0.0)
+
+
+def spans(step: int) -> StepSpans:
+    return StepSpans(
+        epoch=1,
+        step=step,
+        stage=0,
+        clock_offset=0.0,
+        clock_error=0.0,
+        dropped=0,
+        spans=(Span("pack", 0.0, 1.0),) * MOST_SPANS,
+    )
+
+
+def refusals(limits: MessageLimits, messages: list[NodeMessage], *, every: float) -> list[str]:
+    """Of messages that come so many seconds apart."""
+    found = (limits.refusal(node_message_to_proto(one), every * at) for at, one in enumerate(messages))
+    return [why for why in found if why is not None]
+
+
+def test_a_correct_node_is_never_refused() -> None:
+    limits = MessageLimits(replace(CONFIG, telemetry=replace(CONFIG.telemetry, trace="all")))
+    telemetry = Telemetry(epoch=1, links=(LINK,) * MOST_LINKS, times={"forward": 1.0})
+    heartbeats: list[NodeMessage] = [Heartbeat(telemetry=telemetry)] * 1000
+    assert refusals(limits, heartbeats, every=0.5) == []
+    votes: list[NodeMessage] = [Vote(epoch=1, step=2, norms=dict.fromkeys(range(100), 1.0), loss=2.0)] * 1000
+    assert refusals(limits, votes, every=0.01) == []
+    assert refusals(limits, [spans(step) for step in range(100)], every=0.2) == []
+
+
+def test_heartbeats_that_were_kept_through_an_outage_may_come_at_once() -> None:
+    assert refusals(MessageLimits(CONFIG), [Heartbeat(telemetry=Telemetry())] * 300, every=0.0) == []
+
+
+@pytest.mark.parametrize("kind", [Kind.FLOOD_HEARTBEATS, Kind.FLOOD_SPANS])
+def test_a_flood_is_refused_from_its_first_message_on(kind: Kind) -> None:
+    vote = Vote(epoch=1, step=2, norms={0: 1.0}, loss=None)
+    assert len(refusals(MessageLimits(CONFIG), list(lie(kind, vote, 1)), every=0.0)) == FLOOD
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (Heartbeat(telemetry=Telemetry()), "more heartbeat messages"),
+        (Ready(epoch=1, telemetry=Telemetry()), "more ready messages"),
+        (spans(1), "more spans than steps can have"),
+    ],
+)
+def test_more_than_a_node_has_reason_to_send_is_refused(message: NodeMessage, why: str) -> None:
+    limits = MessageLimits(replace(CONFIG, telemetry=replace(CONFIG.telemetry, trace="all")))
+    assert refusals(limits, [message] * 1000, every=0.001)[0].startswith(why)
+
+
+def test_reports_name_the_links_that_a_stage_can_have() -> None:
+    report = Ready(epoch=1, telemetry=Telemetry(links=(LINK,) * (MOST_LINKS + 1)))
+    (why,) = refusals(MessageLimits(CONFIG), [report], every=0.0)
+    assert why == "a ready that names 5 links, more than 4"
+
+
+def test_connections_are_held_up_when_they_come_too_often() -> None:
+    limits = MessageLimits(CONFIG)
+    taken = [limits.connections.take(0.1 * at) for at in range(100)]
+    assert 20 <= sum(taken) <= 30
