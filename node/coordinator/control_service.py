@@ -20,7 +20,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from node.coordinator.message_limits import MessageLimits
+from node.coordinator.message_limits import Measured, MessageLimits
 from node.coordinator.sessions import ControlSession
 from node.coordinator.snapshot_handler import UploadPermit
 from node.training.manifest import UnitEntry
@@ -210,7 +210,10 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             try:
                 limits = self._limits.get(session.node_id)
                 async for request in requests:
-                    if limits is not None and (why := limits.refusal(request, time.monotonic())) is not None:
+                    if (
+                        limits is not None
+                        and (why := limits.refusal(measured(request), time.monotonic())) is not None
+                    ):
                         raise ProtocolViolationError(why)
                     self._handler.heard(session, node_message_from_proto(request))
             except ProtocolViolationError as error:
@@ -326,6 +329,18 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             assert refusal is not None
             await _abort(context, grpc.StatusCode.PERMISSION_DENIED, refusal.message)
         return node_id
+
+
+def measured(message: control_pb2.NodeMessage) -> Measured:
+    """What the bounds of a member's messages look at."""
+    kind, size = message.WhichOneof("body") or "message", message.ByteSize()
+    if kind == "step_spans":
+        spans = message.step_spans
+        return Measured(kind=kind, size=size, step=spans.step, spans=len(spans.lengths))
+    has_report = kind in ("heartbeat", "ready", "applied")
+    return Measured(
+        kind=kind, size=size, links=len(getattr(message, kind).telemetry.links) if has_report else 0
+    )
 
 
 async def _hello(requests: AsyncIterator[control_pb2.NodeMessage]) -> Hello:

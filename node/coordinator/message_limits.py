@@ -3,11 +3,12 @@
 A correct node stays far below all of these. What is beyond them is refused before it is decoded.
 """
 
+from dataclasses import dataclass
+
 from node.config.schema import RunConfig
 from node.coordinator.enrolment_service import RateLimit
 from node.model.units import unit_names
 from node.telemetry.trace_files import TracedSteps
-from wire.v1 import control_pb2
 
 MOST_LINKS = 4
 """In a report: a stage has two neighbours, or three where the ring closes."""
@@ -25,6 +26,20 @@ SPANS_A_SECOND, SPANS_AT_ONCE = 20_000.0, 50_000.0
 CONNECTIONS_A_SECOND, CONNECTIONS_AT_ONCE = 0.5, 20.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A message, before it is decoded."""
+
+    kind: str
+    size: int
+    """Bytes."""
+    links: int = 0
+    """In its report."""
+    step: int = 0
+    """Of spans."""
+    spans: int = 0
+
+
 class MessageLimits:
     """One member's, over all its sessions."""
 
@@ -36,21 +51,18 @@ class MessageLimits:
         self._others = RateLimit(OTHERS_A_SECOND, HEARTBEATS_KEPT)
         self._spans = RateLimit(SPANS_A_SECOND, SPANS_AT_ONCE)
 
-    def refusal(self, message: control_pb2.NodeMessage, now: float) -> str | None:
+    def refusal(self, message: Measured, now: float) -> str | None:
         """Why this message is refused at `now` (seconds on any monotonic clock); None if it is not."""
-        kind = message.WhichOneof("body")
+        kind, size = message.kind, message.size
         if kind == "step_spans":
-            spans = message.step_spans
-            if spans.step not in self._traced:
-                return f"spans of step {spans.step + 1}, which is not traced"
-            if message.ByteSize() > SPANS_BYTES:
-                return f"spans of {message.ByteSize()} bytes, more than {SPANS_BYTES}"
-            return None if self._spans.take(now, len(spans.lengths)) else "more spans than steps can have"
-        if message.ByteSize() > self._most_bytes:
-            return f"a {kind} of {message.ByteSize()} bytes, more than {self._most_bytes}"
-        if kind in ("heartbeat", "ready", "applied"):
-            links = len(getattr(message, kind).telemetry.links)
-            if links > MOST_LINKS:
-                return f"a {kind} that names {links} links, more than {MOST_LINKS}"
+            if message.step not in self._traced:
+                return f"spans of step {message.step + 1}, which is not traced"
+            if size > SPANS_BYTES:
+                return f"spans of {size} bytes, more than {SPANS_BYTES}"
+            return None if self._spans.take(now, message.spans) else "more spans than steps can have"
+        if size > self._most_bytes:
+            return f"a {kind} of {size} bytes, more than {self._most_bytes}"
+        if message.links > MOST_LINKS:
+            return f"a {kind} that names {message.links} links, more than {MOST_LINKS}"
         limit = self._heartbeats if kind == "heartbeat" else self._others
         return None if limit.take(now) else f"more {kind} messages than a node has reason to send"

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from node.coordinator.control_service import measured
 from node.coordinator.message_limits import MOST_LINKS, MessageLimits
 from node.faults import FLOOD, Kind, lie
 from node.run_file.loader import default_config
@@ -29,7 +30,9 @@ def spans(step: int) -> StepSpans:
 
 def refusals(limits: MessageLimits, messages: list[NodeMessage], *, every: float) -> list[str]:
     """Of messages that come so many seconds apart."""
-    found = (limits.refusal(node_message_to_proto(one), every * at) for at, one in enumerate(messages))
+    found = (
+        limits.refusal(measured(node_message_to_proto(one)), every * at) for at, one in enumerate(messages)
+    )
     return [why for why in found if why is not None]
 
 
