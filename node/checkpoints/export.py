@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from node.checkpoints.families import FileTensor, tensors, write_config
+from node.checkpoints.hub import PREFIX as HUB
 from node.checkpoints.start import CONFIG, OTHER_FILES, TOKENIZER, original_file
 from node.checkpoints.weights import INDEX, SINGLE
 from node.config.schema import ModelSection
@@ -243,7 +244,7 @@ def _card(run_directory: Path, manifest: Manifest, dtype: str) -> str:
     }
     tokens = manifest.step * training["global_batch"] * model["sequence"]
     rows = [
-        ("started from", model["from_"] or "random weights"),
+        ("started from", _shown(model["from_"])),
         ("steps", str(manifest.step)),
         ("tokens", f"{tokens:,}"),
         ("text", Path(data["path"]).name),
@@ -263,6 +264,13 @@ def _card(run_directory: Path, manifest: Manifest, dtype: str) -> str:
         f"# {config['run']['name']}\n\nTrained with thinwire across several machines.\n\n"
         f"| | |\n|---|---|\n{table}\n"
     )
+
+
+def _shown(source: str) -> str:
+    """Where the run started from, without the path of a folder."""
+    if source.startswith(HUB):
+        return source
+    return Path(source).name if source else "random weights"
 
 
 def _write_json(path: Path, values: Mapping[str, Any] | Sequence[Any]) -> None:

@@ -225,15 +225,20 @@ def _one_line(repository: Repository) -> Iterator[None]:
             f"{repository} is gated: accept its terms on its page and set HF_TOKEN to your token"
         ) from error
     except errors.RepositoryNotFoundError as error:
-        raise DataError(
-            f"{repository} is not there or is private: check the name, or set HF_TOKEN to your token"
-        ) from error
+        raise _forbidden(repository) from error
     except errors.RevisionNotFoundError as error:
         raise DataError(f"{repository.name} has no revision {repository.revision}") from error
     except errors.EntryNotFoundError as error:
         raise DataError(f"{repository} lacks a file: {str(error).splitlines()[0]}") from error
     except (errors.HfHubHTTPError, OSError) as error:
+        if getattr(getattr(error, "response", None), "status_code", 0) in (401, 403):
+            raise _forbidden(repository) from error
         raise DataError(
-            f"{repository} cannot be reached ({str(error).splitlines()[0]}): check the network and "
-            "HF_ENDPOINT"
+            f"{repository} cannot be reached ({str(error).splitlines()[0]}): check the network, HF_ENDPOINT"
         ) from error
+
+
+def _forbidden(repository: Repository) -> DataError:
+    return DataError(
+        f"{repository} is not there or is private: check the name, or set HF_TOKEN to your token"
+    )

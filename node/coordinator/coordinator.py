@@ -36,7 +36,7 @@ from node.coordinator.machine import RunMachine
 from node.coordinator.reporter import Emit, Reporter
 from node.coordinator.run_plan import Past, run_plan, step_plan
 from node.coordinator.sessions import ControlSession, Sessions
-from node.coordinator.snapshot_handler import SnapshotHandler, UploadPermit
+from node.coordinator.snapshot_handler import SnapshotExports, SnapshotHandler, UploadPermit
 from node.coordinator.stage_assignment import Candidate
 from node.coordinator.store import PlacedNode, StepOutcome, StepRecord, Store
 from node.coordinator.tracer import Tracer
@@ -111,6 +111,7 @@ class Coordinator:
             damaged=self._snapshot_damaged,
             failed=self._fail,
         )
+        self._exports = SnapshotExports(config, directory)
         self._planner = WindowPlanner(
             config, samples=corpus.windows, link_report=self.accounting.link_report, use=self._use_windows
         )
@@ -131,9 +132,13 @@ class Coordinator:
         async with asyncio.TaskGroup() as group:
             beside = [
                 group.create_task(one)
-                for one in (*watching, self._planner.run(), self._tracer.run(), self._snapshots.run())
+                for one in (
+                    *(*watching, self._planner.run(), self._tracer.run(), self._snapshots.run()),
+                    self._exports.run(),
+                )
             ]
             outcome = await self._act()
+            await self._exports.finish()
             for task in beside:
                 task.cancel()
         await self._say_goodbye()
@@ -391,6 +396,7 @@ class Coordinator:
     def _snapshot_stored(self, manifest: Manifest) -> None:
         path = str(self._snapshots.path(manifest.step))
         self._reporter.snapshot_stored(manifest.step, manifest.total_bytes, path, manifest.weights_sha256)
+        self._exports.stored(manifest.step)
         self._post(lambda now: self._machine.snapshot_stored(manifest.step, now))
 
     def _snapshot_damaged(self, step: int, checked: Checked) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from node import faults
+from node.checkpoints.export import export
 from node.checkpoints.start import read_units
 from node.config.schema import RunConfig
 from node.coordinator.store import SnapshotRecord, Store
@@ -293,3 +294,35 @@ class SnapshotHandler:
     def _check_unit(self, unit: str) -> None:
         if unit not in unit_names(self._config.model):
             raise ProtocolViolationError(f"this model has no layer unit {unit[:40]!r}")
+
+
+class SnapshotExports:
+    """Writes every n-th snapshot as a Hugging Face folder, `exports/step-N` in the run directory."""
+
+    def __init__(self, config: RunConfig, run_directory: Path) -> None:
+        self._every = config.training.export_every * config.run.snapshot_every
+        self._last = config.run.steps
+        self._run_directory = run_directory
+        self._due: asyncio.Queue[int] = asyncio.Queue()
+
+    def stored(self, step: int) -> None:
+        """A snapshot is complete."""
+        if self._every and (step % self._every == 0 or step == self._last):
+            self._due.put_nowait(step)
+
+    async def run(self) -> None:
+        """Export until cancelled. A failed export is logged: the run does not depend on it."""
+        while True:
+            step = await self._due.get()
+            out = snapshot_directory(self._run_directory / "exports", step)
+            try:
+                if not out.exists():
+                    await asyncio.to_thread(export, self._run_directory, out, step=step)
+            except ThinwireError as error:
+                log.warning("the snapshot of step %d was not exported: %s", step, error)
+            finally:
+                self._due.task_done()
+
+    async def finish(self) -> None:
+        """Wait for the exports that are due."""
+        await self._due.join()

@@ -188,6 +188,7 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
         )
     )
     yield from wrong
+    yield from _at_least(0, {"training.export_every": training.export_every})
     if not wrong and training.global_batch % training.microbatch:
         yield (
             f"training.global_batch ({training.global_batch}) must be a multiple of training.microbatch "

@@ -17,9 +17,12 @@ from torch import Tensor
 
 from node.checkpoints.families import read_config
 from node.checkpoints.start import open_source, read_units
-from node.config.schema import ModelSection
+from node.config.schema import ModelSection, PipelineSection, RunConfig
 from node.model.chunk import Chunk, build_chunk
 from node.model.units import unit_names
+from node.stage.executor import StageExecutor
+from node.stage.stage_model import StageModel
+from node.telemetry.clock import StageClock
 from wire.errors import ConfigError, DataError
 
 CPU = torch.device("cpu")
@@ -172,6 +175,29 @@ def test_shards_in_any_order_read_the_same(saved: tuple[Any, Path], tmp_path: Pa
     for unit in units:
         for name, array in one[unit].items():
             assert np.array_equal(array, many[unit][name])
+
+
+def test_a_stage_starts_from_the_checkpoint_with_a_fresh_optimizer(saved: tuple[Any, Path]) -> None:
+    _, folder = saved
+    model = section(folder, 64)
+    config = replace(RunConfig(), model=model, pipeline=replace(PipelineSection(), stages=2))
+    executor = StageExecutor(config, CPU, StageClock(), StageModel(config, CPU))
+    executor.place(1, 2)
+    weights = asyncio.run(read_units(model, executor.units))
+    named = {
+        unit: {f"parameter.{name}": torch.from_numpy(array) for name, array in arrays.items()}
+        for unit, arrays in weights.items()
+    }
+    executor.restore(0, named.__getitem__)
+    state = executor.copy_state()
+    assert state.keys() == weights.keys()
+    for unit, tensors in state.items():
+        assert int(tensors["step"]) == 0
+        for name, tensor in tensors.items():
+            if name.startswith("parameter."):
+                assert torch.equal(tensor, named[unit][name])
+            else:
+                assert not tensor.any()
 
 
 # ---- refusals

@@ -6,14 +6,17 @@ import hashlib
 import json
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load
 
 from node.config.schema import ModelSection, RunConfig
 from node.coordinator import snapshot_handler
-from node.coordinator.snapshot_handler import SnapshotHandler
+from node.coordinator.snapshot_handler import SnapshotExports, SnapshotHandler
 from node.coordinator.store import Store
 from node.model.chunk import build_chunk
 from node.model.units import unit_names
@@ -350,3 +353,46 @@ async def test_a_damaged_layer_is_told_of_though_its_node_is_gone(
         gate.set()
         await stored(handler, told, 9)
         assert told.damaged == [(7, 5)]
+
+
+async def test_the_weights_of_the_checkpoint_that_the_run_starts_from_are_served_as_step_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk_at(tmp_path) as (handler, _):
+        with pytest.raises(RunError, match="the run starts from its seed"):
+            await handler.layer_entry(0, "head")
+        monkeypatch.setattr(handler, "_config", replace(CONFIG, model=replace(MODEL, from_="somewhere")))
+
+        async def read(model: ModelSection, units: list[str]) -> dict[str, dict[str, np.ndarray]]:
+            return {unit: {"norm.weight": np.full(3, len(unit), np.float32)} for unit in units}
+
+        monkeypatch.setattr(snapshot_handler, "read_units", read)
+        for unit in ("head", "embed", "head"):
+            entry, data = await handler.layer_entry(0, unit), await handler.layer(0, unit)
+            assert entry.bytes == len(data) and entry.sha256 == hashlib.sha256(data).hexdigest()
+            assert load(data)["parameter.norm.weight"].tolist() == 3 * [len(unit)]
+
+
+async def test_every_nth_snapshot_is_exported_and_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made: list[str] = []
+
+    def export(run_directory: Path, out: Path, *, step: int) -> None:
+        made.append(f"{step} {out.relative_to(run_directory)}")
+        if step == 6:
+            raise RunError("the disk is full")
+
+    monkeypatch.setattr(snapshot_handler, "export", export)
+    run = replace(CONFIG.run, steps=7, snapshot_every=1)
+    exports = SnapshotExports(
+        replace(CONFIG, run=run, training=replace(CONFIG.training, export_every=3)), tmp_path
+    )
+    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
+        running = group.create_task(exports.run())
+        for step in range(1, 8):
+            exports.stored(step)
+        await exports.finish()
+        running.cancel()
+    assert made == [f"{step} exports/step-{step:08d}" for step in (3, 6, 7)]
+    assert "step 6 was not exported: the disk is full" in caplog.text

@@ -1,0 +1,194 @@
+"""Checkpoints of the hub, from a local server: redirects, ranges, errors, cut connections."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+from aiohttp import web
+from huggingface_hub import constants
+
+from node.checkpoints import hub as module
+from node.checkpoints.hub import HubFiles, Repository, hub_files
+from node.checkpoints.start import open_source, read_units
+from node.checkpoints.weights import Checkpoint
+from node.config.schema import ModelSection
+from node.model.units import unit_names
+from tests.unit.node.checkpoints.test_families import CONFIGS, SIZES, make
+from wire.errors import ConfigError, DataError
+
+COMMIT = 40 * "a"
+NAME = "owner/model"
+FILE = "model.safetensors"
+Answer = Callable[[web.Request], web.Response]
+
+
+@dataclass
+class Hub:
+    """What the server has and how it misbehaves."""
+
+    folder: Path
+    status: int = 0
+    """Of the API, instead of an answer."""
+    digest: str = ""
+    """Of the weights, instead of the right one."""
+    odd: list[str] = field(default_factory=list)
+    """What the next requests for data get: `cut`, a status, or `whole`."""
+    port: int = 0
+    paths: list[str] = field(default_factory=list)
+
+    async def api(self, request: web.Request) -> web.Response:
+        if self.status:
+            return web.Response(status=self.status, headers={"X-Error-Message": "no"})
+        if request.match_info["revision"] not in ("main", COMMIT):
+            return web.Response(status=404, headers={"X-Error-Code": "RevisionNotFound"})
+        data = (self.folder / FILE).read_bytes()
+        lfs = {"sha256": self.digest or sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+        siblings = [{"rfilename": FILE, "size": len(data), "lfs": lfs, "blobId": "b"}]
+        return web.json_response({"id": NAME, "modelId": NAME, "sha": COMMIT, "siblings": siblings})
+
+    async def resolve(self, request: web.Request) -> web.Response:
+        """Weights are elsewhere; small files are here."""
+        name = request.match_info["file"]
+        self.paths.append(request.path)
+        if name == FILE:
+            assert request.headers["Authorization"] == "Bearer secret"
+            raise web.HTTPFound(f"http://127.0.0.1:{self.port}/data")
+        path = self.folder / name
+        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{sha256(name.encode()).hexdigest()[:40]}"'}
+        if not path.is_file():
+            return web.Response(status=404, headers={**headers, "X-Error-Code": "EntryNotFound"})
+        return web.Response(body=path.read_bytes(), headers=headers)
+
+    async def data(self, request: web.Request) -> web.StreamResponse:
+        assert "Authorization" not in request.headers, "tokens stay with the hub"
+        whole = (self.folder / FILE).read_bytes()
+        odd = self.odd.pop(0) if self.odd else ""
+        if odd == "whole":
+            return web.Response(body=whole)
+        if odd.isdigit():
+            return web.Response(status=int(odd), headers={"Retry-After": "0"})
+        first, last = request.headers["Range"].removeprefix("bytes=").split("-")
+        part = whole[int(first) : int(last) + 1]
+        response = web.StreamResponse(
+            status=206,
+            headers={
+                "Content-Range": f"bytes {first}-{last}/{len(whole)}",
+                "Content-Length": str(len(part)),
+            },
+        )
+        await response.prepare(request)
+        if odd == "cut":
+            await response.write(part[: len(part) // 2])
+            assert request.transport is not None
+            request.transport.close()
+            return response
+        await response.write(part)
+        return response
+
+
+@contextlib.asynccontextmanager
+async def serving(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """The hub at one origin, its data at another."""
+    front, back = web.Application(), web.Application()
+    front.router.add_get("/api/models/owner/model/revision/{revision:.*}", hub.api)
+    front.router.add_route("*", "/owner/model/resolve/{revision}/{file}", hub.resolve)
+    back.router.add_get("/data", hub.data)
+    runners = [web.AppRunner(application) for application in (front, back)]
+    for runner in runners:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+    endpoint = f"http://127.0.0.1:{runners[0].addresses[0][1]}"
+    hub.port = runners[1].addresses[0][1]
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    try:
+        async with asyncio.timeout(60):
+            yield
+    finally:
+        for runner in runners:
+            await runner.cleanup()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    monkeypatch.setitem(SIZES, "hidden_size", 128)
+    monkeypatch.setitem(SIZES, "intermediate_size", 256)
+    make("llama2").save_pretrained(tmp_path / "files")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setattr(module.Backoff, "advance", lambda _: 0.0)
+    return Hub(tmp_path / "files")
+
+
+def model(hub: Hub, name: str) -> ModelSection:
+    return ModelSection(**{**open_source(str(hub.folder), {"sequence": 64}).model, "from_": name})
+
+
+async def test_a_stage_reads_its_own_bytes_over_a_bad_network(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "llama2" in CONFIGS
+    here, there = model(hub, str(hub.folder)), model(hub, f"hf://{NAME}")
+    units = unit_names(here)[2:4]
+    hub.odd = ["429", "", "cut", "503", "cut", "cut"]
+    async with serving(hub, monkeypatch), hub_files(Repository.parse(there.from_)) as files:
+        found = await Checkpoint(files).read(there, units)
+        assert isinstance(files, HubFiles)
+        fetched = files.fetched
+    assert not hub.odd
+    expected = await read_units(here, units)
+    own = 0
+    for unit in units:
+        for name, array in expected[unit].items():
+            assert np.array_equal(array, found[unit][name])
+            own += array.nbytes
+    assert own < fetched <= 1.02 * own
+    assert all(f"/{COMMIT}/" in path for path in hub.paths), "the revision is pinned"
+
+
+async def test_a_run_file_names_a_model_of_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(hub, monkeypatch):
+        source = await asyncio.to_thread(open_source, f"hf://{NAME}@main", {"sequence": 64})
+    assert source.name == f"hf://{NAME}@{COMMIT}"
+    assert source.model == open_source(str(hub.folder), {"sequence": 64}).model
+    assert source.tokenizer == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"status": 401}, "is not there or is private: .* HF_TOKEN"),
+        ({"odd": ["403"]}, r"may not be read \(HTTP 403\).*HF_TOKEN"),
+        ({"odd": ["404"]}, f"has no file {FILE}"),
+        ({"odd": ["whole"]}, "does not answer range requests"),
+        ({"odd": 20 * ["500"]}, "cannot be fetched"),
+        ({"digest": 64 * "0"}, "its SHA-256 is .*, expected 0000"),
+    ],
+)
+async def test_what_goes_wrong_is_one_line(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, change: dict[str, object], line: str
+) -> None:
+    for name, value in change.items():
+        setattr(hub, name, value)
+    there = model(hub, f"hf://{NAME}")
+    async with serving(hub, monkeypatch):
+        with pytest.raises(DataError, match=line) as caught:
+            await read_units(there, unit_names(there))
+    assert "\n" not in str(caught.value)
+
+
+async def test_a_revision_that_is_not_there_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(hub, monkeypatch):
+        with pytest.raises(DataError, match="owner/model has no revision v9"):
+            await asyncio.to_thread(open_source, f"hf://{NAME}@v9", {})
+
+
+def test_a_name_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected a folder or hf://owner/name@revision"):
+        Repository.parse("hf://model")
