@@ -50,7 +50,7 @@ from node.telemetry.events import StepCosts
 from node.training.manifest import Manifest, UnitEntry
 from node.training.shards import TrainingData
 from node.training.snapshot import Checked
-from wire.errors import ProtocolViolationError, RefusalCode, RunError
+from wire.errors import ProtocolViolationError, RefusalCode, RunError, UserError
 from wire.identity.enrolment import Refusal
 from wire.messages import Applied, Finish, Heartbeat, HeartbeatReply, Leave, NodeMessage, Ready, Vote, Welcome
 from wire.telemetry import LinkReport, StepSpans
@@ -373,7 +373,12 @@ class Coordinator:
             raise ProtocolViolationError(f"{node_id} has no business with that batch of step {step}")
         faults.reach_coordinator(faults.Phase.FORWARD, step=step)
         corpus = self._corpus
-        wanted = await asyncio.to_thread(corpus.labels if labels else corpus.inputs, step)
+        try:
+            wanted = await asyncio.to_thread(corpus.labels if labels else corpus.inputs, step)
+        except UserError as error:
+            # A shard that is read during the run is damaged: no step can go on without it.
+            self._fail(str(error))
+            raise
         return np.ascontiguousarray(wanted).astype("<i4").tobytes()
 
     async def layer_entry(self, step: int, unit: str) -> UnitEntry:

@@ -14,6 +14,7 @@ import grpc.aio
 import numpy as np
 
 from node.config.schema import RunConfig
+from node.model.labels import IGNORED
 from node.stage.snapshot_cache import LayerFile
 from wire.channels import NOT_YET, open_channel
 from wire.errors import (
@@ -242,6 +243,7 @@ class Batches:
     def __init__(self, config: RunConfig, client: CoordinatorClient, group: asyncio.TaskGroup) -> None:
         self._shape = (config.training.global_batch, config.model.sequence)
         self._vocab = config.model.vocab
+        self._masks_labels = config.data.masks_labels
         self._steps = config.run.steps
         self._client = client
         self._group = group
@@ -273,7 +275,10 @@ class Batches:
         rows, columns = self._shape
         data = await self._client.batch(step, labels=labels, size=4 * rows * columns)
         ids = np.frombuffer(data, dtype="<i4").astype(np.int64).reshape(rows, columns)
-        if int(ids.min()) < 0 or int(ids.max()) >= self._vocab:
+        wrong = (ids < 0) | (ids >= self._vocab)
+        if labels and self._masks_labels:
+            wrong &= ids != IGNORED
+        if wrong.any():
             raise ProtocolViolationError(
                 f"the batch of step {step} has token ids outside 0..{self._vocab - 1}: check the coordinator"
             )

@@ -53,6 +53,8 @@ MIX_BLOCK = 1024
 LARGE_BYTES = 2_000_000_000
 """A text source of this size is read in shards unless `[data] order` says otherwise."""
 OPEN_PARTS = 64
+CLOSE_SECONDS = 2.0
+"""For the thread that tokenizes ahead to end; it may be in the middle of a part, which is made again."""
 BATCH_DOCUMENTS = 64
 BATCH_BYTES = 4 << 20
 """Encoded at once, on all cores, whichever is reached first."""
@@ -493,7 +495,7 @@ class ShardedCorpus:
         self._closed = True
         self._wake.set()
         if self._worker is not None:
-            self._worker.join()
+            self._worker.join(CLOSE_SECONDS)
 
     def _samples(self, step: int) -> list[tuple[np.ndarray, np.ndarray | None]]:
         first = step * self.global_batch

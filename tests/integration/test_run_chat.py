@@ -1,0 +1,45 @@
+"""A run on conversations: real processes give the unsplit trainer's losses, also after a resume."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from node.config.schema import DataSection
+from node.training.reference import ReferenceTrainer
+from node.training.shards import load_data
+from tests.support.chat_data import conversations, write_jsonl, write_tokenizer
+from tests.support.fault_prefork import Prefork
+from tests.support.run_harness import SMALL, Run
+
+
+@pytest.mark.timeout(240)
+def test_a_run_on_conversations_is_the_unsplit_model(
+    prefork: Prefork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, with labels masked and two sources mixed; it is stopped and resumed on the way."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    names = [str(write_jsonl(tmp_path / f"{number}.jsonl", conversations(40 + number))) for number in (0, 7)]
+    config = replace(
+        SMALL,
+        run=replace(SMALL.run, steps=12),
+        model=replace(SMALL.model, vocab=400),
+        data=DataSection(sources=tuple(names), weights=(2.0, 1.0), tokenizer=str(tokenizer), format="chat"),
+        pipeline=replace(SMALL.pipeline, stages=2),
+    )
+    data = load_data(config)
+    trainer = ReferenceTrainer(config, data)
+    expected = [step.loss for step in trainer.train(12)]
+    data.close()
+    with Run(tmp_path / "run", config, launch=prefork.popen) as run:
+        first = run.start()
+        run.add_nodes(2)
+        first.wait_step(4)
+        first.interrupt()
+        assert first.wait_exit() == 130
+        second = run.resume()
+        run.add_nodes(2)
+        assert second.wait_exit() == 0
+        assert [run.losses[step] for step in sorted(run.losses)] == expected
+        assert run.weights_sha256 == trainer.weights_sha256()
