@@ -68,6 +68,8 @@ def export(run_directory: Path, out: Path, *, step: int | None = None, dtype: st
         raise UserError(f"{out} is in use: name a new folder")
     directory = snapshot_directory(snapshots, step)
     manifest = read_manifest(directory)
+    if manifest.config.get("lora", {}).get("rank"):
+        raise UserError(f"{run_directory} trains adapters (lora.rank), which cannot be exported yet")
     model = _model(manifest)
     original = _original(model)
     dtype = dtype or _dtype_of(original)
