@@ -41,7 +41,7 @@ LINES = 600
 FORBIDDEN = ("pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "torch.load", "time.sleep")
 
 TORCH_FREE = (
-    *("compare", "config", "coordinator", "dashboard", "evict"),
+    *("compare", "config", "coordinator", "dashboard", "data", "evict"),
     *("resume", "status", "token", "top", "trace"),
 )
 """Commands that run on small machines: they compute no tensors."""

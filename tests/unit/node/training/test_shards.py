@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from node.analysis.explain import text_plan
 from node.config.schema import DataSection, ModelSection, RunConfig, RunSection, TrainingSection
 from node.training import documents, shards
 from node.training.data import Corpus
@@ -290,3 +291,13 @@ def test_a_byte_pair_tokenizer_ends_documents_with_its_end_of_text(tmp_path: Pat
     assert int((part.tokens == 0).sum()) == counts.documents, "<|endoftext|> is token 0 there"
     with pytest.raises(ConfigError, match=r"has 400 tokens: set model\.vocab to 400"):
         load_data(config_of(vocab=399, path=config.data.path, tokenizer=str(tokenizer)))
+
+
+def test_explain_estimates_what_is_read_in_shards(tmp_path: Path) -> None:
+    texts = [TEXTS[150]] * 300
+    config = config_of(path=str(write(tmp_path / "a.parquet", texts)), order="auto")
+    plan = text_plan(config, lambda _: None)
+    size = len("\0".join(texts))
+    assert plan.estimated and not plan.problem and 0.9 * size < plan.tokens < 1.1 * size
+    gone = replace(config, data=replace(config.data, path=str(tmp_path / "gone.parquet")))
+    assert "no file or folder" in text_plan(gone, lambda _: None).problem
