@@ -35,6 +35,7 @@ from wire.identity.credentials import (
 from wire.identity.enrolment import Granted, Hardware, JoinRequest, Refusal
 from wire.identity.names import node_id_of
 from wire.identity.token import JoinToken, base58_encode
+from wire.v1 import enrolment_pb2
 from wire.version import PROTOCOL, VERSION
 
 HARDWARE = Hardware("cpu", 2, 2**33)
@@ -385,6 +386,51 @@ async def test_too_many_requests_are_turned_away(
     with pytest.raises(LinkError, match="RESOURCE_EXHAUSTED"):
         await enrol(coordinator.token(), tmp_path / "node", HARDWARE)
     assert coordinator.store.members() == []
+
+
+async def test_strangers_with_made_up_tokens_shut_out_no_holder_behind_their_address(
+    coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(enrol_module, "_ROUNDS", (0.0,))
+    monkeypatch.setattr(enrolment_service, "_JOINS_A_SECOND", 0.0)
+    monkeypatch.setattr(enrolment_service, "_JOINS_AT_ONCE", 50.0)
+    admitted: list[JoinRequest] = []
+    admit = EnrolmentHandler.join
+
+    def noted(handler: EnrolmentHandler, request: JoinRequest) -> Granted | Refusal:
+        admitted.append(request)
+        return admit(handler, request)
+
+    monkeypatch.setattr(EnrolmentHandler, "join", noted)
+    codes: list[grpc.StatusCode] = []
+    async with asyncio.timeout(60), joining(coordinator) as channel:
+        call: Any = channel.unary_unary(
+            "/thinwire.wire.v1.Enrolment/Join",
+            request_serializer=enrolment_pb2.JoinRequest.SerializeToString,
+            response_deserializer=enrolment_pb2.JoinReply.FromString,
+        )
+        request = enrolment_pb2.JoinRequest(
+            version=VERSION, protocol=PROTOCOL, run_id="run-a", token_id="zzzzzzzz", secret=bytes(16)
+        )
+
+        async def ask() -> None:
+            try:
+                reply = await call(request)
+            except grpc.aio.AioRpcError as error:
+                codes.append(error.code())
+            else:
+                assert reply.refusal.code == RefusalCode.TOKEN_UNKNOWN.value
+                codes.append(grpc.StatusCode.OK)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(400):
+                group.create_task(ask())
+            identity, _ = await enrol(coordinator.token(), tmp_path / "node", HARDWARE)
+    assert [member.node_id for member in coordinator.store.members()] == [identity.node_id]
+    assert len(admitted) == 1, "no stranger costs a transaction or a signature"
+    # gRPC itself turns away calls beyond its streams of one connection.
+    assert len(codes) == 400 and codes.count(grpc.StatusCode.OK) == 50
+    assert grpc.StatusCode.RESOURCE_EXHAUSTED in codes
 
 
 async def test_a_long_message_is_turned_away(coordinator: Coordinator, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from node.coordinator.control_service import ControlService, Handler
 from node.coordinator.sessions import ControlSession
 from node.stage.coordinator_client import CoordinatorClient
 from tests.support.links import eventually
-from tests.support.pki import hello
+from tests.support.pki import hello, new_authority, new_node
 from tests.support.ports import free_port
 from wire.errors import LinkError, RefusalCode, Refused
 from wire.identity.enrolment import Refusal
@@ -26,6 +26,7 @@ from wire.messages_proto import node_message_to_proto
 from wire.v1 import control_pb2_grpc
 
 SECONDS = 20.0
+NODE = new_node(new_authority())
 
 
 class Admits:
@@ -77,7 +78,7 @@ async def join(port: int, address: str) -> None:
 
     async def handle(_message: CoordinatorMessage) -> None: ...
 
-    client = Client(f"127.0.0.1:{port}", cast(Any, None), SECONDS)
+    client = Client(f"127.0.0.1:{port}", lambda: NODE, SECONDS)
     await client.session(hello(address), asyncio.Queue(), handle, lambda: None)
 
 
@@ -128,6 +129,21 @@ async def test_a_port_that_cannot_be_reached_is_told_from_other_refusals() -> No
             with pytest.raises(Refused, match="neighbours cannot reach this node") as refused:
                 await join(port, address)
             assert refused.value.code is RefusalCode.UNREACHABLE
+
+
+async def test_the_coordinator_dials_only_where_the_node_dials_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a member could have it knock on any host and port of its network."""
+    dialled: list[tuple[str, int]] = []
+
+    async def connect(hosts: Iterable[str], port: int) -> None:
+        dialled.extend((host, port) for host in hosts)
+
+    monkeypatch.setattr(module, "_connect", connect)
+    async with coordinator() as (port, _):
+        for address in ("192.0.2.7:22", "localhost:7", ":8", "127.0.0.1:9"):
+            with pytest.raises(LinkError, match="the coordinator closed the control connection"):
+                await join(port, address)
+    assert dialled == [("127.0.0.1", 7), ("127.0.0.1", 8), ("127.0.0.1", 9)]
 
 
 async def test_a_name_that_takes_long_holds_up_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,159 @@
+"""A port behind its front, crowded by strangers: members get in, and the process keeps its descriptors."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import resource
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.links import SECONDS, End, eventually, quick
+from tests.support.pki import RUN_ID, new_authority, new_node
+from wire import link_server
+from wire.admission import Limits, Phase
+from wire.front import Front
+from wire.link import DialledLink, dial_link
+from wire.link_server import LinkServer
+
+CROWD = 1500
+RECONNECT_SECONDS = 2.0
+FEW = 300
+"""Descriptors that the port's limits are made for."""
+
+
+@contextlib.asynccontextmanager
+async def served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[tuple[LinkServer, Front, int, DialledLink]]:
+    """A link port with room for few connections, and a neighbour's link that has not dialled yet."""
+    monkeypatch.setattr(link_server, "raise_limit", lambda: FEW)
+    authority = new_authority()
+    lower, upper = new_node(authority), new_node(authority)
+    server = LinkServer(identity=upper, run_id=RUN_ID, settings=quick())
+    port = await server.start("127.0.0.1:0")
+    assert server._front is not None
+    ends = End(), End()
+    accepted = server.expect_peer(
+        epoch=1,
+        stage=1,
+        peer_node_id=lower.node_id,
+        peer_stage=0,
+        expect=lambda _: 1,
+        on_tensor=ends[1].on_tensor,
+    )
+    dialled = dial_link(
+        identity=lower,
+        run_id=RUN_ID,
+        epoch=1,
+        stage=0,
+        peer_node_id=upper.node_id,
+        peer_stage=1,
+        peer_address=f"127.0.0.1:{port}",
+        expect=lambda _: 1,
+        on_tensor=ends[0].on_tensor,
+        settings=quick(),
+    )
+    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
+        group.create_task(accepted.run())
+        try:
+            yield server, server._front, port, dialled
+        finally:
+            await dialled.close()
+            await server.stop()
+
+
+@contextlib.contextmanager
+def crowd(port: int, count: int) -> Iterator[list[socket.socket]]:
+    """So many connections that never say a word."""
+    with contextlib.ExitStack() as stack:
+        silent = []
+        for _ in range(count):
+            one = stack.enter_context(socket.socket())
+            one.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                one.connect(("127.0.0.1", port))
+            silent.append(one)
+        yield silent
+
+
+def hung_up(one: socket.socket) -> bool:
+    try:
+        return one.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+async def test_idle_connections_keep_no_member_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = Limits.of_members(FEW)
+    async with served(monkeypatch) as (_, front, port, link):
+        with crowd(port, CROWD) as silent:
+            began = time.monotonic()
+            running = asyncio.create_task(link.run())
+            await link.ready(SECONDS)
+            assert time.monotonic() - began < RECONNECT_SECONDS
+            await eventually(lambda: sum(map(hung_up, silent)) >= CROWD - limits.silent)
+            assert front.admission.count(Phase.SILENT) <= limits.silent
+            await eventually(lambda: front.admission.count(Phase.PROVEN) == 2)
+            assert link.up
+        await link.close()
+        await running
+
+
+async def test_what_is_no_tls_is_dropped_at_its_first_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(monkeypatch) as (_, front, port, _):
+        with crowd(port, 2) as (loud, silent):
+            await eventually(lambda: front.admission.count(Phase.SILENT) == 2)
+            loud.send(b"GET / HTTP/1.1\r\n")
+            await eventually(lambda: hung_up(loud))
+            assert not hung_up(silent)
+
+
+async def test_a_port_survives_that_no_descriptor_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with served(monkeypatch) as (_, _front, port, link):
+        with crowd(port, 20) as silent:
+            taken: list[int] = []
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, soft), hard))
+            try:
+                with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+                    while True:
+                        taken.append(os.open(os.devnull, os.O_RDONLY))
+                # They wait in the kernel's queue; each is accepted with the spare descriptor and closed.
+                await eventually(lambda: all(map(hung_up, silent)))
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                for descriptor in taken:
+                    os.close(descriptor)
+            running = asyncio.create_task(link.run())
+            await link.ready(SECONDS)
+        await link.close()
+        await running
+
+
+async def test_the_address_of_a_call_is_the_callers_and_its_directory_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sources: list[str] = []
+    prove = Front.prove
+
+    def noted(front: Front, peer: str, owner: str) -> None:
+        sources.append(front.host(peer))
+        prove(front, peer, owner)
+
+    monkeypatch.setattr(Front, "prove", noted)
+    async with served(monkeypatch) as (_, front, _, link):
+        directory = Path(front.backend.removeprefix("unix:")).parent
+        assert directory.stat().st_mode & 0o777 == 0o700
+        running = asyncio.create_task(link.run())
+        await link.ready(SECONDS)
+        await link.close()
+        await running
+    assert sources == ["127.0.0.1", "127.0.0.1"]
+    assert not directory.exists()
