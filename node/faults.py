@@ -111,6 +111,8 @@ class Phase(StrEnum):
     FORWARD = "forward"
     SENDING = "sending"
     BACKWARD = "backward"
+    VALIDATION = "validation"
+    """Before a held-out microbatch's forward; at the node alone."""
     VOTING = "voting"
     """The step's work is done; the vote is not sent yet."""
     COMMIT_APPLY = "commit-apply"

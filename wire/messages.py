@@ -77,6 +77,17 @@ class Applied:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Validated:
+    """A pass over held-out samples is done; the loss comes from the last stage."""
+
+    epoch: int
+    step: int
+    number: int
+    loss: float | None
+    telemetry: Telemetry
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepFailed:
     epoch: int
     step: int
@@ -100,7 +111,7 @@ class Leave:
     """True: the node ends now and its state is lost. False: it asks to leave once its state is saved."""
 
 
-NodeMessage = Hello | Placed | Ready | Vote | Applied | StepFailed | Heartbeat | Leave | StepSpans
+NodeMessage = Hello | Placed | Ready | Vote | Applied | Validated | StepFailed | Heartbeat | Leave | StepSpans
 
 
 # ---- coordinator to node
@@ -181,6 +192,19 @@ class TakeSnapshot:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Validate:
+    """Run held-out samples forward with the state of `step`, which every stage holds.
+
+    Pass 2b is held-out batch b with the run's codecs, pass 2b + 1 the same batch with fp32 on every link.
+    """
+
+    epoch: int
+    step: int
+    number: int
+    microbatches: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Abort:
     epoch: int
     reason: str
@@ -199,6 +223,7 @@ CoordinatorMessage = (
     | Begin
     | Commit
     | TakeSnapshot
+    | Validate
     | Prefetch
     | HeartbeatReply
     | Abort

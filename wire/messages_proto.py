@@ -30,6 +30,8 @@ from wire.messages import (
     Restore,
     StepFailed,
     TakeSnapshot,
+    Validate,
+    Validated,
     Vote,
     Welcome,
 )
@@ -118,6 +120,17 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
                     telemetry=telemetry_to_proto(message.telemetry),
                 )
             )
+        case Validated():
+            return control_pb2.NodeMessage(
+                validated=control_pb2.Validated(
+                    epoch=message.epoch,
+                    step=message.step,
+                    number=message.number,
+                    loss=message.loss if message.loss is not None else 0.0,
+                    has_loss=message.loss is not None,
+                    telemetry=telemetry_to_proto(message.telemetry),
+                )
+            )
         case StepFailed():
             return control_pb2.NodeMessage(
                 step_failed=control_pb2.StepFailed(
@@ -175,6 +188,15 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
             return Applied(
                 epoch=applied.epoch, step=applied.step, telemetry=telemetry_from_proto(applied.telemetry)
             )
+        case "validated":
+            validated = message.validated
+            return Validated(
+                epoch=validated.epoch,
+                step=validated.step,
+                number=validated.number,
+                loss=validated.loss if validated.has_loss else None,
+                telemetry=telemetry_from_proto(validated.telemetry),
+            )
         case "step_failed":
             failed = message.step_failed
             return StepFailed(
@@ -226,6 +248,8 @@ def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.Coo
             return control_pb2.CoordinatorMessage(commit=control_pb2.Commit(**vars(message)))
         case TakeSnapshot():
             return control_pb2.CoordinatorMessage(take_snapshot=control_pb2.TakeSnapshot(**vars(message)))
+        case Validate():
+            return control_pb2.CoordinatorMessage(validate=control_pb2.Validate(**vars(message)))
         case Prefetch():
             return control_pb2.CoordinatorMessage(
                 prefetch=control_pb2.Prefetch(step=message.step, units=list(message.units))
@@ -285,6 +309,14 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
             return _commit_from_proto(message.commit)
         case "take_snapshot":
             return TakeSnapshot(epoch=message.take_snapshot.epoch, step=message.take_snapshot.step)
+        case "validate":
+            command = message.validate
+            return Validate(
+                epoch=command.epoch,
+                step=command.step,
+                number=command.number,
+                microbatches=command.microbatches,
+            )
         case "prefetch":
             return Prefetch(step=message.prefetch.step, units=tuple(message.prefetch.units))
         case "heartbeat_reply":

@@ -23,11 +23,13 @@ from node.cli import (
     data,
     demo,
     doctor,
+    eval,
     evict,
     export,
     join,
     lab,
     resume,
+    sample,
     status,
     token,
     top,
@@ -40,7 +42,7 @@ from wire.version import VERSION
 
 COMMANDS = (
     *(demo, coordinator, join, resume, status, top, dashboard),
-    *(trace, compare, export, token, evict, config, data, lab, doctor),
+    *(eval, sample, trace, compare, export, token, evict, config, data, lab, doctor),
 )
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of stdout itself: a full disk, a closed terminal. Errors of other files carry a file name."""

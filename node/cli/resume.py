@@ -11,7 +11,8 @@ from typing import Any
 
 CHANGEABLE = (
     *("pipeline", "coordinator", "dashboard", "telemetry"),
-    *("data.path", "run.snapshot_every", "run.keep_snapshots"),
+    *("data.path", "data.valid", "data.valid_every", "data.valid_samples"),
+    *("run.snapshot_every", "run.keep_snapshots", "run.keep_best"),
     *("training.lr", "training.min_lr_ratio", "training.clip"),
 )
 

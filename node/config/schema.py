@@ -23,6 +23,8 @@ class RunSection:
     """Steps between snapshots; the last step always writes one."""
     keep_snapshots: int = 3
     """Complete snapshots to keep; older ones are deleted."""
+    keep_best: bool = True
+    """With `data.valid_every`: also save and keep the state with the least held-out loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +118,12 @@ class DataSection:
     shards and the samples in them. `auto` is `whole` for one text source of less than 2 GB, else `shards`."""
     shift: bool = True
     """Cut each pass over the text at another offset. `aqsgd-b` needs `false`."""
+    valid: str = ""
+    """Held-out text, as for `path`; empty takes the end of the training text, which is never trained on."""
+    valid_every: int = 0
+    """Measure the held-out loss every this many steps and after the last; 0 never does."""
+    valid_samples: int = 64
+    """Held-out samples to measure the loss on; more take longer and vary less."""
     tokenizer: str = "bytes"
     """`bytes` (a token per byte, vocabulary 256), or a folder or file with `tokenizer.json` or GPT-2 style
     BPE tables."""
@@ -327,3 +335,9 @@ class RunConfig:
     def sums_tied_gradients(self) -> bool:
         """Whether both copies of a tied weight are trained, so that their gradients cross the network."""
         return self.model.tied and self.lora.rank == 0
+
+    @property
+    def validation_passes(self) -> int:
+        """Most passes over held-out samples of one measurement (`wire.messages.Validate`)."""
+        data = self.data
+        return 2 * -(-data.valid_samples // self.training.global_batch) if data.valid_every else 0

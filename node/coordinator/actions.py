@@ -48,6 +48,21 @@ class RecordCommit:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordHeldOut:
+    """The held-out loss of the state of `step`, in nats a token."""
+
+    epoch: int
+    step: int
+    loss: float | None
+    """With the run's codecs on the links; None if they cannot carry samples that are not trained on."""
+    uncompressed: float
+    """With fp32 on every link."""
+    samples: int
+    best: bool = False
+    """The least uncompressed loss so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepDone:
     """All stages have applied `step`."""
 
@@ -114,6 +129,7 @@ Action = (
     | RecordPlacement
     | RecordRestored
     | RecordCommit
+    | RecordHeldOut
     | StepDone
     | OpenSnapshot
     | Aborted

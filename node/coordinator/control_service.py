@@ -67,7 +67,7 @@ class Handler(Protocol):
 
     async def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal: ...
 
-    async def batch(self, node_id: str, step: int, *, labels: bool) -> bytes:
+    async def batch(self, node_id: str, step: int, *, labels: bool, held_out: bool = False) -> bytes:
         """Raises ProtocolViolationError if the node's stage has no use for it."""
         ...
 
@@ -251,7 +251,9 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         node_id = await self._member(context)
         async with self._calls.turn(node_id, "batch"):
             try:
-                data = await self._handler.batch(node_id, request.step, labels=request.labels)
+                data = await self._handler.batch(
+                    node_id, request.step, labels=request.labels, held_out=request.held_out
+                )
             except ThinwireError as error:
                 await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
             digest = (await asyncio.to_thread(hashlib.sha256, data)).hexdigest()

@@ -23,6 +23,7 @@ from node.coordinator.actions import (
     Announce,
     OpenSnapshot,
     RecordCommit,
+    RecordHeldOut,
     RecordPlacement,
     RecordRestored,
     Released,
@@ -34,11 +35,11 @@ from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.epoch import Epoch
 from node.coordinator.machine import RunMachine
 from node.coordinator.reporter import Emit, Reporter
-from node.coordinator.run_plan import Past, run_plan, step_plan
+from node.coordinator.run_plan import LOSSLESS, Past, run_plan, step_plan
 from node.coordinator.sessions import ControlSession, Sessions
 from node.coordinator.snapshot_handler import SnapshotExports, SnapshotHandler, UploadPermit
 from node.coordinator.stage_assignment import Candidate
-from node.coordinator.store import PlacedNode, StepOutcome, StepRecord, Store
+from node.coordinator.store import HeldOutRecord, PlacedNode, StepOutcome, StepRecord, Store
 from node.coordinator.tracer import Tracer
 from node.pipeline.device_memory import devices_of
 from node.pipeline.memory import most_held
@@ -47,12 +48,24 @@ from node.pipeline.window_plan import Windows, measured, plan_windows
 from node.run_file.loader import to_json
 from node.telemetry import events
 from node.telemetry.events import StepCosts
+from node.training.data import text_windows
 from node.training.manifest import Manifest, UnitEntry
 from node.training.shards import TrainingData
 from node.training.snapshot import Checked
-from wire.errors import ProtocolViolationError, RefusalCode, RunError, UserError
+from wire.errors import DataError, ProtocolViolationError, RefusalCode, RunError, UserError
 from wire.identity.enrolment import Refusal
-from wire.messages import Applied, Finish, Heartbeat, HeartbeatReply, Leave, NodeMessage, Ready, Vote, Welcome
+from wire.messages import (
+    Applied,
+    Finish,
+    Heartbeat,
+    HeartbeatReply,
+    Leave,
+    NodeMessage,
+    Ready,
+    Validated,
+    Vote,
+    Welcome,
+)
 from wire.telemetry import LinkReport, StepSpans
 
 TICK_SECONDS = 0.25
@@ -95,9 +108,17 @@ class Coordinator:
         self._emit = emit
         # Of where the text is here, nodes need to know nothing.
         data = config.data
-        there = replace(data, path=Path(data.path).name, tokenizer=Path(data.tokenizer).name)
+        there = replace(
+            data,
+            path=Path(data.path).name,
+            valid=Path(data.valid).name,
+            tokenizer=Path(data.tokenizer).name,
+        )
         self._config_json = to_json(replace(config, data=there))
-        self._machine = RunMachine(run_plan(config, corpus.windows), step_plan(config), past)
+        self._held_out = held_out_samples(config, corpus)
+        self._machine = RunMachine(
+            run_plan(config, corpus.windows, len(self._held_out)), step_plan(config), past
+        )
         self._reporter = Reporter(config, emit, untold)
         self._tracer = Tracer(config.telemetry, directory, lambda: self.accounting.hosts)
         self._snapshots = SnapshotHandler(
@@ -238,6 +259,8 @@ class Coordinator:
                 self._reporter.restored(action, rates)
             case RecordCommit():
                 await self._record_commit(action)
+            case RecordHeldOut():
+                await self._record_held_out(action)
             case StepDone():
                 costs = self._reporter.finish_step()
                 if costs is not None and self.config.pipeline.window == "auto":
@@ -279,6 +302,19 @@ class Coordinator:
             )
         self._reporter.committed(commit)
         faults.reach_coordinator(faults.Phase.COMMIT_APPLY, step=commit.step)
+
+    async def _record_held_out(self, held_out: RecordHeldOut) -> None:
+        if self.config.pipeline.forward_codec == LOSSLESS:
+            held_out = replace(held_out, loss=held_out.uncompressed)
+        record = HeldOutRecord(
+            step=held_out.step,
+            loss=held_out.loss,
+            uncompressed=held_out.uncompressed,
+            samples=held_out.samples,
+            measured_at=time.time(),
+        )
+        await asyncio.to_thread(self._store.record_held_out, record)
+        self._reporter.held_out(held_out)
 
     # ---- what the control service asks
 
@@ -332,7 +368,7 @@ class Coordinator:
         node_id = session.node_id
         if session not in self._sessions:
             return  # a newer session of this node is open, perhaps another process's; it is asked again there
-        if isinstance(message, Ready | Applied | Heartbeat):
+        if isinstance(message, Ready | Applied | Validated | Heartbeat):
             self._reporter.report(node_id, message.telemetry)
         match message:
             case StepSpans():
@@ -366,11 +402,16 @@ class Coordinator:
     async def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal:
         return await asyncio.to_thread(self._enrolment.renew, node_id, csr_der)
 
-    async def batch(self, node_id: str, step: int, *, labels: bool) -> bytes:
+    async def batch(self, node_id: str, step: int, *, labels: bool, held_out: bool = False) -> bytes:
         epoch = self._machine.epoch
         entitled = epoch is not None and epoch.hosts[-1 if labels else 0] == node_id
-        if not entitled or step >= self.config.run.steps:
+        size = self.config.training.global_batch
+        if not entitled or step * size >= (len(self._held_out) if held_out else self.config.run.steps * size):
             raise ProtocolViolationError(f"{node_id} has no business with that batch of step {step}")
+        if held_out:
+            rows = self._held_out[step * size : (step + 1) * size]
+            wanted = rows[:, 1:] if labels else rows[:, :-1]
+            return np.ascontiguousarray(wanted).astype("<i4").tobytes()
         faults.reach_coordinator(faults.Phase.FORWARD, step=step)
         corpus = self._corpus
         try:
@@ -408,6 +449,24 @@ class Coordinator:
         if checked.whole:
             self._emit(events.SnapshotSetAside(text=checked.news(), step=step, whole=checked.whole))
         self._post(lambda _now: self._machine.snapshot_damaged(step, checked.whole))
+
+
+def held_out_samples(config: RunConfig, corpus: TrainingData) -> np.ndarray:
+    """Held-out windows that the loss is measured on, [n, sequence + 1]: whole microbatches; n is 0 for none.
+
+    Raises DataError when the run file asks for them and the text is too short.
+    """
+    data, microbatch = config.data, config.training.microbatch
+    if data.valid_every and data.valid:
+        windows = text_windows(data, data.valid, config.model.sequence, data.valid_samples)
+    else:
+        windows = corpus.validation_windows(data.valid_samples if data.valid_every else 0)
+    if data.valid_every and len(windows) < microbatch:
+        raise DataError(
+            f"the held-out text gives {len(windows)} samples; data.valid_every needs {microbatch} "
+            "(a microbatch): give more text, name some in data.valid, or set data.valid_every = 0"
+        )
+    return windows[: len(windows) // microbatch * microbatch]
 
 
 class WindowPlanner:

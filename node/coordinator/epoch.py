@@ -4,17 +4,18 @@
     RESTORING   every stage loads one common state and warms its links
     STEPPING    the step runs; stages vote
     APPLYING    the commit is recorded; stages apply the optimizer
+    VALIDATING  between steps: forward passes over held-out samples
     IDLE        between steps, when the run must not begin another yet
 
 A message with another epoch's number never reaches this object: `RunMachine` drops it.
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from node.coordinator.actions import Action, RecordCommit, RecordRestored, Send, StepDone
+from node.coordinator.actions import Action, RecordCommit, RecordHeldOut, RecordRestored, Send, StepDone
 from node.coordinator.votes import UnitNumbers, VoteHistory
 from node.training.schedule import global_norm
 from wire.messages import (
@@ -26,6 +27,8 @@ from wire.messages import (
     Placement,
     Restore,
     TakeSnapshot,
+    Validate,
+    Validated,
     Vote,
 )
 
@@ -39,11 +42,21 @@ PLACING_SECONDS = 90.0
 the epoch before."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeldOutPass:
+    """One pass over held-out samples; the run file and the text fix them for the whole run."""
+
+    number: int
+    """As in `wire.messages.Validate`."""
+    microbatches: int
+
+
 class Phase(StrEnum):
     PLACING = "placing"
     RESTORING = "restoring"
     STEPPING = "stepping"
     APPLYING = "applying"
+    VALIDATING = "validating"
     IDLE = "idle"
 
 
@@ -139,6 +152,10 @@ class Epoch:
         self._votes: dict[str, Vote] = {}
         self._restore = Restore(epoch=number, step=0)
         self._snapshot: TakeSnapshot | None = None
+        self._passes: Sequence[HeldOutPass] = ()
+        self._losses: list[float] = []
+        """Of the passes that are done."""
+        self._loss = math.nan
         self._windows: tuple[int, ...] = ()
 
     # ---- what goes out
@@ -158,6 +175,11 @@ class Epoch:
     def all_hold_it(self) -> bool:
         """Whether every stage has the state of `step`, with no commit left to apply."""
         return all(answer.held_step == self.step for answer in self._placed.values())
+
+    @property
+    def passes_done(self) -> int:
+        """Passes over held-out samples that all stages are done with, in `VALIDATING`."""
+        return len(self._losses)
 
     @property
     def answered(self) -> Collection[str]:
@@ -183,6 +205,13 @@ class Epoch:
         self._snapshot = TakeSnapshot(epoch=self.number, step=self.step)
         return self._to_all(self._snapshot)
 
+    def validate(self, passes: Sequence[HeldOutPass]) -> list[Action]:
+        """Measure the held-out loss of the state that every stage holds. Call in `IDLE` only."""
+        self.phase = Phase.VALIDATING
+        self._passes, self._losses = passes, []
+        self._answered.clear()
+        return self._to_all(self._validate())
+
     def outstanding(self, node_id: str) -> list[CoordinatorMessage]:
         """What a node whose control connection broke may have missed; nodes ignore what they know already."""
         missed: list[CoordinatorMessage] = []
@@ -197,6 +226,8 @@ class Epoch:
                 missed.append(self._begin())
             case Phase.APPLYING:
                 missed.append(self._commit())
+            case Phase.VALIDATING:
+                missed.append(self._validate())
             case Phase.IDLE:
                 pass
         return missed
@@ -263,7 +294,38 @@ class Epoch:
         self.steps_done += 1
         return [StepDone(epoch=self.number, step=step, nodes=self.hosts)]
 
+    def validated(self, node_id: str, message: Validated, microbatch: int) -> list[Action]:
+        """A stage is done with a pass: begins the next one, or ends with `RecordHeldOut`."""
+        current = self._validate() if self.phase is Phase.VALIDATING else None
+        if current is None or (message.step, message.number) != (current.step, current.number):
+            return []
+        if message.loss is not None and node_id == self.hosts[-1]:
+            self._loss = message.loss
+        if not self._all_answered(node_id, Phase.VALIDATING):
+            return []
+        self._answered.clear()
+        self._losses.append(self._loss)
+        self._loss = math.nan
+        if len(self._losses) < len(self._passes):
+            return self._to_all(self._validate())
+        self.phase = Phase.IDLE
+        done = list(zip(self._passes, self._losses, strict=True))
+        as_trained = _mean([(one.microbatches, loss) for one, loss in done if one.number % 2 == 0])
+        exact = [(one.microbatches, loss) for one, loss in done if one.number % 2]
+        uncompressed = _mean(exact)
+        assert uncompressed is not None, "every batch has a pass with fp32"
+        samples = microbatch * sum(count for count, _ in exact)
+        return [
+            RecordHeldOut(
+                epoch=self.number, step=self.step, loss=as_trained, uncompressed=uncompressed, samples=samples
+            )
+        ]
+
     # ---- inside
+
+    def _validate(self) -> Validate:
+        one = self._passes[len(self._losses)]
+        return Validate(epoch=self.number, step=self.step, number=one.number, microbatches=one.microbatches)
 
     def _commit_step(self, *, confirmed: bool = False) -> Outcome:
         votes = [self._votes[node] for node in self.hosts]
@@ -334,6 +396,12 @@ class Epoch:
 
     def _to_all(self, message: CoordinatorMessage) -> list[Action]:
         return [Send(node_id=node, message=message) for node in self.hosts]
+
+
+def _mean(parts: Sequence[tuple[int, float]]) -> float | None:
+    """The weighted mean of (weight, value); None without parts."""
+    whole = sum(weight for weight, _ in parts)
+    return sum(weight * value for weight, value in parts) / whole if parts else None
 
 
 class EpochSeries:

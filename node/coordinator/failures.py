@@ -346,6 +346,7 @@ class Stragglers:
 
     def __init__(self) -> None:
         self._at: tuple[int, int, Phase] | None = None
+        self._passes = 0
         self._began = 0.0
         self._answered = 0
         self._first = self._last = 0.0
@@ -362,8 +363,10 @@ class Stragglers:
             loading: seconds that each stage may take to fetch its state, beside what is usual.
         """
         at = (epoch.number, epoch.step, epoch.phase) if epoch is not None else None
-        if at != self._at:
+        passes = epoch.passes_done if epoch is not None else 0
+        if at != self._at or passes != self._passes:
             self._note_step(at, now)
+            self._passes = passes
             self._at, self._began, self._answered, self._is_told = at, now, 0, False
         if epoch is None or epoch.phase in (Phase.PLACING, Phase.IDLE) or not epoch.answered:
             return {}, None

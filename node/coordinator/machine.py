@@ -9,6 +9,7 @@ a node that is gone, leaving or quarantined never gets a stage.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from node.coordinator.actions import (
     Aborted,
@@ -16,6 +17,7 @@ from node.coordinator.actions import (
     Action,
     Announce,
     OpenSnapshot,
+    RecordHeldOut,
     RecordPlacement,
     Released,
     Send,
@@ -56,7 +58,17 @@ from node.coordinator.run_plan import Past, RunPlan
 from node.coordinator.snapshot_schedule import SnapshotSchedule
 from node.coordinator.stage_assignment import ONE, Candidate, StageAssigner
 from node.pipeline.device_memory import Devices
-from wire.messages import Applied, FailureKind, Finish, NodeMessage, Placed, Ready, StepFailed, Vote
+from wire.messages import (
+    Applied,
+    FailureKind,
+    Finish,
+    NodeMessage,
+    Placed,
+    Ready,
+    StepFailed,
+    Validated,
+    Vote,
+)
 
 
 class RunMachine:
@@ -85,6 +97,10 @@ class RunMachine:
         self._doubt: Doubt | None = None
         self._ending = Ending()
         self._growing = False
+        self._validated = set(past.validated)
+        """Steps whose held-out loss is recorded."""
+        self._best = past.best
+        """The least held-out loss."""
         self._unseen = 0.0
         """Seconds of the epoch in which nobody could be heard."""
         self.goodbye = Finish(reason="the run is over", failed=False)
@@ -234,6 +250,8 @@ class RunMachine:
                 return self._voted(epoch, epoch.vote(node_id, message), now)
             case Applied() if message.epoch == epoch.number:
                 return self._progress(epoch, epoch.applied(node_id, message.step), now)
+            case Validated() if message.epoch == epoch.number:
+                return self._held_out(epoch, epoch.validated(node_id, message, self.plan.microbatch), now)
             case StepFailed() if message.epoch == epoch.number:
                 return self._failed(epoch, node_id, message, now)
             case _:
@@ -322,7 +340,30 @@ class RunMachine:
                 actions = [*actions, *self._snapshot(epoch, now, await_it=False)]
         return actions + self._between_steps(epoch, now)
 
+    def _held_out(self, epoch: Epoch, actions: list[Action], now: float) -> list[Action]:
+        """After a pass over held-out samples: once all are done, record the loss and go on."""
+        if not actions or not isinstance(record := actions[-1], RecordHeldOut):
+            return actions
+        self._validated.add(epoch.step)
+        best = record.uncompressed < self._best
+        actions = [*actions[:-1], replace(record, best=best)]
+        if best:
+            self._best = record.uncompressed
+            if self.plan.keep_best and self._may_go_on(epoch) and self._snapshots.room(epoch.step):
+                actions += self._snapshot(epoch, now, await_it=False)
+        return actions + self._between_steps(epoch, now)
+
+    def _validation_due(self, epoch: Epoch) -> bool:
+        plan, step = self.plan, epoch.step
+        if not plan.held_out or plan.valid_every < 1 or step < 1 or step in self._validated:
+            return False
+        if epoch.uncompressed or self._is_to_end(epoch) or self._snapshots.awaited:
+            return False
+        return step % plan.valid_every == 0 or step >= plan.total_steps
+
     def _between_steps(self, epoch: Epoch, now: float) -> list[Action]:
+        if self._validation_due(epoch):
+            return epoch.validate(self.plan.held_out)
         if self._may_go_on(epoch):
             return epoch.begin()
         if self._snapshots.newest < epoch.step:

@@ -12,7 +12,7 @@ from node.analysis.explain import framed_bytes
 from node.analysis.remedies import LADDER
 from node.config.schema import RunConfig
 from node.coordinator.accounting import Accounting
-from node.coordinator.actions import Aborted, RecordCommit, RecordRestored
+from node.coordinator.actions import Aborted, RecordCommit, RecordHeldOut, RecordRestored
 from node.coordinator.run_plan import stage_state_bytes
 from node.coordinator.store import StepRecord
 from node.model.units import is_block
@@ -158,6 +158,22 @@ class Reporter:
             )
         )
         return costs
+
+    def held_out(self, record: RecordHeldOut) -> None:
+        """The held-out loss of a state was measured; its time and bytes are no step's."""
+        seconds = self.step_seconds
+        self._step_began = time.monotonic()
+        self.accounting.step(record.step, seconds)
+        self._emit(
+            events.HeldOutLoss(
+                step=record.step,
+                loss=record.loss,
+                uncompressed=record.uncompressed,
+                samples=record.samples,
+                best=record.best,
+                seconds=seconds,
+            )
+        )
 
     def snapshot_stored(self, step: int, size: int, path: str, weights_sha256: str) -> None:
         self.snapshot_path, self.weights_sha256 = path, weights_sha256

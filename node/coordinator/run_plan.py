@@ -1,11 +1,12 @@
 """What the run's state machine starts from: settings of the run file, and the past from the database."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from node.config.schema import RunConfig
-from node.coordinator.epoch import Committed, Neighbours, StepPlan
+from node.coordinator.epoch import Committed, HeldOutPass, Neighbours, StepPlan
 from node.coordinator.stage_assignment import Sharing, StageBytes, sharing, stage_needs
 from node.coordinator.votes import UnitNumbers
 from node.model.lora_shapes import trained_specs
@@ -24,6 +25,13 @@ class RunPlan:
     """With fewer nodes than this the run pauses."""
     total_steps: int
     snapshot_every: int
+    valid_every: int = 0
+    """Steps between measurements of the held-out loss; 0 for none."""
+    held_out: tuple[HeldOutPass, ...] = ()
+    """The passes of a measurement."""
+    microbatch: int = 1
+    """Samples in a microbatch."""
+    keep_best: bool = True
     silent_seconds: float
     reconnect_seconds: float
     """How long a node whose connection broke may take to come back before it counts as dead."""
@@ -47,21 +55,30 @@ class Past:
     newest_snapshot: int = 0
     committed: Committed | None = None
     hosts: tuple[str, ...] = ()
+    validated: frozenset[int] = frozenset()
+    """Steps whose held-out loss is recorded."""
+    best: float = math.inf
+    """The least of these losses."""
 
 
 RECONNECT_SECONDS = 1.0
 
 
-def run_plan(config: RunConfig, windows: int) -> RunPlan:
+def run_plan(config: RunConfig, windows: int, held_out: int = 0) -> RunPlan:
     """
     Args:
         windows: samples of one pass over the text.
+        held_out: held-out samples to measure the loss on.
     """
     pipeline, settings = config.pipeline, config.coordinator
     return RunPlan(
         stages=pipeline.stages,
         total_steps=config.run.steps,
         snapshot_every=config.run.snapshot_every,
+        valid_every=config.data.valid_every,
+        held_out=held_out_passes(config, held_out),
+        microbatch=config.training.microbatch,
+        keep_best=config.run.keep_best,
         silent_seconds=settings.silent_seconds,
         reconnect_seconds=RECONNECT_SECONDS,
         regroup_seconds=settings.regroup_seconds,
@@ -73,6 +90,26 @@ def run_plan(config: RunConfig, windows: int) -> RunPlan:
         neighbours=functools.partial(_neighbours, config),
         state_bytes=functools.partial(stage_state_bytes, config),
     )
+
+
+LOSSLESS = "fp32"
+
+
+def held_out_passes(config: RunConfig, samples: int) -> tuple[HeldOutPass, ...]:
+    """The passes over so many held-out samples: each batch with the run's codec, then with fp32.
+
+    One pass is enough if the codec is fp32. A codec with a sample cache packs changes of training samples
+    only.
+    """
+    pipeline, training = config.pipeline, config.training
+    both = pipeline.forward_codec != LOSSLESS and not pipeline.remembers
+    passes = []
+    for batch, first in enumerate(range(0, samples, training.global_batch)):
+        count = min(training.global_batch, samples - first) // training.microbatch
+        if count:
+            numbers = (2 * batch, 2 * batch + 1) if both else (2 * batch + 1,)
+            passes += [HeldOutPass(number=number, microbatches=count) for number in numbers]
+    return tuple(passes)
 
 
 def step_plan(config: RunConfig) -> StepPlan:

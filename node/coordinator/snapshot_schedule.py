@@ -63,6 +63,11 @@ class SnapshotSchedule:
             return False
         return self.newest < step and len(self._asked) < MAX_ASKED
 
+    def room(self, step: int) -> bool:
+        """Whether the state of `step` can be saved beside the next steps, and is not yet."""
+        taken = any(asked.step == step for asked in self._asked)
+        return self.newest < step and not taken and len(self._asked) < MAX_ASKED
+
     def ask(
         self,
         step: int,

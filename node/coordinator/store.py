@@ -59,6 +59,10 @@ CREATE TABLE snapshots (
     complete INTEGER NOT NULL, created REAL NOT NULL);
 """
 
+_HELD_OUT = """CREATE TABLE IF NOT EXISTS held_out (
+    step INTEGER PRIMARY KEY, loss REAL, uncompressed REAL, samples INTEGER NOT NULL,
+    measured_at REAL NOT NULL)"""
+
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
@@ -131,6 +135,17 @@ class SnapshotRecord:
     bytes: int
     complete: bool
     created: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutRecord:
+    """The held-out loss of the state of a step, as `node.coordinator.actions.RecordHeldOut`."""
+
+    step: int
+    loss: float | None
+    uncompressed: float
+    samples: int
+    measured_at: float
 
 
 class Store:
@@ -363,6 +378,21 @@ class Store:
         with self._reading() as db:
             rows = db.execute("SELECT * FROM snapshots ORDER BY step")
             return [SnapshotRecord(row[0], row[1], row[2], bool(row[3]), row[4]) for row in rows]
+
+    def record_held_out(self, record: HeldOutRecord) -> None:
+        """Insert or replace the held-out loss of a step."""
+        with self._writing() as db:
+            # Runs of an earlier version have no such table.
+            db.execute(_HELD_OUT)
+            db.execute("INSERT OR REPLACE INTO held_out VALUES (?, ?, ?, ?, ?)", astuple(record))
+
+    def held_out(self) -> list[HeldOutRecord]:
+        """Recorded held-out losses in order of steps."""
+        with self._reading() as db:
+            if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'held_out'").fetchone():
+                return []
+            rows = db.execute("SELECT * FROM held_out ORDER BY step").fetchall()
+        return [HeldOutRecord(row[0], row[1], _float(row[2]), *row[3:]) for row in rows]
 
     def delete_snapshot(self, step: int) -> bool:
         """Delete a snapshot's record (its files are the caller's). False when there was none."""

@@ -21,8 +21,8 @@ from node.stage.stage_model import StageModel
 from node.training.optimizer import StageOptimizer
 from node.training.serialization import deserialize_unit, serialize_unit
 
-_EMBEDDED, _LABELLED = 1, 2
-"""Flags of a forward: its input is token ids; its output is a loss."""
+_EMBEDDED, _LABELLED, _EVALUATED = 1, 2, 4
+"""Flags of a forward: its input is token ids; its output is a loss; no backward follows."""
 
 
 class RankModel:
@@ -52,9 +52,7 @@ class RankModel:
     def load_unit_state(self, unit: str, state: Mapping[str, Tensor]) -> None:
         """Load this rank's shard of a whole state."""
         rank = self.ranks.tensor_rank
-        self.local.load_unit_state(
-            unit, shard_state(self.config.model, unit, state, rank.index, rank.count)
-        )
+        self.local.load_unit_state(unit, shard_state(self.config.model, unit, state, rank.index, rank.count))
 
     def unit_state(self, unit: str) -> dict[str, Tensor]:
         """The whole state on the leader, gathered from its row; empty on the others."""
@@ -81,7 +79,8 @@ class RankModel:
         else:
             mine = self.ranks.scatter(fed, self._hidden, torch.float32)
         wanted = self.ranks.scatter(labels, self._tokens, torch.int64) if flags & _LABELLED else None
-        result = self.local.forward(chunk, microbatch, mine, wanted)
+        with torch.set_grad_enabled(not flags & _EVALUATED):
+            result = self.local.forward(chunk, microbatch, mine, wanted)
         return self.ranks.gather(result.view(1) if flags & _LABELLED else result)
 
     def backward(self, chunk: int, microbatch: int, flags: int, gradient: Tensor | None) -> Tensor | None:
@@ -184,6 +183,7 @@ class Leader:
 
     def forward(self, chunk: int, microbatch: int, fed: Tensor, labels: Tensor | None = None) -> Tensor:
         flags = (0 if fed.is_floating_point() else _EMBEDDED) | (0 if labels is None else _LABELLED)
+        flags |= 0 if torch.is_grad_enabled() else _EVALUATED
         self._flags[chunk] = flags
         self._ranks.lead(Op.FORWARD, chunk, microbatch, flags)
         result = _present(self._model.forward(chunk, microbatch, flags, fed, labels))

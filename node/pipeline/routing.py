@@ -60,6 +60,8 @@ class StageLayout:
         self._own = range(stage, stages * self.chunks, stages)
         self._units = chunk_units(config, stages)
         self._microbatches = config.microbatches
+        self._held_out = config.microbatches * (1 + config.validation_passes)
+        """Microbatches from `_microbatches` on are held-out ones, pass after pass."""
         self._shares_tie = config.sums_tied_gradients and stages > 1
 
     @property
@@ -93,7 +95,8 @@ class StageLayout:
             # One a step, without microbatch or boundary. Every accepted key may be given a buffer as large as
             # the embedding.
             return self._shares_tie and key.microbatch == 0 and key.boundary == 0
-        return 0 <= key.boundary < self.last_chunk and 0 <= key.microbatch < self._microbatches
+        most = self._held_out if key.direction is Direction.ACTIVATION else self._microbatches
+        return 0 <= key.boundary < self.last_chunk and 0 <= key.microbatch < most
 
     def needed(self, epoch: int, step: int, action: Action) -> TensorKey | None:
         """The tensor that an action of this stage waits for."""

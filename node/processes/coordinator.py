@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import signal
 import socket
 import time
@@ -167,11 +168,14 @@ def _reopen(
     committed = None
     if last_step is not None:
         committed = Committed(step=last_step.step, clip_coefficient=last_step.clip, lr=last_step.lr)
+    held_out = store.held_out()
     past = Past(
         last_epoch=last_epoch,
         newest_snapshot=newest,
         committed=committed,
         hosts=tuple(placed.node_id for placed in store.placement(last_epoch)),
+        validated=frozenset(record.step for record in held_out),
+        best=min((record.uncompressed for record in held_out), default=math.inf),
     )
     return _Run(
         run_id=store.run().run_id,

@@ -33,6 +33,7 @@ EXPECTED = {
 
 PATHS = {
     ("data", "path"): "stdlib",
+    ("data", "valid"): "",
     ("data", "sources"): "stdlib",
     ("data", "tokenizer"): "bytes",
     ("data", "chat_template"): "",

@@ -37,6 +37,7 @@ FORMATS = ("text", "chat")
 ORDERS = ("auto", "whole", "shards")
 LOGGERS = ("tensorboard", "wandb")
 
+MOST_VALID_SAMPLES = 65_536
 MAX_NAME = 64
 BYTE_VOCABULARY = 256
 MAX_MICROBATCHES = 16_384
@@ -61,6 +62,7 @@ def problems(config: RunConfig) -> list[str]:
         *_data(config.data, config.pipeline),
         *_path("data.tokenizer", config.data.tokenizer, "be bytes, or name a folder or file"),
         *_path("data.path", config.data.path, "name a file, a folder or stdlib"),
+        *_held_out(config),
         *_training(config.training, config.run.steps),
         *_storage(config.storage, config.pipeline),
         *_stored_blocks(config),
@@ -179,6 +181,18 @@ def _data(data: DataSection, pipeline: PipelineSection) -> Iterator[str]:
 def _path(key: str, value: str, words: str) -> Iterator[str]:
     if not value or "\0" in value:
         yield f"{key} must {words}" + (", and no path holds a zero character" if value else "")
+
+
+def _held_out(config: RunConfig) -> Iterator[str]:
+    data, microbatch = config.data, config.training.microbatch
+    if "\0" in data.valid:
+        yield "data.valid must name a file or a folder, and no path holds a zero character"
+    yield from _at_least(0, {"data.valid_every": data.valid_every})
+    if data.valid_every and not microbatch <= data.valid_samples <= MOST_VALID_SAMPLES:
+        yield (
+            f"data.valid_samples must be from training.microbatch ({microbatch}) to {MOST_VALID_SAMPLES}, "
+            f"got {data.valid_samples}"
+        )
 
 
 def _training(training: TrainingSection, steps: int) -> Iterator[str]:

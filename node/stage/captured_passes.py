@@ -166,7 +166,7 @@ class CapturedPasses:
             torch._foreach_copy_([copy for copy, _ in self._casts], [whole for _, whole in self._casts])
 
     def forward(self, microbatch: int, fed: Tensor, labels: Tensor | None) -> Tensor:
-        slot = self._slot(fed, labels)
+        slot = self._slot(fed, labels) if torch.is_grad_enabled() else None
         if slot is None:
             return self._by_autograd.forward(microbatch, fed, labels)
         with torch.no_grad():

@@ -135,12 +135,12 @@ class CoordinatorClient:
         await self._retry(lambda stub: _probe(stub, PROBE_BYTES))
         return PROBE_BYTES / (time.perf_counter() - began)
 
-    async def batch(self, step: int, *, labels: bool, size: int) -> bytes:
-        """Token ids (or labels) of one step: exactly `size` bytes of little-endian int32."""
-        request = control_pb2.GetBatchRequest(step=step, labels=labels)
+    async def batch(self, step: int, *, labels: bool, size: int, held_out: bool = False) -> bytes:
+        """Token ids (or labels) of a step or held-out batch: exactly `size` bytes of little-endian int32."""
+        request = control_pb2.GetBatchRequest(step=step, labels=labels, held_out=held_out)
         return await self._retry(
             lambda stub: _collect(
-                stub.GetBatch(request, timeout=CALL_SECONDS), size, f"the batch of step {step}"
+                stub.GetBatch(request, timeout=CALL_SECONDS), size, f"{_batch_name(step, held_out)}"
             )
         )
 
@@ -248,6 +248,7 @@ class Batches:
         self._client = client
         self._group = group
         self._ahead: dict[tuple[int, bool], asyncio.Task[np.ndarray | None]] = {}
+        self._held_out: dict[tuple[int, bool], np.ndarray] = {}
 
     async def get(self, step: int, *, labels: bool) -> np.ndarray:
         """int64 [global batch, sequence]; starts to fetch the next step's.
@@ -264,6 +265,14 @@ class Batches:
             self._ahead[step + 1, labels] = self._group.create_task(self._try_fetch(step + 1, labels))
         return batch
 
+    async def held_out(self, batch: int, rows: int, *, labels: bool) -> np.ndarray:
+        """Held-out batch `batch`, int64 [rows, sequence]; fetched once. Raises as `get`."""
+        found = self._held_out.get((batch, labels))
+        if found is None or len(found) != rows:
+            found = await self._fetch(batch, labels, rows)
+            self._held_out[batch, labels] = found
+        return found
+
     async def _try_fetch(self, step: int, labels: bool) -> np.ndarray | None:
         """None on failure: `get` fetches again and reports the error."""
         try:
@@ -271,18 +280,24 @@ class Batches:
         except ThinwireError:
             return None
 
-    async def _fetch(self, step: int, labels: bool) -> np.ndarray:
-        rows, columns = self._shape
-        data = await self._client.batch(step, labels=labels, size=4 * rows * columns)
+    async def _fetch(self, step: int, labels: bool, held_out: int = 0) -> np.ndarray:
+        """A step's batch, or with `held_out` rows that held-out batch."""
+        rows, columns = held_out or self._shape[0], self._shape[1]
+        data = await self._client.batch(step, labels=labels, size=4 * rows * columns, held_out=held_out > 0)
         ids = np.frombuffer(data, dtype="<i4").astype(np.int64).reshape(rows, columns)
         wrong = (ids < 0) | (ids >= self._vocab)
         if labels and self._masks_labels:
             wrong &= ids != IGNORED
         if wrong.any():
+            what = _batch_name(step, held_out > 0)
             raise ProtocolViolationError(
-                f"the batch of step {step} has token ids outside 0..{self._vocab - 1}: check the coordinator"
+                f"{what} has token ids outside 0..{self._vocab - 1}: check the coordinator"
             )
         return ids
+
+
+def _batch_name(step: int, held_out: bool) -> str:
+    return f"held-out batch {step}" if held_out else f"the batch of step {step}"
 
 
 async def _probe(stub: control_pb2_grpc.CoordinatorStub, size: int) -> None:

@@ -40,6 +40,8 @@ from wire.messages import (
     Restore,
     StepFailed,
     TakeSnapshot,
+    Validate,
+    Validated,
     Vote,
 )
 from wire.spec import Direction, TensorKey
@@ -125,6 +127,7 @@ class EpochTask:
         self._ready = False
         self._step = -1
         self._vote: Vote | None = None
+        self._validated: Validated | None = None
         self._failure: StepFailed | None = None
         self._snapshot = -1
         self._other_end = -1
@@ -218,6 +221,8 @@ class EpochTask:
                         self._services.post(message)
             case Commit():
                 await self._apply(command)
+            case Validate():
+                await self._validate(command)
             case TakeSnapshot():
                 await self._take_snapshot(command.step)
             case _:
@@ -275,14 +280,7 @@ class EpochTask:
         self._step = step
         inputs = await services.batches.get(step, labels=False) if executor.is_first else None
         labels = await services.batches.get(step, labels=True) if executor.is_last else None
-        io = LoopIO(
-            loop=asyncio.get_running_loop(),
-            stages=len(self.placement.stages),
-            links=self._links,
-            inbox=services.inbox,
-            elements_sent=services.elements_sent,
-            over=lambda: self._over,
-        )
+        io = self._io()
 
         def work() -> StepOutcome:
             executor.use_windows(begin.link_windows)
@@ -291,6 +289,43 @@ class EpochTask:
         outcome = await services.compute(work)
         faults.reach(faults.Phase.VOTING, stage=self.stage, step=step)
         self._vote = Vote(epoch=self.number, step=step, norms=outcome.norms, loss=outcome.loss)
+
+    async def _validate(self, command: Validate) -> None:
+        services, executor, done = self._services, self._services.executor, self._validated
+        if executor.state_step != command.step:
+            return
+        if done is None or (done.step, done.number) != (command.step, command.number):
+            services.count_time()
+            rows = command.microbatches * executor.config.training.microbatch
+            batches, batch = services.batches, command.number // 2
+            inputs = await batches.held_out(batch, rows, labels=False) if executor.is_first else None
+            labels = await batches.held_out(batch, rows, labels=True) if executor.is_last else None
+            io = self._io()
+
+            def work() -> float | None:
+                return executor.validate(
+                    self.number, command.number, command.microbatches, io, inputs=inputs, labels=labels
+                )
+
+            loss = await services.compute(work)
+            done = self._validated = Validated(
+                epoch=self.number,
+                step=command.step,
+                number=command.number,
+                loss=loss,
+                telemetry=services.telemetry(),
+            )
+        services.post(done)
+
+    def _io(self) -> LoopIO:
+        return LoopIO(
+            loop=asyncio.get_running_loop(),
+            stages=len(self.placement.stages),
+            links=self._links,
+            inbox=self._services.inbox,
+            elements_sent=self._services.elements_sent,
+            over=lambda: self._over,
+        )
 
     async def _apply(self, commit: Commit) -> None:
         services, executor = self._services, self._services.executor

@@ -265,6 +265,53 @@ class StageExecutor:
         self.voted = True
         return StepOutcome(norms={self._unit_index[unit]: norm for unit, norm in norms.items()}, loss=loss)
 
+    def validate(
+        self,
+        epoch: int,
+        number: int,
+        microbatches: int,
+        io: StageIO,
+        *,
+        inputs: np.ndarray | None,
+        labels: np.ndarray | None,
+    ) -> float | None:
+        """Pass `number` over held-out samples with the held state: forward only. Changes no state.
+
+        `inputs` and `labels` as for `run_step`, with `microbatches` microbatches. Returns the mean loss on
+        the last stage, in nats a token. Raises as `run_step`.
+        """
+        fed, wanted = self._microbatches(inputs), self._microbatches(labels)
+        first, step = self.config.microbatches * (1 + number), self.state_step
+        losses: list[Tensor] = []
+        # As many microbatches at a time as there are stages, so that chunks of a ring keep all stages busy.
+        order = [
+            Action(Kind.FORWARD, chunk, first + microbatch)
+            for begin in range(0, microbatches, self.stages)
+            for chunk in range(self._place.chunks)
+            for microbatch in range(begin, min(begin + self.stages, microbatches))
+        ]
+        try:
+            for action in order:
+                io.check()
+                faults.reach(faults.Phase.VALIDATION, stage=self.stage, step=step)
+                self._model.begin_step()  # keeps nothing for a backward
+                with torch.no_grad():
+                    result = self._forward(epoch, step, action, io, fed, wanted, first)
+                if self._place.global_chunk(action) == self._place.last_chunk:
+                    losses.append(result)
+            self._model.begin_step()
+            self.clock.switch(TimeKind.ENCODE)
+            self._transfer.drain()
+        except StepInterrupted:
+            self._transfer.drain()
+            raise
+        finally:
+            self._transfer.settle()
+        self.clock.switch(TimeKind.OPTIMIZER)
+        if not losses:
+            return None
+        return float(torch.stack(losses).double().sum()) * self.config.microbatches / microbatches
+
     def apply(self, lr: float, clip_coefficient: float) -> None:
         """Commit: clip, step the optimizer, drop the gradients."""
         self.clock.switch(TimeKind.OPTIMIZER)
@@ -284,17 +331,18 @@ class StageExecutor:
         io: StageIO,
         inputs: tuple[Tensor, ...],
         labels: tuple[Tensor, ...],
+        first: int = 0,
     ) -> Tensor:
-        """The chunk's output, or the microbatch's share of the loss."""
+        """The chunk's output, or the microbatch's share of the loss. `first`: the number of `inputs[0]`."""
         index = self._place.global_chunk(action)
         if index == 0:
-            fed = inputs[action.microbatch]
+            fed = inputs[action.microbatch - first]
         else:
             key = TensorKey(epoch, step, action.microbatch, index - 1, Direction.ACTIVATION)
             fed = self._receive(key, self._boundary, io, TimeKind.WAIT_UPSTREAM)
         out = TensorKey(epoch, step, action.microbatch, index, Direction.ACTIVATION)
         self.clock.switch(TimeKind.FORWARD, out)
-        wanted = labels[action.microbatch] if index == self._place.last_chunk else None
+        wanted = labels[action.microbatch - first] if index == self._place.last_chunk else None
         result = self._model.forward(action.chunk, action.microbatch, fed, wanted)
         if wanted is not None:
             self._computed()
@@ -376,6 +424,12 @@ class StageExecutor:
     def _codec(self, key: TensorKey) -> Codec:
         if self.uncompressed:
             return self._raw
+        if key.microbatch >= self.config.microbatches and key.direction is Direction.ACTIVATION:
+            return (
+                self._raw
+                if (key.microbatch // self.config.microbatches - 1) % 2
+                else self._codecs[key.direction]
+            )
         if self._caches is not None and key.direction is Direction.ACTIVATION:
             return self._caches.codec(key)
         return self._codecs[key.direction]

@@ -34,13 +34,14 @@ from wire.messages import (
     Prefetch,
     Restore,
     TakeSnapshot,
+    Validate,
     Welcome,
 )
 from wire.spec import Direction
 from wire.telemetry import Telemetry
 
 Result = TypeVar("Result")
-RunMessage = Placement | Restore | Begin | Commit | TakeSnapshot | Prefetch | Abort
+RunMessage = Placement | Restore | Begin | Commit | TakeSnapshot | Validate | Prefetch | Abort
 """What the coordinator sends to a member of the run."""
 
 END_EPOCH_SECONDS = 30

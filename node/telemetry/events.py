@@ -137,6 +137,23 @@ class StepDone(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeldOutLoss(Event):
+    """The mean loss over held-out samples with the state of a step, nats a token."""
+
+    event: ClassVar[str] = "held-out"
+    step: int
+    loss: float | None
+    """With the run's codecs on the links; None if they cannot carry such samples."""
+    uncompressed: float
+    """With fp32 on every link."""
+    samples: int
+    best: bool
+    """The least uncompressed loss so far."""
+    seconds: float
+    """Wall time of the measurement."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageCost:
     """One stage's cost of a step."""
 

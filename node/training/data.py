@@ -6,6 +6,7 @@ label at most once in a pass.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import sha256
 
 import numpy as np
@@ -120,14 +121,28 @@ class Corpus:
 
     def validation_windows(self, limit: int | None = None) -> np.ndarray:
         """Held-out windows from the start of the tail, [n, sequence + 1]; n is 0 for a tiny text."""
-        count = max(0, len(self.validation) - 1) // self.sequence
-        count = count if limit is None else min(count, limit)
-        starts = np.arange(count) * self.sequence
-        windows: np.ndarray = self.validation[starts[:, None] + np.arange(self.sequence + 1)]
-        return windows
+        return windows_of(self.validation, self.sequence, limit)
 
     def _window(self, sample: int) -> np.ndarray:
         number, index = divmod(sample, self.windows)
         current = self._order.pass_of(number)
         start = current.phase + int(current.order[index]) * self.sequence
         return self.training[start : start + self.sequence + 1]
+
+
+def windows_of(tokens: np.ndarray, sequence: int, limit: int | None = None) -> np.ndarray:
+    """Windows of `tokens` from the start, [n, sequence + 1], at most `limit`; each token is a label once."""
+    count = max(0, len(tokens) - 1) // sequence
+    count = count if limit is None else min(count, limit)
+    starts = np.arange(count) * sequence
+    windows: np.ndarray = tokens[starts[:, None] + np.arange(sequence + 1)]
+    return windows
+
+
+def text_windows(data: DataSection, path: str, sequence: int, limit: int | None = None) -> np.ndarray:
+    """Windows of the text at `path`, as `windows_of`. Raises DataError as `Corpus.load`."""
+    text = read_text(replace(data, path=path, sources=()))
+    tokenizer = load_tokenizer(data.tokenizer)
+    if data.tokenizer == BYTES:
+        return windows_of(np.frombuffer(text, dtype=np.uint8), sequence, limit)
+    return windows_of(tokens_of(text, tokenizer, cache_folder(), lambda _: None), sequence, limit)

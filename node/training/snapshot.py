@@ -124,15 +124,17 @@ def set_aside(directory: Path) -> None:
         raise RunError(f"cannot rename {manifest} ({error.strerror}); check its permissions") from error
 
 
-def prune(root: Path, keep: int) -> tuple[int, ...]:
-    """Remove all but the newest `keep` complete snapshots (at least one stays). Returns the steps removed.
+def prune(root: Path, keep: int, pinned: int | None = None) -> tuple[int, ...]:
+    """Remove all but the newest `keep` complete snapshots (at least one stays) and that of step `pinned`.
+    Returns the steps removed.
 
     Damaged snapshots older than all of these are removed too.
     """
     complete = list_snapshots(root)
-    removed = complete[: -max(1, keep)]
+    older = complete[: -max(1, keep)]
+    removed = tuple(step for step in older if step != pinned)
     for step, directory in _step_directories(root):
-        if complete and step < complete[len(removed)] and _is_aside(directory):
+        if complete and step < complete[len(older)] and _is_aside(directory):
             _remove(directory)
     for step in removed:
         directory = snapshot_directory(root, step)

@@ -1,11 +1,12 @@
 """Drives a `RunMachine` through a run whose nodes answer at once, up to the moment a test is about."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import TypeVar
 
 from node.coordinator.actions import Action, OpenSnapshot, RecordPlacement, Send, Stop
-from node.coordinator.epoch import Epoch, Phase
+from node.coordinator.epoch import Epoch, HeldOutPass, Phase
 from node.coordinator.machine import RunMachine
 from node.coordinator.run_plan import Past, RunPlan
 from node.pipeline.routing import neighbours
@@ -20,6 +21,7 @@ from wire.messages import (
     Ready,
     Restore,
     StepFailed,
+    Validated,
     Vote,
 )
 from wire.telemetry import Telemetry
@@ -167,6 +169,29 @@ class Driver:
         answer = Applied(epoch=self.epoch.number, step=self.epoch.step, telemetry=Telemetry())
         return self.machine.message(node_id, answer, self.time)
 
+    def validating(self, every: int, *passes: HeldOutPass) -> "Driver":
+        """From now on the held-out loss is measured every `every` steps, by default in one pass."""
+        passes = passes or (HeldOutPass(number=1, microbatches=2),)
+        self.plan = self.machine.plan = replace(self.plan, valid_every=every, held_out=passes)
+        return self
+
+    def validated(self, node_id: str, loss: float = 2.0, *, number: int = 1) -> list[Action]:
+        epoch = self.epoch
+        answer = Validated(
+            epoch=epoch.number,
+            step=epoch.step,
+            number=number,
+            loss=loss if node_id == epoch.hosts[-1] else None,
+            telemetry=Telemetry(),
+        )
+        return self.machine.message(node_id, answer, self.time)
+
+    def all_validated(self, loss: float = 2.0, *, number: int = 1) -> list[Action]:
+        actions: list[Action] = []
+        for node_id in self.epoch.hosts:
+            actions = self.validated(node_id, loss, number=number)
+        return actions
+
     def failed(
         self, node_id: str, kind: FailureKind = FailureKind.LINK, *, why: str = "it broke", peer: int = -1
     ) -> list[Action]:
@@ -236,6 +261,9 @@ class Driver:
                 self.all_placed(2)
             case Phase.APPLYING:
                 self.all_vote()
+            case Phase.VALIDATING:
+                self.validating(100).all_vote()
+                self.all_applied()
             case Phase.IDLE:
                 self.all_vote()
                 self.all_applied()

@@ -93,6 +93,22 @@ class Applied(_message.Message):
     telemetry: Telemetry
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ...) -> None: ...
 
+class Validated(_message.Message):
+    __slots__ = ("epoch", "step", "number", "loss", "has_loss", "telemetry")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    HAS_LOSS_FIELD_NUMBER: _ClassVar[int]
+    TELEMETRY_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    step: int
+    number: int
+    loss: float
+    has_loss: bool
+    telemetry: Telemetry
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., number: _Optional[int] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ...) -> None: ...
+
 class StepFailed(_message.Message):
     __slots__ = ("epoch", "step", "kind", "message", "peer_stage")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -228,7 +244,7 @@ class Leave(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., failed: bool = ...) -> None: ...
 
 class NodeMessage(_message.Message):
-    __slots__ = ("hello", "placed", "ready", "vote", "applied", "step_failed", "heartbeat", "leave", "step_spans")
+    __slots__ = ("hello", "placed", "ready", "vote", "applied", "step_failed", "heartbeat", "leave", "step_spans", "validated")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PLACED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -238,6 +254,7 @@ class NodeMessage(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     STEP_SPANS_FIELD_NUMBER: _ClassVar[int]
+    VALIDATED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     placed: Placed
     ready: Ready
@@ -247,7 +264,8 @@ class NodeMessage(_message.Message):
     heartbeat: Heartbeat
     leave: Leave
     step_spans: StepSpans
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., step_spans: _Optional[_Union[StepSpans, _Mapping]] = ...) -> None: ...
+    validated: Validated
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., step_spans: _Optional[_Union[StepSpans, _Mapping]] = ..., validated: _Optional[_Union[Validated, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("node_id", "config_json", "heartbeat_seconds", "windows")
@@ -311,6 +329,18 @@ class Begin(_message.Message):
     link_windows: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., link_windows: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class Validate(_message.Message):
+    __slots__ = ("epoch", "step", "number", "microbatches")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    step: int
+    number: int
+    microbatches: int
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., number: _Optional[int] = ..., microbatches: _Optional[int] = ...) -> None: ...
+
 class Prefetch(_message.Message):
     __slots__ = ("step", "units")
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -356,7 +386,7 @@ class Finish(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., failed: bool = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("welcome", "placement", "restore", "begin", "commit", "abort", "finish", "refusal", "take_snapshot", "prefetch", "heartbeat_reply")
+    __slots__ = ("welcome", "placement", "restore", "begin", "commit", "abort", "finish", "refusal", "take_snapshot", "prefetch", "heartbeat_reply", "validate")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
@@ -368,6 +398,7 @@ class CoordinatorMessage(_message.Message):
     TAKE_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_REPLY_FIELD_NUMBER: _ClassVar[int]
+    VALIDATE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     placement: Placement
     restore: Restore
@@ -379,7 +410,8 @@ class CoordinatorMessage(_message.Message):
     take_snapshot: TakeSnapshot
     prefetch: Prefetch
     heartbeat_reply: HeartbeatReply
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., refusal: _Optional[_Union[_enrolment_pb2.Refusal, _Mapping]] = ..., take_snapshot: _Optional[_Union[TakeSnapshot, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., heartbeat_reply: _Optional[_Union[HeartbeatReply, _Mapping]] = ...) -> None: ...
+    validate: Validate
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., refusal: _Optional[_Union[_enrolment_pb2.Refusal, _Mapping]] = ..., take_snapshot: _Optional[_Union[TakeSnapshot, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., heartbeat_reply: _Optional[_Union[HeartbeatReply, _Mapping]] = ..., validate: _Optional[_Union[Validate, _Mapping]] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ("bytes",)
@@ -402,12 +434,14 @@ class RenewReply(_message.Message):
     def __init__(self, certificate_pem: _Optional[bytes] = ..., refusal: _Optional[_Union[_enrolment_pb2.Refusal, _Mapping]] = ...) -> None: ...
 
 class GetBatchRequest(_message.Message):
-    __slots__ = ("step", "labels")
+    __slots__ = ("step", "labels", "held_out")
     STEP_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
+    HELD_OUT_FIELD_NUMBER: _ClassVar[int]
     step: int
     labels: bool
-    def __init__(self, step: _Optional[int] = ..., labels: bool = ...) -> None: ...
+    held_out: bool
+    def __init__(self, step: _Optional[int] = ..., labels: bool = ..., held_out: bool = ...) -> None: ...
 
 class GetLayerRequest(_message.Message):
     __slots__ = ("step", "unit", "held_sha256")

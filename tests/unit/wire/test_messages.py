@@ -31,6 +31,8 @@ from wire.messages import (
     Restore,
     StepFailed,
     TakeSnapshot,
+    Validate,
+    Validated,
     Vote,
     Welcome,
 )
@@ -157,6 +159,14 @@ NODE_MESSAGES: dict[type, st.SearchStrategy[NodeMessage]] = {
         norms=st.dictionaries(NUMBER, AMOUNT | st.sampled_from([math.inf, math.nan]), max_size=8),
         loss=st.none() | ANY_FLOAT,
     ),
+    Validated: st.builds(
+        Validated,
+        epoch=NUMBER,
+        step=NUMBER,
+        number=NUMBER,
+        loss=st.none() | ANY_FLOAT,
+        telemetry=TELEMETRY,
+    ),
     Applied: st.builds(Applied, epoch=NUMBER, step=NUMBER, telemetry=TELEMETRY),
     StepFailed: st.builds(
         StepFailed,
@@ -188,6 +198,7 @@ COORDINATOR_MESSAGES: dict[type, st.SearchStrategy[CoordinatorMessage]] = {
     Begin: st.builds(Begin, epoch=NUMBER, step=NUMBER),
     Commit: COMMIT,
     TakeSnapshot: st.builds(TakeSnapshot, epoch=NUMBER, step=NUMBER),
+    Validate: st.builds(Validate, epoch=NUMBER, step=NUMBER, number=NUMBER, microbatches=NUMBER),
     Prefetch: st.builds(Prefetch, step=NUMBER, units=st.lists(TEXT, max_size=5).map(tuple)),
     HeartbeatReply: st.builds(HeartbeatReply, sent_at=FINITE, at=FINITE),
     Abort: st.builds(Abort, epoch=NUMBER, reason=LINE),

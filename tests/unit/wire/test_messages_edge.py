@@ -69,7 +69,7 @@ class FakeHandler:
     async def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal:
         raise AssertionError("nobody asks")
 
-    async def batch(self, node_id: str, step: int, *, labels: bool) -> bytes:
+    async def batch(self, node_id: str, step: int, *, labels: bool, held_out: bool = False) -> bytes:
         return b"12345678"
 
     async def layer(self, node_id: str, step: int, unit: str) -> bytes:

@@ -62,7 +62,7 @@ class Handler:
     async def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal:
         raise AssertionError("nobody asks")
 
-    async def batch(self, node_id: str, step: int, *, labels: bool) -> bytes:
+    async def batch(self, node_id: str, step: int, *, labels: bool, held_out: bool = False) -> bytes:
         return LAYER[:1000]
 
     async def layer_entry(self, step: int, unit: str) -> UnitEntry:

@@ -123,6 +123,8 @@ def test_a_stop_that_is_asked_for_again_still_saves_what_stages_hold(phase: Phas
             asked = run.all_applied()
         case Phase.APPLYING:
             asked = run.all_applied()
+        case Phase.VALIDATING:
+            asked = run.all_validated()
         case Phase.IDLE:
             pass  # it was asked for as the phase began
     held = run.epoch.step

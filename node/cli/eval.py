@@ -1,0 +1,55 @@
+"""`thinwire eval RUN_DIR`: held-out loss and perplexity of a snapshot, on this machine."""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from node.cli.snapshot_model import add_arguments, load_model, open_snapshot
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("eval", help="held-out loss and perplexity of a snapshot")
+    add_arguments(parser)
+    parser.add_argument(
+        "--text", type=Path, metavar="PATH", help="measure on this text (default: the run's held-out text)"
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=0,
+        metavar="N",
+        help="samples to measure on (default: data.valid_samples; with --text all)",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from node.training.data import text_windows
+    from node.training.shards import load_data
+
+    config, step, directory = open_snapshot(args)
+    path = config.data.valid if args.text is None else str(args.text.absolute())
+    limit = args.samples or (config.data.valid_samples if args.text is None else None)
+    if path:
+        windows = text_windows(config.data, path, config.model.sequence, limit)
+    else:
+        corpus = load_data(config, lambda line: None)
+        windows = corpus.validation_windows(limit)
+        corpus.close()
+    if len(windows) > config.training.microbatch:
+        windows = windows[: len(windows) // config.training.microbatch * config.training.microbatch]
+    loss = load_model(args, config, directory).loss(windows)
+    perplexity = math.exp(min(loss, 700.0))
+    if args.json:
+        said = {"step": step, "loss": loss, "perplexity": perplexity, "samples": len(windows)}
+        sys.stdout.write(json.dumps(said) + "\n")
+    else:
+        sys.stdout.write(
+            f"step {step}: held-out loss {loss:.4f} nats a token, perplexity {perplexity:.4g}, "
+            f"{len(windows)} samples of {config.model.sequence} tokens\n"
+        )
+    return 0

@@ -1,0 +1,64 @@
+"""`thinwire sample RUN_DIR PROMPT`: generate text from a snapshot, on this machine."""
+
+import argparse
+import math
+import sys
+from typing import Any
+
+from node.cli.parser import UsageError
+from node.cli.snapshot_model import add_arguments, load_model, open_snapshot
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("sample", help="generate text from a snapshot")
+    add_arguments(parser)
+    parser.add_argument("prompt", metavar="PROMPT", help="text to continue")
+    parser.add_argument(
+        "--tokens", type=int, default=200, metavar="N", help="tokens to generate (default: 200)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="0 takes the likeliest token (default: 0.8)",
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens (default: all)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the draws (default: 0)")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if not (math.isfinite(args.temperature) and args.temperature >= 0):
+        raise UsageError(f"--temperature must be 0 or more, got {args.temperature}")
+    for name, value, least in (("tokens", args.tokens, 1), ("top-k", args.top_k, 0), ("seed", args.seed, 0)):
+        if value < least:
+            raise UsageError(f"--{name} must be at least {least}, got {value}")
+    import numpy as np
+
+    from node.training.tokenizer import load_tokenizer
+
+    config, _, directory = open_snapshot(args)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    (prompt,) = tokenizer.encode([args.prompt.encode()])
+    model = load_model(args, config, directory)
+    made = model.generate(
+        prompt.tolist(), tokens=args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed
+    )
+    sys.stdout.write(args.prompt)
+    ids: list[int] = []
+    shown = 0
+    for token in made:
+        ids.append(token)
+        text = tokenizer.decode(np.array(ids))
+        # A character may take several tokens: wait until it is whole.
+        if not text.endswith(UNFINISHED):
+            sys.stdout.write(text[shown:])
+            sys.stdout.flush()
+            shown = len(text)
+    sys.stdout.write(tokenizer.decode(np.array(ids))[shown:] + "\n")
+    return 0

@@ -1,0 +1,70 @@
+"""What `eval` and `sample` share: the run's settings, a snapshot of it, and the device to compute on."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from node.cli.parser import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from node.config.schema import RunConfig
+    from node.training.whole_model import WholeModel
+
+
+def add_arguments(parser: Any) -> None:
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory")
+    parser.add_argument(
+        "--step", default="newest", metavar="N", help="snapshot to use: a step, `best` or `newest` (default)"
+    )
+    parser.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu (default) or cuda:N")
+
+
+def open_snapshot(args: argparse.Namespace) -> "tuple[RunConfig, int, Path]":
+    """The run's settings, the step of the snapshot that `--step` names, and its directory. UserError."""
+    from node.cli.run_directory import existing_run_directory
+    from node.coordinator.store import Store
+    from node.run_file.loader import from_json
+    from node.training.snapshot import list_snapshots, snapshot_directory
+    from wire.errors import UserError
+
+    directory = existing_run_directory(args.run_dir)
+    with Store.open(directory) as store:
+        config = from_json(store.run().config_json)
+        losses = {record.step: record.uncompressed for record in store.held_out()}
+    steps = list_snapshots(directory / "snapshots")
+    have = ", ".join(map(str, steps)) or "none"
+    if args.step == "newest" and steps:
+        step = steps[-1]
+    elif args.step == "best" and losses.keys() & set(steps):
+        step = min(losses.keys() & set(steps), key=lambda one: losses[one])
+    elif args.step == "best":
+        raise UserError(
+            "no snapshot has a held-out loss: set data.valid_every in the run file, or name a step"
+        )
+    elif str(args.step).isdecimal() and int(args.step) in steps:
+        step = int(args.step)
+    else:
+        raise UserError(f"{directory} has no snapshot of step {args.step}; it has: {have}")
+    return config, step, snapshot_directory(directory / "snapshots", step)
+
+
+def load_model(args: argparse.Namespace, config: "RunConfig", directory: Path) -> "WholeModel":
+    """Load the snapshot in `directory` onto the device that `--device` names."""
+    from node.training.whole_model import WholeModel
+
+    return WholeModel(config, directory, _device(args.device))
+
+
+def _device(name: str) -> "torch.device":
+    import torch
+
+    if name != "cpu" and not (name.startswith("cuda") and torch.cuda.is_available()):
+        raise UsageError(
+            f"--device {name} is not here: use cpu" + (" or cuda:N" if "cuda" not in name else "")
+        )
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"--device must be cpu or cuda:N, got {name!r}") from None

@@ -1,0 +1,116 @@
+"""The held-out loss in runs of real processes: it changes no bit, survives kills, and equals `eval`'s."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from node.cli.main import main
+from node.config.schema import LoraSection, RunConfig
+from node.coordinator.store import Store
+from node.faults import Fault, Kind, Phase
+from node.telemetry.events import HeldOutLoss
+from node.telemetry.history import read_history
+from tests.support.fault_prefork import Prefork
+from tests.support.fault_run import KILLED, FaultRun, small
+from tests.support.run_harness import Run
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def measured(config: RunConfig, every: int = 2, samples: int = 12) -> RunConfig:
+    """Batches of unlike size, more than one."""
+    data = replace(config.data, valid_every=every, valid_samples=samples)
+    return replace(config, data=data)
+
+
+def evaluated(run: Run, step: int, capsys: pytest.CaptureFixture[str]) -> float:
+    assert main(["eval", str(run.run_dir), "--step", str(step), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["step"], said["samples"]) == (step, 12)
+    loss: float = said["loss"]
+    return loss
+
+
+@pytest.mark.parametrize(("chunks", "lora"), [(1, False), (2, False), (1, True)])
+def test_a_run_that_is_measured_has_the_bits_of_one_that_is_not(
+    chunks: int, lora: bool, prefork: Prefork, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = measured(small(codecs=("tah", "fixed-8")))
+    stages = {1: 3, 2: 2}[chunks]
+    pipeline = replace(config.pipeline, stages=stages, chunks=chunks)
+    model = replace(config.model, layers=4)
+    config = replace(config, model=model, pipeline=pipeline)
+    if lora:
+        config = replace(config, lora=LoraSection(rank=2, dropout=0.2))
+    weights = []
+    for name, used in (("measured", config), ("plain", measured(config, every=0))):
+        with Run(tmp_path / name, used, launch=prefork.popen) as run:
+            coordinator = run.start()
+            run.add_nodes(stages)
+            assert coordinator.wait_exit() == 0
+            run.assert_quiet()
+            weights.append((run.losses, run.weights_sha256))
+            told = coordinator.all(HeldOutLoss)
+            assert [one.step for one in told] == ([2, 4, 6] if used is config else [])
+            if used is not config:
+                continue
+            for one in told:
+                assert one.samples == 12 and one.loss is not None
+                assert one.loss != one.uncompressed, "as trained is with the codec"
+                assert one.loss == pytest.approx(one.uncompressed, rel=0.05)
+                assert one.uncompressed == pytest.approx(evaluated(run, one.step, capsys), abs=1e-5)
+            in_history = [entry.event for entry in read_history(run.run_dir)]
+            assert [event for event in in_history if isinstance(event, HeldOutLoss)] == told
+            best = min(told, key=lambda one: one.uncompressed)
+            assert evaluated(run, best.step, capsys) == pytest.approx(best.uncompressed, abs=1e-5)
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_node_killed_while_the_loss_is_measured_changes_nothing(
+    stage: int, prefork: Prefork, tmp_path: Path
+) -> None:
+    config = measured(small())
+    kill = Fault(kind=Kind.KILL, phase=Phase.VALIDATION, stage=stage, step=4, skip=1)
+    with FaultRun(tmp_path, config, [kill], launch=prefork.popen) as run:
+        run.start()
+        nodes = [*run.add_nodes(3), run.add_spare()]
+        assert run.tend(restart=False) == 0
+        assert sorted(node.wait_exit() for node in nodes) == [KILLED, 0, 0, 0]
+        run.assert_all_happened()
+        run.assert_undisturbed()
+        told = run.all(HeldOutLoss)
+        assert [one.step for one in told if one.step != 2] == [4, 6]
+        assert all(one.loss == one.uncompressed for one in told), "the codec is fp32"
+        with Store.open(run.run_dir) as store:
+            assert [record.step for record in store.held_out()] == [2, 4, 6]
+
+
+def test_the_best_state_is_kept_and_sampled(
+    prefork: Prefork, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = measured(small(steps=6, snapshot_every=100))
+    config = replace(
+        config,
+        run=replace(config.run, keep_snapshots=1),
+        training=replace(config.training, lr=0.3, warmup_steps=6, min_lr_ratio=1.0),
+    )
+    with Run(tmp_path, config, launch=prefork.popen) as run:
+        coordinator = run.start()
+        run.add_nodes(3)
+        assert coordinator.wait_exit() == 0
+        told = coordinator.all(HeldOutLoss)
+        best = min(told, key=lambda one: one.uncompressed)
+        assert best.step < 6, "this learning rate ruins what was learned"
+        assert [one.step for one in told if one.best][-1] == best.step
+        kept = sorted(int(path.parent.name[5:]) for path in run.run_dir.glob("snapshots/*/manifest.json"))
+        assert kept == [best.step, 6]
+        texts = []
+        for seed in ("1", "1", "2"):
+            command = ["sample", str(run.run_dir), "def ", "--step", "best", "--tokens", "20", "--seed", seed]
+            assert main(command) == 0
+            texts.append(capsys.readouterr().out)
+        assert texts[0] == texts[1] != texts[2]
+        assert all(text.startswith("def ") and len(text) > 10 for text in texts)
