@@ -1,8 +1,8 @@
 """Read a run's view from its history without reading the whole history.
 
 `history-view.json` holds a view builder's state and the position up to which it has seen the history. It is a
-cache: every reader goes on from it, and whoever has read `SAVE_BYTES` more writes a new one. The writer of the
-history does so during the run (`refresh`), so readers parse little more than `INDEX_BYTES` of events.
+cache: every reader goes on from it, and whoever has read `SAVE_BYTES` more writes a new one. The writer of
+the history does so during the run (`refresh`), so readers parse little more than `INDEX_BYTES` of events.
 """
 
 import contextlib

@@ -5,6 +5,8 @@ future steps only: a run that diverged can resume with a lower learning rate.
 """
 
 import argparse
+import contextlib
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,8 +36,14 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from node.cli.run_directory import existing_run_directory
+    from node.coordinator.rebuild import damage
 
-    directory = existing_run_directory(args.run_dir)
+    directory: Path = args.run_dir
+    broken = None
+    with contextlib.suppress(OSError):
+        broken = damage(directory)
+    if broken is None:
+        existing_run_directory(directory)
     return resume_run(directory, args.overrides, json=args.json, stays=args.stay)
 
 
@@ -44,9 +52,18 @@ def resume_run(directory: Path, overrides: Sequence[str], *, json: bool, stays: 
     from node.cli.parser import set_up_logging
     from node.cli.run_directory import owner_only
     from node.cli.run_output import emitter, serve_finished
+    from node.coordinator.rebuild import damage, rebuild
     from node.coordinator.store import Store
+    from node.processes.locks import run_lock
     from node.run_file.loader import change_config, from_json
+    from node.telemetry.events import Notice
 
+    news = None
+    if damage(directory):
+        with owner_only(), run_lock(directory):
+            # Once more: another process may have rebuilt it.
+            if what := damage(directory):
+                news = rebuild(directory, what, time.time())
     with Store.open(directory) as store:
         config = change_config(from_json(store.run().config_json), overrides, CHANGEABLE)
     set_up_logging()
@@ -54,5 +71,7 @@ def resume_run(directory: Path, overrides: Sequence[str], *, json: bool, stays: 
     from node.processes.coordinator import run_coordinator
 
     with owner_only(), emitter(config, json=json) as emit:
+        if news:
+            emit(Notice(text=news))
         code = run_coordinator(config, run_dir=directory, emit=emit, resume=True)
         return serve_finished(directory, emit) if stays and code == 0 else code

@@ -48,6 +48,7 @@ from node.pipeline.window_plan import Windows, measured, plan_windows
 from node.run_file.loader import to_json
 from node.telemetry import events
 from node.telemetry.events import StepCosts
+from node.telemetry.history import EVICTED
 from node.training.data import text_windows
 from node.training.manifest import Manifest, UnitEntry
 from node.training.shards import TrainingData
@@ -224,7 +225,7 @@ class Coordinator:
         """An evicted node is out before it can complain of being refused."""
         finish = Finish(reason="you were evicted from this run by its operator", failed=True)
         if self._sessions.send(node_id, finish):
-            self._post(functools.partial(self._machine.lost, node_id, "it was evicted"))
+            self._post(functools.partial(self._machine.lost, node_id, EVICTED))
 
     async def _say_goodbye(self) -> None:
         """Let every node hear how it ended before the connections close."""

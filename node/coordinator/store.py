@@ -199,7 +199,8 @@ class Store:
             return store
         store.close()
         if version == 0:
-            raise UserError(f"{path} was never finished: delete {directory} and start the run again")
+            remedy = _rebuilds(path) or f"delete {directory} and start the run again"
+            raise UserError(f"{path} was never finished: {remedy}")
         raise UserError(
             f"{path} has schema {version} and this thinwire reads schema {SCHEMA_VERSION}: "
             "use the version of thinwire that made it"
@@ -302,6 +303,14 @@ class Store:
         with self._reading() as db:
             found = _members(db, "node_id = ?", node_id)
             return found[0] if found else None
+
+    def restore_members(self, members: Sequence[Member]) -> None:
+        """Put back members of a damaged database, evicted ones as evicted."""
+        with self._writing() as db:
+            for member in members:
+                _put_member(db, member)
+                values = member.evicted, member.node_id
+                db.execute("UPDATE members SET evicted = ? WHERE node_id = ?", values)
 
     def evict(self, node_id: str, now: float) -> bool:
         """Shut a node out: its key is never admitted again. False for one that is no member."""
@@ -505,13 +514,22 @@ def connect(path: Path) -> sqlite3.Connection:
             place, uri=True, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
         )
     except sqlite3.DatabaseError as error:
-        raise UserError(f"{path} cannot be opened ({error}): give a run's directory") from None
+        remedy = _rebuilds(path) or "give a run's directory"
+        raise UserError(f"{path} cannot be opened ({error}): {remedy}") from None
     try:
         db.execute("PRAGMA synchronous = FULL")
     except sqlite3.DatabaseError as error:
         db.close()
-        raise UserError(f"{path} is not a run's database ({error}): give a run's directory") from None
+        remedy = _rebuilds(path) or "give a run's directory"
+        raise UserError(f"{path} is not a run's database ({error}): {remedy}") from None
     return db
+
+
+def _rebuilds(path: Path) -> str | None:
+    """What repairs a damaged database, if there are snapshots to rebuild it from."""
+    if any(path.parent.glob("snapshots/step-*/manifest.json")):
+        return f"`thinwire resume {path.parent}` rebuilds it from the run's snapshots"
+    return None
 
 
 def is_empty(path: Path) -> bool:
@@ -529,6 +547,9 @@ def explained(path: Path, error: sqlite3.DatabaseError) -> RunError:
             f"the run's database {path} cannot be changed from here: it is on a read-only disk, or another "
             "user's; all that was acknowledged is intact"
         )
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        remedy = _rebuilds(path) or "put back a copy of it"
+        return RunError(f"the run's database {path} is damaged ({error}): {remedy}")
     return RunError(
         f"the run's database {path} cannot be used ({error}): free the disk or end the process that holds "
         "it; all that was acknowledged is intact"

@@ -140,7 +140,7 @@ def _reopen(
 ) -> _Run:
     try:
         expected = json.loads(_corpus_file(directory).read_bytes())["sha256"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{_corpus_file(directory)} cannot be read ({error}): the run cannot go on") from None
     if corpus.fingerprint() != expected:
         raise DataError(
@@ -166,7 +166,8 @@ def _reopen(
         _write_run_file(directory, config)
     last_epoch, last_step = store.last_epoch(), store.last_step()
     committed = None
-    if last_step is not None:
+    # A rebuilt database knows what the step gave, not what it was committed with.
+    if last_step is not None and not math.isnan(last_step.clip):
         committed = Committed(step=last_step.step, clip_coefficient=last_step.clip, lr=last_step.lr)
     held_out = store.held_out()
     past = Past(

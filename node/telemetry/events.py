@@ -321,7 +321,7 @@ def from_json(line: str) -> Event:
     """
     try:
         raw = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolViolationError(f"an event line is not JSON ({error}): {line[:80]!r}") from error
     return from_fields(raw)
 

@@ -48,6 +48,9 @@ _SEGMENT = re.compile(r"history-(\d{15})-(\d{15})\.jsonl(\.gz)?")
 _END = 1 << 62
 """A position behind every history."""
 
+EVICTED = "it was evicted"
+"""The reason in the `NodeLeft` of a node that the operator shut out."""
+
 Cancelled = Callable[[], bool]
 
 log = logging.getLogger(__name__)
@@ -294,6 +297,27 @@ def highest_step(directory: Path) -> int:
     return 0
 
 
+def step_done(directory: Path, step: int) -> events.StepDone | None:
+    """A step in the history of the run in `directory`, as it went last; None if it is not there. RunError."""
+    mark = str(step).encode()
+    for line in _lines_from_the_end(directory):
+        entry = parse_line(line) if mark in line else None
+        if entry is not None and isinstance(entry.event, events.StepDone):
+            return entry.event
+    return None
+
+
+def evicted_nodes(directory: Path) -> dict[str, float]:
+    """Nodes that left the run in `directory` because they were evicted, and when. RunError."""
+    found = {}
+    for _, line in _lines(directory, 0, None):
+        entry = parse_line(line) if EVICTED.encode() in line else None
+        left = entry.event if entry is not None else None
+        if entry is not None and isinstance(left, events.NodeLeft) and left.reason == EVICTED:
+            found[left.node_id] = entry.at
+    return found
+
+
 def _lines_from_the_end(directory: Path) -> Iterator[bytes]:
     before: int | None = None
     while before is None or before > 0:
@@ -423,7 +447,7 @@ def parse_line(line: bytes) -> Entry | None:
         raw = json.loads(line)
         at, replayed = float(raw.pop("at")), bool(raw.pop("replayed", False))
         return Entry(at=at, event=events.from_fields(raw), replayed=replayed)
-    except (ProtocolViolationError, ValueError, TypeError, KeyError, AttributeError):
+    except (ProtocolViolationError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 

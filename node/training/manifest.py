@@ -88,7 +88,7 @@ class Manifest:
                 )
             units = tuple(UnitEntry(**entry) for entry in fields.pop("units"))
             manifest = cls(**fields, units=units)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise SnapshotDamagedError(f"the manifest of {where} is damaged ({error})") from error
         if any(entry.file != unit_file(entry.unit) for entry in units):
             raise SnapshotDamagedError(f"the manifest of {where} names files that are no units")

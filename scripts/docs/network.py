@@ -14,6 +14,7 @@ ALL_REDUCE = RESULTS / "all_reduce.json"
 ALL_REDUCE_LINKS = RESULTS / "all_reduce_links.json"
 ALL_REDUCE_LINKS_GPUS = RESULTS / "all_reduce_links_gpus.json"
 TRACE_COST = RESULTS / "trace_cost.json"
+STATUS_SPEED = RESULTS / "status_speed.json"
 PAUSES = RESULTS / "pauses.json"
 GOAL = 0.9
 """Of the floor, wherever a link binds."""
@@ -293,6 +294,33 @@ def trace_cost() -> str:
     return markdown([("what", "left"), ("cost", "right")], rows) + "\n\n" + caption
 
 
+def status_speed() -> str:
+    """Times of commands that read a run, by its length (scripts/bench/status_speed.py)."""
+    report = read_report(STATUS_SPEED)
+    rows = [
+        [
+            f"{row['steps']:,}",
+            f"{row['history_bytes'] / 1e6:.0f}",
+            f"{row['history_disk_bytes'] / 1e6:.0f}",
+            *(f"{row[name]['processor_seconds']:.2f}" for name in ("status", "top", "page")),
+            _processor(row.get("page_without_checkpoint")),
+        ]
+        for row in report["rows"]
+    ]
+    headings = ("steps", "history, MB", "on disk", "`thinwire status`", "`thinwire top --once`")
+    columns = [(words, "right") for words in (*headings, "the page's past", "without the checkpoint")]
+    caption = (
+        f"Processor seconds, Python's start included for commands, medians of {report['runs']} runs; "
+        f"{report['stages']} stages, ten steps a second. {spaced(report['hardware'])}, "
+        f"Python {report['python']}, commit {commit(report)}."
+    )
+    return f"{markdown(columns, rows)}\n\n{caption}"
+
+
+def _processor(measured: Mapping[str, float] | None) -> str:
+    return "-" if measured is None else f"{measured['processor_seconds']:.2f}"
+
+
 TABLES: Tables = {
     "lab": lab,
     "lab_floor": lab_floor,
@@ -303,4 +331,5 @@ TABLES: Tables = {
     "all_reduce_links_gpus": all_reduce_links_gpus,
     "pauses": pauses,
     "trace_cost": trace_cost,
+    "status_speed": status_speed,
 }

@@ -14,6 +14,7 @@ from typing import cast
 import pytest
 import torch
 
+from node.analysis import checkpoint
 from node.analysis.view_builder import RunViewBuilder, view
 from node.cli.run_output import serve_finished
 from node.config.schema import CoordinatorSection, DashboardSection, RunConfig
@@ -28,7 +29,7 @@ from node.processes import coordinator as main
 from node.processes.locks import run_lock
 from node.run_file.loader import to_json
 from node.telemetry import events
-from node.telemetry.history import HISTORY_FILE, Entry, HistoryWriter, history_size
+from node.telemetry.history import HISTORY_FILE, Entry, HistoryWriter, history_size, read_history
 from node.training.optimizer import StageOptimizer
 from node.training.serialization import serialize_unit
 from node.training.snapshot import SnapshotWriter, snapshot_directory
@@ -50,11 +51,11 @@ class Blocked:
         self.gate = threading.Event()
         self.asked = threading.Event()
 
-    def __call__(self, directory: Path, *_: object) -> Iterator[Entry]:
+    def __call__(self, directory: Path, *_: object) -> Iterator[tuple[int, Entry]]:
         self.asked.set()
         if not self.gate.wait(SECONDS):
             raise AssertionError("whoever waits for the history never came to open the gate")
-        yield Entry(at=BEGAN, event=started())
+        yield 1, Entry(at=BEGAN, event=started())
 
 
 def written(directory: Path, *told: events.Event) -> None:
@@ -79,7 +80,7 @@ def test_ports_answer_while_a_long_history_is_still_being_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocked = Blocked()
-    monkeypatch.setattr(pages, "read_history", blocked)
+    monkeypatch.setattr(checkpoint, "read_whole_lines", blocked)
     told: list[events.Event] = []
 
     async def answered(*_: object) -> int:
@@ -101,13 +102,13 @@ async def test_the_past_comes_late_and_before_what_happened_meanwhile(
 ) -> None:
     old = [*(joined(node) for node in NODES), placed(), *step(1), *step(2)]
     written(tmp_path, *old)
-    end, gate, read = history_size(tmp_path), threading.Event(), pages.read_history
+    end, gate, read = history_size(tmp_path), threading.Event(), checkpoint.read_whole_lines
 
-    def blocked(directory: Path, end: int | None) -> Iterator[Entry]:
+    def blocked(directory: Path, start: int, end: int | None) -> Iterator[tuple[int, Entry | None]]:
         assert gate.wait(SECONDS)
-        return read(directory, end)
+        return read(directory, start, end)
 
-    monkeypatch.setattr(pages, "read_history", blocked)
+    monkeypatch.setattr(checkpoint, "read_whole_lines", blocked)
     written(tmp_path, *step(3))  # this coordinator's own: it is not counted twice
     feed = Feed(RunViewBuilder(), past_comes=True)
     new = [events.RunStarted(**{**vars(started()), "directory": str(tmp_path)}), *step(3)]
@@ -129,12 +130,12 @@ async def test_a_run_that_ends_does_not_wait_for_its_past(
 ) -> None:
     asked = threading.Event()
 
-    def endless(*_: object) -> Iterator[Entry]:
+    def endless(*_: object) -> Iterator[tuple[int, Entry]]:
         while True:
             asked.set()
-            yield Entry(at=BEGAN, event=done(1))
+            yield 1, Entry(at=BEGAN, event=done(1))
 
-    monkeypatch.setattr(pages, "read_history", endless)
+    monkeypatch.setattr(checkpoint, "read_whole_lines", endless)
     feed = Feed(RunViewBuilder(), past_comes=True)
     async with asyncio.timeout(SECONDS):
         async with reading_past(tmp_path, 0, feed):
@@ -166,7 +167,7 @@ def test_the_commit_that_nobody_told_of_is_known_from_the_end_of_the_history(
 def test_with_a_history_that_cannot_be_read_nothing_is_told_again(tmp_path: Path) -> None:
     (tmp_path / HISTORY_FILE).mkdir()
     with pytest.raises(RunError):
-        list(pages.read_history(tmp_path))
+        list(read_history(tmp_path))
     assert main._untold(replace(RECORD, step=0), main._told(tmp_path)) is None
 
 

@@ -1,0 +1,207 @@
+"""Rebuild a run's database from its snapshots when the database is damaged, empty, missing or out of date.
+
+A snapshot's manifest names the run and holds its config; the run's CA is in its directory; the history has
+placements, steps and evictions. Members are taken from the old database as far as it can be read. Tokens are
+not: a revoked token must not come back. The old files stay beside, as `run.db.damaged`.
+
+Nothing is lost of the weights: a coordinator whose database knows no commit starts from the newest snapshot.
+"""
+
+import contextlib
+import json
+import math
+import sqlite3
+import tempfile
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+from node.analysis.checkpoint import read_view
+from node.coordinator.store import (
+    DATABASE_FILE,
+    SCHEMA_VERSION,
+    Member,
+    PlacedNode,
+    SnapshotRecord,
+    StepRecord,
+    Store,
+    connect,
+)
+from node.run_file.loader import from_json, load_config, to_json
+from node.telemetry import events
+from node.telemetry.history import evicted_nodes, step_done
+from node.training.manifest import MANIFEST_NAME, Manifest, SnapshotDamagedError
+from node.training.snapshot import list_snapshots, read_manifest, snapshot_directory
+from wire.errors import ConfigError, RunError, UserError
+from wire.identity.authority import CertificateAuthority
+from wire.identity.enrolment import Hardware
+
+ASIDE = ".damaged"
+_COMPANIONS = ("", "-wal", "-shm")
+"""Endings of the files that SQLite keeps for one database."""
+
+
+def damage(directory: Path) -> str | None:
+    """What is wrong with the database of the run in `directory`; None if nothing, or without snapshots.
+
+    Call it only while no coordinator has the run. A database of another version is not damaged.
+    """
+    path = directory / DATABASE_FILE
+    steps = list_snapshots(directory / "snapshots")
+    if not steps or not (directory / "authority").is_dir():
+        return None
+    if not path.is_file():
+        return f"{path} is missing"
+    try:
+        with contextlib.closing(connect(path)) as db:
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            if version == 0:
+                return f"{path} is empty"
+            if version != SCHEMA_VERSION:
+                return None
+            found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if found != "ok" or db.execute("SELECT count(*) FROM run").fetchone()[0] != 1:
+                return f"{path} is damaged ({' '.join(str(found).split())[:120]})"
+            newest = db.execute("SELECT coalesce(max(step), -1) FROM steps").fetchone()[0]
+            recorded = db.execute("SELECT coalesce(max(step), 0) FROM snapshots").fetchone()[0]
+    except UserError as error:
+        return str(error).partition(":")[0]
+    except sqlite3.OperationalError as error:
+        if "no such table" in str(error):
+            return f"{path} is incomplete ({error})"
+        return None  # locked, or its disk is full: whoever uses it says so
+    except sqlite3.DatabaseError as error:
+        return f"{path} is damaged ({error})"
+    # A commit is on record before its snapshot: without it, the end of the database was lost.
+    if max(newest + 1, recorded) < steps[-1]:
+        return f"{path} ends at step {max(newest + 1, recorded)}, before the snapshot of step {steps[-1]}"
+    return None
+
+
+def rebuild(directory: Path, what: str, now: float) -> str:
+    """Replace the database, which `what` is wrong with; returns a line about what was and was not recovered.
+
+    Raises UserError if neither a manifest nor run.toml can be read, RunError if a file cannot be written.
+    """
+    authority = CertificateAuthority.load(directory / "authority")
+    manifests = _manifests(directory / "snapshots")
+    if manifests and manifests[-1].run_id != authority.run_id:
+        raise UserError(
+            f"{what}, and the snapshots are of run {manifests[-1].run_id}, not of {authority.run_id}: put "
+            "back this run's snapshots"
+        )
+    config_json = _config(directory, manifests, what)
+    members, whole = _members(directory / DATABASE_FILE)
+    with contextlib.suppress(RunError):
+        evicted = evicted_nodes(directory)
+        members = [_evicted(member, evicted) for member in members]
+    try:
+        with tempfile.TemporaryDirectory(prefix=".rebuild-", dir=directory) as folder:
+            made = Path(folder)
+            store = Store.create(
+                made, run_id=authority.run_id, config_json=config_json, pin=authority.pin, now=now
+            )
+            with store:
+                store.restore_members(members)
+                _record(store, directory, manifests, now)
+            for ending in _COMPANIONS:
+                old = directory / (DATABASE_FILE + ending)
+                if old.exists():
+                    old.replace(directory / (DATABASE_FILE + ASIDE + ending))
+            for ending in _COMPANIONS:
+                new = made / (DATABASE_FILE + ending)
+                if new.exists():
+                    new.replace(directory / new.name)
+    except OSError as error:
+        raise RunError(
+            f"{directory} cannot be written ({error.strerror}): make room or change its permissions"
+        ) from error
+    return _news(directory, what, manifests, members, whole=whole)
+
+
+def _config(directory: Path, manifests: list[Manifest], what: str) -> str:
+    """The run's config: what the newest snapshot was trained with, else the run file beside it."""
+    if manifests:
+        # A manifest has the names of the schema's fields, a config those of the run file.
+        sections = manifests[-1].config.items()
+        values = {name: {key.rstrip("_"): value for key, value in keys.items()} for name, keys in sections}
+        with contextlib.suppress(ConfigError):  # of a version with fewer keys
+            return to_json(from_json(json.dumps(values)))
+    run_file = directory / "run.toml"
+    if not run_file.is_file():
+        raise UserError(f"{what}; no manifest has a usable config, and run.toml is missing: put back a copy")
+    return to_json(load_config(run_file, []))
+
+
+def _news(
+    directory: Path, what: str, manifests: list[Manifest], members: list[Member], *, whole: bool
+) -> str:
+    newest = f"the snapshot of step {manifests[-1].step}" if manifests else "run.toml"
+    shut_out = sum(member.evicted is not None for member in members)
+    known = f"{len(members)} members ({shut_out} evicted)" if members else "no members"
+    lost = "all tokens" if whole else "all tokens, and members and evictions that the history does not show"
+    return (
+        f"{what}: rebuilt from {newest}, the old file is {DATABASE_FILE}{ASIDE}. Recovered: {known}. "
+        f"Lost: {lost}. Nodes that are refused join with the new line; `thinwire evict` shuts one out again"
+    )
+
+
+def _manifests(root: Path) -> list[Manifest]:
+    """Those that can be read, oldest first."""
+    found = []
+    for step in list_snapshots(root):
+        with contextlib.suppress(SnapshotDamagedError):
+            found.append(read_manifest(snapshot_directory(root, step)))
+    return found
+
+
+def _members(path: Path) -> tuple[list[Member], bool]:
+    """Members in the old database as far as they can be read, and whether that was all of a whole table."""
+    found: list[Member] = []
+    try:
+        with contextlib.closing(connect(path)) as db:
+            for node_id, key, device, cores, memory, joined, evicted in db.execute("SELECT * FROM members"):
+                found.append(Member(node_id, key, Hardware(device, cores, memory), joined, evicted))
+    except (UserError, sqlite3.DatabaseError, ValueError, TypeError):
+        return found, False
+    return found, True
+
+
+def _evicted(member: Member, evicted: dict[str, float]) -> Member:
+    at = evicted.get(member.node_id)
+    return member if at is None or member.evicted is not None else replace(member, evicted=at)
+
+
+def _record(store: Store, directory: Path, manifests: list[Manifest], now: float) -> None:
+    """Snapshots, the newest epoch, and the step that the newest snapshot was taken after."""
+    for manifest in manifests:
+        path = snapshot_directory(directory / "snapshots", manifest.step) / MANIFEST_NAME
+        digest = sha256(path.read_bytes()).hexdigest()
+        made = path.stat().st_mtime
+        store.record_snapshot(SnapshotRecord(manifest.step, digest, manifest.total_bytes, True, made))
+    try:
+        view = read_view(directory)[0].view()
+        done = step_done(directory, manifests[-1].step) if manifests else None
+    except RunError:
+        return  # the history is damaged too; it is a convenience
+    if view.epoch:
+        # Epoch numbers only grow. Addresses are not in the history; nodes tell theirs again.
+        stages = [PlacedNode(stage.stage, stage.node_id, "") for stage in view.stages]
+        store.record_placement(view.epoch, stages or [PlacedNode(0, "", "")])
+    if done is not None:
+        store.record_step(_step(done, view.epoch, view.tokens_per_step, now))
+
+
+def _step(done: events.StepDone, epoch: int, tokens: int, now: float) -> StepRecord:
+    """As on record, without the clip coefficient: no node may be told to commit this step."""
+    return StepRecord(
+        step=done.step - 1,
+        epoch=epoch,
+        loss=done.loss,
+        grad_norm=done.grad_norm,
+        lr=done.lr,
+        clip=math.nan,
+        tokens=tokens,
+        seconds=done.seconds,
+        committed_at=now,
+    )

@@ -1,0 +1,173 @@
+"""A damaged database is rebuilt from the snapshots, and what cannot be recovered is said."""
+
+import json
+import math
+import re
+import sqlite3
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from node.coordinator.rebuild import damage, rebuild
+from node.coordinator.store import DATABASE_FILE, Member, SnapshotRecord, StepRecord, Store
+from node.run_file.loader import to_json
+from node.telemetry import events
+from node.telemetry.history import EVICTED
+from tests.support import snapshots
+from tests.support.recorded_run import append
+from tests.support.run_events import BEGAN, NODES, done, joined, placed, started
+from wire.errors import RunError, UserError
+from wire.identity.authority import CertificateAuthority
+from wire.identity.enrolment import Hardware
+
+STEPS = (5, 10, 15)
+CONFIG = replace(
+    snapshots.CONFIG,
+    model=replace(snapshots.MODEL, vocab=256),
+    pipeline=replace(snapshots.CONFIG.pipeline, stages=2),
+)
+"""As the support's, with values that a run file may have."""
+DATABASE = [DATABASE_FILE + ending for ending in ("", "-wal", "-shm")]
+
+
+def member(node: str) -> Member:
+    return Member(node, node.encode() * 3, Hardware("cpu", 2, 10**9), joined=BEGAN)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of 15 steps with three snapshots; node-bbbb was evicted after a checkpoint of the database."""
+    directory = tmp_path / "run"
+    authority = CertificateAuthority.create("run-1", BEGAN)
+    directory.mkdir()
+    authority.save(directory / "authority")
+    store = Store.create(directory, run_id="run-1", config_json=to_json(CONFIG), pin=authority.pin, now=BEGAN)
+    with store:
+        store.set_addresses(["127.0.0.1:7700"])
+        store.create_token(BEGAN, timedelta(hours=1), 2)
+        store.restore_members([member(node) for node in NODES])
+        for step in range(15):
+            store.record_step(StepRecord(step, 3, 2.0, 1.0, 1e-3, 0.5, 4096, 1.0, BEGAN + step))
+        for step in STEPS:
+            manifest = snapshots.write_snapshot(directory / "snapshots", step)
+            path = directory / "snapshots" / f"step-{step:08}" / "manifest.json"
+            fields = json.loads(path.read_text())
+            fields["config"]["model"]["vocab"] = 256
+            fields["config"]["pipeline"]["stages"] = 2
+            path.write_text(json.dumps(fields))
+            store.record_snapshot(SnapshotRecord(step, "0" * 64, manifest.total_bytes, True, BEGAN))
+        store.evict(NODES[1], BEGAN + 20)
+    for at, event in enumerate((started(), *map(joined, NODES), placed(3), *map(done, range(1, 16)))):
+        append(directory, BEGAN + at, event)
+    append(directory, BEGAN + 20, events.NodeLeft(node_id=NODES[1], reason=EVICTED))
+    return directory
+
+
+def evicted(store: Store) -> list[str]:
+    return [one.node_id for one in store.members() if one.evicted is not None]
+
+
+def test_a_healthy_database_is_left_alone(run: Path) -> None:
+    before = (run / DATABASE_FILE).read_bytes()
+    assert damage(run) is None
+    assert (run / DATABASE_FILE).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [
+        (None, "is missing"),
+        (0, "is empty"),
+        (100, "damaged|not a run's database"),
+        (8192, "not a run's database"),
+    ],
+)
+def test_a_truncated_database_is_rebuilt_from_the_snapshots(run: Path, size: int | None, says: str) -> None:
+    path = run / DATABASE_FILE
+    if size is None:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:size])
+        with (
+            pytest.raises((UserError, RunError), match=r"thinwire resume .* rebuilds it from the run's"),
+            Store.open(run) as broken,
+        ):
+            broken.run(), broken.last_step(), broken.members(), broken.snapshots()
+    what = damage(run)
+    assert what is not None and re.search(says, what)
+    line = rebuild(run, what, BEGAN + 100)
+    assert line.startswith(what) and "rebuilt from the snapshot of step 15" in line and "all tokens" in line
+    assert damage(run) is None
+    with Store.open(run) as store:
+        record = store.run()
+        assert (record.run_id, record.config_json) == ("run-1", to_json(CONFIG))
+        assert record.pin == CertificateAuthority.load(run / "authority").pin
+        assert [(one.step, one.complete) for one in store.snapshots()] == [(step, True) for step in STEPS]
+        last = store.last_step()
+        assert last is not None and (last.step, last.loss) == (14, done(15).loss) and math.isnan(last.clip)
+        assert store.last_epoch() == 3 and [one.node_id for one in store.placement(3)] == list(NODES[:2])
+        assert store.list_tokens() == []
+    if size:
+        assert (run / f"{DATABASE_FILE}.damaged").stat().st_size == size
+
+
+def test_a_lost_write_ahead_log_is_noticed_and_evictions_in_the_history_hold(run: Path) -> None:
+    """The database goes back to before the last snapshots and the eviction."""
+    with sqlite3.connect(run / DATABASE_FILE) as db:
+        db.execute("DELETE FROM steps WHERE step > 7")
+        db.execute("DELETE FROM snapshots WHERE step > 5")
+        db.execute("UPDATE members SET evicted = NULL")
+    what = damage(run)
+    assert what is not None and what.endswith("ends at step 8, before the snapshot of step 15")
+    line = rebuild(run, what, BEGAN + 100)
+    assert "3 members (1 evicted)" in line
+    with Store.open(run) as store:
+        assert [one.node_id for one in store.members()] == list(NODES)
+        assert evicted(store) == [NODES[1]]
+        assert [one.step for one in store.snapshots()] == list(STEPS)
+
+
+def test_damage_inside_is_found(run: Path) -> None:
+    path = run / DATABASE_FILE
+    data = bytearray(path.read_bytes())
+    for page in range(2, len(data) // 4096):
+        data[page * 4096 : page * 4096 + 64] = b"\xff" * 64
+    path.write_bytes(bytes(data))
+    what = damage(run)
+    assert what is not None
+    rebuild(run, what, BEGAN + 100)
+    assert damage(run) is None
+
+
+def test_a_damaged_manifest_and_history_leave_enough(run: Path) -> None:
+    (run / "snapshots" / "step-00000015" / "manifest.json").write_text("[" * 100_000)
+    (run / "history.jsonl").unlink()
+    (run / "history.jsonl").mkdir()
+    (run / DATABASE_FILE).write_bytes(b"")
+    what = damage(run)
+    assert what is not None
+    assert "rebuilt from the snapshot of step 10" in rebuild(run, what, BEGAN + 100)
+    with Store.open(run) as store:
+        assert [one.step for one in store.snapshots()] == [5, 10]
+        assert store.last_step() is None
+
+
+def test_snapshots_of_another_run_are_refused(run: Path) -> None:
+    manifest = run / "snapshots" / "step-00000015" / "manifest.json"
+    fields = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**fields, "run_id": "run-2"}))
+    (run / DATABASE_FILE).write_bytes(b"")
+    with pytest.raises(UserError, match="the snapshots are of run run-2, not of run-1"):
+        rebuild(run, "run.db is empty", BEGAN)
+    assert (run / DATABASE_FILE).read_bytes() == b""
+
+
+def test_without_snapshots_there_is_nothing_to_rebuild_from(run: Path) -> None:
+    for manifest in run.glob("snapshots/*/manifest.json"):
+        manifest.unlink()
+    (run / DATABASE_FILE).write_bytes(b"")
+    assert damage(run) is None
+    with pytest.raises(UserError, match="was never finished: delete"):
+        Store.open(run)
