@@ -53,6 +53,8 @@ MIX_BLOCK = 1024
 LARGE_BYTES = 2_000_000_000
 """A text source of this size is read in shards unless `[data] order` says otherwise."""
 OPEN_PARTS = 64
+MOST_PARTS = 16
+"""Tokenized of a shard to estimate its size."""
 CLOSE_SECONDS = 2.0
 """For the thread that tokenizes ahead to end; it may be in the middle of a part, which is made again."""
 BATCH_DOCUMENTS = 64
@@ -349,9 +351,15 @@ class Stream:
         return [counts for counts in found if counts is not None]
 
     def estimated_tokens(self) -> int:
-        """Tokens of the source, from its first group."""
-        shards = {place[0] for group in self._groups[:1] for place in group.places}
-        tokens = sum(counts.tokens for counts in self.counts())
+        """Tokens of the source, from the shards of its first group; too few if these have over `MOST_PARTS`."""
+        shards = sorted({place[0] for group in self._groups[:1] for place in group.places})
+        tokens = 0
+        with self._extending:
+            for shard in shards:
+                for part in range(MOST_PARTS):
+                    if (counts := self.tokenized.counts(shard, part)) is None:
+                        break
+                    tokens += counts.tokens
         return round(tokens / len(shards) * len(self.tokenized.source.shards)) if shards else 0
 
     @property
