@@ -10,7 +10,7 @@ and renamed.
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,11 +18,19 @@ from typing import Any
 
 import numpy as np
 
+from node.checkpoints.adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    adapter_config,
+    merged_parameters,
+    peft_name,
+)
 from node.checkpoints.families import FileTensor, tensors, write_config
 from node.checkpoints.hub import PREFIX as HUB
 from node.checkpoints.start import CONFIG, OTHER_FILES, TOKENIZER, original_file
 from node.checkpoints.weights import INDEX, SINGLE
-from node.config.schema import ModelSection
+from node.config.schema import LoraSection, ModelSection, RunConfig, RunSection
+from node.model.lora_shapes import trained_specs
 from node.model.units import HEAD
 from node.telemetry import events
 from node.telemetry.history import read_history
@@ -36,6 +44,9 @@ SHARD_BYTES = 4 << 30
 """Longest safetensors file, unless one tensor is longer."""
 BYTES = "bytes"
 
+Arrays = Callable[[str], Mapping[str, np.ndarray]]
+"""A unit's weights by name, float32."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
@@ -44,10 +55,15 @@ class _Entry:
     tensor: FileTensor
 
 
-def export(run_directory: Path, out: Path, *, step: int | None = None, dtype: str = "") -> int:
+def export(
+    run_directory: Path, out: Path, *, step: int | None = None, dtype: str = "", merge: bool = False
+) -> int:
     """Write a snapshot of a run as a Hugging Face folder; returns the snapshot's step.
 
+    A run with adapters gives a folder in PEFT's format (`node.checkpoints.adapters`).
+
     Args:
+        merge: of a run with adapters, write the whole model with the adapters merged in.
         step: the newest complete snapshot's by default.
         dtype: one of `DTYPES`; by default the checkpoint's that the run started from, else float32.
 
@@ -68,9 +84,12 @@ def export(run_directory: Path, out: Path, *, step: int | None = None, dtype: st
         raise UserError(f"{out} is in use: name a new folder")
     directory = snapshot_directory(snapshots, step)
     manifest = read_manifest(directory)
-    if manifest.config.get("lora", {}).get("rank"):
-        raise UserError(f"{run_directory} trains adapters (lora.rank), which cannot be exported yet")
-    model = _model(manifest)
+    config = _config(manifest)
+    model, adapters = config.model, config.lora.rank > 0
+    if merge and not adapters:
+        raise UserError(
+            "--merge is for runs with adapters ([lora]); this one trained the whole model: leave it out"
+        )
     original = _original(model)
     dtype = dtype or _dtype_of(original)
     if dtype not in DTYPES:
@@ -79,14 +98,25 @@ def export(run_directory: Path, out: Path, *, step: int | None = None, dtype: st
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _write_weights(directory, model, dtype, partial)
-        config = write_config(model, dtype, original)
-        _write_json(partial / CONFIG, config)
         _write_tokenizer(manifest, model, partial)
-        if not (partial / "generation_config.json").exists():
-            tokens = {key: value for key, value in config.items() if key.endswith("_token_id")}
-            _write_json(partial / "generation_config.json", tokens)
-        (partial / "README.md").write_text(_card(run_directory, manifest, dtype), encoding="utf-8")
+        if adapters and not merge:
+            entries = list(_adapter_entries(config, manifest))
+            _write_file(partial / ADAPTER_WEIGHTS, entries, dtype, lambda unit: _parameters(directory, unit))
+            _write_json(partial / ADAPTER_CONFIG, adapter_config(config))
+        else:
+
+            def arrays(unit: str) -> dict[str, np.ndarray]:
+                kept = _parameters(directory, unit)
+                return merged_parameters(config, unit, kept) if adapters else kept
+
+            _write_weights(list(_entries(model, manifest)), dtype, arrays, partial)
+            described = write_config(model, dtype, original)
+            _write_json(partial / CONFIG, described)
+            if not (partial / "generation_config.json").exists():
+                tokens = {key: value for key, value in described.items() if key.endswith("_token_id")}
+                _write_json(partial / "generation_config.json", tokens)
+        card = _card(run_directory, manifest, dtype, "peft" if adapters and not merge else "transformers")
+        (partial / "README.md").write_text(card, encoding="utf-8")
         if out.exists():
             out.rmdir()
         partial.replace(out)
@@ -100,39 +130,57 @@ def export(run_directory: Path, out: Path, *, step: int | None = None, dtype: st
 # ---- weights
 
 
-def _write_weights(directory: Path, model: ModelSection, dtype: str, out: Path) -> None:
-    kind, width = DTYPES[dtype]
-    shards = list(_shards(_entries(model, read_manifest(directory)), width))
+def _write_weights(entries: Sequence[_Entry], dtype: str, arrays: Arrays, out: Path) -> None:
+    shards = list(_shards(iter(entries), DTYPES[dtype][1]))
     weight_map: dict[str, str] = {}
     total = 0
-    for number, entries in enumerate(shards, start=1):
+    for number, shard in enumerate(shards, start=1):
         name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for entry in entries:
-            size = width * prod(entry.tensor.shape)
-            header[entry.tensor.name] = {
-                "dtype": kind,
-                "shape": list(entry.tensor.shape),
-                "data_offsets": [end, end + size],
-            }
-            end += size
-            weight_map[entry.tensor.name] = name
-        total += end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        with (out / name).open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            unit, arrays = "", {}
-            for entry in entries:
-                if entry.unit != unit:
-                    unit, arrays = entry.unit, parameters_of(read_tensors(read_unit(directory, entry.unit)))
-                array = arrays[entry.parameter]
-                file.write(_encoded(array.T if entry.tensor.transposed else array, dtype))
-            file.flush()
-            os.fsync(file.fileno())
+        total += _write_file(out / name, shard, dtype, arrays)
+        weight_map |= {entry.tensor.name: name for entry in shard}
     if len(shards) > 1:
         _write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_file(path: Path, entries: Sequence[_Entry], dtype: str, arrays: Arrays) -> int:
+    """Write one safetensors file; returns the bytes of its tensors."""
+    kind, width = DTYPES[dtype]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        size = width * prod(entry.tensor.shape)
+        header[entry.tensor.name] = {
+            "dtype": kind,
+            "shape": list(entry.tensor.shape),
+            "data_offsets": [end, end + size],
+        }
+        end += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        unit = ""
+        found: Mapping[str, np.ndarray] = {}
+        for entry in entries:
+            if entry.unit != unit:
+                unit, found = entry.unit, arrays(entry.unit)
+            array = found[entry.parameter]
+            file.write(_encoded(array.T if entry.tensor.transposed else array, dtype))
+        file.flush()
+        os.fsync(file.fileno())
+    return end
+
+
+def _parameters(directory: Path, unit: str) -> dict[str, np.ndarray]:
+    """A unit's weights in a snapshot."""
+    return parameters_of(read_tensors(read_unit(directory, unit)))
+
+
+def _adapter_entries(config: RunConfig, manifest: Manifest) -> Iterator[_Entry]:
+    for unit in manifest.units:
+        for spec in trained_specs(config.model, config.lora, unit.unit):
+            tensor = FileTensor(peft_name(config, unit.unit, spec.name), spec.shape)
+            yield _Entry(unit.unit, spec.name, tensor)
 
 
 def _entries(model: ModelSection, manifest: Manifest) -> Iterator[_Entry]:
@@ -170,10 +218,18 @@ def _encoded(array: np.ndarray, dtype: str) -> bytes:
 # ---- the other files
 
 
-def _model(manifest: Manifest) -> ModelSection:
-    given = manifest.config["model"]
-    fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
-    return ModelSection(**fields)
+def _config(manifest: Manifest) -> RunConfig:
+    """The model, adapters and seed of a manifest; snapshots from before adapters have none."""
+
+    def fields(section: str) -> dict[str, Any]:
+        given = manifest.config.get(section, {})
+        return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+
+    return RunConfig(
+        run=RunSection(**fields("run")),
+        model=ModelSection(**fields("model")),
+        lora=LoraSection(**fields("lora")),
+    )
 
 
 def _original(model: ModelSection) -> dict[str, Any] | None:
@@ -234,7 +290,7 @@ def byte_tokenizer() -> dict[str, Any]:
     }
 
 
-def _card(run_directory: Path, manifest: Manifest, dtype: str) -> str:
+def _card(run_directory: Path, manifest: Manifest, dtype: str, library: str) -> str:
     """A model card: settings, data, tokens and losses."""
     config = manifest.config
     model, training, data = config["model"], config["training"], config["data"]
@@ -262,7 +318,7 @@ def _card(run_directory: Path, manifest: Manifest, dtype: str) -> str:
         rows += [(f"loss of step {step}", f"{losses[step]:.4f}") for step in (min(losses), max(losses))]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     return (
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
+        f"---\nlibrary_name: {library}\npipeline_tag: text-generation\n---\n\n"
         f"# {config['run']['name']}\n\nTrained with thinwire across several machines.\n\n"
         f"| | |\n|---|---|\n{table}\n"
     )

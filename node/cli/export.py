@@ -18,6 +18,11 @@ def add_parser(commands: Any) -> None:
         default="",
         help="weights' dtype (default: the starting checkpoint's, else float32)",
     )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="of a run with adapters, write the whole model with them merged in, not a PEFT folder",
+    )
     parser.add_argument("--json", action="store_true", help="describe the output as JSON")
     parser.set_defaults(run=run, parser=parser)
 
@@ -27,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from node.cli.run_directory import existing_run_directory
 
     directory = existing_run_directory(args.run_dir)
-    step = export(directory, args.out, step=args.step, dtype=args.dtype)
+    step = export(directory, args.out, step=args.step, dtype=args.dtype, merge=args.merge)
     if args.json:
         sys.stdout.write(json.dumps({"event": "exported", "step": step, "out": str(args.out)}) + "\n")
     else:

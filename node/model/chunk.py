@@ -1,7 +1,7 @@
 """A chunk: the contiguous layer units that one pipeline stage runs in one go, as one module."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from math import sqrt
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from node.config.schema import LoraSection, ModelSection
 from node.model.blocks import Block, Embedding, Gpt2Block, Head, LlamaBlock, Rotary, rotary_frequencies
 from node.model.labels import IGNORED
-from node.model.lora import DropoutSource, freeze
+from node.model.lora import DropoutSource, freeze, load_frozen
 from node.model.lora_shapes import trained_specs
 from node.model.rng import generator
 from node.model.shards import shard
@@ -30,7 +30,7 @@ from node.model.units import (
     tied_parameter,
     unit_names,
 )
-from wire.errors import ConfigError
+from wire.errors import ConfigError, RunError
 
 MOST_THREADS = 16
 """Threads that draw initial weights; a stage of a large model has hundreds of millions."""
@@ -95,6 +95,19 @@ class Chunk(nn.Module):
         """What training changes of a unit."""
         return trained_specs(self.model, self.lora, unit)
 
+    @torch.no_grad()
+    def load_frozen(self, unit: str, weights: Mapping[str, Tensor]) -> None:
+        """Replace a unit's frozen weights by those of a checkpoint: float32, by name.
+
+        Raises RunError if one is missing, unknown or of another shape.
+        """
+        specs = parameter_specs(self.model, unit)
+        expected = {spec.name: spec.shape for spec in specs}
+        found = {name: tuple(value.shape) for name, value in weights.items()}
+        if self.lora.rank == 0 or found != expected:
+            raise RunError(f"weights of unit {unit} do not fit this run's model; start from its checkpoint")
+        load_frozen(self.layers[self.units.index(unit)], weights)
+
     def tied_parameter(self, unit: str) -> nn.Parameter | None:
         """The unit's copy of the tied weight, if it holds one."""
         name = tied_parameter(self.model, unit)
@@ -119,8 +132,8 @@ def build_chunk(
     """The chunk of these units with its initial weights: matrices in `weights_in`, vectors in float32.
 
     Each weight is a function of (seed, unit, parameter name), so every split builds the same bits. `storage`
-    says what blocks keep for backward; off by default. With a `rank`, the chunk holds that rank's shards. With
-    `lora` its weights are frozen and its parameters are adapters, in `weights_in`.
+    says what blocks keep for backward; off by default. With a `rank`, the chunk holds that rank's shards.
+    With `lora` its weights are frozen and its parameters are adapters, in `weights_in`.
 
     Raises:
         ConfigError: units that the model does not have, or that are not contiguous and in order.

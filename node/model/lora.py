@@ -14,6 +14,7 @@ a step that runs again, or runs on another split, drops the same elements. The m
 device, where a captured pass reads it at every replay, and is kept for backward instead of a mask.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -58,12 +59,18 @@ class FrozenWeight(nn.Module):
         """
         super().__init__()
         self.shape, self.form = weight.shape, form
-        kept: Tensor = weight
-        if form == "bf16":
-            kept = weight.to(torch.bfloat16)
-        elif form != WHOLE:
-            kept = cast(Tensor, ops.store(weight, PACKED[form]))
-        self.register_buffer("kept", kept, persistent=False)
+        self.register_buffer("kept", self._packed(weight), persistent=False)
+
+    def fill(self, weight: Tensor) -> None:
+        """Replace it, in place."""
+        self.kept.copy_(self._packed(weight.to(self.kept.device)))
+
+    def _packed(self, weight: Tensor) -> Tensor:
+        if self.form == WHOLE:
+            return weight
+        if self.form == "bf16":
+            return weight.to(torch.bfloat16)
+        return cast(Tensor, ops.store(weight, PACKED[self.form]))
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight in `dtype`, [outputs, inputs]."""
@@ -201,6 +208,18 @@ def freeze(
             half = weight.ndim >= 2 and form != WHOLE
             delattr(part, name)
             part.register_buffer(name, weight.to(torch.bfloat16) if half else weight, persistent=False)
+
+
+def load_frozen(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Replace the frozen weights of a unit's module by float32 tensors, by their names in the whole model."""
+    for name, value in weights.items():
+        path, _, kind = name.rpartition(".")
+        part = module.get_submodule(path)
+        kept = part.weight if isinstance(part, FrozenLinear) and kind == "weight" else getattr(part, kind)
+        if isinstance(kept, FrozenWeight):
+            kept.fill(value)
+        else:
+            kept.copy_(value)
 
 
 def merged(weight: Tensor, down: Tensor, up: Tensor, lora: LoraSection) -> Tensor:

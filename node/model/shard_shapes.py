@@ -44,6 +44,8 @@ def shard_shape(unit: str, spec: ParameterSpec, ranks: int) -> tuple[int, ...]:
 
 def check_sizes(config: RunConfig, ranks: int, tensor_parallel: int = 1) -> None:
     """Raise RunError if the run's microbatches or blocks cannot be shared so: one line, and what to do."""
+    if ranks > 1 and config.lora.rank:
+        raise RunError(f"{ranks} devices cannot share a stage with adapters (lora.rank): join with --gpus 1")
     check_shards(config, tensor_parallel)
     rows, samples = ranks // tensor_parallel, config.training.microbatch
     if samples % rows == 0:
@@ -66,11 +68,6 @@ def check_shards(config: RunConfig, ranks: int) -> None:
     if ranks > 1 and model.qk_norm == "full":
         raise RunError(
             f"--tensor-parallel {ranks} cannot share model.qk_norm full, which spans all heads: join without"
-        )
-    if ranks > 1 and config.lora.rank:
-        raise RunError(
-            f"--tensor-parallel {ranks} cannot share blocks with adapters (lora.rank {config.lora.rank}): "
-            "join without"
         )
     sizes = {"heads": model.heads, "ffn": model.ffn, "sequence": model.sequence}
     if model.family == "llama":

@@ -18,7 +18,7 @@ from node.stage.coordinator_client import Batches
 from node.stage.executor import StageExecutor, StepOutcome
 from node.stage.inbox import Inbox, LoopIO, StepInterrupted, TensorLink
 from node.stage.tensor_transfer import BadTensorError
-from node.training.serialization import deserialize_unit
+from node.training.serialization import as_frozen, deserialize_unit
 from wire.errors import (
     CacheMismatchError,
     DeviceLostError,
@@ -262,11 +262,15 @@ class EpochTask:
                 for unit in executor.sources:
                     faults.reach(faults.Phase.STATE_FETCH, stage=self.stage, step=step)
                     files[unit] = await services.fetch_layer(step, unit)
-            elif executor.config.model.from_:
+            adapters = executor.config.lora.rank > 0
+            if executor.config.model.from_ and (step == 0 or adapters):
                 weights = await services.fetch_weights(executor.units)
 
             def fetch(unit: str) -> Mapping[str, Tensor]:
-                return weights[unit] if step == 0 else deserialize_unit(files[unit])
+                state = {} if step == 0 else deserialize_unit(files[unit])
+                given = weights.get(unit, {})
+                # With adapters the checkpoint's weights are frozen, and no snapshot has them.
+                return {**state, **(as_frozen(given) if adapters else given)}
 
             await services.compute(lambda: executor.restore(step, fetch))
         executor.lineage = restore.branch

@@ -11,6 +11,7 @@ from node import faults
 from node.checkpoints.hub import PREFIX as HUB
 from node.checkpoints.start import read_units
 from node.config.schema import RunConfig
+from node.model.units import most_state_bytes, parameter_specs
 from node.pipeline.placement import most_layer_bytes
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.epoch_task import State
@@ -57,6 +58,9 @@ class SnapshotTransfer:
         """A layer unit's snapshot file, from this node's disk if that copy is the right one."""
         kept = await asyncio.to_thread(self._cache.get, step, unit)
         limit = most_layer_bytes(self._config, unit, self._windows)
+        if step == 0:
+            # A checkpoint's weights, whatever of them is trained.
+            limit = max(limit, most_state_bytes(parameter_specs(self._config.model, unit)))
         data = await self._client.layer(step, unit, limit, kept)
         if kept is None or data is not kept.data:
             await asyncio.to_thread(self._cache.put, step, unit, data)

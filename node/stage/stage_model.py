@@ -18,6 +18,7 @@ from node.pipeline.placement import chunk_units
 from node.stage.captured_passes import CapturedPasses, CudaRecorder
 from node.stage.passes import AutogradPasses, ChunkCall, Passes
 from node.training.optimizer import StageOptimizer
+from node.training.unit_state import FROZEN_PREFIX
 
 
 class StageCompute(Protocol):
@@ -170,7 +171,15 @@ class StageModel:
         self._optimizer = None
 
     def load_unit_state(self, unit: str, state: Mapping[str, Tensor]) -> None:
-        """As `StageOptimizer.load_unit_state`."""
+        """As `StageOptimizer.load_unit_state`; frozen weights too, under names that begin with `frozen.`"""
+        frozen = {
+            name.removeprefix(FROZEN_PREFIX): tensor
+            for name, tensor in state.items()
+            if name.startswith(FROZEN_PREFIX)
+        }
+        if frozen:
+            next(chunk for chunk in self._chunks if unit in chunk.units).load_frozen(unit, frozen)
+            state = {name: tensor for name, tensor in state.items() if not name.startswith(FROZEN_PREFIX)}
         self.optimizer.load_unit_state(unit, state)
 
     def unit_state(self, unit: str) -> dict[str, Tensor]:

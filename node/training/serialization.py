@@ -9,6 +9,7 @@ from torch import Tensor
 
 from node.training.snapshot import read_unit
 from node.training.unit_state import CACHE_PREFIX as CACHE_PREFIX
+from node.training.unit_state import FROZEN_PREFIX, PARAMETER_PREFIX
 from wire.errors import RunError
 
 
@@ -37,6 +38,11 @@ def deserialize_unit(data: bytes) -> dict[str, Tensor]:
 def without_cache(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A unit's weights and optimizer state alone, without the activations remembered behind it."""
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(CACHE_PREFIX)}
+
+
+def as_frozen(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A unit's weights under the names of frozen ones."""
+    return {f"{FROZEN_PREFIX}{name.removeprefix(PARAMETER_PREFIX)}": value for name, value in weights.items()}
 
 
 def load_unit(directory: Path, unit: str) -> dict[str, Tensor]:

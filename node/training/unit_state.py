@@ -18,6 +18,8 @@ from wire.errors import RunError
 
 PARAMETER_PREFIX = "parameter."
 """Begins the names of weights in a unit's state; everything else is the optimizer's."""
+FROZEN_PREFIX = "frozen."
+"""Begins the names of a checkpoint's weights that a stage with adapters is given beside its state."""
 CACHE_PREFIX = "activation_cache."
 """Begins the names of a sample cache's tensors in a unit's state."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")

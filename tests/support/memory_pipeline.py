@@ -93,8 +93,14 @@ class MemoryIO:
 class MemoryPipeline:
     """All stages of `config`, at step 0. A context manager: leaving it ends the threads."""
 
-    def __init__(self, config: RunConfig, data: Corpus | None = None) -> None:
-        """`data` defaults to `corpus(config)`."""
+    def __init__(
+        self,
+        config: RunConfig,
+        data: Corpus | None = None,
+        fetch: Callable[[str], UnitState] | None = None,
+    ) -> None:
+        """`data` defaults to `corpus(config)`; `fetch` gives the weights of a checkpoint that the run starts
+        from."""
         stages = config.pipeline.stages
         self.config = config
         self.step = 0
@@ -108,7 +114,7 @@ class MemoryPipeline:
         self._pool = ThreadPoolExecutor(stages, initializer=torch.set_num_threads, initargs=(1,))
         for stage, executor in enumerate(self.executors):
             executor.place(stage, stages)
-            executor.restore(0, _nothing_to_fetch)
+            executor.restore(0, fetch or _nothing_to_fetch)
 
     def __enter__(self) -> Self:
         return self

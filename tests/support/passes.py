@@ -1,4 +1,4 @@
-"""Settings in which captured passes are compared with autograd: `[training]`, `[storage]`, `[lora]`, by name."""
+"""Settings in which captured passes are compared with autograd, by name."""
 
 from dataclasses import replace
 

@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from node.config.schema import (
+    LoraSection,
     ModelSection,
     PipelineSection,
     RunConfig,
@@ -126,6 +127,27 @@ def test_one_device_takes_what_is_estimated(form: str, family: str, stage: int) 
     held = 2 - stage  # of two stages in plain 1F1B
     found = measured(config, StageModel(config, CPU), stage, held)
     assert LEAST <= estimated(config, stage, Devices()) / found <= MOST
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(
+    ("form", "family", "lora"),
+    [
+        ("plain", "llama", LoraSection(rank=8, base="float32")),
+        ("plain", "llama", LoraSection(rank=8, base="4", dropout=0.1)),
+        ("autocast", "llama", LoraSection(rank=8)),
+        ("autocast", "gpt2", LoraSection(rank=8, base="8")),
+        ("float32 gradients, bf16", "llama", LoraSection(rank=32, base="4", targets=("query", "value"))),
+    ],
+)
+def test_adapters_on_frozen_weights_take_what_is_estimated(
+    form: str, family: str, lora: LoraSection, stage: int
+) -> None:
+    config = replace(run(form, family), lora=lora)
+    found = measured(config, StageModel(config, CPU), stage, held=2 - stage)
+    ratio = estimated(config, stage, Devices()) / found
+    print("RATIO", form, family, lora, stage, round(ratio, 3))
+    assert LEAST <= ratio <= MOST
 
 
 @pytest.mark.parametrize(
