@@ -25,6 +25,9 @@ MULTIPROCESSORS = 192
 """No GPU has more."""
 GRADIENT_PIECE = 1 << 22
 """Elements of a gradient processed at a time: for its norm, packing or unpacking."""
+_INTO_ATTENTION = ("query", "key", "value", "qkv_projection")
+_INTO_FEED_FORWARD = ("gate", "up")
+"""Projections of a norm's result."""
 _SNAPSHOT_BYTES = 12
 """Weight and two moments in float32; those in e4m3 are less."""
 SNAPSHOTS_SENT = 2
@@ -201,6 +204,8 @@ class Share:
             own += 2 * 4 * model.hidden  # there torch keeps what it scales by the weight
         # The norms' results, of all positions; autocast casts one for each projection that it enters.
         copies = (5 if llama else 2) if self._half and ranks == 1 else 2
+        if self._lora.rank:
+            copies = self._adapted_inputs()
         wide = copies * element * model.hidden
         # Inside a block a device has its share of heads and of the feed-forward's width: queries, keys,
         # values, attention's result and log-sum-exp; what the feed-forward keeps.
@@ -215,8 +220,18 @@ class Share:
 
     @property
     def _feed_forward_keeps(self) -> int:
-        """Saved by autograd for one token: gate, its SiLU, up and the product, or up and its GELU."""
-        return self._element * (4 if self._model.family == "llama" else 2) * self._model.ffn
+        """Saved by autograd for one token: gate, its SiLU, up and the product, or up and its GELU. A
+        projection without an adapter saves nothing."""
+        saved = 4 if self._model.family == "llama" else 2
+        if self._lora.rank and "down" not in targets(self._model, self._lora):
+            saved -= 1
+        return self._element * saved * self._model.ffn
+
+    def _adapted_inputs(self) -> int:
+        """Copies of norms' results that projections with adapters save: autocast casts one for each."""
+        adapted = targets(self._model, self._lora)
+        counts = [sum(name in adapted for name in names) for names in (_INTO_ATTENTION, _INTO_FEED_FORWARD)]
+        return sum(counts) if self._half else sum(count > 0 for count in counts)
 
     def block_at_work(self) -> int:
         """What a block's backward allocates beside the saved tensors."""

@@ -137,7 +137,7 @@ def test_one_device_takes_what_is_estimated(form: str, family: str, stage: int) 
         ("plain", "llama", LoraSection(rank=8, base="4", dropout=0.1)),
         ("autocast", "llama", LoraSection(rank=8)),
         ("autocast", "gpt2", LoraSection(rank=8, base="8")),
-        ("float32 gradients, bf16", "llama", LoraSection(rank=32, base="4", targets=("query", "value"))),
+        ("plain", "llama", LoraSection(rank=32, base="8", targets=("query", "value", "gate"))),
     ],
 )
 def test_adapters_on_frozen_weights_take_what_is_estimated(
@@ -145,9 +145,7 @@ def test_adapters_on_frozen_weights_take_what_is_estimated(
 ) -> None:
     config = replace(run(form, family), lora=lora)
     found = measured(config, StageModel(config, CPU), stage, held=2 - stage)
-    ratio = estimated(config, stage, Devices()) / found
-    print("RATIO", form, family, lora, stage, round(ratio, 3))
-    assert LEAST <= ratio <= MOST
+    assert LEAST <= estimated(config, stage, Devices()) / found <= MOST
 
 
 @pytest.mark.parametrize(
