@@ -22,7 +22,6 @@ from node.checkpoints.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     adapter_config,
-    merged_parameters,
     peft_name,
 )
 from node.checkpoints.families import FileTensor, tensors, write_config
@@ -46,6 +45,8 @@ BYTES = "bytes"
 
 Arrays = Callable[[str], Mapping[str, np.ndarray]]
 """A unit's weights by name, float32."""
+Merge = Callable[[RunConfig, str, Mapping[str, np.ndarray]], dict[str, np.ndarray]]
+"""A unit's whole weights, of its adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +57,14 @@ class _Entry:
 
 
 def export(
-    run_directory: Path, out: Path, *, step: int | None = None, dtype: str = "", merge: bool = False
+    run_directory: Path, out: Path, *, step: int | None = None, dtype: str = "", merge: Merge | None = None
 ) -> int:
     """Write a snapshot of a run as a Hugging Face folder; returns the snapshot's step.
 
     A run with adapters gives a folder in PEFT's format (`node.checkpoints.adapters`).
 
     Args:
-        merge: of a run with adapters, write the whole model with the adapters merged in.
+        merge: of a run with adapters, write the whole model as this makes it (`node.checkpoints.merging`).
         step: the newest complete snapshot's by default.
         dtype: one of `DTYPES`; by default the checkpoint's that the run started from, else float32.
 
@@ -86,7 +87,7 @@ def export(
     manifest = read_manifest(directory)
     config = _config(manifest)
     model, adapters = config.model, config.lora.rank > 0
-    if merge and not adapters:
+    if merge is not None and not adapters:
         raise UserError(
             "--merge is for runs with adapters ([lora]); this one trained the whole model: leave it out"
         )
@@ -99,7 +100,7 @@ def export(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _write_tokenizer(manifest, model, partial)
-        if adapters and not merge:
+        if adapters and merge is None:
             entries = list(_adapter_entries(config, manifest))
             _write_file(partial / ADAPTER_WEIGHTS, entries, dtype, lambda unit: _parameters(directory, unit))
             _write_json(partial / ADAPTER_CONFIG, adapter_config(config))
@@ -107,7 +108,7 @@ def export(
 
             def arrays(unit: str) -> dict[str, np.ndarray]:
                 kept = _parameters(directory, unit)
-                return merged_parameters(config, unit, kept) if adapters else kept
+                return kept if merge is None else merge(config, unit, kept)
 
             _write_weights(list(_entries(model, manifest)), dtype, arrays, partial)
             described = write_config(model, dtype, original)
@@ -115,7 +116,7 @@ def export(
             if not (partial / "generation_config.json").exists():
                 tokens = {key: value for key, value in described.items() if key.endswith("_token_id")}
                 _write_json(partial / "generation_config.json", tokens)
-        card = _card(run_directory, manifest, dtype, "peft" if adapters and not merge else "transformers")
+        card = _card(run_directory, manifest, dtype, "peft" if adapters and merge is None else "transformers")
         (partial / "README.md").write_text(card, encoding="utf-8")
         if out.exists():
             out.rmdir()

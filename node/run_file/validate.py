@@ -276,13 +276,6 @@ def _lora(lora: LoraSection, config: RunConfig) -> Iterator[str]:
             yield "lora.rank is 0, which trains the whole model: set it, for example to 16, or drop [lora]"
         return
     yield from _positive({"lora.alpha": lora.alpha})
-    if config.model.from_:
-        yield (
-            "lora.rank must be 0 with model.from: frozen weights of a checkpoint cannot be loaded yet; train "
-            "all weights, or leave model.from out"
-        )
-    if config.training.export_every:
-        yield "training.export_every must be 0 with lora.rank: a snapshot then has adapters only"
     if not 0 <= lora.dropout < 1:
         yield f"lora.dropout must be at least 0 and below 1, got {lora.dropout}"
     yield from _name("lora.base", lora.base, FORMS)

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from node.checkpoints.export import export
+from node.checkpoints.merging import merged_parameters
 from node.checkpoints.start import read_units
 from node.config.schema import (
     DataSection,
@@ -101,7 +102,7 @@ def test_a_merged_model_computes_what_was_trained(family: str, kept: str, tmp_pa
     config = RunConfig(model=model, lora=replace(LORA, base=kept), run=RunSection(seed=9))
     chunk = trained(config)
     snapshot(tmp_path / "run", config, chunk)
-    export(tmp_path / "run", tmp_path / "out", merge=True, dtype="float32")
+    export(tmp_path / "run", tmp_path / "out", merge=merged_parameters, dtype="float32")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     with torch.no_grad():
         torch.testing.assert_close(loaded(TOKENS).logits, chunk(TOKENS), rtol=1e-3, atol=1e-4)
@@ -112,7 +113,7 @@ def test_merging_a_whole_model_is_refused(tmp_path: Path) -> None:
     config = RunConfig(model=model)
     snapshot(tmp_path / "run", config, build_chunk(model, unit_names(model), 0, CPU))
     with pytest.raises(UserError, match="--merge is for runs with adapters"):
-        export(tmp_path / "run", tmp_path / "out", merge=True)
+        export(tmp_path / "run", tmp_path / "out", merge=merged_parameters)
 
 
 def test_weights_of_another_model_are_not_taken() -> None:

@@ -106,14 +106,6 @@ def test_bad_requests_are_one_line_and_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is in use"):
         export(run, out)
     assert [path.name for path in tmp_path.iterdir() if path != run] == ["out"]
-    adapters = replace(RunConfig(), model=ModelSection(layers=1, hidden=16, heads=2, kv_heads=2, ffn=16))
-    snapshot(tmp_path / "lora", adapters)
-    path = tmp_path / "lora" / "snapshots" / "step-00000004" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["config"]["lora"]["rank"] = 4
-    path.write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="trains adapters"):
-        export(tmp_path / "lora", tmp_path / "third")
     strange = replace(RunConfig(), model=replace(ModelSection(layers=1), qkv_bias=True, qk_norm="head"))
     snapshot(tmp_path / "other", strange)
     with pytest.raises(UserError, match=r"no Hugging Face family has model\.qkv_bias True"):

@@ -53,8 +53,6 @@ def test_the_most_that_is_allowed() -> None:
         ({"model.qk_norm": "heads"}, "model.qk_norm 'heads' is unknown; did you mean 'head'?"),
         ({"model.norm_place": "output", "storage.preset": "agoq"}, "storage.preset must be off for a model"),
         ({"training.export_every": -1}, "training.export_every must be at least 0"),
-        ({"lora.rank": 4, "model.from_": "m"}, "lora.rank must be 0 with model.from"),
-        ({"lora.rank": 4, "training.export_every": 1}, "training.export_every must be 0 with lora.rank"),
         ({"model.layers": 0}, "model.layers must be at least 1"),
         ({"model.hidden": 250}, "model.hidden (250) must be a multiple of model.heads (8)"),
         ({"model.hidden": 24, "model.heads": 8, "model.kv_heads": 8}, "must be even"),
