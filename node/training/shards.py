@@ -351,7 +351,7 @@ class Stream:
         return [counts for counts in found if counts is not None]
 
     def estimated_tokens(self) -> int:
-        """Tokens of the source, from the shards of its first group; too few if these have over `MOST_PARTS`."""
+        """Tokens of the source, from its first shards; too few if these have over `MOST_PARTS`."""
         shards = sorted({place[0] for group in self._groups[:1] for place in group.places})
         tokens = 0
         with self._extending:
