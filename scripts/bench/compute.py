@@ -1,4 +1,4 @@
-"""How fast a stage computes, on an NVIDIA GPU: `python scripts/bench/compute.py --out PATH`.
+"""How fast a stage computes, on an NVIDIA GPU: `python -m scripts.bench.compute --out PATH`.
 
 A middle stage's forward and backward of a microbatch, in bf16, by ways that run in turns in one process:
 

@@ -60,7 +60,7 @@ def test_a_changed_table_is_found_and_written_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     readme = tmp_path / "README.md"
-    stale = "before\n<!-- table:commands -->\nold\n<!-- /table -->\nafter\n"
+    stale = "before\n<!-- table:commands -->\nstale figures\n<!-- /table -->\nafter\n"
     readme.write_text(stale, encoding="utf-8")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     assert tables.main(["--check"]) == 1
@@ -68,7 +68,7 @@ def test_a_changed_table_is_found_and_written_anew(
     assert readme.read_text(encoding="utf-8") == stale
     assert tables.main([]) == 0
     written = readme.read_text(encoding="utf-8")
-    assert "old" not in written
+    assert "stale figures" not in written
     assert "| `thinwire join` |" in written
     assert written.startswith("before\n<!-- table:commands -->\n") and written.endswith(
         "<!-- /table -->\nafter\n"
