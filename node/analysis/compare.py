@@ -7,7 +7,7 @@ replayed steps included, so a night for which the run was stopped does not count
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from node.telemetry import events
@@ -39,6 +39,8 @@ class RunRecord:
     """Bits an element, by kind of tensor."""
     shares: Mapping[str, float]
     """Share of all stages' time, by kind of time."""
+    held_out: Mapping[int, float] = field(default_factory=dict)
+    """Uncompressed held-out loss by step."""
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -64,6 +66,8 @@ class Comparison:
     """(step, first, second)"""
     loss_at_seconds: tuple[tuple[float, float, float], ...]
     """(running time in seconds, first, second): each run's newest loss at that time."""
+    held_out_at_step: tuple[tuple[int, float, float], ...] = ()
+    """(step, first, second): uncompressed held-out loss."""
 
     def to_fields(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -77,6 +81,7 @@ def record(name: str, config: Mapping[str, Mapping[str, Any]], history: Iterable
     elapsed, tokens, size = 0.0, 0, 0
     sent: dict[str, list[int]] = {}
     kinds: dict[str, float] = {}
+    held_out: dict[int, float] = {}
     for entry in history:
         match entry.event:
             case events.RunStarted():
@@ -85,6 +90,8 @@ def record(name: str, config: Mapping[str, Mapping[str, Any]], history: Iterable
                 elapsed += step.seconds
                 done.pop(step.step, None)
                 done[step.step] = step.loss, elapsed
+            case events.HeldOutLoss() as measured:
+                held_out[measured.step] = measured.uncompressed
             case events.StepCosts() as costs:
                 for stage in costs.stages:
                     for kind, seconds in stage.seconds.items():
@@ -109,6 +116,7 @@ def record(name: str, config: Mapping[str, Mapping[str, Any]], history: Iterable
         bytes=size,
         bits={kind: 8 * total / elements for kind, (total, elements) in sent.items() if elements},
         shares={kind: seconds / whole for kind, seconds in kinds.items()} if whole > 0 else {},
+        held_out=held_out,
     )
 
 
@@ -127,6 +135,10 @@ def compare(first: RunRecord, second: RunRecord) -> Comparison:
         shares=_pairs(first.shares, second.shares),
         loss_at_step=_at_steps(first, second),
         loss_at_seconds=_at_seconds(first, second),
+        held_out_at_step=tuple(
+            (step, first.held_out[step], second.held_out[step])
+            for step in _spread(sorted(first.held_out.keys() & second.held_out.keys()))
+        ),
     )
 
 

@@ -215,6 +215,21 @@ class SnapshotView:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeldOutView:
+    """The newest held-out loss, and the best; nats a token."""
+
+    step: int
+    loss: float | None = None
+    """With the run's codecs on the links; None if they cannot carry such samples."""
+    uncompressed: float
+    """With fp32 on every link."""
+    samples: int
+    best_step: int
+    best: float
+    """The least uncompressed loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunView:
     """The state of a run."""
 
@@ -259,6 +274,7 @@ class RunView:
     members: tuple[MemberView, ...]
     spares: int
     """Members without a stage, once every stage has its node; else 0."""
+    held_out: HeldOutView | None = None
     snapshot: SnapshotView | None = None
     """The newest one."""
     aborted: int

@@ -8,6 +8,7 @@
 A view depends on events only, so a run that is over looks as it did while it ran.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from node.analysis.bottleneck import bottleneck
 from node.analysis.run_view import (
     EventView,
     FlowView,
+    HeldOutView,
     LinkView,
     MemberView,
     RunView,
@@ -116,6 +118,7 @@ class RunViewBuilder:
         self._recoveries = 0
         self._snapshots: deque[SnapshotView] = deque(maxlen=MOST_SNAPSHOTS)
         """By step, pruned ones included: the newest counts if later ones are set aside."""
+        self._held_out: dict[int, events.HeldOutLoss] = {}
         self._finished: events.RunFinished | None = None
         self._token_uses: int | None = None
         self._loss = Series()
@@ -149,6 +152,9 @@ class RunViewBuilder:
                 self._recoveries += 1
             case events.TokenUses():
                 self._token_uses = event.left
+            case events.HeldOutLoss():
+                self._held_out.pop(event.step, None)
+                self._held_out[event.step] = event
             case events.SnapshotStored():
                 self._forget_snapshots(event.step - 1)
                 self._snapshots.append(SnapshotView(step=event.step, bytes=event.bytes, at=at))
@@ -281,6 +287,7 @@ class RunViewBuilder:
             members=members,
             # While a stage has no node, every node is needed.
             spares=0 if state == "waiting for nodes" else sum(member.stage is None for member in members),
+            held_out=self._held_out_view(),
             snapshot=self._snapshots[-1] if self._snapshots else None,
             aborted=self._aborted,
             recoveries=self._recoveries,
@@ -344,6 +351,21 @@ class RunViewBuilder:
         self._paces.append(event.seconds)
         self._loss.add(event.step, at, event.loss)
         self._speed.add(event.step, at, event.tokens_per_second)
+
+    def _held_out_view(self) -> HeldOutView | None:
+        if not self._held_out:
+            return None
+        losses = list(self._held_out.values())
+        newest, known = losses[-1], [one for one in losses if math.isfinite(one.uncompressed)]
+        best = min(known or losses, key=lambda one: one.uncompressed)
+        return HeldOutView(
+            step=newest.step,
+            loss=newest.loss,
+            uncompressed=newest.uncompressed,
+            samples=newest.samples,
+            best_step=best.step,
+            best=best.uncompressed,
+        )
 
     def _state(self, done: int, steps: int) -> str:
         if self._finished is not None:
@@ -494,6 +516,8 @@ def _listed(event: events.Event) -> tuple[str, str, str] | None:
             return "aborted", "warning", f"step {event.step} aborted and runs again: {event.reason}"
         case events.Recovered():
             return "recovered", "info", f"back at step {event.step} in {duration_text(event.seconds)}"
+        case events.HeldOutLoss():
+            return "held-out", "info", event.line
         case events.SnapshotStored():
             return "snapshot", "info", f"snapshot of step {event.step}: {bytes_text(event.bytes)}"
         case events.SnapshotSetAside():

@@ -113,6 +113,8 @@ def _live_lines(status: "RunStatus", now: float, alive: bool | None) -> list[str
     if status.step:
         lines.append(f"speed     {count_text(status.step.tokens_per_second)} tokens/s")
         lines += table_lines(*stage_rows(status.step, nodes))
+    if status.held_out:
+        lines.append(status.held_out.line)
     if status.aborted:
         lines.append(f"aborted   {status.aborted} steps, which ran again")
     if status.page and not status.finished and alive is not False:

@@ -88,6 +88,10 @@ class RunMetrics(Collector):
         families.observed("step_seconds", self._step_seconds)
         families.set("last_step_timestamp_seconds", self._last_step)
         self._run(families, view)
+        if view.held_out is not None:
+            families.set("held_out_loss", view.held_out.loss, "as-trained")
+            families.set("held_out_loss", view.held_out.uncompressed, "fp32")
+            families.set("held_out_best_steps", view.held_out.best_step)
         for stage in view.stages:
             families.set("stage_info", 1, stage.stage, stage.node_id, stage.device)
             families.set("stage_present", stage.present, stage.stage)

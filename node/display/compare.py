@@ -25,14 +25,15 @@ def comparison_lines(comparison: Comparison) -> list[str]:
         *(_row(f"time, {kind}", pair, "{:.1%}".format) for kind, pair in comparison.shares.items()),
     ]
     lines += ["", *table_lines(["", first, second, "second / first"], figures, left=1)]
-    both: list[tuple[str, Sequence[tuple[float, float, float]], Callable[[float], str]]] = [
-        ("step", comparison.loss_at_step, "{:.0f}".format),
-        ("time", comparison.loss_at_seconds, duration_text),
+    both: list[tuple[str, str, Sequence[tuple[float, float, float]], Callable[[float], str]]] = [
+        ("loss", "step", comparison.loss_at_step, "{:.0f}".format),
+        ("loss", "time", comparison.loss_at_seconds, duration_text),
+        ("held-out loss", "step", comparison.held_out_at_step, "{:.0f}".format),
     ]
-    for what, points, text in both:
+    for loss, what, points, text in both:
         if points:
             rows = [[text(at), f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}"] for at, a, b in points]
-            lines += ["", f"loss at equal {what}s:"]
+            lines += ["", f"{loss} at equal {what}s:"]
             lines += table_lines([what, first, second, "difference"], rows, left=0)
     return lines
 

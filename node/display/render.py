@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, Self, TextIO
 from node.display.terminal import lasting
 from node.telemetry.events import (
     Event,
+    HeldOutLoss,
     JoinLine,
     NodeJoined,
     NodeLeft,
@@ -242,6 +243,8 @@ def event_lines(event: Event) -> list[str]:
             return [printable(f"step {event.step} aborted and runs again: {event.reason}")]
         case SnapshotStored():
             return [printable(f"snapshot of step {event.step}: {bytes_text(event.bytes)} in {event.path}")]
+        case HeldOutLoss():
+            return [event.line]
         case Notice():
             return [printable(event.text)]
         case RunFinished():

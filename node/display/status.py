@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from node.telemetry.events import (
     Event,
+    HeldOutLoss,
     NodeJoined,
     NodeLeft,
     PageServed,
@@ -50,6 +51,7 @@ class RunStatus(Event):
     """The last nodes that left and have not come back, newest last."""
     placement: PlacementMade | None = None
     step: StepDone | None = None
+    held_out: HeldOutLoss | None = None
     aborted: int = 0
     """Number of aborted steps."""
     snapshot: SnapshotStored | None = None
@@ -74,6 +76,8 @@ def after(status: RunStatus, event: Event) -> RunStatus:
             return replace(status, placement=event)
         case StepDone():
             return replace(status, step=event)
+        case HeldOutLoss():
+            return replace(status, held_out=event)
         case StepAborted():
             return replace(status, aborted=status.aborted + 1)
         case SnapshotStored():

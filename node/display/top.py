@@ -2,7 +2,7 @@
 
 import textwrap
 
-from node.analysis.run_view import LinkView, RunView, StageView
+from node.analysis.run_view import HeldOutView, LinkView, RunView, StageView
 from node.telemetry.format import bytes_text, count_text, duration_text, printable, table_lines
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -26,6 +26,8 @@ def view_lines(view: RunView, now: float, width: int = 0) -> list[str]:
         lines += ["", *_stage_table(view.stages)]
     if view.links:
         lines += ["", *_link_table(view.links)]
+    if view.held_out is not None:
+        lines.append(_held_out(view.held_out))
     lines += ["", _nodes(view, now)]
     lines += [
         f"  {duration_text(max(0.0, now - event.at)):>8} ago  {printable(event.text)}"
@@ -74,6 +76,14 @@ def _figures(view: RunView) -> str:
         parts.append(f"eta {duration_text(view.eta_seconds)}")
     parts.append(f"activations {view.forward_codec or '-'}, gradients {view.backward_codec or '-'}")
     return "   ".join(parts)
+
+
+def _held_out(held_out: HeldOutView) -> str:
+    trained = "" if held_out.loss is None else f", {held_out.loss:.4f} as trained"
+    return (
+        f"held-out    {held_out.uncompressed:.4f} uncompressed{trained}, step {held_out.step}; "
+        f"best {held_out.best:.4f}, step {held_out.best_step}"
+    )
 
 
 def _stage_table(stages: tuple[StageView, ...]) -> list[str]:

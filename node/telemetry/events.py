@@ -152,6 +152,13 @@ class HeldOutLoss(Event):
     seconds: float
     """Wall time of the measurement."""
 
+    @property
+    def line(self) -> str:
+        """For people."""
+        trained = "" if self.loss is None else f", {self.loss:.4f} as trained"
+        best = ", the best so far" if self.best else ""
+        return f"held-out loss at step {self.step}: {self.uncompressed:.4f} uncompressed{trained}{best}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:

@@ -65,6 +65,8 @@ RUN_METRICS: tuple[Definition, ...] = (
     Definition("step_seconds", MetricKind.HISTOGRAM, (), "Wall time of steps at the coordinator."),
     _gauge("last_step_timestamp_seconds", "Unix time of the last step done; 0 before the first."),
     _gauge("loss", "Training loss of the newest step, nats a token."),
+    _gauge("held_out_loss", "Newest held-out loss, nats a token; links: as-trained or fp32.", "links"),
+    _gauge("held_out_best_steps", "Step with the least held-out loss."),
     _gauge("gradient_norm", "Gradient norm of the newest step, before clipping."),
     _gauge("learning_rate", "Learning rate of the newest step."),
     _gauge("tokens_per_second", "Mean over the last ten steps."),

@@ -87,6 +87,8 @@ def test_names_follow_the_rules(definition: Definition) -> None:
 def test_a_run_gives_every_metric_that_is_defined(watched: Watched) -> None:
     watched.say(*step(1), aborted(2), events.SnapshotStored(step=1, bytes=77, path="p"))
     watched.say(events.Recovered(text="", step=1, seconds=3.0))
+    measured = events.HeldOutLoss(step=1, loss=2.0, uncompressed=2.0, samples=8, best=True, seconds=1.0)
+    watched.say(measured)
     watched.report(1)
     samples = watched.samples()
     for definition in RUN_METRICS:

@@ -1,0 +1,66 @@
+"""The held-out loss in views, on the terminal, in comparisons and in metrics."""
+
+import math
+
+from node.analysis.compare import compare, record
+from node.analysis.run_view import RunView
+from node.analysis.view_builder import RunViewBuilder
+from node.coordinator.metrics import RunMetrics
+from node.display.compare import comparison_lines
+from node.display.top import view_lines
+from node.telemetry import events
+from node.telemetry.history import Entry
+from tests.support.run_events import started
+
+
+def measured(step: int, uncompressed: float, *, best: bool = False) -> events.HeldOutLoss:
+    return events.HeldOutLoss(
+        step=step, loss=uncompressed + 0.25, uncompressed=uncompressed, samples=64, best=best, seconds=1.0
+    )
+
+
+RUN = [started(), measured(2, 3.0, best=True), measured(4, 2.5, best=True), measured(6, 2.75)]
+
+
+def view_of(told: list[events.Event]) -> RunView:
+    builder = RunViewBuilder()
+    for at, event in enumerate(told):
+        builder.apply(event, float(at))
+    return builder.view()
+
+
+def test_a_view_has_the_newest_and_the_best() -> None:
+    view = view_of(RUN)
+    found = view.held_out
+    assert found is not None
+    assert (found.step, found.uncompressed, found.loss) == (6, 2.75, 3.0)
+    assert (found.best_step, found.best) == (4, 2.5)
+    assert RunView.from_json(view.to_json()) == view
+    line = "held-out    2.7500 uncompressed, 3.0000 as trained, step 6; best 2.5000, step 4"
+    assert line in view_lines(view, 10.0)
+    assert "held-out loss at step 4: 2.5000 uncompressed, 2.7500 as trained, the best so far" in [
+        event.text for event in view.events
+    ]
+
+
+def test_a_loss_that_is_not_a_number_is_never_the_best() -> None:
+    found = view_of([started(), measured(2, math.nan), measured(4, 5.0)]).held_out
+    assert found is not None and found.best_step == 4
+    assert view_of([started()]).held_out is None
+
+
+def test_runs_are_compared_at_equal_steps() -> None:
+    runs = [
+        record(name, {}, [Entry(at=0.0, event=event) for event in told])
+        for name, told in (("a", RUN), ("b", [started(), measured(4, 2.0), measured(8, 1.0)]))
+    ]
+    both = compare(*runs)
+    assert both.held_out_at_step == ((4, 2.5, 2.0),)
+    assert "held-out loss at equal steps:" in comparison_lines(both)
+
+
+def test_metrics_have_both_ways() -> None:
+    text = RunMetrics(lambda: view_of(RUN)).render().decode()
+    assert 'thinwire_held_out_loss{links="as-trained"} 3.0' in text
+    assert 'thinwire_held_out_loss{links="fp32"} 2.75' in text
+    assert "thinwire_held_out_best_steps 4.0" in text
