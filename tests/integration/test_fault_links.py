@@ -49,7 +49,7 @@ def test_frames_damaged_in_every_way_cost_no_step(
 
 
 def test_a_peer_that_sends_nonsense_gives_up_its_stage(tmp_path: Path, prefork: Prefork) -> None:
-    """Well-formed frames that no correct peer sends are refused: one of two ends is wrong, they are parted."""
+    """Well-formed frames that no correct peer sends: one of the two ends is wrong, so they are parted."""
     nonsense = Fault(kind=Kind.NONSENSE, phase=Phase.SENDING, stage=1, step=2)
     hold = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=1)
     with FaultRun(tmp_path, small(), [nonsense, hold], launch=prefork.popen) as run:
