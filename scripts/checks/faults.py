@@ -37,6 +37,7 @@ from wire.version import VERSION
 
 RECORD = RESULTS / "faults.json"
 SOAK = RESULTS / "soak.json"
+ATTACK = RESULTS / "attack.json"
 DOCUMENT = ROOT / "deploy" / "FAULTS.md"
 STEP, SNAPSHOT = 3, 2
 SILENT_SECONDS = 14.0
@@ -286,7 +287,74 @@ in {soak["runs"]} runs of {soak["steps"]} steps together, seeds {soak["seeds"][0
 There faults overlap, and processes start without loading their libraries: most who died were back before
 their absence was noticed, and their return is what was. `coordinator.silent_seconds` was
 {soak["silent_seconds"]:g}.
+
+{_attacks()}"""
+
+
+def _attacks() -> str:
+    report = json.loads(ATTACK.read_text(encoding="utf-8"))
+    members = [
+        [
+            row["what"],
+            _outcome(row),
+            f"`{row['line']}`" if row["line"] else "-",
+            str(row["steps_again"]),
+            f"{row['longest_wait']:.2f}",
+            "equal" if row["bits_equal"] else "differ",
+        ]
+        for row in report["members"]
+    ]
+    strangers = [
+        [
+            f"{row['what']}, {_size(row)}",
+            "goes on" if row["ended"] else f"stops: `{row['line']}`",
+            f"{row['speed']:.2f}",
+            _text(row["join_seconds"]),
+            "equal" if row["bits_equal"] else "differ",
+        ]
+        for row in report["strangers"]
+    ]
+    columns = ("from step 5 on, a member", "what happens", "line printed")
+    member_columns = [(words, "left") for words in columns]
+    member_columns += [("attempts lost", "right"), ("longest wait, s", "right")]
+    member_columns += [("losses and weights", "left")]
+    stranger_columns = [("strangers", "left"), ("the run", "left"), ("speed", "right")]
+    stranger_columns += [("an honest node joins in, s", "right"), ("losses and weights", "left")]
+    return f"""## Members that lie or are broken
+
+`make attack` runs each of these against a coordinator, three stages and two spares, as real processes. The
+liar is a node with a real certificate that does its part of every step and alters what it tells the
+coordinator (`tests/support/liar.py`). *Longest wait*: without a new step, from the first lie to the end.
+*Losses and weights* are compared with an undisturbed run's, bit for bit.
+
+{markdown(member_columns, members)}
+
+Not protected: a member can send tensors that are finite and wrong, vote a norm that is wrong but within the
+range of recent steps, or, as the last stage, report such a loss. Only a second computation of the same work
+finds these. A member that computes nothing and keeps its connections holds up a step for up to ten minutes:
+until then nobody can tell it from a slow one. Every stage sees activations, and the first sees text.
+
+## Strangers
+
+Nobody here has a certificate. Each process may have 1,024 descriptors. *Speed*: steps a second during the
+siege, over those before it. The strangers, and other work, run on the same {report["cores"]} cores.
+
+{markdown(stranger_columns, strangers)}
 """
+
+
+def _outcome(row: dict[str, Any]) -> str:
+    if not row["ended"]:
+        return "the run stops"
+    return "its stage goes to a spare" if row["replaced"] else "it stays"
+
+
+def _size(row: dict[str, Any]) -> str:
+    """How many strangers, and for how long."""
+    if not row["idle"]:
+        return f"800 a second for {row['seconds']:g} s"
+    more = f" and {row['idle_a_second']} new ones a second" if row["idle_a_second"] else ""
+    return f"{row['idle']:,}{more} for {row['seconds']:g} s"
 
 
 def _soak_table(soak: dict[str, Any]) -> str:

@@ -64,7 +64,7 @@ class Seen:
     steps_again: int
     """Attempts at steps that were aborted."""
     longest_wait: float
-    """The most seconds without a new step from the first lie on."""
+    """The most seconds without a new step, from the first lie to the end of the run."""
     replaced: bool
     """The attacker has lost its stage."""
     honest_harmed: tuple[str, ...]
@@ -194,8 +194,7 @@ def _seen(run: LyingRun, chosen: Attack, code: int | None, *, stuck: bool) -> Se
         if isinstance(event, StepDone) and event.step > newest:
             newest = event.step
             done += [at] if at > lied_at else []
-    if stuck:
-        done.append(time.time())
+    done.append(next((at for at, event in run.heard_at if isinstance(event, RunFinished)), time.time()))
     return Seen(
         name=chosen.name,
         what=chosen.what,

@@ -32,8 +32,8 @@ from wire.messages import (
 )
 from wire.telemetry import LinkReport, Span, StepSpans, Telemetry
 
-FLOOD_SECONDS = 0.05
-"""Between two messages of a flood: more than 0.8 MB a second."""
+FLOOD_SECONDS = 0.01
+"""Between two messages of a flood: several megabytes a second."""
 
 
 class Liar:
