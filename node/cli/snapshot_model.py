@@ -1,12 +1,15 @@
 """What `eval` and `sample` share: the run's settings, a snapshot of it, and the device to compute on."""
 
 import argparse
+import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from node.cli.parser import UsageError
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from node.config.schema import RunConfig
@@ -51,10 +54,18 @@ def open_snapshot(args: argparse.Namespace) -> "tuple[RunConfig, int, Path]":
 
 
 def load_model(args: argparse.Namespace, config: "RunConfig", directory: Path) -> "WholeModel":
-    """Load the snapshot in `directory` onto the device that `--device` names."""
+    """Load the snapshot in `directory` onto the device that `--device` names.
+
+    Raises DataError if the checkpoint that holds a run's frozen weights cannot be read.
+    """
+    from node.checkpoints.start import read_units
     from node.training.whole_model import WholeModel
 
-    return WholeModel(config, directory, _device(args.device))
+    def frozen(unit: str) -> "Mapping[str, np.ndarray]":
+        return asyncio.run(read_units(config.model, [unit]))[unit]
+
+    from_checkpoint = config.lora.rank > 0 and config.model.from_ != ""
+    return WholeModel(config, directory, _device(args.device), frozen if from_checkpoint else None)
 
 
 def _device(name: str) -> "torch.device":

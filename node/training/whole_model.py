@@ -3,7 +3,7 @@
 Layers are read one file at a time, so loading takes the memory of the model and one layer's state.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +23,21 @@ MAX_SEED = 2**63 - 1
 class WholeModel:
     """The model of a run at one snapshot, without optimizer state."""
 
-    def __init__(self, config: RunConfig, directory: Path, device: torch.device) -> None:
-        """`directory`: a complete snapshot. Raises RunError when it is damaged or of another model."""
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: Path,
+        device: torch.device,
+        frozen: Callable[[str], Mapping[str, np.ndarray]] | None = None,
+    ) -> None:
+        """
+        Args:
+            directory: a complete snapshot.
+            frozen: a unit's weights in the checkpoint that a run with adapters started from, float32 by name;
+                None if frozen weights follow from the seed.
+
+        Raises RunError when the snapshot is damaged or of another model.
+        """
         self.config = config
         self.device = device
         units = unit_names(config.model)
@@ -32,6 +45,10 @@ class WholeModel:
         self.chunk: Chunk = build_chunk(config.model, units, config.run.seed, device, dtype, lora=config.lora)
         with torch.no_grad():
             for unit in units:
+                if frozen is not None:
+                    given = frozen(unit)
+                    weights = {name: torch.from_numpy(np.array(given[name])) for name in given}
+                    self.chunk.load_frozen(unit, weights)
                 state = load_unit(directory, unit)
                 for name, parameter in self.chunk.unit_parameters(unit).items():
                     parameter.copy_(state[f"{PARAMETER_PREFIX}{name}"])

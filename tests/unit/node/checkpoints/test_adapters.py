@@ -1,5 +1,6 @@
 """Runs with adapters: PEFT loads the export, a merged model computes the same, a checkpoint is the base."""
 
+import argparse
 import asyncio
 import hashlib
 import json
@@ -17,6 +18,7 @@ from torch import Tensor
 from node.checkpoints.export import export
 from node.checkpoints.merging import merged_parameters
 from node.checkpoints.start import read_units
+from node.cli.snapshot_model import load_model
 from node.config.schema import (
     DataSection,
     LoraSection,
@@ -106,6 +108,21 @@ def test_a_merged_model_computes_what_was_trained(family: str, kept: str, tmp_pa
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     with torch.no_grad():
         torch.testing.assert_close(loaded(TOKENS).logits, chunk(TOKENS), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama3", ""])
+def test_a_snapshot_is_evaluated_on_the_base_it_was_trained_on(family: str, tmp_path: Path) -> None:
+    """By `thinwire eval` and `sample`: the base is the run's checkpoint, or follows from the seed."""
+    model = ModelSection(layers=2, hidden=32, heads=4, kv_heads=2)
+    if family:
+        model = base(family, tmp_path / "base")
+    config = RunConfig(model=model, lora=LORA, run=RunSection(seed=9))
+    chunk = trained(config)
+    snapshot(tmp_path / "run", config, chunk)
+    arguments = argparse.Namespace(device="cpu")
+    whole = load_model(arguments, config, tmp_path / "run" / "snapshots" / "step-00000004")
+    with torch.no_grad():
+        assert torch.equal(whole.chunk(TOKENS), chunk(TOKENS))
 
 
 def test_merging_a_whole_model_is_refused(tmp_path: Path) -> None:

@@ -100,7 +100,9 @@ def test_a_profile_for_gpus_begins_only_where_every_stage_has_one(
     here: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: here)
-    monkeypatch.setattr("node.lab.namespaces.run_inside", lambda arguments: pytest.fail("the lab was started"))
+    monkeypatch.setattr(
+        "node.lab.namespaces.run_inside", lambda arguments: pytest.fail("the lab was started")
+    )
     out = tmp_path / "out"
     assert main(["lab", "run", str(LAB / "gpt2-xl-4gpu.toml"), "--out", str(out)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
