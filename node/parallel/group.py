@@ -146,6 +146,7 @@ class Leader:
 
     def __init__(self, config: RunConfig, ranks: Ranks) -> None:
         check_sizes(config, ranks.count, ranks.tensor_rank.count)
+        self.config = config
         self._model = RankModel(config, ranks)
         self._ranks = ranks
         self._units = unit_names(config.model)

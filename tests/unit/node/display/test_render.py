@@ -23,6 +23,7 @@ from node.display.render import (
 from node.telemetry.events import (
     Event,
     FlowCost,
+    HeldOutLoss,
     JoinLine,
     LinkCost,
     NodeJoined,
@@ -106,6 +107,7 @@ EVENTS: tuple[Event, ...] = (
     step_done(8),
     StepAborted(epoch=2, step=9, reason="node-b went away"),
     SnapshotStored(step=10, bytes=1_500_000, path="runs/demo-1/snapshots/step-00000010"),
+    HeldOutLoss(step=10, loss=2.5, uncompressed=2.25, samples=64, best=True, seconds=0.5),
     Notice(text="something"),
     Recovered(text="back at step 6 in 4 s", step=6, seconds=4.0),
     StepCosts(
