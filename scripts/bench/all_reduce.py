@@ -3,15 +3,15 @@
     python -m scripts.bench.all_reduce --gpus 2 4
     python -m scripts.bench.all_reduce --links 1000 10000 --ranks 2 4 [--on-gpus]
 
-`--gpus` times each size on so many GPUs. `--links` puts every rank into a network namespace of the laboratory
-(`node.lab`), behind a shaper of so many Mbit/s both ways; ranks compute on CPUs, or with `--on-gpus` on a GPU
-each, over NCCL's sockets. Each part writes its own results.
+`--gpus` times each size on that many GPUs. `--links` runs every rank in a network namespace of the laboratory
+(`node.lab`), shaped to that many Mbit/s both ways. Ranks compute on CPUs, or with `--on-gpus` on one GPU
+each, over NCCL's sockets. Each mode writes its own results.
 
-All ways are timed in turns in the same processes, with their results checked; a figure is the median of the
-slowest rank's times. The processor's time is that of all threads of a rank. Bytes are the shaper's own count.
+All methods take turns in the same processes, and their results are checked. A figure is the median of the
+slowest rank's times. CPU time covers all threads of a rank. The shaper counts the bytes.
 
-With `--gpus`, torchft's `allreduce_quantized` of bf16 is timed too where torchft and Triton are installed.
-Its time holds the quantizing and dequantizing, which e4m3 gradients do without.
+With `--gpus`, torchft's `allreduce_quantized` of bf16 is timed too if torchft and Triton are installed.
+Its time includes quantizing and dequantizing, which e4m3 gradients do not need.
 """
 
 import argparse
@@ -101,14 +101,14 @@ def report(
 
 
 def rival_version(rows: list[dict[str, Any]]) -> str:
-    """torchft's version, and why there are no figures of it if there are none."""
+    """torchft's version, or why it was not measured."""
     if not rows or any("torchft" in row["milliseconds"] for row in rows):
         return version()
     return f"{version()}, no figures: {rows[0]['torchft']}"
 
 
 def in_the_laboratory(count: int) -> list[dict[str, Any]]:
-    """Run again for so many ranks in private namespaces, which nothing outlives."""
+    """Rerun for `count` ranks in private namespaces, which end with the process."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rows.json")
         again = [*PROGRAM, *sys.argv[1:], "--ranks", str(count), "--inside", str(out)]
@@ -118,7 +118,7 @@ def in_the_laboratory(count: int) -> list[dict[str, Any]]:
 
 
 def linked(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Some ranks at every rate."""
+    """Measure one number of ranks at every rate."""
     namespaces.furnish()
     rows: list[dict[str, Any]] = []
     (count,) = arguments.ranks
@@ -138,7 +138,7 @@ def linked(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def ranks(
     arguments: argparse.Namespace, prefixes: Sequence[Sequence[str]], *, backend: str
 ) -> list[dict[str, Any]]:
-    """Run one process a rank; what rank 0 found."""
+    """Run one process per rank; return rank 0's results."""
     count = len(prefixes)
     with tempfile.TemporaryDirectory() as folder:
         workers = []
@@ -149,7 +149,7 @@ def ranks(
             environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
             if prefix:
                 environment |= {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
-                # Over the network, though the GPUs may see each other.
+                # Use the network even if the GPUs can reach each other directly.
                 environment |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
             workers.append(subprocess.Popen([*prefix, *PROGRAM, *words], env=environment))
         codes = [worker.wait(RANK_SECONDS) for worker in workers]
@@ -160,7 +160,7 @@ def ranks(
 
 
 def rank(arguments: argparse.Namespace) -> None:
-    """One rank: all sizes, all ways."""
+    """Run one rank: all sizes, all methods."""
     gpu = arguments.backend == "nccl"
     shaped = "GLOO_SOCKET_IFNAME" in os.environ
     device = torch.device("cuda", arguments.rank) if gpu else torch.device("cpu")
@@ -184,7 +184,7 @@ def rank(arguments: argparse.Namespace) -> None:
 def measure(
     elements: int, device: torch.device, runs: int, *, shaped: bool, rival: Torchft | None
 ) -> dict[str, Any]:
-    """Milliseconds of each way at one size, and the error of each against a sum in fp64."""
+    """Milliseconds of each method at one size, and its error against a sum in fp64."""
     world = dist.get_world_size()
     generator = torch.Generator(device=device).manual_seed(7 + dist.get_rank())
     values = torch.randn(elements, generator=generator, device=device)
@@ -223,7 +223,7 @@ def measure(
     }
     if rival is not None and "torchft" in errors and rival.check(errors["torchft"]):
         ways["torchft"] = rival
-    # Of what each was given: bf16's rounding of the input is not counted for fp8, nor fp8's for bf16.
+    # Compare with each method's own input: the rounding of the input to bf16 or fp8 does not count.
     given = unpack_gradient(start).double()
     dist.all_reduce(given)
     of_sum = (
@@ -272,7 +272,7 @@ def measure(
 
 
 def timed(way: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Seconds that the slowest rank took, and of the processor, the busiest rank's."""
+    """Wall seconds of the slowest rank and CPU seconds of the busiest rank."""
     dist.barrier()
     if device.type == "cuda":
         torch.cuda.synchronize()

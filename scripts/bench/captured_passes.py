@@ -1,13 +1,13 @@
 """What CUDA graphs save a stage, on an NVIDIA GPU: `python -m scripts.bench.captured_passes --out PATH`.
 
-A middle stage's passes over the microbatches of a step, two in flight, kernel by kernel through autograd and
-by captured graphs (`training.cuda_graphs`), in turns in one process. First the bits of the third step's
-results, upstream gradients, norms and weights are compared. Then, a microbatch, forward and backward:
+Runs a middle stage's passes over the microbatches of a step, two in flight: kernel by kernel through autograd
+and by captured graphs (`training.cuda_graphs`), in turns in one process. First compares the bits of the third
+step's results, upstream gradients, norms and weights. Then measures, per microbatch, forward and backward:
 
     seconds   from the first pass's start until the device is done with the last
-    host      of that, how long the calling thread takes to ask for it all, when nothing waits; it holds
-              Python's interpreter meanwhile, which the node's links need too
-    memory    the most that torch took of the GPU for the stage in its second step
+    host      how long the calling thread takes to launch the work when nothing waits; it holds the GIL
+              meanwhile, which the node's links need too
+    memory    peak GPU memory that torch takes for the stage in its second step
 """
 
 import argparse
@@ -45,7 +45,7 @@ LARGE = ModelSection(
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A stage and the microbatches that it computes."""
+    """A stage and its microbatches."""
 
     name: str
     model: ModelSection
@@ -80,7 +80,7 @@ CASES = (
 
 
 class Stage:
-    """A middle stage, and what it is fed."""
+    """A middle stage and its inputs."""
 
     def __init__(self, case: Case, *, graphs: bool) -> None:
         self._model = StageModel(case.config(graphs=graphs), torch.device("cuda", 0))
@@ -91,7 +91,7 @@ class Stage:
         self._gradient = torch.randn(shape, generator=generator, device="cuda") * 1e-3
 
     def passes(self) -> list[Tensor]:
-        """All of a step, one microbatch ahead; what goes to the neighbours."""
+        """Run all passes of a step, one microbatch ahead; return the tensors for the neighbours."""
         made = [self._model.forward(0, 0, self._fed.clone())]
         for microbatch in range(STEP):
             if microbatch + 1 < STEP:
@@ -102,7 +102,7 @@ class Stage:
         return made
 
     def step(self) -> list[Tensor]:
-        """A whole step: what goes to the neighbours, and norms."""
+        """Run a whole step; return the tensors for the neighbours, and norms."""
         self._model.begin_step()
         made = self.passes()
         norms = torch.tensor(list(self._model.squared_norms().values()))
@@ -114,7 +114,7 @@ class Stage:
         return self._model.optimizer.parameters
 
     def timed(self) -> tuple[float, float]:
-        """Seconds of a microbatch, and of those the host's own."""
+        """Seconds per microbatch, and the host's share of them."""
         self._model.begin_step()
         torch.cuda.synchronize()
         began = time.perf_counter()
@@ -125,7 +125,7 @@ class Stage:
 
     @classmethod
     def memory(cls, case: Case, *, graphs: bool) -> int:
-        """The most bytes that torch takes for one over a step that is not the first."""
+        """Peak bytes that torch takes for a stage over a step after the first."""
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
@@ -139,7 +139,7 @@ class Stage:
 
 
 def measure(case: Case, runs: int) -> dict[str, Any]:
-    """A row of the report."""
+    """Measure one row of the report."""
     memory = {graphs: Stage.memory(case, graphs=graphs) for graphs in (False, True)}
     stages = {graphs: Stage(case, graphs=graphs) for graphs in (False, True)}
     last = {

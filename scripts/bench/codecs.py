@@ -1,9 +1,9 @@
 """Speed, size and error of every codec on this machine: `python -m scripts.bench.codecs [--json PATH]`.
 
-Each figure is the median of `--runs` runs after one that warms up. The tensor is normal with one element in a
-thousand 30 times larger. Copying it is timed between the runs of each codec, so that the ratio to memory's
-own speed is of the same moment. CPU time (of all threads, waiting for each other included) says what a codec
-costs even on a machine that others use; elements a second do so only on a quiet one.
+Each figure is the median of `--runs` runs after one warm-up run. The tensor is normal with one element in a
+thousand 30 times larger. A copy of it is timed between the runs of each codec, so the ratio to memory speed
+compares the same moment. CPU time (of all threads, including their waits for each other) is valid on a busy
+machine too; elements per second only on a quiet one.
 """
 
 import argparse

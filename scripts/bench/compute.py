@@ -1,6 +1,6 @@
 """How fast a stage computes, on an NVIDIA GPU: `python -m scripts.bench.compute --out PATH`.
 
-A middle stage's forward and backward of a microbatch, in bf16, by ways that run in turns in one process:
+Times a middle stage's forward and backward of a microbatch in bf16. The methods take turns in one process:
 
     plain, agoq            our stage, CUDA graphs, with nothing packed and with `storage.preset = "agoq"`
     compiled, fastest      transformers' layers under torch.compile, with the attention torch prefers
@@ -183,7 +183,7 @@ def products(shape: Shape) -> Way:
 
 
 def timed(way: Way) -> float:
-    """Seconds a microbatch."""
+    """Seconds per microbatch."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     way()

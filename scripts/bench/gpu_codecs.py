@@ -1,13 +1,13 @@
 """Bits and speed of the Triton kernels on this GPU: `python -m scripts.bench.gpu_codecs --out PATH`.
 
-First every kernel's bits against the CPU's reference (`gpu_codecs.parts`); whatever fails is printed and
-counted, and the rest goes on. Then times against a copy on the device (`gpu_codecs.timing`), and other
-launches of the kernels (`gpu_codecs.sweep`).
+First compares every kernel's bits with the CPU reference (`gpu_codecs.parts`); failures are printed and
+counted, and the rest continues. Then times the kernels against a copy on the device (`gpu_codecs.timing`),
+and tries other launch settings (`gpu_codecs.sweep`).
 
 `--sanitize --out scripts/results/sanitizer.json` instead runs a few small tensors of every codec, `trellis`
-too, under compute-sanitizer, and records what it said (`gpu_codecs.sanitizer`).
+too, under compute-sanitizer, and records its findings (`gpu_codecs.sanitizer`).
 
-XXXThe checks in parts, each of which fits a process of its own: compiling takes most of the time."""
+The checks run in parts, one process each, because compiling takes most of the time."""
 
 import argparse
 import json
@@ -104,7 +104,7 @@ def main() -> int:
 
 
 def _sanitize(program: str, seconds: float, out: Path) -> int:
-    """Record what compute-sanitizer says of the small tensors. 1 if anything is wrong."""
+    """Record what compute-sanitizer reports for the small tensors. Return 1 on any error."""
     import triton
 
     started = time.monotonic()
@@ -171,7 +171,7 @@ def run_part(part: str) -> Checks:
 
 
 def check_all(parts: tuple[str, ...], seconds: float) -> dict[str, Any]:
-    """Every part in a process of its own, side by side."""
+    """Run every part in its own process, in parallel."""
     started = time.monotonic()
     children = {
         part: subprocess.Popen(
@@ -205,7 +205,7 @@ def check_all(parts: tuple[str, ...], seconds: float) -> dict[str, Any]:
 
 
 def sweep(runs: int, deadline: float) -> list[dict[str, Any]]:
-    """Other launches of the large size, and whether their bits are the CPU's."""
+    """Time other launch settings at the large size, and compare their bits with the CPU's."""
     tensors = [sample(SHAPES["large"], seed).bfloat16() for seed in range(3)]
     host = tensors[0].cpu()
     whole = {name: codec(name).encode(host) for name in ("fixed-4", "tah")}

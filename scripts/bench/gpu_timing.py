@@ -1,8 +1,8 @@
-"""Times in CUDA graphs, against a copy on the device of the same tensor timed in the same run.
+"""Time codecs in CUDA graphs, against a device copy of the same tensor in the same run.
 
-A graph holds calls on several tensors in turn, so that none finds its input in the cache; the median of the
-replays counts. A rate is bytes that must move (the tensor once, the packed form once) over time, and
-`of_copy` is that over the copy's rate (bytes read and written).
+A graph holds calls on several tensors in turn, so no call finds its input in the cache. The figure is the
+median of the replays. A rate is the bytes that must move (the tensor once, the packed form once) over time;
+`of_copy` is that rate over the copy's (bytes read and written).
 """
 
 import statistics
@@ -20,7 +20,7 @@ TARGETS = {"fixed encode": 0.85, "fixed decode": 0.85, "tah encode": 0.60, "tah 
 
 
 def graph_seconds(works: list[Callable[[], Any]], runs: int) -> list[float]:
-    """Seconds of one of `works` in a CUDA graph of all, for each of `runs` replays."""
+    """Seconds per call for each of `runs` replays of a CUDA graph of all `works`."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for work in works:
@@ -44,7 +44,7 @@ def graph_seconds(works: list[Callable[[], Any]], runs: int) -> list[float]:
 
 
 def eager_seconds(work: Callable[[], Any], runs: int) -> float:
-    """Median seconds of one call from a host that waits for each: launching included."""
+    """Median seconds of one call, launch included; the host waits for each call."""
     taken = []
     for _ in range(runs + 3):
         torch.cuda.synchronize()
@@ -85,7 +85,7 @@ def time_size(size: str, runs: int) -> list[dict[str, Any]]:
             made = [calls(name, x) for x in tensors]
             packed = made[0][1].nbytes
             for index, way in enumerate(("encode", "decode")):
-                # The copy is timed around each, so that the ratio is of one moment.
+                # Time the copy around each codec so the ratio compares the same moment.
                 before = graph_seconds(copies, runs)
                 taken = graph_seconds([steps[index] for steps, _, _ in made], runs)
                 after = graph_seconds(copies, runs)
@@ -112,7 +112,7 @@ def time_size(size: str, runs: int) -> list[dict[str, Any]]:
                         "tensors": rotate,
                     }
                 )
-        except Exception:  # the other codecs are to be timed
+        except Exception:  # the other codecs are still timed
             print(f"FAILED: timing {name} {size}\n{traceback.format_exc()[-2500:]}", flush=True)
             rows.append({"size": size, "codec": name, "failed": traceback.format_exc()[-1000:]})
     return rows

@@ -1,14 +1,14 @@
 """Check and time `trellis-R` on this GPU: `python -m scripts.bench.gpu_trellis --out FILE`.
 
-First bytes and values are compared with the CPU's, for many shapes, dtypes and rates, eager and replayed from
-a CUDA graph; nothing is timed if one differs. Then tensors like a boundary's are timed: of low rank plus
-noise, rows of different sizes, bf16. Times are wall time around synchronised calls of `pack` and `unpack`, of
-replays of a graph of `pack`, and the time of the kernels alone, from a trace, which also counts launches. A
-copy is device to device, timed in the same run.
+First compares bytes and values with the CPU's for many shapes, dtypes and rates, eager and replayed from a
+CUDA graph; if any differs, nothing is timed. Then times tensors like a boundary's: low rank plus noise, rows
+of different sizes, bf16. Times are wall time around synchronised calls of `pack` and `unpack`, wall time of
+replays of a graph of `pack`, and kernel time from a trace, which also counts launches. The copy is device to
+device, timed in the same run.
 
-`--cpu --out scripts/results/trellis_cpu.json` times two threads of a machine without a GPU instead, as beside
-a GPU there are more cores than in a node of two. It records the median and the least wall time, processor
-time of all threads, which holds on a busy machine, too, and the load before each row.
+`--cpu --out scripts/results/trellis_cpu.json` instead times two threads on a machine without a GPU, because
+a GPU machine has more cores than a two-core node. It records the median and minimum wall time, CPU time of
+all threads (valid on a busy machine too) and the load before each row.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def boundary(shape: tuple[int, ...], device: str) -> torch.Tensor:
 
 
 def checked() -> Iterator[tuple[str, torch.Tensor, str]]:
-    """Name, tensor on the CPU and codec of everything whose bits are compared."""
+    """Name, CPU tensor and codec of every bit comparison."""
     for shape in CHECKED_SHAPES:
         for dtype in DTYPES:
             for rate in CHECKED_RATES:
@@ -88,7 +88,7 @@ def checked() -> Iterator[tuple[str, torch.Tensor, str]]:
 
 
 def graph_of(name: str, x: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """A graph of `pack` of whatever x holds when it is replayed, and where it packs to."""
+    """A graph that packs the contents of x at replay, and its output tensor."""
     codec(name).pack(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -98,7 +98,7 @@ def graph_of(name: str, x: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Te
 
 
 def sealed_alike(packed: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether packed bytes are the CPU's, but for the checksum, which `seal` adds."""
+    """Whether packed bytes equal the CPU's, except the checksum, which `seal` adds."""
     again = packed.cpu()
     again[CHECKSUM] = expected[CHECKSUM]
     return torch.equal(again, expected)

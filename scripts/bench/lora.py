@@ -4,7 +4,7 @@
 
 On a GPU. A stage in the middle of the pipeline takes steps of four microbatches, two in flight, as a node
 does (CUDA graphs, autocast to bfloat16), without a network. Each setting runs in a process of its own. Also
-says, from shapes, what a snapshot and the gradients of the whole model take.
+computes from shapes the size of a snapshot and of the gradients of the whole model.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def main() -> int:
 
 
 def configured(setting: str, arguments: argparse.Namespace) -> RunConfig:
-    """Three stages, of which the middle one has the blocks that are measured."""
+    """Three stages; the middle one holds the measured blocks."""
     training, lora = SETTINGS[setting]
     return RunConfig(
         model=replace(MODEL, layers=arguments.blocks + 2, sequence=arguments.length),

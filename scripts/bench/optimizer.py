@@ -1,4 +1,4 @@
-"""AdamW with e4m3 moments: speed, state, and error of its step, beside what else could be installed.
+"""AdamW with e4m3 moments: speed, state, and error of its step, beside other packages.
 
     python -m scripts.bench.optimizer [--elements 67108864] [--tokens DIR] [--train-steps 60]
 
@@ -145,7 +145,7 @@ def speeds(elements: int) -> list[dict[str, Any]]:
 
 
 def rivals(elements: int, gradient: Tensor) -> dict[str, tuple[Callable[[], object], float, float]]:
-    """Optimizers of others, each with a parameter of its own."""
+    """Optimizers of other packages, each with its own parameter."""
     made: dict[str, tuple[Callable[[], object], float, float]] = {}
 
     def add(name: str, optimizer: Callable[[list[torch.nn.Parameter]], Any]) -> None:
@@ -154,7 +154,7 @@ def rivals(elements: int, gradient: Tensor) -> dict[str, tuple[Callable[[], obje
         try:
             chosen = optimizer([parameter])
             chosen.step()
-        except Exception as error:  # whatever a rival raises, the others' figures stand
+        except Exception as error:  # a rival's error does not end the bench
             print(f"{name} does not run here: {error}", file=sys.stderr)
             return
         state = sum(_bytes(value) for value in chosen.state[parameter].values()) / elements
@@ -177,7 +177,7 @@ def rivals(elements: int, gradient: Tensor) -> dict[str, tuple[Callable[[], obje
 
 
 def _bytes(value: object) -> int:
-    """Of a tensor, or of a subclass that holds several."""
+    """Bytes of a tensor, or of a subclass that holds several."""
     if not isinstance(value, Tensor) or value.numel() <= 1:
         return 0
     flatten = getattr(value, "__tensor_flatten__", None)
@@ -203,7 +203,7 @@ def trained_moments(tokens: Path, steps: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def update_errors(moments: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Relative error of m / (sqrt(v) + eps) over all matrices, by how the moments are kept."""
+    """Relative error of m / (sqrt(v) + eps) over all matrices, by format of the moments."""
     ways: dict[str, Callable[[Tensor, bool], Tensor]] = {
         "e4m3, blocks of 128, expanded": through_expansion,
         "e4m3, blocks of 128": plain_e4m3(128),

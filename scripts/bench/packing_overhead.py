@@ -6,9 +6,9 @@ one gradient (`fixed-b`). The kernels are timed twice: in CUDA graphs over sever
 the time that the device needs, and through the wire's codecs, header and checks and the host's wait included.
 Boundaries are float32, as a stage's are under autocast, and bf16.
 
-And together: the stage computes microbatches as a node does, by CUDA graphs in a fixed order of sums, while
-another thread packs and unpacks beside each of them, on a stream of its own and not before its microbatch has
-begun, in turns with the stage alone. What the stage takes longer is what packing costs it.
+It also times both together: the stage computes microbatches as a node does, by CUDA graphs in a fixed order
+of sums, while another thread packs and unpacks during each microbatch on its own stream. This alternates with
+the stage alone. The difference is the cost of packing.
 """
 
 import argparse
@@ -151,7 +151,7 @@ def together_seconds(stage: Stage, names: tuple[str, str], runs: int) -> dict[st
         torch.cuda.current_stream().synchronize()
         seconds = time.perf_counter() - began
         if packed is not None:
-            # Also what it failed with: a stage that nothing was packed beside says nothing.
+            # Raise the packing thread's error: without packing the time means nothing.
             packed.result(timeout=60)
         return seconds / MICROBATCHES
 
@@ -169,7 +169,7 @@ def together_row(names: tuple[str, str], turns: Sequence[tuple[float, float]]) -
         "backward": names[1],
         "stage_seconds": alone,
         "beside_seconds": beside,
-        # Of each pair of turns, so that a clock that changes weighs on both.
+        # Compare within each pair of turns, so a changing clock affects both.
         "share": statistics.median(with_it / without - 1 for without, with_it in turns),
         "runs": len(turns),
     }
@@ -180,7 +180,7 @@ def measurements(
     packing: dict[str, dict[str, dict[str, float]]],
     together: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The part of the report that was measured.
+    """The measured part of the report.
 
     Args:
         stage: Seconds of each of the stage's microbatches, alone.

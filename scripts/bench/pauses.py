@@ -2,9 +2,9 @@
 
 Two processes in the laboratory's namespaces (`node.lab`), a link between them shaped and delayed. One sends
 bursts, as a stage sends a step's tensors, and pauses after each; the time of a burst is from its first send
-until the last tensor has arrived. The first burst, in which TCP finds the rate, does not count. Three ways in
-turn: as links are; without the byte now and then that keeps a connection warm (`wire.pacing`); without it,
-but with net.ipv4.tcp_slow_start_after_idle at 0, which takes an administrator.
+until the last tensor has arrived. The first burst, in which TCP finds the rate, does not count. Three modes
+take turns: links as they are; without the keep-alive bytes of `wire.pacing`; without them, but with
+net.ipv4.tcp_slow_start_after_idle at 0, which needs root.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def all_bursts() -> list[dict[str, Any]]:
-    """Every shape, pause and way."""
+    """Measure every shape, pause and mode."""
     namespaces.furnish()
     rows = []
     for mbit, round_trip in SHAPES:
@@ -104,7 +104,7 @@ def all_bursts() -> list[dict[str, Any]]:
 
 
 def bursts(mbit: str, round_trip: float, pause: float, way: str) -> tuple[list[float], float]:
-    """Seconds of each burst, the first included, and frames that were lost on the way."""
+    """Seconds of each burst, including the first, and the number of lost frames."""
     authority = new_authority()
     nodes = [new_node(authority), new_node(authority)]
     topology = lay_out(2, ((0, 1),), topology="interfaces", relay=True, congestion_control="cubic")
@@ -182,7 +182,7 @@ async def end(index: int, plan: Path, values: dict[str, Any]) -> None:
             times = await _send(link, values["pause"])
         else:
             times = [await _receive(arrived) for _ in range(BURSTS)]
-            # Its last acknowledgements are still to leave; the sender closes first.
+            # The last acknowledgements are still queued; the sender closes first.
             await asyncio.sleep(values["pause"] + 1.0)
         name = "began.json" if index == 0 else "ended.json"
         plan.with_name(name).write_text(json.dumps(times), encoding="utf-8")

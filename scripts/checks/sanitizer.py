@@ -3,11 +3,11 @@
 Every part first runs plainly, which compiles its kernels and checks their bits, then under memcheck, then,
 where there is time left, under racecheck.
 
-XXXFew and small tensors that take every path, for a sanitizer, under which all is slow.
+The tensors are few and small but take every path, because a sanitizer is slow.
 
-Bits are compared with the CPU's, between poisoned guards; for `trellis` scratch has guards, too, unless every
-tensor is an allocation of its own, of which a sanitizer then sees the ends. Three parts, each for a process
-of its own, so that they can run side by side.
+Bits are compared with the CPU's, between poisoned guards. For `trellis`, scratch has guards too, unless every
+tensor is its own allocation, so the sanitizer sees its ends. The three parts run in parallel, one process
+each.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""XXX"""
+"""Measure the steps of a pipeline over shaped relays, with blocks that take a set time."""
 
 import asyncio
 import os
