@@ -1,11 +1,11 @@
-"""Every shaped wire is measured by real TCP traffic before anything is run over it, and refused if it is off.
+"""Measure every shaped wire with real TCP traffic before a run uses it, and refuse it if it is off.
 
-Two nodes exchange data over a connection of their own, at the lab's congestion control, one direction
-after the other; all links at once, so that a machine that cannot carry them together is found out. A first
-stretch is left out: TCP finds the rate then, and the shaper's bucket is full. What is judged is the payload
-that arrived a second, against `PAYLOAD_SHARE` of the rate asked for: the headers' part is known exactly, as a
-bulk transfer fills its packets. The round trip is that of single bytes on the idle wire, against the delay
-asked for.
+Each pair of nodes sends bulk data over its own connection, with the lab's congestion control, one direction
+after the other. All links are measured at once, to detect a machine that cannot carry them together. The
+first stretch is discarded: the shaper's bucket is full, and TCP is still finding the rate. The payload that
+arrives per second is compared with `PAYLOAD_SHARE` of the rate asked for: a bulk transfer fills its packets,
+so the share of headers is known exactly. The round trip is measured with single bytes on the idle wire and
+compared with the delay asked for.
 """
 
 import socket
@@ -26,13 +26,13 @@ PINGS = 15
 LEAST_SECONDS = 1.5
 SETTLE_SECONDS = 0.5
 SETTLE_ROUND_TRIPS = 12
-"""In which TCP's congestion control finds the rate."""
+"""Time, plus round trips, for TCP's congestion control to find the rate."""
 BURSTS = 10
-"""The shaper's bucket is less than 1/10 of what is measured, whatever the rate."""
+"""Measure at least this many buckets of the shaper, so its bucket is at most 1/10, whatever the rate."""
 RTT_SLACK_MS = 1.0
-"""A shared machine wakes processes late by up to this much."""
+"""A shared machine wakes processes up to this late."""
 SLICES = 6
-"""Of what is measured; `UNEVEN` is how far apart they may be, as a share, before it goes on for longer."""
+"""Slices of a measurement. It continues while their rates differ by more than the share `UNEVEN`."""
 UNEVEN = 0.1
 UNSTEADY_LENGTHS = 4.0
 ATTEMPTS = 3
@@ -42,28 +42,28 @@ CHUNK = 1 << 18
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One direction between two neighbours, as asked for and as found."""
+    """One direction between two neighbours: the values asked for and measured."""
 
     sender: int
     receiver: int
     asked_mbit: float
-    """The slowest shaper on the way; 0 where none is."""
+    """Rate of the slowest shaper on the path; 0 without one."""
     payload_mbit: float
-    """TCP payload that arrived a second."""
+    """TCP payload received per second."""
     asked_rtt_ms: float
     rtt_ms: float
     seconds: float
-    """Over which it was measured, the first stretch left out."""
+    """Length of the measurement, without the first stretch."""
     congestion_control: str
     """The sender's."""
 
     @property
     def share(self) -> float:
-        """Of the payload rate that the shaper's rate gives: 1 is perfect."""
+        """Measured payload rate over the one that the shaper's rate allows: 1 is perfect."""
         return self.payload_mbit / (self.asked_mbit * PAYLOAD_SHARE)
 
     def fault(self, tolerance: float) -> str | None:
-        """Why this direction cannot be used, in words."""
+        """Why this direction cannot be used; None if it can."""
         where = f"the link from stage {self.sender} to {self.receiver}"
         if self.asked_mbit and abs(self.share - 1) > tolerance:
             reached = self.payload_mbit / PAYLOAD_SHARE
@@ -84,7 +84,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """One shape of the whole network, measured."""
+    """Measurements of the whole network at one shape."""
 
     label: str
     attempts: int
@@ -106,12 +106,12 @@ class Calibration:
 def calibrate(
     network: Network, shape: Shape, ends: Sequence[tuple[int, int]], *, tolerance: float
 ) -> Calibration:
-    """Measure a network that is at `shape`, up to `ATTEMPTS` times, as other work may disturb one.
+    """Measure a network that has `shape`, up to `ATTEMPTS` times: other work on the machine may disturb one.
 
     Args:
         ends: the pairs of neighbours.
 
-    Raises RunError that names the worst direction and what was found.
+    Raises RunError that names the first direction that is off and the measured value.
     """
     faults: list[str] = []
     for attempt in range(1, ATTEMPTS + 1):
@@ -128,9 +128,9 @@ def calibrate(
 
 
 def measure(network: Network, shape: Shape, ends: Sequence[tuple[int, int]]) -> list[Measured]:
-    """Both directions of every pair of neighbours.
+    """Measure both directions of every pair of neighbours.
 
-    Links are measured all at once. Interfaces are shared, so there the pairs have their turns.
+    Links are measured all at once. Pairs share interfaces, so they are measured one after the other.
     """
     shared = any(wire.higher < 0 for wire in network.topology.wires)
     turns = [[pair] for pair in ends] if shared else [list(ends)]
@@ -154,7 +154,7 @@ def measure(network: Network, shape: Shape, ends: Sequence[tuple[int, int]]) -> 
 
 
 def _congestion_control(connection: socket.socket) -> str:
-    """What the kernel uses for it."""
+    """The congestion control that the kernel uses for a connection."""
     name = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
     return name.rstrip(b"\0").decode("ascii", "replace")
 
@@ -187,7 +187,7 @@ def _job(
 
 
 def _asked(network: Network, shape: Shape, sender: int, receiver: int) -> tuple[float, float]:
-    """Mbit/s and round trip that the shape gives this direction."""
+    """Mbit/s and round trip in ms of this direction in the shape."""
     rates, trips = [], []
     for wire, link in zip(network.topology.wires, shape.links, strict=True):
         if wire.higher < 0:
@@ -204,7 +204,7 @@ def _asked(network: Network, shape: Shape, sender: int, receiver: int) -> tuple[
 
 
 def _connect(lower: int, higher: int) -> tuple[socket.socket, socket.socket]:
-    """Two ends of a connection, in the two nodes' namespaces."""
+    """Connect two nodes. Returns the ends in the lower and the higher node's namespace."""
     listener = tools.inside(node_name(higher), lambda: socket.create_server((node_address(higher), 0)))
     try:
         listener.settimeout(CONNECT_SECONDS)
@@ -224,7 +224,7 @@ def _connect(lower: int, higher: int) -> tuple[socket.socket, socket.socket]:
 
 
 def _round_trip(near: socket.socket, far: socket.socket) -> float:
-    """Seconds, the median of `PINGS` after one that warms up."""
+    """Seconds: the median of `PINGS` round trips after one warm-up."""
     trips = []
     for _ in range(PINGS + 1):
         began = time.perf_counter()
@@ -239,7 +239,7 @@ def _round_trip(near: socket.socket, far: socket.socket) -> float:
 def _transfer(
     sender: socket.socket, receiver: socket.socket, settle: float, length: float
 ) -> tuple[int, float]:
-    """Bytes that arrived, and the seconds they took, once they arrive evenly."""
+    """Bytes received and the seconds they took, once the rate is steady."""
     done = threading.Event()
 
     def push() -> None:
@@ -274,9 +274,9 @@ def _transfer(
 
 
 def steady(slices: Sequence[tuple[int, float]]) -> bool:
-    """Whether the last `SLICES` of (bytes, seconds) came at about one rate.
+    """Whether the last `SLICES` of (bytes, seconds) have about the same rate.
 
-    After a loss, what TCP held back arrives in one go: such a slice has more than the link carried in it.
+    After a loss, TCP delivers the data it held back at once: such a slice holds more than the link carried.
     """
     rates = [received / seconds for received, seconds in slices[-SLICES:]]
     return len(rates) == SLICES and max(rates) - min(rates) <= UNEVEN * statistics.median(rates)
@@ -292,7 +292,7 @@ def _slice(receiver: socket.socket, buffer: bytearray, length: float) -> tuple[i
 
 
 def _drain(receiver: socket.socket, buffer: bytearray) -> None:
-    """Until nothing has come for a while: what is still on its way must not count for the other direction."""
+    """Read until nothing arrives for 0.3 s, so that late data does not disturb the other direction."""
     receiver.settimeout(0.3)
     try:
         while receiver.recv_into(buffer):

@@ -22,7 +22,7 @@ from node.telemetry.events import StepCosts
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSteps:
-    """The measured steps of a phase, and the bytes that the network counted meanwhile."""
+    """The measured steps of a phase, and the bytes that the network counted during them."""
 
     costs: tuple[StepCosts, ...]
     wires: tuple[WireBytes, ...]
@@ -49,7 +49,7 @@ class Compute:
 
 
 def compute_times(phases: Sequence[PhaseSteps], microbatches: int) -> Compute:
-    """From phases of one run, without waiting."""
+    """Compute times from the phases of one run, without waits."""
     costs = [step for phase in phases for step in phase.costs]
 
     def least(stage: int, *kinds: TimeKind) -> float:
@@ -87,7 +87,7 @@ def cell_floor(
             LinkRate(
                 up=link.up_mbit * 1e6 / 8 * PAYLOAD_SHARE,
                 down=link.down_mbit * 1e6 / 8 * PAYLOAD_SHARE,
-                latency=link.rtt_ms / 4e3,  # a tensor passes two
+                latency=link.rtt_ms / 4e3,  # a tensor passes two interfaces
             )
             for link in shape.links
         )

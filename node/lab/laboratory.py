@@ -41,7 +41,7 @@ Tell = Callable[[str], None]
 
 FIRST_PORT = 7700
 PORTS = 3
-"""Ports of a coordinator: joining, nodes, page. A run that is prepared during another has its own."""
+"""Ports of a coordinator: joining, nodes, page. A run prepared during another has its own ports."""
 SPARE_CORES = 4
 """With this many cores per stage, the next run's processes start and import while one trains."""
 
@@ -54,7 +54,7 @@ async def run_laboratory(
     Runs inside private namespaces. Results are written to `out` after every cell.
 
     Args:
-        time_limit: seconds; a cell that would not end in time is left out. 0 takes the profile's.
+        time_limit: seconds; a cell that would not end in time is skipped. 0 takes the profile's.
         only: as `node.lab.plan.plan_runs` takes it.
 
     Raises RunError for a link that is off and for a run that fails; earlier results stay.
@@ -64,8 +64,8 @@ async def run_laboratory(
 
 
 async def end_with_stdin() -> None:
-    """Cancel the calling task's program when stdin ends: whoever started the lab wants it to stop, or is
-    gone."""
+    """Cancel the calling task's program when stdin ends: whoever started the lab wants it to stop, or has
+    ended."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
 
@@ -83,12 +83,12 @@ async def end_with_stdin() -> None:
 
 
 def _with_text(config: RunConfig, size: int, directory: Path) -> RunConfig:
-    """The config with a text of `size` bytes in the run's new directory; 0 leaves it as it is."""
+    """The config with a text of `size` bytes in the run's new directory; 0 changes nothing."""
     directory.mkdir(parents=True)
     if size == 0:
         return config
     text = directory / "text.txt"
-    # One text, though it may come of several, and cut where a character may be.
+    # One text, even if the data is several; a character that the cut splits is dropped.
     start = read_text(config.data)[:size].replace(SEPARATOR, b"\n")
     text.write_text(start.decode(errors="ignore"), encoding="utf-8", newline="")
     return replace(config, data=replace(config.data, path=str(text)))
@@ -107,7 +107,7 @@ class _Laboratory:
         self._ends = link_ends(profile.config)
         self._calibrations: dict[str, Calibration] = {}
         self._start_seconds = 0.0
-        """From a run's start to its first cell, as the last one took; 0 before there was one."""
+        """Seconds from the last run's start to its first cell; 0 before the first run."""
 
     async def run(self) -> bool:
         path = self._out / RESULTS_FILE
@@ -124,7 +124,7 @@ class _Laboratory:
         if not runs:
             self._tell("every cell asked for has been measured")
             return True
-        # Where nothing is delayed nothing stands between two nodes but the wire.
+        # Without delays there is only the wire between two nodes.
         for delayed, group in groupby(runs, key=lambda run: run.needs_delay):
             await self._measure(tuple(group), method if delayed else "none", results)
         results.values["finished"] = not plan_runs(profile, results.done)
@@ -138,7 +138,7 @@ class _Laboratory:
         return not left
 
     async def _measure(self, runs: tuple[PlannedRun, ...], method: str, results: Results) -> None:
-        """Runs over one network."""
+        """Measure runs over one network."""
         profile = self._profile
         topology = lay_out(
             profile.config.pipeline.stages,
@@ -163,7 +163,7 @@ class _Laboratory:
             await asyncio.to_thread(network.__exit__)
 
     async def _measure_runs(self, network: Network, runs: tuple[PlannedRun, ...], results: Results) -> None:
-        """One after the other; with cores to spare the next one's processes import while this one trains."""
+        """Measure runs in turn; with spare cores, the next run's processes import while this one trains."""
         cores = len(os.sched_getaffinity(0))
         early = cores >= SPARE_CORES * self._profile.config.pipeline.stages
         ahead: _Run | None = None
@@ -191,7 +191,7 @@ class _Laboratory:
         return Results.new(path, self._profile, machine, network, self._only)
 
     async def _calibrate(self, network: Network, runs: tuple[PlannedRun, ...], results: Results) -> None:
-        """All shapes before the first run, while the wires are idle."""
+        """Calibrate all shapes before the first run, while the wires are idle."""
         self._calibrations.clear()
         for shape in all_shapes(runs):
             if self.over():
@@ -218,11 +218,11 @@ class _Laboratory:
         results.write()
 
     def over(self, seconds: float = 0.0) -> bool:
-        """Whether something that takes so long would not end within the time limit."""
+        """Whether something that takes `seconds` would end after the time limit."""
         return self._limit > 0 and time.monotonic() - self._began + seconds > self._limit
 
     def started(self, seconds: float) -> None:
-        """A run came to its first cell in so long."""
+        """Note that a run reached its first cell after `seconds`."""
         self._start_seconds = seconds
 
 
@@ -237,7 +237,7 @@ class _Run:
         self._run = run
         self._results = results
         self.number = number
-        """Runs of these results that came before."""
+        """How many runs of these results came before."""
         self.name = f"{number:02}-{run.name}"
         self._processes: RunProcesses | None = None
         config = run.config
@@ -265,7 +265,7 @@ class _Run:
             await self._processes.close()
 
     async def measure(self, ahead: "_Run | None") -> None:
-        """From the start, or from the joining if `prepare` came before, to the last cell.
+        """Run from the start, or from joining after `prepare`, to the last cell.
 
         `ahead` is prepared once this run trains. The run's history and trace are kept, however it ends.
         """
@@ -275,7 +275,7 @@ class _Run:
             self._keep()
 
     def _keep(self) -> None:
-        """A convenience: the figures stand without it."""
+        """Archive the run; the figures do not need it."""
         if self._processes is None:
             return
         try:

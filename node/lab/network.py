@@ -29,7 +29,7 @@ class WireBytes:
 
 
 class Network:
-    """A context manager inside the private namespaces; everything goes with them.
+    """A context manager inside the private namespaces; everything disappears with them.
 
     Args:
         method: `none`, `netem` or `relay`: how packets are delayed.
@@ -77,8 +77,8 @@ class Network:
             tools.ip(LAB, "netns", "del", name)
 
     def _set_tcp(self) -> None:
-        """In a node's namespace: raise the limit of socket buffers, so that a link with a long round trip can
-        be filled. The default size stays."""
+        """In a node's namespace: raise the limit of socket buffers, so that TCP can fill a link with a long
+        round trip. The default size stays."""
         settings = Path("/proc/sys/net/ipv4")
         for name in ("tcp_rmem", "tcp_wmem"):
             least, default, largest = map(int, (settings / name).read_text().split())
@@ -113,7 +113,7 @@ class Network:
                     )
 
     def relayed(self) -> Mapping[str, float]:
-        """What the relay has done since this was asked or the shape was set last: see `node.lab.relay`.
+        """The relay's counters since the last call or change of shape: see `node.lab.relay`.
 
         Empty where there is none.
         """
@@ -127,18 +127,18 @@ class Network:
 
     def _shape_device(self, wire: Wire, device: Device, link: LinkShape) -> None:
         up = device is wire.up
-        # Between two interfaces a packet passes two shapers: it is held back once, as it leaves its node.
+        # Between two interfaces a packet passes two shapers: delay it once, as it leaves its node.
         netem = self.method == "netem" and (up or wire.higher >= 0)
         mbit = link.up_mbit if up else link.down_mbit
         for command in shaper_commands(device.name, self.kind, mbit, link.rtt_ms, netem=netem):
             tools.tc(device.namespace, *command)
 
     def _rate(self, device: Device) -> float | None:
-        """Mbit/s of the device's shaper as the kernel has it."""
+        """Mbit/s of the device's shaper, read from the kernel."""
         if self.kind == "tbf":
             qdisc = tools.root_qdisc(device)
             return None if qdisc is None else 8e-6 * float(qdisc["options"]["rate"])
-        # tc writes classes as text whatever it is asked for.
+        # tc prints classes only as text.
         reply = tools.tc(device.namespace, "class", "show", "dev", device.name)
         found = re.search(r"^class htb 1:1 .* rate ([0-9.]+)([KMG]?)bit ", reply, re.MULTILINE)
         return float(found[1]) * _MEGA[found[2]] if found else None

@@ -28,14 +28,14 @@ STYLE: Mapping[Any, Any] = {
 }
 
 LEAST_CURVE = 10
-"""Steps of a run that are drawn as a curve."""
+"""Fewest steps of a run to draw as a curve."""
 
 Cell = Mapping[str, Any]
 
 
 def draw(results: Mapping[str, Any], directory: Path, tell: Callable[[str], None]) -> list[Path]:
-    """Write every figure that one results file gives; makes `directory`, returns the files, and tells what is
-    left out.
+    """Write every figure that one results file gives; makes `directory`, returns the files, and reports
+    figures that it skips.
 
     Raises UserError when matplotlib is missing, or when there is nothing to draw.
     """

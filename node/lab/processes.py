@@ -38,9 +38,9 @@ from wire.errors import RunError
 E = TypeVar("E", bound=Event)
 
 START_SECONDS = 180.0
-"""For the coordinator to print its join line, and for each node to join."""
+"""Time limit for the coordinator's join line, and for each node to join."""
 RESTORE_SECONDS = 600.0
-"""From the last join to the placement: initial weights of a large model take a while."""
+"""Time limit from the last join to the placement: initial weights of a large model take a while."""
 GRACE_SECONDS = 5.0
 MAX_EVENT_BYTES = 1 << 22
 
@@ -63,7 +63,7 @@ class RunProcesses:
         logs: existing directory for the processes' output.
         device: `cpu`, or `cuda`: stage i on GPU i.
         threads: CPU threads of each node; 0 is torch's own choice.
-        port: the coordinator's, and the next one.
+        port: the coordinator's first port; it also uses the next one.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class RunProcesses:
         self._costs: StepCosts | None = None
 
     async def prepare(self) -> None:
-        """Start all processes; nodes wait before they join. May be called while another run is on."""
+        """Start all processes; nodes wait before they join. May be called during another run."""
         run_file = self._directory / "run.toml"
         run_file.write_text(to_toml(self._config), encoding="utf-8")
         for stage in range(self._stages):
@@ -166,7 +166,7 @@ class RunProcesses:
             raise RunError("the coordinator seated the nodes in another order than they joined in")
 
     async def _join(self, stage: int, token: str) -> str:
-        """Let node `stage` join; returns its id once the coordinator has it."""
+        """Let node `stage` join; returns its id once the coordinator has admitted it."""
         state = self._directory / node_name(stage)
         arguments = [
             "join",
@@ -210,7 +210,7 @@ class RunProcesses:
     # ---- events
 
     async def _next(self, kind: type[E], seconds: float, what: str) -> E:
-        """The next event of a kind; others are passed over. Ends early when a process has."""
+        """The next event of `kind`; skips others. Ends early when a process has ended."""
         try:
             async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
                 watchers = [group.create_task(self._watch(*pair)) for pair in self._children.items()]
@@ -232,14 +232,14 @@ class RunProcesses:
                 raise RunError(f"the run in the lab ended: {event.reason}")
             if isinstance(event, kind):
                 return event
-        # The coordinator's own end says more: `_watch` tells it.
+        # The error of `_watch` says more about the coordinator's end.
         await asyncio.sleep(GRACE_SECONDS)
         raise RunError(f"the lab's coordinator closed its output; see {self._logs / 'coordinator.log'}")
 
     async def _watch(self, name: str, child: Process) -> None:
-        """No process may end before it is killed."""
+        """Fail when a process ends before it is killed."""
         code = await child.wait()
-        # What the coordinator makes of it comes first, if it comes.
+        # If the coordinator reports an error of its own, that error comes first.
         await asyncio.sleep(GRACE_SECONDS / 5)
         path = self._logs / f"{name}.log"
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -1,7 +1,7 @@
 """Laboratory profiles: strict TOML in, a checked `Profile` out. No torch, but for the check of codec names.
 
 A profile holds `[lab]`, `[network]`, one or more `[[sweep]]`, and any section of a run file, which changes
-the base run file of `lab.base`. Every field's meaning is given beneath it.
+the base run file of `lab.base`. The docstring below each field describes it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -146,7 +146,7 @@ CHOICES = {
     "network.delay": ("auto", "netem", "relay"),
 }
 MOST_TOLERATED = 0.05
-"""The largest `network.tolerance`: no figures of links that are further off are reported."""
+"""The largest `network.tolerance`: the lab reports no figures of links that are further off."""
 OWNED = ("run.steps", "run.seed", "run.snapshot_every", "pipeline.forward_codec", "pipeline.backward_codec")
 """Run-file keys that the lab sets itself; a profile must not set them."""
 

@@ -1,12 +1,13 @@
-"""Delay without netem: packets between two devices, held back in user space. `python -m node.lab.relay`.
+"""Delay packets between devices in user space, without netem. `python -m node.lab.relay`.
 
-Frames come in on packet sockets and leave on others, in order, a set time later. Segments that the kernel has
-batched stay batched (their virtio header travels along), so a gigabit needs only some thousand system calls a
-second, no rate is lost, and TCP is not ended on the way: its congestion control sees the whole path.
+The relay receives frames on packet sockets and sends them on others, in order, after a set delay. Segments
+that the kernel has batched stay batched, with their virtio header, so a gigabit needs only some thousand
+system calls a second and the relay costs no rate. It does not terminate TCP: congestion control sees the
+whole path.
 
-Stdin: a line of JSON, {"ways": [{"source", "target", "mac"}…]}, then for each change of the delays a line
-{"delays": [seconds, …]} by way, or {} to ask only. Each is answered by a line of JSON with what the relay has
-counted since the one before; the end of stdin ends it.
+Stdin: a line of JSON, {"ways": [{"source", "target", "mac"}…]}, then a line {"delays": [seconds, …]}, one per
+way, for each change of the delays, or {} to read the counters. The relay answers each line with a line of
+JSON: its counters since the last answer. It ends when stdin ends.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from typing import Any
 
 from node.lab.shape import QUEUE_SECONDS
 
-# From linux/if_packet.h and asm-generic/socket.h; Python's socket module has none of them.
+# From linux/if_packet.h and asm-generic/socket.h; Python's socket module lacks them.
 SOL_PACKET = 263
 PACKET_STATISTICS = 6
 PACKET_VNET_HDR = 15
@@ -34,15 +35,15 @@ ETH_P_ALL = 3
 VNET_HEADER = 10
 LARGEST_FRAME = VNET_HEADER + 14 + 65536
 BUFFER_BYTES = 64 << 20
-"""Of a port, each way. What waits in the queue of the device that it sends to is counted as the port's:
-smaller than that queue, it would drop what a network carries."""
+"""Send and receive buffer of a port. Frames in the target device's queue count against the send buffer:
+if it were smaller than that queue, the relay would drop frames that a network carries."""
 AT_ONCE = 64
-"""Frames read from one port before the others get their turn."""
+"""Most frames to read from one port before the next port."""
 LATENESS_KEPT = 100_000
 
 
 class Port:
-    """One device's packet socket, and what waits to leave through it."""
+    """The packet socket of one device."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -53,25 +54,25 @@ class Port:
             try:
                 self.socket.setsockopt(socket.SOL_SOCKET, forced, BUFFER_BYTES)
             except PermissionError:
-                # Rootless: as much as the host allows to everyone.
+                # Without root: as much as the host allows every user.
                 self.socket.setsockopt(socket.SOL_SOCKET, allowed, BUFFER_BYTES)
         self.socket.bind((device, ETH_P_ALL))
         self.socket.setblocking(False)
         self.full = False
-        """It took no more when it was last given a frame."""
+        """The socket refused the last frame because its buffer is full."""
 
     def fileno(self) -> int:
         return self.socket.fileno()
 
     def count_missed(self) -> int:
-        """Frames that the kernel dropped because the relay was too slow, since this was last asked."""
-        # Reading the counters sets them back.
+        """Frames that the kernel dropped since the last call, because the relay was too slow."""
+        # Reading the counters resets them.
         _, drops = struct.unpack("II", self.socket.getsockopt(SOL_PACKET, PACKET_STATISTICS, 8))
         return int(drops)
 
 
 class Way:
-    """From one port to another."""
+    """One path of frames, from one port to another, and the frames that wait on it."""
 
     def __init__(self, source: str, target: Port, mac: str) -> None:
         self.source = source
@@ -81,7 +82,7 @@ class Way:
         self.waiting: deque[tuple[float, bytes]] = deque()
 
     def takes(self, frame: bytes) -> bool:
-        """Its own frames, and those for everybody (the lowest bit of the first address byte)."""
+        """Whether `frame` is for this address, or for a group (the lowest bit of the first byte)."""
         address = frame[VNET_HEADER : VNET_HEADER + 6]
         return not self.mac or address == self.mac or bool(address[0] & 1)
 
@@ -103,7 +104,7 @@ class Relay:
     def run(self) -> None:
         """Forward until stdin ends."""
         while True:
-            # What is due at a full port waits for the port.
+            # Frames to a full port wait until it is writable.
             ready = [way.waiting[0][0] for way in self.ways if way.waiting and not way.target.full]
             # select waits to the microsecond, where epoll rounds up to milliseconds.
             wait = max(0.0, min(ready) - time.monotonic()) if ready else None
@@ -137,13 +138,13 @@ class Relay:
                     way.target.socket.send(frame)
                     self.frames += 1
                 except BlockingIOError:
-                    # As long as a shaper's queue holds it, beyond its delay.
+                    # Retry for as long as a shaper's queue may hold the frame, beyond its delay.
                     if now - due <= QUEUE_SECONDS + 2 * way.delay:
                         way.target.full = True
                         break
                     self.refused += 1
                 except OSError:
-                    # The far queue is full: the network drops a packet, as any would.
+                    # The far queue is full: drop the frame, as any network does.
                     self.refused += 1
                 way.waiting.popleft()
                 self.lateness.append(now - due)
@@ -174,7 +175,7 @@ class Relay:
 
 
 def main() -> None:
-    # Where it is allowed: a packet that waits for the processor arrives late.
+    # Raise the priority where allowed: a packet that waits for the processor arrives late.
     with contextlib.suppress(OSError):
         os.nice(-10)
     relay = Relay(json.loads(sys.stdin.readline())["ways"])

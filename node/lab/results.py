@@ -38,7 +38,7 @@ class Results:
         network: Mapping[str, Any],
         only: Sequence[str] = (),
     ) -> "Results":
-        """Without a cell. `only` is as `node.lab.plan.plan_runs` takes it."""
+        """Results without cells. `only` is as `node.lab.plan.plan_runs` takes it."""
         model, training = profile.config.model, profile.config.training
         values: dict[str, Any] = {
             "format": FORMAT,
@@ -69,9 +69,9 @@ class Results:
     def go_on(
         cls, path: Path, profile: Profile, machine: Mapping[str, Any], only: Sequence[str] = ()
     ) -> "Results":
-        """What `path` holds; `only` is added to what was asked for before.
+        """Continue the results at `path`; adds `only` to the cells asked for before.
 
-        Raises UserError if what is there comes from another profile, or from another machine or commit.
+        Raises UserError if they come from another profile, machine or commit.
         """
         values = read_results(path)
         if values["profile_sha256"] != profile.sha256:
@@ -84,7 +84,7 @@ class Results:
                 f"{path} was measured elsewhere (its {', '.join(other)} differ): results of both do not mix; "
                 "give another --out"
             )
-        # Results of before it was recorded do not tell what was asked for.
+        # Older results do not record which cells were asked for.
         if "only" in values:
             values["only"] = joined_only([values["only"], only])
         return cls(path, values)
@@ -94,13 +94,13 @@ class Results:
         return {CellKey(**cell["key"]) for cell in self.values["cells"]}
 
     def write(self) -> None:
-        """Replace the file whole: a reader, and a lab that goes on, never sees half of it."""
+        """Replace the file atomically: no reader or later lab sees half of it."""
         partial = self.path.with_suffix(".json.partial")
         try:
             partial.write_text(json.dumps(self.values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
             partial.replace(self.path)
         except OSError as error:
-            # Writing tells of a full disk without the name of what was written.
+            # The error of a full disk lacks the file's name.
             error.filename = error.filename or str(self.path)
             raise
 
@@ -123,7 +123,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def joined_only(asked: Sequence[Sequence[str]]) -> list[str]:
-    """The cells that several invocations asked for, each once; empty, as everywhere, is all of them."""
+    """The cells that several invocations asked for, without repetition; empty: all."""
     if not all(asked):
         return []
     return list(dict.fromkeys(words for one in asked for words in one))
@@ -157,13 +157,13 @@ def describe_machine() -> dict[str, Any]:
 
 
 def _text_name(profile: Profile) -> str:
-    """The text's own name, without the folders that only this machine has, and how much of it is read."""
+    """The text's file name without this machine's folders, and how much of it is read."""
     size = profile.lab.text_bytes
     return Path(profile.config.data.path).name + (f", the first {size} bytes" if size else "")
 
 
 def processor() -> str:
-    """The model's name, without the spaces that pad it."""
+    """The processor's model name, without padding."""
     info = Path("/proc/cpuinfo")
     for line in info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else ():
         if line.startswith("model name"):
@@ -177,7 +177,7 @@ def hardware() -> str:
 
 
 def commit() -> str:
-    """The commit that runs, marked when the program differs from it; THINWIRE_COMMIT where git is not."""
+    """The commit of this program, marked if the files differ from it; THINWIRE_COMMIT without git."""
     if given := os.environ.get("THINWIRE_COMMIT"):
         return given
     head = _words("git", "-C", str(_ROOT), "rev-parse", "HEAD")
@@ -188,7 +188,7 @@ def commit() -> str:
 
 
 def _words(*command: str) -> str:
-    """What a command says, or nothing if it cannot be run."""
+    """A command's output; empty if it cannot run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -197,7 +197,7 @@ def _words(*command: str) -> str:
 
 
 def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the runs and cells of parts, numbered anew. The last part wins where a cell is in several.
+    """Merge the runs and cells of parts and renumber them. The last part wins where a cell is in several.
 
     Raises UserError for parts of different profiles, machines, commits or delay methods.
     """
@@ -211,7 +211,7 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 "side by side"
             )
     network = dict(first["network"])
-    # A part without any delay did not look for a way to make one.
+    # A part without delays has not chosen a delay method.
     methods = {part["network"]["delay_method"] for part in parts} - {"none"}
     if len(methods) > 1:
         raise UserError(f"results with packets delayed by {' and by '.join(sorted(methods))} do not mix")

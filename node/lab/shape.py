@@ -58,7 +58,7 @@ class Shape:
 
     @property
     def busiest_mbit(self) -> float:
-        """The slowest rate, which orders tables and figures."""
+        """The slowest rate; tables and figures are sorted by it."""
         return min(min(link.up_mbit, link.down_mbit) for link in self.links)
 
     @property
@@ -100,7 +100,7 @@ def netem_packets(mbit: float, rtt_ms: float) -> int:
 
 
 def shaper_commands(device: str, kind: str, mbit: float, rtt_ms: float, *, netem: bool) -> list[list[str]]:
-    """`tc` arguments that shape what leaves `device`, one list a command; what was there goes first.
+    """`tc` arguments that shape what leaves `device`, one list a command. Remove its old shaper first.
 
     Args:
         kind: `tbf` or `htb`.

@@ -1,9 +1,8 @@
-"""The paper's tables beside what was measured: text for a terminal, Markdown for documents. Pure but for the
-file of the paper's numbers.
+"""Tables of results beside the paper's, as text for a terminal. Reads only the file of the paper's numbers.
 
-Machines differ from the paper's, so what compares is the ratio between codecs on one machine, over one
-network; each is given beside the paper's own. A results file is one such measurement: nothing is pooled or
-divided across files. The share of the floor says how much of what was possible was reached.
+Our machines differ from the paper's, so only ratios between codecs on one machine and one network compare;
+each stands beside the paper's ratio. A results file is one such measurement: no figure combines several
+files. The share of the floor says how close a step is to its lower bound.
 """
 
 import importlib.resources
@@ -19,7 +18,7 @@ from node.telemetry.clock import TimeKind
 from node.telemetry.format import table_lines
 
 BASELINES = ("fp32", "bf16", "fixed-4", "aqsgd-4")
-"""Forward codecs that ratios are given over."""
+"""Forward codecs that ratios are relative to."""
 
 SETTING = ("Mbit/s", "microbatch", "window", "codecs")
 """Columns that name a cell."""
@@ -79,7 +78,7 @@ def paper_tables() -> tuple[str, tuple[PaperTable, ...]]:
 
 
 def tables_text(results: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Everything for a terminal: (name, results) one after the other, each under its name."""
+    """All tables of each (name, results) as text, each titled with its name."""
     blocks = []
     for name, result in results:
         for table in all_tables(result):
@@ -91,18 +90,18 @@ def tables_text(results: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
 
 def all_tables(result: Mapping[str, Any]) -> list[Table]:
-    """Every measured cell and where its steps' time went, then the paper's tables 3, 5 and 6 with what was
-    measured at their settings."""
+    """The measured cells, how their steps spend their time, then the paper's tables 3, 5 and 6 beside the
+    cells with the same settings."""
     _, papers = paper_tables()
     cells = result["cells"]
-    # Results of before it was recorded do not have it.
+    # Older results lack it.
     timed = [cell for cell in cells if "stage_seconds" in cell]
     times = [time_table(timed)] if timed else []
     return [measured_table(cells), *times, *(paper_table(paper, cells) for paper in papers)]
 
 
 def measured_table(cells: Cells) -> Table:
-    """A row for each setting and codec pair; seeds together."""
+    """A row for each setting and codec pair, over all seeds."""
     rows = []
     for group in _grouped(cells):
         key = group[0]["key"]
@@ -129,7 +128,7 @@ def measured_table(cells: Cells) -> Table:
 
 
 def time_table(cells: Cells) -> Table:
-    """Where the time of a step goes at each stage, seeds together: what remains beside computing."""
+    """Seconds of a step that each stage computes and waits, mean over seeds."""
     rows = []
     for group in _grouped(cells):
         key = group[0]["key"]
@@ -146,8 +145,8 @@ def time_table(cells: Cells) -> Table:
 
 
 def paper_table(paper: PaperTable, cells: Cells) -> Table:
-    """The paper's rows; ours beside them where they were measured without delay, at the same rate both ways
-    and with the window that adapts."""
+    """The paper's rows beside the cells measured without delay, at the same rate both ways and with the
+    window `auto`."""
     rows = []
     for row in paper.rows:
         ours = {
@@ -192,7 +191,7 @@ def paper_table(paper: PaperTable, cells: Cells) -> Table:
 
 
 def provenance(result: Mapping[str, Any]) -> str:
-    """One line on where figures come from."""
+    """One line on where the figures come from."""
     machine, network = result["machine"], result["network"]
     gpus = ", ".join(f"{machine['gpus'].count(name)} x {name}" for name in dict.fromkeys(machine["gpus"]))
     where = (
@@ -203,7 +202,7 @@ def provenance(result: Mapping[str, Any]) -> str:
     worst = max(
         (abs(_share(link) - 1) for found in result["calibrations"] for link in found["links"]), default=0.0
     )
-    # Results of before there was a choice do not have it.
+    # Older results lack it.
     pauses = "" if network.get("slow_start_after_idle", True) else " without slow starts after pauses"
     seeds = len(result["seeds"])
     model = result["model"]
@@ -221,7 +220,7 @@ def provenance(result: Mapping[str, Any]) -> str:
 
 
 def _steps_text(cells: Cells) -> str:
-    """`, each figure the median of 2 to 4 steps`: of how many measured steps of one seed."""
+    """`, each figure the median of 2 to 4 steps`: the number of measured steps per seed."""
     counts = sorted({cell["measured_steps"] for cell in cells})
     if not counts:
         return ""
@@ -232,14 +231,14 @@ def _steps_text(cells: Cells) -> str:
 def _unfinished_text(result: Mapping[str, Any]) -> str:
     if result["finished"]:
         return ""
-    # Results of before it was counted do not have it.
+    # Older results lack it.
     planned = result.get("planned_cells")
     of = f"{planned} cells" if planned else "cells"
     return f"; not finished: {len(result['cells'])} of its profile's {of} are here"
 
 
 def _command_text(result: Mapping[str, Any]) -> str:
-    """The command that measures the same again; results of before it was recorded do not have it."""
+    """The command that repeats the measurement; older results lack it."""
     if "overrides" not in result:
         return ""
     options = [word for words in result["only"] for word in ("--only", words)]
@@ -252,7 +251,7 @@ def _setting(key: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _grouped(cells: Cells) -> list[list[Mapping[str, Any]]]:
-    """Cells that differ in their seeds alone, together, in the order in which they were measured."""
+    """Group cells that differ only in their seed, in the order they were measured."""
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for cell in cells:
         key = cell["key"]
@@ -262,7 +261,7 @@ def _grouped(cells: Cells) -> list[list[Mapping[str, Any]]]:
 
 
 def _ratio(cells: Cells, group: Cells, baseline: str) -> float | None:
-    """Tokens a second over those of the first group at the same setting whose forward codec is `baseline`."""
+    """Tokens a second relative to the first group with the same setting and the forward codec `baseline`."""
     key = group[0]["key"]
     for other in _grouped(cells):
         its = other[0]["key"]
@@ -281,7 +280,7 @@ def _tokens(group: Cells) -> float:
 
 
 def _mean(group: Cells, name: str) -> float:
-    """Over the seeds, of each one's median over steps."""
+    """The mean over seeds of the median over steps."""
     return statistics.fmean(cell[name]["median"] for cell in group)
 
 
@@ -298,12 +297,12 @@ def _share_text(group: Cells) -> str:
 
 
 def _binding_text(group: Cells) -> str:
-    """What the floor of the cell hangs on: a link, a line or a stage's compute."""
+    """What binds the cell's floor: a link, a line or a stage's compute."""
     return ", ".join(dict.fromkeys(cell["floor"]["binds"] for cell in group if "floor" in cell)) or "-"
 
 
 def _unthrottled_text(group: Cells) -> str:
-    """The rate as a share of the one that the same run had before its links were shaped."""
+    """The rate as a share of the same run's rate before its links were shaped."""
     shares = [cell["of_unthrottled"] for cell in group if "of_unthrottled" in cell]
     return f"{statistics.fmean(shares):.2f}" if shares else "-"
 

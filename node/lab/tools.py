@@ -74,8 +74,8 @@ def root_qdisc(device: Device) -> dict[str, Any] | None:
 
 
 def sent_bytes(device: Device) -> int:
-    """Bytes that have left the device, by its shaper, which counts every packet's header. Without a shaper by
-    the device itself, which counts a batch of segments as one packet."""
+    """Bytes that have left the device. The shaper counts them with every packet's header; without a shaper
+    the device counts them, and takes a batch of segments as one packet."""
     if (qdisc := root_qdisc(device)) is not None:
         return int(qdisc["bytes"])
     reply = json.loads(ip(device.namespace, "-s", "-j", "link", "show", "dev", device.name))

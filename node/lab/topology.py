@@ -1,23 +1,23 @@
-"""Which namespaces, wires, addresses and routes a laboratory has: `ip` commands as data. Pure.
+"""The namespaces, wires, addresses and routes of a lab, as `ip` commands. Pure.
 
-Every node has a namespace and one address that its neighbours and the coordinator dial, on its loopback
-device. The coordinator reaches every node over a wire of its own that is never shaped, so that batches and
-heartbeats neither take bandwidth from the links nor lend them any.
+Every node has a namespace, and one address on its loopback device that its neighbours and the coordinator
+dial. A separate wire that is never shaped joins each node to the coordinator, so batches and heartbeats do
+not use the links' bandwidth.
 
-    links         node 0 ══ node 1 ══ node 2          a wire a pair of neighbours, shaped at both ends
-    interfaces    node 0 ══ the lab ══ node 1         a wire a node, shaped at both ends, and the lab forwards
+    links         node 0 ══ node 1 ══ node 2     a wire for each pair of neighbours, shaped at both ends
+    interfaces    node 0 ══ the lab ══ node 1    a wire for each node, shaped at both ends; the lab forwards
                               ║
                             node 2
 
-With the relay, each wire between two nodes runs through the lab's own namespace, where the relay holds
-packets back; with netem the delay sits beneath the shaper.
+With the relay, packets between two nodes pass through the lab's own namespace, where the relay delays them.
+With netem, the delay is below the shaper.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 LAB = ""
-"""The lab's own namespace, private to it: no name, as the lab's process lives in it."""
+"""The lab's own private namespace. It needs no name, because the lab's process runs in it."""
 COORDINATOR = "coordinator"
 COORDINATOR_ADDRESS = "10.77.255.1"
 GATEWAY_ADDRESS = "10.77.254.1"
@@ -34,33 +34,33 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """What is shaped: a link between two stages, or a node's interface."""
+    """A shaped wire: a link between two stages, or a node's interface."""
 
     name: str
     lower: int
-    """The stage whose sending counts as up."""
+    """Up is what this stage sends."""
     higher: int
-    """The other end's stage; -1 on an interface."""
+    """The stage at the other end; -1 for an interface."""
     up: Device
-    """Its queue holds what goes up."""
+    """The device that shapes what goes up."""
     down: Device
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """What the relay does with frames that come in at a port."""
+    """A path of the relay: frames from port `source` go to port `target`."""
 
     source: str
     target: str
     mac: str
-    """Only frames for this address, and broadcasts; empty: all."""
+    """Forward only frames for this address and broadcasts; empty: all."""
     wires: tuple[int, ...]
     """The wires whose delay applies; the largest counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """A laboratory on paper."""
+    """The plan of a lab's network."""
 
     namespaces: tuple[str, ...]
     commands: tuple[tuple[str, tuple[str, ...]], ...]
@@ -69,11 +69,11 @@ class Topology:
     """The lab's namespace routes between the nodes."""
     wires: tuple[Wire, ...]
     ways: tuple[Way, ...]
-    """Of the relay; empty without one."""
+    """Paths of the relay; empty without one."""
 
     @property
     def lab_devices(self) -> tuple[str, ...]:
-        """Devices in the lab's own namespace: their other ends lie in nodes' namespaces."""
+        """Devices in the lab's own namespace; their other ends are in the nodes' namespaces."""
         ends = (device for wire in self.wires for device in (wire.up, wire.down))
         names = [device.name for device in ends if device.namespace == LAB]
         return tuple(dict.fromkeys((*names, *(way.source for way in self.ways))))
@@ -88,7 +88,7 @@ def node_address(stage: int) -> str:
 
 
 def mac_address(stage: int) -> str:
-    """Locally administered; the relay's way to a node's interface goes by it."""
+    """A locally administered address, by which the relay finds a node's interface."""
     return f"02:00:0a:4d:00:{stage + 1:02x}"
 
 
@@ -100,15 +100,15 @@ def lay_out(
     relay: bool,
     congestion_control: str = "",
 ) -> Topology:
-    """The laboratory of a pipeline.
+    """Plan the lab of a pipeline.
 
     Args:
-        ends: the stages that each link joins; interfaces have no use for them.
+        ends: the two stages that each link joins; not used with `interfaces`.
         topology: `links` or `interfaces`.
         relay: whether packets between nodes go through the relay.
-        congestion_control: TCP's, between nodes; empty: the kernel's default.
+        congestion_control: of TCP between nodes; empty: the kernel's default.
     """
-    # By route, since a new namespace may not change the kernel's default, and gRPC asks for none.
+    # Set it per route: a new namespace may not change the kernel's default, and gRPC does not set it.
     control = ("congctl", congestion_control) if congestion_control else ()
     commands: list[tuple[str, tuple[str, ...]]] = [(LAB, ("link", "set", "lo", "up"))]
     names = [COORDINATOR, *map(node_name, range(stages))]
@@ -185,7 +185,7 @@ def _interfaces(
 
 
 def _veth(one: Device, other: Device, mac: str = "") -> _Commands:
-    """A pair of devices, up; IPv6 stays silent, so that only the run's own packets are counted."""
+    """Make a pair of devices, up. Without IPv6 addresses, only the run's own packets are counted."""
     address = ("address", mac) if mac else ()
     made: tuple[str, ...] = ("link", "add", one.name, *address)
     for device, before in ((one, ()), (other, ("type", "veth", "peer", "name", other.name))):
