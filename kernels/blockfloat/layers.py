@@ -1,6 +1,6 @@
 """Layers that keep their input stored in blocks: the reference in torch for `kernels.blockfloat.triton`.
 
-What is stored has the same bits in every implementation; what is computed from it agrees to rounding.
+Every implementation stores the same bits; results computed from them agree to rounding.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def norm_again(
     bits: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The norm, in `dtype`, of what was stored."""
+    """The norm, in `dtype`, of the stored input."""
     x = blockfloat.unpack(packed, shape, bits, torch.float32)
     return layers.norm(x, weight, bias, eps).to(dtype)
 
@@ -42,7 +42,7 @@ def norm_backward(
     eps: float,
     bits: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the norm of what was stored.
+    """Gradients of the norm of the stored input.
 
     Args:
         grad: of the norm's result, `[..., C]`.

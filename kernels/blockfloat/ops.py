@@ -1,6 +1,6 @@
 """Stored tensors as torch operators: the reference on a CPU, Triton's kernels on a GPU, the same stored bits.
 
-None of them waits for the device. A GPU without Triton runs the reference.
+They never wait for the device. A GPU without Triton runs the reference.
 """
 
 from collections.abc import Sequence

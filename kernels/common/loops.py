@@ -1,4 +1,4 @@
-"""What the loops of tiled quantizers on a CPU share: compiling, bits of floats, tiles, planes, threads.
+"""Shared parts of the tiled quantizers' CPU loops: compiling, bits of floats, tiles, planes, threads.
 
 Numba compiles at first use and keeps the result beside the modules or below the user's home. Where it can
 write to neither, every process compiles anew.

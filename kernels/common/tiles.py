@@ -1,4 +1,4 @@
-"""Tiles, the tensor's exponent and fp16 rounding: what every tiled quantizer here shares.
+"""Tiles, the tensor's exponent and fp16 rounding, shared by all tiled quantizers here.
 
 A tensor `[..., C]` is cut along its last dimension into tiles of `TILE` contiguous elements; a last tile that
 is shorter is filled up with zeros. Tiles are numbered row by row: tile t of row r is r * ceil(C / 64) + t.

@@ -76,7 +76,7 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What a sample of a matrix's rows says of all of them."""
+    """A low-dimensional space, estimated from a sample of a matrix's rows."""
 
     v: torch.Tensor  # [C, K], fp64 of integers
     sent: torch.Tensor  # the same, int8
@@ -122,7 +122,7 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What a prediction leaves of a matrix."""
+    """The residual of a matrix after its prediction is subtracted."""
 
     factors: Factors
     residual: torch.Tensor  # fp32 [R, C]
@@ -132,7 +132,7 @@ class Left:
 
 
 def most_multipliers(bits: int) -> int:
-    """What multipliers may add up to, so that no sum can leave fp32's integers."""
+    """A bound on the multipliers' sum that keeps every sum an exact fp32 integer."""
     return ((1 << 24) - 1) // _limit(bits) ** 2
 
 
@@ -164,7 +164,7 @@ def prediction(factors: Factors) -> Prediction:
 
 
 def left_scales(x: torch.Tensor, factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
-    """`kernels.trellis.scales.scales` of what a prediction leaves of fp32 `[R, C]`."""
+    """`kernels.trellis.scales.scales` of the residual of fp32 `[R, C]`."""
     if x.device.type == "cpu":
         return of_sums(*trellis_left_loops.left_scales(x, prediction(factors), logarithms()))
     return scales(x - predict(factors))
@@ -224,7 +224,7 @@ def fit(x: torch.Tensor, space: Space) -> Factors:
 
 
 def fitted(x: torch.Tensor, space: Space) -> Left:
-    """What a prediction in a space leaves of fp32 `[R, C]`."""
+    """The residual of fp32 `[R, C]` after a prediction in a space."""
     if x.device.type != "cpu":
         factors = fit(x, space)
         residual = x - predict(factors)

@@ -52,7 +52,7 @@ def decode(
     where: Grid,
     family: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """n, int32 `[E]`, and whether the code is sound, bool `[]`; without that n is meaningless.
+    """n, int32 `[E]`, and whether the code is valid, bool `[]`; if it is not, n is meaningless.
 
     states int32 `[groups, lanes]` in [2**15, 2**31), word counts int64 `[groups]` that add up to no more than
     the words, int16 `[W]`, of all groups one after the other.

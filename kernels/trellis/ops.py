@@ -1,6 +1,6 @@
 """The `trellis` codec's loops by device: numba's on a CPU, Triton's on a GPU, the same bits.
 
-Without Triton the CPU codes the lanes of a GPU's tensors.
+Without Triton, the CPU codes the lanes of tensors on a GPU.
 """
 
 import torch

@@ -81,7 +81,7 @@ class Scales:
 
     @staticmethod
     def of(row: Int32Array, column: Int32Array) -> "Scales":
-        """With what lies too far below the largest raised."""
+        """The scales, with those too far below the largest raised."""
         return Scales(
             np.maximum(row, row.max() - _MAX_SCALE_STEP), np.maximum(column, column.max() - _MAX_SCALE_STEP)
         )
@@ -156,7 +156,7 @@ def normalised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The exponent of `kernels.common.tiles.tensor_exponent`, on the host, and x over that power of two,
     fp32.
 
-    Where x is not finite, of no use.
+    If x is not finite, the scaled tensor is meaningless.
     """
     if x.device.type == "cpu":
         return trellis_matrix_loops.normalised(x)
@@ -178,12 +178,12 @@ def classes(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
 
 
 def gain(code: int) -> float:
-    """What turns elements into 64ths of a step, an fp32 number."""
+    """The factor that turns elements into 64ths of a step, an fp32 number."""
     return float(np.float32(64) / np.float32(step_of(code)))
 
 
 def reconstruct(n: torch.Tensor, code: int, factors: Factors | None) -> torch.Tensor:
-    """The normalised tensor, fp32 `[E]`; n, int32 `[E]`, is lost."""
+    """The normalised tensor, fp32 `[E]`. Overwrites n, int32 `[E]`."""
     if n.device.type == "cpu":
         prediction = None if factors is None else trellis_factors.prediction(factors)
         return trellis_matrix_loops.reconstruct(n, step_of(code), prediction)

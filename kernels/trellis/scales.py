@@ -41,7 +41,7 @@ def scales(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales, int32 `[R]` and `[C]`, of the rows and the columns of fp32 `[R, C]`, below 2**14 in magnitude.
 
-    Rows or columns that are not told apart all get one scale.
+    Rows (or columns) that are not distinguished share one scale.
     """
     if by_row and by_column and x.device.type == "cpu":
         return of_sums(*trellis_left_loops.scales(x, logarithms()))

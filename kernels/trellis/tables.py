@@ -85,7 +85,7 @@ def tables(family: int) -> Tables:
     slots = offset | (frequency[rows, symbols] - 1) << PRECISION | symbols << 2 * PRECISION
     cost = bits_of_counts()[frequency]
     table, shift = split(np.arange(MAX_CLASS + 1, dtype=np.int32))
-    # Escapes are far rarer than the one slot that they must have.
+    # Escapes need one slot, although they are far rarer than that.
     mean = ((frequency.astype(np.int64) * cost)[:, :ESCAPE].sum(1) + TOTAL // 2) >> PRECISION
     mean_cost = ((mean[2 * table] + mean[2 * table + 1]) >> 1) + (shift.astype(np.int64) << COST_BITS)
     return Tables(frequency, codes.ravel(), slots.astype(np.int32).ravel(), mean_cost)

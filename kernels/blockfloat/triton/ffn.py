@@ -1,4 +1,4 @@
-"""SwiGLU and GELU that store their inputs as they read them, and their gradients from what was stored."""
+"""SwiGLU and GELU that store their inputs as they read them, and their gradients from the stored inputs."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Norms that store their input as they read it, and that start again from what was stored.
+"""Norms that store their input as they read it, and norms recomputed from the stored input.
 
 One program a row, all of it in registers. The number of threads that share a row changes the bits of its
 sums, so it follows from the width alone.

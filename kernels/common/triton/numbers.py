@@ -64,7 +64,7 @@ def let_next_start(EARLY: tl.constexpr):
 @triton.jit
 def await_previous(EARLY: tl.constexpr):
     """Before the first access to what earlier kernels of the same call wrote. Every program must come here,
-    so that whoever waits for this kernel has waited for those before it too."""
+    so that waiting for this kernel also waits for those before it."""
     if EARLY:
         cuda.gdc_wait()
 

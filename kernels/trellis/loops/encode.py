@@ -129,7 +129,7 @@ def _symbols(chosen, numbers, codes, found, wide, cut, low):
 
 @compiled
 def _put_pieces(states, wide, cut, low, second, words, used):
-    """Put the first pieces, or the second ones; none takes no bits, and changes nothing."""
+    """Put the first pieces, or the second ones. An empty piece changes nothing."""
     top = words.size - 1
     for lane in range(states.size - 1, -1, -1):
         bits = max(wide[lane] - cut[lane], _I0) if second else min(wide[lane], cut[lane])

@@ -1,7 +1,7 @@
 """Sums over a matrix's rows and columns, and predictions of it, for the `trellis` codec on a CPU.
 
-What elsewhere torch does, which goes over the matrix for every operation, and adds fp32 in fp64 far more
-slowly than memory could be read. Every sum here is one of integers and exact, so its order is free.
+Elsewhere torch does this, but it passes over the matrix once per operation and adds fp32 in fp64 far more
+slowly than memory can be read. Every sum here is of integers and exact, so its order is free.
 
 Compiled by numba at first use and kept in its cache. Loops are written so that LLVM makes vectors of them
 although it may not reorder additions of floats: neighbours are added to neighbours.

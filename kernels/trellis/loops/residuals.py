@@ -81,7 +81,7 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Factors of all rows, and what they leave."""
+    """Factors of all rows, and the residual."""
 
     u: torch.Tensor  # int8 [R, K]
     row_exponent: torch.Tensor  # int32 [R]

@@ -106,7 +106,7 @@ def _decode(
             real = place < size
             number = tl.load(numbers + place, mask=real, other=0).to(tl.int32)
             classes += ((number, real, place),)
-        # As if nothing had escaped and no class were wide, which is seldom wrong; then all again.
+        # Assume no escapes and no wide classes, which is seldom wrong; otherwise decode the chunk again.
         began = state, current, before, position
         rare = tl.zeros((LANES, GROUPS), tl.int1)
         for j in tl.static_range(AT_ONCE):

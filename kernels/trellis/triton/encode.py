@@ -1,9 +1,9 @@
-"""`trellis-R`'s encoder on a GPU, from the tensor to its payload, without the host seeing anything of it.
+"""`trellis-R`'s encoder on a GPU, from the tensor to its payload, without a transfer to the host.
 
 Carries out a `Planner`'s decision: codes some rows to measure what they take, then all of them, at as many
 steps as `wire.codecs.trellis` tries at most. Attempts that are no longer needed return at once. Sizes of
 buffers, numbers of programs and of launches follow from the shape and the rate alone, so a call can be
-captured in a CUDA graph once its like has run.
+captured in a CUDA graph once a call of the same shape and rate has run.
 """
 
 import torch

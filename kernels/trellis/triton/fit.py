@@ -1,4 +1,4 @@
-"""`kernels.trellis.factors.fit` in Triton: what a prediction leaves of every row, and so the model."""
+"""`kernels.trellis.factors.fit` in Triton: the residual of every row, and the model."""
 
 import triton
 import triton.language as tl

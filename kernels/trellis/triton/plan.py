@@ -91,7 +91,7 @@ class _Zeros:
 
 
 class Planner:
-    """How one tensor is to be coded: the buffers that kernels find it in, and their launches."""
+    """The plan for coding one tensor: the kernels' buffers and launches."""
 
     def __init__(self, x: torch.Tensor, settings: Settings) -> None:
         self.x, self.settings = x, settings

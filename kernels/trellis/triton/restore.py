@@ -99,7 +99,7 @@ def restore(n: torch.Tensor, code: int, factors: Factors | None, exponent: int, 
     rows = out.numel() // columns
     powers = [factor.item() for factor in tiles.powers_of_two(torch.tensor(exponent, dtype=torch.int32))]
     near, far = [1.0, *powers][-2:]
-    # Without a prediction nothing is read of it.
+    # Without a prediction, the kernel never reads these arguments.
     u, multiplier, v, row_powers, column_powers = (n,) * 5 if factors is None else prediction(factors)
     _restore[(triton.cdiv(rows, _ROWS), triton.cdiv(columns, _COLUMNS))](
         n,

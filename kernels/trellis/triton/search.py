@@ -1,4 +1,4 @@
-"""The search for a step in Triton: whose code fits the bytes, for each plan, and then attempt by attempt.
+"""The search in Triton for a step whose code fits the bytes: for each plan, then attempt by attempt.
 
 `wire.codecs.trellis` searches the same way, number for number: by halving the range of codes, in fp64 with
 one rounding an operation, so it ends at the same step.
@@ -97,7 +97,7 @@ def best_plan(
     FAMILIES: tl.constexpr,
     PLANS: tl.constexpr,
 ):
-    """The plan with which the smallest step fits; of several the first."""
+    """The plan that fits with the smallest step; the first if several do."""
     plan = tl.arange(0, PLANS)
     known = plan < plan_count
     low = tl.zeros((PLANS,), tl.int32)
