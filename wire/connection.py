@@ -7,6 +7,7 @@ loops run: read and write, bulk and control.
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
@@ -259,8 +260,8 @@ class Connection:
 
 
 def now() -> float:
-    """The event loop's clock, in seconds."""
-    return asyncio.get_running_loop().time()
+    """Monotonic seconds, the clock of deadlines. uvloop's `loop.time()` is stale and in whole milliseconds."""
+    return time.monotonic()
 
 
 async def wait_until(event: asyncio.Event, deadline: float | None) -> None:

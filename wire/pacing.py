@@ -1,6 +1,7 @@
 """When to send and when to try again: bandwidth limit, keep-alive, back-off."""
 
 import asyncio
+import time
 
 BURST_SECONDS = 0.05
 """Sending may run ahead of the rate by what fits in this time, or by one frame."""
@@ -34,7 +35,7 @@ class Pacer:
 
     async def pass_through(self, size: int) -> None:
         """Wait until `size` bytes may be sent."""
-        delay = self.reserve(size, asyncio.get_running_loop().time())
+        delay = self.reserve(size, time.monotonic())
         if delay > 0:
             await asyncio.sleep(delay)
 

@@ -1,7 +1,6 @@
 """What `eval` and `sample` share: the run's settings, a snapshot of it, and the device to compute on."""
 
 import argparse
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +57,8 @@ def load_model(args: argparse.Namespace, config: "RunConfig", directory: Path) -
 
     Raises DataError if the checkpoint that holds a run's frozen weights cannot be read.
     """
+    import asyncio
+
     from node.checkpoints.start import read_units
     from node.training.whole_model import WholeModel
 
