@@ -260,7 +260,7 @@ class Connection:
 
 
 def now() -> float:
-    """Monotonic seconds, the clock of deadlines. uvloop's `loop.time()` is stale and in whole milliseconds."""
+    """Monotonic seconds, the clock of deadlines. uvloop's `loop.time()` is stale and in milliseconds."""
     return time.monotonic()
 
 
