@@ -1,4 +1,4 @@
-"""How many bits the indices of a quantizer take, by several ways of coding them: `exp_codec_choices`."""
+"""How many bits the indices of a quantizer take, by several ways of coding them: `codec_choices`."""
 
 import math
 

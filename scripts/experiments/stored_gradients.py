@@ -3,7 +3,7 @@
     python -m scripts.experiments.stored_gradients --data TEXT [--widths 128 256 512 1024] [--steps 150]
 
 For each width a model is trained without storing anything in few bits; then the errors of its gradients are
-taken as in `exp_stored_activations`: one microbatch, each kind alone (AGoQ's table 13, arXiv 2605.00539).
+taken as in `stored_activations`: one microbatch, each kind alone (AGoQ's table 13, arXiv 2605.00539).
 Widths are written as they end; those that are there, made with the same settings, are not made again.
 """
 
