@@ -122,13 +122,13 @@ def test_whether_tcp_begins_slowly_after_a_pause_is_of_the_nodes_alone(
 
 
 def test_a_link_that_is_off_is_refused(flags: tuple[str, ...]) -> None:
-    found = inside(flags, "off", "wrong=22")
+    found = inside(flags, "off", "wrong=25")
     up, down = found["links"]
-    assert up["share"] == pytest.approx(1.1, abs=0.03)
+    assert up["share"] == pytest.approx(1.25, abs=0.1)
     assert up["fault"].startswith("the link from stage 0 to 1 is off by +")
     assert "its shaper lets too much through" in up["fault"]
     assert down["fault"] is None
-    assert "link 0 to 1 is at 22 Mbit/s" in found["check"]
+    assert "link 0 to 1 is at 25 Mbit/s" in found["check"]
 
 
 def test_networks_follow_each_other_without_a_trace(flags: tuple[str, ...]) -> None:
