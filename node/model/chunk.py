@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from node.config.schema import LoraSection, ModelSection
 from node.model.blocks import Block, Embedding, Gpt2Block, Head, LlamaBlock, Rotary, rotary_frequencies
+from node.model.head_loss import head_loss
 from node.model.labels import IGNORED
 from node.model.lora import DropoutSource, freeze, load_frozen
 from node.model.lora_shapes import trained_specs
 from node.model.rng import generator
 from node.model.shards import shard
-from node.model.storage import Storage
+from node.model.storage import Storage, head_piece
 from node.model.tensor_rank import TensorRank
 from node.model.units import (
     EMBED,
@@ -79,6 +80,11 @@ class Chunk(nn.Module):
             x: as for `forward`; the chunk must hold "head".
             labels: [B, S] int64.
         """
+        head, tokens = self.layers[-1], labels.numel()
+        if isinstance(head, Head) and head_piece(tokens, self.model.vocab) < tokens:
+            for layer in self.layers[:-1]:
+                x = layer(x)
+            return head_loss(head.norm(x).flatten(0, 1), head.output, labels.flatten())
         logits_bsv = self(x)
         logits = logits_bsv.float().flatten(0, 1)
         if not self.masks_labels:

@@ -1,4 +1,4 @@
-"""The forms in which a block keeps activations for backward, and their bytes. Torch-free.
+"""The forms in which a block keeps activations for backward, and their bytes; a head's pieces. Torch-free.
 
 Four kinds of tensor, each in its own form; everything else is recomputed in backward (design, section 4;
 AGoQ, arXiv 2605.00539, table 1). U is the unit of that table: batch x sequence x hidden x 2 bytes.
@@ -142,6 +142,16 @@ def stored_bytes(
         attention=kept(storage.attention, model.q_width, keys, keys),
         attention_output=kept(storage.attention_output, model.q_width) + sums,
     )
+
+
+HEAD_LOGITS = 1 << 26
+"""The most logits that a head computes at a time: 256 MiB in float32."""
+
+
+def head_piece(tokens: int, vocab: int) -> int:
+    """How many of a microbatch's tokens go through the head at a time: equal pieces but for the last."""
+    pieces = -(-tokens * vocab // HEAD_LOGITS)
+    return -(-tokens // max(1, pieces))
 
 
 def _form(bits: int) -> str:

@@ -14,7 +14,7 @@ from kernels.fp8.layout import BLOCK
 from node.config.schema import LoraSection, ModelSection, RunConfig, TrainingSection
 from node.model.lora_shapes import WHOLE, frozen_bytes, largest_projection, targets, trained_specs
 from node.model.shard_shapes import pieces, shard_shape
-from node.model.storage import AS_COMPUTED, RECOMPUTE, Storage, kv_width
+from node.model.storage import AS_COMPUTED, RECOMPUTE, Storage, head_piece, kv_width
 from node.model.units import EMBED, HEAD, block_name, is_block
 from wire.identity.enrolment import CPU, Hardware
 
@@ -322,20 +322,39 @@ class Share:
 
     def head_at_work(self) -> int:
         """Logits, their logarithms and gradient; the norm's input and result. With CUDA graphs only what
-        backward allocates: two gradients of logits."""
+        backward allocates: two gradients of logits. Of a head in pieces, backward allocates no logits."""
+        pieced = self._pieced
         if self.captures:
-            return self._head(8)
-        head = self._head(3 * 4 + (2 if self._half else 0)) + self._copies([HEAD])
+            return self._head(0 if pieced else 8)
+        head = self._head((4 if pieced else 3) * 4 + (2 if self._half else 0)) + self._copies([HEAD])
         if self._lora.rank and self._half == (self._lora.base == WHOLE):
             head += self._element * self._model.vocab * self._model.hidden
-        return head
+        # As large as the fresh gradient of the head's weight, which `new_gradients` counts.
+        counted = 0 if self._lora.rank else (2 if self._training.weights == "bfloat16" else 4)
+        return head + max(0, self._pieced_gradient() - counted * self._model.vocab * self._model.hidden)
 
     def head_keeps(self) -> int:
-        """What a CUDA graph of the head's forward holds permanently: logits and their logarithms."""
-        return self._head(2 * 4 + (2 if self._half else 0)) if self.captures else 0
+        """What a CUDA graph of the head's forward holds permanently: logits and their logarithms, of a head
+        in pieces the gradients too."""
+        if not self.captures:
+            return 0
+        of_a_logit = (4 * 4 if self._pieced else 2 * 4) + (2 if self._half else 0)
+        return self._head(of_a_logit) + self._pieced_gradient()
+
+    @property
+    def _pieced(self) -> bool:
+        return head_piece(self._tokens, self._model.vocab) < self._tokens
+
+    def _pieced_gradient(self) -> int:
+        """The gradients that the forward of a head in pieces makes, and a piece's product."""
+        if not self._pieced:
+            return 0
+        weight = self._model.vocab * self._model.hidden * (0 if self._lora.rank else 4 + 2 * self._half)
+        return weight + self._tokens * 2 * self._element * self._model.hidden
 
     def _head(self, of_a_logit: int) -> int:
-        return self._tokens * (of_a_logit * self._model.vocab + 3 * 4 * self._model.hidden)
+        model, tokens = self._model, self._tokens
+        return head_piece(tokens, model.vocab) * of_a_logit * model.vocab + tokens * 3 * 4 * model.hidden
 
 
 def _unit_parameters(

@@ -31,8 +31,9 @@ def guard() -> ChangeGuard:
 
 
 def with_headers(request: ChangeRequest, **headers: str) -> ChangeRequest:
-    return replace(request, headers={**request.headers, **{k.replace("_", "-"): v for k, v in
-    headers.items()}})
+    return replace(
+        request, headers={**request.headers, **{k.replace("_", "-"): v for k, v in headers.items()}}
+    )
 
 
 def denied(request: ChangeRequest) -> Denied:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.fp8.reference import Fp8Gradient
 from node.config.schema import ModelSection
+from node.model import storage
 from node.model.chunk import build_chunk, weight_dtype
 from node.model.storage import configured
 from node.model.units import unit_names
@@ -138,6 +139,14 @@ def test_replays_give_autograds_bits(case: str, family: str, last: bool) -> None
         assert_same(captured.step(step), plain.step(step))
     # Two slots of two passes each, made in the second step.
     assert captured.recorder.recorded == 4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_replays_of_a_head_in_pieces_give_autograds_bits(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "HEAD_LOGITS", 10 * 256)  # of 32 tokens
+    plain, graphs = (Half(case, "llama", last=True, captured=on) for on in (False, True))
+    for step in range(3):
+        assert_same(graphs.step(step), plain.step(step))
 
 
 def test_the_first_step_records_nothing() -> None:

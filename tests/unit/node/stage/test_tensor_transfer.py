@@ -180,9 +180,7 @@ def test_a_rehearsal_packs_and_unpacks_and_only_logs_what_fails(caplog: pytest.L
 @pytest.mark.parametrize(
     ("forward", "tried"), [("tah", ["tah", "fixed-6"]), ("fixed-6", ["fixed-6"]), ("aqsgd-4", ["fixed-6"])]
 )
-def test_a_stage_compiles_its_codecs(
-    forward: str, tried: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_compiles_its_codecs(forward: str, tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     device = Recorder()
     monkeypatch.setattr(executor, "device_transfer", lambda _: device)
     config = replace(

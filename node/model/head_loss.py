@@ -1,0 +1,102 @@
+"""The loss of a head without all logits in memory at once.
+
+Logits of a microbatch are tokens x vocabulary in float32, with as much again for their logarithms and for
+their gradient: 12 GB at 8,192 tokens of Llama 3's vocabulary. Here tokens go through the output projection a
+piece at a time, and each piece's gradients are made at once, so no logits outlive their piece (as in Liger
+Kernel's fused linear cross entropy, arXiv 2410.10989). Pieces follow from shapes alone and are summed in
+order, by the same operations everywhere, so splits, replays and captured passes have the same bits.
+
+Shape legend: T tokens, C hidden, V vocabulary.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from node.model.labels import IGNORED
+from node.model.lora import FrozenLinear
+from node.model.storage import head_piece
+from node.model.tensor_rank import compute_dtype
+
+
+def head_loss(x_tc: Tensor, output: nn.Module, labels_t: Tensor) -> Tensor:
+    """Cross entropy of the output projection's logits: the sum over labels that count, over all T labels.
+
+    Args:
+        x_tc: the final norm's result.
+        output: without a bias; trained, or frozen without an adapter.
+        labels_t: int64, `IGNORED` where a label does not count.
+
+    Returns:
+        A float32 scalar, in nats.
+    """
+    assert isinstance(output, nn.Linear | FrozenLinear) and output.bias is None
+    frozen = output if isinstance(output, FrozenLinear) else None
+    weight = None if frozen is not None else output.weight
+    made = _HeadLoss.apply(x_tc, weight, frozen, labels_t, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    return cast(Tensor, made)
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Forward makes the gradients too; backward only multiplies them by that of the loss."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        frozen: FrozenLinear | None,
+        labels: Tensor,
+        with_grad: bool,
+    ) -> Tensor:
+        dtype = compute_dtype(x)
+        wants_x, wants_weight = (with_grad and wanted for wanted in ctx.needs_input_grad[:2])
+        with torch.autocast(x.device.type, enabled=False):
+            if frozen is not None:
+                dense = frozen.weight.dense(dtype)
+            else:
+                assert weight is not None
+                dense = weight.to(dtype)
+            rows = x.to(dtype)
+            of_x = torch.empty_like(rows) if wants_x else None
+            # In float32, whatever a piece's product is in.
+            of_weight = torch.zeros(dense.shape, device=x.device) if wants_weight else None
+            total = torch.zeros((), device=x.device)
+            size = head_piece(len(labels), len(dense))
+            for first in range(0, len(labels), size):
+                piece = slice(first, first + size)
+                logits = F.linear(rows[piece], dense).float()
+                # The operations of the plain loss, on these logits alone.
+                with torch.set_grad_enabled(wants_x or wants_weight):
+                    logits.requires_grad_(wants_x or wants_weight)
+                    part = F.cross_entropy(logits, labels[piece], ignore_index=IGNORED, reduction="sum")
+                    part = part / len(labels)
+                total += part.detach()
+                if not (wants_x or wants_weight):
+                    continue
+                of_logits = torch.autograd.grad(part, logits)[0].to(dtype)
+                del logits, part
+                if of_x is not None:
+                    torch.mm(of_logits, dense, out=of_x[piece])
+                if of_weight is not None and dtype == torch.float32:
+                    of_weight.addmm_(of_logits.t(), rows[piece])
+                elif of_weight is not None:
+                    of_weight.add_(of_logits.t() @ rows[piece])
+                del of_logits
+        # As attributes: nothing else holds them, so backward may write into them.
+        ctx.made = (of_x, of_weight)
+        ctx.dtypes = (x.dtype, dtype, None if weight is None else weight.dtype)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (of_x, of_weight), ctx.made = ctx.made, (None, None)
+        x_dtype, dtype, weight_dtype = ctx.dtypes
+        if of_x is not None:
+            of_x = of_x.mul_(grads[0]).to(x_dtype)
+        if of_weight is not None:
+            # Rounded to the product's dtype, as a projection's own backward does.
+            of_weight = of_weight.to(dtype).mul_(grads[0]).to(weight_dtype)
+        return of_x, of_weight, None, None, None
