@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from node.config.schema import RunConfig
+from node.coordinator.grid import by_row, holders_by_stage
 from node.model.shard_shapes import check_sizes
 from node.pipeline.device_memory import Devices
 from node.pipeline.memory import stage_bytes
@@ -55,46 +56,56 @@ class Candidate:
 
 
 def assign(
-    previous: Sequence[str | None], candidates: Sequence[Candidate], stages: int, stage_bytes: StageBytes
+    previous: Sequence[str | None],
+    candidates: Sequence[Candidate],
+    stages: int,
+    stage_bytes: StageBytes,
+    *,
+    rows: int = 1,
+    previous_rows: int = 1,
 ) -> tuple[str, ...] | None:
-    """One node for each stage, or None if there is no such assignment.
+    """A grid of `rows` rows, one node for each place, or None if there is no such assignment.
 
-    While the number of stages stays the same nodes keep their stages; when it changes they keep their order
-    along the pipeline. Newcomers fill the gaps in order of arrival. No node gets a stage that does not fit in
-    its memory; nodes swap stages where only that helps.
+    While the number of stages stays the same nodes keep their stages, and whole rows stay together; when it
+    changes they keep their order along the pipeline. Newcomers fill the gaps in order of arrival. No node
+    gets a stage that does not fit in its memory; nodes swap stages where only that helps.
     """
     here = {candidate.node_id for candidate in candidates}
     needs = {devices: stage_bytes(stages, devices) for devices in {c.devices for c in candidates}}
-    fitting: list[list[str]] = [
+    fits: list[list[str]] = [
         [c.node_id for c in candidates if c.memory_bytes == 0 or c.memory_bytes >= needs[c.devices][stage]]
         for stage in range(stages)
     ]
-    wished = previous if len(previous) == stages else [node for node in previous if node in here]
-    hosts: list[str | None] = [None] * stages
-    for stage, node in enumerate(wished[:stages]):
-        if node in fitting[stage]:
-            hosts[stage] = node
-    for stage in range(stages):
-        if hosts[stage] is None:
-            free = next((node for node in fitting[stage] if node not in hosts), None)
+    places = rows * stages
+    fitting = fits * rows
+    wished: Sequence[str | None] = [node for node in previous if node in here]
+    if len(previous) == previous_rows * stages:
+        wished = by_row(holders_by_stage(previous, previous_rows, here), rows)
+    hosts: list[str | None] = [None] * places
+    for place, node in enumerate(wished[:places]):
+        if node in fitting[place]:
+            hosts[place] = node
+    for place in range(places):
+        if hosts[place] is None:
+            free = next((node for node in fitting[place] if node not in hosts), None)
             if free is not None:
-                hosts[stage] = free
-            elif not _make_room(stage, hosts, fitting, set()):
+                hosts[place] = free
+            elif not _make_room(place, hosts, fitting, set()):
                 return None
     return tuple(node for node in hosts if node is not None)
 
 
 def _make_room(
-    stage: int, hosts: list[str | None], fitting: Sequence[Sequence[str]], asked: set[str]
+    place: int, hosts: list[str | None], fitting: Sequence[Sequence[str]], asked: set[str]
 ) -> bool:
-    """Find a node for `stage` by moving others (an augmenting path of bipartite matching)."""
-    for node in fitting[stage]:
+    """Find a node for `place` by moving others (an augmenting path of bipartite matching)."""
+    for node in fitting[place]:
         if node in asked:
             continue
         asked.add(node)
         held = hosts.index(node) if node in hosts else None
         if held is None or _make_room(held, hosts, fitting, asked):
-            hosts[stage] = node
+            hosts[place] = node
             return True
     return False
 
@@ -136,16 +147,28 @@ class StageAssigner:
         stage_bytes: StageBytes,
         sharing: Sharing = lambda _: None,
         previous: Sequence[str] = (),
+        most_rows: int = 1,
+        previous_rows: int = 1,
     ) -> None:
+        """
+        Args:
+            previous: the newest grid, row after row.
+            most_rows: rows of the grid if there are nodes for them.
+        """
+        self.rows = previous_rows
+        """Of the newest grid."""
         self._stages = stages
         self._min_stages = min_stages
+        self._most_rows = most_rows
         self._regroup_seconds = regroup_seconds
         self._stage_bytes = stage_bytes
         self._sharing = sharing
         self._holders: list[str | None] = list(previous)
-        """By stage, of the newest placement; None for a node that is gone for good."""
+        """The newest grid; None for a node that is gone for good."""
         self._regroup_at: float | None = None
         """When the stages of missing nodes go to others, or the model is split over fewer nodes."""
+        self._grows = False
+        """The next grid takes newcomers in: what they need is on disk."""
         self._told: str | None = None
         """The newest shortage reported since the last placement."""
 
@@ -161,16 +184,21 @@ class StageAssigner:
         """Free the stage of a connected node, if `candidates` can host all stages without it; else False."""
         holders = [None if node == node_id else node for node in self._holders]
         others = [candidate for candidate in candidates if candidate.node_id != node_id]
-        if assign(holders, others, len(holders), self._stage_bytes) is None:
+        stages = len(holders) // self.rows
+        if (
+            self._kept(holders, others) is None
+            and assign(holders, others, stages, self._stage_bytes, previous_rows=self.rows) is None
+        ):
             return False
         self._holders = holders
         # A split into fewer stages than asked for is made anew, perhaps at once.
-        self._regroup_at = now if len(holders) < self._stages else now + self._regroup_seconds
+        self._regroup_at = now if stages < self._stages else now + self._regroup_seconds
         return True
 
     def regroup(self, now: float) -> None:
-        """Let the number of stages change at once."""
+        """Let the number of stages change at once, and newcomers in."""
         self._regroup_at = now
+        self._grows = True
 
     def excuse(self, seconds: float) -> None:
         """The coordinator heard nobody for `seconds`: wait that much longer for missing nodes."""
@@ -178,10 +206,15 @@ class StageAssigner:
             self._regroup_at += seconds
 
     def choose(self, candidates: Sequence[Candidate], now: float) -> tuple[str, ...] | None:
-        """The hosts of the next epoch, by stage, or None while the run must wait.
+        """The hosts of the next epoch, row after row (`rows`), or None while the run must wait.
 
-        As many stages as the run asks for, if possible; else the same nodes as before; else, once it is time
-        to regroup, as many stages as there are nodes for. Call it again when a node arrives, and regularly.
+        While every stage has a node that held it in the newest grid, only such nodes: they go on from where
+        they are, and a newcomer would have to fetch what is on disk, which is older. `regroup` takes
+        newcomers in.
+
+        Else as many stages as the run asks for, if possible; else the same nodes as before; else, once it is
+        time to regroup, as many stages as there are nodes for. Call it again when a node arrives, and
+        regularly.
         """
         present = {candidate.node_id for candidate in candidates}
         missing = [node for node in self._holders if node not in present]
@@ -191,21 +224,24 @@ class StageAssigner:
         due = self._regroup_at is not None and now >= self._regroup_at
         if any(node is not None for node in missing) and not due:
             return None
+        if not self._grows and (kept := self._kept(self._holders, candidates)) is not None:
+            return self._chosen(kept, self._stages)
         for stages in self._counts(len(candidates), due=due, whole=not missing):
-            if (nodes := assign(self._holders, candidates, stages, self._stage_bytes)) is not None:
-                self._holders = list(nodes)
-                self._regroup_at = self._told = None
-                return nodes
+            if (nodes := self._most(candidates, stages)) is not None:
+                return self._chosen(nodes, stages)
         if len(candidates) >= self._stages and self._regroup_at is None:
             self._regroup_at = now + self._regroup_seconds
         return None
 
-    def can_grow(self, stages: int, candidates: Sequence[Candidate]) -> bool:
-        """Whether these nodes could host more than `stages` stages."""
+    def can_grow(self, stages: int, candidates: Sequence[Candidate], rows: int = 1) -> bool:
+        """Whether these nodes could host more than `stages` stages, or more than `rows` rows of them."""
         most = min(self._stages, len(candidates))
         return any(
             assign((), candidates, more, self._stage_bytes) is not None
             for more in range(stages + 1, most + 1)
+        ) or any(
+            assign((), candidates, stages, self._stage_bytes, rows=more) is not None
+            for more in range(rows + 1, self._row_limit(candidates, stages) + 1)
         )
 
     def shortage(self, candidates: Sequence[Candidate]) -> str | None:
@@ -236,23 +272,62 @@ class StageAssigner:
         counts = range(self._min_stages, self._stages + 1)
         return useless(candidate, counts, self._stage_bytes, self._sharing)
 
+    def _kept(self, holders: Sequence[str | None], candidates: Sequence[Candidate]) -> tuple[str, ...] | None:
+        """The grid of those alone that held their stages in the newest one; None if a stage has nobody.
+
+        Only where there may be several rows: a single row goes on as `choose` says.
+        """
+        if self._most_rows == 1 or len(holders) != self.rows * self._stages:
+            return None
+        by_stage = holders_by_stage(holders, self.rows, {c.node_id for c in candidates})
+        rows = min(self._most_rows, *map(len, by_stage))
+        kept = set(by_row(by_stage, rows))
+        those = [candidate for candidate in candidates if candidate.node_id in kept]
+        if rows == 0:
+            return None
+        return assign(holders, those, self._stages, self._stage_bytes, rows=rows, previous_rows=self.rows)
+
+    def _most(self, candidates: Sequence[Candidate], stages: int) -> tuple[str, ...] | None:
+        """The grid of as many rows as these nodes can host."""
+        for rows in range(self._row_limit(candidates, stages), 0, -1):
+            found = assign(
+                self._holders,
+                candidates,
+                stages,
+                self._stage_bytes,
+                rows=rows,
+                previous_rows=self.rows,
+            )
+            if found is not None:
+                return found
+        return None
+
+    def _row_limit(self, candidates: Sequence[Candidate], stages: int) -> int:
+        return max(1, min(self._most_rows, len(candidates) // stages))
+
+    def _chosen(self, nodes: tuple[str, ...], stages: int) -> tuple[str, ...]:
+        self._holders, self.rows = list(nodes), len(nodes) // stages
+        self._regroup_at = self._told = None
+        self._grows = False
+        return nodes
+
     def _counts(self, nodes: int, *, due: bool, whole: bool) -> Sequence[int]:
         """Numbers of stages to try, the best first."""
         counts = [self._stages] if nodes >= self._stages else []
         if due:
             counts += range(min(nodes, self._stages - 1), self._min_stages - 1, -1)
-        elif whole and self._min_stages <= len(self._holders) < self._stages:
-            counts.append(len(self._holders))
+        elif whole and self._min_stages <= len(self._holders) // self.rows < self._stages:
+            counts.append(len(self._holders) // self.rows)
         return counts
 
 
-def prefetch_order(spare: int, units_by_stage: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Layer units in the order in which the spare number `spare` should fetch them.
+def prefetch_order(stage: int, units_by_stage: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Layer units in the order in which the spare of a stage should fetch them.
 
-    Any stage may be the next to lose its node, so spares begin at different stages and go on round the ring.
+    Any stage may be the next to lose its node, so the others follow, round the ring.
     """
     stages = len(units_by_stage)
-    return tuple(unit for offset in range(stages) for unit in units_by_stage[(spare + offset) % stages])
+    return tuple(unit for offset in range(stages) for unit in units_by_stage[(stage + offset) % stages])
 
 
 def _where(devices: Devices) -> str:

@@ -1,0 +1,90 @@
+"""The grid of a run: stages across, rows down. Pure.
+
+A row is a whole pipeline, a replica of the others. Nodes of a grid stand in one sequence, row after row, so
+that a grid of one row is the sequence of its stages.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+from statistics import median
+
+Groups = tuple[tuple[int, ...], ...]
+"""The gradient groups of each row."""
+ONE_ROW: Groups = ((0,),)
+
+GAIN = 0.15
+"""Groups move only if the step is expected to be this much shorter: a move costs a placement."""
+
+
+def holders_by_stage(holders: Sequence[str | None], rows: int, present: Collection[str]) -> list[list[str]]:
+    """The present nodes of each stage, those of whole rows first, else in order of rows."""
+    stages = len(holders) // rows
+    split = [holders[row * stages : (row + 1) * stages] for row in range(rows)]
+    split.sort(key=lambda row: not all(node in present for node in row))
+    return [
+        [node for row in split if (node := row[stage]) is not None and node in present]
+        for stage in range(stages)
+    ]
+
+
+def by_row(by_stage: Sequence[Sequence[str | None]], rows: int) -> list[str | None]:
+    """The first `rows` nodes of each stage as a grid; None where there are fewer."""
+    return [nodes[row] if row < len(nodes) else None for row in range(rows) for nodes in by_stage]
+
+
+def share_groups(groups: int, row_seconds: Sequence[float | None], current: Groups | None = None) -> Groups:
+    """Give each row a contiguous run of groups, so that the slowest row is done as early as possible.
+
+    Every row has a group at least.
+
+    Args:
+        groups: at least as many as rows.
+        row_seconds: what each row takes for a group; None where that is not known.
+        current: how groups are shared now. It stays where another sharing gains less than `GAIN`.
+    """
+    known = [seconds for seconds in row_seconds if seconds is not None]
+    usual = median(known) if known else 1.0
+    seconds = [usual if one is None else one for one in row_seconds]
+    counts = [1] * len(seconds)
+    for _ in range(groups - len(seconds)):
+        # The next group goes where it is done first: no other sharing has a shorter maximum.
+        counts[min(range(len(seconds)), key=lambda row: ((counts[row] + 1) * seconds[row], row))] += 1
+    if current is not None and _fits(current, groups, len(seconds)):
+        now = max(len(run) * one for run, one in zip(current, seconds, strict=True))
+        best = max(count * one for count, one in zip(counts, seconds, strict=True))
+        if best > (1 - GAIN) * now:
+            return current
+    bounds = [sum(counts[:row]) for row in range(len(counts) + 1)]
+    return tuple(tuple(range(first, end)) for first, end in pairwise(bounds))
+
+
+def _fits(current: Groups, groups: int, rows: int) -> bool:
+    """Whether a sharing is one of so many groups over so many rows."""
+    return len(current) == rows and [one for run in current for one in run] == list(range(groups))
+
+
+def row_seconds(hosts: Sequence[str], rows: int, seconds: Mapping[str, float]) -> list[float | None]:
+    """What each row takes for a group: as long as its slowest node. None where a node's time is not known.
+
+    Args:
+        seconds: of each node for a group.
+    """
+    stages = len(hosts) // rows
+    times = [[seconds.get(node) for node in hosts[row * stages : (row + 1) * stages]] for row in range(rows)]
+    return [max(one or 0.0 for one in row) if None not in row else None for row in times]
+
+
+def spare_stages(spares: Sequence[str], held: Mapping[str, int], stages: int) -> dict[str, int]:
+    """The stage that each spare prepares for: the one that it had, else the one that has fewest spares.
+
+    Args:
+        held: the stage that a node had last.
+    """
+    chosen = {node: held[node] for node in spares if 0 <= held.get(node, -1) < stages}
+    copies = [list(chosen.values()).count(stage) for stage in range(stages)]
+    for node in spares:
+        if node not in chosen:
+            stage = min(range(stages), key=lambda one: (copies[one], one))
+            chosen[node] = stage
+            copies[stage] += 1
+    return chosen

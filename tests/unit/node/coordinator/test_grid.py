@@ -1,0 +1,204 @@
+"""Rows of a grid: who is in which, which groups each computes, and what spares prepare for."""
+
+import itertools
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from node.coordinator.grid import GAIN, holders_by_stage, row_seconds, share_groups, spare_stages
+from node.coordinator.stage_assignment import Candidate, StageAssigner, assign
+
+
+def nodes(names: str) -> list[Candidate]:
+    return [Candidate(node_id=name, memory_bytes=0) for name in names]
+
+
+def make_assigner(rows: int, stages: int = 2, least: int = 2, previous: str = "") -> StageAssigner:
+    return StageAssigner(
+        stages=stages,
+        min_stages=least,
+        regroup_seconds=10.0,
+        stage_bytes=lambda count, _devices: [12 // count] * count,
+        previous=tuple(previous),
+        most_rows=rows,
+        previous_rows=max(1, len(previous) // stages),
+    )
+
+
+# ---- groups
+
+
+def test_rows_of_equal_speed_share_evenly_and_the_first_take_the_rest() -> None:
+    assert share_groups(4, [None, None]) == ((0, 1), (2, 3))
+    assert share_groups(4, [None, None, None]) == ((0, 1), (2,), (3,))
+    assert share_groups(1, [None]) == ((0,),)
+
+
+def test_a_slow_row_has_fewer_groups_and_never_none() -> None:
+    assert share_groups(4, [1.0, 3.0]) == ((0, 1, 2), (3,))
+    assert share_groups(4, [100.0, 1.0]) == ((0,), (1, 2, 3))
+    assert share_groups(8, [1.0, None, 2.0]) == ((0, 1, 2, 3), (4, 5), (6, 7))
+
+
+def test_groups_stay_where_they_are_while_nothing_is_gained() -> None:
+    even = share_groups(4, [None, None])
+    assert share_groups(4, [1.0, 1.4], even) == even
+    assert share_groups(4, [1.0, 3.0], even) == ((0, 1, 2), (3,))
+    assert share_groups(4, [1.0, 1.0, 1.0], even) == ((0, 1), (2,), (3,))
+
+
+@given(
+    st.lists(st.floats(0.01, 10.0), min_size=1, max_size=4),
+    st.integers(1, 7),
+    st.none() | st.lists(st.integers(1, 6), min_size=1, max_size=4),
+)
+def test_no_other_sharing_ends_a_step_earlier(
+    seconds: list[float], groups: int, held: list[int] | None
+) -> None:
+    rows = len(seconds)
+    assume(groups >= rows)
+    current = None
+    if held is not None:
+        ends = [0, *itertools.accumulate(held)]
+        current = tuple(tuple(range(first, end)) for first, end in itertools.pairwise(ends))
+    shared = share_groups(groups, list(seconds), current)
+    assert len(shared) == rows and all(shared)
+    assert [group for run in shared for group in run] == list(range(groups))
+
+    def step(counts: tuple[int, ...]) -> float:
+        return max(count * one for count, one in zip(counts, seconds, strict=True))
+
+    counts = itertools.product(range(1, groups + 1), repeat=rows)
+    best = min(step(one) for one in counts if sum(one) == groups)
+    found = step(tuple(map(len, shared)))
+    assert found == best or (shared == current and best > (1 - GAIN) * found)
+
+
+def test_a_row_is_as_slow_as_its_slowest_node() -> None:
+    assert row_seconds("abcd", 2, {"a": 1.0, "b": 2.0, "c": 3.0}) == [2.0, None]
+
+
+# ---- who is in which row
+
+
+def test_whole_rows_stay_together() -> None:
+    holders = ["a", None, "c", "d", None, "f"]
+    assert holders_by_stage(holders, 3, set("acdf")) == [["c", "a"], ["d", "f"]]
+    assert assign(holders, nodes("acdf"), 2, lambda _s, _d: [1, 1], rows=2, previous_rows=3) == (
+        "c",
+        "d",
+        "a",
+        "f",
+    )
+
+
+def test_a_run_begins_with_as_many_rows_as_there_are_nodes_for() -> None:
+    assert make_assigner(3).choose(nodes("abcde"), 0.0) == ("a", "b", "c", "d")
+    assert make_assigner(1).choose(nodes("abcde"), 0.0) == ("a", "b")
+
+
+def test_the_rows_that_are_left_go_on_at_once_and_without_newcomers() -> None:
+    assigner = make_assigner(2)
+    assigner.choose(nodes("abcd"), 0.0)
+    assigner.vacate("a", 1.0)
+    assert assigner.choose(nodes("bcdx"), 1.0) == ("c", "d")
+    assert assigner.rows == 1
+
+
+def test_nodes_of_broken_rows_make_a_row_if_they_hold_all_stages() -> None:
+    assigner = make_assigner(2)
+    assigner.choose(nodes("abcd"), 0.0)
+    assigner.vacate("a", 1.0)
+    assigner.vacate("d", 1.0)
+    assert assigner.choose(nodes("bcxy"), 1.0) == ("c", "b")
+
+
+def test_one_that_was_left_out_for_a_step_is_a_newcomer_again() -> None:
+    assigner = make_assigner(2)
+    assigner.choose(nodes("abcd"), 0.0)
+    assigner.vacate("a", 1.0)
+    assert assigner.choose(nodes("bcd"), 1.0) == ("c", "d")
+    assigner.vacate("d", 2.0)
+    # Nobody holds the second stage: all go back to what is on disk, so newcomers may come in.
+    assert assigner.choose(nodes("bcxy"), 2.0) == ("c", "b", "x", "y")
+
+
+def test_newcomers_come_in_when_the_grid_may_grow() -> None:
+    assigner = make_assigner(2)
+    assigner.choose(nodes("ab"), 0.0)
+    assert not assigner.can_grow(2, nodes("abx"))
+    assert assigner.can_grow(2, nodes("abxy"))
+    assert not assigner.can_grow(2, nodes("abxyz"), rows=2)
+    assert assigner.choose(nodes("abxy"), 1.0) == ("a", "b")
+    assigner.regroup(2.0)
+    assert assigner.choose(nodes("abxy"), 2.0) == ("a", "b", "x", "y")
+    assert assigner.choose(nodes("abxyz"), 3.0) == ("a", "b", "x", "y")
+
+
+def test_a_stage_is_taken_from_a_node_if_another_row_holds_it() -> None:
+    assigner = make_assigner(2)
+    assigner.choose(nodes("abcd"), 0.0)
+    assert assigner.hand_over("b", nodes("abcd"), 1.0)
+    assert assigner.choose(nodes("acd"), 1.0) == ("c", "d")
+    assert not assigner.hand_over("d", nodes("cd"), 2.0)
+
+
+def test_a_restarted_coordinator_gives_all_rows_a_moment() -> None:
+    assigner = make_assigner(2, previous="abcd")
+    assert assigner.choose(nodes("ab"), 0.0) is None
+    assert assigner.choose(nodes("abcd"), 5.0) == ("a", "b", "c", "d")
+    assigner = make_assigner(2, previous="abcd")
+    assert assigner.choose(nodes("abx"), 0.0) is None
+    assert assigner.choose(nodes("abx"), 10.0) == ("a", "b")
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.lists(st.tuples(st.sampled_from(["die", "join", "grow", "again"]), st.integers(0, 99)), max_size=25),
+)
+def test_nobody_else_is_placed_while_every_stage_has_a_holder(
+    stages: int, rows: int, events: list[tuple[str, int]]
+) -> None:
+    assigner = make_assigner(rows, stages=stages, least=stages)
+    here = [f"n{i}" for i in range(stages)]
+    now = 0.0
+    for count, (event, which) in enumerate(events):
+        now += 20.0
+        before, rows_before = assigner._holders, assigner.rows
+        grid = [set(before[stage::stages]) & set(here) for stage in range(stages)]
+        match event:
+            case "die" if here:
+                gone = here.pop(which % len(here))
+                assigner.vacate(gone, now)
+                grid = [one - {gone} for one in grid]
+            case "join":
+                here.append(f"x{count}")
+            case "grow":
+                assigner.regroup(now)
+            case _:
+                pass
+        placed = assigner.choose([Candidate(node_id=node, memory_bytes=0) for node in here], now)
+        if placed is None:
+            assert len(here) < stages
+            continue
+        assert len(placed) == assigner.rows * stages and 1 <= assigner.rows <= rows
+        assert len(set(placed)) == len(placed) and set(placed) <= set(here)
+        columns = [set(placed[stage::stages]) for stage in range(stages)]
+        if event != "grow" and rows > 1 and before and rows_before and all(grid):
+            assert all(now_in <= held for now_in, held in zip(columns, grid, strict=True))
+            assert assigner.rows == min(map(len, grid))
+        if event == "grow" or not all(grid):
+            assert assigner.rows == min(rows, len(here) // stages)
+        for stage, held in enumerate(grid):
+            stayed = held & set(placed)
+            assert stayed <= columns[stage], "who holds a stage keeps it"
+
+
+# ---- spares
+
+
+def test_spares_prepare_for_their_own_stage_or_for_the_one_with_fewest_spares() -> None:
+    assert spare_stages("abcd", {}, 3) == {"a": 0, "b": 1, "c": 2, "d": 0}
+    assert spare_stages("abc", {"c": 0}, 2) == {"a": 1, "b": 0, "c": 0}
+    assert spare_stages("ab", {"a": 5, "b": 1}, 2) == {"a": 0, "b": 1}
