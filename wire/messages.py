@@ -48,7 +48,7 @@ class Placed:
     """The step whose state this process holds for exactly its assigned layers, or -1."""
     voted: bool
     """Whether it also holds the gradients of step `held_step`, voted and not yet applied."""
-    branch: int = 0
+    lineage: int = 0
     """Lineage of the held state: the epoch that loaded it. A replayed step belongs to another lineage."""
 
 
@@ -173,7 +173,7 @@ class Restore:
     """The previous step's commit, for stages that voted and never got the outcome."""
     uncompressed: bool = False
     """Use `fp32` on every link of this epoch, to tell quantization error from divergence."""
-    branch: int = 0
+    lineage: int = 0
     """Lineage of the state that counts as held. A node without it loads `step` and joins this lineage."""
 
 

@@ -171,7 +171,7 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
         case "placed":
             placed = message.placed
             return Placed(
-                epoch=placed.epoch, held_step=placed.held_step, voted=placed.voted, branch=placed.branch
+                epoch=placed.epoch, held_step=placed.held_step, voted=placed.voted, lineage=placed.lineage
             )
         case "ready":
             return Ready(epoch=message.ready.epoch, telemetry=telemetry_from_proto(message.ready.telemetry))
@@ -239,7 +239,7 @@ def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.Coo
                     step=message.step,
                     missed=missed,
                     uncompressed=message.uncompressed,
-                    branch=message.branch,
+                    lineage=message.lineage,
                 )
             )
         case Begin():
@@ -300,7 +300,7 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
                 step=restore.step,
                 missed=missed,
                 uncompressed=restore.uncompressed,
-                branch=restore.branch,
+                lineage=restore.lineage,
             )
         case "begin":
             begin = message.begin

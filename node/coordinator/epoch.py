@@ -100,7 +100,7 @@ class Committed:
     step: int
     clip_coefficient: float
     lr: float
-    branch: int | None = None
+    lineage: int | None = None
     """Of the states that it leads from and to; not on record."""
 
 
@@ -116,7 +116,7 @@ class Epoch:
         newest_snapshot: int,
         newest_state: int,
         committed: Committed | None,
-        branches: Collection[int] | None = None,
+        lineages: Collection[int] | None = None,
         suspect_step: int | None,
         plan: StepPlan,
         neighbours: Neighbours,
@@ -124,7 +124,7 @@ class Epoch:
     ) -> None:
         """
         Args:
-            branches: of states that are the run's; None: it is not known, so any that all stages are on.
+            lineages: of states that are the run's; None: it is not known, so any that all stages are on.
         """
         self.number = number
         self.hosts = hosts
@@ -132,7 +132,7 @@ class Epoch:
         """The step that runs, or runs next; until all are placed, where the record says that the run is."""
         self.phase = Phase.PLACING
         self.committed = committed
-        self.branch: int | None = None
+        self.lineage: int | None = None
         """The epoch that loaded what its states grew from: this one, where not all were held."""
         self.uncompressed = False
         """The epoch repeats a step that was not finite, with fp32 on every link; it never commits."""
@@ -141,7 +141,7 @@ class Epoch:
         self.addresses = addresses
         self._newest_snapshot = newest_snapshot
         self._newest_state = self.step
-        self._branches = branches
+        self._lineages = lineages
         self.steps_done = 0
         self._neighbours = neighbours
         self._history = history
@@ -240,12 +240,12 @@ class Epoch:
         self._placed[node_id] = placed
         if len(self._placed) < len(self.hosts):
             return []
-        # Stages that can agree go on from where they are; otherwise all go back to what is on disk.
-        # Which is a branch of its own: with other stages or links the same steps may end in other bits.
+        # Stages that can agree go on from where they are; otherwise all go back to what is on disk,
+        # which starts a new lineage: with other stages or links the same steps may end in other bits.
         common = set.intersection(*(self._reachable(answer) for answer in self._placed.values()))
-        self.step, self.branch = max(common, default=(-1, 0))
+        self.step, self.lineage = max(common, default=(-1, 0))
         if self.step < self._newest_snapshot:
-            self.step, self.branch = self._newest_snapshot, self.number
+            self.step, self.lineage = self._newest_snapshot, self.number
         missed = self.committed is not None and self.committed.step == self.step - 1
         self.uncompressed = self.step == self._suspect_step
         self._restore = Restore(
@@ -253,7 +253,7 @@ class Epoch:
             step=self.step,
             missed=self._commit() if missed else None,
             uncompressed=self.uncompressed,
-            branch=self.branch,
+            lineage=self.lineage,
         )
         self.phase = Phase.RESTORING
         self._answered.clear()
@@ -342,7 +342,7 @@ class Epoch:
         assert loss is not None, "a vote of the last stage without a loss is refused"
         self._history.committed(self.step, norms, loss, confirmed=confirmed)
         clip, lr = self._plan(self.step, grad_norm)
-        self.committed = Committed(step=self.step, clip_coefficient=clip, lr=lr, branch=self.branch)
+        self.committed = Committed(step=self.step, clip_coefficient=clip, lr=lr, lineage=self.lineage)
         self.phase = Phase.APPLYING
         self._answered.clear()
         record = RecordCommit(
@@ -351,18 +351,18 @@ class Epoch:
         return [record, *self._to_all(self._commit())]
 
     def _reachable(self, placed: Placed) -> set[tuple[int, int]]:
-        """The (step, branch) of the states that a stage can be at without fetching anything.
+        """The (step, lineage) of the states that a stage can be at without fetching anything.
 
         A state that no commit on record leads to is not the run's, whoever claims to hold it, and neither is
-        one of a branch that the run has left.
+        one of a lineage that the run has left.
         """
-        held, branch, committed = placed.held_step, placed.branch, self.committed
-        if self._branches is not None and branch not in self._branches:
+        held, lineage, committed = placed.held_step, placed.lineage, self.committed
+        if self._lineages is not None and lineage not in self._lineages:
             return set()
-        states = {(held, branch)} if 0 <= held <= self._newest_state else set()
-        known = committed is not None and committed.step == held and committed.branch in (None, branch)
+        states = {(held, lineage)} if 0 <= held <= self._newest_state else set()
+        known = committed is not None and committed.step == held and committed.lineage in (None, lineage)
         if placed.voted and known:
-            states.add((held + 1, branch))
+            states.add((held + 1, lineage))
         return states
 
     def _all_answered(self, node_id: str, phase: Phase) -> bool:
@@ -424,7 +424,7 @@ class EpochSeries:
         self._last_number = last_number
         self._committed = committed
         self._newest_state = committed.step + 1 if committed is not None else 0
-        self._branches: set[int] | None = None
+        self._lineages: set[int] | None = None
         """That of the newest commit, and those that began since; unknown before a commit is heard of."""
         self._windows: tuple[int, ...] = ()
         """The newest plan for the links; empty before there is one."""
@@ -442,8 +442,8 @@ class EpochSeries:
         """The next epoch. Its nodes are about to be told their places."""
         self._last_number += 1
         self._began = now
-        if self._branches is not None and self.ended is not None and self.ended.branch is not None:
-            self._branches.add(self.ended.branch)
+        if self._lineages is not None and self.ended is not None and self.ended.lineage is not None:
+            self._lineages.add(self.ended.lineage)
         self.current = Epoch(
             number=self._last_number,
             hosts=hosts,
@@ -451,7 +451,7 @@ class EpochSeries:
             newest_snapshot=newest_snapshot,
             newest_state=self._newest_state,
             committed=self._committed,
-            branches=None if self._branches is None else frozenset(self._branches),
+            lineages=None if self._lineages is None else frozenset(self._lineages),
             suspect_step=suspect_step,
             plan=self._step_plan,
             neighbours=self._neighbours,
@@ -470,7 +470,7 @@ class EpochSeries:
     def committed(self, committed: Committed) -> None:
         """A step of the epoch is committed."""
         self._committed = committed
-        self._branches = None if committed.branch is None else {committed.branch}
+        self._lineages = None if committed.lineage is None else {committed.lineage}
         self._newest_state = max(self._newest_state, committed.step + 1)
 
     def plan_windows(self, number: int, windows: tuple[int, ...]) -> None:

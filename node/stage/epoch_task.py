@@ -239,7 +239,7 @@ class EpochTask:
 
         held = await services.compute(work)
         self._placed = Placed(
-            epoch=self.number, held_step=held, voted=executor.voted, branch=executor.lineage
+            epoch=self.number, held_step=held, voted=executor.voted, lineage=executor.lineage
         )
         services.post(self._placed)
 
@@ -251,7 +251,7 @@ class EpochTask:
         peers = neighbours(self.stage, stages, chunks, executor.config.sums_tied_gradients)
         self._links = await self._open.enter_async_context(services.open_links(self.placement, peers, self))
         missed = restore.missed
-        if executor.lineage != restore.branch:
+        if executor.lineage != restore.lineage:
             executor.forget()
         if missed is not None and executor.state_step == missed.step == step - 1 and executor.voted:
             await services.compute(lambda: executor.apply(missed.lr, missed.clip_coefficient))
@@ -273,7 +273,7 @@ class EpochTask:
                 return {**state, **(as_frozen(given) if adapters else given)}
 
             await services.compute(lambda: executor.restore(step, fetch))
-        executor.lineage = restore.branch
+        executor.lineage = restore.lineage
         executor.uncompressed = restore.uncompressed
         self._step = step
         self._ready = True

@@ -90,7 +90,7 @@ class Driver:
         self.time = 100.0
         self._memory = memory or {}
         self._nonces: dict[str, int] = {}
-        self.branch = 0
+        self.lineage = 0
         """Of the states that nodes say they hold, unless told otherwise."""
 
     # ---- events
@@ -142,14 +142,14 @@ class Driver:
         return self.machine.epoch
 
     def placed(
-        self, node_id: str, held: int = -1, *, voted: bool = False, branch: int | None = None
+        self, node_id: str, held: int = -1, *, voted: bool = False, lineage: int | None = None
     ) -> list[Action]:
-        branch = self.branch if branch is None else branch
-        answer = Placed(epoch=self.epoch.number, held_step=held, voted=voted, branch=branch)
+        lineage = self.lineage if lineage is None else lineage
+        answer = Placed(epoch=self.epoch.number, held_step=held, voted=voted, lineage=lineage)
         actions = self.machine.message(node_id, answer, self.time)
         for action in actions:
             if isinstance(action, Send) and isinstance(action.message, Restore):
-                self.branch = action.message.branch
+                self.lineage = action.message.lineage
         return actions
 
     def ready(self, node_id: str) -> list[Action]:

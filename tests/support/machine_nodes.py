@@ -168,7 +168,7 @@ class SimNode:
         self.outbox: deque[NodeMessage] = deque()
         self.stage, self.stages = -1, 0
         self.state_step, self.state, self.voted = -1, 0, False
-        self.branch = 0
+        self.lineage = 0
         self.epoch: SimEpoch | None = None
         self.uploads: dict[int, Upload] = {}
         self.leaving = False
@@ -282,14 +282,14 @@ class SimNode:
                 self.stage, self.stages = place
                 self.state_step, self.voted = -1, False
             epoch.placed = Placed(
-                epoch=epoch.placement.epoch, held_step=self.state_step, voted=self.voted, branch=self.branch
+                epoch=epoch.placement.epoch, held_step=self.state_step, voted=self.voted, lineage=self.lineage
             )
         self.outbox.append(epoch.placed)
 
     def _restore(self, epoch: SimEpoch, restore: Restore) -> None:
         if not epoch.ready:
             missed = restore.missed
-            if self.branch != restore.branch:
+            if self.lineage != restore.lineage:
                 self.state_step, self.voted = -1, False
             if missed is not None and self.state_step == missed.step == restore.step - 1 and self.voted:
                 self._apply(missed)
@@ -301,7 +301,7 @@ class SimNode:
                     self.fail(FailureKind.INTERNAL)
                     return
                 self.state_step, self.state = restore.step, chain(restore.step)
-            self.branch = restore.branch
+            self.lineage = restore.lineage
             epoch.uncompressed = restore.uncompressed
             epoch.ready = True
         self.outbox.append(Ready(epoch=restore.epoch, telemetry=Telemetry()))

@@ -42,16 +42,16 @@ class Hello(_message.Message):
     def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., peer_address: _Optional[str] = ..., hardware: _Optional[_Union[_enrolment_pb2.Hardware, _Mapping]] = ..., flops: _Optional[float] = ..., download_rate: _Optional[float] = ..., epoch: _Optional[int] = ..., process_nonce: _Optional[int] = ...) -> None: ...
 
 class Placed(_message.Message):
-    __slots__ = ("epoch", "held_step", "voted", "branch")
+    __slots__ = ("epoch", "held_step", "voted", "lineage")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HELD_STEP_FIELD_NUMBER: _ClassVar[int]
     VOTED_FIELD_NUMBER: _ClassVar[int]
-    BRANCH_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     held_step: int
     voted: bool
-    branch: int
-    def __init__(self, epoch: _Optional[int] = ..., held_step: _Optional[int] = ..., voted: bool = ..., branch: _Optional[int] = ...) -> None: ...
+    lineage: int
+    def __init__(self, epoch: _Optional[int] = ..., held_step: _Optional[int] = ..., voted: bool = ..., lineage: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("epoch", "telemetry")
@@ -306,18 +306,18 @@ class HeartbeatReply(_message.Message):
     def __init__(self, sent_at: _Optional[float] = ..., at: _Optional[float] = ...) -> None: ...
 
 class Restore(_message.Message):
-    __slots__ = ("epoch", "step", "missed", "uncompressed", "branch")
+    __slots__ = ("epoch", "step", "missed", "uncompressed", "lineage")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     MISSED_FIELD_NUMBER: _ClassVar[int]
     UNCOMPRESSED_FIELD_NUMBER: _ClassVar[int]
-    BRANCH_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     missed: Commit
     uncompressed: bool
-    branch: int
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., missed: _Optional[_Union[Commit, _Mapping]] = ..., uncompressed: bool = ..., branch: _Optional[int] = ...) -> None: ...
+    lineage: int
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., missed: _Optional[_Union[Commit, _Mapping]] = ..., uncompressed: bool = ..., lineage: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
     __slots__ = ("epoch", "step", "link_windows")

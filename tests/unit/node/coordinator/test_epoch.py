@@ -14,7 +14,7 @@ def epoch(
     state: int = 0,
     committed: Committed | None = None,
     suspect: int | None = None,
-    branches: tuple[int, ...] | None = None,
+    lineages: tuple[int, ...] | None = None,
 ) -> Epoch:
     return Epoch(
         number=4,
@@ -23,7 +23,7 @@ def epoch(
         newest_snapshot=snapshot,
         newest_state=state,
         committed=committed,
-        branches=branches,
+        lineages=lineages,
         suspect_step=suspect,
         plan=lambda step, norm: (1.0, 0.1 * step),
         neighbours=lambda stage, _stages: {1 - stage},
@@ -31,8 +31,8 @@ def epoch(
     )
 
 
-def placed(held: int, voted: bool = False, branch: int = 0) -> Placed:
-    return Placed(epoch=4, held_step=held, voted=voted, branch=branch)
+def placed(held: int, voted: bool = False, lineage: int = 0) -> Placed:
+    return Placed(epoch=4, held_step=held, voted=voted, lineage=lineage)
 
 
 def vote(step: int, norm: float = 1.0, unit: int = 0, loss: float | None = None) -> Vote:
@@ -169,32 +169,32 @@ def test_a_missed_commit_is_sent_along_with_the_state_after_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "branches", "step", "branch"),
+    ("first", "second", "lineages", "step", "lineage"),
     [
-        (placed(3, branch=2), placed(3, branch=2), None, 3, 2),
-        (placed(3, branch=2), placed(3, branch=2), (2, 3), 3, 2),
+        (placed(3, lineage=2), placed(3, lineage=2), None, 3, 2),
+        (placed(3, lineage=2), placed(3, lineage=2), (2, 3), 3, 2),
         # The same step, come to in other ways; one way that the run has left; a snapshot that is newer.
-        (placed(3, branch=2), placed(3, branch=3), None, 1, 4),
-        (placed(3, branch=2), placed(3, branch=2), (3,), 1, 4),
-        (placed(0, branch=2), placed(0, branch=2), None, 1, 4),
+        (placed(3, lineage=2), placed(3, lineage=3), None, 1, 4),
+        (placed(3, lineage=2), placed(3, lineage=2), (3,), 1, 4),
+        (placed(0, lineage=2), placed(0, lineage=2), None, 1, 4),
     ],
 )
 def test_a_held_state_counts_if_all_came_to_it_together(
-    first: Placed, second: Placed, branches: tuple[int, ...] | None, step: int, branch: int
+    first: Placed, second: Placed, lineages: tuple[int, ...] | None, step: int, lineage: int
 ) -> None:
-    one = epoch(snapshot=1, state=3, branches=branches)
+    one = epoch(snapshot=1, state=3, lineages=lineages)
     one.placed("a", first)
     one.placed("b", second)
-    assert one.outstanding("a") == [Restore(epoch=4, step=step, branch=branch)]
-    assert (one.step, one.branch) == (step, branch)
+    assert one.outstanding("a") == [Restore(epoch=4, step=step, lineage=lineage)]
+    assert (one.step, one.lineage) == (step, lineage)
 
 
 @pytest.mark.parametrize(("made", "step"), [(2, 3), (None, 3), (1, 1)])
-def test_a_commit_is_applied_to_gradients_of_its_own_branch(made: int | None, step: int) -> None:
-    committed = Committed(step=2, clip_coefficient=0.5, lr=0.25, branch=made)
+def test_a_commit_is_applied_to_gradients_of_its_own_lineage(made: int | None, step: int) -> None:
+    committed = Committed(step=2, clip_coefficient=0.5, lr=0.25, lineage=made)
     one = epoch(snapshot=1, state=3, committed=committed)
-    one.placed("a", placed(3, branch=2))
-    one.placed("b", placed(2, voted=True, branch=2))
+    one.placed("a", placed(3, lineage=2))
+    one.placed("b", placed(2, voted=True, lineage=2))
     assert one.step == step
 
 

@@ -69,7 +69,7 @@ def test_stages_restore_once_all_are_placed_and_begin_once_all_are_ready() -> No
     run.join("ab")
     assert run.placed("a") == []
     assert run.placed("a") == []
-    restore = Restore(epoch=1, step=0, branch=1)
+    restore = Restore(epoch=1, step=0, lineage=1)
     assert run.placed("b") == [Send(node_id="a", message=restore), Send(node_id="b", message=restore)]
     assert run.ready("b") == []
     assert run.ready("b") == []
@@ -273,7 +273,7 @@ def test_what_was_said_is_said_again() -> None:
     run.placed("b")
     assert again(run, "b") == [placement], "although it has answered"
     run.all_placed()
-    assert again(run, "a") == [Restore(epoch=1, step=0, branch=1)]
+    assert again(run, "a") == [Restore(epoch=1, step=0, lineage=1)]
     run.all_ready()
     assert again(run, "a") == [Begin(epoch=1, step=0)]
     run.vote("a")

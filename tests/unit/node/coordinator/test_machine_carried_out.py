@@ -125,7 +125,7 @@ class Peer:
         assert isinstance(await self.hear(), Welcome)
         assert isinstance(await self.hear(), Placement)
         self.say(Placed(epoch=epoch, held_step=-1, voted=False))
-        assert await self.hear() == Restore(epoch=epoch, step=0, branch=epoch)
+        assert await self.hear() == Restore(epoch=epoch, step=0, lineage=epoch)
         self.say(Ready(epoch=epoch, telemetry=Telemetry()))
         assert await self.hear() == Begin(epoch=epoch, step=0)
 

@@ -70,7 +70,7 @@ def test_the_others_keep_their_seats_and_fetch_what_the_dead_took_along() -> Non
     assert run.epoch.hosts == ("x", "b", "c")
     run.placed("b", 6)
     run.placed("c", 6, voted=True)
-    assert restore_of(run.placed("x", -1)) == Restore(epoch=2, step=4, branch=2)
+    assert restore_of(run.placed("x", -1)) == Restore(epoch=2, step=4, lineage=2)
     run.all_ready()
     assert run.epoch.step == 4
 
@@ -203,7 +203,7 @@ def test_a_commit_that_some_missed_is_applied_by_those_who_voted(
 ) -> None:
     run = Driver(stages=2, every=3).started("ab", 4)
     run.all_vote()
-    assert placed_again(run, first, second) == Restore(epoch=2, step=5, missed=COMMIT_4, branch=1)
+    assert placed_again(run, first, second) == Restore(epoch=2, step=5, missed=COMMIT_4, lineage=1)
     assert sent(run.all_ready(), "a") == [Begin(epoch=2, step=5)]
 
 
@@ -230,10 +230,10 @@ def test_a_node_that_comes_back_with_a_state_of_before_gets_the_snapshots() -> N
     run.steps(2)
     run.hello("a")
     run.die("x")
-    assert run.epoch.hosts == ("a", "b", "c") and run.branch == 2
+    assert run.epoch.hosts == ("a", "b", "c") and run.lineage == 2
     run.placed("b", 6)
     run.placed("c", 6)
-    assert restore_of(run.placed("a", 6, branch=1)) == Restore(epoch=3, step=4, branch=3)
+    assert restore_of(run.placed("a", 6, lineage=1)) == Restore(epoch=3, step=4, lineage=3)
 
 
 def test_a_vote_without_a_commit_on_record_is_no_state() -> None:
@@ -243,7 +243,7 @@ def test_a_vote_without_a_commit_on_record_is_no_state() -> None:
         epoch=2,
         step=4,
         missed=Commit(epoch=2, step=3, clip_coefficient=COMMIT_4.clip_coefficient, lr=3.5),
-        branch=1,
+        lineage=1,
     )
 
 

@@ -310,8 +310,8 @@ async def test_a_state_of_another_lineage_is_loaded_though_its_step_is_held(miss
     stage = Stage()
     stage.state_step, stage.voted, stage.lineage = 5, True, 2
     async with epoch(stage) as talk:
-        assert await talk.hear() == Placed(epoch=4, held_step=5, voted=True, branch=2)
-        await talk.ask(Restore(epoch=4, step=step, missed=missed, branch=4))
+        assert await talk.hear() == Placed(epoch=4, held_step=5, voted=True, lineage=2)
+        await talk.ask(Restore(epoch=4, step=step, missed=missed, lineage=4))
         assert stage.log[1:] == ["forget", ("restore", step)]
         assert (stage.state_step, stage.lineage) == (step, 4)
         assert talk.node.fetched == [(step, "block.0001")]
