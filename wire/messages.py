@@ -214,6 +214,10 @@ class Abort:
 class Finish:
     reason: str
     failed: bool
+    paused: bool = False
+    """The run has steps left and may be resumed: nodes may wait for that."""
+    soon: bool = False
+    """It goes on at once, with a setting changed: all nodes come back."""
 
 
 CoordinatorMessage = (

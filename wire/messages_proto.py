@@ -325,7 +325,10 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
         case "abort":
             return Abort(epoch=message.abort.epoch, reason=line(message.abort.reason))
         case "finish":
-            return Finish(reason=line(message.finish.reason), failed=message.finish.failed)
+            found = message.finish
+            return Finish(
+                reason=line(found.reason), failed=found.failed, paused=found.paused, soon=found.soon
+            )
         case "refusal":
             return refusal_from_proto(message.refusal)
         case _:

@@ -526,6 +526,7 @@ def _listed(event: events.Event) -> tuple[str, str, str] | None:
             return "notice", "info", event.text
         case events.RunFinished():
             level = "error" if event.failed else "info"
-            return "finished", level, f"{'failed' if event.failed else 'ended'}: {event.reason}"
+            word = "failed" if event.failed else "stopped" if event.resume else "ended"
+            return "finished", level, f"{word}: {event.reason}"
         case _:
             return None

@@ -57,6 +57,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--metrics", default="", metavar="HOST:PORT", help="serve this node's metrics for Prometheus"
     )
+    parser.add_argument(
+        "--wait",
+        default="1h",
+        metavar="TIME",
+        help="how long to wait for a coordinator that is not up yet, and for a stopped run to go on: 30 min, "
+        "12h, 0 not at all (default: 1h)",
+    )
     parser.add_argument("--json", action="store_true", help="progress on stdout as JSON lines")
     parser.set_defaults(run=run, parser=parser)
 
@@ -66,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     from node.cli.run_directory import owner_only
     from node.config.join_options import MOST_LIMIT, MOST_THREADS, JoinOptions
     from node.run_file.validate import parse_listen
+    from node.telemetry.format import parse_duration
     from wire.identity.token import JoinToken
 
     token = _read_token(args.token, args.token_file)
@@ -83,6 +91,9 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(
                 f"{name} must be a number above 0, at most {MOST_LIMIT:g}, or 0 for no limit, got {value:g}"
             )
+    wait = 0.0 if args.wait == "0" else parse_duration(args.wait)
+    if wait is None:
+        raise UsageError(f"--wait must be a time such as 30 min, 12h or 2d, or 0, got {args.wait!r}")
     options = JoinOptions(
         listen=args.listen,
         advertise=args.advertise,
@@ -94,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
         max_bandwidth_mbit=args.max_bandwidth,
         max_memory_gb=args.max_memory,
         metrics=args.metrics,
+        wait_seconds=wait,
         json=args.json,
     )
     set_up_logging()

@@ -1,7 +1,8 @@
 """`thinwire resume RUN_DIR`: resume a stopped run from its newest snapshot.
 
 Snapshots are per layer, so the number of stages, the codecs and the address may change. So may what affects
-future steps only: a run that diverged can resume with a lower learning rate.
+future steps only: a run that diverged can resume with a lower learning rate, and one that is done with more
+steps.
 """
 
 import argparse
@@ -14,8 +15,9 @@ from typing import Any
 CHANGEABLE = (
     *("pipeline", "coordinator", "dashboard", "telemetry"),
     *("data.path", "data.valid", "data.valid_every", "data.valid_samples"),
-    *("run.snapshot_every", "run.keep_snapshots", "run.keep_best"),
+    *("run.steps", "run.tokens", "run.snapshot_every", "run.keep_snapshots", "run.keep_best"),
     *("training.lr", "training.min_lr_ratio", "training.clip"),
+    *("training.schedule", "training.decay_steps", "training.decay_tokens"),
 )
 
 
@@ -28,6 +30,11 @@ def add_parser(commands: Any) -> None:
         nargs="*",
         default=[],
         help=f"values to change; only {', '.join(CHANGEABLE)}",
+    )
+    parser.add_argument(
+        "--new-text",
+        action="store_true",
+        help="take the text at data.path as it is now, or another one, for the steps from here on",
     )
     parser.add_argument("--json", action="store_true", help="events on stdout as JSON lines")
     parser.add_argument("--stay", action="store_true", help="keep serving the page when the run is over")
@@ -44,11 +51,13 @@ def run(args: argparse.Namespace) -> int:
         broken = damage(directory)
     if broken is None:
         existing_run_directory(directory)
-    return resume_run(directory, args.overrides, json=args.json, stays=args.stay)
+    return resume_run(directory, args.overrides, json=args.json, stays=args.stay, new_text=args.new_text)
 
 
-def resume_run(directory: Path, overrides: Sequence[str], *, json: bool, stays: bool) -> int:
-    """Resume the run in `directory`; returns the exit code."""
+def resume_run(
+    directory: Path, overrides: Sequence[str], *, json: bool, stays: bool, new_text: bool = False
+) -> int:
+    """Resume the run in `directory`; returns the exit code. `new_text`: from here on with another text."""
     from node.cli.parser import set_up_logging
     from node.cli.run_directory import owner_only
     from node.cli.run_output import emitter, serve_finished
@@ -73,5 +82,5 @@ def resume_run(directory: Path, overrides: Sequence[str], *, json: bool, stays: 
     with owner_only(), emitter(config, json=json) as emit:
         if news:
             emit(Notice(text=news))
-        code = run_coordinator(config, run_dir=directory, emit=emit, resume=True)
+        code = run_coordinator(config, run_dir=directory, emit=emit, resume=True, new_text=new_text)
         return serve_finished(directory, emit) if stays and code == 0 else code

@@ -37,5 +37,7 @@ class JoinOptions:
     """Memory limit of a stage in GB (10^9 bytes); 0 is all of the device's."""
     metrics: str = ""
     """host:port of this node's Prometheus metrics; empty serves none."""
+    wait_seconds: float = 3600.0
+    """How long to wait for a coordinator that is not up yet, and for a stopped run to go on; 0 does not."""
     json: bool = False
     """Progress on stdout as JSON lines instead of text."""

@@ -155,14 +155,17 @@ def finish_all(nodes: Iterable[str], finish: Finish) -> list[Action]:
 
 
 def goodbye(reason: str, *, failed: bool, done: bool) -> Finish:
-    """The last message of a run. If steps are left, nodes end with an error even if the run was only stopped.
+    """The last message of a run. If steps are left, nodes wait for it as long as their owners allow.
 
-    Then whatever supervises them (systemd, a Job) restarts them, and they are there when the run resumes.
+    Those that do not wait end with an error even if the run was only stopped: then whatever supervises them
+    (systemd, a Job) restarts them, and they are there when the run resumes.
     """
-    if failed or done:
+    if done:
         return Finish(reason=reason, failed=failed)
+    if failed:
+        return Finish(reason=reason, failed=True, paused=True)
     left = "the run was stopped before its last step; the same join line goes on once it is resumed"
-    return Finish(reason=f"{reason}: {left}", failed=True)
+    return Finish(reason=f"{reason}: {left}", failed=True, paused=True)
 
 
 def sent_away(node_id: str, reason: str) -> list[Action]:

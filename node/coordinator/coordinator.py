@@ -7,6 +7,7 @@ carried out before the next event is looked at: a commit is on disk before a sta
 import asyncio
 import contextlib
 import functools
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -103,6 +104,7 @@ class Coordinator:
     ) -> None:
         """`untold` is a step that an earlier coordinator committed and has not told of."""
         self.config = config
+        self._directory = directory
         self._store = store
         self._enrolment = enrolment
         self._corpus = corpus
@@ -165,7 +167,9 @@ class Coordinator:
                 task.cancel()
         await self._say_goodbye()
         await self._tracer.write()
-        self._reporter.finished(outcome.reason, failed=outcome.failed)
+        done = self._machine.newest_snapshot >= self.config.run.steps
+        resume = "" if done else f"thinwire resume {shlex.quote(str(self._directory))}"
+        self._reporter.finished(outcome.reason, failed=outcome.failed, resume=resume)
         return outcome
 
     def stop(self, reason: str, *, at_once: bool = False) -> None:

@@ -179,8 +179,10 @@ class Reporter:
         self.snapshot_path, self.weights_sha256 = path, weights_sha256
         self._emit(events.SnapshotStored(step=step, bytes=size, path=path))
 
-    def finished(self, reason: str, *, failed: bool) -> None:
-        self._emit(events.RunFinished(reason=reason, failed=failed, summary=self._summary()))
+    def finished(self, reason: str, *, failed: bool, resume: str = "") -> None:
+        """`resume`: the command that goes on with the run; empty once all steps are done."""
+        summary = self._summary()
+        self._emit(events.RunFinished(reason=reason, failed=failed, summary=summary, resume=resume))
 
     def _count(self, loss: float, tokens: int, seconds: float) -> None:
         tally = self._tally

@@ -255,8 +255,10 @@ def event_lines(event: Event) -> list[str]:
 
 def finished_lines(event: RunFinished) -> list[str]:
     """How the run ended, and its summary."""
-    verdict = printable(f"{'failed' if event.failed else 'finished'}: {event.reason}")
-    return ["", verdict, *(summary_lines(event.summary) if event.summary else [])]
+    word = "failed" if event.failed else "stopped" if event.resume else "finished"
+    lines = ["", printable(f"{word}: {event.reason}")]
+    lines += summary_lines(event.summary) if event.summary else []
+    return [*lines, printable(f"go on with: {event.resume}")] if event.resume else lines
 
 
 def summary_lines(summary: RunSummary) -> list[str]:

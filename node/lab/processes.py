@@ -176,7 +176,7 @@ class RunProcesses:
             "--device",
             self._device_of(stage),
         ]
-        arguments += ["--threads", str(self._threads), "--state-dir", str(state)]
+        arguments += ["--threads", str(self._threads), "--state-dir", str(state), "--wait", "0"]
         child = self._children[node_name(stage)]
         assert child.stdin is not None
         child.stdin.write(json.dumps(arguments).encode() + b"\n")

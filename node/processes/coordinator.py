@@ -8,6 +8,7 @@ import math
 import signal
 import socket
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -39,6 +40,7 @@ from node.run_file.loader import from_json, to_json, to_toml
 from node.run_file.validate import parse_listen
 from node.telemetry import events
 from node.telemetry.history import highest_step, history_size
+from node.training.schedule import learning_rate
 from node.training.shards import TrainingData, load_data
 from node.training.snapshot import Checked, Tell, discard_incomplete, set_damaged_aside, snapshot_directory
 from wire import event_loop
@@ -75,8 +77,13 @@ class _Run:
     """What to report about damaged snapshots once the run is on."""
 
 
-def run_coordinator(config: RunConfig, *, run_dir: Path, emit: Emit, resume: bool) -> int:
-    """Serve one run to its end; returns the exit code. Raises UserError for bad input."""
+def run_coordinator(
+    config: RunConfig, *, run_dir: Path, emit: Emit, resume: bool, new_text: bool = False
+) -> int:
+    """Serve one run to its end; returns the exit code. Raises UserError for bad input.
+
+    `new_text`: a resumed run's text may differ from the one before.
+    """
 
     def tell(text: str) -> None:
         emit(events.Notice(text=text))
@@ -90,7 +97,7 @@ def run_coordinator(config: RunConfig, *, run_dir: Path, emit: Emit, resume: boo
         if resume:
             authority = CertificateAuthority.load(run_dir / "authority")
             with _nodes_wait(config, authority):
-                run = _reopen(config, run_dir, authority, _load_corpus(config, tell), tell)
+                run = _reopen(config, run_dir, authority, _load_corpus(config, tell), tell, new_text)
         else:
             corpus = _load_corpus(config, tell)
             # After all checks: a failed start leaves no run behind.
@@ -136,23 +143,25 @@ def _write_run_file(directory: Path, config: RunConfig) -> None:
 
 
 def _reopen(
-    config: RunConfig, directory: Path, authority: CertificateAuthority, corpus: TrainingData, tell: Tell
+    config: RunConfig,
+    directory: Path,
+    authority: CertificateAuthority,
+    corpus: TrainingData,
+    tell: Tell,
+    new_text: bool,
 ) -> _Run:
-    try:
-        expected = json.loads(_corpus_file(directory).read_bytes())["sha256"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{_corpus_file(directory)} cannot be read ({error}): the run cannot go on") from None
-    if corpus.fingerprint() != expected:
-        raise DataError(
-            f"the text at {_named(config)} is not the text that the run began with: put it back, so that "
-            "steps run on the same tokens"
-        )
+    other_text = _check_text(config, directory, corpus, new_text)
     checked = _newest_whole(directory / "snapshots", tell)
     newest = checked.whole
     store = Store.open(directory)
     for step, _ in checked.damaged:
         store.delete_snapshot(step)
+    if other_text is not None:
+        other_text(newest)
+        tell(f"from step {newest + 1} on the text is the one at {_named(config)}")
     recorded = store.run().config_json
+    if to_json(config) != recorded and (line := _other_length(from_json(recorded), config, newest)):
+        tell(line)
     if newest >= config.run.steps:
         # The training of a finished run stays on record; only its page and metrics may change.
         config = replace(
@@ -185,6 +194,52 @@ def _reopen(
         corpus=corpus,
         past=past,
         news=checked.news() if checked.damaged else "",
+    )
+
+
+def _check_text(
+    config: RunConfig, directory: Path, corpus: TrainingData, new_text: bool
+) -> Callable[[int], None] | None:
+    """None if the text is the run's. If it is another and may be, what records that, given the steps done.
+
+    Raises DataError if it may not be.
+    """
+    try:
+        known = json.loads(_corpus_file(directory).read_bytes())
+        expected, earlier = known["sha256"], list(known.get("earlier", []))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{_corpus_file(directory)} cannot be read ({error}): the run cannot go on") from None
+    found = corpus.fingerprint()
+    if found == expected:
+        return None
+    if not new_text:
+        raise DataError(
+            f"the text at {_named(config)} is not the text that the run began with: put it back, so that "
+            "steps run on the same tokens, or give --new-text to go on with this one"
+        )
+
+    def record(done: int) -> None:
+        fields = {"sha256": found, "earlier": [*earlier, {"sha256": expected, "steps": done}]}
+        write_private(_corpus_file(directory), json.dumps(fields).encode())
+
+    return record
+
+
+def _other_length(before: RunConfig, config: RunConfig, done: int) -> str | None:
+    """What a change of the run's length does to the learning rate, or None. Raises UserError if it is too
+    short."""
+    steps = config.run.steps
+    if steps == before.run.steps:
+        return None
+    if steps < done:
+        raise UserError(f"run.steps = {steps} is too few: {done} steps are done and saved; give more")
+    if steps == done:
+        return None
+    rate = learning_rate(done, config.training, steps)
+    old = learning_rate(done, before.training, before.run.steps)
+    return (
+        f"the run has {steps} steps now instead of {before.run.steps}: by schedule "
+        f"{config.training.schedule} the learning rate of step {done + 1} is {rate:.2e} (before: {old:.2e})"
     )
 
 

@@ -129,7 +129,7 @@ class _Demo:
         threads = max(1, (os.cpu_count() or 1) // self._stages)
         return await self._start(
             name,
-            *("join", token, "--listen", "127.0.0.1:0", "--device", "cpu"),
+            *("join", token, "--listen", "127.0.0.1:0", "--device", "cpu", "--wait", "0"),
             *("--threads", str(threads), "--state-dir", str(state)),
         )
 

@@ -1,6 +1,7 @@
 """Enrol a node: from a join token to an identity on disk."""
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+from cryptography import x509
 
 from node import faults
+from node.processes.patience import Patience
 from wire.errors import (
     LinkError,
     ProtocolViolationError,
@@ -33,20 +36,23 @@ from wire.version import PROTOCOL, VERSION
 
 _COORDINATOR_FILE = "coordinator.json"
 _MESSAGE_BYTES = 64 * 1024
-_CONNECT_SECONDS = 10.0
+_CONNECT_SECONDS = 5.0
 _REPLY_SECONDS = 20.0
-# Seconds before each round over the token's addresses.
+# Seconds before each round over the token's addresses; with patience left, longer ones follow.
 _ROUNDS = (0.0, 0.5, 1.0, 2.0)
+_LATER_ROUND = 5.0
 # A stored certificate must be valid for at least this long.
 _MARGIN = timedelta(minutes=5)
 
 
-async def enrol(token: JoinToken, directory: Path, hardware: Hardware) -> tuple[NodeIdentity, str]:
+async def enrol(
+    token: JoinToken, directory: Path, hardware: Hardware, patience: Patience | None = None
+) -> tuple[NodeIdentity, str]:
     """Become a member of the token's run: the node's identity and the coordinator's control address.
 
-    A valid identity in `directory` is used without sending anything. Otherwise the token's addresses are
-    tried in turn, in up to four rounds of at most 30 s per address. A request whose reply was lost is sent
-    again with the same key, so it does not use the token twice.
+    A valid identity in `directory` is used without sending anything. Otherwise all of the token's addresses
+    are asked at once, and again until one leads to the coordinator or the patience ends. A request whose
+    reply was lost is sent again with the same key, so it does not use the token twice.
 
     Raises:
         Refused: by the coordinator, with its reason.
@@ -57,6 +63,7 @@ async def enrol(token: JoinToken, directory: Path, hardware: Hardware) -> tuple[
     stored = await asyncio.to_thread(_stored, token, directory)
     if stored is not None:
         return stored
+    patience = patience or Patience()
     key_pem = await asyncio.to_thread(_usable_key, directory)
     request = enrolment_pb2.JoinRequest(
         version=VERSION,
@@ -73,27 +80,70 @@ async def enrol(token: JoinToken, directory: Path, hardware: Hardware) -> tuple[
             tensor_parallel=hardware.tensor_parallel,
         ),
     )
-    failures: dict[str, ThinwireError] = {}
-    for wait in _ROUNDS:
-        await asyncio.sleep(wait)
-        for address in token.addresses:
-            try:
-                identity, control_address = await _join_at(address, token, key_pem, request)
-            except (LinkError, TokenError) as error:
-                failures[address] = error
-            else:
-                faults.reach(faults.Phase.ENROLMENT)
-                await asyncio.to_thread(_save, identity, directory, address, control_address)
-                return identity, control_address
-        if all(isinstance(failure, TokenError) for failure in failures.values()):
+    places = ", ".join(token.addresses)
+    why: ThinwireError | None = None
+    for wait in itertools.chain(_ROUNDS, itertools.repeat(_LATER_ROUND)):
+        if why is not None:
+            if wait == _LATER_ROUND and patience.left < wait:
+                raise why
+            async with patience.shown(f"no coordinator yet ({why}); asking again"):
+                await asyncio.sleep(wait)
+        async with patience.shown(f"asking for the coordinator at {places}"):
+            granted, failures = await _ask_all(token, key_pem, request)
+        if granted is not None:
+            identity, address, control_address = granted
+            faults.reach(faults.Phase.ENROLMENT)
+            await asyncio.to_thread(_save, identity, directory, address, control_address)
+            return identity, control_address
+        why = _summary(failures)
+        if isinstance(why, TokenError):
             break
-    raise _summary(list(failures.values()))
+    assert why is not None
+    raise why
+
+
+async def _ask_all(
+    token: JoinToken, key_pem: bytes, request: enrolment_pb2.JoinRequest
+) -> tuple[tuple[NodeIdentity, str, str] | None, list[ThinwireError]]:
+    """Join at the first address that is the coordinator's: identity, that address, the control address.
+
+    Else None and what each address said.
+    """
+    failures: list[ThinwireError] = []
+
+    async def look(address: str) -> tuple[str, x509.Certificate | ThinwireError]:
+        try:
+            return address, await fetch_authority(address, token.pin, _CONNECT_SECONDS)
+        except (LinkError, TokenError) as error:
+            return address, error
+
+    looks = [asyncio.create_task(look(address)) for address in token.addresses]
+    try:
+        for found in asyncio.as_completed(looks):
+            address, authority = await found
+            if isinstance(authority, ThinwireError):
+                failures.append(authority)
+                continue
+            try:
+                identity, control = await _join_at(address, token, authority, key_pem, request)
+            except (LinkError, TokenError) as error:
+                failures.append(error)
+            else:
+                return (identity, address, control), failures
+        return None, failures
+    finally:
+        for task in looks:
+            task.cancel()
+        await asyncio.wait(looks)
 
 
 async def _join_at(
-    address: str, token: JoinToken, key_pem: bytes, request: enrolment_pb2.JoinRequest
+    address: str,
+    token: JoinToken,
+    authority: x509.Certificate,
+    key_pem: bytes,
+    request: enrolment_pb2.JoinRequest,
 ) -> tuple[NodeIdentity, str]:
-    authority = await fetch_authority(address, token.pin, _CONNECT_SECONDS)
     if (run_id := authority_run_id(authority)) != token.run_id:
         raise TokenError(
             f"{address} serves run {run_id}, not the join token's {token.run_id}: ask for a new token"

@@ -2,20 +2,23 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import resource
 import shutil
 import signal
-import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
 from node.config.join_options import JoinOptions
-from node.display.terminal import Screen, ending_signals, say
+from node.display.terminal import ending_signals, say
+from node.display.volunteer import VolunteerScreen
 from node.parallel.processes import DeviceGroup, choose_devices
 from node.processes.doctor import (
     Status,
@@ -27,6 +30,8 @@ from node.processes.doctor import (
 )
 from node.processes.enrol import enrol
 from node.processes.locks import StateDirectory, claim
+from node.processes.patience import Patience, answered
+from node.stage.coordinator_client import CoordinatorClient
 from node.stage.machine_info import describe, fix_order, measure_flops
 from node.stage.node_metrics import serve_metrics
 from node.stage.out_of_memory import MemoryNote, ran_out, room
@@ -34,8 +39,16 @@ from node.stage.runtime import NodeRuntime, NodeSettings
 from node.stage.session import IdentityHolder
 from node.stage.stage_model import OneDevice, StageDevices
 from node.stage.watchdog import StuckError
+from node.telemetry.format import duration_text
 from wire import event_loop
-from wire.errors import DeviceLostError, MemoryExhaustedError, ThinwireError, UserError
+from wire.errors import (
+    DeviceLostError,
+    LinkError,
+    LinkLostError,
+    MemoryExhaustedError,
+    ThinwireError,
+    UserError,
+)
 from wire.identity.credentials import NodeIdentity
 from wire.identity.token import JoinToken
 from wire.messages import Finish
@@ -44,6 +57,10 @@ from wire.pacing import Pacer
 log = logging.getLogger(__name__)
 
 INTERRUPTED = 130
+SOON_SECONDS = 300.0
+"""How long every node waits for a run that goes on at once."""
+IDLE_END_SECONDS = 2.8
+"""A node without a stage has left after this, whatever it is doing."""
 
 
 def run_node(token_text: str, options: JoinOptions) -> int:
@@ -100,7 +117,10 @@ async def _serve(
     hardware = note.limit(
         describe(chosen, tensor_parallel=options.tensor_parallel, most_bytes=note.most_bytes)
     )
-    identity, control_address = await enrol(token, directory, hardware)
+    screen = VolunteerScreen(json_lines=options.json)
+    identity, control_address = await enrol(
+        token, directory, hardware, Patience(options.wait_seconds, screen.waiting)
+    )
     settings = NodeSettings(
         control_address=control_address,
         listen=options.listen,
@@ -112,26 +132,85 @@ async def _serve(
         cache_bytes=shutil.disk_usage(directory).free // 2,
         pacer=Pacer(options.max_bandwidth_mbit * 1e6 / 8) if options.max_bandwidth_mbit else None,
     )
-    tell = Reporter(json_lines=options.json)
 
     async def join_again() -> NodeIdentity:
         return (await enrol(token, directory, hardware))[0]
 
-    runtime = NodeRuntime(settings, IdentityHolder(identity, directory, join_again), tell)
+    holder = IdentityHolder(identity, directory, join_again)
+    reach = _Reach(control_address, holder, screen.waiting)
+    if options.wait_seconds:
+        await reach.at_start(options.wait_seconds)
+    latest: list[NodeRuntime] = []
     async with contextlib.AsyncExitStack() as stack:
         if options.metrics:
-            address = await stack.enter_async_context(serve_metrics(options.metrics, runtime.metrics))
-            tell(f"metrics at http://{address}/metrics")
+            body = partial(_metrics, latest)
+            address = await stack.enter_async_context(serve_metrics(options.metrics, body))
+            screen(f"metrics at http://{address}/metrics")
+        while True:
+            runtime = NodeRuntime(settings, holder, screen)
+            latest[:] = [runtime]
+            try:
+                finish, interrupted = await _until_done(runtime)
+            except MemoryExhaustedError as error:
+                if error.need:
+                    note.write(hardware, error.need)
+                raise
+            except LinkLostError as error:
+                if not options.wait_seconds:
+                    raise
+                finish, interrupted = Finish(reason=str(error), failed=True, paused=True), False
+            screen(finish.reason)
+            if interrupted:
+                return INTERRUPTED
+            seconds = max(options.wait_seconds, SOON_SECONDS if finish.soon else 0.0)
+            if not (finish.paused and seconds):
+                return 1 if finish.failed else 0
+            screen(f"waiting up to {duration_text(seconds)} for the run to go on; Ctrl-C ends")
+            if not await reach.again(seconds):
+                screen(f"the run did not go on within {duration_text(seconds)}: this node ends")
+                return 1
+            settings = replace(settings, devices=_devices(chosen, options))
+
+
+class _Reach:
+    """Looks for the coordinator's control port, where nodes with a certificate connect."""
+
+    def __init__(self, address: str, holder: IdentityHolder, show: Callable[[str, float], None]) -> None:
+        self._address = address
+        self._holder = holder
+        self._show = show
+
+    async def at_start(self, seconds: float) -> None:
+        """Raises LinkError if it does not answer in time, Refused if this node is out."""
+        what = f"asking the coordinator at {self._address}"
+        if not await answered(self._asks, Patience(seconds, self._show), what):
+            raise LinkError(
+                f"the coordinator's port for members at {self._address} did not answer for "
+                f"{duration_text(seconds)}: is it open to this machine, and does the coordinator run?"
+            )
+
+    async def again(self, seconds: float) -> bool:
+        """Whether the coordinator of a stopped run is back in time."""
+        return await answered(self._asks, Patience(seconds, self._show), "waiting for the run to go on")
+
+    async def _asks(self) -> bool:
+        holder = self._holder
+        if holder.current.expires_at <= time.time():
+            if holder.join_again is None:
+                return False
+            try:
+                holder.replace(await holder.join_again())
+            except LinkError:
+                return False
+        client = CoordinatorClient(self._address, lambda: holder.current, 0.0)
         try:
-            finish, interrupted = await _until_done(runtime)
-        except MemoryExhaustedError as error:
-            if error.need:
-                note.write(hardware, error.need)
-            raise
-    tell(finish.reason)
-    if interrupted:
-        return INTERRUPTED
-    return 1 if finish.failed else 0
+            return await client.answers()
+        finally:
+            await client.close()
+
+
+def _metrics(latest: Sequence[NodeRuntime]) -> bytes:
+    return latest[-1].metrics() if latest else b""
 
 
 def _devices(chosen: tuple[torch.device, ...], options: JoinOptions) -> StageDevices:
@@ -142,6 +221,11 @@ def _devices(chosen: tuple[torch.device, ...], options: JoinOptions) -> StageDev
 
 def _most_bytes(options: JoinOptions) -> int:
     return int(options.max_memory_gb * 1e9)
+
+
+def _end_if_idle(runtime: NodeRuntime) -> None:
+    if not runtime.holds_state:
+        os._exit(INTERRUPTED)
 
 
 async def _until_done(runtime: NodeRuntime) -> tuple[Finish, bool]:
@@ -159,7 +243,12 @@ async def _until_done(runtime: NodeRuntime) -> tuple[Finish, bool]:
             return
         interrupts += 1
         if interrupts == 1:
-            log.warning("leaving after this step and a snapshot; press Ctrl-C again to quit at once")
+            if runtime.holds_state:
+                log.warning("leaving after this step and a snapshot; press Ctrl-C again to quit at once")
+            else:
+                log.warning("leaving")
+                # The compute thread may be compiling; there is nothing to save.
+                loop.call_later(IDLE_END_SECONDS, _end_if_idle, runtime)
             runtime.leave("the volunteer asked to leave")
         else:
             task.cancel()
@@ -174,19 +263,3 @@ async def _until_done(runtime: NodeRuntime) -> tuple[Finish, bool]:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
-
-
-class Reporter:
-    """Print progress on stdout, as lines of text or of JSON."""
-
-    def __init__(self, *, json_lines: bool) -> None:
-        self._json = json_lines
-        self._screen = Screen("this node")
-
-    def __call__(self, text: str) -> None:
-        line = json.dumps({"event": "node", "text": text}) if self._json else text
-        self._screen.attempt(lambda: self._write(line))
-
-    def _write(self, line: str) -> None:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()

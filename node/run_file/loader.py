@@ -48,6 +48,9 @@ HUB = "hf://"
 INTEGER_BITS = 64
 """TOML's whole numbers fit; Python's have any length."""
 
+LENGTHS = {("run", "steps"): "tokens", ("training", "decay_steps"): "decay_tokens"}
+"""Lengths in steps, and the keys that give the same in tokens."""
+
 Values = dict[str, dict[str, Any]]
 """Checked values by section and key."""
 
@@ -80,6 +83,8 @@ def change_config(config: RunConfig, overrides: Sequence[str], changeable: Colle
                 f"what can: {', '.join(changeable)}"
             )
         values[section][key] = value
+        if (section, key) in LENGTHS:
+            values[section][LENGTHS[section, key]] = 0  # the one given last counts
     changed = _build(values)
     validate(changed, where="the changed run file")
     return changed

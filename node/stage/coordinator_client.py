@@ -39,6 +39,7 @@ CHUNK_BYTES = 256 * 1024
 PROBE_BYTES = 1024 * 1024
 CALL_SECONDS = 600.0
 """How long one bulk call may take, plus the time for its bytes."""
+ANSWER_SECONDS = 5.0
 LEAST_RATE = 32 * 1024
 """Bytes a second: a slower transfer times out."""
 
@@ -127,6 +128,19 @@ class CoordinatorClient:
             await channel.close()
 
     # ---- bulk
+
+    async def answers(self) -> bool:
+        """Whether the coordinator takes calls now. Raises Refused or RunError if it refuses this node."""
+        channel = self._dial()
+        try:
+            await _probe(control_pb2_grpc.CoordinatorStub(channel), 1, ANSWER_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            if isinstance(failure := _as_error(error), Refused | RunError):
+                raise failure from None
+            return False
+        finally:
+            await channel.close()
+        return True
 
     async def measure_download(self) -> float:
         """Bytes a second from the coordinator, by a download on a warm connection."""
@@ -300,9 +314,9 @@ def _batch_name(step: int, held_out: bool) -> str:
     return f"held-out batch {step}" if held_out else f"the batch of step {step}"
 
 
-async def _probe(stub: control_pb2_grpc.CoordinatorStub, size: int) -> None:
+async def _probe(stub: control_pb2_grpc.CoordinatorStub, size: int, seconds: float = CALL_SECONDS) -> None:
     request = control_pb2.ProbeRequest(bytes=size)
-    await _collect(stub.Probe(request, timeout=CALL_SECONDS), size, "the probe")
+    await _collect(stub.Probe(request, timeout=seconds), size, "the probe")
 
 
 async def _collect(

@@ -43,6 +43,8 @@ FIRST_OUTAGE_SECONDS = 60.0
 """How long to try to reach the coordinator before its welcome gives the run's limit."""
 LEAVE_SECONDS = 120.0
 """How long a leaving node waits for the step, the snapshot and the coordinator's goodbye."""
+LEAVE_IDLE_SECONDS = 2.0
+"""The same for a node without a stage, which holds nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,17 +146,28 @@ class NodeRuntime:
         if self._session.leaving:
             return
         self._session.leave(reason)
-        asyncio.get_running_loop().call_later(LEAVE_SECONDS, self._leave_without_goodbye)
+        seconds = LEAVE_SECONDS if self.holds_state else LEAVE_IDLE_SECONDS
+        asyncio.get_running_loop().call_later(seconds, self._leave_without_goodbye, seconds)
+
+    @property
+    def holds_state(self) -> bool:
+        """Whether this node has a stage, whose state it must hand in before it goes."""
+        return self._member is not None and self._member.epoch > 0
 
     def metrics(self) -> bytes:
         """The body of `GET /metrics`, up to date."""
         self._telemetry()
         return self._metrics.render()
 
-    def _leave_without_goodbye(self) -> None:
-        """End now, unless this node is still sending its state to the coordinator."""
-        if self._member is not None and self._member.sending:
-            asyncio.get_running_loop().call_later(LEAVE_SECONDS, self._leave_without_goodbye)
+    def _leave_without_goodbye(self, waited: float) -> None:
+        """End now, unless this node has a stage by now or still sends its state to the coordinator."""
+        again = self._member is not None and self._member.sending
+        if again or (waited < LEAVE_SECONDS and self.holds_state):
+            loop = asyncio.get_running_loop()
+            loop.call_later(LEAVE_SECONDS, self._leave_without_goodbye, LEAVE_SECONDS)
+            return
+        if not self.holds_state:
+            self._end(Finish(reason="you have left the run; this node held nothing of it", failed=False))
             return
         self._end(
             Finish(reason=f"the coordinator did not say goodbye within {LEAVE_SECONDS:g} s", failed=True)

@@ -318,6 +318,8 @@ class RunFinished(Event):
     reason: str
     failed: bool
     summary: RunSummary | None = None
+    resume: str = ""
+    """The command that goes on with the run; empty once all steps are done."""
 
 
 def from_json(line: str) -> Event:

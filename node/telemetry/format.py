@@ -39,6 +39,24 @@ def duration_text(seconds: float) -> str:
     return f"{hours}h{minutes:02}m" if hours < 48 else f"{hours // 24}d{hours % 24:02}h"
 
 
+def clock_text(seconds: float) -> str:
+    """A time that runs out: 75 -> `1:15`, 3661 -> `1:01:01`."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+_UNITS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "hours": 3600, "hour": 3600, "d": 86400}
+
+
+def parse_duration(text: str) -> float | None:
+    """Seconds of `10 min`, `90s`, `1.5h` or `2d`; None if it is no length of time."""
+    match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,3})?)\s*([a-z]+)\s*", text)
+    if match is None or match[2] not in _UNITS:
+        return None
+    return float(match[1]) * _UNITS[match[2]]
+
+
 def printable(text: str) -> str:
     """`text` on one line, without control characters: it may come from another machine."""
     return "".join(char if char.isprintable() else " " for char in text)

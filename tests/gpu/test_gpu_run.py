@@ -29,7 +29,7 @@ def losses(directory: Path, codecs: tuple[str, str], window: Window) -> dict[int
         for number in range(STAGES):
             run.command(
                 *("join", coordinator.token, "--listen", "127.0.0.1:0", "--device", "cuda:0"),
-                *("--threads", "1", "--state-dir", str(run.state_dir(number)), "--json"),
+                *("--threads", "1", "--state-dir", str(run.state_dir(number)), "--json", "--wait", "0"),
                 name="node",
             )
         run.assert_quiet()

@@ -51,7 +51,7 @@ def test_a_real_prometheus_scrapes_a_real_run(prefork: Prefork, tmp_path: Path) 
         token = coordinator.token
         watched = run.command(
             *("join", token, "--listen", "127.0.0.1:0", "--device", "cpu", "--threads", "1"),
-            *("--state-dir", str(tmp_path / "watched"), "--metrics", "127.0.0.1:0", "--json"),
+            *("--state-dir", str(tmp_path / "watched"), "--metrics", "127.0.0.1:0", "--json", "--wait", "0"),
             name="watched",
         )
         doomed = run.add_node()

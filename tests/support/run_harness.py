@@ -285,7 +285,7 @@ class Run:
         state_dir = state_dir or self.state_dir(number)
         node = self.command(
             *("join", token, "--listen", "127.0.0.1:0", "--device", "cpu", "--threads", "1"),
-            *("--state-dir", str(state_dir), "--json", *options),
+            *("--state-dir", str(state_dir), "--json", "--wait", "0", *options),
             name="node",
             wrapper=wrapper,
         )

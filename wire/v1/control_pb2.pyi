@@ -378,12 +378,16 @@ class Abort(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("reason", "failed")
+    __slots__ = ("reason", "failed", "paused", "soon")
     REASON_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    SOON_FIELD_NUMBER: _ClassVar[int]
     reason: str
     failed: bool
-    def __init__(self, reason: _Optional[str] = ..., failed: bool = ...) -> None: ...
+    paused: bool
+    soon: bool
+    def __init__(self, reason: _Optional[str] = ..., failed: bool = ..., paused: bool = ..., soon: bool = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
     __slots__ = ("welcome", "placement", "restore", "begin", "commit", "abort", "finish", "refusal", "take_snapshot", "prefetch", "heartbeat_reply", "validate")

@@ -300,7 +300,7 @@ def test_events_go_to_the_screen_and_to_the_status_file(tmp_path: Path, capsys: 
 def test_resume_hands_the_stored_config_on(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
-    def run_coordinator(config: RunConfig, *, run_dir: Path, emit: object, resume: bool) -> int:
+    def run_coordinator(config: RunConfig, *, run_dir: Path, emit: object, resume: bool, **_: bool) -> int:
         asked.extend([config, run_dir, resume])
         return 5
 
@@ -312,7 +312,7 @@ def test_resume_hands_the_stored_config_on(run_dir: Path, monkeypatch: pytest.Mo
 def test_coordinator_hands_the_run_file_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
-    def run_coordinator(config: RunConfig, *, run_dir: Path, emit: object, resume: bool) -> int:
+    def run_coordinator(config: RunConfig, *, run_dir: Path, emit: object, resume: bool, **_: bool) -> int:
         asked.extend([config.run.name, config.run.steps, config.data.path, run_dir, resume])
         return 0
 
@@ -363,7 +363,7 @@ def test_resume_or_start_goes_on_with_the_run_that_is_there(
 ) -> None:
     started: list[tuple[Path, bool, str]] = []
 
-    def start(config: RunConfig, *, run_dir: Path, emit: object, resume: bool) -> int:
+    def start(config: RunConfig, *, run_dir: Path, emit: object, resume: bool, **_: bool) -> int:
         started.append((run_dir, resume, config.coordinator.listen))
         return 5
 
@@ -389,7 +389,7 @@ def test_a_start_that_was_killed_as_it_made_its_database_begins_again(
     Path("run.toml").write_text("")
     started: list[bool] = []
 
-    def start(config: RunConfig, *, run_dir: Path, emit: object, resume: bool) -> int:
+    def start(config: RunConfig, *, run_dir: Path, emit: object, resume: bool, **_: bool) -> int:
         started.append(resume)
         if not resume:
             written = to_json(config)

@@ -127,7 +127,7 @@ def test_a_run_from_its_join_line_to_its_end(stage: Stage) -> None:
     assert asked == f"coordinator {demo_file()} --run-dir {stage.run_dir} --json run.steps=3"
     for name in ("node-0", "node-1"):
         asked = (stage.directory / f"{name}.args").read_text()
-        assert asked.startswith("join tw1_secret --listen 127.0.0.1:0 --device cpu --threads ")
+        assert asked.startswith("join tw1_secret --listen 127.0.0.1:0 --device cpu --wait 0 --threads ")
         assert asked.endswith(f"--state-dir {stage.run_dir / 'nodes' / name}")
     assert {path.name for path in (stage.run_dir / "logs").iterdir()} == {
         "coordinator.log",

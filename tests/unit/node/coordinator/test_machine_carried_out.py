@@ -218,7 +218,7 @@ async def test_a_commit_that_cannot_be_recorded_is_not_heard_of(tmp_path: Path) 
         await node.into_step()
         run.store.refuse = "step"
         node.vote()
-        assert await node.hear() == Finish(reason="the disk is full", failed=True)
+        assert await node.hear() == Finish(reason="the disk is full", failed=True, paused=True)
         assert await run.end(node) == Outcome(reason="the disk is full", failed=True)
 
 
@@ -227,7 +227,7 @@ async def test_a_placement_that_cannot_be_recorded_is_not_heard_of(tmp_path: Pat
         run.store.refuse = "placement"
         node = run.peer("a")
         assert isinstance(await node.hear(), Welcome)
-        assert await node.hear() == Finish(reason="the disk is full", failed=True)
+        assert await node.hear() == Finish(reason="the disk is full", failed=True, paused=True)
         assert (await run.end(node)).failed
 
 

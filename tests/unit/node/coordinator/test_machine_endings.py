@@ -317,7 +317,7 @@ def test_nothing_is_begun_after_the_snapshot_of_a_run_that_ends() -> None:
     assert run.machine.stopped and run.machine.epoch is None
     assert run.tick(REGROUP) == []
     late = sent(run.hello("x"))
-    assert late == [Finish(reason=TO_NODES, failed=True)]
+    assert late == [Finish(reason=TO_NODES, failed=True, paused=True)]
     assert of_kind(run.stored(2), StepDone) == []
 
 
@@ -341,9 +341,11 @@ def test_nodes_of_a_run_that_is_stopped_with_steps_left_are_to_come_again() -> N
     run.stop()
     run.all_placed(2)
     end = run.stored(2)
-    assert goodbyes(end) == {Finish(reason=TO_NODES, failed=True)}
+    assert goodbyes(end) == {Finish(reason=TO_NODES, failed=True, paused=True)}
     assert stop_of(end).reason == ASKED and not stop_of(end).failed
-    assert run.machine.goodbye == Finish(reason=TO_NODES, failed=True), "for those who come as it ends"
+    assert run.machine.goodbye == Finish(reason=TO_NODES, failed=True, paused=True), (
+        "for those who come as it ends"
+    )
 
 
 def test_a_run_whose_last_state_is_on_disk_has_no_steps_left() -> None:

@@ -39,8 +39,8 @@ def test_a_closed_terminal_ends_what_it_started_but_not_under_nohup(hangup: None
 
 TELL = """
     import sys
-    from node.processes.node import Reporter
-    tell = Reporter(json_lines=False)
+    from node.display.volunteer import VolunteerScreen
+    tell = VolunteerScreen(json_lines=False)
     tell("one")
     tell("two")
     sys.exit(5)
@@ -74,6 +74,8 @@ def test_a_node_goes_on_when_even_its_complaint_has_nowhere_to_go() -> None:
 
 class Runtime:
     """Leaves when it was asked to and the test has seen it."""
+
+    holds_state = True
 
     def __init__(self) -> None:
         self.asked: list[str] = []

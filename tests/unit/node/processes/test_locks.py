@@ -136,7 +136,7 @@ def test_what_a_coordinator_writes_is_its_users_alone(
 ) -> None:
     """Wherever it lies: others may look into a directory that the user made."""
 
-    def run_coordinator(config: RunConfig, *, run_dir: Path, emit: object, resume: bool) -> int:
+    def run_coordinator(config: RunConfig, *, run_dir: Path, emit: object, resume: bool, **_: bool) -> int:
         (run_dir / "status.json").touch()
         (run_dir / "snapshots").mkdir()
         return 0

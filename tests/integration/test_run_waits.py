@@ -1,0 +1,104 @@
+"""Nodes outlive their coordinator: they wait for a run that was stopped, and for one that is not up yet."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from node.telemetry.events import JoinLine, NodeJoined, Notice, PlacementMade, RunFinished
+from tests.support.fault_prefork import Prefork
+from tests.support.ports import free_port
+from tests.support.run_harness import SMALL, Run, Still, undisturbed
+
+CONFIG = replace(
+    SMALL,
+    training=replace(SMALL.training, schedule="constant"),
+    pipeline=replace(SMALL.pipeline, stages=2),
+)
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def at_fixed_ports() -> str:
+    return f"127.0.0.1:{free_port(2)}"
+
+
+def test_nodes_wait_for_a_stopped_run_which_goes_on_longer(prefork: Prefork, tmp_path: Path) -> None:
+    """Ctrl-C on the coordinator ends nobody; the run is extended, and no line is pasted again."""
+    config = replace(CONFIG, coordinator=replace(CONFIG.coordinator, listen=at_fixed_ports()))
+    with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=0, steps=5)) as run:
+        first = run.start()
+        nodes = [run.add_node(options=("--wait", "10 min")) for _ in range(2)]
+        still = run.wait_still()
+        first.interrupt()
+        still.go_on()
+        assert first.wait_exit() == 130
+        (finished,) = first.all(RunFinished)
+        assert finished.resume == f"thinwire resume {run.run_dir}"
+        for node in nodes:
+            node.wait_line(lambda line: "waiting up to 10m00s for the run to go on; Ctrl-C ends" in line)
+
+        longer = replace(config, run=replace(config.run, steps=config.run.steps + 4))
+        second = run.resume(f"run.steps={longer.run.steps}")
+        assert second.wait_exit() == 0
+        assert [node.wait_exit() for node in nodes] == [0, 0]
+        (told,) = [notice.text for notice in second.all(Notice) if "steps now" in notice.text]
+        assert told.startswith(
+            "the run has 24 steps now instead of 20: by schedule constant the learning rate"
+        )
+        assert len(second.all(PlacementMade)[-1].nodes) == 2
+        assert second.all(RunFinished)[0].resume == ""
+        assert run.losses == undisturbed(longer).losses
+        run.assert_quiet()
+
+
+def test_a_finished_run_goes_on_with_more_steps_and_another_text(prefork: Prefork, tmp_path: Path) -> None:
+    short = replace(CONFIG, run=replace(CONFIG.run, steps=4))
+    with Run(tmp_path, short, launch=prefork.popen) as run:
+        assert run.start().wait_event(JoinLine)
+        run.add_nodes(2)
+        assert run.coordinators[0].wait_exit() == 0
+        other = tmp_path / "other.txt"
+        other.write_bytes(b"Another text, of other words and of more of them. " * 400)
+        refused = run.command("resume", str(run.run_dir), "run.steps=6", f"data.path={other}")
+        assert refused.wait_exit() == 2
+        assert "give --new-text to go on with this one" in refused.stderr
+        second = run.resume("run.steps=6", f"data.path={other}", "--new-text")
+        run.add_nodes(2)
+        assert second.wait_exit() == 0
+        assert f"from step 5 on the text is the one at {other}" in [n.text for n in second.all(Notice)]
+        assert sorted(run.losses) == [1, 2, 3, 4, 5, 6]
+        third = run.resume()
+        assert third.wait_exit() == 0, "the new text is the run's now"
+        too_few = run.command("resume", str(run.run_dir), "run.steps=5")
+        assert too_few.wait_exit() == 2
+        assert "run.steps = 5 is too few: 6 steps are done and saved" in too_few.stderr
+
+
+def test_a_node_without_a_stage_leaves_at_once_also_without_a_coordinator(
+    prefork: Prefork, tmp_path: Path
+) -> None:
+    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
+        first = run.start()
+        waiting = run.add_node(options=("--wait", "10 min"))
+        first.wait_event(NodeJoined)
+        waiting.wait_line(lambda line: "waiting for a stage" in line)
+        first.kill()
+        waiting.interrupt()
+        assert waiting.wait_exit(60) == 130, "it does not wait two minutes for a goodbye"
+
+
+def test_a_node_joins_before_its_coordinator_is_up(prefork: Prefork, tmp_path: Path) -> None:
+    config = replace(CONFIG, coordinator=replace(CONFIG.coordinator, listen=at_fixed_ports()))
+    with Run(tmp_path, config, launch=prefork.popen) as run:
+        first = run.start()
+        token = first.token
+        first.kill()
+        early = run.add_node(token, options=("--wait", "10 min"))
+        early.wait_line(lambda line: "no coordinator yet" in line and " left" in line)
+        second = run.resume()
+        second.wait_event(NodeJoined)
+        run.add_node()
+        assert second.wait_exit() == 0
+        assert early.wait_exit() == 0
+        run.assert_undisturbed()
