@@ -111,7 +111,7 @@ class SnapshotHandler:
             upload = await self._uploads.get()
             try:
                 manifest = await self._take_in(upload)
-            except Exception as error:
+            except Exception as error:  # the waiting sender gets it; the next upload is handled
                 told = self._error_for(error, upload.permit)
                 if not upload.done.done():
                     upload.done.set_exception(told)

@@ -93,7 +93,7 @@ def inside(namespace: str, work: Callable[[], Result]) -> Result:
         try:
             _enter(namespace)
             results.append(work())
-        except BaseException as error:
+        except BaseException as error:  # the calling thread raises it
             errors.append(error)
 
     thread = threading.Thread(target=run, name=f"in {namespace}")

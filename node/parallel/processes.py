@@ -154,7 +154,7 @@ class DeviceGroup:
                     ranks = Ranks(
                         0, len(self._devices), self._devices[0], meeting_place, self._tensor_parallel
                     )
-            except Exception as error:
+            except Exception as error:  # `met` carries it to the waiting thread
                 met.set_exception(error)
             else:
                 met.set_result(ranks)

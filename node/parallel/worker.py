@@ -47,7 +47,7 @@ def main() -> int:
     device = torch.device(arguments.device)
     try:
         return _serve(arguments, config, device, end)
-    except Exception as error:
+    except Exception as error:  # torch raises several types when memory runs out; others pass
         if not ran_out(error):
             raise
         # Write it atomically: the node looks as soon as this process's sockets close.

@@ -75,7 +75,7 @@ def run_node(token_text: str, options: JoinOptions) -> int:
         return event_loop.run(_serve(token, options, chosen, directory.path))
     except (StuckError, DeviceLostError) as error:
         _end(error, directory)
-    except Exception as error:
+    except Exception as error:  # torch raises several types when memory runs out; others pass
         if not ran_out(error):
             raise
         first = chosen[0]

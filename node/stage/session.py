@@ -147,7 +147,7 @@ class Session:
                 await handle(message)
             except (LinkError, Refused):
                 raise
-            except Exception as error:
+            except Exception as error:  # `fault` carries it to `run`
                 fault.set_result(error)
 
         connection = self._connection = loop.create_task(self._keep(hello, handle_or_end))

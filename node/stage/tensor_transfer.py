@@ -101,7 +101,7 @@ class TensorTransfer:
             for codec in codecs:
                 try:
                     self._device.unpack(codec, self._device.pack(codec, example, mark), spec)
-                except Exception as error:
+                except Exception as error:  # the first real tensor raises it again, as an error of the step
                     log.warning("compiling codec %s failed: %s", codec.name, error)
 
         self._thread.submit(job)
@@ -121,7 +121,7 @@ class TensorTransfer:
             try:
                 with self._beside(WorkKind.PACK, key):
                     packed = self._device.pack(codec, tensor, mark)
-            except Exception as error:
+            except Exception as error:  # end the waits of both threads, then raise
                 is_named = isinstance(error, NonFiniteError)
                 named = NonFiniteError(_named(key, "to be sent", error)) if is_named else error
                 io.interrupt(named)

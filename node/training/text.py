@@ -197,8 +197,7 @@ def explained(path: Path) -> Iterator[None]:
         raise DataError(f"{path} is damaged: {error}; compress it again") from error
     except OSError as error:
         raise unreadable(path, error) from error
-    except Exception as error:
-        # zstandard is imported only where it is installed.
+    except Exception as error:  # zstandard may not be installed, so its error is known by name only
         if type(error).__name__ != "ZstdError":
             raise
         raise DataError(f"{path} is damaged: {error}; compress it again") from error

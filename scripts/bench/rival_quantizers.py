@@ -1,6 +1,6 @@
-"""The quantizers that scripts/bench/rivals.py measures: this project's codecs, and those of other packages.
+"""The quantizers that scripts/bench/rivals.py measures: thinwire's codecs and those of other packages.
 
-Each package's methods import it where they are made, so that one that is not installed leaves the others.
+Each package is imported when its methods are made, so the others are measured without it.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,25 +20,25 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Method:
-    """One way to pack a tensor; `encode` gives whatever `decode` and `bits` take."""
+    """One way to pack a tensor; `decode` and `bits` take what `encode` returns."""
 
     package: str
     name: str
     encode: Callable[[torch.Tensor], Any]
     decode: Callable[[Any], torch.Tensor]
     bits: Callable[[Any], int]
-    """Of the whole tensor."""
+    """Bits of the whole packed tensor."""
     devices: tuple[str, ...] = ("cpu", "cuda")
 
 
 def ours_on_a_gpu() -> Iterator[Method]:
-    """As the others there: bytes stay on the device, without the checksum that the host computes of them."""
+    """thinwire's codecs on a GPU. As with the other packages, bytes stay there and have no checksum."""
     for name in OURS:
         which = codec(name)
 
         def decode(packed: tuple[torch.Tensor, TensorSpec], which: Any = which) -> torch.Tensor:
             bytes_, spec = packed
-            # A receiver reads the exponent from the header, in host memory; here that is one more wait.
+            # A receiver reads the exponent from a header in host memory; here this costs one more wait.
             exponent = int(bytes_[EXPONENT].view(torch.int32).item())
             decoded: torch.Tensor = which.unpack(
                 bytes_, spec, replace(which._header(spec), exponent=exponent)
@@ -72,7 +72,7 @@ def bitsandbytes_methods() -> Iterator[Method]:
         codes, state = packed
         bits = _bits(codes) + _bits(state.absmax)
         if state.nested:
-            # The scales' own scales, and their mean.
+            # Add the scales of the scales, and their mean.
             bits += _bits(state.state2.absmax) + 32
         return bits
 
@@ -185,7 +185,7 @@ def hivemind_methods() -> Iterator[Method]:
 
         def encode(x: torch.Tensor, which: Any = which) -> Any:
             info = CompressionInfo.from_tensor(x, key=None, descriptor=None)
-            # As it goes on the wire: a message in bytes.
+            # The wire form: a message in bytes.
             return which.compress(x, info).SerializeToString()
 
         def decode(packed: bytes, which: Any = which) -> torch.Tensor:
@@ -207,7 +207,7 @@ RIVALS: dict[str, Callable[[], Iterator[Method]]] = {
 
 
 def methods(skipped: list[dict[str, str]]) -> Iterator[Method]:
-    """All that can be imported; what cannot is written down with its reason."""
+    """All methods whose package can be imported; the others are recorded with the reason."""
     for package, make in RIVALS.items():
         try:
             yield from list(make())

@@ -1,18 +1,18 @@
-"""Quantizers that a user could install, beside this project's codecs: true bits, error and speed.
+"""Quantizers of packages that a user could install, beside thinwire's codecs: true bits, error and speed.
 
     python -m pip install --target RIVALS --no-deps bitsandbytes torchao hivemind ...
     OMP_NUM_THREADS=1 PYTHONPATH=RIVALS python -m scripts.bench.rivals [--device cuda]
 
-hivemind 1.1.12 unpacks nothing with numpy 2.4: give it numpy 2.2. The product needs none of these
-packages; what is not installed, or fails, is recorded with its reason. Reads boundaries-step*.safetensors
-(`activation.*`, `gradient.*`) from `--data`, THINWIRE_DATA or ../shared/data. All get the tensor in fp32, as
-a stage hands it to a link.
+hivemind 1.1.12 cannot decode with numpy 2.4; it needs numpy 2.2. thinwire itself needs none of these
+packages; one that is not installed or fails is recorded with the reason. Reads boundaries-step*.safetensors
+(`activation.*`, `gradient.*`) from `--data`, THINWIRE_DATA or ../shared/data. All methods get the tensor in
+fp32, as codecs do from a stage.
 
-Bits count every byte without which the tensor could not be decoded and that depends on it: codes packed as
-their width allows, scales, zero-points, code books that are made for the tensor; of ours, the header and the
-checksum too. Error is the norm of the difference over the norm of the tensor, in fp64. Speed on a CPU is
-processor time of one thread, the least of the runs; with `--device cuda` it is wall time between two
-synchronisations, of a tensor of `--elements` made by repeating the real ones; bytes stay on the device.
+Bits count every byte that depends on the tensor and is needed to decode it: codes at their packed width,
+scales, zero-points, code books made for the tensor; for thinwire's codecs also header and checksum. Error is
+the norm of the difference over the norm of the tensor, in fp64. Speed on a CPU is processor time of one
+thread, the least of the runs; with `--device cuda` it is wall time between two synchronisations for a tensor
+of `--elements`, made by repeating the real ones; bytes stay on the device.
 """
 
 import argparse
@@ -39,7 +39,7 @@ CUDA_RUNS = 25
 
 
 def measure(method: Method, tensors: dict[str, list[torch.Tensor]], device: str) -> list[dict[str, Any]]:
-    """Bits and error of every kind of tensor: mean and root mean square over the tensors."""
+    """By kind of tensor, the mean of the bits and the root mean square of the errors."""
     rows = []
     for kind, xs in tensors.items():
         bits, squares = 0.0, 0.0
@@ -64,7 +64,7 @@ def measure(method: Method, tensors: dict[str, list[torch.Tensor]], device: str)
 
 
 def speed(method: Method, x: torch.Tensor, device: str) -> dict[str, Any]:
-    """Nanoseconds an element, encoding and decoding."""
+    """Nanoseconds per element to encode and to decode."""
     x = x.to(device)
     packed = method.encode(x)
     method.decode(packed)
@@ -109,13 +109,13 @@ def report(
     speeds: list[dict[str, Any]],
     skipped: list[dict[str, str]],
 ) -> dict[str, Any]:
-    """All that is recorded.
+    """The report.
 
     Args:
-        load: The load average before.
+        load: Load average before the measurement.
         results: Rows of `measure`.
-        speeds: What `speed` gave, a row a method.
-        skipped: `package`, `method` and `reason` of what was not measured.
+        speeds: Results of `speed`, one row per method.
+        skipped: `package`, `method` and `reason` of methods that were not measured.
     """
     return {
         "experiment": "rivals",
@@ -178,7 +178,7 @@ def main() -> int:
         try:
             found = measure(method, tensors, arguments.device)
             timing = speed(method, timed, arguments.device)
-        except Exception as error:  # whatever a rival raises is its result
+        except Exception as error:  # record any error of another package and go on
             skipped.append({"package": method.package, "method": method.name, "reason": one_line(error)})
             continue
         results += found
@@ -194,13 +194,13 @@ def main() -> int:
         speeds=speeds,
         skipped=skipped,
     )
-    # One line a result.
+    # One result per line.
     lines = json.dumps(made, indent=1).replace("\n   ", " ").replace("\n  }", " }")
     (arguments.json or OUT[arguments.device]).write_text(lines + "\n")
     return 0
 
 
 if __name__ == "__main__":
-    # Rivals warn of what is theirs to mend.
+    # Ignore warnings of the other packages.
     warnings.simplefilter("ignore")
     sys.exit(main())

@@ -1,9 +1,9 @@
-"""Time `status`, `top --once` and a page's start by a run's length: `python -m scripts.bench.status_speed`.
+"""Time `status`, `top --once` and loading the page, by run length: `python -m scripts.bench.status_speed`.
 
-Makes a run directory with a history and a database of `--steps` steps, four stages, ten steps a second. All
-but the last `WRITTEN` steps are written directly, in the writer's form and rotated like its files; the last
-ones go through the writer, with its index. Times are processor seconds of a whole command (Python's start
-included) and wall seconds, medians of `--runs`.
+Makes a run directory with a history and a database of `--steps` steps, four stages, ten steps a second. The
+event writer writes only the last `WRITTEN` steps, with its index; earlier ones are written directly in the
+same format and file sizes. Times are processor seconds of a whole command (with Python's start) and wall
+seconds, medians of `--runs`.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def _run(command: list[str]) -> bytes:
 
 
 def _timed(work: Callable[[], object], runs: int, *, own: bool = False) -> dict[str, float]:
-    """Median seconds of the processor (this process's with `own`, else of its children) and of the wall."""
+    """Median processor seconds (of this process with `own`, else of its children) and wall seconds."""
     who = resource.RUSAGE_SELF if own else resource.RUSAGE_CHILDREN
     busy, wall = [], []
     for _ in range(runs):
@@ -104,7 +104,7 @@ def _timed(work: Callable[[], object], runs: int, *, own: bool = False) -> dict[
 
 
 def make_run(directory: Path, steps: int) -> None:
-    """A run directory as a coordinator that has done `steps` steps leaves it."""
+    """Make the run directory of a coordinator that has done `steps` steps."""
     config = to_json(RunConfig(run=RunSection(name="long", steps=steps)))
     Store.create(directory, run_id="long-aaaaa", config_json=config, pin=bytes(32), now=BEGAN).close()
     database = connect(directory / "run.db")
@@ -146,12 +146,12 @@ def make_run(directory: Path, steps: int) -> None:
 
 
 class _Lines:
-    """Writes events as the program's writer does, into segments of its size."""
+    """Writes events in the format of the event writer, into files of the same size."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._rest: dict[type[events.Event], str] = {}
-        """By kind, the JSON of the fields that stay: encoding a million events whole takes minutes."""
+        """JSON of the constant fields by kind, because encoding a million whole events takes minutes."""
         self._file = (directory / history.HISTORY_FILE).open("w", encoding="utf-8")
 
     def add(self, event: events.Event, at: float) -> None:

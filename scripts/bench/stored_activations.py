@@ -1,22 +1,22 @@
-"""Memory and speed of a block's stored activations: `python -m scripts.bench.stored_activations --out PATH`.
+"""Memory and speed of a block by stored activations: `python -m scripts.bench.stored_activations --out PATH`.
 
-Needs an NVIDIA GPU. First the kernels' bits against the CPU's reference, and gradients against plain blocks;
-then blocks of known models, weights in bfloat16, forward and backward under bfloat16 autocast, activations
-kept in these ways:
+Needs an NVIDIA GPU. First checks the kernels against the CPU's reference bit for bit, and gradients against
+plain blocks. Then measures blocks of known models, weights in bfloat16, forward and backward under bfloat16
+autocast, with activations stored in these ways:
 
-    bf16        what autograd keeps of the plain block
+    bf16        what autograd saves in the plain block
     off         `storage.preset = "off"`: the fused halves of a block, nothing packed
-    bf16, cuDNN the same with cuDNN's attention, which torch prefers here, and whose sums have no fixed order
-    selective   torch's selective checkpointing: matrix products and attention kept, the rest computed again
+    bf16, cuDNN the same with cuDNN's attention, torch's default here; its sums have no fixed order
+    selective   torch's selective checkpointing: saves matrix products and attention, recomputes the rest
     full        torch.utils.checkpoint around each block
     agoq        `storage.preset = "agoq"`
     compact     `storage.preset = "compact"`
 
-Held bytes are what the allocator has given out after the forward pass of several blocks and not before, a
-block; saved bytes are those of the tensors in the autograd graph, by hooks, where checkpointing does not hide
-them. The peak is the allocator's, above weights, their gradients and one input. Ways take turns, so that
-their times are of one run; a time is the median. All but one run FlashAttention, in a fixed order of sums,
-as a node does. Shapes for which there was no time keep the rows of the report that was there, and its commit.
+Held bytes are the growth of allocated memory during the forward pass of several blocks, per block. Saved
+bytes are those of the tensors in the autograd graph, counted by hooks unless checkpointing hides them. The
+peak is the allocator's, above weights, their gradients and one input. Ways take turns in one run; a time is
+the median. All but `bf16, cuDNN` use FlashAttention with a fixed order of sums, as a node does. Shapes that
+the time limit leaves out keep the rows and the commit of the existing report.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from node.stage.machine_info import fix_order
 from scripts.checks.stored_activations import check, random_block
 
 PLAN = (("F = 4 H", 8), *((name, k) for k in (8, 32, 64, 16) for name in ("LLaMA2-13B", "LLaMA3-8B")))
-"""Shapes, and thousands (1024) of tokens, those first that matter most if time runs out."""
+"""Shapes, and tokens in units of 1024, the most important first in case time runs out."""
 WAYS = ("bf16", "off", "bf16, cuDNN", "selective", "full", "agoq", "compact")
 
 
@@ -66,7 +66,7 @@ def main() -> int:
         return 2
     start = time.monotonic()
     fix_order(torch.device("cuda"))
-    # Checkpointing computes again outside the forward pass's context.
+    # Checkpointing recomputes outside the forward pass's context.
     torch.backends.cuda.enable_cudnn_sdp(False)
     settings: Any = torch.utils.deterministic
     settings.fill_uninitialized_memory = True
@@ -89,13 +89,13 @@ def main() -> int:
 
 
 def left(earlier: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of shapes and lengths that were not measured again."""
+    """Rows of shapes and lengths that this run did not measure."""
     again = {(row["shape"], row["tokens"]) for row in rows}
     return [row for row in earlier if (row["shape"], row["tokens"]) not in again]
 
 
 def earlier_rows(out: Path | None) -> list[dict[str, Any]]:
-    """Rows of the report that is there, each with the commit that it was measured at."""
+    """Rows of the existing report, each with the commit it was measured at."""
     if out is None or not out.exists():
         return []
     report = json.loads(out.read_text(encoding="utf-8"))
@@ -103,7 +103,7 @@ def earlier_rows(out: Path | None) -> list[dict[str, Any]]:
 
 
 def _write(out: Path | None, rows: list[dict[str, Any]], failed: int) -> None:
-    """The report so far: its process may be ended before the last shape."""
+    """Write the report so far: the process may be killed before the last shape."""
     if out is None:
         return
     report = {
@@ -137,9 +137,9 @@ SHAPES = {
     "LLaMA2-13B": ModelSection(layers=1, hidden=5120, heads=40, kv_heads=40, ffn=13824),
     "LLaMA3-8B": ModelSection(layers=1, hidden=4096, heads=32, kv_heads=8, ffn=14336),
 }
-"""A block of each; the first is the shape of the paper's table 1."""
+"""One block of each shape; the first is that of the paper's table 1."""
 UNORDERED = "bf16, cuDNN"
-"""Its backward has no fixed order of sums."""
+"""The way whose backward has no fixed order of sums."""
 BLOCKS = 4
 KEPT_OPERATORS = {
     torch.ops.aten.mm.default,
@@ -149,7 +149,7 @@ KEPT_OPERATORS = {
 
 
 def measure(name: str, tokens: int, ways: dict[str, Storage | None]) -> list[dict[str, Any]]:
-    """Every way, in turns, at one shape and length."""
+    """Measure all ways in turns, at one shape and length."""
     shape = SHAPES[name]
     model = ModelSection(**{**vars(shape), "sequence": tokens})
     repeats = 5 if tokens <= 16384 else 3
@@ -207,7 +207,7 @@ def measure(name: str, tokens: int, ways: dict[str, Storage | None]) -> list[dic
 
 @contextmanager
 def _order_of(way: str) -> Iterator[None]:
-    """Whether torch refuses what has no fixed order."""
+    """Whether torch refuses operations without a fixed order of sums."""
     torch.use_deterministic_algorithms(way != UNORDERED)
     try:
         yield
@@ -240,13 +240,13 @@ def _memory(
     source: Tensor,
     upstream: Tensor,
 ) -> dict[str, Any]:
-    # The first call compiles, and leaves gradients beside the weights.
+    # The first call compiles and allocates the weights' gradients.
     torch.autograd.backward(run(source.clone().requires_grad_()), upstream)
     torch.cuda.synchronize()
     leaf = source.detach().requires_grad_()
     before = torch.cuda.memory_allocated()
-    # Not the leaf itself, so that the input is held only if the graph holds it. The result must stay: with
-    # it a Python function's saved tensors go.
+    # Pass a copy of the leaf, so that the input is held only if the graph holds it. Keep the result: saved
+    # tensors of Python functions are freed with it.
     result = run(leaf * 1)
     held = torch.cuda.memory_allocated() - before - result.nbytes
     del result, leaf
@@ -264,7 +264,7 @@ def _memory(
 
 
 def _saved(run: Callable[[Tensor], Tensor], blocks: list[nn.Module], source: Tensor) -> int:
-    """Bytes of all storages that the graph saves, weights and tables left out."""
+    """Bytes of all storages that the graph saves, without weights and tables."""
     own = {
         tensor.untyped_storage().data_ptr()
         for block in blocks
@@ -275,12 +275,12 @@ def _saved(run: Callable[[Tensor], Tensor], blocks: list[nn.Module], source: Ten
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         kept[storage.data_ptr()] = storage.nbytes()
-        # A graph that keeps one of its own results as such is never freed.
+        # A graph that saves its own result directly is a cycle and never freed.
         return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = run(source.clone().requires_grad_())
-    # Until here all of them are held, so that none has another's place.
+    # All of them are alive until here, so no two share an address.
     del result
     return sum(size for place, size in kept.items() if place not in own)
 
@@ -288,7 +288,7 @@ def _saved(run: Callable[[Tensor], Tensor], blocks: list[nn.Module], source: Ten
 def _seconds(run: Callable[[Tensor], Tensor], source: Tensor, upstream: Tensor) -> float:
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     leaf = source.detach().requires_grad_()
-    # Checkpointing leaves cycles behind, and with them what selective checkpointing kept.
+    # Checkpointing leaves cycles, which hold what selective checkpointing saved.
     gc.collect()
     torch.cuda.synchronize()
     first.record()
@@ -300,7 +300,7 @@ def _seconds(run: Callable[[Tensor], Tensor], source: Tensor, upstream: Tensor) 
 
 
 def _counted(model: ModelSection, storage: Storage | None) -> int | None:
-    """What `thinwire config explain` says."""
+    """The estimate of `thinwire config explain`."""
     if storage is None:
         return None
     return stored_bytes(model, TrainingSection(precision="bfloat16"), storage, samples=1).total

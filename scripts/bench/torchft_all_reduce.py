@@ -1,9 +1,9 @@
-"""torchft's quantized all-reduce as a way of the bench: a rival that may fail.
+"""torchft's quantized all-reduce for scripts/bench/all_reduce.py, which goes on if it fails.
 
 torchft's package imports its coordination server and OpenTelemetry; its collectives need neither, so they are
-loaded through a bare package. Every decision is the same on all ranks: problems are exchanged over gloo, the
-sums run over a group of their own, and waiting for them ends, so that a rank that fails alone leaves no other
-waiting. Once anything has failed the rival stays out for the rest of the run.
+loaded through an empty package. All ranks take the same decisions: they exchange errors over gloo, sums run
+in a process group of their own, and every wait has a limit, so that a rank that fails alone does not block
+the others. After any error torchft stays out for the rest of the run.
 """
 
 import importlib
@@ -26,17 +26,18 @@ from scripts.report import one_line
 PACKAGE = "torchft"
 DISTRIBUTIONS = ("torchft-nightly", "torchft")
 ROW = 2048
-"""Elements a scale, as many as torchft's kernels take at once. A flat tensor would get a scale an element."""
+"""Elements per scale, the row length of torchft's kernels. A flat tensor would get one scale per element."""
 WAIT_SECONDS = 30.0
-"""For one sum. Far above any; far below the watchdogs of the other groups."""
+"""Limit for one sum: far longer than any takes, far shorter than the other groups' watchdogs."""
 AGREE = timedelta(minutes=5)
-"""For an exchange of problems: above `WAIT_SECONDS`, and the compiling of kernels."""
+"""Limit for an exchange of errors: longer than `WAIT_SECONDS` and compilation."""
 TOLERANCE = 0.15
-"""Of the sum's error. e4m3 has 0.04; torchft's last step runs in a callback whose exceptions torch drops."""
+"""Limit of a sum's relative error. e4m3 gives 0.04; more means that torchft's last step failed: it runs in a
+callback whose exceptions torch drops."""
 
 
 def version() -> str:
-    """torchft's version, or that there is none."""
+    """torchft's version, or a note that it is not installed."""
     for name in DISTRIBUTIONS:
         try:
             return importlib.metadata.version(name)
@@ -62,11 +63,11 @@ class Torchft:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.tensor = torch.empty(0)
-        """The result, in rows."""
+        """The result, as rows."""
         self.wire_bytes = 0
-        """What a rank sends for a sum of this size."""
+        """Bytes that a rank sends for a sum of this size."""
         self.reason = ""
-        """Why it is out, the same on all ranks; empty while it is in."""
+        """Why torchft is out, the same on all ranks; empty while it is in."""
         self._problem = ""
         self._exchange: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=AGREE)
         self._group: Any = None
@@ -78,7 +79,7 @@ class Torchft:
             self._connect()
 
     def prepare(self, values: torch.Tensor) -> bool:
-        """Take up a new size; whether torchft is still in."""
+        """Prepare for a new size; returns whether torchft is still in."""
         if self.reason:
             return False
         self._try(lambda: self._alone(values))
@@ -95,33 +96,32 @@ class Torchft:
         return self.agree()
 
     def agree(self) -> bool:
-        """Tell the others of a problem, and hear of theirs; whether torchft is still in."""
+        """Exchange errors with the other ranks; returns whether torchft is still in."""
         said: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(said, self._problem, group=self._exchange)
         found = [f"rank {rank}: {problem}" for rank, problem in enumerate(said) if problem]
         if found and not self.reason:
-            # A rank that waited in vain names no cause; the one that it waited for does.
+            # A rank that timed out knows no cause; prefer the report of the rank that failed.
             self.reason = min(found, key=lambda problem: TimeoutError.__name__ in problem)
             self.tensor = torch.empty(0)
             self._abort()
         return not self.reason
 
     def __call__(self) -> None:
-        """Sum. Returns when the result is there, or with a problem noted."""
+        """Sum. Returns when the result is there or an error is noted."""
         if not (self._problem or self.reason):
             self._try(self._sum)
 
     def _try(self, step: Callable[[], None]) -> None:
-        # Whatever a foreign package raises: it must not end the bench.
         try:
             step()
-        except Exception as problem:
+        except Exception as problem:  # no error of another package ends the bench
             self._problem = one_line(problem)
             if isinstance(problem, TimeoutError):
                 self._abort()
 
     def _abort(self) -> None:
-        """End sums that another rank will not join: they would keep the GPU, and who waits for it."""
+        """End sums that another rank will not join: they would block the GPU for all other work."""
         if self._group is not None:
             with suppress(Exception):
                 self._group.abort()
@@ -129,11 +129,11 @@ class Torchft:
 
     def _load(self) -> None:
         self._collectives = load()
-        # One stream for all sums: torchft makes one a call, each with memory of its own from the allocator.
+        # One stream for all sums: torchft makes one per call, and each stream has its own pool of memory.
         self._stream = torch.Stream(device=self.device)
 
     def _connect(self) -> None:
-        """NCCL connects in the first sum of each kind, and waits for all ranks there."""
+        """Let NCCL connect: it does so in the first sum of each kind and waits for all ranks."""
         world = dist.get_world_size()
         sent, received = (torch.zeros(world, device=self.device) for _ in range(2))
         dist.all_to_all_single(received, sent, group=self._group)
@@ -141,7 +141,7 @@ class Torchft:
         torch.cuda.synchronize(self.device)
 
     def _alone(self, values: torch.Tensor) -> None:
-        """Compile and run the kernels without the others: what can fail does so before anyone waits."""
+        """Compile and run the kernels on this rank alone, so that errors come before other ranks wait."""
         elements, world = values.numel(), dist.get_world_size()
         self.tensor = values.to(torch.bfloat16, copy=True).view(-1, math.gcd(elements, ROW))
         packed = self._collectives.fused_quantize_into_fp8([self.tensor], world)
@@ -156,7 +156,7 @@ class Torchft:
         work = self._collectives.allreduce_quantized(
             [self.tensor], dist.ReduceOp.SUM, self._group, self._stream
         )
-        # The gathering ends with the future; its callback then dequantizes on torchft's stream.
+        # The future ends with the all-gather; its callback then dequantizes on torchft's stream.
         work.get_future().wait()
         current = torch.accelerator.current_stream()
         current.wait_stream(self._stream)

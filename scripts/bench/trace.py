@@ -1,8 +1,8 @@
-"""What tracing costs: `python -m scripts.bench.trace [--json PATH]`.
+"""Measure the cost of tracing: `python -m scripts.bench.trace [--json PATH]`.
 
-A stage of the demo is timed for real (its executor, in memory, without a network), with the spans that it
-records. Then the same number of spans goes the whole way: recorded, packed for the control connection, read
-and checked by the coordinator, written. All times are processor time, so they hold on a busy machine too.
+Times the executor of one of the demo's stages, in memory without a network, with the spans that it records.
+Then times the path of as many spans: recorded, packed for the control connection, read and checked by the
+coordinator, written. All times are processor time, so they also hold on a busy machine.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from wire.telemetry_proto import spans_from_proto, spans_to_proto
 from wire.v1 import control_pb2
 
 LINK_SPANS = 6
-"""Of a microbatch on a stage with two neighbours, beyond what the executor records: tensors sent, in flight
-and received, two of each."""
+"""Spans of a microbatch on a stage with two neighbours that the executor does not record: tensors sent, in
+flight and received, two of each."""
 STEPS = 4
 
 
@@ -39,7 +39,7 @@ def processor_seconds(work: Callable[[], Any]) -> float:
 
 
 def stage_step() -> tuple[float, int]:
-    """Processor seconds of a stage's step of the demo, and the spans that a middle stage records in it."""
+    """Processor seconds of a stage's step in the demo, and the spans of a middle stage in it."""
     config = load_config(demo_file(), [])
     rings = [SpanRing() for _ in range(config.pipeline.stages)]
     with MemoryPipeline(config) as pipeline:
@@ -54,7 +54,7 @@ def stage_step() -> tuple[float, int]:
 
 
 def way_of_spans(count: int, directory: Path) -> dict[str, float]:
-    """Seconds and bytes a span."""
+    """Seconds and bytes per span."""
     ring = SpanRing()
     keys = [TensorKey(1, 7, number % 8, number % 3, Direction(number % 2)) for number in range(count)]
     kinds = ("forward", "backward", "pack", "unpack", "send", "receive", "wait-upstream")

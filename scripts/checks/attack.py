@@ -1,11 +1,11 @@
 """Attack real runs, and record what their honest members see.
 
-    make attack                                   every lie of a member, every siege by strangers at full size
+    make attack                                   every false message by a member, every flood by strangers
     make attack ATTACK_ARGS="--only nan,no-vote"  some of them; replaces their rows of the record
-    make attack ATTACK_ARGS=--small               sieges of a few seconds, as in CI
+    make attack ATTACK_ARGS=--small               floods of a few seconds, as in CI
 
-Writes scripts/results/attack.json, of which `python -m scripts.checks.faults --render` makes a part of
-deploy/FAULTS.md. Exit code 1 if a run was harmed.
+Writes scripts/results/attack.json; `python -m scripts.checks.faults --render` puts it into deploy/FAULTS.md.
+Exit code 1 if a run was harmed.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Measure each fault once, in real processes, and write the table of them.
+"""Measure each fault once, in real processes, and write the table.
 
 python -m scripts.checks.faults            measure; writes scripts/results/faults.json and deploy/FAULTS.md
-python -m scripts.checks.faults --render   only write deploy/FAULTS.md anew from the record
-python -m scripts.checks.faults --check    fail if deploy/FAULTS.md is not what the records give
+python -m scripts.checks.faults --render   only write deploy/FAULTS.md from the records
+python -m scripts.checks.faults --check    fail if deploy/FAULTS.md differs from what the records give
 """
 
 import argparse
@@ -46,7 +46,7 @@ HEARTBEAT_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Case:
-    """One row: what goes wrong, and with what help the run gets over it."""
+    """One row: the fault, and what the run needs to recover from it."""
 
     what: str
     help: str
@@ -54,11 +54,11 @@ class Case:
     spares: int = 0
     restart: bool = True
     real_start: bool = False
-    """Processes start from nothing, imports included, as a volunteer's do."""
+    """Start every process with its imports, as on a volunteer's machine."""
     steps: int = 8
     min_stages: int = 0
     tells: str = ""
-    """Words of the line to show, where the first one tells less."""
+    """Words of the line to show, if it is not the first one."""
 
 
 def _at(kind: Kind, phase: Phase, stage: int = 1, **more: Any) -> tuple[Fault, ...]:
@@ -207,7 +207,7 @@ def _measure(case: Case, prefork: Prefork) -> dict[str, Any]:
 
 
 def _seen(run: FaultRun, case: Case, at: float) -> str:
-    """The line that tells of it, as the coordinator prints it; empty when nothing was said."""
+    """The line that the coordinator prints about the fault; empty if there is none."""
     for when, event in run.heard_at:
         ends = isinstance(event, RunFinished) and event.failed
         if when >= at and (ends or isinstance(event, NodeLeft | StepAborted | Notice | RunStarted)):
@@ -219,7 +219,7 @@ def _seen(run: FaultRun, case: Case, at: float) -> str:
 
 
 def _seconds(run: FaultRun, at: float, *kinds: type[Event], whole: bool) -> float | None:
-    """Until the coordinator says so; None if it never had reason to."""
+    """Seconds until the coordinator reports the fault; None if it has no reason to."""
     for when, event in run.heard_at:
         if when >= at and isinstance(event, kinds) and not (whole and isinstance(event, RunFinished)):
             return round(when - at, 2)
@@ -227,7 +227,7 @@ def _seconds(run: FaultRun, at: float, *kinds: type[Event], whole: bool) -> floa
 
 
 def _recovery(run: FaultRun, at: float) -> float:
-    """Until the first step that is done in a newer placement or, when there is none, at all."""
+    """Seconds until the first step in a newer placement, or until the next step if there is none."""
     placed_again = any(when >= at and isinstance(event, PlacementMade) for when, event in run.heard_at)
     placed = not placed_again
     for when, event in run.heard_at:
@@ -243,7 +243,7 @@ def _recovery(run: FaultRun, at: float) -> float:
 
 
 def document() -> str:
-    """deploy/FAULTS.md, from the records alone."""
+    """deploy/FAULTS.md, made from the records."""
     report = json.loads(RECORD.read_text(encoding="utf-8"))
     rows = [
         [

@@ -32,13 +32,13 @@ class Checks:
             print("FAILED:", what, flush=True)
 
     def guard(self, what: str, work: Callable[[], None]) -> None:
-        """Run `work`; an exception is a failure with its last lines, not the end."""
+        """Run `work`; count an exception as a failure, show its last lines and go on."""
         self.cases += 1
         try:
             work()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-        except Exception as problem:  # whatever it is, the other checks are to run
+        except Exception as problem:  # the other checks still run
             lines = traceback.format_exception(problem)
             self.that(False, f"{what}: {one_line(problem, 600)}\n{''.join(lines)[-1500:]}")
 
@@ -149,7 +149,7 @@ def check_fixed(
 
 
 def check_graph(checks: Checks) -> None:
-    """A captured graph gives the bits of whatever its input holds at replay; what is bad is refused."""
+    """Replays of a captured graph encode the input's new values; non-finite input and damage are refused."""
     for name in ("tah", "fixed-8"):
         which = codec(name)
         x = sample((3, 40, 192), 1).bfloat16()
@@ -178,7 +178,7 @@ def check_graph(checks: Checks) -> None:
                 out.fill_(float("nan"))
                 graph.replay()
                 if name == "tah":
-                    # What lies between the sections is the caller's.
+                    # The bytes between the sections belong to the caller.
                     tah_codec._layout(tuple(x.shape)).clear_gaps(packed)
                 want = which.encode(x.cpu())
                 checks.that(torch.equal(packed.cpu(), want[64:]), f"graph {name} {seed}: encode differs")
@@ -197,7 +197,7 @@ def check_graph(checks: Checks) -> None:
                 f"wire {name}: decode differs",
             )
             header = which.open(packed.cpu().numpy(), spec)
-            # Scales come first; tah's bit-map behind scales and zero-points.
+            # Scales come first; the bit-map of `tah` follows scales and zero-points.
             tiles = x.numel() // 64
             damage = {"nan scale": (64, b"\x00\x7e"), "zero scale": (66, b"\x00\x00")}
             if name == "tah":

@@ -1,4 +1,4 @@
-"""Calls of the Triton kernels, tensors that take every path through them, memory between poisoned guards."""
+"""Test tensors that take every path through the Triton kernels, and buffers between poisoned guards."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -14,14 +14,14 @@ POISON = 0xA5
 
 
 def sample(shape: tuple[int, ...], seed: int, spikes: float = 1e-4) -> torch.Tensor:
-    """Normal, a share `spikes` 30 times larger: at 1e-4 one tile in 160 is an outlier, as in training."""
+    """Normal values, a share `spikes` of them 30 times larger; at 1e-4 one tile in 160 is an outlier tile."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
     x = torch.randn(shape, generator=generator, device="cuda")
     return torch.where(torch.rand(shape, generator=generator, device="cuda") < spikes, x * 30, x)
 
 
 def cases(dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that take every path, on the CPU."""
+    """Tensors on the CPU that take every path."""
     generator = torch.Generator().manual_seed(5)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -70,7 +70,7 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         "one spike": torch.cat((torch.zeros(20, 64), torch.eye(64)[:1] * 1e-30)),
     }
     for name, x in {**whole, **odd}.items():
-        # A view stays a view: its layout is part of the test.
+        # Keep the strides of a view: its layout is part of the test.
         yield name, x if dtype == torch.float32 else x.to(dtype)
     if dtype != torch.float16:
         yield from ((name, x.to(dtype)) for name, x in extreme.items())
@@ -105,9 +105,9 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 class GuardedScratch(TorchFunctionMode):
-    """Within it, tensors that torch.empty, torch.zeros and torch.empty_like give on `device` have guards.
+    """Surround the tensors that torch.empty, torch.zeros and torch.empty_like make on `device` with guards.
 
-    Those that are not zeroed are poisoned, so that bits cannot depend on what was there before.
+    Tensors that are not zeroed are poisoned, so that results cannot depend on earlier contents.
     """
 
     def __init__(self, device: str) -> None:
@@ -144,7 +144,7 @@ class GuardedScratch(TorchFunctionMode):
 def calls(
     name: str, x: torch.Tensor, **options: Any
 ) -> tuple[tuple[Callable[[], Any], Callable[[], Any]], torch.Tensor, torch.Tensor]:
-    """Encode and decode of x, the packed payload and the decoded tensor; `options` go to the kernels."""
+    """Functions that encode and decode x, the packed payload and the decoded tensor."""
     from kernels.fixed import triton as triton_fixed
     from kernels.tah.triton import decode as triton_tah_decode
     from kernels.tah.triton import encode as triton_tah

@@ -2,9 +2,9 @@
 
     python -m scripts.checks.gpu_tests --out PATH [--jobs N] [FILE ...]
 
-Needs an NVIDIA GPU; what needs more of them is skipped where they are not there, and the record says so.
-Each file of tests is a process of its own, several at a time: mostly they wait for Triton to compile.
-Tests that share a stage between GPUs add how far their losses lie from one GPU's.
+Needs an NVIDIA GPU; tests that need more GPUs than there are are skipped, and the record lists them. Each
+test file runs in a process of its own, several at a time, because they mostly wait for Triton to compile.
+Tests that share a stage between GPUs record the difference of their losses from one GPU's.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from node.lab.results import commit
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTCOMES = ("failure", "error", "skipped")
-"""Elements that a test which did not pass has."""
+"""Elements of a JUnit report that mark a test as not passed."""
 
 
 def main() -> int:
@@ -37,7 +37,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
-    # The largest first, so that none of them is left for the end.
+    # Start with the largest files, so that none of them runs alone at the end.
     files = arguments.files or sorted(
         (ROOT / "tests" / "gpu").glob("test_*.py"), key=lambda path: -path.stat().st_size
     )
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def run(tests: Path, junit: Path) -> int:
-    """Run one file of tests; its report goes to `junit`, what it printed comes when it ends."""
+    """Run one test file; write its report to `junit` and print its output when it ends."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={junit}"]
     command += ["-o", "asyncio_default_fixture_loop_scope=function", "-o", "junit_family=xunit1"]
     command += ["-p", "no:cacheprovider", str(tests)]
@@ -71,7 +71,7 @@ def run(tests: Path, junit: Path) -> int:
 
 
 def summary(junits: Iterable[str]) -> dict[str, Any]:
-    """Of JUnit reports: how many tests had which outcome, which did not pass, and what tests recorded."""
+    """Summarize JUnit reports: tests by outcome, names of tests that did not pass, recorded properties."""
     outcomes: Counter[str] = Counter()
     others: dict[str, list[str]] = {}
     recorded = []

@@ -1,13 +1,13 @@
-"""The parts of `gpu_codecs.sanitized` under compute-sanitizer, side by side, and what it said.
+"""Run the parts of `gpu_codecs.sanitized` under compute-sanitizer in parallel and summarize its output.
 
-Every part first runs plainly, which compiles its kernels and checks their bits, then under memcheck, then,
-where there is time left, under racecheck.
+Every part first runs without the sanitizer, which compiles its kernels and checks their bits, then under
+memcheck, then, if there is time, under racecheck.
 
-The tensors are few and small but take every path, because a sanitizer is slow.
+A sanitizer is slow, so the tensors are few and small, but take every path.
 
-Bits are compared with the CPU's, between poisoned guards. For `trellis`, scratch has guards too, unless every
-tensor is its own allocation, so the sanitizer sees its ends. The three parts run in parallel, one process
-each.
+Results are compared with the CPU's bit for bit, in buffers between poisoned guards. Scratch buffers of
+`trellis` have guards too, unless every tensor is an allocation of its own, whose ends the sanitizer knows.
+Each of the three parts runs in a process of its own.
 """
 
 import os
@@ -34,10 +34,10 @@ from wire.spec import TensorSpec
 
 SANITIZED = ("sanitized-tah", "sanitized-fixed", "sanitized-trellis")
 OWN_ALLOCATIONS = "PYTORCH_NO_CUDA_MEMORY_CACHING"
-"""Set, torch keeps no memory: every tensor is an allocation of its own."""
+"""Environment variable that switches torch's caching allocator off: every tensor is its own allocation."""
 LAUNCHES = (Launch(16, 1), Launch(32, 4))
 _PATHS = ("mixed", "outliers", "width 200", "every other row", "wide", "zeros")
-# A dtype more is its kernels compiled once more: fewer paths do.
+# Another dtype compiles all kernels again, so it takes fewer paths.
 _SHORT = ("mixed", "width 200", "vector", "fp16's range")
 
 
@@ -64,8 +64,8 @@ def run_sanitized(part: str, checks: Checks) -> None:
 
 
 def trellis_cases() -> Iterator[tuple[str, torch.Tensor, str]]:
-    """Name, tensor on the CPU and codec: odd shapes, all dtypes, with and without a prediction, one lane and
-    two groups, escapes, zeros."""
+    """Name, tensor on the CPU and codec: odd shapes, all dtypes, with and without a prediction, one lane, two
+    groups, escapes, zeros."""
     generator = torch.Generator().manual_seed(7)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -89,12 +89,12 @@ def trellis_cases() -> Iterator[tuple[str, torch.Tensor, str]]:
 
 
 def guarded(device: str) -> AbstractContextManager[GuardedScratch | None]:
-    """Guards around scratch, where nothing else would see a write behind it."""
+    """Guards around scratch buffers, if the sanitizer cannot see a write behind them."""
     return nullcontext() if os.environ.get(OWN_ALLOCATIONS) else GuardedScratch(device)
 
 
 def check_trellis(checks: Checks, name: str, x: torch.Tensor, rate: str, device: str = "cuda") -> None:
-    """Encode and decode x, on the CPU, on `device`: the CPU's bits, and nothing written outside."""
+    """Encode and decode x of the CPU on `device`; check for the CPU's bits and for writes outside."""
     which, spec = codec(rate), TensorSpec(x.dtype, tuple(x.shape))
     assert isinstance(which, TrellisCodec)
     expected = which.encode(x)
@@ -128,9 +128,9 @@ PROGRAM = (sys.executable, "-m", "scripts.bench.gpu_codecs")
 PLACES = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer")
 MEMCHECK, RACECHECK = "memcheck", "racecheck"
 _OPTIONS = {
-    # Ours alone, not the compiler that Triton starts.
+    # Check this process only, not the compiler that Triton starts.
     "--target-processes": "application-only",
-    # Between allocations, so that a write behind one does not land in the next.
+    # Space between allocations, so that a write behind one does not land in the next.
     "--padding": "512",
 }
 _CASES = re.compile(r"^sanitized-\w+: (\d+) cases$", re.M)
@@ -139,7 +139,8 @@ _ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error")
 _HAZARDS = re.compile(r"RACECHECK SUMMARY: (\d+) hazard")
 
 Run = Callable[[Sequence[str], dict[str, str], float], tuple[int | None, str]]
-"""A command, what to add to the environment, seconds; gives its exit, None if it took longer, and output."""
+"""Runs a command with more environment variables and a time limit in seconds; returns its exit code (None
+after the limit) and its output."""
 
 
 def find() -> str | None:
@@ -160,14 +161,14 @@ def run(command: Sequence[str], environment: dict[str, str], seconds: float) -> 
         try:
             said, _ = child.communicate(timeout=max(1.0, seconds))
         except subprocess.TimeoutExpired:
-            # The sanitizer's own child holds the pipe, too.
+            # The sanitizer's child holds the pipe too.
             os.killpg(child.pid, signal.SIGKILL)
             return None, child.communicate()[0]
     return child.returncode, said
 
 
 def sanitize(program: str, seconds: float, run: Run = run) -> dict[str, Any]:
-    """What is to be recorded: the sanitizer's version, and a row a part and tool."""
+    """The record: the sanitizer's version, and one row per part and tool."""
     deadline = time.monotonic() + seconds
     _, version = run([program, "--version"], {}, 20)
     _, known = run([program, "--help"], {}, 20)
@@ -198,7 +199,7 @@ def sanitize(program: str, seconds: float, run: Run = run) -> dict[str, Any]:
 
 
 def outcome(tool: str | None, status: int | None, said: str) -> dict[str, Any]:
-    """What a run's output says. Errors are None where the sanitizer did not come to its summary."""
+    """Parse a run's output. Errors are None if the sanitizer printed no summary."""
     cases, checks = _CASES.search(said), _CHECKS.search(said)
     row: dict[str, Any] = {
         "exit": status,
@@ -215,5 +216,5 @@ def outcome(tool: str | None, status: int | None, said: str) -> dict[str, Any]:
 
 
 def bad(row: dict[str, Any]) -> bool:
-    """Whether a row is of a run that failed, found errors or did not finish."""
+    """Whether the run failed, found errors or did not finish."""
     return bool(row["failed"] or row["exit"] != 0 or row.get("errors", 0) != 0)

@@ -1,9 +1,9 @@
-"""Kill everything, many times: seeded random schedules of faults over real runs, compared bit for bit.
+"""Soak test: seeded random schedules of faults over real runs, compared bit for bit with undisturbed runs.
 
     make soak                                  until 200 processes were killed
-    make soak SOAK_ARGS="--seed 17 --runs 1"   one schedule again, as a failure's line says
+    make soak SOAK_ARGS="--seed 17 --runs 1"   repeat one schedule; a failure prints this command
 
-Writes what happened to scripts/results/soak.json when all went well.
+Writes scripts/results/soak.json if no run failed.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from tests.support.run_harness import Coordinator
 
 RECORD = RESULTS / "soak.json"
 SILENT_SECONDS = 3.0
-"""After which a node that says nothing is given up: how long each that freezes holds up its run."""
+"""`coordinator.silent_seconds` of the runs: how long a frozen node delays its run."""
 NODE_PHASES = (
     Phase.STATE_FETCH,
     Phase.FORWARD,
@@ -55,7 +55,7 @@ FRAMES = (Kind.CORRUPT, Kind.DUPLICATE, Kind.REORDER, Kind.TRUNCATE, Kind.STALL)
 
 @dataclass(frozen=True)
 class Schedule:
-    """A run and what goes wrong in it: a function of the seed."""
+    """A run and its faults: a function of the seed."""
 
     seed: int
     config: RunConfig
@@ -68,7 +68,7 @@ class Schedule:
         stages = chance.choice((2, 3, 3, 4))
         steps = chance.randrange(20, 50)
         lossless = chance.random() < 0.5
-        # On fewer stages a lossy codec sits at fewer boundaries, which is another model's arithmetic.
+        # Fewer stages have fewer boundaries, so with a lossy codec the losses would differ.
         fewer = lossless and stages > 2 and chance.random() < 0.4
         config = small(
             steps=steps,
@@ -101,7 +101,7 @@ def _fault(chance: random.Random, stages: int, steps: int) -> Fault:
         phase = Phase.SNAPSHOT
     elif kind in FRAMES:
         phase = Phase.SENDING
-    # Snapshots are taken after some steps only: there the first that comes will do.
+    # Snapshots are taken after some steps only, so take the first one from here.
     any_step = phase in (Phase.SNAPSHOT, Phase.STATE_FETCH)
     return Fault(
         kind=kind,
@@ -115,7 +115,7 @@ def _fault(chance: random.Random, stages: int, steps: int) -> Fault:
 
 @dataclass
 class Totals:
-    """What all runs together saw. Seconds are as measured, with faults overlapping as they came."""
+    """Totals of all runs. Seconds are measured while faults overlap."""
 
     runs: int = 0
     steps: int = 0
@@ -152,7 +152,7 @@ class Totals:
 
 
 def _recovered(run: FaultRun, at: float) -> list[float]:
-    """Seconds until a step was done in an epoch that began after the fault; empty if none was needed."""
+    """Seconds until a step was done in an epoch begun after the fault; empty if there was no new epoch."""
     placed = False
     for when, event in run.heard_at:
         if when < at:
@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, help="how many schedules (default: until --kills)")
     parser.add_argument("--kills", type=int, default=200, help="stop after as many processes were killed")
     args = parser.parse_args(argv)
-    # The undisturbed run is computed here, beside the processes of others.
+    # The undisturbed run is computed in this process; leave the other cores to the nodes.
     torch.set_num_threads(1)
     totals = Totals()
     began = time.monotonic()
@@ -198,7 +198,7 @@ def _seeds(args: argparse.Namespace, totals: Totals) -> Iterator[int]:
 
 
 def _run(schedule: Schedule, prefork: Prefork, totals: Totals) -> bool:
-    """Whether the run ended as it would have undisturbed; if not, all that its processes said is printed."""
+    """Whether the run ended like an undisturbed one; if not, print the output of all its processes."""
     with tempfile.TemporaryDirectory(prefix="thinwire-soak-") as directory:
         try:
             with FaultRun(Path(directory), schedule.config, schedule.faults, launch=prefork.popen) as run:

@@ -1,4 +1,4 @@
-"""The kernels' bits against the CPU's reference, and gradients against plain blocks."""
+"""Compare the packing kernels with the CPU's reference bit for bit, and gradients with plain blocks."""
 
 from collections.abc import Callable, Iterator
 
@@ -17,7 +17,7 @@ from node.model.tensor_rank import TensorRank
 
 
 def random_block(model: ModelSection, storage: Storage) -> nn.Module:
-    """A block with random weights drawn on the GPU: what is measured does not depend on them."""
+    """A block with random weights drawn on the GPU; no measurement depends on their values."""
     device = torch.device("cuda")
     block: nn.Module
     if model.family == "gpt2":
@@ -41,7 +41,7 @@ def random_block(model: ModelSection, storage: Storage) -> nn.Module:
 
 
 def check() -> int:
-    """Print what is wrong; return how many things are."""
+    """Print the failures; return their number."""
     failed = 0
 
     def that(good: bool, what: str) -> None:
@@ -132,7 +132,7 @@ def _check_layers(width: int, that: Callable[[bool, str], None]) -> None:
 
 
 def _check_block(family: str, name: str, that: Callable[[bool, str], None]) -> None:
-    """A block on the GPU: the same bits twice, and gradients near those of the plain block."""
+    """Check that a block on the GPU repeats its bits, with gradients near those of the plain block."""
     model = ModelSection(
         family=family,
         layers=1,

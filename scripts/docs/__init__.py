@@ -1,1 +1,1 @@
-"""The tables that tables.py writes into the documents, one module a subject."""
+"""The tables that tables.py writes into the documents, one module per subject."""

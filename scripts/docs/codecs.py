@@ -1,4 +1,4 @@
-"""Tables of what codecs take and lose, from recorded benchmarks."""
+"""Tables of the codecs' speed, size and error, from recorded benchmarks."""
 
 import math
 import re
@@ -21,7 +21,7 @@ RIVALS_GPU = RESULTS / "rivals_gpu.json"
 
 
 def codec_speed() -> str:
-    """What `make bench` recorded. Processor time, not wall time: it holds on a busy machine too."""
+    """Results of `make bench`. Processor time, because it also holds on a busy machine."""
     report = read_report(CODEC_SPEED)
     rows = [
         [
@@ -47,7 +47,7 @@ def codec_speed() -> str:
 
 
 def gpu_codec_speed() -> str:
-    """What scripts/bench/gpu_codecs.py recorded: kernels against a copy timed in the same run."""
+    """Results of scripts/bench/gpu_codecs.py: kernels against a copy timed in the same run."""
     report = read_report(GPU_CODEC_SPEED)
     rows = [
         [
@@ -74,7 +74,7 @@ def gpu_codec_speed() -> str:
 
 
 def gpu_codec_kernels() -> str:
-    """The kernels of the same report, each by itself."""
+    """Each kernel of the same report by itself."""
     report = read_report(GPU_CODEC_SPEED)
     rows = [
         [
@@ -95,22 +95,22 @@ def gpu_codec_kernels() -> str:
 
 
 def trellis_bits() -> str:
-    """How many tensors scripts/bench/gpu_trellis.py compared with the CPU's."""
+    """Sentence on the tensors that scripts/bench/gpu_trellis.py compared with the CPU's."""
     report = read_report(GPU_TRELLIS)
     where = f"{report['hardware']}, commit {commit(report)}"
     if "bits" not in report:
-        # A report older than the count: what differs in any tensor is not timed.
+        # Older reports have no count; the script times nothing if a tensor differs.
         return f"It times nothing if any bit differs; how many tensors it compared is not recorded ({where})."
     bits = report["bits"]
     return f"{bits['compared']} tensors compared, {bits['different']} differ ({where})."
 
 
 def trellis_speed() -> str:
-    """What scripts/bench/gpu_trellis.py recorded on a GPU."""
+    """Results of scripts/bench/gpu_trellis.py on a GPU."""
     report = read_report(GPU_TRELLIS)
     rows = []
     for row in report["rows"]:
-        # Reports of earlier versions of the script have a CPU's rows, too.
+        # Reports of earlier versions of the script also have rows of a CPU.
         if row["device"] != "cuda":
             continue
         elements = math.prod(row["shape"])
@@ -134,7 +134,7 @@ def trellis_speed() -> str:
 
 
 def trellis_cpu() -> str:
-    """The same script's `--cpu`: two threads, and the link that they fill."""
+    """Results of the same script's `--cpu`: two threads, and the rate of the link that they fill."""
     report = read_report(CPU_TRELLIS)
     rows = []
     for row in report["rows"]:
@@ -163,7 +163,7 @@ def trellis_cpu() -> str:
 
 
 def sanitizer() -> str:
-    """What `scripts/bench/gpu_codecs.py --sanitize` recorded: a sentence a tool."""
+    """Results of `scripts/bench/gpu_codecs.py --sanitize`: one sentence per tool."""
     if not SANITIZER.exists():
         return "No run under compute-sanitizer is recorded."
     report = read_report(SANITIZER)
@@ -187,7 +187,7 @@ def sanitizer() -> str:
 
 
 def packing_overhead() -> str:
-    """What scripts/bench/packing_overhead.py recorded: packing against a stage's compute, a microbatch."""
+    """Results of scripts/bench/packing_overhead.py: packing against a stage's compute per microbatch."""
     report = read_report(PACKING_OVERHEAD)
     rows = [
         [
@@ -212,12 +212,12 @@ def packing_overhead() -> str:
         f"commit {commit(report)}."
     )
     made = markdown(columns, rows) + "\n\n" + caption
-    # A report of an earlier version of the script has none.
+    # Reports of earlier versions of the script have none.
     return f"{made}\n\n{_together(report['together'])}" if report.get("together") else made
 
 
 def _together(found: Sequence[dict[str, Any]]) -> str:
-    """The stage alone, and while another thread packs: a row a pair of codecs."""
+    """The stage alone, and while another thread packs: one row per pair of codecs."""
     rows = [
         [
             f"`{row['forward']}`",
@@ -294,7 +294,7 @@ def codec_choices() -> str:
 
 
 def rivals() -> str:
-    """What scripts/bench/rivals.py recorded on a CPU."""
+    """Results of scripts/bench/rivals.py on a CPU."""
     report = read_report(RIVALS)
     made = _rivals(report, "ns an element", lambda nanoseconds, _: f"{nanoseconds:.1f}")
     caption = (
@@ -304,7 +304,7 @@ def rivals() -> str:
         f"commit {commit(report)}."
     )
     if "trellis_commit" in report:
-        # The codec was rewritten since; the others need not be installed again for it.
+        # A later run may measure `trellis` alone, without the other packages installed.
         later = commit({"commit": report["trellis_commit"]})
         load = report["trellis_load_before"]
         caption += f" `trellis` was measured anew at commit {later}, load average {load:.1f}."
@@ -312,7 +312,7 @@ def rivals() -> str:
 
 
 def rivals_gpu() -> str:
-    """What scripts/bench/rivals.py recorded on a GPU: bytes stay there, a time is that of a large tensor."""
+    """Results of scripts/bench/rivals.py on a GPU: bytes stay there, times are of one large tensor."""
     report = read_report(RIVALS_GPU)
     made = _rivals(
         report, "microseconds", lambda nanoseconds, elements: f"{nanoseconds * elements / 1e3:.1f}"
@@ -328,7 +328,7 @@ def rivals_gpu() -> str:
 
 
 def _rivals(report: dict[str, Any], unit: str, worded: Callable[[float, int], str]) -> str:
-    """A line a method; `worded` makes a cell of nanoseconds an element and how many elements were timed."""
+    """One row per method; `worded` formats nanoseconds per element, given the number of timed elements."""
     speeds = {(row["package"], row["method"]): row for row in report["speeds"]}
     by_key = {(row["package"], row["method"], row["kind"]): row for row in report["results"]}
     rows = []
@@ -351,7 +351,7 @@ def _versions(report: dict[str, Any]) -> str:
 
 
 def _skipped(report: dict[str, Any]) -> str:
-    """What was not measured, each with its reason, as the end of a caption."""
+    """The end of a caption: methods that were not measured, with reasons."""
     return "".join(
         f" Not measured: {row['package']}, {row['method']}: {row['reason']}." for row in report["skipped"]
     )

@@ -1,4 +1,4 @@
-"""Tables of losses: what codecs between stages cost in training."""
+"""Tables of losses in training, by codec and by storage."""
 
 import math
 from typing import Any
@@ -7,13 +7,13 @@ from scripts.docs.markdown import LOSSES, Tables, against, commit, commits, read
 from scripts.report import RESULTS, markdown
 
 CODEC_LOSSES = tuple(RESULTS / f"codec_loss{which}.json" for which in ("", "_earlier", "_16_cores"))
-"""The newest report, and what earlier ones have besides: more widths and seeds, another machine."""
+"""The newest report, and earlier ones with more widths and seeds or another machine."""
 CONVERGENCE = RESULTS / "convergence.json"
 BASELINE = ("fp32", "fp32")
 
 
 def codec_loss() -> str:
-    """Loss of each codec pair, a table for each machine that measured."""
+    """Loss of each codec pair, one table per machine."""
     return "\n\n".join(_losses(read_report(path)) for path in CODEC_LOSSES)
 
 
@@ -64,7 +64,7 @@ SUITES = {
     "epochs": "{tokens:.1f} million, each text four times",
     "backward": "{tokens:.1f} million, few bits backward",
 }
-"""How the suites of scripts/experiments/convergence.py are called, in order."""
+"""Names of the suites of scripts/experiments/convergence.py, in the tables' order."""
 UNCHANGED = ("fp16", "fp16")
 UNCOMPRESSED = ("fp16", "fp32", "bf16")
 KEPT = {
@@ -83,7 +83,7 @@ KEPT = {
 
 
 def convergence() -> str:
-    """What scripts/experiments/convergence.py recorded: a model of 124 million parameters, by codec."""
+    """Results of scripts/experiments/convergence.py: a model of 124 million parameters, by codec."""
     report = read_report(CONVERGENCE)
     rows = []
     for suite, words in SUITES.items():
@@ -125,7 +125,7 @@ on {report["validation_windows"]} windows of other books. `naive-4`: 4 bits, one
 
 
 def _remembered(runs: list[dict[str, Any]]) -> str:
-    """What the stand-in for AQ-SGD keeps, which reports say that are newer than its change to bf16."""
+    """Dtype of the sample cache in the script's AQ-SGD; newer reports record it."""
     kinds = {run.get("remembered") or "torch.float16" for run in runs if run["forward"].startswith("aqsgd-")}
     if kinds == {"torch.bfloat16"}:
         return "bf16, as the codec does"
@@ -133,7 +133,7 @@ def _remembered(runs: list[dict[str, Any]]) -> str:
 
 
 def convergence_words() -> str:
-    """What the same runs say: the longest ones, few bits backward, how far equal runs lie apart."""
+    """Sentences on the same runs: the longest ones, few bits backward, distance between equal runs."""
     report = read_report(CONVERGENCE)
     runs = report["runs"]
     long = {(run["forward"], run["seed"]): run["loss_valid"] for run in runs if run["suite"] == "long"}
@@ -146,7 +146,7 @@ def convergence_words() -> str:
     back = {run["backward"]: run["loss_valid"] for run in runs if run["suite"] == "backward"}
     naive = back.pop("naive-4")
     others = ", ".join(f"`{name}` {loss:.2f}" for name, loss in back.items())
-    # Uncompressed ones differ in rounding alone, and in their seed.
+    # Uncompressed runs differ only in rounding and in their seed.
     alike = [
         run["loss_valid"]
         for run in runs
@@ -163,12 +163,12 @@ Runs that ought to be equal ({", ".join(UNCOMPRESSED)}, another seed) lie up to 
 
 
 def spread(losses: list[float]) -> str:
-    """How far the largest lies above the least."""
+    """How far the largest lies above the smallest."""
     return f"{100 * (max(losses) / min(losses) - 1):.2f} %"
 
 
 def convergence_memory() -> str:
-    """The suites `memory` and `memory-long` of the same script: what a node keeps in few bits, by seed."""
+    """The suites `memory` and `memory-long` of the same script: tensors that a node packs, by seed."""
     report = read_report(CONVERGENCE)
     return "\n\n".join(_memory(report, suite) for suite in ("memory", "memory-long"))
 
@@ -182,7 +182,7 @@ def _memory(report: dict[str, Any], suite: str) -> str:
     plain = ways["plain", "fp32"]
     rows = []
     for (memory, forward), by_seed in ways.items():
-        # Each against the plain run of its own seed.
+        # Compare each with the plain run of its own seed.
         changes = [run["loss_valid"] / plain[seed]["loss_valid"] - 1 for seed, run in by_seed.items()]
         rows.append(
             [
@@ -206,7 +206,7 @@ The model of 124 million parameters, {tokens:.1f} million tokens, eight microbat
 
 
 def _stage_bits(run: dict[str, Any]) -> str:
-    """Of norm and FFN inputs at each stage, where they differ."""
+    """Bits of norm and FFN inputs at each stage, if they differ."""
     bits = run.get("stage_bits", [])
     return f" ({', '.join(bits)})" if len(set(bits)) > 1 else ""
 

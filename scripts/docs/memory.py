@@ -1,4 +1,4 @@
-"""Tables of what a node keeps in few bits: activations, the losses and gradients that follow, and moments."""
+"""Tables of what a node packs: memory of activations and moments, and the effect on losses and gradients."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -37,22 +37,22 @@ COAT_FIXED, COAT_BY_FFN = 8.5, 2.0
 """U of what COAT keeps by AGoQ's table 1: of width H, and as many times F / H (the inputs of SwiGLU and of
 the last product, 6 U and 2 U for F = 4 H)."""
 OURS = "AdamW e4m3, fp32 weights and gradients"
-"""The row that does as the rivals do: one parameter and its gradient in fp32."""
+"""The row that is comparable with the other packages: one parameter and its gradient in fp32."""
 UPDATE_ERRORS = {
     "AdamW e4m3": "e4m3, blocks of 128, expanded",
     "torchao": "e4m3, blocks of 256 (as torchao)",
     "bitsandbytes": "bitsandbytes' dynamic 8 bits, blocks of 256",
 }
-"""How the moments of each are kept, by how the optimizer's name begins."""
+"""How each optimizer stores its moments, by the start of its name."""
 
 
 def inside_a_node() -> str:
-    """What a run file turns on inside a node, with what was measured or follows from the formats."""
+    """Settings of a run file for a node's memory, with measured values or those given by the formats."""
     report = read_report(STORED_ACTIVATIONS)
     plain = plain_rows(report)
 
     def change(way: str, figure: str) -> list[float]:
-        """In per cent of the plain block's, by shape."""
+        """Per cent of the plain block's bytes, by shape."""
         rows = [row for row in report["rows"] if row["way"] == way]
         return [100 * (row[figure] / plain[row["shape"], row["tokens"]][figure] - 1) for row in rows]
 
@@ -98,7 +98,7 @@ def plain_rows(report: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 def stored_activations() -> str:
-    """What scripts/bench/stored_activations.py recorded, beside the formulas of AGoQ's table 1."""
+    """Results of scripts/bench/stored_activations.py, beside the formulas of AGoQ's table 1."""
     report = read_report(STORED_ACTIVATIONS)
     plain = plain_rows(report)
     rows = []
@@ -187,7 +187,7 @@ def stored_gradients_by_width() -> str:
 
 
 def stored_loss() -> str:
-    """Losses of each way of keeping activations, by seed."""
+    """Losses of each way of storing activations, by seed."""
     report = read_report(STORED_LOSS)
     seeds = sorted({run["seed"] for run in report["runs"]})
     by_key = {(run["way"], run["seed"]): run for run in report["runs"]}
@@ -205,7 +205,7 @@ def stored_loss() -> str:
 
 
 def quantize_gemm() -> str:
-    """What scripts/bench_quantize_gemm.py recorded: packing in the producer, apart, or inside the product."""
+    """Recorded times of packing in the producer, in a kernel of its own, or inside the matrix product."""
     report = read_report(QUANTIZE_GEMM)
     rows = []
     for row in report["rows"]:
@@ -230,9 +230,9 @@ def quantize_gemm() -> str:
 
 
 def optimizer() -> str:
-    """What scripts/bench/optimizer.py recorded: AdamW on moments in e4m3, and those of others."""
+    """Results of scripts/bench/optimizer.py: AdamW with moments in e4m3, and other packages' optimizers."""
     report = read_report(OPTIMIZER)
-    # Of a run in which they were installed.
+    # From a run in which they were installed.
     rivals = report.get("rivals", {"speed": []})
     found = {row["way"]: row for row in (*report["speed"], *rivals["speed"]) if "AdamW" in row["way"]}
 
@@ -287,7 +287,7 @@ def optimizer() -> str:
 
 
 def _copy(report: dict[str, Any]) -> float:
-    """Microseconds of a device's copy in the same run."""
+    """Microseconds of a device copy in the same run."""
     found: float = next(row["microseconds"] for row in report["speed"] if row["way"] == "copy")
     return found
 

@@ -1,4 +1,4 @@
-"""Tables of links: the laboratory, the floor of a step, all-reduce, and what a trace costs."""
+"""Tables of links: laboratory, efficiency of a step, all-reduce, and cost of tracing."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -17,13 +17,13 @@ TRACE_COST = RESULTS / "trace_cost.json"
 STATUS_SPEED = RESULTS / "status_speed.json"
 PAUSES = RESULTS / "pauses.json"
 GOAL = 0.9
-"""Of the floor, wherever a link binds."""
+"""Efficiency to reach wherever a link is the bottleneck."""
 PAPER_SHAPE = (48, 1600)
-"""Layers and width of the model in the paper's tables of throughput."""
+"""Layers and width of the model in the paper's throughput tables."""
 
 
 def lab() -> str:
-    """What the laboratory measured, a block a results file; the paper's tables beside its own model."""
+    """Results of the laboratory, one block per results file; the paper's tables beside its model."""
     blocks = []
     for path in sorted(RESULTS.glob("lab_*.json")):
         result = read_results(path)
@@ -32,7 +32,7 @@ def lab() -> str:
         for table in all_tables(result):
             if table.title.startswith("table ") and not paper:
                 continue
-            # Of the paper's rows those whose setting was measured; a table without a ratio says nothing.
+            # Only the paper's rows whose setting was measured; skip a table without any ratio.
             beside = table.headings.index("here / fp32") if "here / fp32" in table.headings else None
             measured = beside is None or any(row[beside] not in ("-", "1.00") for row in table.rows)
             shown = [row for row in table.rows if beside is None or row[beside] != "-"]
@@ -46,7 +46,7 @@ def lab() -> str:
 
 
 def lab_floor() -> str:
-    """How near each results file comes to the floor, apart for cells that hang on a link and on compute."""
+    """Efficiency in each results file, separately for cells bound by a link and by compute."""
     rows = []
     for path in sorted(RESULTS.glob("lab_*.json")):
         cells = [cell for cell in read_results(path)["cells"] if "floor" in cell]
@@ -61,7 +61,7 @@ def lab_floor() -> str:
 
 
 def _least(cells: Sequence[Mapping[str, Any]]) -> str:
-    """The cell furthest from its floor, in words."""
+    """The cell with the lowest efficiency, in words."""
     if not cells:
         return "-"
     cell = min(cells, key=lambda cell: float(cell["floor"]["share"]))
@@ -72,7 +72,7 @@ def _least(cells: Sequence[Mapping[str, Any]]) -> str:
 
 
 def throughput() -> str:
-    """The paper's table 3 in short: its best codec pair against fp32, there and here."""
+    """The paper's table 3, shortened: its best codec pair against fp32, in the paper and here."""
     result = read_results(RESULTS / "lab_gpt2-xl-4gpu-nic.json")
     table = next(t for t in all_tables(result) if t.title.startswith("table 3 "))
     named = [dict(zip(table.headings, row, strict=True)) for row in table.rows]
@@ -83,7 +83,7 @@ def throughput() -> str:
     }
 
     def times_its_floor(rate: str) -> float:
-        """What packing is worth against fp32 as fast as its bytes allow."""
+        """Speed-up by packing over fp32, if fp32 were as fast as its bytes allow."""
         packed, plain = measured["tah", rate], measured["fp32", rate]
         return float(plain["floor"]["seconds"]) / float(packed["step_seconds"]["median"])
 
@@ -110,7 +110,7 @@ def throughput() -> str:
 
 
 def pipeline_floor() -> str:
-    """What scripts/experiments/pipeline_floor.py found: the share of the floor by rate and round trip."""
+    """Results of scripts/experiments/pipeline_floor.py: efficiency by rate and round trip."""
     report = read_report(PIPELINE_FLOOR)
     shapes = list(dict.fromkeys((row["round_trip_ms"], row["rate_mbit"]) for row in report["results"]))
 
@@ -155,13 +155,13 @@ def pipeline_floor() -> str:
 
 
 def _share(row: dict[str, Any]) -> str:
-    """Of the floor with the times set; in brackets with those that the stages measured."""
+    """Efficiency with the set times; in brackets with those that the stages measured."""
     measured = row.get("share_of_measured")
     return f"{row['share']:.2f}" + ("" if measured is None else f" ({measured:.2f})")
 
 
 def all_reduce() -> str:
-    """What scripts/bench/all_reduce.py recorded: FP8 beside NCCL's own sums and torchft's, by size."""
+    """Results of scripts/bench/all_reduce.py: FP8 beside NCCL's own sums and torchft's, by size."""
     report = read_report(ALL_REDUCE)
     ways = {"fp8": "e4m3", "bf16": "bf16", "fp32": "fp32"}
     rival = any("torchft" in row["milliseconds"] for row in report["rows"])
@@ -196,12 +196,12 @@ def all_reduce() -> str:
 
 
 def all_reduce_links() -> str:
-    """What scripts/bench/all_reduce.py recorded on throttled links: FP8 beside gloo's own sums."""
+    """Results of scripts/bench/all_reduce.py on throttled links: FP8 beside gloo's own sums."""
     return _links(read_report(ALL_REDUCE_LINKS), "gloo")
 
 
 def all_reduce_links_gpus() -> str:
-    """The same of a GPU a rank."""
+    """The same with one GPU per rank."""
     return _links(read_report(ALL_REDUCE_LINKS_GPUS), "NCCL over its sockets")
 
 
@@ -245,7 +245,7 @@ def _links(report: dict[str, Any], through: str) -> str:
 
 
 def pauses() -> str:
-    """What scripts/bench/pauses.py recorded: bursts after pauses, with and without what keeps links warm."""
+    """Results of scripts/bench/pauses.py: bursts after pauses, with and without keep-warm traffic."""
     report = read_report(PAUSES)
     found = {(row["mbit"], row["round_trip_ms"], row["pause"], row["way"]): row for row in report["rows"]}
     ways = list(dict.fromkeys(row["way"] for row in report["rows"]))
@@ -275,7 +275,7 @@ def _bursts(row: Mapping[str, Any]) -> str:
 
 
 def trace_cost() -> str:
-    """What scripts/bench/trace.py recorded."""
+    """Results of scripts/bench/trace.py."""
     report = read_report(TRACE_COST)
     rows = [
         ["recording a span", f"{1e6 * report['record_seconds']:.2f} microseconds"],

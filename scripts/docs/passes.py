@@ -1,4 +1,4 @@
-"""Tables of a stage's passes on GPUs: what CUDA graphs save, and what came out of tests/gpu."""
+"""Tables of a stage's passes on GPUs: compute, CUDA graphs, and the outcomes of tests/gpu."""
 
 import math
 
@@ -10,7 +10,7 @@ CAPTURED_PASSES = RESULTS / "captured_passes.json"
 GPU_TESTS = RESULTS / "gpu_tests.json"
 GIB = 2**30
 OUTCOMES = {"passed": "passed", "skipped": "skipped", "failure": "failed", "error": "erred"}
-"""By the name in the record, the word for it."""
+"""Words for the outcomes, by their names in the record."""
 SHARED_BY = {
     "test_gpu_group::test_gpus_do_as_one": "data parallel",
     "test_gpu_tensor_group::test_gpus_that_share_blocks_do_as_one": "tensor parallel",
@@ -82,15 +82,15 @@ ways, of all that a third step gives and leaves: {different}. {report["hardware"
 
 
 def gpu_tests() -> str:
-    """How far GPUs that share a stage are from one GPU, and all outcomes (scripts/checks/gpu_tests.py)."""
+    """GPUs that share a stage against one GPU, and all outcomes (scripts/checks/gpu_tests.py)."""
     report = read_report(GPU_TESTS)
     rows = []
     for row in report["recorded"]:
         test, _, parameters = row["test"].removesuffix("]").partition("[")
-        # Other tests may record figures too: they have no place here.
+        # Other tests may record figures too; skip them.
         if test not in SHARED_BY or "largest_relative_difference" not in row:
             continue
-        # `2-fp8`, or `2 x 2-fp8`: two pairs that each take some samples, tensor parallel within a pair.
+        # `2-fp8`, or `2 x 2-fp8`: data parallel over two pairs, tensor parallel within a pair.
         sizes, _, run = parameters.partition("-")
         tensor, _, data = sizes.partition(" x ")
         difference = row["largest_relative_difference"]

@@ -2,9 +2,9 @@
 
 Needs matplotlib.
 
-A panel a suite: training loss against tokens, the mean of 20 steps, of every codec; few bits backward stand
-beside fp16, dashed, in the colour that the codec has forward. The last panel: held-out perplexity, but for
-few bits backward. Runs of another seed are drawn lighter.
+One panel per suite: training loss (mean of 20 steps) against tokens, for every codec. Runs with few bits
+backward are dashed, beside fp16, in the colour of the same codec forward. The last panel is held-out
+perplexity, without the runs with few bits backward. Runs of other seeds are lighter.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from scripts.docs.markdown import read_report
 OUT = CONVERGENCE.with_suffix(".svg")
 MEAN_STEPS = 20
 MORE_COLOURS = ("#542788", "#8c510a", "#b2182b", "#01665e")
-"""Behind those of the laboratory's figures, which have fewer pairs of codecs."""
+"""More colours, after those of the laboratory's figures, which have fewer pairs of codecs."""
 ACROSS = 3
 Pair = tuple[str, str]
 Look = dict[str, Any]
@@ -66,15 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def description(runs: list[dict[str, Any]]) -> str:
-    """What the file says of the runs that it was drawn from: another hash, another figure."""
+    """A line in the figure with a hash of the runs that it shows, so that an outdated figure is found."""
     keys = ("suite", "forward", "backward", "seed", "loss_valid", "losses")
     drawn = [{key: run[key] for key in keys} for run in runs if run["suite"] in SUITES]
     return f"drawn from runs with sha256 {hashlib.sha256(json.dumps(drawn).encode()).hexdigest()}"
 
 
 def _looks(runs: list[dict[str, Any]]) -> dict[Pair, Look]:
-    """A colour a pair of codecs, the same in all panels. Few bits backward: the colour that the codec has
-    forward, dashed."""
+    """One colour per pair of codecs, the same in all panels. Few bits backward: dashed, in the colour of the
+    same codec forward."""
     pairs = list(dict.fromkeys(_pair(run) for run in runs if run["suite"] != "backward"))
     pairs.sort(key=lambda pair: pair != UNCHANGED)
     backward = [pair for pair in dict.fromkeys(map(_pair, runs)) if pair not in pairs]
@@ -96,7 +96,7 @@ def _words(runs: list[dict[str, Any]], suite: str, tokens_a_step: int) -> str:
 
 
 def _beside(runs: list[dict[str, Any]], suite: str) -> list[dict[str, Any]]:
-    """The suite's runs; before those of few bits backward, fp16 of the same text and seed."""
+    """The suite's runs; those with few bits backward follow fp16 of the same text and seed."""
     own = [run for run in runs if run["suite"] == suite]
     if suite != "backward":
         return own
@@ -111,7 +111,7 @@ def _curves(axes: Axes, runs: list[dict[str, Any]], tokens_a_step: int, looks: d
         label = f"{' / '.join(_pair(run))}" + (f", seed {run['seed']}" if run["seed"] else "")
         alpha = 0.45 if run["seed"] else 1
         axes.plot(million, losses, **looks[_pair(run)], alpha=alpha, linewidth=1.2, label=label)
-    # What is learned in the first steps is the same for all; what does not learn stays in sight.
+    # The first steps look the same for all codecs; keep runs that do not learn in view.
     last = [np.mean(run["losses"][-MEAN_STEPS:]) for run in runs]
     axes.set(xlabel="million tokens", ylabel="training loss, mean of 20 steps")
     axes.set_ylim(min(last) - 0.15, max(min(last) + 2.2, max(last) + 0.5))

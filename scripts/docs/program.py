@@ -1,4 +1,4 @@
-"""Tables of the program itself: keys, commands, metrics, sizes of codecs."""
+"""Tables of the program: keys, commands, metrics, bits of codecs."""
 
 import argparse
 import ast
@@ -25,7 +25,7 @@ SIZED_SHAPE = (4, 1024, 1024)
 
 
 def run_file() -> str:
-    """Every key of a run file, its default, and the words beneath it in the schema."""
+    """Every key of a run file, its default, and its docstring in the schema."""
     words = field_words(Path(node.config.schema.__file__).read_text(encoding="utf-8"))
     rows = [
         [f"`{section}.{key.rstrip('_')}`", f"`{toml_value(value)}`", words[kind.__name__].get(key, "")]
@@ -36,7 +36,7 @@ def run_file() -> str:
 
 
 def field_words(source: str) -> dict[str, dict[str, str]]:
-    """For each class of a module, the docstring beneath each field, on one line."""
+    """The docstrings of each class's fields, on one line each."""
     found: dict[str, dict[str, str]] = {}
     for statement in ast.parse(source).body:
         if not isinstance(statement, ast.ClassDef):
@@ -51,7 +51,7 @@ def field_words(source: str) -> dict[str, dict[str, str]]:
 
 
 def lab_profile() -> str:
-    """Every key of a laboratory's profile, its default, and the words beneath it."""
+    """Every key of a laboratory profile, its default, and its docstring."""
     words = field_words(Path(node.lab.profile.__file__).read_text(encoding="utf-8"))
     sections = {"lab": LabSection, "network": NetworkSection, "sweep": SweepSection}
     rows = [
@@ -73,12 +73,12 @@ def commands() -> str:
 
 
 def run_metrics() -> str:
-    """Every metric that the coordinator shows."""
+    """Every metric of the coordinator."""
     return _metrics(RUN_METRICS)
 
 
 def node_metrics() -> str:
-    """Every metric that a node shows with `join --metrics`."""
+    """Every metric of a node (`join --metrics`)."""
     return _metrics(NODE_METRICS)
 
 
@@ -96,7 +96,7 @@ def _metrics(definitions: Sequence[Definition]) -> str:
 
 
 def codec_sizes() -> str:
-    """True bits an element of every codec, header included, for a tensor of about four million elements."""
+    """True bits per element of every codec, header included, for a tensor of about four million elements."""
     rows = [
         [f"`{name}`", f"{_bits(codec_format(name).packed_bytes(SIZED_SHAPE)):.3f}"] for name in codec_names()
     ]
@@ -115,7 +115,7 @@ CONSTANTS = (1.0, 1.999, 7.25, 1 / 3, 0.7071, -2.71828, 1e-20, 3e5)
 
 @cache
 def trellis_constants() -> str:
-    """What `trellis-R` makes of tensors of equal elements, made now: the largest error over some values."""
+    """Largest error of `trellis-R` on tensors of equal elements, computed now over some values."""
     rows = []
     for shape in CONSTANT_SHAPES:
         row = [" x ".join(map(str, shape))]

@@ -1,4 +1,4 @@
-"""What the root README says in figures: what thinwire is worth, and what fits on which cards and lines."""
+"""Figures of the root README: results in six rows, and which models fit which cards and links."""
 
 from dataclasses import replace
 from math import ceil
@@ -84,7 +84,7 @@ def worth() -> str:
 
 
 def planning() -> str:
-    """What the program's own estimates say of four friends' cards and lines, a line a model."""
+    """The program's estimates for four friends' cards and links, one row per model."""
     return "\n".join(_plan(*shape) for shape in MODELS)
 
 
@@ -108,7 +108,7 @@ def _plan(layers: int, hidden: int, heads: int) -> str:
     )
     most, least = (max(stage_bytes(one, STAGES, card)) / 1e9 for one in (config, small))
     parameters = sum(unit_parameters(model, unit) for stage in stage_units(config, STAGES) for unit in stage)
-    # A machine in the middle uploads activations to the next stage and gradients to the one before.
+    # A middle stage uploads activations to the next stage and gradients to the previous one.
     pipeline = config.pipeline
     packed = _framed(pipeline.forward_codec, config) + _framed(pipeline.backward_codec, config)
     upload = config.microbatches * packed

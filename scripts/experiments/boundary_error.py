@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m scripts.experiments.boundary_error
 
 Reads boundaries-step*.safetensors (`activation.*`, `gradient.*`) from `--data`, THINWIRE_DATA or
-../shared/data. Bits are those of the whole packed tensor, header included, over elements; error is the norm
-of the difference over the norm of the tensor, in fp64. CPU time is the least of three runs.
+../shared/data. Bits per element count the whole packed tensor with its header. Error is the norm of the
+difference over the norm of the tensor, in fp64. CPU time is the least of three runs.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def main() -> None:
         "threads": os.environ.get("OMP_NUM_THREADS", "any"),
         "results": rows,
     }
-    # One line a result.
+    # One result per line.
     lines = json.dumps(report, indent=1).replace("\n   ", " ").replace("\n  }", " }")
     arguments.json.write_text(lines + "\n")
 

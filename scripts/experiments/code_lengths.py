@@ -1,4 +1,4 @@
-"""How many bits the indices of a quantizer take, by several ways of coding them: `codec_choices`."""
+"""Bits that several entropy codes need for a quantizer's indices; `codec_choices` compares them."""
 
 import math
 
@@ -9,17 +9,23 @@ from kernels.trellis.tables import ESCAPE, FAMILIES, MAX_CLASS, MIDDLE, bits_of_
 
 TILE = 64
 ESCAPED = 40.0
-"""Bits of an index that a distribution gives next to nothing."""
+"""Upper limit of the bits of one index: a distribution's tails underflow."""
 
 
 def static_bits(index: torch.Tensor, scale: torch.Tensor, half: torch.Tensor | float, extra: float) -> float:
-    """Bits of indices by distributions of mean magnitude `scale` indices; `half`: of a quantizer between."""
+    """Bits under a normal or a Laplace distribution, whichever is shorter.
+
+    Args:
+        scale: mean magnitude of the elements, in units of the index.
+        half: 0.5 for odd multiples of the step, whose index is rounded down; else 0.
+        extra: variance added to each element's own.
+    """
     totals = []
     deviation = torch.sqrt((scale * math.sqrt(math.pi / 2)).square() + extra)
     for gaussian in (True, False):
         if gaussian:
             edges = [(index + half + side) / deviation * math.sqrt(0.5) for side in (-0.5, 0.5)]
-            # Tails by the complement, mirrored, as a difference of numbers near one says nothing.
+            # Mirror to the left tail: a difference of two values near one would lose all digits.
             flip = edges[0] > 0
             low = torch.where(flip, -edges[1], edges[0])
             high = torch.where(flip, -edges[0], edges[1])
@@ -39,13 +45,13 @@ def static_bits(index: torch.Tensor, scale: torch.Tensor, half: torch.Tensor | f
 
 
 def histogram_bits(index: torch.Tensor) -> float:
-    """The entropy of the symbols that occur."""
+    """Entropy of the tensor's own histogram."""
     _, counts = torch.unique(index, return_counts=True)
     return float(-(counts * torch.log2(counts.double() / counts.sum())).sum())
 
 
 def table_bits(index: torch.Tensor, scale: torch.Tensor) -> float:
-    """Bits by the product's tables of 12 bits for even multiples of a step."""
+    """Bits with the 12-bit tables of `trellis-R`, for even multiples of a step."""
     deviation = scale * math.sqrt(math.pi / 2)
     number = torch.round(12 + 4 * torch.log2(deviation.clamp_min(1e-9))).clamp(0, MAX_CLASS)
     table, shift = (torch.from_numpy(part).long() for part in split(number.numpy().astype(np.int32)))
@@ -63,12 +69,12 @@ def table_bits(index: torch.Tensor, scale: torch.Tensor) -> float:
 
 
 def rice_bits(index: torch.Tensor, scale: torch.Tensor, tiles: bool) -> float:
-    """Lengths of Rice codes; the parameter is the best of a tile, or follows from the scale."""
+    """Length of Rice codes, with the best parameter of each tile or one derived from the scale."""
     symbol = 2 * index.abs() - (index > 0).to(index.dtype)
     if tiles:
         lengths = torch.stack([(torch.floor(symbol / 2**k) + 1 + k).view(-1, TILE).sum(1) for k in range(12)])
         least, chosen = lengths.min(0)
-        # What says the parameter takes the place of the scale.
+        # The parameter is sent instead of the scale.
         return float(least.sum()) + histogram_bits(chosen)
     mean = torch.log2((2 * scale).clamp_min(2.0**-8))
     totals = []

@@ -1,23 +1,23 @@
-"""What a codec can be made of, each choice by itself, on real boundary tensors at equal true bits.
+"""Error of each design choice of a codec by itself, on real boundary tensors at equal true bits.
 
     OMP_NUM_THREADS=1 python -m scripts.experiments.codec_choices
 
 Reads boundaries-step*.safetensors (`activation.*`, `gradient.*`, `tokens`) from `--data`, THINWIRE_DATA or
-../shared/data. For every way of coding the step is sought with which a tensor takes the wanted bits an
-element, header of 64 bytes and all metadata counted, and the error is that of what the decoder would have:
-the norm of the difference over the norm of the tensor, the root mean square over tensors of a kind. Plain
-torch and numpy, beside `trellis-R`, whose bytes are real.
+../shared/data. For every way of coding, the script searches for the quantization step at which a tensor takes
+the wanted bits per element, with the 64-byte header and all metadata. Error is the norm of the difference
+between tensor and decoded tensor over the norm of the tensor, as the root mean square over the tensors of a
+kind. The ways are plain torch and numpy and only count their bits; `trellis-R` really packs.
 
-- Code lengths are -log2 of a static distribution's share, a normal or a Laplace one of the scale that the
-  element is known to have, whichever is shorter for the tensor; or the lengths of Rice codes; or those of the
-  product's tables of 12 bits. *Own histogram*: the entropy of the tensor's own symbols, without the table.
+- Code lengths are -log2 of the probability under a static distribution with the element's known scale
+  (normal or Laplace, whichever is shorter for the tensor), or the lengths of Rice codes, or those of the
+  12-bit tables of `trellis-R`. *Own histogram*: the entropy of the tensor's own symbols, without its table.
 - Scales: mean magnitudes in quarters of an octave, of the tensor, of tiles of 64 (their entropy counted) or
   of rows and columns (as many bits each as their span takes).
-- Low rank: singular vectors of the matrix over its scales, in 4 or 6 bits; the best of a few ranks.
-- Token ids: a row is predicted by the mean of the rows before it that have its token (of a gradient: the
-  token that it is to predict), times a gain for each number of such rows. *All others* takes later rows,
-  too, which no decoder has: more than any memory of one sequence could give.
-- Trellis: the path of least error through four states, all of a row in one, as in
+- Low rank: singular vectors of the scaled matrix, in 4 or 6 bits; the best of a few ranks.
+- Token ids: a row is predicted by the mean of the earlier rows with the same token (for a gradient: the same
+  label), times a gain that depends on how many there are. *All others* also uses later rows, which no decoder
+  has: an upper bound for any cache of one sequence.
+- Trellis: the path of least error through four states, one path per row, as in
   `kernels.trellis.loops.encode`.
 """
 
@@ -50,9 +50,9 @@ RATES = (4.41, 3.45)
 RANKS = ((8, 4), (16, 4), (32, 4), (32, 6), (64, 6))
 PRODUCT = "trellis-R"
 CLOSE = 2e-3
-"""Bits an element below the wanted rate that are near enough."""
+"""The search ends when the bits per element are at most this far below the wanted rate."""
 PATH_NOISE = 0.07
-"""What choosing a path adds to an index's variance (`kernels.trellis.tables`)."""
+"""Variance that the choice of a path adds to an index (`kernels.trellis.tables`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +94,12 @@ WAYS = (
 
 
 def quarter(scale: torch.Tensor) -> torch.Tensor:
-    """log2 in quarters of an octave, rounded; scales of zero are next to nothing."""
+    """log2 in quarters of an octave, rounded; zero counts as a tiny scale."""
     return torch.round(4 * torch.log2(scale.clamp_min(1e-30)))
 
 
 def scales_of(x: torch.Tensor, which: str) -> tuple[torch.Tensor, float]:
-    """The mean magnitude that each element of `[R, C]` is said to have, and the bits that say so."""
+    """The mean magnitude that the sent scales give each element of `[R, C]`, and the bits of the scales."""
     magnitude = x.abs()
     if which == "the tensor":
         return torch.exp2(quarter(magnitude.mean()) / 4).expand_as(x), 16.0
@@ -118,8 +118,10 @@ def scales_of(x: torch.Tensor, which: str) -> tuple[torch.Tensor, float]:
 
 
 def path(x: np.ndarray, step: float) -> np.ndarray:
-    """Multiples of a step, `[R, C]`, on each row's path of least error: the quantizer (even or odd multiples)
-    of an element follows from the parities before it."""
+    """Multiples of a step, `[R, C]`, on each row's path of least error.
+
+    The parities of the earlier elements decide whether an element gets even or odd multiples.
+    """
     rows, columns = x.shape
     v = (x / step).T.astype(np.float32)
     far = np.float32(1e30)
@@ -151,7 +153,7 @@ def path(x: np.ndarray, step: float) -> np.ndarray:
 
 
 def token_prediction(x: torch.Tensor, ids: torch.Tensor, later: bool) -> tuple[torch.Tensor, float, float]:
-    """A prediction of each row from rows of its token, its bits (gains), and the share of rows with one."""
+    """Prediction of rows from rows with the same token, bits of the gains, and share of predicted rows."""
     same = ids[:, None] == ids[None, :]
     seen = (same & ~torch.eye(len(ids), dtype=torch.bool)) if later else same.tril(-1)
     count = seen.sum(1)
@@ -168,7 +170,7 @@ def token_prediction(x: torch.Tensor, ids: torch.Tensor, later: bool) -> tuple[t
 
 @dataclass(frozen=True)
 class Singular:
-    """The singular vectors of a matrix over its scales."""
+    """Singular value decomposition of a matrix divided by its scales."""
 
     x: torch.Tensor
     scale: torch.Tensor
@@ -182,7 +184,7 @@ class Singular:
         return Singular(x, scale, *torch.linalg.svd(x / scale, full_matrices=False))
 
     def prediction(self, step: float) -> tuple[torch.Tensor, float]:
-        """The one, of a few ranks, with which x takes the fewest bits at this step, and its own bits."""
+        """The low-rank prediction that gives the fewest bits at this step, and the prediction's own bits."""
         best: tuple[float, torch.Tensor, float] | None = None
         for rank, bits in RANKS:
             sides = []
@@ -202,7 +204,7 @@ class Singular:
 
 
 def coded(x: torch.Tensor, way: Way, step: float, fixed: float) -> tuple[float, torch.Tensor]:
-    """Bits of what is left of a tensor `[R, C]` by its prediction, `fixed` among them, and it decoded."""
+    """Bits of a tensor `[R, C]` quantized after its prediction, plus `fixed` bits; and the decoded tensor."""
     scale, more = scales_of(x, way.scales)
     if way.trellis:
         n = torch.from_numpy(path(x.numpy(), step))
@@ -224,9 +226,9 @@ def coded(x: torch.Tensor, way: Way, step: float, fixed: float) -> tuple[float, 
 def at_rate(
     x: torch.Tensor, way: Way, rate: float, predicted: Callable[[Way, float], tuple[torch.Tensor, float]]
 ) -> tuple[float, float]:
-    """Bits an element and relative error of a tensor `[R, C]` with the step that gives it the wanted rate."""
+    """Bits per element and relative error of a tensor `[R, C]` at the step that gives the wanted rate."""
     left, fixed = x, 0.0
-    # The first prediction tells about how small the step will be, by which the second is chosen.
+    # The first pass estimates the step; the second chooses its prediction for that step.
     for _ in range(2):
         step = float(left.square().mean().sqrt()) * 2.0 ** (2.05 - rate)
         prediction, fixed = predicted(way, step)
@@ -240,7 +242,7 @@ def at_rate(
             best = bits, decoded
             if off > -CLOSE:
                 break
-        # An octave of step is about a bit; elements of few bits make it a staircase.
+        # Doubling the step saves about one bit per element; at few bits the curve has jumps.
         step *= 2.0 ** (off + CLOSE / 4)
     if best is None or best[0] / x.numel() < rate - 10 * CLOSE:
         raise SystemExit(f"no step gives {way.name} {rate} bits an element")
@@ -251,7 +253,7 @@ def at_rate(
 def predictor(
     x: torch.Tensor, ids: torch.Tensor | None
 ) -> Callable[[Way, float], tuple[torch.Tensor, float]]:
-    """What gives a way's prediction of x and its bits, by the step that the rest is quantized with."""
+    """A function from the quantization step to a way's prediction of x and the prediction's bits."""
 
     @cache
     def by_tokens(which: str) -> tuple[torch.Tensor, float]:
@@ -273,7 +275,7 @@ def predictor(
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor | None]]:
-    """File, kind, fp32 `[R, C]` and the token ids of the rows, where the file has any."""
+    """File, kind, fp32 `[R, C]` and the token ids of the rows, or None if the file has none."""
     for file in sorted(folder.glob("boundaries-step*.safetensors")):
         found = load_file(file)
         for name, x in sorted(found.items()):
@@ -282,12 +284,12 @@ def tensors(folder: Path) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor
                 ids = found.get("tokens")
                 rows = x.reshape(-1, x.shape[-1]).float()
                 own = None if ids is None else (ids[:, :-1] if kind == "activation" else ids[:, 1:]).flatten()
-                # Gradients lie near 1e-5: in a range that fp32 has room around.
+                # Gradients lie near 1e-5: scale them away from fp32's lower end.
                 yield file.name, kind, rows / rows.abs().max(), own
 
 
 def product(x: torch.Tensor, rate: float) -> tuple[float, float]:
-    """The same of `trellis-R`."""
+    """Bits per element and relative error of `trellis-R`."""
     which, spec = codec(f"trellis-{rate}"), TensorSpec(x.dtype, tuple(x.shape))
     packed = which.encode(x)
     error = (which.decode(packed, spec) - x).double().norm() / x.double().norm()
@@ -295,7 +297,7 @@ def product(x: torch.Tensor, rate: float) -> tuple[float, float]:
 
 
 def measure(folder: Path, ways: tuple[Way, ...] = WAYS) -> dict[str, Any]:
-    """A row a way, file, kind and rate, and how many rows have an earlier one of their token."""
+    """Results by way, file, kind and rate, and the share of rows whose token occurs earlier."""
     found: dict[tuple[str, str, str, float], list[tuple[float, float]]] = {}
     shares = []
     for file, kind, x, ids in tensors(folder):

@@ -1,10 +1,10 @@
-"""What codecs cost in loss: small models, the same text and seeds, one run for each pair of codecs.
+"""Loss of small models by codec pair: the same text and seeds, one run per pair.
 
     python -m scripts.experiments.codec_loss --data TEXT
 
-Each run is the product itself, a coordinator and four nodes on loopback, 300 steps. A run's figure is the
-mean loss of its last 20 steps; beside it stands the held-out loss of its final weights, without codecs. Runs
-are written to `--out` as they end; runs there that were made with the same settings are not made again.
+Each run is a real one: a coordinator and four nodes on loopback, 300 steps. Reported are the mean loss of the
+last 20 steps and the held-out loss of the final weights, without codecs. Each run is written to `--out` when
+it ends; runs that are already there with the same settings are skipped.
 """
 
 import argparse
@@ -65,7 +65,7 @@ WIDTHS: dict[int, dict[str, Any]] = {
     128: {"model.hidden": 128, "model.heads": 4, "model.kv_heads": 2, "model.ffn": 352},
     256: {"model.hidden": 256, "model.heads": 8, "model.kv_heads": 4, "model.ffn": 688},
 }
-"""Noise in a tensor weighs more where fewer channels carry it, so more than one width is measured."""
+"""Quantization noise costs more in narrow models, so more than one width is measured."""
 
 
 def main() -> int:
@@ -85,7 +85,7 @@ def main() -> int:
         key = (width, forward, backward, seed)
         if key in made:
             continue
-        # Written after each run: they take minutes.
+        # Write after each run: one takes minutes.
         report["runs"].append(_run(report["settings"], arguments.data, *key))
         _write(arguments.out, report)
     _print(report)
@@ -97,7 +97,7 @@ def _key(run: dict[str, Any]) -> tuple[int, str, str, int]:
 
 
 def _open_report(path: Path, data: Path, steps: int) -> dict[str, Any]:
-    """The report to go on with if its runs were made as these would be, else a new one."""
+    """The report in `path` if it has the same settings, to add runs to; else a new one."""
     settings = {**SETTINGS, "run.steps": steps, "run.snapshot_every": steps}
     report: dict[str, Any] = {
         "experiment": "codec_loss",
@@ -127,7 +127,7 @@ def _open_report(path: Path, data: Path, steps: int) -> dict[str, Any]:
 def _run(
     settings: dict[str, Any], data: Path, width: int, forward: str, backward: str, seed: int
 ) -> dict[str, Any]:
-    """One run of the product, from an empty directory that is removed afterwards."""
+    """One run, in a directory that is removed afterwards."""
     overrides = [
         *(f"{key}={value}" for key, value in {**settings, **WIDTHS[width]}.items()),
         f"run.seed={seed}",
@@ -176,7 +176,7 @@ def _outcome(losses: list[float], held_out: float, summary: RunSummary) -> dict[
 
 
 def _held_out_loss(overrides: list[str], snapshot: Path) -> float:
-    """Loss of a snapshot's weights, unsplit, over windows spread evenly through the held-out text."""
+    """Loss of a snapshot's weights in the unsplit model, over evenly spaced windows of the held-out text."""
     config = load_config(demo_file(), overrides)
     corpus = _corpus(config.data, config.model.sequence, config.training.global_batch)
     trainer = ReferenceTrainer(config, corpus)
@@ -188,12 +188,12 @@ def _held_out_loss(overrides: list[str], snapshot: Path) -> float:
 
 @cache
 def _corpus(data: DataSection, sequence: int, global_batch: int) -> Corpus:
-    """The text, read once; which of it is held out does not depend on the seed."""
+    """The text, read once; the held-out part does not depend on the seed."""
     return Corpus.load(data, sequence=sequence, global_batch=global_batch, seed=0)
 
 
 def _print(report: dict[str, Any]) -> None:
-    """Each run's loss, and how far it is from the uncompressed run of the same width and seed."""
+    """Print each run's loss and its distance from the uncompressed run of the same width and seed."""
     losses = {_key(run): run["loss_last"] for run in report["runs"]}
     for (width, forward, backward, seed), loss in losses.items():
         base = losses.get((width, *BASELINE, seed))
@@ -203,7 +203,7 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _write(path: Path, report: dict[str, Any]) -> None:
-    """Each run's losses stand on one line: the file is for people too."""
+    """Write the report with each run's losses on one line, so that people can read the file."""
     losses = [run["losses"] for run in report["runs"]]
     marked = {
         **report,

@@ -1,20 +1,20 @@
-"""What codecs cost in loss at 124 million parameters: GPT-2 small's size on books, in GPT-2's BPE, on GPUs.
+"""Loss by codec at 124 million parameters (the size of GPT-2 small), on books in GPT-2's BPE, on GPUs.
 
     python -m scripts.experiments.convergence --tokens DIR [--gpus 0 1 2 3] [--only NAME ...]
 
-The product's model, optimizer and codecs in the unsplit trainer, with a codec at each boundary of a 4-stage
-pipeline: after blocks 3, 6 and 9, both ways. `DIR` holds books-train.npy and books-valid.npy, token ids as
-uint16. Each GPU takes one run after the other, or several at once; each run is written to `--parts` as it
-ends, and what is there already is not made again.
+The unsplit reference trainer with thinwire's model, optimizer and codecs, and a codec at each boundary of a
+4-stage pipeline: after blocks 3, 6 and 9, in both directions. `DIR` holds books-train.npy and
+books-valid.npy, token ids as uint16. Each GPU does its runs one after the other, or several at once. Each run
+is written to `--parts` when it ends; runs that are already there are skipped.
 
 Suites (65,536 tokens a step, AdamW, bf16 autocast):
 
     pass      310 steps, 20.3 million tokens, less than one pass over the text
-    long      900 steps, 59 million tokens, two passes and a half
-    epochs    310 steps over a part of the text that is seen four times: AQ-SGD sends changes of what it sent
+    long      900 steps, 59 million tokens, two and a half passes
+    epochs    310 steps over a part of the text that is seen four times, so that AQ-SGD can send changes
     backward  310 steps with 4-bit gradients, activations in fp16
-    memory    310 steps with activations, gradients, moments or weights in few bits; boundaries uncompressed
-              but in one run; eight microbatches a step, over which gradients add up
+    memory    310 steps with activations, gradients, moments or weights in few bits, boundaries uncompressed
+              in all runs but one; gradients accumulate over eight microbatches a step
     memory-long    the same over 900 steps
 """
 
@@ -72,15 +72,15 @@ from wire.version import VERSION
 
 OUT = RESULTS / "convergence.json"
 REMEMBERED = torch.bfloat16
-"""What both ends of a boundary hold in the codec `aqsgd-b`, for which `Boundaries` stands in."""
+"""Dtype of the `aqsgd-b` codec's sample cache, which `Boundaries` imitates."""
 RUNS_A_GPU = "THINWIRE_RUNS_A_GPU"
-"""Tells a run's process how many there are beside it."""
+"""Environment variable that tells a run's process how many runs share its GPU."""
 
 
 class Windows:
-    """Fixed windows of the text in a new order each pass; stands for `node.training.data.Corpus`.
+    """Fixed windows of the text in a new order each pass; used in place of `node.training.data.Corpus`.
 
-    A window's place in the text never changes, so that AQ-SGD may know a sample again.
+    A window's position in the text never changes, so AQ-SGD meets the same samples again.
     """
 
     def __init__(self, tokens: np.ndarray, *, limit: int | None, seed: int) -> None:
@@ -113,7 +113,7 @@ def windows(tokens: np.ndarray, samples: np.ndarray) -> np.ndarray:
 
 
 class Boundaries:
-    """What a link does to the tensors of a run; measures the relative error that it makes on the way."""
+    """Apply the codecs to the boundary tensors of a run and measure their relative error."""
 
     def __init__(self, run: Run, text: Windows) -> None:
         self._codecs = {
@@ -125,9 +125,9 @@ class Boundaries:
         self._kept: dict[int, Tensor] = {}
         self._seen: dict[int, Tensor] = {}
         self.error: dict[str, float] = {}
-        """Relative error of a late tensor, by direction and boundary."""
+        """Relative error of a tensor late in the run, by direction and boundary."""
         self.open = False
-        """Let everything pass as it is."""
+        """Switch the codecs off."""
 
     def __call__(self, tensor: Tensor, key: TensorKey) -> Tensor:
         if self.open:
@@ -141,7 +141,7 @@ class Boundaries:
         return arrived
 
     def _through_cache(self, tensor: Tensor, key: TensorKey) -> Tensor:
-        """AQ-SGD: the first time bf16, then the quantized change of what the receiver holds, in bf16."""
+        """AQ-SGD: bf16 the first time, then the quantized change from the cached tensor, which is bf16."""
         first = key.microbatch * len(tensor)
         samples = torch.from_numpy(self._text.samples(key.step)[first : first + len(tensor)]).to(
             tensor.device
@@ -164,7 +164,7 @@ class Boundaries:
 
 
 def _change(name: str) -> Callable[[Tensor], Tensor]:
-    """What sending a tensor with this codec makes of it."""
+    """A function that encodes and decodes a tensor with this codec."""
     if name == NAIVE:
         return _naive
     if name.startswith("aqsgd-"):
@@ -174,7 +174,7 @@ def _change(name: str) -> Callable[[Tensor], Tensor]:
     def change(tensor: Tensor) -> Tensor:
         spec = TensorSpec(tensor.dtype, tuple(tensor.shape))
         packed = chosen.pack(tensor.contiguous())
-        # The bytes stay on the GPU and need no checksum, so their header is not read with `open`.
+        # Decode on the GPU without `open`, which checks a checksum on the host.
         exponent = int(packed[EXPONENT].view(torch.int32).item())
         if exponent == NON_FINITE:
             raise NonFiniteError(f"a tensor for {name} is not finite")
@@ -206,7 +206,7 @@ def make_trainer(
             **training,
         ),
         storage=StorageSection(**storage),
-        # Of the stages that there are, and not of what a measured window would hold.
+        # For the run's stages; a window has not been measured here.
         pipeline=PipelineSection(stages=STAGES, split=BLOCKS, window=0),
     )
     validate(config, run.name)
@@ -225,7 +225,7 @@ def make_trainer(
 
 
 def train(run: Run, tokens: Path, out: Path) -> None:
-    """Make one run and write it to `out`, a folder."""
+    """Do one run and write its result to the folder `out`."""
     text = Windows(
         np.load(tokens / "books-train.npy", mmap_mode="r"),
         limit=EPOCH_WINDOWS if run.suite == "epochs" else None,
@@ -276,7 +276,7 @@ def train(run: Run, tokens: Path, out: Path) -> None:
 
 
 class Dealer:
-    """Deals runs to GPUs, a process each."""
+    """Assigns runs to GPUs; each run is a process."""
 
     def __init__(self, runs: list[Run], command: list[str], parts: Path, until: float) -> None:
         self._left = runs
@@ -285,18 +285,18 @@ class Dealer:
         self._until = until
         self._lock = threading.Lock()
         self._a_step = 0.0
-        """The longest that a run's step has taken, its start shared between its steps."""
+        """Longest seconds per step of the runs so far, their start-up included."""
         self.failed = False
 
     def serve(self, gpu: int, beside: int) -> None:
-        """Make runs on this GPU until none is left, `beside` of them at a time."""
+        """Do runs on this GPU until none is left, `beside` of them at a time."""
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu), RUNS_A_GPU: str(beside)}
         while (run := self._next()) is not None:
             began = time.monotonic()
             code = subprocess.run([*self._command, "--worker", run.name], env=environment).returncode
             with self._lock:
                 self._a_step = max(self._a_step, (time.monotonic() - began) / run.steps)
-                # The runs after it are worth having all the same; its own absence is seen.
+                # Go on with the other runs; the report shows that this one is missing.
                 self.failed |= code != 0
 
     def _next(self) -> Run | None:
@@ -363,7 +363,7 @@ def main() -> int:
 
 
 def gather(parts: Path, out: Path) -> None:
-    """One report of all runs that ended; those of an earlier report that were not made again stay in it."""
+    """One report of all finished runs, with the runs of the earlier report that were not repeated."""
     fields = set(Run.__dataclass_fields__)
 
     def name(record: dict[str, Any]) -> str:
@@ -393,7 +393,7 @@ def gather(parts: Path, out: Path) -> None:
         "validation_windows": VALIDATION_WINDOWS,
         "runs": kept,
     }
-    # A run a line: the file is for people too.
+    # One run per line, so that people can read the file.
     text = json.dumps({**report, "runs": []}, indent=1)
     lines = ",\n  ".join(json.dumps(record) for record in kept)
     out.write_text(text.replace('"runs": []', f'"runs": [\n  {lines}\n ]') + "\n", encoding="utf-8")

@@ -21,13 +21,13 @@ MODEL = ModelSection(
     sequence=SEQUENCE,
     tied=True,
 )
-"""124 million parameters; GPT-2's 50,257 tokens, and as many unused ones as make a round number."""
+"""124 million parameters; GPT-2's 50,257 tokens, padded to a round number."""
 EPOCH_WINDOWS = 4960
-"""Of the suite `epochs`: 310 steps see each of them four times."""
+"""Windows of the suite `epochs`: 310 steps see each of them four times."""
 VALIDATION_WINDOWS = 256
 MEMORY_SUITES = ("memory", "memory-long")
 NAIVE = "naive-4"
-"""4 bits, symmetric, one scale for the whole tensor: what the paper calls naive."""
+"""4 bits, symmetric, one scale for the whole tensor: the paper's naive quantizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Run:
     steps: int = 310
     seed: int = 0
     memory: str = "plain"
-    """What the node keeps in few bits: one of `MEMORY`."""
+    """What a node stores in few bits: a key of `MEMORY`."""
 
     @property
     def name(self) -> str:
@@ -127,6 +127,6 @@ RUNS = (
         for way in ("three-by-stage", "compact", "activations", "all-4")
         for seed in (0, 1, 2)
     ),
-    # How far runs that differ in their seed alone lie apart: three lay too close to tell.
+    # More seeds show how far runs differ by their seed alone.
     *(Run(suite="memory-long", forward="fp32", backward="fp32", seed=seed, steps=900) for seed in (3, 4)),
 )

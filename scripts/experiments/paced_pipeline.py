@@ -1,4 +1,4 @@
-"""Measure the steps of a pipeline over shaped relays, with blocks that take a set time."""
+"""Measure the steps of a pipeline over shaped relays, with blocks that wait for a set time."""
 
 import asyncio
 import os
@@ -38,7 +38,7 @@ FORWARD_SECONDS, BACKWARD_SECONDS = 0.020, 0.040
 
 
 def tensor_bytes(name: str) -> int:
-    """A packed boundary tensor of one microbatch in its frames."""
+    """Bytes of the frames that carry one microbatch's packed boundary tensor."""
     size = codec(name).packed_bytes(TensorSpec(torch.float32, (1, 1024, 512)))
     return size + HEADER_BYTES * -(-size // PAYLOAD_BYTES)
 
@@ -49,7 +49,7 @@ def floor(
     rate: float,
     costs: events.StepCosts | None = None,
 ) -> float:
-    """Seconds of a step, nothing faster being possible; with the compute times of `costs` if given."""
+    """Lower bound on a step in seconds, with the measured compute times of `costs` if given."""
     forward, backward = [FORWARD_SECONDS] * STAGES, [BACKWARD_SECONDS] * STAGES
     if costs is not None:
         forward = [stage.seconds["forward"] / arguments.microbatches for stage in costs.stages]
@@ -67,14 +67,14 @@ def floor(
 
 
 SCRIPT = "scripts.experiments.pipeline_floor"
-"""The module that starts a node, also in the checkout of another commit."""
+"""The module that starts a node; a checkout of another commit has it too."""
 START_SECONDS = 120.0
 STEP_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of the steps that count, and their floors with the compute times measured in them."""
+    """Seconds of the counted steps, and each step's floor from the compute times measured in it."""
 
     steps: list[float]
     floors: list[float]
@@ -191,13 +191,13 @@ def _free_port() -> int:
 
 
 NODE = "node"
-"""The script's first argument when it is to be a node."""
+"""The script's first argument when it runs as a node."""
 TIMES = "THINWIRE_STAND_IN_SECONDS"
-"""The environment's variable with the seconds of a block, forward and backward."""
+"""Environment variable with a block's seconds, forward and backward."""
 
 
 def node(token: str, listen: str, advertise: str, directory: str) -> int:
-    """`thinwire join` with blocks that take a set time and compute nothing."""
+    """`thinwire join` with blocks that wait for a set time and compute nothing."""
     from node.config.join_options import JoinOptions
     from node.model import blocks
     from node.processes.node import run_node
@@ -212,7 +212,7 @@ def node(token: str, listen: str, advertise: str, directory: str) -> int:
 
 
 class _Paced(torch.autograd.Function):
-    """The identity, which takes a set time each way and gives its parameters gradients of zero."""
+    """The identity, which waits in each direction and gives its parameters zero gradients."""
 
     @staticmethod
     def forward(ctx: Any, seconds: tuple[float, float], x: torch.Tensor, *weights: torch.Tensor) -> Any:
@@ -232,6 +232,7 @@ class _Paced(torch.autograd.Function):
 
 
 def _sleep_until(moment: float) -> None:
+    # Sleep on the compute thread, as a kernel would hold it; the node's event loop runs on another thread.
     if (pause := moment - time.perf_counter()) > 0:
         time.sleep(pause)
 

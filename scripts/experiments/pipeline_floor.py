@@ -1,19 +1,19 @@
-"""The share of the physical floor that a pipeline reaches, by bandwidth and round trip.
+"""Efficiency of a pipeline (lower bound on step time / measured), by bandwidth and round trip.
 
     python -m scripts.experiments.pipeline_floor --out scripts/results/pipeline_floor.json
 
-Each run is the product itself: a coordinator and four nodes as processes, joined by a join line, mutual TLS
-and all. Only the machine is simulated: every link passes a relay (shaped_relay.py) whose rate and delay
-change during the run, and blocks compute nothing but take a set time, so that four stages fit on two cores
-and the floor is known. Steps just after a change are not counted.
-The floor is `node.pipeline.floor`'s, from the frames' bytes, the relay's rate and the compute times: once
-those that were set, and once those that the stages measured in the very same steps, which are longer where
-other work on the machine kept them from a core.
+Each run is a real one: a coordinator and four node processes, with a join line and mutual TLS. Links and
+compute are simulated: every link passes a relay (shaped_relay.py) whose rate and delay change during the run,
+and blocks wait for a set time instead of computing, so that four stages fit on two cores and the lower bound
+is known. Steps just after a change are not counted.
+`node.pipeline.floor` gives the lower bound from the frames' bytes, the relay's rate and the compute times.
+It is computed with the set times and with those measured in the same steps, which are longer if other
+processes use the cores.
 
 `--simulate` measures nothing: it plans the windows from the same times and rates and simulates the schedule,
-so it gives what the plan is worth where nothing else disturbs. Both may be merged into one report.
+which gives the efficiency without disturbances. `--merge` joins both into one report.
 
-`--before CHECKOUT` measures another commit of the program too, right before this one, window by window.
+`--before CHECKOUT` also measures another commit, alternating with this one window by window.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def main() -> int:
     if arguments.merge:
         merge(arguments.merge, arguments.out)
         return 0
-    # As Ctrl-C: a time limit must not leave the processes of the run behind.
+    # Handle SIGTERM as Ctrl-C, so that a time limit ends the run's processes too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     shapes = list(itertools.product(arguments.round_trips, arguments.rates))
     if arguments.simulate:
@@ -152,7 +152,7 @@ def write(arguments: argparse.Namespace, results: Sequence[dict[str, Any]]) -> N
 
 
 def merge(paths: Sequence[Path], out: Path) -> None:
-    """One report of several that ran with the same settings on the same machine."""
+    """Join reports that have the same settings and machine."""
     documents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     heads = [{key: value for key, value in document.items() if key != "results"} for document in documents]
     if any(head != heads[0] for head in heads):
@@ -168,7 +168,7 @@ def head(checkout: Path) -> str:
 
 
 def simulated(arguments: Namespace, shapes: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
-    """What window 0 and the planned windows give under each (round trip, rate), if nothing else happens."""
+    """Simulated efficiency of window 0 and of the planned windows at each (round trip, rate)."""
     found = []
     for round_trip, rate in shapes:
         link = LinkRate(up=rate * 1e6 / 8, down=rate * 1e6 / 8, latency=round_trip / 2e3)

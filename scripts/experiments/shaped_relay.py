@@ -1,10 +1,10 @@
-"""A TCP relay with a rate and a delay: a slow link on one machine, without privileges.
+"""A TCP relay with a rate and a delay: a slow link on one machine, without root.
 
-Threads and blocking sockets, so that it keeps no event loop busy and Python's lock is free while bytes move.
-All connections through one relay share its rate, in each direction separately; a byte leaves `delay` seconds
-after its turn on the wire. What is accepted ahead of the wire is bounded, so senders feel the rate as they
-would at a network interface with a short queue. TCP itself ends at the relay: losses and congestion control
-over the delay are not simulated, HTTP/2's and thinwire's own windows are.
+It uses threads and blocking sockets, which release Python's lock while bytes move and need no event loop.
+All connections through one relay share its rate, separately in each direction; a byte is delivered `delay`
+seconds after it was sent on the simulated wire. The relay's queue is bounded, so senders are slowed down as
+by a network interface with a short queue. TCP ends at the relay: losses and congestion control over the delay
+are not simulated; flow control of HTTP/2 and of thinwire acts over the delay as usual.
 
     with ShapedRelay(target_port, rate=12.5e6, delay=0.05) as relay:
         connect to relay.port; relay.shape(rate=3.75e6, delay=0.0) at any time
@@ -20,15 +20,15 @@ from types import TracebackType
 from typing import Self
 
 QUEUE_SECONDS = 0.02
-"""Bytes that wait for their turn on the wire, as a time at the rate."""
+"""Length of the queue in front of the wire, in seconds at the rate."""
 SLICE_SECONDS = 0.002
-"""One turn on the wire, as a time at the rate; connections take turns."""
+"""Length of one slice, in seconds at the rate; connections take turns slice by slice."""
 LEAST_SLICE = 4096
 MOST_SLICE = 256 * 1024
 
 
 class Wire:
-    """One direction: when a slice has its turn, and when it is delivered. Thread-safe."""
+    """One direction: schedules when a slice is sent and delivered. Thread-safe."""
 
     def __init__(self, rate: float, delay: float) -> None:
         self.rate = rate
@@ -42,7 +42,7 @@ class Wire:
         return max(LEAST_SLICE, min(MOST_SLICE, int(self.rate * SLICE_SECONDS)))
 
     def book(self, size: int) -> tuple[float, float]:
-        """The end of the slice's turn, and when it comes out at the far end; seconds of `time.monotonic`."""
+        """When the slice is sent completely and when it is delivered, in seconds of `time.monotonic`."""
         with self._lock:
             self._free_at = max(self._free_at, time.monotonic()) + size / self.rate
             self.carried += size
@@ -72,7 +72,7 @@ class ShapedRelay:
         self._threads: list[threading.Thread] = []
 
     def shape(self, *, rate: float, delay: float) -> None:
-        """From now on; what is on its way keeps its time."""
+        """Change rate and delay for new slices; slices on their way keep their time."""
         for wire in (self.up, self.down):
             wire.rate, wire.delay = rate, delay
 
@@ -112,7 +112,7 @@ class ShapedRelay:
 
     @staticmethod
     def _take(source: socket.socket, wire: Wire, pipe: _Pipe) -> None:
-        """Read no faster than the wire carries, but for a short queue."""
+        """Read at the wire's rate, at most a short queue ahead."""
         while True:
             try:
                 data = source.recv(wire.slice_bytes)

@@ -1,13 +1,13 @@
-"""What stored activations cost in loss, and in each gradient: small models, the same text and seeds.
+"""Loss and gradient error caused by packed stored activations: small models, the same text and seeds.
 
     OMP_NUM_THREADS=1 python -m scripts.experiments.stored_activations --data TEXT
 
-Losses are those of the unsplit trainer without codecs, one run for each way and seed; beside the mean loss of
-the last steps stands that of the final weights on text held out. Forward is the same in every way, so only
-what backward reads differs. Gradient errors are taken in the first run's trained model, one microbatch, each
-kind alone: the gradient computed from what was stored against that computed from what was not, with the same
-upstream gradient, over all blocks (as AGoQ's table 13, arXiv 2605.00539). Runs are written as they end; runs
-that are there, made with the same settings, are not made again.
+Losses are from the unsplit trainer without codecs, one run for each way and seed: the mean of the last steps,
+and the held-out loss of the final weights. The forward pass is the same in every way; only the tensors that
+backward reads differ. Gradient errors are measured in the first run's trained model, on one microbatch, one
+kind of tensor at a time: the gradient from packed tensors against the one from exact tensors, with the same
+upstream gradient, over all blocks (as AGoQ's table 13, arXiv 2605.00539). Each run is written when it ends;
+runs that are already there with the same settings are skipped.
 """
 
 import argparse
@@ -131,7 +131,7 @@ def _report(path: Path, data: Path, steps: int) -> dict[str, Any]:
 
 
 def gone_on_with(path: Path, report: dict[str, Any], same: tuple[str, ...]) -> dict[str, Any]:
-    """What is recorded already, if these of its entries are `report`'s; else `report`."""
+    """The report in `path` if these entries of it equal those of `report`; else `report`."""
     if path.exists():
         before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if all(before[key] == json.loads(json.dumps(report[key])) for key in same):
@@ -143,7 +143,7 @@ def gone_on_with(path: Path, report: dict[str, Any], same: tuple[str, ...]) -> d
 
 
 class _Taken:
-    """Inputs and upstream gradients of every step of a plain block."""
+    """Inputs and upstream gradients of every operation in a plain block."""
 
     def __init__(self, block: LlamaBlock) -> None:
         self.block = block
@@ -211,7 +211,7 @@ def gradient_errors(trainer: ReferenceTrainer, rows: Tensor) -> list[dict[str, A
 
 
 def _pairs(taken: _Taken, bits: int) -> list[tuple[str, Tensor, Tensor]]:
-    """(name, gradient from stored tensors, gradient from the tensors themselves)."""
+    """(name, gradient from packed tensors, gradient from exact tensors) of every kind."""
     block = taken.block
 
     def stored(x: Tensor) -> Tensor:
@@ -258,7 +258,7 @@ def _pairs(taken: _Taken, bits: int) -> list[tuple[str, Tensor, Tensor]]:
 
 
 def _by_tokens(heads: Tensor, stored: Callable[[Tensor], Tensor]) -> Tensor:
-    """Heads stored in blocks along the channels of a token, as a block of the model stores them."""
+    """Pack heads in blocks along the channels of a token, as the model does."""
     flat = stored(heads.transpose(1, 2).flatten(2))
     return torch.unflatten(flat, 2, (heads.shape[1], -1)).transpose(1, 2)
 

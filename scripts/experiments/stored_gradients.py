@@ -1,10 +1,10 @@
-"""What 4 bits cost each gradient, by the model's width: small trained models, the same text.
+"""Error of each gradient with activations in 4 bits, by model width: small trained models, the same text.
 
     python -m scripts.experiments.stored_gradients --data TEXT [--widths 128 256 512 1024] [--steps 150]
 
-For each width a model is trained without storing anything in few bits; then the errors of its gradients are
-taken as in `stored_activations`: one microbatch, each kind alone (AGoQ's table 13, arXiv 2605.00539).
-Widths are written as they end; those that are there, made with the same settings, are not made again.
+For each width a model is trained with exact activations; then the errors of its gradients are measured as in
+`stored_activations`: one microbatch, one kind of tensor at a time (AGoQ's table 13, arXiv 2605.00539).
+Each width is written when it ends; widths that are already there with the same settings are skipped.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from node.training.data import Corpus
 from node.training.reference import ReferenceTrainer
 from scripts.report import RESULTS
 
-# Run with `-m`, or by its path: the other script is found either way.
+# Find the other script whether this one is run with `-m` or by its path.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from scripts.experiments.stored_activations import gone_on_with, gradient_errors

@@ -2,17 +2,17 @@
 
     OMP_NUM_THREADS=1 python -m scripts.experiments.tah_ablation
 
-The settings are those of the paper's ablations (TAH-Quant, section 5.3 and appendices E and F): what they did
-to the loss there, they do to the error here. Reads boundaries-step*.safetensors (`activation.*`, `gradient.*`
+The settings are those of the paper's ablations (TAH-Quant, section 5.3 and appendices E and F). The paper
+reports losses; this script reports errors. Reads boundaries-step*.safetensors (`activation.*`, `gradient.*`
 and `tokens`) from `--data`, THINWIRE_DATA or ../shared/data.
 
-Bits are true ones: payload, metadata and the 64 bytes of header. Error is the norm of the difference over the
-norm of the tensor, in fp64. With the product's settings the quantizer here must give the product's own
-values, bit for bit, or nothing is measured. `outlier` tensors are the activations with one channel in 96
-made 20 times larger, as large pretrained models have them and these do not. *Off centre* are the activations
-with a share of each tile's own standard deviation added to all of the tile: the transform gathers what a tile
-has in common in one element, 8 times as large, so whether it helps depends on that share. The report says how
-large it is in the tensors themselves (`mean_over_deviation`).
+Bits are true ones: payload, metadata and the 64-byte header. Error is the norm of the difference over the
+norm of the tensor, in fp64. The script first checks that with the default settings its quantizer gives the
+values of the `tah` codec bit for bit. `outlier` tensors are the activations with every 96th channel made 20
+times larger, as in large pretrained models; the models measured here have no such channels. *Off centre* are
+the activations with a share of each tile's standard deviation added to all of the tile: the Hadamard
+transform gathers a tile's mean in one element, 8 times as large, so its benefit depends on that share. The
+report gives the share in the real tensors (`mean_over_deviation`).
 """
 
 import argparse
@@ -46,16 +46,16 @@ SEED = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The defaults are the product's `tah`."""
+    """Settings of the quantizer; the defaults are those of the `tah` codec."""
 
     tile: int = 64
     tau: float = 2.0
     high_bits: int = 4
     low_bits: int = 3
     share: float = 0.8
-    """Of the tiles that get `high_bits`."""
+    """Share of the tiles that get `high_bits`."""
     choose: str = "entropy"
-    """Which tiles get them: of the highest `entropy`, of the largest `range`, or at `random`."""
+    """Which tiles get `high_bits`: those of highest `entropy`, of largest `range`, or `random` ones."""
 
     @property
     def name(self) -> str:
@@ -66,7 +66,7 @@ class Setting:
         return f"tile {self.tile}, tau {tau}, {split}, by {self.choose}"
 
     def bits(self, elements: int) -> float:
-        """True bits an element. What a setting never needs is not counted: flags, pivots."""
+        """True bits per element. Flags and pivots that a setting never uses are not counted."""
         tiles = elements // self.tile
         high = round(self.share * tiles)
         codes = self.tile * (high * self.high_bits + (tiles - high) * self.low_bits)
@@ -77,7 +77,7 @@ class Setting:
 
 DEFAULT = Setting()
 GAPS = 6 * 16
-"""Bytes that the alignment of the product's sections may add, which are not counted here."""
+"""Most bytes that the alignment of the codec's sections adds, which are not counted here."""
 TABLES: dict[str, list[Setting]] = {
     "tile": [Setting(tile=tile) for tile in (8, 16, 32, 64, 128)],
     "tau": [Setting(tau=tau) for tau in (0.0, 2.0, 4.0, math.inf)],
@@ -114,7 +114,7 @@ def quantize(x: torch.Tensor, setting: Setting) -> torch.Tensor:
 
 
 def _chosen(y: torch.Tensor, setting: Setting) -> torch.Tensor:
-    """Flags of the tiles that get `high_bits`; among equals the lower index."""
+    """Flags of the tiles that get `high_bits`; ties go to the lower index."""
     tiles = y.shape[0]
     if setting.choose == "entropy":
         _, exponent = torch.frexp(y.abs().amax(1).clamp_min(2.0**-63))
@@ -184,7 +184,7 @@ def mean_over_deviation(x: torch.Tensor) -> list[float]:
 
 
 def off_centre_rows(tensors: list[torch.Tensor]) -> Iterator[dict[str, Any]]:
-    """Errors over the norm of the tensors as they were, which an offset does not change."""
+    """Errors over the norm of the tensors without the offset."""
     for share in OFFSETS:
         moved = [off_centre(x, share) for x in tensors]
         for tau in OFFSET_TAUS:
@@ -217,7 +217,7 @@ def row(group: str, name: str, kind: str, tensors: list[tuple[float, float]]) ->
 
 
 def check_default(tensors: list[torch.Tensor]) -> None:
-    """The quantizer of this file, so set, is the product's."""
+    """Check that this file's quantizer with the default settings gives the values and bits of `tah`."""
     tah = codec("tah")
     for x in tensors:
         spec = TensorSpec(x.dtype, tuple(x.shape))
@@ -240,7 +240,7 @@ def codec_rows(kind: str, tensors: list[torch.Tensor]) -> Iterator[dict[str, Any
 
 
 def aqsgd_rows(files: list[dict[str, torch.Tensor]], gap: str) -> Iterator[dict[str, Any]]:
-    """Activations of the newest file against those of the oldest, if both have seen the same tokens."""
+    """Compare the activations of the newest file with the oldest's, if both are of the same tokens."""
     first, last = files[0], files[-1]
     names = sorted(name for name in last if name.startswith("activation"))
     if len(files) < 2 or not torch.equal(first["tokens"], last["tokens"]):
@@ -309,7 +309,7 @@ def main() -> int:
         "mean_over_deviation": {"quantiles": QUANTILES, **centres},
         "results": rows,
     }
-    # One line a result.
+    # One result per line.
     lines = json.dumps(report, indent=1).replace("\n   ", " ").replace("\n  }", " }")
     arguments.json.write_text(lines + "\n")
     return 0
