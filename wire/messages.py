@@ -5,7 +5,7 @@ applied steps.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from wire.identity.enrolment import Hardware, Refusal
@@ -61,12 +61,18 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class Vote:
-    """Ready to commit: squared gradient norms by layer unit, and the mean loss from the last stage."""
+    """Ready to commit: squared gradient norms by layer unit, and the mean loss from the last stage.
+
+    Norms are of the sum over all gradient groups, so they are the same in every row.
+    """
 
     epoch: int
     step: int
     norms: Mapping[int, float]
     loss: float | None
+    """None if a run has several gradient groups."""
+    group_losses: Mapping[int, float] = field(default_factory=dict)
+    """From the last stage with several groups: by group of its row, the group's part of the mean loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +101,8 @@ class StepFailed:
     message: str
     peer_stage: int = -1
     """The neighbour at fault, for `FailureKind.PEER`."""
+    peer_replica: int = 0
+    """Its row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +151,24 @@ class PlacedStage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlacedRow:
+    """A row of the grid: a whole pipeline."""
+
+    stages: tuple[PlacedStage, ...]
+    groups: tuple[int, ...]
+    """The gradient groups that it computes, a contiguous run."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Placement:
     epoch: int
     stage: int
     stages: tuple[PlacedStage, ...]
+    """Of the node's own row."""
+    replica: int = 0
+    """The node's own row."""
+    rows: tuple[PlacedRow, ...] = ()
+    """Empty: one row, with all groups. Nodes of one stage in different rows sum their gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)

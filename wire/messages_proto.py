@@ -5,6 +5,7 @@ message makes sense in the run is for the state machines to decide.
 """
 
 import math
+from collections.abc import Iterable
 
 from wire.errors import ProtocolViolationError, RefusalCode
 from wire.identity.enrolment import Hardware, Refusal
@@ -23,6 +24,7 @@ from wire.messages import (
     Leave,
     NodeMessage,
     Placed,
+    PlacedRow,
     PlacedStage,
     Placement,
     Prefetch,
@@ -110,6 +112,10 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
                     ],
                     loss=message.loss if message.loss is not None else 0.0,
                     has_loss=message.loss is not None,
+                    group_losses=[
+                        control_pb2.GroupLoss(group=g, loss=one)
+                        for g, one in sorted(message.group_losses.items())
+                    ],
                 )
             )
         case Applied():
@@ -139,6 +145,7 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
                     kind=control_pb2.FailureKind.Name(message.kind),
                     message=message.message,
                     peer_stage=message.peer_stage,
+                    peer_replica=message.peer_replica,
                 )
             )
         case Heartbeat():
@@ -182,6 +189,7 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
                 step=vote.step,
                 norms={n.unit: _squared(n.squared_norm) for n in vote.norms},
                 loss=vote.loss if vote.has_loss else None,
+                group_losses={one.group: one.loss for one in vote.group_losses},
             )
         case "applied":
             applied = message.applied
@@ -205,6 +213,7 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
                 kind=member(FailureKind, failed.kind),
                 message=line(failed.message),
                 peer_stage=failed.peer_stage,
+                peer_replica=failed.peer_replica,
             )
         case "heartbeat":
             return Heartbeat(
@@ -228,7 +237,12 @@ def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.Coo
                 placement=control_pb2.Placement(
                     epoch=message.epoch,
                     stage=message.stage,
-                    stages=[control_pb2.PlacedStage(**vars(stage)) for stage in message.stages],
+                    stages=_stages_to_proto(message.stages),
+                    replica=message.replica,
+                    rows=[
+                        control_pb2.PlacedRow(stages=_stages_to_proto(row.stages), groups=row.groups)
+                        for row in message.rows
+                    ],
                 )
             )
         case Restore():
@@ -280,18 +294,7 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
                 windows=welcome.windows,
             )
         case "placement":
-            if message.placement.stage >= len(message.placement.stages):
-                raise ProtocolViolationError(
-                    f"stage {message.placement.stage} is not one of {len(message.placement.stages)}"
-                )
-            return Placement(
-                epoch=message.placement.epoch,
-                stage=message.placement.stage,
-                stages=tuple(
-                    PlacedStage(node_id=stage.node_id, address=stage.address)
-                    for stage in message.placement.stages
-                ),
-            )
+            return _placement_from_proto(message.placement)
         case "restore":
             restore = message.restore
             missed = _commit_from_proto(restore.missed) if restore.HasField("missed") else None
@@ -333,6 +336,35 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
             return refusal_from_proto(message.refusal)
         case _:
             raise ProtocolViolationError("the coordinator sent an empty control message")
+
+
+def _stages_to_proto(stages: tuple[PlacedStage, ...]) -> list[control_pb2.PlacedStage]:
+    return [control_pb2.PlacedStage(**vars(stage)) for stage in stages]
+
+
+def _stages_from_proto(stages: Iterable[control_pb2.PlacedStage]) -> tuple[PlacedStage, ...]:
+    return tuple(PlacedStage(node_id=stage.node_id, address=stage.address) for stage in stages)
+
+
+def _placement_from_proto(message: control_pb2.Placement) -> Placement:
+    if message.stage >= len(message.stages):
+        raise ProtocolViolationError(f"stage {message.stage} is not one of {len(message.stages)}")
+    if message.replica >= max(1, len(message.rows)):
+        raise ProtocolViolationError(f"row {message.replica} is not one of {max(1, len(message.rows))}")
+    for row in message.rows:
+        if len(row.stages) != len(message.stages):
+            raise ProtocolViolationError(
+                f"a row has {len(row.stages)} stages, and the node's own {len(message.stages)}"
+            )
+    return Placement(
+        epoch=message.epoch,
+        stage=message.stage,
+        stages=_stages_from_proto(message.stages),
+        replica=message.replica,
+        rows=tuple(
+            PlacedRow(stages=_stages_from_proto(row.stages), groups=tuple(row.groups)) for row in message.rows
+        ),
+    )
 
 
 def _commit_from_proto(message: control_pb2.Commit) -> Commit:

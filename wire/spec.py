@@ -18,6 +18,10 @@ class Direction(IntEnum):
     # Gradient of a tied embedding: the last stage sends its share to the first and gets the sum back.
     TIED_SHARE = 2
     TIED_SUM = 3
+    # Gradients between the rows of a stage (`node.pipeline.gradient_groups`): a node of the tree of groups to
+    # the piece's owner, and the sum of all groups back.
+    SYNC_SHARE = 4
+    SYNC_SUM = 5
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -25,7 +29,8 @@ class TensorKey:
     """The name of one tensor in flight; unique within a run.
 
     `boundary` is the global index of the chunk that lies before the boundary (chunk j feeds chunk j + 1, so
-    its activation and the gradient that comes back both cross boundary j). Zero for tied gradients.
+    its activation and the gradient that comes back both cross boundary j). Zero for tied gradients. Between
+    rows it is the number of the piece, and `microbatch` that of the node of the tree.
     """
 
     epoch: int

@@ -38,6 +38,8 @@ class LinkReport:
     queued_bytes: int = 0
     """Bytes that wait to be sent or acknowledged now."""
     flows: tuple[FlowReport, ...] = ()
+    peer_replica: int = 0
+    """The neighbour's row."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,6 +88,7 @@ def _link_from_proto(link: control_pb2.LinkReport) -> LinkReport:
             )
             for flow in link.flows
         ),
+        peer_replica=link.peer_replica,
     )
 
 

@@ -222,6 +222,7 @@ class LoraSection:
 
 
 Window = int | Literal["auto"]
+Replicas = Window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +250,14 @@ class PipelineSection:
     """Codec of their gradients: the same names, without `aqsgd-b`."""
     cache_gb: float = 4.0
     """With `aqsgd-b`: the most memory, in GB, of a stage's sample cache."""
+    groups: int = 1
+    """Gradient groups of a step's microbatches, which must divide their number. Up to so many rows of nodes
+    share a step; the run's bits depend on `groups` and not on how many rows there are."""
+    sync_codec: str = "fixed-8"
+    """With several groups: codec of each group's gradient and of their sums: `fp32`, `bf16`, `fp16`,
+    `fixed-2` to `-10`, `trellis-2` to `-10`."""
+    replicas: Replicas = "auto"
+    """Rows of nodes, each a whole pipeline: at most this many, and at most `groups`; `auto` is `groups`."""
 
     @property
     def first_window(self) -> int:
@@ -259,6 +268,11 @@ class PipelineSection:
     def remembers(self) -> bool:
         """Whether the forward codec packs changes against a sample cache (AQ-SGD)."""
         return self.forward_codec.startswith("aqsgd-")
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of nodes that a step can be shared among."""
+        return self.groups if self.replicas == "auto" else min(self.groups, self.replicas)
 
 
 @dataclass(frozen=True, kw_only=True)

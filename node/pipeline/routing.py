@@ -9,9 +9,12 @@ from node.pipeline.placement import chunk_units, chunks_of
 from node.pipeline.schedule import Action, Kind, dependencies
 from wire.spec import Direction, TensorKey
 
+BETWEEN_ROWS = -1
+"""In place of a stage: the tensor stays in its stage and goes to another row."""
+
 
 def source_stage(key: TensorKey, stages: int) -> int:
-    """The stage that sends the tensor."""
+    """The stage that sends the tensor, or `BETWEEN_ROWS`."""
     match key.direction:
         case Direction.ACTIVATION:
             return key.boundary % stages
@@ -21,10 +24,12 @@ def source_stage(key: TensorKey, stages: int) -> int:
             return stages - 1
         case Direction.TIED_SUM:
             return 0
+        case Direction.SYNC_SHARE | Direction.SYNC_SUM:
+            return BETWEEN_ROWS
 
 
 def target_stage(key: TensorKey, stages: int) -> int:
-    """The stage that receives the tensor."""
+    """The stage that receives the tensor, or `BETWEEN_ROWS`."""
     match key.direction:
         case Direction.ACTIVATION:
             return (key.boundary + 1) % stages
@@ -34,6 +39,8 @@ def target_stage(key: TensorKey, stages: int) -> int:
             return 0
         case Direction.TIED_SUM:
             return stages - 1
+        case Direction.SYNC_SHARE | Direction.SYNC_SUM:
+            return BETWEEN_ROWS
 
 
 def neighbours(stage: int, stages: int, chunks: int, tied: bool) -> tuple[int, ...]:

@@ -68,6 +68,7 @@ def problems(config: RunConfig) -> list[str]:
         *_stored_blocks(config),
         *_lora(config.lora, config),
         *_pipeline(config.pipeline, config.model.layers),
+        *_groups(config),
         *_codecs(config.pipeline, config.data.shift),
         *_tensors(config),
         *_coordinator(config.coordinator),
@@ -323,8 +324,28 @@ def _pipeline(pipeline: PipelineSection, layers: int) -> Iterator[str]:
         yield f"pipeline.split adds up to {sum(split)} blocks, but model.layers is {layers}"
 
 
+def _groups(config: RunConfig) -> Iterator[str]:
+    pipeline, training = config.pipeline, config.training
+    wrong = list(_at_least(1, {"pipeline.groups": pipeline.groups}))
+    yield from wrong
+    if pipeline.replicas != "auto":
+        yield from _at_least(1, {"pipeline.replicas": pipeline.replicas})
+    microbatches = training.global_batch // training.microbatch if training.microbatch > 0 else 0
+    if microbatches > 0 and not wrong and microbatches % pipeline.groups:
+        fits = [count for count in range(1, microbatches + 1) if microbatches % count == 0]
+        near = [
+            max((n for n in fits if n < pipeline.groups), default=0),
+            *(n for n in fits if n > pipeline.groups),
+        ]
+        advice = " or ".join(str(count) for count in near[:2] if count)
+        yield (
+            f"pipeline.groups ({pipeline.groups}) must divide the {microbatches} microbatches of a step "
+            f"(training.global_batch / training.microbatch): take {advice}"
+        )
+
+
 def _codecs(pipeline: PipelineSection, shift: bool) -> Iterator[str]:
-    for key in ("forward_codec", "backward_codec"):
+    for key in ("forward_codec", "backward_codec", "sync_codec"):
         try:
             codec_format(getattr(pipeline, key))
         except ConfigError as error:
@@ -333,6 +354,11 @@ def _codecs(pipeline: PipelineSection, shift: bool) -> Iterator[str]:
         yield (
             f"pipeline.backward_codec: {pipeline.backward_codec} packs activations alone: "
             "use fixed-4 to fixed-8 or tah for gradients"
+        )
+    if pipeline.sync_codec.startswith(("aqsgd-", "tah")):
+        yield (
+            f"pipeline.sync_codec: {pipeline.sync_codec} packs tensors between stages alone: "
+            "use fp32, bf16, fixed-4 to fixed-10 or trellis-4 to trellis-10"
         )
     if pipeline.remembers and shift:
         yield (

@@ -70,18 +70,28 @@ class UnitNorm(_message.Message):
     def __init__(self, unit: _Optional[int] = ..., squared_norm: _Optional[float] = ...) -> None: ...
 
 class Vote(_message.Message):
-    __slots__ = ("epoch", "step", "norms", "loss", "has_loss")
+    __slots__ = ("epoch", "step", "norms", "loss", "has_loss", "group_losses")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     NORMS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     HAS_LOSS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_LOSSES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     norms: _containers.RepeatedCompositeFieldContainer[UnitNorm]
     loss: float
     has_loss: bool
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., norms: _Optional[_Iterable[_Union[UnitNorm, _Mapping]]] = ..., loss: _Optional[float] = ..., has_loss: bool = ...) -> None: ...
+    group_losses: _containers.RepeatedCompositeFieldContainer[GroupLoss]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., norms: _Optional[_Iterable[_Union[UnitNorm, _Mapping]]] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., group_losses: _Optional[_Iterable[_Union[GroupLoss, _Mapping]]] = ...) -> None: ...
+
+class GroupLoss(_message.Message):
+    __slots__ = ("group", "loss")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    loss: float
+    def __init__(self, group: _Optional[int] = ..., loss: _Optional[float] = ...) -> None: ...
 
 class Applied(_message.Message):
     __slots__ = ("epoch", "step", "telemetry")
@@ -110,18 +120,20 @@ class Validated(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., number: _Optional[int] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ...) -> None: ...
 
 class StepFailed(_message.Message):
-    __slots__ = ("epoch", "step", "kind", "message", "peer_stage")
+    __slots__ = ("epoch", "step", "kind", "message", "peer_stage", "peer_replica")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     PEER_STAGE_FIELD_NUMBER: _ClassVar[int]
+    PEER_REPLICA_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     kind: FailureKind
     message: str
     peer_stage: int
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ..., peer_stage: _Optional[int] = ...) -> None: ...
+    peer_replica: int
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ..., peer_stage: _Optional[int] = ..., peer_replica: _Optional[int] = ...) -> None: ...
 
 class FlowReport(_message.Message):
     __slots__ = ("direction", "codec", "bytes_sent", "elements_sent")
@@ -136,7 +148,7 @@ class FlowReport(_message.Message):
     def __init__(self, direction: _Optional[int] = ..., codec: _Optional[str] = ..., bytes_sent: _Optional[int] = ..., elements_sent: _Optional[int] = ...) -> None: ...
 
 class LinkReport(_message.Message):
-    __slots__ = ("peer_stage", "bytes_sent", "bytes_received", "retransmits", "rejects", "rtt_seconds", "least_rtt_seconds", "capacity", "busy_seconds", "queued_bytes", "flows")
+    __slots__ = ("peer_stage", "bytes_sent", "bytes_received", "retransmits", "rejects", "rtt_seconds", "least_rtt_seconds", "capacity", "busy_seconds", "queued_bytes", "flows", "peer_replica")
     PEER_STAGE_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +160,7 @@ class LinkReport(_message.Message):
     BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FLOWS_FIELD_NUMBER: _ClassVar[int]
+    PEER_REPLICA_FIELD_NUMBER: _ClassVar[int]
     peer_stage: int
     bytes_sent: int
     bytes_received: int
@@ -159,7 +172,8 @@ class LinkReport(_message.Message):
     busy_seconds: float
     queued_bytes: int
     flows: _containers.RepeatedCompositeFieldContainer[FlowReport]
-    def __init__(self, peer_stage: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., retransmits: _Optional[int] = ..., rejects: _Optional[int] = ..., rtt_seconds: _Optional[float] = ..., least_rtt_seconds: _Optional[float] = ..., capacity: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., queued_bytes: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowReport, _Mapping]]] = ...) -> None: ...
+    peer_replica: int
+    def __init__(self, peer_stage: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., retransmits: _Optional[int] = ..., rejects: _Optional[int] = ..., rtt_seconds: _Optional[float] = ..., least_rtt_seconds: _Optional[float] = ..., capacity: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., queued_bytes: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowReport, _Mapping]]] = ..., peer_replica: _Optional[int] = ...) -> None: ...
 
 class KindSeconds(_message.Message):
     __slots__ = ("kind", "seconds")
@@ -287,15 +301,27 @@ class PlacedStage(_message.Message):
     address: str
     def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
+class PlacedRow(_message.Message):
+    __slots__ = ("stages", "groups")
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    stages: _containers.RepeatedCompositeFieldContainer[PlacedStage]
+    groups: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, stages: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class Placement(_message.Message):
-    __slots__ = ("epoch", "stage", "stages")
+    __slots__ = ("epoch", "stage", "stages", "replica", "rows")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     stage: int
     stages: _containers.RepeatedCompositeFieldContainer[PlacedStage]
-    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ...) -> None: ...
+    replica: int
+    rows: _containers.RepeatedCompositeFieldContainer[PlacedRow]
+    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ..., replica: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[PlacedRow, _Mapping]]] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("sent_at", "at")
@@ -438,14 +464,16 @@ class RenewReply(_message.Message):
     def __init__(self, certificate_pem: _Optional[bytes] = ..., refusal: _Optional[_Union[_enrolment_pb2.Refusal, _Mapping]] = ...) -> None: ...
 
 class GetBatchRequest(_message.Message):
-    __slots__ = ("step", "labels", "held_out")
+    __slots__ = ("step", "labels", "held_out", "groups")
     STEP_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
     HELD_OUT_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     step: int
     labels: bool
     held_out: bool
-    def __init__(self, step: _Optional[int] = ..., labels: bool = ..., held_out: bool = ...) -> None: ...
+    groups: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., labels: bool = ..., held_out: bool = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetLayerRequest(_message.Message):
     __slots__ = ("step", "unit", "held_sha256")

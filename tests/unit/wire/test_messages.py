@@ -24,6 +24,7 @@ from wire.messages import (
     Leave,
     NodeMessage,
     Placed,
+    PlacedRow,
     PlacedStage,
     Placement,
     Prefetch,
@@ -95,6 +96,7 @@ TELEMETRY = st.builds(
             busy_seconds=AMOUNT,
             queued_bytes=MEASURED,
             flows=FLOWS,
+            peer_replica=NUMBER,
         ),
         max_size=3,
     ).map(tuple),
@@ -137,6 +139,27 @@ SPANS = st.integers(0, 2**32 - 1).flatmap(
         ).map(tuple),
     )
 )
+
+
+def _placements(stages: int) -> st.SearchStrategy[Placement]:
+    row = st.lists(st.builds(PlacedStage, node_id=TEXT, address=TEXT), min_size=stages, max_size=stages).map(
+        tuple
+    )
+    rows = st.lists(
+        st.builds(PlacedRow, stages=row, groups=st.lists(NUMBER, max_size=3).map(tuple)), max_size=3
+    ).map(tuple)
+    return rows.flatmap(
+        lambda placed: st.builds(
+            Placement,
+            epoch=NUMBER,
+            stage=st.integers(0, stages - 1),
+            stages=row,
+            replica=st.integers(0, max(0, len(placed) - 1)),
+            rows=st.just(placed),
+        )
+    )
+
+
 COMMIT = st.builds(Commit, epoch=NUMBER, step=NUMBER, clip_coefficient=AMOUNT, lr=AMOUNT)
 NODE_MESSAGES: dict[type, st.SearchStrategy[NodeMessage]] = {
     Hello: st.builds(
@@ -158,6 +181,7 @@ NODE_MESSAGES: dict[type, st.SearchStrategy[NodeMessage]] = {
         step=NUMBER,
         norms=st.dictionaries(NUMBER, AMOUNT | st.sampled_from([math.inf, math.nan]), max_size=8),
         loss=st.none() | ANY_FLOAT,
+        group_losses=st.dictionaries(NUMBER, ANY_FLOAT, max_size=4),
     ),
     Validated: st.builds(
         Validated,
@@ -175,6 +199,7 @@ NODE_MESSAGES: dict[type, st.SearchStrategy[NodeMessage]] = {
         kind=st.sampled_from(FailureKind),
         message=LINE,
         peer_stage=st.integers(-1, 2**31 - 1),
+        peer_replica=st.integers(-1, 2**31 - 1),
     ),
     Heartbeat: st.builds(Heartbeat, telemetry=TELEMETRY, sent_at=FINITE),
     Leave: st.builds(Leave, reason=LINE, failed=st.booleans()),
@@ -187,11 +212,7 @@ COORDINATOR_MESSAGES: dict[type, st.SearchStrategy[CoordinatorMessage]] = {
         config_json=TEXT,
         heartbeat_seconds=st.floats(0, exclude_min=True, allow_infinity=False),
     ),
-    Placement: st.lists(st.builds(PlacedStage, node_id=TEXT, address=TEXT), min_size=1, max_size=5).flatmap(
-        lambda stages: st.builds(
-            Placement, epoch=NUMBER, stage=st.integers(0, len(stages) - 1), stages=st.just(tuple(stages))
-        )
-    ),
+    Placement: st.integers(1, 4).flatmap(lambda stages: _placements(stages)),
     Restore: st.builds(
         Restore, epoch=NUMBER, step=NUMBER, missed=st.none() | COMMIT, uncompressed=st.booleans()
     ),
@@ -235,7 +256,15 @@ def test_what_the_coordinator_says_arrives_as_it_was(message: CoordinatorMessage
 
 def _text(message: NodeMessage) -> str:
     if isinstance(message, Vote):
-        return repr((message.epoch, message.step, sorted(message.norms.items()), message.loss))
+        return repr(
+            (
+                message.epoch,
+                message.step,
+                sorted(message.norms.items()),
+                message.loss,
+                sorted(message.group_losses.items()),
+            )
+        )
     return repr(message)
 
 
@@ -336,6 +365,14 @@ def test_what_no_node_says_is_refused(message: control_pb2.NodeMessage) -> None:
         control_pb2.CoordinatorMessage(placement=control_pb2.Placement(epoch=1)),
         control_pb2.CoordinatorMessage(
             placement=control_pb2.Placement(stage=1, stages=[control_pb2.PlacedStage(node_id="a")])
+        ),
+        control_pb2.CoordinatorMessage(
+            placement=control_pb2.Placement(replica=1, stages=[control_pb2.PlacedStage(node_id="a")])
+        ),
+        control_pb2.CoordinatorMessage(
+            placement=control_pb2.Placement(
+                stages=[control_pb2.PlacedStage(node_id="a")], rows=[control_pb2.PlacedRow(groups=[0])]
+            )
         ),
         control_pb2.CoordinatorMessage(commit=control_pb2.Commit(lr=math.nan)),
         control_pb2.CoordinatorMessage(commit=control_pb2.Commit(clip_coefficient=-1.0)),

@@ -1,0 +1,229 @@
+"""Gradient groups: how a step's gradient is summed, whoever computes it. Pure, without torch.
+
+A step's microbatches are cut into G groups of equal length. A stage's gradient of one group is packed with
+`pipeline.sync_codec`, and the sum over groups is taken in a fixed tree: a leaf is a group, an inner node the
+sum of what its two children's codes say, packed again. So the bits of a step depend on G alone, and not on
+how many rows of nodes share the groups.
+
+Matrices are coded in pieces of their own; the vectors of a layer unit are few and go together in float32.
+Every piece has a number in the whole model. Among R rows each piece has an owner: the others send it the
+largest whole subtrees that they hold, and get the code of the whole sum back.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Generic, TypeVar
+
+from node.config.schema import RunConfig
+from node.model.lora_shapes import trained_specs
+from node.model.units import ParameterSpec, unit_names
+from wire.codecs.formats import FP32, Format, codec_format
+from wire.messages import Placement
+
+Value = TypeVar("Value")
+
+ROOT = 1
+"""The tree's node that holds all groups. The children of node n are 2n and 2n + 1."""
+PIECES = 4096
+"""A model's matrices are cut into about so many pieces, so that owners have equal shares."""
+LEAST_PIECE, MOST_PIECE = 2**14, 2**21
+"""Elements of a piece: enough for a header to cost little, few enough for memory. Powers of two, so that
+pieces are whole blocks and tiles of any codec."""
+
+
+class GroupTree:
+    """The tree over groups 0 to `groups` - 1, by halves; the left half is the longer one."""
+
+    def __init__(self, groups: int) -> None:
+        self.groups = groups
+        self._spans: dict[int, tuple[int, int]] = {}
+        self._leaves: dict[int, int] = {}
+        self._fill(ROOT, 0, groups)
+
+    def _fill(self, node: int, first: int, end: int) -> None:
+        self._spans[node] = first, end
+        if end - first == 1:
+            self._leaves[first] = node
+            return
+        middle = first + (end - first + 1) // 2
+        self._fill(2 * node, first, middle)
+        self._fill(2 * node + 1, middle, end)
+
+    def leaf(self, group: int) -> int:
+        """The node of one group."""
+        return self._leaves[group]
+
+    def span(self, node: int) -> range:
+        """The groups below a node of the tree. Raises KeyError for another number."""
+        return range(*self._spans[node])
+
+    def subtrees(self, groups: Collection[int]) -> tuple[int, ...]:
+        """The fewest nodes that hold exactly these groups, in the groups' order."""
+        held = set(groups)
+        inside = {node for node, span in self._spans.items() if held.issuperset(range(*span))}
+        tops = [node for node in inside if node // 2 not in inside]
+        return tuple(sorted(tops, key=lambda node: self._spans[node]))
+
+
+class Fold(Generic[Value]):
+    """Sums nodes of the tree as they come; an inner node is made as soon as both its children are there."""
+
+    def __init__(self, add: Callable[[Value, Value], Value]) -> None:
+        """`add`: of the left child and the right one."""
+        self._add = add
+        self.nodes: dict[int, Value] = {}
+        """What is there and has no sibling yet: of groups in their order at most log2(G) + 1."""
+
+    def put(self, node: int, value: Value) -> None:
+        """A node's value is known."""
+        while node > ROOT and (other := self.nodes.pop(node ^ 1, None)) is not None:
+            value = self._add(other, value) if node % 2 else self._add(value, other)
+            node //= 2
+        self.nodes[node] = value
+
+
+def group_of(config: RunConfig, microbatch: int) -> int:
+    """The group that a microbatch belongs to."""
+    return microbatch * config.pipeline.groups // config.microbatches
+
+
+def microbatches_of(config: RunConfig, groups: Sequence[int]) -> range:
+    """The microbatches of a contiguous run of groups."""
+    length = config.microbatches // config.pipeline.groups
+    return range(groups[0] * length, (groups[-1] + 1) * length)
+
+
+# ---- pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a layer unit's gradient that is packed at once: float32 [elements]."""
+
+    number: int
+    """In the whole model."""
+    unit: str
+    parts: tuple[tuple[str, int, int], ...]
+    """(parameter, first element, end) of each part, in order: of one matrix, or all of each vector."""
+    is_vectors: bool
+
+    @property
+    def elements(self) -> int:
+        return sum(end - first for _, first, end in self.parts)
+
+
+@lru_cache(maxsize=8)
+def model_pieces(config: RunConfig) -> Mapping[str, tuple[Piece, ...]]:
+    """The pieces of every layer unit, by unit in model order. A function of the model alone."""
+    units = {name: trained_specs(config.model, config.lora, name) for name in unit_names(config.model)}
+    largest = _piece_elements(sum(spec.elements for specs in units.values() for spec in specs))
+    found: dict[str, tuple[Piece, ...]] = {}
+    number = 0
+    for unit, specs in units.items():
+        pieces = [
+            Piece(number + index, unit, parts, is_vectors)
+            for index, (parts, is_vectors) in enumerate(_parts(specs, largest))
+        ]
+        found[unit] = tuple(pieces)
+        number += len(pieces)
+    return found
+
+
+def _piece_elements(total: int) -> int:
+    size = LEAST_PIECE
+    while size < MOST_PIECE and size * PIECES < total:
+        size *= 2
+    return size
+
+
+def _parts(
+    specs: Iterable[ParameterSpec], largest: int
+) -> list[tuple[tuple[tuple[str, int, int], ...], bool]]:
+    vectors: list[tuple[str, int, int]] = []
+    found: list[tuple[tuple[tuple[str, int, int], ...], bool]] = []
+    for spec in specs:
+        if len(spec.shape) < 2:
+            vectors.append((spec.name, 0, spec.elements))
+            continue
+        for first in range(0, spec.elements, largest):
+            found.append((((spec.name, first, min(first + largest, spec.elements)),), False))
+    return [*found, (tuple(vectors), True)] if vectors else found
+
+
+def piece_format(config: RunConfig, piece: Piece, *, uncompressed: bool = False) -> Format:
+    """The codec of a piece, without torch."""
+    return FP32 if piece.is_vectors or uncompressed else codec_format(config.pipeline.sync_codec)
+
+
+def piece_bytes(config: RunConfig, piece: Piece, *, uncompressed: bool = False) -> int:
+    """Bytes of a packed piece, header included."""
+    return piece_format(config, piece, uncompressed=uncompressed).packed_bytes((piece.elements,))
+
+
+# ---- rows
+
+
+def owners(sizes: Mapping[int, int], rows: int) -> dict[int, int]:
+    """The row that sums up each piece: shares of bytes as equal as they come, the same for whoever asks.
+
+    Args:
+        sizes: bytes by the piece's number.
+    """
+    shares = [0] * rows
+    found: dict[int, int] = {}
+    for number in sorted(sizes, key=lambda one: (-sizes[one], one)):
+        row = min(range(rows), key=lambda one: (shares[one], one))
+        shares[row] += sizes[number]
+        found[number] = row
+    return found
+
+
+class RowShare:
+    """What one row does for a step of its stage, among all rows of a placement."""
+
+    def __init__(self, config: RunConfig, replica: int, rows: Sequence[Sequence[int]]) -> None:
+        """
+        Args:
+            replica: the own row.
+            rows: the groups of each row, which together are all groups, each once and each row's contiguous.
+
+        Raises ValueError for anything else.
+        """
+        groups = config.pipeline.groups
+        runs = [list(run) for run in rows]
+        if sorted(group for run in runs for group in run) != list(range(groups)) or any(
+            not run or run != list(range(run[0], run[0] + len(run))) for run in runs
+        ):
+            raise ValueError(
+                f"rows compute the groups {runs}; expected a contiguous run of 0..{groups - 1} each"
+            )
+        self.replica = replica
+        self.rows = len(runs)
+        self.groups = tuple(runs[replica])
+        self.microbatches = microbatches_of(config, self.groups)
+        self.tree = GroupTree(groups)
+        self.subtrees = tuple(self.tree.subtrees(run) for run in runs)
+        """The nodes that each row has of its own."""
+        self._rows_of = {node: row for row, nodes in enumerate(self.subtrees) for node in nodes}
+
+    @classmethod
+    def of(cls, config: RunConfig, placement: Placement) -> "RowShare":
+        """That of a placement's node. Raises ValueError as the constructor."""
+        whole = (tuple(range(config.pipeline.groups)),)
+        return cls(config, placement.replica, [row.groups for row in placement.rows] or whole)
+
+    def row_with(self, node: int) -> int | None:
+        """The row that sends this node of the tree to owners; None if no row has it as a whole."""
+        return self._rows_of.get(node)
+
+
+def sync_bytes(config: RunConfig, units: Iterable[str], share: RowShare) -> int:
+    """Bytes that the own row's node of a stage with these units sends to other rows in a step."""
+    pieces = model_pieces(config)
+    sizes = {piece.number: piece_bytes(config, piece) for unit in units for piece in pieces[unit]}
+    if share.rows == 1:
+        return 0
+    owned = sum(sizes[number] for number, row in owners(sizes, share.rows).items() if row == share.replica)
+    nodes = len(share.subtrees[share.replica])
+    return (sum(sizes.values()) - owned) * nodes + owned * (share.rows - 1)
