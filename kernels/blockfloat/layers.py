@@ -19,7 +19,7 @@ def norm_store(
     return layers.norm(x, weight, bias, eps).to(dtype), blockfloat.pack(x, bits)
 
 
-def norm_again(
+def norm_from_stored(
     packed: Tensor,
     shape: Sequence[int],
     weight: Tensor,

@@ -46,8 +46,8 @@ def norm_store(
     return blockfloat_layers.norm_store(x, weight, bias, eps, bits, dtype)
 
 
-@torch.library.custom_op("thinwire::norm_again", mutates_args=())
-def norm_again(
+@torch.library.custom_op("thinwire::norm_from_stored", mutates_args=())
+def norm_from_stored(
     packed: Tensor,
     shape: Sequence[int],
     weight: Tensor,
@@ -56,12 +56,12 @@ def norm_again(
     bits: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`kernels.blockfloat.layers.norm_again`."""
+    """`kernels.blockfloat.layers.norm_from_stored`."""
     if dispatch.has_kernels(packed.device.type):
         from kernels.blockfloat.triton import norm as triton_store_norm
 
-        return triton_store_norm.norm_again(packed, torch.Size(shape), weight, bias, eps, bits, dtype)
-    return blockfloat_layers.norm_again(packed, shape, weight, bias, eps, bits, dtype)
+        return triton_store_norm.norm_from_stored(packed, torch.Size(shape), weight, bias, eps, bits, dtype)
+    return blockfloat_layers.norm_from_stored(packed, shape, weight, bias, eps, bits, dtype)
 
 
 @torch.library.custom_op("thinwire::norm_backward", mutates_args=())
@@ -125,7 +125,7 @@ def _(
     return x.new_empty(x.shape, dtype=dtype), _packed(x, x.shape, bits)
 
 
-@norm_again.register_fake
+@norm_from_stored.register_fake
 def _(
     packed: Tensor,
     shape: Sequence[int],

@@ -1,14 +1,14 @@
 """A low-rank prediction of a matrix: what the `trellis` codec subtracts before it quantizes.
 
-Activations and their gradients at a stage's boundary lie near a space of few dimensions, above all early in
-training. A matrix `[R, C]` is predicted by 2**(a_r + b_c + e) sum_k u_rk m_k v_ck, all integers, u and v of
-few bits, m a multiplier for each k. The sums stay below 2**24, so they are exact in fp32 in any order, with
-any matrix multiplication, and so is the scaling by powers of two.
+Activations and their gradients at a stage's boundary lie near a space of few dimensions, most of all early in
+training. The prediction of a matrix `[R, C]` is 2**(a_r + b_c + e) sum_k u_rk m_k v_ck. All are integers, u
+and v of few bits, m a multiplier for each k. The sums stay below 2**24, so fp32 computes them exactly in any
+order; scaling by powers of two is exact too.
 
-The encoder finds a space (`Space`) by two rounds of subspace iteration from a fixed start, on a sample of
-the rows, and then every row's coefficients in it. That is exact, too: matrices are rounded to integers before
-they are multiplied in fp64, and what is no integer is computed element by element, or in numpy for the few
-numbers that belong to a dimension. So every device finds the same factors.
+The encoder finds a space (`Space`) by two rounds of subspace iteration from a fixed start on a sample of the
+rows, and then every row's coefficients. Matrices are rounded to integers before they are multiplied in fp64,
+so products are exact; the rest is computed element by element, or in numpy for the few numbers of each
+dimension. So every device finds the same factors.
 """
 
 from dataclasses import dataclass
@@ -31,28 +31,28 @@ MAX_RANK = 64
 MIN_FACTOR_BITS = 3
 MAX_FACTOR_BITS = 6
 MAX_MULTIPLIER = 255
-# Octaves that rows and columns may differ by.
+# Largest difference between the exponents of rows, or of columns, in octaves.
 EXPONENT_BITS = 5
 MAX_EXPONENT_STEP = (1 << EXPONENT_BITS) - 1
-# Of the whole prediction.
+# Range of the whole prediction's exponent.
 MIN_EXPONENT, MAX_EXPONENT = -64, 64
 
-# A whitened element of mean magnitude, and the largest.
+# log2 of a whitened element's mean magnitude, and the largest magnitude.
 _MEAN_BITS = 5
 _LARGEST = 255
 _FACTOR = 63
 _PRECISE = 1 << 17
-# Of the numbers that make columns orthogonal. With 17 bits of a column and 6 of a rank, below fp64's 53.
+# Largest integer in orthogonalization. With 17 bits of a column and 6 of a rank, sums stay below fp64's 53.
 _TURN = 1 << 20
 _LARGEST_TURN = 1 << 29
-# Elements that are widened to fp64 at once.
+# Elements that are converted to fp64 at a time.
 _AT_ONCE = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """A prediction, on the device of what it predicts. u: int8 `[R, K]`, v: int8 `[C, K]`, both of `bits`
-    bits with sign, symmetric."""
+    """A prediction, on the device of its matrix. u: int8 `[R, K]`, v: int8 `[C, K]`, both symmetric with
+    `bits` bits including the sign."""
 
     bits: int
     u: torch.Tensor
@@ -64,7 +64,7 @@ class Factors:
 
     @property
     def tops(self) -> torch.Tensor:
-        """The largest row and column exponents and the sum of the multipliers, int32 `[3]`."""
+        """Largest row exponent, largest column exponent and sum of the multipliers, int32 `[3]`."""
         return torch.stack(
             (self.row_exponent.amax(), self.column_exponent.amax(), self.multiplier.sum(dtype=torch.int32))
         )
@@ -80,7 +80,7 @@ class Space:
 
     v: torch.Tensor  # [C, K], fp64 of integers
     sent: torch.Tensor  # the same, int8
-    energy: torch.Tensor  # [K], of v's columns
+    energy: torch.Tensor  # [K], squared norms of v's columns
     bits: int
     multiplier: Int32Array
     fine: int
@@ -88,27 +88,27 @@ class Space:
     column_exponent: torch.Tensor
     column_base: int
     row_exponent: torch.Tensor
-    """Of the sample's rows."""
+    """Exponents of the sample's rows, int32 `[S]`."""
     u: torch.Tensor
-    """Their coefficients, int8 `[S, K]`."""
+    """Coefficients of the sample's rows, int8 `[S, K]`."""
 
     @property
     def exponent(self) -> int:
-        """Of the whole prediction."""
+        """The whole prediction's exponent."""
         return self.base - _MEAN_BITS + self.fine
 
     @property
     def base(self) -> int:
-        """What exponents of rows and columns count from, together."""
+        """Sum of the bases of the row and the column exponents."""
         return self.row_base + self.column_base
 
     @property
     def sample(self) -> Factors:
-        """Of the sample's rows."""
+        """The prediction of the sample's rows."""
         return self.factors(self.u, self.row_exponent)
 
     def factors(self, u: torch.Tensor, row_exponent: torch.Tensor) -> Factors:
-        """Of rows with these coefficients and exponents."""
+        """The prediction of rows with these coefficients and exponents."""
         return Factors(
             self.bits,
             u,
@@ -132,7 +132,7 @@ class Left:
 
 
 def most_multipliers(bits: int) -> int:
-    """A bound on the multipliers' sum that keeps every sum an exact fp32 integer."""
+    """Largest sum of the multipliers with which every sum is an exact fp32 integer."""
     return ((1 << 24) - 1) // _limit(bits) ** 2
 
 
@@ -146,7 +146,7 @@ def predict(factors: Factors) -> torch.Tensor:
     step = max(1, _AT_ONCE // columns)
     for start in range(0, rows, step):
         some = slice(start, start + step)
-        # In fp64, because settings of torch may lower the precision of fp32 products.
+        # Use fp64, because torch's settings may lower the precision of fp32 products.
         product[some] = u[some].double() @ right
     product.mul_(row_power.unsqueeze(1))
     return product.mul_(column_power)
@@ -176,9 +176,9 @@ def spaces(
     kinds: list[tuple[int, int]],
     known: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> list[Space]:
-    """A space of each of `kinds`, (rank at most `rank`, bits), for rows like those of fp32 `[S, C]`.
+    """A space for each of `kinds`, (rank at most `rank`, bits), from the sample rows fp32 `[S, C]`.
 
-    The sample's elements lie below 2**13 in magnitude; `known` are its scales, if they are.
+    Magnitudes in the sample are below 2**13; `known` are its scales if they were already computed.
     """
     row, column = scales(sample) if known is None else known
     row_exponent, row_base = _exponents(row)
@@ -189,7 +189,7 @@ def spaces(
         image = _to_integers(_product(white, basis), _FACTOR, _FACTOR / 4)
         whole = _orthogonal(_product(turned, image))
         basis = _to_integers(whole, _FACTOR, _FACTOR / 4)
-    # Dimensions do not depend on those behind them: of the same bits, one product does for all.
+    # A dimension does not depend on later ones, so kinds with the same bits share one product.
     images: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for bits in {bits for _, bits in kinds}:
         limit = _limit(bits)
@@ -211,7 +211,7 @@ def spaces(
 
 
 def fit(x: torch.Tensor, space: Space) -> Factors:
-    """Factors in a space for all rows of a matrix `[R, C]`."""
+    """The prediction in a space for all rows of a matrix `[R, C]`."""
     octaves = torch.div(row_scales(x) + OCTAVE // 2, OCTAVE, rounding_mode="floor")
     row_exponent = (octaves - space.row_base).clamp(0, MAX_EXPONENT_STEP)
     u = torch.empty(len(x), space.multiplier.size, dtype=torch.int8, device=x.device)
@@ -238,7 +238,7 @@ def fitted(x: torch.Tensor, space: Space) -> Left:
         energy=space.energy.numpy(),
         unit=_unit(space.multiplier, space.fine),
         limit=float(_limit(space.bits)),
-        told=space.multiplier > 0,
+        used=space.multiplier > 0,
         multiplier=space.multiplier.astype(np.float32),
         exponent=space.exponent,
         columns=_powers(space.column_exponent).numpy(),
@@ -251,7 +251,7 @@ def fitted(x: torch.Tensor, space: Space) -> Left:
 def _whitened(
     x: torch.Tensor, row_exponent: torch.Tensor, column_exponent: torch.Tensor, base: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x with rows and columns of mean magnitude 2**_MEAN_BITS, in integers; and its transpose."""
+    """x rounded to integers, with rows and columns scaled to mean magnitude 2**_MEAN_BITS; its transpose."""
     row_power, column_power = _powers(_MEAN_BITS - base - row_exponent), _powers(-column_exponent)
     if x.device.type == "cpu":
         return trellis_space_loops.whitened(x, row_power, column_power, _LARGEST)
@@ -260,11 +260,11 @@ def _whitened(
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b, fp64, of a whitened matrix in fp32 and integers up to `_FACTOR` in fp64; exact."""
+    """a @ b in fp64, exact; a is a whitened fp32 matrix, b holds integers up to `_FACTOR` in fp64."""
     return trellis_space_loops.product(a, b) if a.device.type == "cpu" else a.double() @ b
 
 
-# By numpy on a CPU: torch might wake its threads, which then keep cores busy for a while.
+# Numpy on a CPU: torch would wake its threads, which then spin for a while.
 def _first(x: torch.Tensor, columns: int) -> torch.Tensor:
     """The first columns, contiguous."""
     if x.device.type == "cpu":
@@ -273,19 +273,19 @@ def _first(x: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """Small integers in int8."""
+    """Convert small integers to int8."""
     return torch.from_numpy(x.numpy().astype(np.int8)) if x.device.type == "cpu" else x.to(torch.int8)
 
 
 def _energy(v: torch.Tensor) -> torch.Tensor:
-    """The squares of each column's integers, at least 1."""
+    """Squared norms of the columns, at least 1."""
     if v.device.type == "cpu":
         return torch.from_numpy(np.maximum(np.square(v.numpy()).sum(0), 1))
     return (v * v).sum(0).clamp_min(1)
 
 
 def _spread(image: torch.Tensor, energy: torch.Tensor) -> torch.Tensor:
-    """Of the first columns over `energy`, fp64 `[K]`: the sums of their magnitudes in 2**-16."""
+    """Sums of the magnitudes of the first K columns over `energy`, in units of 2**-16, fp64 `[K]`."""
     if image.device.type == "cpu":
         return trellis_space_loops.spread(image, energy)
     return (image[:, : energy.numel()] / energy).abs().mul_(2.0**16).round_().sum(0)
@@ -294,43 +294,44 @@ def _spread(image: torch.Tensor, energy: torch.Tensor) -> torch.Tensor:
 def _rounded(
     image: torch.Tensor, energy: torch.Tensor, multiplier: Int32Array, fine: int, bits: int
 ) -> torch.Tensor:
-    """Coefficients of rows with these products with the directions, int8 `[R, K]`."""
-    unit, told, limit = _unit(multiplier, fine), multiplier > 0, _limit(bits)
+    """Coefficients of rows from their products with the directions, int8 `[R, K]`."""
+    unit, used, limit = _unit(multiplier, fine), multiplier > 0, _limit(bits)
     if image.device.type == "cpu":
-        return trellis_space_loops.factors(image, energy, unit, told, limit)
-    units, chosen = torch.from_numpy(unit).to(image.device), torch.from_numpy(told).to(image.device)
+        return trellis_space_loops.factors(image, energy, unit, used, limit)
+    units, chosen = torch.from_numpy(unit).to(image.device), torch.from_numpy(used).to(image.device)
     found = (image[:, : energy.numel()] / energy / units).round_().clamp_(-limit, limit)
     return torch.where(chosen, found, 0.0).to(torch.int8)
 
 
 def _unit(multiplier: Int32Array, fine: int) -> Float64Array:
-    """What coefficients count, `[K]`."""
+    """Units of the coefficients, `[K]`."""
     return np.ldexp(np.maximum(multiplier, 1).astype(np.float64), fine)
 
 
 def _limit(bits: int) -> int:
-    """The largest factor."""
+    """The largest magnitude of a factor."""
     return (1 << (bits - 1)) - 1
 
 
 def _multipliers(spread: Float64Array, bits: int) -> tuple[Int32Array, int]:
-    """Multipliers of dimensions whose coefficients have a mean magnitude of `spread`, and their exponent."""
+    """Multipliers for dimensions whose coefficients have mean magnitude `spread`, and their exponent."""
     limit = _limit(bits)
-    # A coefficient of mean magnitude takes a quarter of the range.
+    # A coefficient of mean magnitude gets a quarter of the range.
     unit = spread * 4 / limit
-    # The multipliers' own unit: the largest takes the top of what the bound allows.
+    # Choose the multipliers' unit so that the largest is the largest that the bound allows.
     top = min(MAX_MULTIPLIER, (1 << 24) // (limit * limit * unit.size) - 1)
     fine = int(np.frexp(unit.max() / top)[1]) if unit.max() > 0 else 0
     return np.minimum(np.rint(np.ldexp(unit, -fine)), top).astype(np.int32), fine
 
 
 def _powers(exponents: torch.Tensor) -> torch.Tensor:
-    """2**exponents in fp32, for int32 from -126 to 127."""
+    """2**exponents in fp32, for int32 exponents from -126 to 127."""
     return ((exponents + 127) << 23).view(torch.float32)
 
 
 def _exponents(scale: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Scales in whole octaves above the lowest, and the lowest, at most `MAX_EXPONENT_STEP` below the top."""
+    """Exponents of scales in whole octaves above a base, and the base: the lowest scale, but at most
+    `MAX_EXPONENT_STEP` below the highest."""
     octaves = torch.div(scale + OCTAVE // 2, OCTAVE, rounding_mode="floor")
     low, high = (int(bound) for bound in torch.stack(torch.aminmax(octaves)).cpu())
     base = max(low, high - MAX_EXPONENT_STEP)
@@ -339,7 +340,7 @@ def _exponents(scale: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 @lru_cache(maxsize=16)
 def signs(rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    """A fixed matrix of ones and minus ones without a pattern (a multiplicative hash of the position)."""
+    """A fixed pseudo-random matrix of ones and minus ones (a multiplicative hash of the position)."""
     position = np.arange(rows * columns, dtype=np.uint64) + np.uint64(1)
     mixed = position * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(29)
@@ -349,7 +350,7 @@ def signs(rows: int, columns: int, device: torch.device) -> torch.Tensor:
 
 
 def _to_integers(x: torch.Tensor, limit: int, of_mean: float) -> torch.Tensor:
-    """Columns scaled so that their mean magnitude becomes about `of_mean`, rounded and clipped to `limit`."""
+    """Columns scaled to a mean magnitude of about `of_mean`, rounded and clipped to `limit`."""
     if x.device.type == "cpu":
         return trellis_space_loops.to_integers(x, _PRECISE, limit, of_mean)
     parts = _to_parts(x)
@@ -359,14 +360,14 @@ def _to_integers(x: torch.Tensor, limit: int, of_mean: float) -> torch.Tensor:
 
 
 def _to_parts(x: torch.Tensor) -> torch.Tensor:
-    """Columns scaled so that their largest element becomes `_PRECISE`, rounded."""
+    """Columns scaled to a largest element of `_PRECISE`, rounded."""
     largest = x.abs().amax(0)
     factor = x.new_full((1,), _PRECISE) / largest.clamp_min(1e-300)
     return (x * torch.where(largest > 0, factor, 0.0)).round_()
 
 
 def _orthogonal(x: torch.Tensor) -> torch.Tensor:
-    """Orthogonal columns that span the columns of x; zero where one depends on those before it."""
+    """Orthogonal columns that span the columns of x; a column that depends on earlier ones becomes zero."""
     # Integers below 2**53: exact in any order.
     on_cpu = x.device.type == "cpu"
     q = trellis_space_loops.to_parts(x, _PRECISE) if on_cpu else _to_parts(x)

@@ -1,18 +1,18 @@
 """The `trellis` codec's arithmetic: prediction, trellis-coded quantization, range coding; on any device.
 
 A tensor `[..., C]`, normalised by a power of two as in `kernels.common.tiles`, is a matrix of R rows. Its
-low-rank prediction (`kernels.trellis.factors`) is subtracted; what is left is quantized with one step for all
-of it by a trellis, and the indices are coded, both by `kernels.trellis.lanes` or on a GPU by
-`kernels.trellis.triton.lanes`, with static tables (`kernels.trellis.tables`), chosen by the scales of the
-element's row and column (`kernels.trellis.scales`).
+low-rank prediction (`kernels.trellis.factors`) is subtracted. A trellis quantizes the residual with one step,
+and a range coder codes the indices (`kernels.trellis.lanes`, on a GPU `kernels.trellis.triton.lanes`). The
+coder's tables are static (`kernels.trellis.tables`); the scales of an element's row and column choose its
+table (`kernels.trellis.scales`).
 
-One step for the whole tensor gives every element the same noise, which is what least error at given bits asks
-for; a massive outlier channel costs bits in its own column alone. Indices too long for their class are
-escaped to 26 bits.
+One step for the whole tensor gives every element the same noise, which minimizes the error at a given number
+of bits; an outlier channel costs bits in its own column only. Indices too long for their class are escaped to
+26 bits.
 
-Decoded: n * step (rounded to fp32) plus the prediction (rounded to fp32). What belongs to an element is
-computed by torch or, on a CPU, by loops (`kernels.trellis.loops.matrices`), one rounding an operation or
-exactly, so that every device gives the same bits; what is small enough to be looked at, by numpy on the host.
+The decoded value is n * step (rounded to fp32) plus the prediction (rounded to fp32). Torch computes what is
+done per element, on a CPU loops do (`kernels.trellis.loops.matrices`): exactly or with one rounding per
+operation, so that every device gives the same bits. Numpy on the host computes the rest.
 """
 
 import math
@@ -41,10 +41,10 @@ CLASS_BITS = 6
 MAX_CLASS_STEP = (1 << CLASS_BITS) - 1
 # The same in 16ths of an octave, of which four make a class.
 _MAX_SCALE_STEP = 4 * MAX_CLASS_STEP
-# The class, in 16ths of an octave, of a mean magnitude of one step: class 12 has a standard deviation of one
-# index, which is two steps, and a mean magnitude 0.7979 times that.
+# The class of a mean magnitude of one step, in 16ths of an octave: class 12 has a standard deviation of one
+# index (two steps) and a mean magnitude 0.7979 times that.
 _CLASS_OF_MEAN = 4 * 12 + 5 - 16
-# Classes below 0, and above the highest, that a sum of scales may give: whatever lies beyond costs the same.
+# Padding for sums of scales below class 0 and above the highest; they cost as much as the nearest class.
 _BEYOND = 1 << 10
 # From 2**-16 octaves to 16ths.
 _SIXTEENTH = COST_BITS - 4
@@ -73,15 +73,15 @@ def sixteenths(code: int) -> int:
 
 @dataclass(frozen=True)
 class Scales:
-    """The scales of a matrix's rows and columns (`kernels.trellis.scales`), on the host, and what elements
-    are expected to cost by them."""
+    """The scales of a matrix's rows and columns (`kernels.trellis.scales`), on the host, and the expected
+    bits of its elements."""
 
     row: Int32Array
     column: Int32Array
 
     @staticmethod
     def of(row: Int32Array, column: Int32Array) -> "Scales":
-        """The scales, with those too far below the largest raised."""
+        """Raise scales that are too far below the largest."""
         return Scales(
             np.maximum(row, row.max() - _MAX_SCALE_STEP), np.maximum(column, column.max() - _MAX_SCALE_STEP)
         )
@@ -92,20 +92,20 @@ class Scales:
         return (self.row + offset) >> 2, (self.column + np.int32(2)) >> 2
 
     def class_bits(self, code: int) -> tuple[int, int]:
-        """Bits that row and column classes take, counted from the least."""
+        """Bits of a row class and of a column class, counted from the smallest."""
         offset = _CLASS_OF_MEAN - sixteenths(code) + 2
         low, high, column_bits = self._bounds
         return (((high + offset) >> 2) - ((low + offset) >> 2)).bit_length(), column_bits
 
     def cost(self, code: int, family: int) -> float:
-        """Bits of all elements by their classes. Between 16ths of an octave they change with the step."""
+        """Expected bits of all elements, interpolated between steps a 16th of an octave apart."""
         exact = step_logarithm(code)
         below = exact >> _SIXTEENTH
         share = (exact - (below << _SIXTEENTH)) / (1 << _SIXTEENTH)
         return self._cost(below, family) * (1 - share) + self._cost(below + 1, family) * share
 
     def _cost(self, step: int, family: int) -> float:
-        """The same for a step given by its logarithm in 16ths."""
+        """Expected bits for a step given by its logarithm in 16ths of an octave."""
         known = self._known.get((step, family))
         if known is None:
             whole, phase = divmod(_CLASS_OF_MEAN - step, 4)
@@ -117,7 +117,7 @@ class Scales:
 
     @cached_property
     def _bounds(self) -> tuple[int, int, int]:
-        """The least and the largest of the rows' scales, and the bits of columns' classes."""
+        """The smallest and the largest scale of a row, and the bits of a column class."""
         low, high = int(self.column.min()), int(self.column.max())
         span = ((high + 2) >> 2) - ((low + 2) >> 2)
         return int(self.row.min()), int(self.row.max()), span.bit_length()
@@ -128,8 +128,8 @@ class Scales:
 
     @cached_property
     def _counts(self) -> list[tuple[Int64Array, int]]:
-        """How many elements have each sum of a row's and a column's class, without looking at them, and the
-        least; for each part of a class that a step may add."""
+        """Histogram of the sums of row and column class, and the smallest sum, for each of the four offsets
+        within a class that a step can have. A convolution gives it without reading the elements."""
         low = self._bounds[0]
         column = (self.column + np.int32(2)) >> 2
         left = int(column.min())
@@ -137,7 +137,7 @@ class Scales:
         rows = np.bincount(self.row - np.int32(low))
         found = []
         for phase in range(4):
-            # Four scales to a class, which begins with a multiple of four.
+            # Four scales form a class, which begins at a multiple of four.
             first, before = divmod(low + phase + 2, 4)
             scales = np.zeros((before + rows.size + 3) // 4 * 4, dtype=np.int64)
             scales[before : before + rows.size] = rows
@@ -148,15 +148,14 @@ class Scales:
 
 @cache
 def _mean_costs(family: int) -> Int64Array:
-    """What an element costs whose class is the place less `_BEYOND`, before it is clipped to the classes."""
+    """Mean bits of an element by class, padded by `_BEYOND` classes below and twice as many above."""
     return np.pad(tables(family).mean_cost, (_BEYOND, 2 * _BEYOND), mode="edge")
 
 
 def normalised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The exponent of `kernels.common.tiles.tensor_exponent`, on the host, and x over that power of two,
-    fp32.
+    """The exponent e of `kernels.common.tiles.tensor_exponent`, on the host, and x * 2**-e in fp32.
 
-    If x is not finite, the scaled tensor is meaningless.
+    If x is not finite, e is `NON_FINITE` and the second tensor is meaningless.
     """
     if x.device.type == "cpu":
         return trellis_matrix_loops.normalised(x)
@@ -165,12 +164,12 @@ def normalised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def peak(x: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of fp32 numbers."""
+    """The largest magnitude of x, fp32 0-d."""
     return trellis_matrix_loops.peak(x) if x.device.type == "cpu" else x.abs().amax()
 
 
 def classes(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-    """The class of every element, uint8 `[R * C]`, of its row's and its column's, within 2**13 each."""
+    """The class of every element, uint8 `[R * C]`: its row's plus its column's, each below 2**13."""
     row, column = row.short(), column.short()
     if row.device.type == "cpu":
         return trellis_matrix_loops.classes(row, column, MAX_CLASS).view(-1)
@@ -178,7 +177,7 @@ def classes(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
 
 
 def gain(code: int) -> float:
-    """The factor that turns elements into 64ths of a step, an fp32 number."""
+    """The fp32 factor that turns elements into 64ths of a step."""
     return float(np.float32(64) / np.float32(step_of(code)))
 
 

@@ -21,7 +21,7 @@ class Settings:
     """Every plan is tried on one row in this many."""
     measured: int
     """One row in this many is coded to measure what elements cost."""
-    untold: bool
+    shared_scales: bool
     """Whether plans with one scale for all rows, all columns or both are also tried."""
     kinds: tuple[tuple[int, int], ...]
     """(rank, bits) of the predictions to try; ranks up to 32."""
@@ -53,11 +53,11 @@ class Settings:
 
     @property
     def plain(self) -> int:
-        """Plans that predict nothing."""
-        return 4 if self.untold else 1
+        """Number of plans without a prediction."""
+        return 4 if self.shared_scales else 1
 
     @property
     def plans(self) -> list[tuple[int, int, int, int]]:
-        """Rank, bits, whether rows are told apart, and columns."""
-        told = [(1, 1), (1, 0), (0, 1), (0, 0)][: self.plain]
-        return [*((0, 0, *pair) for pair in told), *((*kind, 1, 1) for kind in self.kinds)]
+        """Rank, bits, and whether every row and every column has its own scale."""
+        sides = [(1, 1), (1, 0), (0, 1), (0, 0)][: self.plain]
+        return [*((0, 0, *pair) for pair in sides), *((*kind, 1, 1) for kind in self.kinds)]

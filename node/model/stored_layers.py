@@ -104,7 +104,7 @@ class Norm:
             return layers.norm(kept, self.weight, self.bias, self.eps, dtype)
         return cast(
             Tensor,
-            ops.norm_again(kept, shape, self.weight, self.bias, self.eps, PACKED[form], dtype),
+            ops.norm_from_stored(kept, shape, self.weight, self.bias, self.eps, PACKED[form], dtype),
         )
 
     def backward(

@@ -91,7 +91,7 @@ def settings(rows: int, columns: int, size: int) -> Settings:
         size=size,
         every=every,
         measured=_measured(rows, columns),
-        untold=min(rows, columns) < _MANY,
+        shared_scales=min(rows, columns) < _MANY,
         kinds=_kinds(rows, columns, -(-rows // every), 8 * size),
         attempts=_MAX_ATTEMPTS,
         enough=_enough(rows * columns),
@@ -236,21 +236,20 @@ def _best_plan(y: torch.Tensor, budget: int) -> _Plan | None:
     """The plan with the smallest step in the budget, tried on some rows; None if they are zeros."""
     rows, columns = y.shape
     sample = _rows(y, _every(rows))
-    plans, told = [_Plan()], scales(sample)
+    plans, own = [_Plan()], scales(sample)
     if min(rows, columns) < _MANY:
-        # Then scales of the other side may cost more than they save.
+        # Scales of the long side may cost more than they save.
         plans += [_Plan(None, *sides) for sides in ((True, False), (False, True), (False, False))]
     kinds = _kinds(rows, columns, len(sample), budget)
     if kinds:
-        plans += [_Plan(space) for space in spaces(sample, max(rank for rank, _ in kinds), list(kinds), told)]
+        plans += [_Plan(space) for space in spaces(sample, max(rank for rank, _ in kinds), list(kinds), own)]
     # One wait for the scales of all plans.
-    found = [torch.cat(told)]
+    found = [torch.cat(own)]
     for plan in plans[1:]:
         if plan.space is not None:
-            told = left_scales(sample, plan.space.sample)
+            found.append(torch.cat(left_scales(sample, plan.space.sample)))
         else:
-            told = scales(sample, by_row=plan.by_row, by_column=plan.by_column)
-        found.append(torch.cat(told))
+            found.append(torch.cat(scales(sample, by_row=plan.by_row, by_column=plan.by_column)))
     several = torch.stack(found).cpu().numpy()
     best: tuple[int, _Plan] | None = None
     for plan, both in zip(plans, several, strict=True):

@@ -54,16 +54,16 @@ def _forward(
     BITS: tl.constexpr,
     LIMIT: tl.constexpr,
     LAYER: tl.constexpr,
-    AGAIN: tl.constexpr,
+    STORED: tl.constexpr,
     T: tl.constexpr,
 ):
-    """Normalise a row of x and store it (BITS of 0: do not); or, AGAIN, of what was stored."""
+    """The norm of one row. STORED: of the row in `packed`; else of x, which is packed unless BITS is 0."""
     row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, T)
     inside = t < per_row
     columns = t[:, None] * 128 + tl.arange(0, 128)[None, :]
     real = inside[:, None] & (columns < width)
-    if AGAIN:
+    if STORED:
         y = load_blocks(packed, n, row * per_row + t, inside, BITS)
         y = tl.where(real, y, 0.0)
     else:
@@ -140,7 +140,7 @@ def norm(
     rows = row_view(x)
     normed = torch.empty(x.shape, dtype=dtype, device=x.device)
     if rows.shape[0]:
-        _run_forward(rows, weight, bias, normed, normed, eps, 0, again=False)
+        _run_forward(rows, weight, bias, normed, normed, eps, 0, stored=False)
     return normed
 
 
@@ -157,11 +157,11 @@ def norm_store(
     packed = empty_packed(x.shape, bits, x.device)
     normed = torch.empty(x.shape, dtype=dtype, device=x.device)
     if rows.shape[0]:
-        _run_forward(rows, weight, bias, normed, packed, eps, bits, again=False)
+        _run_forward(rows, weight, bias, normed, packed, eps, bits, stored=False)
     return normed, packed
 
 
-def norm_again(
+def norm_from_stored(
     packed: torch.Tensor,
     shape: torch.Size,
     weight: torch.Tensor,
@@ -170,10 +170,10 @@ def norm_again(
     bits: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The norm, in `dtype`, of what was stored."""
+    """The norm of the stored input, in `dtype`."""
     normed = torch.empty(shape, dtype=dtype, device=packed.device)
     if normed.numel():
-        _run_forward(normed.view(-1, shape[-1]), weight, bias, normed, packed, eps, bits, again=True)
+        _run_forward(normed.view(-1, shape[-1]), weight, bias, normed, packed, eps, bits, stored=True)
     return normed
 
 
@@ -186,11 +186,11 @@ def _run_forward(
     eps: float,
     bits: int,
     *,
-    again: bool,
+    stored: bool,
 ) -> None:
     count, width = rows.shape
     _forward[(count,)](
-        as_bits(normed) if again else rows,
+        as_bits(normed) if stored else rows,
         weight,
         weight if bias is None else bias,
         as_bits(normed),
@@ -204,7 +204,7 @@ def _run_forward(
         BITS=bits,
         LIMIT=limit(bits) if bits else 1,
         LAYER=bias is not None,
-        AGAIN=again,
+        STORED=stored,
         **_launch(width),
         enable_fp_fusion=False,
     )

@@ -1,7 +1,7 @@
-"""The `trellis` decoder's loops for a CPU: range coding, back. `kernels.trellis.code` says what they do.
+"""The `trellis` decoder's loops for a CPU. `kernels.trellis.code` describes the code.
 
-As `kernels.trellis.loops.encode`: loops over lanes without a branch, so that LLVM makes vectors of them, and
-the words taken one after the other, without one.
+As in `kernels.trellis.loops.encode`, loops over lanes have no branches, so that LLVM vectorizes them; the
+loop that reads words one after the other has none either.
 """
 
 import numpy as np
@@ -28,7 +28,7 @@ def _shift(number):
 
 @compiled
 def _take_symbols(numbers, current, slots, states, symbols):
-    """Every lane's symbol; what is left of the states. More than 0 if bits follow a symbol."""
+    """Take every lane's symbol out of its state. Returns more than 0 if bits follow any symbol."""
     more = _I0
     for lane in range(numbers.size):
         number, state = i32(numbers[lane]), states[lane]
@@ -45,7 +45,8 @@ def _take_symbols(numbers, current, slots, states, symbols):
 
 @compiled
 def _refill(states, words, position):
-    """A word for every state below `LOW`; where in the words that ends, or -1 if there are too few."""
+    """Append a word to every state below `LOW`. Returns the position after the last word read, or -1 if there
+    are too few words."""
     if position + states.size <= words.size:
         for lane in range(states.size):
             state = states[lane]
@@ -65,7 +66,7 @@ def _refill(states, words, position):
 
 @compiled
 def _advance(symbols, current, before, out):
-    """Every lane's n, if no bits follow its symbol, and its next quantizer."""
+    """Every lane's n and next quantizer, correct for lanes without bits after their symbol."""
     for lane in range(symbols.size):
         symbol, quantizer = symbols[lane], current[lane]
         out[lane] = i32(_I2 * i32(symbol - _MIDDLE)) + quantizer
@@ -75,7 +76,7 @@ def _advance(symbols, current, before, out):
 
 @compiled
 def _take_pieces(numbers, symbols, second, states, low):
-    """The first or the second pieces; what is left of the states. More than 0 if second ones follow."""
+    """Take the first or the second pieces out of the states. Returns more than 0 if second pieces follow."""
     more = _I0
     for lane in range(numbers.size):
         escaped = symbols[lane] == _ESCAPE
@@ -92,20 +93,20 @@ def _take_pieces(numbers, symbols, second, states, low):
 
 @compiled
 def _correct(numbers, symbols, low, before, current, out):
-    """n and the next quantizers of lanes with bits behind their symbols, after `_advance`."""
+    """After `_advance`: n and the next quantizers of lanes with bits after their symbols."""
     for lane in range(numbers.size):
         escaped = symbols[lane] == _ESCAPE
         shift = _shift(i32(numbers[lane]))
         index = i32(i32(symbols[lane] - _MIDDLE) << shift) + low[lane]
         n = i32(low[lane] - _ESCAPE_BIAS) if escaped else i32(i32(_I2 * index) + before[lane])
         out[lane] = n
-        # The symbol's parity is not the index's.
+        # Replace the symbol's parity by the index's.
         current[lane] ^= (symbols[lane] ^ i32(n >> _I1)) & _I1
 
 
 @compiled
 def decode(numbers, start, stop, lanes, slots, states, words, out):
-    """Fill `out` from `start` to `stop` with n; whether the words are exactly what an encoder writes."""
+    """Fill `out` from `start` to `stop` with n. Returns whether an encoder writes exactly these words."""
     current = np.zeros(lanes, dtype=np.int32)
     before = np.zeros(lanes, dtype=np.int32)
     symbols = np.empty(lanes, dtype=np.int32)
@@ -122,7 +123,7 @@ def decode(numbers, start, stop, lanes, slots, states, words, out):
         _advance(symbols[:width], current, before, values)
         if more:
             low[:] = 0
-            # All lanes' first pieces, then, if there are any, the second ones.
+            # The first pieces of all lanes, then the second ones if there are any.
             for second in (False, True):
                 rest = _take_pieces(number, symbols, second, state, low)
                 position = _refill(state, words, position)

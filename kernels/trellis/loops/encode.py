@@ -1,10 +1,10 @@
-"""The `trellis` encoder's loops for a CPU: the search for a path, and range coding. `kernels.trellis.code`
-says what they do.
+"""The `trellis` encoder's loops for a CPU: path search and range coding. `kernels.trellis.code` describes the
+code.
 
-Compiled by numba at first use and kept in its cache. Lanes are next to each other in memory, and loops over
-them are written so that LLVM makes vectors of them: no branch in them, no index that might be negative, and
-32-bit constants, as numba computes in 64 bits with plain numbers. What cannot be a vector is the order of the
-words; there, too, a branch would be a guess, as one lane in four writes a word.
+Compiled by numba at first use and cached. Lanes are adjacent in memory. Loops over them are written so that
+LLVM vectorizes them: no branches, no index that might be negative, and 32-bit constants, because numba
+computes with plain numbers in 64 bits. Writing words in order cannot be vectorized; it has no branch either,
+because one lane in four writes a word and a branch would be mispredicted.
 """
 
 import numpy as np
@@ -25,7 +25,7 @@ _TO_PERIODS = np.int32(FRACTION_BITS + 2)
 _FAR = np.int32(1 << 29)
 
 _MIDDLE, _ESCAPE, _ROW = np.int32(MIDDLE), np.int32(ESCAPE), np.int32(ROW)
-# A place of every row that no symbol has.
+# An entry that no symbol has; it is zero in every row.
 _NO_SYMBOL = np.int32(ROW - 1)
 _UNSHIFTED = np.int32(UNSHIFTED)
 _PIECE, _ESCAPE_PIECE = np.int32(PIECE), np.int32(ESCAPE_PIECE)
@@ -37,8 +37,8 @@ _WORD, _NO_WORD = np.uint32(16), np.uint32(0)
 _TO_FULL = np.uint32(STATE_BITS - PRECISION)
 _FULL = np.uint32(1 << STATE_BITS)
 
-# 1 / n. A state plus a half, times that, is nearer to its quotient than to any other integer: both are below
-# 2**31, and a frequency at most 2**12.
+# 1 / n, to divide a state by a frequency: (state + 0.5) / n truncates to the exact quotient, because states
+# are below 2**31 and frequencies at most 2**12.
 INVERSE = np.concatenate(([0.0], 1.0 / np.arange(1, TOTAL + 1)))
 
 
@@ -49,13 +49,13 @@ def _value(x, gain):
 
 @inlined
 def _distance(v):
-    """From a multiple of four steps' middle, in 64ths of a step."""
+    """Distance of v from the middle of its period of four steps, in 64ths of a step."""
     return abs(i32(i32(v & i32(_PERIOD - _I1)) - _MIDWAY))
 
 
 @compiled
 def _advance(residual, gain, cost, after):
-    """The best paths' next element: as `_search`, for all lanes."""
+    """Extend the best paths of all lanes by one element; arguments as in `_search`."""
     for lane in range(residual.size):
         place = np.uint64(lane)
         v = _value(residual[place], gain)
@@ -78,10 +78,10 @@ def _advance(residual, gain, cost, after):
 
 @compiled
 def _search(residual, gain, start, stop, lanes, after, cost):
-    """Fill `after` with the decisions of the best paths, four bits an element; leave their costs in `cost`.
+    """Fill `after` with the decisions of the best paths, four bits per element, and `cost` with their costs.
 
-    cost, row 2 s + b of `LANES`: of the best path to quantizer s after quantizer b.
-    after, bit 2 s + s': whether the best path that leaves s for s' came to s after quantizer 1.
+    cost, row 2 s + b of `LANES`: cost of the best path to quantizer s after quantizer b.
+    after, bit 2 s + s': whether quantizer 1 precedes s on the best path that goes from s to s'.
     """
     cost[:] = _FAR
     cost[:lanes] = 0
@@ -92,7 +92,7 @@ def _search(residual, gain, start, stop, lanes, after, cost):
 
 @compiled
 def _follow(residual, after, gain, following, current, chosen):
-    """The n that a step's lanes take; `following` and `current` go one step back along their paths."""
+    """Every lane's n at this step; moves `following` and `current` one step back along the paths."""
     for lane in range(residual.size):
         quantizer, later = current[lane], following[lane]
         before = i32(i32(after[lane]) >> i32(_I2 * quantizer + later)) & _I1
@@ -104,9 +104,12 @@ def _follow(residual, after, gain, following, current, chosen):
 
 @compiled
 def _symbols(chosen, numbers, codes, found, wide, cut, low):
-    """Of a step's lanes: their symbols' entries in `codes`, how many bits follow, how many of these the first
-    piece takes at most, and which they are. Returned are how wide pieces are, of all lanes together by `or`:
-    0 if none follow any symbol, and for the second pieces alone."""
+    """For every lane: its symbol's entry in `codes` (`found`), the number of bits that follow (`wide`), how
+    many of them fit the first piece (`cut`), and the bits (`low`).
+
+    Returns the bitwise or of all lanes' numbers of bits, and the same of second pieces; 0 means that no lane
+    has any.
+    """
     first, second = _I0, _I0
     for lane in range(chosen.size):
         n, number = chosen[lane], i32(numbers[lane])
@@ -129,7 +132,8 @@ def _symbols(chosen, numbers, codes, found, wide, cut, low):
 
 @compiled
 def _put_pieces(states, wide, cut, low, second, words, used):
-    """Put the first pieces, or the second ones. An empty piece changes nothing."""
+    """Put the first or the second pieces into the states. An empty piece changes nothing. Returns the words
+    used so far."""
     top = words.size - 1
     for lane in range(states.size - 1, -1, -1):
         bits = max(wide[lane] - cut[lane], _I0) if second else min(wide[lane], cut[lane])
@@ -149,7 +153,7 @@ def _put_symbols(states, found, inverse, words, used):
     for lane in range(states.size - 1, -1, -1):
         code, state = np.uint32(found[lane]), np.uint32(states[lane])
         frequency = code >> _PRECISION
-        # Written for every lane: it counts for those that had to make room.
+        # Written for every lane, but kept only for lanes whose state is full.
         words[np.uint64(top - used)] = np.uint16(state)
         full = state >= frequency << _TO_FULL
         used += np.int64(full)
@@ -161,7 +165,7 @@ def _put_symbols(states, found, inverse, words, used):
 
 @compiled
 def encode(residual, numbers, gain, start, stop, lanes, codes, inverse, states, words):
-    """Code elements `start` to `stop`; fill `states`, and `words` from their end. How many words."""
+    """Code elements `start` to `stop`; fill `states`, and `words` from their end. Returns the words used."""
     after = np.empty(stop - start, dtype=np.uint8)
     cost = np.empty(4 * LANES, dtype=np.int32)
     current = np.empty(lanes, dtype=np.int32)

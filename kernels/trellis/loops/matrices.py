@@ -1,10 +1,10 @@
-"""Sums over a matrix's rows and columns, and predictions of it, for the `trellis` codec on a CPU.
+"""Sums over a matrix's rows and columns, and its prediction, for the `trellis` codec on a CPU.
 
-Elsewhere torch does this, but it passes over the matrix once per operation and adds fp32 in fp64 far more
-slowly than memory can be read. Every sum here is of integers and exact, so its order is free.
+On other devices torch does this. On a CPU torch reads the matrix once per operation and adds fp32 in fp64 far
+more slowly than memory can be read. Every sum here is of integers and exact, so its order is free.
 
-Compiled by numba at first use and kept in its cache. Loops are written so that LLVM makes vectors of them
-although it may not reorder additions of floats: neighbours are added to neighbours.
+Compiled by numba at first use and cached. LLVM may not reorder additions of floats, so loops add neighbours
+to neighbours, which it can vectorize.
 """
 
 from typing import NamedTuple
@@ -30,20 +30,19 @@ from kernels.common.tiles import NON_FINITE
 
 Floats = NDArray[np.float32]
 
-# Elements that are worth a thread's time, where one takes as little as can be: to hand over takes as long as
-# many of them.
+# Fewest cheap elements per range of rows: starting a range costs as much as many elements.
 _FEWEST = 1 << 19
-# Several to a thread, because one that has to share its core is slower than the others.
+# Ranges per thread: several, because a thread that shares its core is slower than the others.
 _RANGES_A_THREAD = 4
-# Of a product with as many factors as are usual.
+# Work per element of a product of usual rank, relative to a cheap element.
 PRODUCTS = 4
-# Columns that are worked on together: what belongs to them stays in the innermost cache.
+# Columns in a block, whose factors stay in the L1 cache.
 _BLOCK = 64
 _FACTOR1, _FACTOR2, _FACTOR3 = (np.uint64(n * _BLOCK) for n in (1, 2, 3))
 PART = np.float32(2.0**9)
-# Rows that are worked on together, so that what belongs to columns is read from there.
+# Rows in a block, which read the columns' factors from the L1 cache.
 ROWS = 8
-# Elements that are written with one call.
+# Elements written per call.
 _AT_ONCE = 1 << 12
 
 
@@ -71,8 +70,8 @@ def _column_sums(x, weight, first, last, sums):
 
 @exact
 def _multiply(a, b, v, place, sums):
-    """sums[c] = sum_k a[k] v[place + k * _BLOCK + c], and behind them b's; as many of each as a multiple of
-    4. Two rows, because to read v takes longer than to multiply by it."""
+    """sums[c] = sum_k a[k] v[place + k * _BLOCK + c], followed by the same of b; a multiple of 4 columns.
+    Two rows at once, because reading v takes longer than multiplying by it."""
     sums[:] = 0
     for k in range(0, a.size, 4):
         a0, a1, a2, a3 = a[k], a[k + 1], a[k + 2], a[k + 3]
@@ -88,13 +87,13 @@ def _multiply(a, b, v, place, sums):
 
 @compiled
 def subtract(x, u, v, row_power, column_power, out):
-    """Fill `out`, `[n, C]`, with rows less their predictions."""
+    """Fill `out`, `[n, C]`, with rows minus their predictions."""
     sums = np.empty(2 * _BLOCK, dtype=np.float32)
     rows, depth = u.shape
     for start in range(0, out.shape[1], _BLOCK):
         powers = column_power[start : start + _BLOCK]
         for r in range(0, rows, 2):
-            # A last row without a neighbour is its own.
+            # Pair a last single row with itself.
             _multiply(u[r], u[min(r + 1, rows - 1)], v, start * depth, sums)
             for one in range(min(2, rows - r)):
                 sides = slice(start, start + powers.size)
@@ -138,7 +137,7 @@ def _classes(row, column, highest, first, last, out):
 
 @compiled
 def _pack(values, bias, bits, out):
-    """Eight values lie in as many bytes as one has bits."""
+    """Pack integers: eight values of b bits take b bytes."""
     for start in range(0, values.size, 8):
         word = np.uint64(0)
         for k in range(min(8, values.size - start)):
@@ -150,7 +149,7 @@ def _pack(values, bias, bits, out):
 
 @compiled
 def _unpack(data, bias, bits, out):
-    """Whether nothing but zeros follows the last value."""
+    """Unpack integers. Returns whether only zeros follow the last value."""
     mask = (np.uint64(1) << np.uint64(bits)) - np.uint64(1)
     rest = np.uint64(0)
     for start in range(0, out.size, 8):
@@ -185,7 +184,7 @@ def _store(values, near, far, limit, half, out, first, last):
 
 
 class Prediction(NamedTuple):
-    """u m v^T, exact in fp32 in any order, times powers of two of rows and of columns."""
+    """u m v^T, exact in fp32 in any order, times powers of two for rows and columns."""
 
     u: torch.Tensor  # int8 [R, K]
     multiplier: torch.Tensor  # int32 [K]
@@ -195,7 +194,7 @@ class Prediction(NamedTuple):
 
 
 def row_sums(x: torch.Tensor) -> torch.Tensor:
-    """Of the magnitudes in parts, fp64 `[R]`: `kernels.trellis.scales`."""
+    """Row sums of the magnitudes in parts (`kernels.trellis.scales`), fp64 `[R]`."""
     values = x.contiguous().numpy()
     sums = np.empty(len(values))
     run(lambda first, last: _row_sums(values, first, last, sums), ranges(*x.shape))
@@ -203,7 +202,7 @@ def row_sums(x: torch.Tensor) -> torch.Tensor:
 
 
 def column_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Of the magnitudes in parts times fp32 `[R]`, rounded, fp64 `[C]`."""
+    """Column sums of the magnitudes in parts times the rows' weights, fp32 `[R]`, rounded; fp64 `[C]`."""
     values, weights = x.contiguous().numpy(), weight.numpy()
     found = []
 
@@ -217,10 +216,9 @@ def column_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def normalised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The exponent of `kernels.common.tiles.tensor_exponent`, and x over that power of two, fp32 of x's
-    shape.
+    """The exponent e of `kernels.common.tiles.tensor_exponent`, and x * 2**-e in fp32, of x's shape.
 
-    What is not finite is not normalised.
+    If x is not finite, the second tensor is uninitialized.
     """
     words = bits_to_read(x)
     exponent = exponent_of(words)
@@ -240,20 +238,20 @@ def peak(x: torch.Tensor) -> torch.Tensor:
 
 
 def pack(values: torch.Tensor, bias: int, bits: int, out: torch.Tensor) -> None:
-    """Fill uint8 `out` with integers plus `bias`, from 0 up, as `bits` bits each, lowest first."""
+    """Fill uint8 `out` with the integers plus `bias` (not negative), `bits` bits each, lowest bit first."""
     _pack(values.contiguous().view(-1).numpy(), bias, bits, out.numpy())
 
 
 def unpacked(
     data: torch.Tensor, count: int, bias: int, bits: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, bool]:
-    """What `pack` was given, and whether nothing but zeros follows."""
+    """The inverse of `pack`, and whether only zeros follow."""
     out = torch.empty(count, dtype=dtype)
     return out, bool(_unpack(data.numpy(), bias, bits, out.numpy()))
 
 
 def classes(row: torch.Tensor, column: torch.Tensor, highest: int) -> torch.Tensor:
-    """Sums of int16 `[R]` and `[C]`, from 0 to `highest`, uint8 `[R, C]`."""
+    """Sums of int16 `[R]` and `[C]`, clipped to 0 to `highest`, uint8 `[R, C]`."""
     by_row, by_column = row.numpy(), column.numpy()
     out = np.empty((len(row), len(column)), dtype=np.uint8)
     most = np.int16(highest)
@@ -262,7 +260,7 @@ def classes(row: torch.Tensor, column: torch.Tensor, highest: int) -> torch.Tens
 
 
 def reconstruct(n: torch.Tensor, step: float, prediction: Prediction | None) -> torch.Tensor:
-    """n * step, plus the prediction, each rounded to fp32, `[E]`, where int32 n `[E]` was."""
+    """n * step plus the prediction, each rounded to fp32, `[E]`, in the memory of int32 n `[E]`."""
     words, by = n.numpy(), np.float32(step)
     if prediction is None:
         run(lambda first, last: _scale(words, by, first, last), ranges(n.numel(), 1))
@@ -289,8 +287,8 @@ def restore(values: torch.Tensor, exponent: int, out: torch.Tensor) -> None:
 
 
 def operands(prediction: Prediction) -> tuple[Floats, Floats, Floats, Floats]:
-    """What `subtract` takes: u times multipliers, filled up with zeros to a multiple of 4, v as `blocks` has
-    it, and powers."""
+    """Arguments of `subtract`: u times the multipliers, padded with zeros to a multiple of 4 dimensions, v in
+    `blocks`, and the powers of two."""
     rank = prediction.v.shape[1]
     u = np.zeros((len(prediction.u), filled_up(rank)), dtype=np.float32)
     np.multiply(prediction.u.numpy(), prediction.multiplier.numpy().astype(np.float32), out=u[:, :rank])
@@ -298,7 +296,7 @@ def operands(prediction: Prediction) -> tuple[Floats, Floats, Floats, Floats]:
 
 
 def blocks(v: torch.Tensor) -> Floats:
-    """`[C, K]` in blocks of columns, flat: of a block all columns' first factors, then all second ones."""
+    """`[C, K]` in blocks of columns, flat: a block has all columns' first factors, then all second ones."""
     columns, rank = v.shape
     depth, count = filled_up(rank), -(-columns // _BLOCK)
     filled = np.zeros((count * _BLOCK, depth), dtype=np.float32)
@@ -312,11 +310,11 @@ def filled_up(rank: int) -> int:
 
 
 def ranges(rows: int, columns: int, work: int = 1) -> list[tuple[int, int]]:
-    """Ranges of rows that threads take in turn, at least one. `work`: how much an element takes."""
+    """Ranges of rows for the threads, at least one. `work`: cost of an element relative to a cheap one."""
     whole, threads = rows * columns, torch.get_num_threads()
     count = min(-(-whole * work // _FEWEST), threads * _RANGES_A_THREAD, rows)
     if count > threads:
-        # As many for each.
+        # Ranges of equal length.
         count -= count % threads
     each = -(-rows // max(count, 1)) if rows else 1
     return [(first, min(first + each, rows)) for first in range(0, max(rows, 1), each)]

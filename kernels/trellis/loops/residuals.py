@@ -1,10 +1,10 @@
-"""The residual of a prediction, and its scales by row and column, for the `trellis` codec on a CPU.
+"""The residual of a prediction, and its row and column scales, for the `trellis` codec on a CPU.
 
-`kernels.trellis.factors` and `kernels.trellis.scales` compute the same with torch; here it is one loop over
-rows.
+`kernels.trellis.factors` and `kernels.trellis.scales` compute the same with torch; here one loop over the
+rows does it.
 
-A row's scale, and with it what the row weighs in its columns' sums, follows from the row alone. So nothing is
-read again after it has left the caches, and a sample's residual is not kept.
+A row's scale, and so its weight in the columns' sums, depends on the row alone. So no row is read again after
+it has left the caches, and a sample's residual is not stored.
 """
 
 from dataclasses import dataclass
@@ -37,46 +37,46 @@ _MAGNITUDE = np.int32(0x7FFFFFFF)
 
 
 class Logarithms(NamedTuple):
-    """What scales are: `kernels.trellis.scales`."""
+    """Constants of the scales (`kernels.trellis.scales`)."""
 
     least: float
-    """Means that are smaller count as this."""
+    """Lower limit of means."""
     thresholds: Float64Array
-    """The fractions, from 1 to 2, between which logarithms in 16ths change."""
+    """The fractions, from 1 to 2, at which the logarithm in 16ths changes."""
     roots: Float64Array
     """2**(j / 16)."""
     weighted: float
-    """What a row's mean magnitude weighs."""
+    """Weighted mean magnitude of every row."""
     lower: int
-    """What is taken off a row's logarithm, because its elements are counted in parts."""
+    """Subtracted from a row's logarithm, because its elements are counted in parts."""
 
 
 class Fit(NamedTuple):
-    """How rows are whitened, and what is told of them: `kernels.trellis.factors`."""
+    """Constants to whiten rows, find their coefficients and predict them (`kernels.trellis.factors`)."""
 
     row_base: int
-    """Of the octaves that exponents count from."""
+    """The octave of row exponent 0."""
     most_exponent: int
     white_bits: int
-    """A row is whitened by 2 to this less its exponent,"""
+    """A whitened row is the row times 2**(white_bits - its exponent),"""
     white_columns: NDArray[np.float32]
-    """`[C]`, and by these,"""
+    """`[C]`, times these factors of the columns, rounded,"""
     white_limit: np.float32
-    """and clipped to that."""
+    """and clipped to this."""
     energy: Float64Array
-    """`[K]`. A product with a direction is divided by this,"""
+    """`[K]`. A coefficient is the product with a direction over this,"""
     unit: Float64Array
-    """`[K]`, and by this,"""
+    """`[K]`, and over this,"""
     limit: float
-    """rounded, and clipped to that;"""
-    told: NDArray[np.bool_]
-    """`[K]`, or zero instead."""
+    """rounded and clipped to this;"""
+    used: NDArray[np.bool_]
+    """`[K]`, or zero if this is false."""
     multiplier: NDArray[np.float32]
-    """`[K]`"""
+    """`[K]`, the dimensions' multipliers in the prediction."""
     exponent: int
-    """A row's prediction is multiplied by 2 to this plus its exponent,"""
+    """A row's prediction is scaled by 2**(exponent + its own exponent),"""
     columns: NDArray[np.float32]
-    """`[C]`, and by these."""
+    """`[C]`, and by these factors of the columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def _logarithm(mean, logarithms):
 
 @inlined
 def _weight(row, logarithms):
-    """2**(-row / 16) parts: the power of two below, times a root of two."""
+    """2**(-row / 16) as a power of two times a root of two."""
     count = logarithms.roots.size
     octave = row // count
     part = row - octave * count
@@ -113,7 +113,7 @@ def _weight(row, logarithms):
 
 @exact
 def _add_parts(a, b, by_a, by_b, sums):
-    """Two rows' weighted parts to the sums of their columns."""
+    """Add two rows' weighted parts to the columns' sums."""
     for c in range(sums.size):
         one = np.rint(np.rint(np.abs(a[c]) * PART) * by_a)
         sums[c] += np.float64(one) + np.float64(np.rint(np.rint(np.abs(b[c]) * PART) * by_b))
@@ -121,7 +121,7 @@ def _add_parts(a, b, by_a, by_b, sums):
 
 @compiled
 def _tell(x, logarithms, row, sums):
-    """The scales of some rows, and their parts of the columns' sums."""
+    """The scales of some rows; adds their parts to the columns' sums."""
     before, weight_before = 0, np.float32(0)
     for r in range(x.shape[0]):
         own = _logarithm(sum_of_parts(x[r]) / x.shape[1], logarithms)
@@ -168,8 +168,8 @@ def _peak(x):
 
 @compiled
 def _fit(x, fit, v, near, logarithms, first, last, found, sums):
-    """Fill the parts of `found` for the rows from `first` to `last`, and add to the sums of their columns.
-    The bits of the largest magnitude of what is left."""
+    """Fill `found` for the rows from `first` to `last`, and add to the columns' sums. Returns the bits of the
+    residual's largest magnitude."""
     u, row_exponent, left, row = found
     rank, depth, count = u.shape[1], v.shape[0], logarithms.roots.size
     white = np.empty((ROWS, x.shape[1]), dtype=np.float32)
@@ -191,7 +191,7 @@ def _fit(x, fit, v, near, logarithms, first, last, found, sums):
         multiply(white[:size], v, products)
         for r in range(size):
             for k in range(rank):
-                value = factor(products[r, k], fit.energy[k], fit.unit[k], fit.limit) if fit.told[k] else 0.0
+                value = factor(products[r, k], fit.energy[k], fit.unit[k], fit.limit) if fit.used[k] else 0.0
                 u[start + r, k] = np.int8(value)
                 factors[r, k] = np.float32(value) * fit.multiplier[k]
         some = left[start:stop]
@@ -215,7 +215,7 @@ def scales(x: torch.Tensor, logarithms: Logarithms) -> tuple[torch.Tensor, torch
 def left_scales(
     x: torch.Tensor, prediction: Prediction, logarithms: Logarithms
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `scales`, of what a prediction leaves of x."""
+    """As `scales`, of the residual of x after a prediction."""
     values, factors = x.contiguous().numpy(), operands(prediction)
     row, found = np.empty(len(values), dtype=np.int32), _Sums(values.shape[1])
     run(
@@ -226,7 +226,7 @@ def left_scales(
 
 
 def fitted(x: torch.Tensor, fit: Fit, v: torch.Tensor, logarithms: Logarithms) -> Fitted:
-    """Factors for the rows of fp32 `[R, C]` in the directions of v, integers in fp64 `[C, K]`."""
+    """Factors for the rows of fp32 `[R, C]` along the directions v, integers in fp64 `[C, K]`."""
     values, (rows, columns) = x.contiguous().numpy(), x.shape
     directions, near = across(v), blocks(v)
     u, row_exponent = np.empty((rows, v.shape[1]), dtype=np.int8), np.empty(rows, dtype=np.int32)
@@ -250,7 +250,7 @@ def fitted(x: torch.Tensor, fit: Fit, v: torch.Tensor, logarithms: Logarithms) -
 
 
 class _Sums:
-    """Sums of columns, of every range by itself."""
+    """Column sums, one buffer for each range."""
 
     def __init__(self, columns: int) -> None:
         self._columns = columns

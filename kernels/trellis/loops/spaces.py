@@ -1,8 +1,8 @@
-"""The arithmetic of a space of few dimensions for the `trellis` codec on a CPU: `kernels.trellis.factors`.
+"""The arithmetic of `kernels.trellis.factors` (a low-dimensional space) for the `trellis` codec on a CPU.
 
-Every number is an integer and every sum exact: in fp32 over `CHUNK` products, in fp64 over chunks. So they
-may be contracted and added in any order, and torch's matrix product gives the same; but its threads wait for
-their next work by spinning, and here most of the work is of loops with threads of their own.
+Every number is an integer and every sum is exact: in fp32 over `CHUNK` products, in fp64 over chunks. So any
+order of sums gives the same, and torch's matrix product would too. But torch's threads spin while they wait,
+and most of the work here runs on the loops' own threads.
 """
 
 import numpy as np
@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 from kernels.common.loops import compiled, exact, inlined, run
 from kernels.trellis.loops.matrices import PRODUCTS, ROWS, filled_up, ranges
 
-# Products of a whitened element and a factor, below 2**14, that add up within fp32's integers.
+# Number of products (whitened element times factor, below 2**14) whose sum is an exact integer in fp32.
 CHUNK = 1024
 _FOUR = 4
-# Whitening, and its transpose, beside a sum of magnitudes.
+# Work per element of whitening with its transpose, relative to a sum of magnitudes.
 _WHITENING = 3
 
 
 @exact
 def _dots(a, b, c0, c1, c2, c3, part):
-    """Sums of products of two rows with four. As many of either as there are registers to add in."""
+    """Dot products of two rows with four others; so many sums fit the registers."""
     s0 = s1 = s2 = s3 = t0 = t1 = t2 = t3 = np.float32(0)
     for i in range(a.size):
         x, y = a[i], b[i]
@@ -39,7 +39,7 @@ def _dots(a, b, c0, c1, c2, c3, part):
 
 @compiled
 def multiply(a, b, out):
-    """out[r, k] = a[r] . b[k], of rows that the innermost caches hold; as many b as a multiple of 4."""
+    """out[r, k] = a[r] . b[k], for rows that fit the L1 cache; a multiple of 4 rows of b."""
     part, total = np.empty(2 * _FOUR, dtype=np.float32), np.empty(2 * _FOUR, dtype=np.float64)
     rows, columns = a.shape
     for k in range(0, b.shape[0], _FOUR):
@@ -89,13 +89,13 @@ def _whiten_all(x, row_power, column_power, limit, first, last, out, turned):
 
 @inlined
 def factor(product, energy, unit, most):
-    """A row's coefficient, from its product with a direction."""
+    """A row's coefficient from its product with a direction."""
     return min(max(np.rint(product / energy / unit), -most), most)
 
 
 @compiled
 def _spread(image, energy, total):
-    """Of the magnitudes of coefficients, in 2**-16."""
+    """Sum of the coefficients' magnitudes, in units of 2**-16."""
     for r in range(image.shape[0]):
         row = image[r]
         for k in range(energy.size):
@@ -103,10 +103,10 @@ def _spread(image, energy, total):
 
 
 @compiled
-def _factors(image, energy, unit, told, most, u):
+def _factors(image, energy, unit, used, most, u):
     for r in range(image.shape[0]):
         for k in range(energy.size):
-            u[r, k] = np.int8(factor(image[r, k], energy[k], unit[k], most)) if told[k] else np.int8(0)
+            u[r, k] = np.int8(factor(image[r, k], energy[k], unit[k], most)) if used[k] else np.int8(0)
 
 
 @compiled
@@ -143,7 +143,7 @@ def _to_integers(parts, limit, of_mean, by):
 
 @exact
 def _gram(q, out):
-    """Rows of q as many as a multiple of 4. What is above the diagonal, and then what is below it."""
+    """Products of q's rows, a multiple of 4 of them: above the diagonal, then mirrored below it."""
     for c in range(0, q.shape[0], _FOUR):
         for i in range(q.shape[1]):
             w0, w1, w2, w3 = q[c, i], q[c + 1, i], q[c + 2, i], q[c + 3, i]
@@ -157,7 +157,7 @@ def _gram(q, out):
 
 @compiled
 def _make_orthogonal(gram, least, turn):
-    """Gram-Schmidt on the columns of products, which are lost, and on those of a unit matrix."""
+    """Gram-Schmidt on the columns of `products`, which are overwritten, and on those of a unit matrix."""
     share = np.empty(len(gram), dtype=np.float64)
     for k in range(len(gram)):
         pivot = gram[k, k]
@@ -168,7 +168,7 @@ def _make_orthogonal(gram, least, turn):
             continue
         for j in range(k + 1, len(gram)):
             share[j] = gram[k, j] / pivot
-        # Below the diagonal there are zeros.
+        # Below the diagonal all is zero.
         for i in range(k + 1):
             for j in range(k + 1, len(gram)):
                 turn[i, j] -= turn[i, k] * share[j]
@@ -179,7 +179,7 @@ def _make_orthogonal(gram, least, turn):
 
 @exact
 def _turn(q, by, out):
-    """q times an upper triangular matrix with as many rows as a multiple of 4."""
+    """q times an upper triangular matrix, with a multiple of 4 rows."""
     for c in range(q.shape[0]):
         row = q[c]
         for i in range(0, by.shape[0], _FOUR):
@@ -193,7 +193,7 @@ def _turn(q, by, out):
 def whitened(
     x: torch.Tensor, row_power: torch.Tensor, column_power: torch.Tensor, limit: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, fp32 `[R, C]`, times fp32 of its rows and columns, rounded and clipped; and it turned, `[C, R]`."""
+    """fp32 x `[R, C]` times fp32 factors of rows and columns, rounded and clipped; and its transpose."""
     values, by_row, by_column = x.contiguous().numpy(), row_power.numpy(), column_power.numpy()
     out, turned = np.empty_like(values), np.empty(values.shape[::-1], dtype=np.float32)
     most = np.float32(limit)
@@ -205,7 +205,7 @@ def whitened(
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b, fp64 `[R, K]`, of whitened fp32 `[R, C]` and integers up to 63, fp64 `[C, K]`."""
+    """a @ b, fp64 `[R, K]`; a is whitened fp32 `[R, C]`, b holds integers up to 63 in fp64 `[C, K]`."""
     values, right = a.contiguous().numpy(), across(b)
     out = np.empty((len(values), b.shape[1]))
     run(
@@ -216,7 +216,7 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def across(b: torch.Tensor) -> NDArray[np.float32]:
-    """The columns of fp64 `[C, K]` one after the other in fp32, filled up with zeros to a multiple of 4."""
+    """The columns of fp64 `[C, K]` as rows in fp32, padded with zeros to a multiple of 4."""
     rows, columns = b.shape
     out = np.zeros((filled_up(columns), rows), dtype=np.float32)
     out[:columns] = b.numpy().T
@@ -224,24 +224,26 @@ def across(b: torch.Tensor) -> NDArray[np.float32]:
 
 
 def spread(image: torch.Tensor, energy: torch.Tensor) -> torch.Tensor:
-    """Of as many columns of fp64 `[R, N]` as fp64 `[K]` has elements, over which they are taken: the sums of
-    their magnitudes in 2**-16, rounded one by one, fp64 `[K]`."""
+    """Sums of the magnitudes of the first K columns of fp64 `[R, N]` over `energy`, fp64 `[K]`.
+
+    Each magnitude is rounded to units of 2**-16; the result is fp64 `[K]` in these units.
+    """
     total = np.zeros(energy.numel())
     _spread(image.numpy(), energy.numpy(), total)
     return torch.from_numpy(total)
 
 
 def factors(
-    image: torch.Tensor, energy: torch.Tensor, unit: NDArray[np.float64], told: NDArray[np.bool_], limit: int
+    image: torch.Tensor, energy: torch.Tensor, unit: NDArray[np.float64], used: NDArray[np.bool_], limit: int
 ) -> torch.Tensor:
-    """The same columns over both, rounded and clipped, int8 `[R, K]`; zeros where nothing is told."""
+    """The columns over `energy` and `unit`, rounded, clipped, int8 `[R, K]`; zero where `used` is false."""
     u = np.empty((len(image), energy.numel()), dtype=np.int8)
-    _factors(image.numpy(), energy.numpy(), unit, told, float(limit), u)
+    _factors(image.numpy(), energy.numpy(), unit, used, float(limit), u)
     return torch.from_numpy(u)
 
 
 def to_parts(x: torch.Tensor, precise: int) -> torch.Tensor:
-    """fp64 `[C, K]` with columns scaled so that their largest element becomes `precise`, rounded."""
+    """fp64 `[C, K]` with columns scaled to a largest element of `precise`, rounded."""
     out = np.empty(tuple(x.shape))
     _to_parts(x.contiguous().numpy(), float(precise), np.empty(x.shape[1]), out)
     return torch.from_numpy(out)
@@ -265,9 +267,9 @@ def gram(q: torch.Tensor) -> NDArray[np.float64]:
 
 
 def gram_schmidt(gram: NDArray[np.float64], least: float) -> NDArray[np.float64]:
-    """What turns columns with these products, fp64 `[K, K]`, into orthogonal ones: upper triangular.
+    """The upper triangular matrix that makes columns with these products, fp64 `[K, K]`, orthogonal.
 
-    Columns of which no more than `least`, squared, is beside those before them become zero.
+    A column becomes zero if its part orthogonal to the earlier ones has a squared norm of at most `least`.
     """
     turn = np.eye(len(gram))
     _make_orthogonal(gram.copy(), least, turn)
@@ -275,7 +277,7 @@ def gram_schmidt(gram: NDArray[np.float64], least: float) -> NDArray[np.float64]
 
 
 def turned(q: torch.Tensor, by: NDArray[np.float64]) -> torch.Tensor:
-    """q times integers `[K, K]`, nothing below their diagonal, exact below 2**53."""
+    """q times upper triangular integers `[K, K]`, exact below 2**53."""
     values, more = q.contiguous().numpy(), -by.shape[0] % _FOUR
     out = np.zeros_like(values)
     if more:

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from kernels.common.triton.numbers import product
 from kernels.trellis.triton import state as at
-from kernels.trellis.triton.scales import BINS, ORIGIN, logarithm, parts, power, untold_scale
+from kernels.trellis.triton.scales import BINS, ORIGIN, logarithm, parts, power, shared_scale
 from kernels.trellis.triton.spaces import (
     RANK,
     base_exponent,
@@ -26,7 +26,7 @@ _REST = tl.constexpr(at.REST)
 _USED = tl.constexpr(at.USED)
 _BY_ROW = tl.constexpr(at.BY_ROW)
 _BY_COLUMN = tl.constexpr(at.BY_COLUMN)
-_UNTOLD = tl.constexpr(at.UNTOLD)
+_SHARED_SCALE = tl.constexpr(at.SHARED_SCALE)
 _KIND = tl.constexpr(at.KIND)
 
 
@@ -169,13 +169,13 @@ def settle(
         used = used & (tops + exponent + 24 <= 100) & (total <= ((1 << 24) - 1) // (limit * limit))
         tl.store(state + _KIND, kind.to(tl.int64))
     tl.store(state + _USED, used.to(tl.int64))
-    # A prediction that is not used leaves the plan that tells everything apart.
-    told = plan >= plain
-    by_row = told | (tl.load(plans + 4 * plan + 2) != 0)
+    # If the prediction is not used, rows and columns still have scales of their own.
+    predicted = plan >= plain
+    by_row = predicted | (tl.load(plans + 4 * plan + 2) != 0)
     tl.store(state + _BY_ROW, by_row.to(tl.int64))
-    tl.store(state + _BY_COLUMN, (told | (tl.load(plans + 4 * plan + 3) != 0)).to(tl.int64))
-    scale = untold_scale(tl.load(totals + 1), numbers, rows, columns) - _PART_SCALE
-    tl.store(state + _UNTOLD, scale.to(tl.int64))
+    tl.store(state + _BY_COLUMN, (predicted | (tl.load(plans + 4 * plan + 3) != 0)).to(tl.int64))
+    scale = shared_scale(tl.load(totals + 1), numbers, rows, columns) - _PART_SCALE
+    tl.store(state + _SHARED_SCALE, scale.to(tl.int64))
     bin = tl.arange(0, BINS)
     place = row_bins + whole_slot * BINS + bin
     for part in tl.static_range(2):

@@ -1,8 +1,8 @@
-"""How the `trellis` codec models a tensor, decided on a GPU: plans, what each would cost, the best's model.
+"""Choose the `trellis` codec's plan and model for a tensor on a GPU.
 
-The same decisions as `wire.codecs.trellis` takes on a CPU, by kernels that pass results
-in a few small buffers (`kernels.trellis.triton.state`). Sizes of buffers, numbers of programs and of launches
-follow from the shape and the rate alone.
+Takes the same decisions as `wire.codecs.trellis` on a CPU, with kernels that pass results in a few small
+buffers (`kernels.trellis.triton.state`). Buffer sizes, programs and launches depend on the shape and the rate
+only.
 """
 
 from dataclasses import dataclass
@@ -22,26 +22,26 @@ from kernels.trellis.triton import search as searching
 from kernels.trellis.triton import spaces as spanning
 from kernels.trellis.triton import state as at
 
-# Plans of one search, a power of two, and histograms of rows behind theirs: of all rows and of those that are
-# measured, of the matrix, of what a prediction leaves, and of the model.
+# Most plans of a search, a power of two. After their histograms of row scales follow those of all rows, of
+# the measured rows, of the residual (all and measured rows), and of the model (all and measured rows).
 PLANS = 8
 _WHOLE = PLANS
 MODEL = PLANS + 4
 _SETS = PLANS + 6
 _RANK = spanning.RANK.value
-# Elements a program handles; they change no bit.
+# Elements per program; no bit depends on them.
 _BLOCK = 1024
 _ROWS, _COLUMNS = 16, 128
 _SUM_ROWS, _SUM_COLUMNS, _SUM_TURNS = 32, 64, 4
 _STEPS = 16
-# Of int64, a multiple of 16 bytes.
+# Alignment of buffers, in int64 elements.
 _ALIGNED = 16
 _SUMS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What does not depend on the tensor, on its device."""
+    """Constants of a shape and rate, on the tensor's device."""
 
     plans: torch.Tensor  # int64 [plans, 4]
     numbers: torch.Tensor  # fp64 [NUMBERS]
@@ -74,10 +74,10 @@ def _constants(settings: Settings, device: torch.device) -> Constants:
 
 
 class _Zeros:
-    """Buffers that start from zeros, in one allocation."""
+    """Buffers that start as zeros, in one allocation."""
 
     def __init__(self, device: torch.device, **sizes: int) -> None:
-        # Each begins where Triton would have any buffer begin, so that one compilation serves all shapes.
+        # Align every buffer as Triton expects, so that one compilation serves all shapes.
         places = {name: -(-size // _ALIGNED) * _ALIGNED for name, size in sizes.items()}
         whole = torch.zeros(sum(places.values()), dtype=torch.int64, device=device)
         self._parts: dict[str, torch.Tensor] = {}
@@ -131,7 +131,7 @@ class Planner:
         self.exponent = torch.empty((), dtype=torch.int32, device=device)
 
     def run(self) -> None:
-        """Everything up to a model and what its elements cost."""
+        """Compute the model and the expected bits of its elements."""
         settings = self.settings
         self._normalise()
         self._scale_columns(0, settings.plain)
@@ -165,13 +165,13 @@ class Planner:
             settings.every,
             settings.measured,
             _WHOLE,
-            UNTOLD=settings.untold,
+            SHARED_SCALE=settings.shared_scales,
             BLOCK=_BLOCK,
             enable_fp_fusion=False,
         )
 
     def _scale_columns(self, first: int, count: int, *, sample: bool = True) -> None:
-        """Scales of columns for some plans' sample, or for the model."""
+        """Column scales for some plans' samples, or for the model."""
         settings = self.settings
         rows, columns = settings.sample_rows if sample else settings.rows, settings.columns
         sums = self.zeros["sample_sums" if sample else "sums"]
@@ -215,7 +215,7 @@ class Planner:
         )
 
     def _span(self) -> None:
-        """The space near which the sample lies, and each kind of prediction's dimensions of it."""
+        """The space near which the sample lies, and its dimensions for each kind of prediction."""
         settings, constants, state = self.settings, self.constants, self.zeros["state"]
         rows, columns, kinds = settings.sample_rows, settings.columns, len(settings.kinds)
         device = self.x.device
@@ -274,7 +274,7 @@ class Planner:
         )
 
     def _predict(self, *, sample: bool) -> None:
-        """What predictions leave of the sample, or the chosen one of the matrix."""
+        """The sample's residual after each prediction, or the matrix's after the chosen one."""
         settings = self.settings
         rows = settings.sample_rows if sample else settings.rows
         fitting.residual[(triton.cdiv(rows, _ROWS), len(settings.kinds) if sample else 1)](
@@ -305,9 +305,9 @@ class Planner:
         )
 
     def _cost(self, slots: int, *, row: int, column: int, each: int) -> None:
-        """What elements cost by some of the histograms, for every step and family."""
+        """Expected bits from some of the histograms, for every step and family."""
         bins = self.zeros["row_bins"], self.zeros["column_bins"]
-        # Costs lie where the columns' histogram does.
+        # Costs have the slot of the columns' histogram.
         places = row, column, column, each
         costing.convolve[(slots, 4, at.CLASS_SUMS // _SUMS)](
             *bins, self.row_counts, self.class_sums, *places, BLOCK=_SUMS

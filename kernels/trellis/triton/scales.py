@@ -1,9 +1,9 @@
-"""`kernels.trellis.scales` in Triton: the normalised matrix, scales of rows and columns, and how often each
-scale occurs, without the host.
+"""`kernels.trellis.scales` in Triton: the normalised matrix, row and column scales, and their histograms,
+without the host.
 
-A sum here is of integers, by atomic additions where several programs share it, so no order shows in it. What
-is kept of scales is the scale of every row and column and a histogram, `BINS` counts from `-ORIGIN` up:
-steps are searched by histograms alone.
+Sums are of integers, by atomic additions where several programs share one, so their order does not matter.
+Stored are the scale of every row and column, and histograms with `BINS` counts from scale `-ORIGIN` up; the
+search for a step reads the histograms only.
 """
 
 import triton
@@ -14,11 +14,12 @@ from kernels.trellis.triton import state as at
 
 _NON_FINITE = tl.constexpr(0x7FFF)
 _NORMAL_BITS = tl.constexpr(13)
-# Parts of an element, and of one that has its row's mean magnitude: `kernels.trellis.scales`.
+# Parts per unit, their logarithm in 16ths of an octave, and every row's weighted mean magnitude
+# (`kernels.trellis.scales`).
 _PARTS = tl.constexpr(512.0)
 _PART_SCALE = tl.constexpr(9 * 16)
 _WEIGHTED = tl.constexpr(65536.0)
-# From here on every fp32 number is an integer.
+# From here up every fp32 number is an integer.
 _WHOLE = tl.constexpr(8388608.0)
 _LEAST = tl.constexpr(2.0**-20)
 BINS = tl.constexpr(at.BINS)
@@ -33,7 +34,7 @@ _PEAK = tl.constexpr(at.PEAK)
 
 @triton.jit
 def power(exponent):
-    """2**exponent in fp32, for int32 from -126 to 127."""
+    """2**exponent in fp32, for int32 exponents from -126 to 127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
@@ -45,7 +46,7 @@ def parts(x):
 
 @triton.jit
 def _rounded(x):
-    """To integers, ties to even; x is not negative."""
+    """Round to integers, ties to even; x is not negative."""
     return tl.where(x < _WHOLE, (x + _WHOLE) - _WHOLE, x)
 
 
@@ -62,7 +63,7 @@ def logarithm(means, numbers):
 
 @triton.jit(do_not_specialize=("elements",))
 def largest(x, state, elements, BLOCK: tl.constexpr):
-    """The bits of the largest magnitude into the state: integers order infinities and NaNs above numbers."""
+    """Write the bits of the largest magnitude to the state; as integers, infinities and NaNs are largest."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     values = widened(tl.load(x + i, mask=i < elements, other=0.0))
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -72,7 +73,7 @@ def largest(x, state, elements, BLOCK: tl.constexpr):
 @triton.jit
 def _exponent(bits):
     """`kernels.common.tiles.tensor_exponent` of a finite magnitude's bits."""
-    # A subnormal number is its bits times 2**-149.
+    # The value of a subnormal number is its bits times 2**-149.
     small = (bits.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126 - 149
     exponent = tl.where(bits >> 23 > 0, (bits >> 23) - 126, small)
     return tl.where(bits > 0, exponent, 0) - _NORMAL_BITS
@@ -93,11 +94,11 @@ def normalise(
     sample_every,
     some_every,
     whole_slot,
-    UNTOLD: tl.constexpr,
+    SHARED_SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A row of the normalised matrix into `field`; zeros for what is not finite. Its scale, counted for all
-    rows, for those of the sample, and for those that are measured."""
+    """Write a row of the normalised matrix into `field` (zeros if x is not finite), and its scale, counted in
+    the histograms of all rows, of the sample and of the measured rows."""
     row = tl.program_id(0)
     x += row.to(tl.int64) * columns
     field += row.to(tl.int64) * columns
@@ -124,15 +125,15 @@ def normalise(
     tl.atomic_add(place, 1, mask=sampled)
     tl.atomic_add(place + whole_slot * BINS, 1)
     tl.atomic_add(place + (whole_slot + 1) * BINS, 1, mask=row % some_every == 0)
-    if UNTOLD:
+    if SHARED_SCALE:
         tl.atomic_add(place + BINS, 1, mask=sampled)
         tl.atomic_add(totals, whole, mask=sampled)
         tl.atomic_add(totals + 1, whole)
 
 
 @triton.jit
-def untold_scale(total, numbers, rows, columns):
-    """The scale, before parts are taken off, of rows that are not told apart."""
+def shared_scale(total, numbers, rows, columns):
+    """The scale that all rows share in plans without row scales, before the correction for parts."""
     return logarithm(total.to(tl.float64) / (rows.to(tl.int64) * columns).to(tl.float64), numbers)
 
 
@@ -156,7 +157,7 @@ def column_sums(
     COLUMNS: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    """Weighted magnitudes of every column, added up: of the sample for each plan from `first` on, or of the
+    """Sums of every column's weighted magnitudes, over the sample for each plan from `first` on, or over the
     model's matrix."""
     plan = first + tl.program_id(2)
     elements = all_rows.to(tl.int64) * columns
@@ -178,13 +179,13 @@ def column_sums(
         stride = 1
     if by_column == 0:
         return
-    told = untold_scale(total, numbers, rows, columns)
+    shared = shared_scale(total, numbers, rows, columns)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     found = tl.zeros((COLUMNS,), tl.int64)
     for turn in range(TURNS):
         row = (tl.program_id(0) * TURNS + turn) * ROWS + tl.arange(0, ROWS)
         scale = tl.load(row_scales + row_offset + row * stride, mask=row < rows, other=0) + _PART_SCALE
-        scale = tl.where(by_row != 0, scale, told)
+        scale = tl.where(by_row != 0, scale, shared)
         part = scale & 15
         down = (scale >> 4) + (part > 0).to(tl.int32)
         root = tl.load(numbers + ROOTS + tl.where(part > 0, 16 - part, 0))
@@ -214,15 +215,15 @@ def column_scales(
     SAMPLE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Scales of the columns by their sums, counted; for a sample's rows that are not told apart, their
-    count."""
+    """Column scales from their sums, with their histogram; also the histogram of a sample's rows in plans
+    without row scales."""
     plan = first + tl.program_id(1)
     slot += plan
     if SAMPLE:
         by_column = tl.load(plans + 4 * plan + 3)
         by_row = tl.load(plans + 4 * plan + 2)
         if (by_row == 0) & (tl.program_id(0) == 0):
-            scale = untold_scale(tl.load(totals), numbers, rows, columns) - _PART_SCALE
+            scale = shared_scale(tl.load(totals), numbers, rows, columns) - _PART_SCALE
             tl.store(row_bins + plan * BINS + scale + ORIGIN, rows.to(tl.int64))
     else:
         by_column = tl.load(state + _BY_COLUMN)

@@ -1,7 +1,7 @@
-"""The search in Triton for a step whose code fits the bytes: for each plan, then attempt by attempt.
+"""Search in Triton for the smallest step whose code fits the bytes: for each plan, then attempt by attempt.
 
-`wire.codecs.trellis` searches the same way, number for number: by halving the range of codes, in fp64 with
-one rounding an operation, so it ends at the same step.
+`wire.codecs.trellis` does the same search with the same numbers, a bisection over step codes in fp64 with one
+rounding per operation, so both end at the same step.
 """
 
 import triton
@@ -37,7 +37,7 @@ _OF_FAMILY = tl.constexpr(at.OF_FAMILY)
 _TO_SLOT = tl.constexpr(at.TO_SLOT)
 _OFFSET = tl.constexpr(at.OFFSET)
 _CONTROLS = tl.constexpr(at.CONTROLS)
-# What `advance` is called for.
+# Stages of the search in which `advance` is called.
 START, MEASURED, TRIED, LAST = range(4)
 _START = tl.constexpr(START)
 _MEASURED = tl.constexpr(MEASURED)
@@ -65,7 +65,7 @@ def _smallest(
     """`wire.codecs.trellis._smallest_step` for several candidates at once: codes, int32."""
     first = tl.zeros_like(rank)
     last = first + (_STEP_CODES - 1)
-    # Halving so often leaves one of all codes.
+    # So many halvings leave one code.
     for _ in range(16):
         middle = (first + last) >> 1
         row_bits, column_bits = class_bits(middle, low, high, left, right, count_bits)
@@ -97,7 +97,7 @@ def best_plan(
     FAMILIES: tl.constexpr,
     PLANS: tl.constexpr,
 ):
-    """The plan that fits with the smallest step; the first if several do."""
+    """The plan that fits with the smallest step; the first of several."""
     plan = tl.arange(0, PLANS)
     known = plan < plan_count
     low = tl.zeros((PLANS,), tl.int32)
@@ -110,7 +110,7 @@ def best_plan(
         left, right = tl.where(here, c, left), tl.where(here, d, right)
     rank = tl.load(plans + 4 * plan, mask=known, other=0).to(tl.int32)
     factor_bits = tl.load(plans + 4 * plan + 1, mask=known, other=0).to(tl.int32)
-    # Exponents mostly span a few octaves.
+    # Expect exponents to span a few octaves.
     predicts = (rank > 0).to(tl.int32)
     code = _smallest(
         tl.load(numbers + _BUDGET),
@@ -147,7 +147,7 @@ def _sum(counts, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _of(values, place, which):
-    """One of a few values."""
+    """The element of a small vector at an index."""
     return tl.sum(tl.where(place == which, values, 0), 0)
 
 
@@ -157,7 +157,7 @@ def gain(code):
     step = (1024 + (code & 1023)).to(tl.float64)
     exponent = ((code >> 10) - 19 + 1023).to(tl.int64) << 52
     step = step * exponent.to(tl.float64, bitcast=True)
-    # The quotient of so few bits is rounded to fp32 as if it had been exact.
+    # With operands of so few bits, rounding to fp64 and then to fp32 gives the correctly rounded quotient.
     return (64.0 / step).to(tl.float32).to(tl.float64)
 
 
@@ -212,16 +212,16 @@ def advance(
     FAMILIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A turn of `wire.codecs.trellis._measure` and `_fill`: what the lanes before say, and the next step.
+    """One iteration of `wire.codecs.trellis._measure` and `_fill`: evaluate the last lanes, choose a step.
 
-    `attempt` is that of the lanes that follow, from 1 on. `model` is the slot of the model's costs, behind
-    which lie those of the rows that are measured.
+    `attempt` is the number of the next lanes, from 1 on. `model` is the slot of the model's costs; the next
+    slot has those of the measured rows.
     """
     low, high = bounds(row_bins + row_slot * BINS)
     left, right = bounds(column_bins + column_slot * BINS)
     rank, factor_bits, row_exponent, column_exponent = model_widths(state, plans, plain)
-    # Where families are chosen from, each is searched twice at once: for the choice, and for the step that
-    # it begins with, which leaves more free.
+    # When the family is chosen, search each family twice at once: for the choice, and for its first step,
+    # which leaves more bytes free.
     lane = tl.arange(0, 2 * FAMILIES if WHAT == _MEASURED else FAMILIES)
     family = lane % FAMILIES
     ranks = lane * 0 + rank
@@ -233,7 +233,7 @@ def advance(
     if WHAT == _START:
         tl.store(state + _ROW_LEAST, low.to(tl.int64))
         tl.store(state + _COLUMN_LEAST, left.to(tl.int64))
-        # Without families told apart, words are expected to take what they cost.
+        # Before anything is measured, expect words to take the model's cost.
         free = least_free
         shares_of = lane.to(tl.float64) * 0.0 + 1.0
         tables = table + family * 0
@@ -276,7 +276,7 @@ def advance(
                 tl.store(state + _BEST_WORDS, words)
                 tl.store(state + _SLOT, 1 - slot)
             else:
-                # What words take is known now, for a step nearby. Attempt before this one, from 1 on.
+                # The words' size at a nearby step is known now; leave more free with every attempt.
                 least = code.to(tl.int64)
                 doubled = ((attempt - 2 + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
                 free = least_free * doubled

@@ -1,7 +1,7 @@
-"""`kernels.trellis.factors.spaces` in Triton: the space near which a sample's rows lie, in integers.
+"""`kernels.trellis.factors.spaces` in Triton: a low-dimensional space near a sample's rows, in integers.
 
-Matrices of one column a dimension lie here with a dimension a row, `[RANK, n]`, so that a program has one
-dimension. Products are of integers: exact in fp32 as far as a block goes, and added in fp64.
+Matrices with one column per dimension are transposed here, `[RANK, n]`, so that a program has one dimension.
+Products are of integers: exact in fp32 within a block, and added in fp64.
 """
 
 import triton
@@ -12,7 +12,7 @@ from kernels.trellis.triton import state as at
 from kernels.trellis.triton.scales import BINS, ORIGIN, power
 
 RANK = tl.constexpr(32)
-# Adding and taking away rounds an fp64 number below 2**51 in magnitude to an integer, ties to even.
+# Adding and subtracting this rounds an fp64 number below 2**51 in magnitude to an integer, ties to even.
 _MAGIC_64 = tl.constexpr(6755399441055744.0)
 _ROW_BASE = tl.constexpr(at.ROW_BASE)
 _COLUMN_BASE = tl.constexpr(at.COLUMN_BASE)
@@ -23,14 +23,14 @@ _FACTOR = tl.constexpr(63.0)
 _PRECISE = tl.constexpr(131072.0)
 _TURN = tl.constexpr(1048576.0)
 _LARGEST_TURN = tl.constexpr(536870912.0)
-# 2**-20 * _PRECISE**2: below that a column depends on those before it.
+# 2**-20 * _PRECISE**2: a column with a smaller squared norm depends on earlier ones.
 _LEAST_PIVOT = tl.constexpr(16384.0)
 _MAX_MULTIPLIER = tl.constexpr(255)
 
 
 @triton.jit
 def nearest(x):
-    """fp64, below 2**51 in magnitude, to integers, ties to even."""
+    """Round fp64 below 2**51 in magnitude to integers, ties to even."""
     return (x + _MAGIC_64) - _MAGIC_64
 
 
@@ -53,14 +53,14 @@ def column_exponents(scales, state):
 
 @triton.jit
 def base_exponent(state):
-    """What exponents of whitened elements are counted from, of rows and columns together."""
+    """Sum of the bases of row and column exponents."""
     base = (tl.load(state + _ROW_BASE) + tl.load(state + _COLUMN_BASE)).to(tl.int32)
     return base - _MEAN_BITS
 
 
 @triton.jit
 def white_block(field, state, rows, row_scales, row_mask, columns, column_scales, column_mask, stride):
-    """Whitened elements `[rows, columns]`, whole numbers in fp32; zeros outside. `rows` are int64."""
+    """Whitened elements `[rows, columns]`, integers in fp32; zeros outside. `rows` are int64."""
     inside = row_mask[:, None] & column_mask[None, :]
     x = tl.load(field + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0)
     x = x * power(-base_exponent(state) - row_exponents(row_scales, state))[:, None]
@@ -81,9 +81,9 @@ def coefficients(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The program's rows, of which one in `every` is a row of the field: int32 `[ROWS]`; which of them there
-    are; their scales; and their products, whitened, with `directions` `[RANK, C]`: whole numbers in fp64
-    `[ROWS, RANK]`."""
+    """The program's rows of the sample, int32 `[ROWS]` (row r is row r * `every` of the field); a mask of
+    those that exist; their scales; and the products of the whitened rows with `directions` `[RANK, C]`,
+    integers in fp64 `[ROWS, RANK]`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = row < rows
     row_scale = tl.load(row_scales + row * every, mask=real, other=0)
@@ -106,7 +106,7 @@ def coefficients(
 
 @triton.jit
 def bases(row_bins, column_bins, state):
-    """What exponents of rows and columns are counted from, by the scales of the sample."""
+    """Bases of the row and column exponents, from the sample's scales."""
     bin = tl.arange(0, BINS)
     for side in tl.static_range(2):
         counts = tl.load((row_bins if side == 0 else column_bins) + bin)
@@ -130,7 +130,7 @@ def project(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The sample's whitened rows in some directions: fp64 `[RANK, S]`."""
+    """Products of the sample's whitened rows with some directions, fp64 `[RANK, S]`."""
     row, inside, _, found = coefficients(
         field, row_scales, column_scales, state, directions, rows, columns, every, ROWS, BLOCK
     )
@@ -152,7 +152,7 @@ def combine(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The sample's whitened rows added up, each as often as `image` `[RANK, S]` says: fp64 `[RANK, C]`."""
+    """`image` `[RANK, S]` times the sample's whitened rows, fp64 `[RANK, C]`."""
     dimension = tl.arange(0, RANK)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
@@ -173,7 +173,7 @@ def combine(
 
 @triton.jit
 def _part_factor(x, n, BLOCK: tl.constexpr):
-    """What scales a dimension so that its largest element becomes `_PRECISE`."""
+    """The factor that scales a dimension to a largest element of `_PRECISE`."""
     largest = tl.zeros((BLOCK,), tl.float64)
     start = 0
     while start < n:
@@ -186,7 +186,7 @@ def _part_factor(x, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def _integer_factor(x, factor, of_mean, n, BLOCK: tl.constexpr):
-    """What scales a dimension's parts so that their mean magnitude becomes about `of_mean` (fp64)."""
+    """The fp64 factor that scales a dimension's parts to a mean magnitude of about `of_mean`."""
     total = tl.zeros((BLOCK,), tl.float64)
     start = 0
     while start < n:
@@ -199,7 +199,7 @@ def _integer_factor(x, factor, of_mean, n, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=("n",))
 def integers(x, out, n, BLOCK: tl.constexpr):
-    """`kernels.trellis.factors._to_integers` of fp64 `[RANK, n]`, up to 63; a program a dimension; fp32."""
+    """`kernels.trellis.factors._to_integers` of fp64 `[RANK, n]`, in fp32; one program per dimension."""
     x += tl.program_id(0).to(tl.int64) * n
     out += tl.program_id(0).to(tl.int64) * n
     factor = _part_factor(x, n, BLOCK)
@@ -214,7 +214,7 @@ def integers(x, out, n, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=("plain",))
 def dimensions(x, plans, out, energies, columns, plain, BLOCK: tl.constexpr):
-    """Directions of every kind of prediction, fp32 `[kinds, RANK, C]`, zeros beyond its rank; energies."""
+    """Directions of every kind of prediction, fp32 `[kinds, RANK, C]`, zero beyond its rank; energies."""
     k = tl.program_id(0)
     kind = tl.program_id(1)
     rank = tl.load(plans + 4 * (plain + kind))
@@ -222,7 +222,7 @@ def dimensions(x, plans, out, energies, columns, plain, BLOCK: tl.constexpr):
     x += k.to(tl.int64) * columns
     out += (kind * RANK + k).to(tl.int64) * columns
     factor = _part_factor(x, columns, BLOCK)
-    # limit / 3.2, of which the reference's division makes just this.
+    # limit / 3.2, with the same rounding as the reference's division.
     again = _integer_factor(x, factor, limit * 0.3125, columns, BLOCK)
     energy = tl.zeros((BLOCK,), tl.float64)
     start = 0
@@ -238,7 +238,7 @@ def dimensions(x, plans, out, energies, columns, plain, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=("n",))
 def whole_parts(x, out, n, BLOCK: tl.constexpr):
-    """`kernels.trellis.factors._to_parts` of fp64 `[RANK, n]`; a program a dimension."""
+    """`kernels.trellis.factors._to_parts` of fp64 `[RANK, n]`; one program per dimension."""
     x += tl.program_id(0).to(tl.int64) * n
     out += tl.program_id(0).to(tl.int64) * n
     factor = _part_factor(x, n, BLOCK)
@@ -269,8 +269,8 @@ def gram(q, out, n, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=("n",))
 def orthogonal(q, products, out, n, BLOCK: tl.constexpr):
-    """One dimension of `kernels.trellis.factors._orthogonal`. Every program turns for itself: it takes as
-    long as waiting for one that does it for all."""
+    """One dimension of `kernels.trellis.factors._orthogonal`. Every program computes the whole
+    transformation: waiting for one program to do it would take as long."""
     i = tl.arange(0, RANK)
     row, column = i[:, None], i[None, :]
     left = tl.load(products + row * RANK + column)
@@ -278,7 +278,7 @@ def orthogonal(q, products, out, n, BLOCK: tl.constexpr):
     for k in range(RANK):
         of_k = tl.sum(tl.where(row == k, left, 0.0), 0)
         pivot = tl.sum(tl.where(i == k, of_k, 0.0), 0)
-        # One that depends on those before it takes nothing from those behind it, and is zero itself.
+        # A dimension that depends on earlier ones becomes zero and leaves later ones unchanged.
         turned = tl.where(pivot > _LEAST_PIVOT, k, RANK)
         gone = tl.where(pivot > _LEAST_PIVOT, RANK, k)
         share = of_k / tl.where(pivot > _LEAST_PIVOT, pivot, 1.0)
@@ -313,7 +313,7 @@ def spread(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Magnitudes of the sample's coefficients, in 2**-16, added up: int64 `[kinds, RANK]`."""
+    """Sums of the magnitudes of the sample's coefficients, in units of 2**-16, int64 `[kinds, RANK]`."""
     kind = tl.program_id(1)
     dimension = tl.arange(0, RANK)
     _, _, _, found = coefficients(
@@ -347,7 +347,7 @@ def power_64(exponent):
 
 @triton.jit(do_not_specialize=("rows", "plain"))
 def multipliers(spreads, plans, out, fine_out, rows, plain):
-    """`kernels.trellis.factors._multipliers` of a kind: int32 `[RANK]`, zeros beyond its rank, and their
+    """`kernels.trellis.factors._multipliers` of a kind: int32 `[RANK]`, zero beyond its rank, and their
     exponent."""
     kind = tl.program_id(0)
     rank = tl.load(plans + 4 * (plain + kind)).to(tl.int32)

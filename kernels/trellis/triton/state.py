@@ -15,11 +15,11 @@ ORIGIN = 512
     PLAN,
     ROW_TOP,  # largest row exponent of the prediction
     COLUMN_TOP,
-    REST,  # bits of the largest magnitude that the prediction leaves
+    REST,  # bits of the residual's largest magnitude
     USED,  # whether the model predicts
-    BY_ROW,  # which scales it tells apart
+    BY_ROW,  # whether every row has its own scale; columns likewise
     BY_COLUMN,
-    UNTOLD,  # the scale of rows that it does not tell apart
+    SHARED_SCALE,  # the scale of all rows otherwise
     KIND,  # of prediction
     CODE,  # of the step that is tried
     LOW,  # codes that are too small, and that do

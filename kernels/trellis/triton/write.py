@@ -1,7 +1,7 @@
-"""The payload of a `trellis` tensor, written by a GPU: `wire.codecs.trellis_payload` has the layout.
+"""Write the payload of a `trellis` tensor on a GPU; `wire.codecs.trellis_payload` has the layout.
 
-Where sections begin depends on the tensor, so kernels look it up; how many programs there are does not. The
-payload holds zeros before.
+The offsets of sections depend on the tensor, so kernels read them; the number of programs does not. The
+payload must hold zeros before.
 """
 
 import triton
@@ -34,7 +34,7 @@ _ROW_FACTORS = tl.constexpr(at.ROW_FACTORS)
 _PEAK = tl.constexpr(at.PEAK)
 _USED = tl.constexpr(at.USED)
 _BY_ROW = tl.constexpr(at.BY_ROW)
-_UNTOLD = tl.constexpr(at.UNTOLD)
+_SHARED_SCALE = tl.constexpr(at.SHARED_SCALE)
 _KIND = tl.constexpr(at.KIND)
 _CODE = tl.constexpr(at.CODE)
 _FOUND = tl.constexpr(at.FOUND)
@@ -49,10 +49,10 @@ _ACTIVE = tl.constexpr(at.ACTIVE)
 
 @triton.jit
 def _row_scale(row_scales, row, inside, state, rows, low):
-    """Scales of the model's rows, raised to the lowest that is told apart."""
+    """Scales of the model's rows, raised to at least `low`."""
     offset = tl.load(state + _USED) * rows
     scale = tl.load(row_scales + offset + row, mask=inside, other=0)
-    scale = tl.where(tl.load(state + _BY_ROW) != 0, scale, tl.load(state + _UNTOLD).to(tl.int32))
+    scale = tl.where(tl.load(state + _BY_ROW) != 0, scale, tl.load(state + _SHARED_SCALE).to(tl.int32))
     return tl.maximum(scale, low)
 
 
@@ -75,8 +75,8 @@ def classes(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The class of every element of `count` rows, one in `every`, for the step that is tried, uint8; also the
-    elements themselves, if only `SOME` are measured. A program has `ROWS` x `BLOCK`."""
+    """The class of every element, uint8, for the tried step, in `count` rows (every `every`-th row); with
+    `SOME`, also copies the elements of these rows. A program has `ROWS` x `BLOCK` elements."""
     if tl.load(control + _ACTIVE) == 0:
         return
     low = tl.load(state + _ROW_LEAST).to(tl.int32)
@@ -126,8 +126,8 @@ def finish(
     PREDICTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The prefix; where each section begins, its bits and what is taken off (int64 `[SECTIONS + 1, 3]`), and
-    where each group's words do."""
+    """Write the prefix; compute each section's offset, bits per value and bias (int64 `[SECTIONS + 1, 3]`),
+    and the offsets of the groups' words."""
     if tl.load(state + _FOUND) == 0:
         return
     code = tl.load(state + _BEST_CODE).to(tl.int32)
@@ -208,7 +208,7 @@ def write_sections(
     PREDICTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Everything before the groups; a program has eight times `BLOCK` integers of a section."""
+    """Write the sections before the groups; a program has eight times `BLOCK` integers of a section."""
     if tl.load(state + _FOUND) == 0:
         return
     section = tl.program_id(1)
@@ -231,7 +231,7 @@ def write_sections(
         scale = tl.load(column_scales + place, mask=i < size, other=0)
         value = (tl.maximum(scale, left) + 2) >> 2
     elif PREDICTS:
-        # What is sent of a prediction starts from the scales of the matrix itself.
+        # Exponents of a prediction come from the scales of the matrix, not of the residual.
         size = tl.where(rank > 0, rows, 0).to(tl.int64)
         if section == _ROW_EXPONENTS:
             value = row_exponents(tl.load(row_scales + i, mask=i < size, other=0), state)
@@ -278,7 +278,7 @@ def write_groups(
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A group's count, its states, and its words behind those of the groups before; several programs a
+    """Write a group's count and states, and its words after those of the earlier groups; several programs per
     group."""
     if tl.load(state + _FOUND) == 0:
         return

@@ -155,7 +155,7 @@ def test_operators_say_what_they_do(bits: int) -> None:
     for bias in (None, weight):
         torch.library.opcheck(blockfloat_ops.norm_store, (x, weight, bias, 1e-5, bits, torch.bfloat16))
         torch.library.opcheck(
-            blockfloat_ops.norm_again, (packed, [3, 200], weight, bias, 1e-5, bits, torch.float32)
+            blockfloat_ops.norm_from_stored, (packed, [3, 200], weight, bias, 1e-5, bits, torch.float32)
         )
         torch.library.opcheck(blockfloat_ops.norm_backward, (x, packed, x.clone(), weight, bias, 1e-5, bits))
     for up, second in ((None, None), (x, packed)):

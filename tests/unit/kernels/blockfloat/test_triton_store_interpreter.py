@@ -95,8 +95,8 @@ def test_norms_are_the_references(width: int, biased: bool, bits: int, dtype: to
     normed, packed = triton_store_norm.norm_store(x, weight, bias, 1e-5, bits, dtype)
     wanted, expected = blockfloat_layers.norm_store(x, weight, bias, 1e-5, bits, dtype)
     assert torch.equal(packed, expected) and near(normed, wanted)
-    again = triton_store_norm.norm_again(packed, x.shape, weight, bias, 1e-5, bits, dtype)
-    assert near(again, blockfloat_layers.norm_again(packed, x.shape, weight, bias, 1e-5, bits, dtype))
+    again = triton_store_norm.norm_from_stored(packed, x.shape, weight, bias, 1e-5, bits, dtype)
+    assert near(again, blockfloat_layers.norm_from_stored(packed, x.shape, weight, bias, 1e-5, bits, dtype))
     inputs_of_backward = (grad.to(dtype), packed, residual, weight, bias, 1e-5, bits)
     # Fewer programs than rows, so that each sums several.
     found = triton_store_norm.norm_backward(*inputs_of_backward, programs=3)
