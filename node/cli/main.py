@@ -28,6 +28,7 @@ from node.cli import (
     export,
     join,
     lab,
+    plan,
     resume,
     sample,
     status,
@@ -42,7 +43,7 @@ from wire.version import VERSION
 
 COMMANDS = (
     *(demo, coordinator, join, resume, status, top, dashboard),
-    *(eval, sample, trace, compare, export, token, evict, config, data, lab, doctor),
+    *(eval, sample, trace, compare, export, token, evict, config, plan, data, lab, doctor),
 )
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of stdout itself: a full disk, a closed terminal. Errors of other files carry a file name."""

@@ -8,7 +8,7 @@ from node.config.schema import RunConfig
 from node.coordinator.grid import by_row, holders_by_stage
 from node.model.shard_shapes import check_sizes
 from node.pipeline.device_memory import Devices
-from node.pipeline.memory import stage_bytes
+from node.pipeline.memory_plan import least_stage_bytes
 from wire.errors import RunError
 
 StageBytes = Callable[[int, Devices], Sequence[int]]
@@ -20,7 +20,7 @@ _KINDS_REMEMBERED = 64
 
 
 def stage_needs(config: RunConfig, windows: int) -> StageBytes:
-    """A run's memory estimates, cached for the newest few kinds of node.
+    """What a run's stages need at least on each kind of node; of these, the newest few are cached.
 
     Args:
         windows: samples of one pass over the text.
@@ -28,7 +28,7 @@ def stage_needs(config: RunConfig, windows: int) -> StageBytes:
 
     @lru_cache(_KINDS_REMEMBERED)
     def needs(stages: int, devices: Devices) -> Sequence[int]:
-        return stage_bytes(config, stages, devices, windows=windows)
+        return least_stage_bytes(config, stages, devices, windows=windows)
 
     return needs
 

@@ -1,15 +1,18 @@
 """A chunk: the contiguous layer units that one pipeline stage runs in one go, as one module."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from math import sqrt
+from typing import cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from node.config.schema import LoraSection, ModelSection
 from node.model.blocks import Block, Embedding, Gpt2Block, Head, LlamaBlock, Rotary, rotary_frequencies
@@ -67,9 +70,7 @@ class Chunk(nn.Module):
         Returns:
             Logits [B, S, V] if the chunk holds "head", else hidden [B, S, C] float32.
         """
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        return self._through(self.layers, x)
 
     def loss(self, x: Tensor, labels: Tensor) -> Tensor:
         """Mean cross entropy over all labels of the microbatch, in nats, a float32 scalar.
@@ -82,8 +83,7 @@ class Chunk(nn.Module):
         """
         head, tokens = self.layers[-1], labels.numel()
         if isinstance(head, Head) and head_piece(tokens, self.model.vocab) < tokens:
-            for layer in self.layers[:-1]:
-                x = layer(x)
+            x = self._through(self.layers[:-1], x)
             return head_loss(head.norm(x).flatten(0, 1), head.output, labels.flatten())
         logits_bsv = self(x)
         logits = logits_bsv.float().flatten(0, 1)
@@ -91,6 +91,13 @@ class Chunk(nn.Module):
             return F.cross_entropy(logits, labels.flatten())
         total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
         return total / labels.numel()
+
+    @staticmethod
+    def _through(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
+        for layer in layers:
+            again = isinstance(layer, Block) and layer.storage.again and torch.is_grad_enabled()
+            x = _keeping_input(layer, x) if again else layer(x)
+        return x
 
     def unit_parameters(self, unit: str) -> dict[str, nn.Parameter]:
         """Trained parameters of one unit by name, in the order of `node.model.lora_shapes.trained_specs`."""
@@ -125,21 +132,35 @@ class Chunk(nn.Module):
             yield unit, self.unit_parameters(unit)
 
 
+def _keeping_input(layer: nn.Module, x: Tensor) -> Tensor:
+    """`layer(x)`, run again in backward: nothing but x is kept."""
+    # Those of now: a captured pass replaces the parameters while it goes forward.
+    parameters: dict[str, Tensor] = dict(layer.named_parameters())
+
+    def run(x: Tensor) -> Tensor:
+        return cast(Tensor, functional_call(layer, parameters, (x,)))
+
+    # Nothing in a block draws from torch's generators.
+    made = checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+    return cast(Tensor, made)
+
+
 def build_chunk(
     model: ModelSection,
     units: Sequence[str],
     seed: int,
     device: torch.device,
     weights_in: torch.dtype = torch.float32,
-    storage: Storage | None = None,
+    storage: Storage | Mapping[str, Storage] | None = None,
     rank: TensorRank | None = None,
     lora: LoraSection | None = None,
 ) -> Chunk:
     """The chunk of these units with its initial weights: matrices in `weights_in`, vectors in float32.
 
     Each weight is a function of (seed, unit, parameter name), so every split builds the same bits. `storage`
-    says what blocks keep for backward; off by default. With a `rank`, the chunk holds that rank's shards.
-    With `lora` its weights are frozen and its parameters are adapters, in `weights_in`.
+    says what blocks keep for backward, or by unit what each keeps; off by default. With a `rank`, the chunk
+    holds that rank's shards. With `lora` its weights are frozen and its parameters are adapters, in
+    `weights_in`.
 
     Raises:
         ConfigError: units that the model does not have, or that are not contiguous and in order.
@@ -164,7 +185,8 @@ def build_chunk(
     for unit in wanted:
         # On the meta device torch allocates nothing and draws no random numbers.
         with torch.device("meta"):
-            module = _module(model, unit, rotary, storage or Storage(), rank)
+            own = storage.get(unit) if isinstance(storage, Mapping) else storage
+            module = _module(model, unit, rotary, own or Storage(), rank)
         # Cloned into torch's own 64-byte aligned memory: a matrix product's bits may depend on alignment.
         weights = {
             spec.name: shard(unit, spec, torch.from_numpy(next(drawn)), rank.index, rank.count)

@@ -155,9 +155,10 @@ class _Projection(torch.autograd.Function):
         given, dtype = ctx.dtypes
         grad = grads[0].to(dtype)
         of_x = grad @ layer.weight.dense(dtype) if ctx.needs_input_grad[0] else None
-        if not ctx.saved_tensors:
+        saved = ctx.saved_tensors  # read once: a block that runs again hands them out once
+        if not saved:
             return None if of_x is None else of_x.to(given), None, None, None, None
-        x, inner, down, up, drawn = ctx.saved_tensors
+        x, inner, down, up, drawn = saved
         rows = grad.reshape(-1, grad.shape[-1])
         of_up = (rows.t() @ inner.reshape(-1, inner.shape[-1])).mul_(layer.scale)
         of_inner = (grad @ up.to(dtype)).mul_(layer.scale)

@@ -5,7 +5,7 @@ AGoQ, arXiv 2605.00539, table 1). U is the unit of that table: batch x sequence 
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from kernels.blockfloat.layout import packed_bytes
@@ -35,11 +35,13 @@ class Storage:
     ffn_input: str = AS_COMPUTED
     attention: str = AS_COMPUTED
     attention_output: str = AS_COMPUTED
+    again: bool = False
+    """Keep the block's input alone and run the block again in backward, which then has the same bits."""
 
     @property
     def is_off(self) -> bool:
         """Whether plain autograd decides what is kept."""
-        return self == Storage()
+        return replace(self, again=False) == Storage()
 
 
 PRESETS = {
@@ -92,15 +94,15 @@ def storages_by_load(
         widest: no more bits than these, but for a kind that the run file has in more.
     """
     base = configured(section)
-    by_kind = {
-        kind: stage_bits(loads, PACKED[form], widest)
-        for kind, form in asdict(base).items()
-        if kind in ("norm_input", "ffn_input") and PACKED.get(form, 16) < 16
-    }
-    return tuple(
-        replace(base, **{kind: _form(bits[stage]) for kind, bits in by_kind.items()})
-        for stage in range(len(loads))
-    )
+
+    def forms(form: str) -> Sequence[str]:
+        """A kind's form at each stage."""
+        if PACKED.get(form, 16) >= 16:
+            return [form] * len(loads)
+        return [_form(bits) for bits in stage_bits(loads, PACKED[form], widest)]
+
+    norms, ffns = forms(base.norm_input), forms(base.ffn_input)
+    return tuple(replace(base, norm_input=norm, ffn_input=ffn) for norm, ffn in zip(norms, ffns, strict=True))
 
 
 def stage_bits(loads: Sequence[int], base: int, widest: int = STAGE_BITS[-1]) -> tuple[int, ...]:

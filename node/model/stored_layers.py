@@ -297,7 +297,8 @@ class _FfnHalf(torch.autograd.Function):
         parts: FfnParts = ctx.parts
         storage = parts.storage
         count = 4 + 2 * ctx.inputs
-        tensors, (kept_x, *kept) = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        saved = ctx.saved_tensors  # read once: a block that runs again hands them out once
+        tensors, (kept_x, *kept) = saved[:count], saved[count:]
         norm = Norm(weight=tensors[0], bias=tensors[1], eps=ctx.eps)
         down, *inputs = _linears(tensors[2:])
         normed = parts.rank.gather(norm.again(kept_x, storage.norm_input, grad.shape, ctx.dtype))

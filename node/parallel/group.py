@@ -17,6 +17,7 @@ from node.model.shard_shapes import check_sizes
 from node.model.shards import merge_states, shard_state, sharded_keys
 from node.model.units import unit_names
 from node.parallel.ranks import Command, Op, Ranks, number, value
+from node.pipeline.memory_plan import Room
 from node.stage.stage_model import StageModel
 from node.training.optimizer import StageOptimizer
 from node.training.serialization import deserialize_unit, serialize_unit
@@ -28,11 +29,16 @@ _EMBEDDED, _LABELLED, _EVALUATED = 1, 2, 4
 class RankModel:
     """One rank's share of a stage's model, around a local `StageModel`. Every rank runs the same calls."""
 
-    def __init__(self, config: RunConfig, ranks: Ranks) -> None:
+    def __init__(self, config: RunConfig, ranks: Ranks, room: Room | None) -> None:
         self.config = config
         self.ranks = ranks
         self.local = StageModel(
-            config, ranks.device, ranks=ranks.count, rank=ranks.rank, tensor_rank=ranks.tensor_rank
+            config,
+            ranks.device,
+            ranks=ranks.count,
+            rank=ranks.rank,
+            tensor_rank=ranks.tensor_rank,
+            room=room,
         )
         training, model = config.training, config.model
         samples = training.microbatch // ranks.data_parallel
@@ -104,8 +110,9 @@ class RankModel:
 class Follower:
     """A rank above 0: executes the leader's commands until it says stop."""
 
-    def __init__(self, config: RunConfig, ranks: Ranks) -> None:
-        self._model = RankModel(config, ranks)
+    def __init__(self, config: RunConfig, ranks: Ranks, room: Room | None = None) -> None:
+        """`room`: as the leader's, so that all ranks run the same collectives again."""
+        self._model = RankModel(config, ranks, room)
         self._ranks = ranks
         self._units = unit_names(config.model)
 
@@ -144,10 +151,10 @@ class Follower:
 class Leader:
     """Rank 0: a `StageCompute` that makes the followers run their share of each call."""
 
-    def __init__(self, config: RunConfig, ranks: Ranks) -> None:
+    def __init__(self, config: RunConfig, ranks: Ranks, room: Room | None = None) -> None:
         check_sizes(config, ranks.count, ranks.tensor_rank.count)
         self.config = config
-        self._model = RankModel(config, ranks)
+        self._model = RankModel(config, ranks, room)
         self._ranks = ranks
         self._units = unit_names(config.model)
         self._flags: dict[int, int] = {}

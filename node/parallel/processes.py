@@ -16,6 +16,7 @@ from node.model.shard_shapes import check_sizes
 from node.parallel.collectives import collective
 from node.parallel.group import Leader
 from node.parallel.ranks import Ranks, arrival, farewell
+from node.pipeline.memory_plan import Room
 from node.run_file.loader import to_json
 from node.stage.machine_info import choose_device
 from node.stage.watchdog import StuckError
@@ -102,7 +103,7 @@ class DeviceGroup:
         self._leader: Leader | None = None
         self._ending = False
 
-    def start(self, config: RunConfig) -> Leader:
+    def start(self, config: RunConfig, room: Room | None = None) -> Leader:
         """Start the other processes and connect to them.
 
         Raises:
@@ -112,11 +113,12 @@ class DeviceGroup:
         count = len(self._devices)
         check_sizes(config, count, self._tensor_parallel)
         self._folder = tempfile.TemporaryDirectory(prefix="thinwire-ranks-")  # readable to its owner alone
-        meet = self._meeting_place
+        meet, room = self._meeting_place, room or Room()
         for rank, device in enumerate(self._devices[1:], start=1):
             words = ["--rank", str(rank), "--count", str(count), "--device", str(device)]
             words += ["--threads", str(self._threads), "--meet", str(meet)]
             words += ["--tensor-parallel", str(self._tensor_parallel), "--most-bytes", str(self._most_bytes)]
+            words += ["--memory-bytes", str(room.memory_bytes), "--windows", str(room.windows)]
             worker = subprocess.Popen(
                 [sys.executable, "-m", "node.parallel.worker", *words],
                 stdin=subprocess.PIPE,
@@ -130,7 +132,7 @@ class DeviceGroup:
             with contextlib.suppress(BrokenPipeError):
                 worker.stdin.write(to_json(config) + "\n")
                 worker.stdin.flush()
-        self._leader = Leader(config, self._meet(meet))
+        self._leader = Leader(config, self._meet(meet), room)
         return self._leader
 
     @property

@@ -20,10 +20,14 @@ import torch
 from node.config.schema import RunConfig
 from node.parallel.group import Follower
 from node.parallel.ranks import Ranks, arrival, farewell
+from node.pipeline.device_memory import Devices
+from node.pipeline.memory_plan import Room
 from node.run_file.loader import from_json
 from node.stage.machine_info import fix_order, limit_memory
-from node.stage.out_of_memory import ran_out, room
+from node.stage.out_of_memory import ran_out
+from node.stage.out_of_memory import room as room_words
 from wire.errors import DeviceLostError
+from wire.identity.enrolment import CPU
 
 GRACE_SECONDS = 1.0
 """A node that sees the same failure ends within this time, and this process with it."""
@@ -37,6 +41,8 @@ def main() -> int:
     parser.add_argument("--device", required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--most-bytes", type=int, required=True)
+    parser.add_argument("--memory-bytes", type=int, default=0)
+    parser.add_argument("--windows", type=int, default=0)
     parser.add_argument("--meet", type=Path, required=True)
     arguments = parser.parse_args()
     config = from_json(sys.stdin.readline())
@@ -53,7 +59,7 @@ def main() -> int:
         # Write it atomically: the node looks as soon as this process's sockets close.
         written = arguments.meet.with_name(f"rank-{arguments.rank}-writes")
         with contextlib.suppress(OSError):  # the node has ended and removed the folder
-            written.write_text(room(device), encoding="utf-8")
+            written.write_text(room_words(device), encoding="utf-8")
             written.replace(farewell(arguments.meet, arguments.rank))
         os._exit(1)
 
@@ -66,6 +72,15 @@ def _serve(
     if device.type == "cuda":
         torch.cuda.set_device(device)  # fails here if the device is unusable
     arrival(arguments.meet, arguments.rank).touch()
+    room = Room(
+        devices=Devices(
+            count=arguments.count,
+            tensor_parallel=arguments.tensor_parallel,
+            on_cpu=device.type == CPU,
+        ),
+        memory_bytes=arguments.memory_bytes,
+        windows=arguments.windows,
+    )
     ranks = Ranks(
         arguments.rank,
         arguments.count,
@@ -74,7 +89,7 @@ def _serve(
         arguments.tensor_parallel,
     )
     try:
-        Follower(config, ranks).serve()
+        Follower(config, ranks, room).serve()
     except DeviceLostError as error:
         end.join(GRACE_SECONDS)
         sys.stderr.write(f"thinwire: error: rank {arguments.rank} ({arguments.device}): {error}\n")

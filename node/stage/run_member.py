@@ -9,8 +9,7 @@ from typing import TypeVar
 import torch
 
 from node import faults
-from node.pipeline.device_memory import Devices
-from node.pipeline.memory import stage_bytes
+from node.pipeline.memory_plan import Room
 from node.stage import out_of_memory
 from node.stage.coordinator_client import Batches, CoordinatorClient
 from node.stage.epoch_links import EpochLinks
@@ -23,6 +22,7 @@ from node.stage.session import Session
 from node.stage.snapshot_cache import SnapshotCache
 from node.stage.snapshot_transfer import SnapshotTransfer
 from node.stage.watchdog import ComputeThread
+from node.telemetry.format import bytes_text
 from wire.errors import MemoryExhaustedError, RunError
 from wire.messages import (
     Abort,
@@ -61,6 +61,7 @@ class RunMember:
         links: EpochLinks,
         cache: SnapshotCache,
         compute: ComputeThread,
+        room: Room,
         meter: NodeMeter,
         metrics: NodeMetrics,
         group: asyncio.TaskGroup,
@@ -68,6 +69,7 @@ class RunMember:
     ) -> None:
         """
         Args:
+            room: the memory that this node plans its stage for.
             group: runs the background tasks; their errors end the node.
             tell: shows the volunteer a line.
         """
@@ -76,7 +78,7 @@ class RunMember:
         self.inbox = Inbox()
         self.elements_sent: dict[Direction, int] = {}
         self.batches = Batches(executor.config, client, group)
-        self._windows = welcome.windows
+        self._room = room
         self._snapshots = SnapshotTransfer(
             config=executor.config,
             windows=welcome.windows,
@@ -127,19 +129,17 @@ class RunMember:
         self._snapshots.cancel()
         await self._end_epoch()
 
-    def exhausted(
-        self, device: torch.device, on_device: str, devices: Devices, offered: int
-    ) -> MemoryExhaustedError:
+    def exhausted(self, device: torch.device, on_device: str) -> MemoryExhaustedError:
         """The error of a node whose `device` ran out of memory, as by `out_of_memory.exhausted`."""
-        executor = self.executor
+        executor, offered = self.executor, self._room.memory_bytes
         if executor.stage < 0:
             return out_of_memory.exhausted(device, on_device, offered=offered)
         config = executor.config
         wide = replace(config, pipeline=replace(config.pipeline, window=executor.widest_window))
-        stages = stage_bytes(wide, executor.stages, devices, windows=self._windows)
-        stage = executor.stage
+        stage, stages = executor.stage, executor.stages
+        need = self._room.plan(wide, stages, stage).memory.total
         return out_of_memory.exhausted(
-            device, on_device, offered=offered, stage=stage, stages=len(stages), need=stages[stage]
+            device, on_device, offered=offered, stage=stage, stages=stages, need=need
         )
 
     # ---- services of an epoch
@@ -190,7 +190,15 @@ class RunMember:
         self._meter.begin_epoch(placement.epoch, self.elements_sent)
         epoch = EpochTask(placement, self)
         self._running = epoch, self._group.create_task(epoch.run())
-        self._tell(f"stage {placement.stage} of {len(placement.stages)} in epoch {placement.epoch}")
+        stage, stages = placement.stage, len(placement.stages)
+        self._tell(f"stage {stage} of {stages} in epoch {placement.epoch}")
+        plan = self._room.plan(self.executor.config, stages, stage)
+        if plan.again and (stage, stages) != (self.executor.stage, self.executor.stages):
+            room, blocks = bytes_text(self._room.memory_bytes), len(plan.choices)
+            self._tell(
+                f"to fit in {room}, {plan.again} of {blocks} blocks are computed again in backward: "
+                f"{plan.added:.0%} more compute, same bits"
+            )
 
     async def _end_epoch(self) -> None:
         """Stop the epoch's task; its step ends at the next tensor, before the next epoch's first work."""

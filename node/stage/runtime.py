@@ -18,13 +18,15 @@ import torch
 from node import faults
 from node.config.schema import RunConfig
 from node.pipeline.device_memory import devices_of
+from node.pipeline.memory_plan import Room
 from node.run_file.loader import from_json
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.epoch_links import EpochLinks
 from node.stage.executor import StageExecutor
 from node.stage.measure import NodeMeter
 from node.stage.node_metrics import NodeMetrics
-from node.stage.out_of_memory import exhausted, ran_out, room
+from node.stage.out_of_memory import exhausted, ran_out
+from node.stage.out_of_memory import room as room_words
 from node.stage.run_member import RunMember
 from node.stage.session import IdentityHolder, Session, renew_certificates, short_reason
 from node.stage.snapshot_cache import SnapshotCache
@@ -183,13 +185,12 @@ class NodeRuntime:
         if (ended := self._settings.devices.exhausted()) is not None:
             device, on_device = ended
         elif errors.subgroup(ran_out) is not None:
-            on_device = room(device)
+            on_device = room_words(device)
         if on_device is None:
             return first_error(errors)
-        hardware = self._settings.hardware
         if self._member is None:
-            return exhausted(device, on_device, offered=hardware.memory_bytes)
-        return self._member.exhausted(device, on_device, devices_of(hardware), hardware.memory_bytes)
+            return exhausted(device, on_device, offered=self._settings.hardware.memory_bytes)
+        return self._member.exhausted(device, on_device)
 
     # ---- the coordinator's messages
 
@@ -232,7 +233,9 @@ class NodeRuntime:
             self._compute.clock.record(self._meter.ring)
         # Before the devices start, which may take long.
         self._tasks.append(group.create_task(self._heartbeats(welcome.heartbeat_seconds)))
-        executor = await self._compute.run(lambda: self._make_executor(config, welcome.windows))
+        hardware = self._settings.hardware
+        room = Room(devices=devices_of(hardware), memory_bytes=hardware.memory_bytes, windows=welcome.windows)
+        executor = await self._compute.run(lambda: self._make_executor(config, room))
         self._client.outage_seconds = config.coordinator.outage_seconds
         tag = hashlib.sha256(welcome.config_json.encode()).hexdigest()[:16]
         self._member = RunMember(
@@ -243,6 +246,7 @@ class NodeRuntime:
             links=self._links,
             cache=SnapshotCache(self._settings.cache_directory, self._settings.cache_bytes, tag),
             compute=self._compute,
+            room=room,
             meter=self._meter,
             metrics=self._metrics,
             group=group,
@@ -250,14 +254,14 @@ class NodeRuntime:
         )
         self._tell(f"joined run {config.run.name} as {welcome.node_id}; waiting for a stage")
 
-    def _make_executor(self, config: RunConfig, windows: int) -> StageExecutor:
+    def _make_executor(self, config: RunConfig, room: Room) -> StageExecutor:
         """On the compute thread."""
         device = self._settings.devices.first
         if device.type == "cuda":
             # Triton launches on the thread's current device, wherever the tensors are.
             torch.cuda.set_device(device)
-        model = self._settings.devices.start(config)
-        executor = StageExecutor(config, device, self._compute.clock, model, windows=windows)
+        model = self._settings.devices.start(config, room)
+        executor = StageExecutor(config, device, self._compute.clock, model, windows=room.windows)
         executor.compile_codecs()
         return executor
 

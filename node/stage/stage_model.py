@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from node.config.schema import RunConfig
 from node.model.chunk import Chunk, build_chunk, weight_dtype
 from node.model.tensor_rank import TensorRank
+from node.model.units import is_block
 from node.pipeline.memory import stage_storages
+from node.pipeline.memory_plan import Room
 from node.pipeline.placement import chunk_units
 from node.stage.captured_passes import CapturedPasses, CudaRecorder
 from node.stage.passes import AutogradPasses, ChunkCall, Passes
@@ -62,7 +64,7 @@ class StageDevices(Protocol):
         """Where boundary tensors are."""
         ...
 
-    def start(self, config: RunConfig) -> StageCompute:
+    def start(self, config: RunConfig, room: Room | None = None) -> StageCompute:
         """Start what computes on the other devices. Call it on the compute thread."""
         ...
 
@@ -85,8 +87,8 @@ class OneDevice:
     def __init__(self, first: torch.device) -> None:
         self.first = first
 
-    def start(self, config: RunConfig) -> StageCompute:
-        return StageModel(config, self.first)
+    def start(self, config: RunConfig, room: Room | None = None) -> StageCompute:
+        return StageModel(config, self.first, room=room)
 
     async def watch(self) -> None:
         """There is no other process."""
@@ -109,18 +111,21 @@ class StageModel:
         ranks: int = 1,
         rank: int = 0,
         tensor_rank: TensorRank | None = None,
+        room: Room | None = None,
     ) -> None:
         """
         Args:
             ranks: processes of the node that share a microbatch's tokens; this one is number `rank`. The
                 passes of several hold collectives, so they are not captured as CUDA graphs.
             tensor_rank: this one's place among those that share its blocks.
+            room: the memory to fit in by computing blocks again; None keeps everything.
         """
         self.config = config
         self.device = device
         self.ranks = ranks
         self.rank = rank
         self.tensor_rank = tensor_rank or TensorRank()
+        self._room = room or Room()
         self._chunks: list[Chunk] = []
         self._optimizer: StageOptimizer | None = None
         self._passes: list[Passes] = []
@@ -130,6 +135,10 @@ class StageModel:
         config = self.config
         # Drop the old ones first: a rollback on the same stage would hold two of everything.
         self.drop()
+        own = chunk_units(config, stages)[stage::stages]
+        plan = self._room.plan(config, stages, stage)
+        blocks = [unit for units in own for unit in units if is_block(unit)]
+        storages = dict(zip(blocks, plan.storages(stage_storages(config, stages)[stage]), strict=True))
         self._chunks = [
             build_chunk(
                 config.model,
@@ -137,11 +146,11 @@ class StageModel:
                 config.run.seed,
                 self.device,
                 weight_dtype(config.training.weights),
-                stage_storages(config, stages)[stage],
+                storages,
                 self.tensor_rank,
                 config.lora,
             )
-            for units in chunk_units(config, stages)[stage::stages]
+            for units in own
         ]
         for chunk in self._chunks:
             chunk.masks_labels = config.data.masks_labels

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from node.pipeline.device_memory import Devices
+from node.pipeline.memory import stage_bytes
+from node.pipeline.memory_plan import least_stage_bytes
 from node.telemetry.events import NodeJoined, PlacementMade
 from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, TINY, Run, Still, assert_near_undisturbed, packed, undisturbed
@@ -139,3 +142,27 @@ def test_memory_that_cannot_suffice_is_said_before_training(prefork: Prefork, tm
         run.add_nodes(2)
         assert coordinator.wait_exit() == 0
         run.assert_undisturbed()
+
+
+def test_a_node_with_little_memory_computes_blocks_again_to_the_same_bits(
+    prefork: Prefork, tmp_path: Path
+) -> None:
+    """It is given a stage that does not fit as kept; the other node keeps everything."""
+    config = replace(
+        CONFIG,
+        run=replace(CONFIG.run, steps=4),
+        model=replace(TINY, layers=8, hidden=64, ffn=256, sequence=256),
+        training=replace(CONFIG.training, microbatch=4, global_batch=16),
+        pipeline=replace(CONFIG.pipeline, stages=2, window=0),
+    )
+    least, most = least_stage_bytes(config, 2, Devices())[0], stage_bytes(config, 2)[0]
+    memory = round((least + most) / 2e9, 4)
+    assert least < memory * 1e9 < most
+    with Run(tmp_path, config, launch=prefork.popen) as run:
+        coordinator = run.start()
+        small = run.add_node(options=("--max-memory", str(memory)))
+        coordinator.wait_event(NodeJoined)  # so that it has stage 0
+        run.add_node()
+        assert coordinator.wait_exit() == 0
+        run.assert_undisturbed()
+        assert any("blocks are computed again in backward" in line for line in small.lines)

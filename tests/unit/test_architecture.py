@@ -41,7 +41,7 @@ FORBIDDEN = ("pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "t
 
 TORCH_FREE = (
     *("compare", "config", "coordinator", "dashboard", "data", "evict"),
-    *("resume", "status", "token", "top", "trace"),
+    *("plan", "resume", "status", "token", "top", "trace"),
 )
 """Commands that run on small machines: they compute no tensors."""
 HEAVY = {"numba", "torch", "triton"}

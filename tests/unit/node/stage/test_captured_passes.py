@@ -7,6 +7,7 @@ when it is recorded, as a capture does.
 import gc
 import logging
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -71,7 +72,16 @@ def main_gradients(optimizer: StageOptimizer) -> list[Tensor]:
 class Half:
     """The first or the second half of a small model, with its optimizer."""
 
-    def __init__(self, case: str, family: str, *, last: bool, captured: bool, fail_at: int = -1) -> None:
+    def __init__(
+        self,
+        case: str,
+        family: str,
+        *,
+        last: bool,
+        captured: bool,
+        fail_at: int = -1,
+        again: bool = False,
+    ) -> None:
         training, storage, lora = CASES[case]
         model = ModelSection(family=family, layers=2, hidden=64, heads=2, kv_heads=2, ffn=96, sequence=16)
         units = unit_names(model)
@@ -82,7 +92,7 @@ class Half:
             7,
             CPU,
             weight_dtype(training.weights),
-            configured(storage),
+            replace(configured(storage), again=again),
             lora=lora,
         )
         self.optimizer = StageOptimizer([chunk], training, 7, gradients_in_place=captured)
@@ -145,6 +155,14 @@ def test_replays_give_autograds_bits(case: str, family: str, last: bool) -> None
 def test_replays_of_a_head_in_pieces_give_autograds_bits(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "HEAD_LOGITS", 10 * 256)  # of 32 tokens
     plain, graphs = (Half(case, "llama", last=True, captured=on) for on in (False, True))
+    for step in range(3):
+        assert_same(graphs.step(step), plain.step(step))
+
+
+@pytest.mark.parametrize("case", [case for case, (_, _, lora) in CASES.items() if not lora.dropout])
+def test_replays_of_blocks_that_run_again_give_autograds_bits(case: str) -> None:
+    plain = Half(case, "llama", last=True, captured=False)
+    graphs = Half(case, "llama", last=True, captured=True, again=True)
     for step in range(3):
         assert_same(graphs.step(step), plain.step(step))
 

@@ -1,0 +1,138 @@
+"""`thinwire plan RUN.toml`: what each stage needs, and what it computes again to fit in less memory."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from node.pipeline.memory_plan import MemoryPlan
+
+MOST_POINTS = 12
+"""Of a curve in text; `--json` has all."""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("plan", help="memory of each stage, and what fits in less")
+    parser.add_argument("run_file", metavar="RUN.toml", type=Path, help="the run file")
+    parser.add_argument(
+        "overrides",
+        metavar="section.key=value",
+        nargs="*",
+        default=[],
+        help="values that override the file's",
+    )
+    parser.add_argument("--gb", type=float, default=0.0, help="memory of each card; default: what all needs")
+    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="what computes a stage")
+    parser.add_argument("--curve", action="store_true", help="each stage's compute for every memory")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from node.pipeline.device_memory import Devices
+    from node.pipeline.memory_plan import frontier, plan_stage
+    from node.run_file.loader import load_config
+    from wire.errors import UserError
+
+    if args.gb < 0:
+        raise UserError(f"--gb {args.gb:g} is below 0: give the memory of a card, such as 12")
+    config = load_config(args.run_file, args.overrides)
+    stages, devices = config.pipeline.stages, Devices(on_cpu=args.device == "cpu")
+    plans = [plan_stage(config, stages, stage, devices, int(args.gb * 1e9)) for stage in range(stages)]
+    curves = [frontier(config, stages, stage, devices) for stage in range(stages)]
+    if args.json:
+        found = [
+            {"stage": stage, "plan": _as_json(plan), "curve": [_as_json(one) for one in curve]}
+            for stage, (plan, curve) in enumerate(zip(plans, curves, strict=True))
+        ]
+        sys.stdout.write(json.dumps({"memory_bytes": int(args.gb * 1e9), "stages": found}, indent=1) + "\n")
+    else:
+        sys.stdout.write("\n".join(_text(plans, curves, args.device, args.gb, curve=args.curve)) + "\n")
+    return 0 if all(plan.fits for plan in plans) else 1
+
+
+def _text(
+    plans: "Sequence[MemoryPlan]",
+    curves: "Sequence[Sequence[MemoryPlan]]",
+    device: str,
+    gb: float,
+    *,
+    curve: bool,
+) -> list[str]:
+    from node.telemetry.format import table_lines
+
+    head = ["stage", "blocks", "all kept", "planned", "least", "computed again", "more compute", "most is"]
+    rows = [
+        [
+            str(stage),
+            str(len(plan.choices)),
+            _gb(points[0].memory.total),
+            _gb(plan.memory.total) if plan.fits else "does not fit",
+            _gb(points[-1].memory.total),
+            _again(plan),
+            f"{plan.added:.1%}",
+            _binding(plan),
+        ]
+        for stage, (plan, points) in enumerate(zip(plans, curves, strict=True))
+    ]
+    within = f" of {gb:g} GB" if gb else ""
+    lines = [f"{len(plans)} stages, each on one {device.upper()}{within}", "", *table_lines(head, rows)]
+    if not all(plan.fits for plan in plans):
+        lines += [
+            "",
+            "what fits: fewer blocks a stage (more pipeline.stages), a smaller training.microbatch,",
+        ]
+        lines += ["storage.preset agoq or compact, or gradients and moments in fp8"]
+    for stage, points in enumerate(curves if curve else ()):
+        step = -(-len(points) // MOST_POINTS)
+        shown = [*points[::step], *points[-1:]] if (len(points) - 1) % step else points[::step]
+        lines += ["", f"stage {stage}:"]
+        lines += [
+            f"  {_gb(point.memory.total):>9}  +{point.added:5.1%}  {'#' * round(120 * point.added)}".rstrip()
+            for point in shown
+        ]
+    return lines
+
+
+def _again(plan: "MemoryPlan") -> str:
+    if not plan.again:
+        return "nothing"
+    whole = sum(choice == "again" for choice in plan.choices)
+    parts = [f"{whole} blocks"] if whole else []
+    if plan.again > whole:
+        parts.append(f"feed-forward inputs of {plan.again - whole}")
+    return ", ".join(parts)
+
+
+def _binding(plan: "MemoryPlan") -> str:
+    """The largest part of a stage's memory."""
+    memory = plan.memory
+    parts = {
+        "weights and optimizer": memory.state,
+        "activations": memory.kept + memory.working,
+        "the optimizer's step": memory.applying,
+        "process and tensors on the way": memory.fixed,
+        "snapshot copies": memory.snapshot,
+    }
+    return max(parts, key=lambda part: parts[part])
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.2f} GB"
+
+
+def _as_json(plan: "MemoryPlan") -> dict[str, object]:
+    memory = plan.memory
+    return {
+        "bytes": memory.total,
+        "fits": plan.fits,
+        "added_compute": plan.added,
+        "blocks": [str(choice) for choice in plan.choices],
+        "state": memory.state,
+        "kept": memory.kept,
+        "working": memory.working,
+        "applying": memory.applying,
+    }

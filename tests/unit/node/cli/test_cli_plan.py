@@ -1,0 +1,45 @@
+"""`thinwire plan`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from node.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[4]
+RECIPE = str(ROOT / "deploy" / "recipes" / "several-machines.toml")
+
+
+def plan(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
+    code = main(["plan", RECIPE, *options])
+    return code, capsys.readouterr().out
+
+
+def test_a_plan_for_a_card_and_its_curve(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = plan(capsys, "--json")
+    stages = json.loads(out)["stages"]
+    assert code == 0 and len(stages) == 4
+    most, curve = stages[0]["plan"]["bytes"], stages[0]["curve"]
+    assert curve[0]["bytes"] == most and curve[0]["added_compute"] == 0
+    least = curve[-1]["bytes"]
+    assert least < most and curve[-1]["added_compute"] > 0
+
+    between = f"{(least + most) / 2e9:.3f}"
+    code, out = plan(capsys, "--gb", between, "--json")
+    chosen = json.loads(out)["stages"][0]["plan"]
+    assert code == 0 and chosen["fits"] and least <= chosen["bytes"] <= float(between) * 1e9
+    assert "again" in chosen["blocks"]
+
+    code, out = plan(capsys, "--gb", between, "--curve")
+    assert code == 0 and f"4 stages, each on one GPU of {float(between):g} GB" in out
+    assert out.count("+ 0.0%") == 4
+
+
+def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = plan(capsys, "--gb", "0.3", "--device", "cpu")
+    assert code == 1
+    assert out.count("does not fit") == 4
+    assert "more pipeline.stages" in out
+    assert main(["plan", RECIPE, "--gb", "-1"]) == 2
+    assert "--gb -1 is below 0" in capsys.readouterr().err

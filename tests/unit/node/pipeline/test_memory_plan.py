@@ -1,0 +1,189 @@
+"""Plans of what a stage computes again: the best of all, as large as measured, the same bits."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from node.config.schema import LoraSection, ModelSection, PipelineSection, RunConfig, StorageSection
+from node.model.storage import RECOMPUTE, Storage
+from node.pipeline.device_memory import Devices
+from node.pipeline.memory import stage_memory
+from node.pipeline.memory_plan import (
+    Choice,
+    MemoryPlan,
+    Room,
+    _Stage,
+    frontier,
+    least_stage_bytes,
+    plan_stage,
+)
+from node.stage.stage_model import StageModel
+from tests.unit.node.pipeline.test_memory import CPU, FORMS, LEAST, MOST, measured, run
+
+CPUS, GPU = Devices(), Devices(on_cpu=False)
+PACKED = StorageSection(attention="8")
+"""Inputs of norms and feed-forwards are kept as computed, so the latter may be computed again."""
+
+
+def deep(form: str = "plain", *, layers: int = 10, **pipeline: int) -> RunConfig:
+    config = run(form, **pipeline)
+    return replace(config, model=replace(config.model, layers=layers))
+
+
+def budgets(config: RunConfig, stage: int, devices: Devices, count: int = 7) -> Iterator[int]:
+    """From what fits nothing to what fits all."""
+    most = stage_memory(config, 2, devices)[stage].total
+    least = least_stage_bytes(config, 2, devices)[stage]
+    for number in range(count):
+        yield least + (most - least) * number // (count - 1)
+
+
+@pytest.mark.parametrize("devices", [CPUS, GPU, replace(GPU, count=2)], ids=["cpu", "gpu", "gpus"])
+@pytest.mark.parametrize("form", ["plain", "autocast", "agoq", "packed"])
+def test_a_plan_fits_and_no_other_computes_less(form: str, devices: Devices) -> None:
+    config = deep("autocast" if form == "packed" else form, layers=6)
+    if form == "packed":
+        config = replace(config, storage=PACKED)
+    everything = stage_memory(config, 2, devices)[0]
+    found = frontier(config, 2, 0, devices)
+    # All ways to choose for each block, not only one for each count.
+    most, kinds = found[0], {choice for plan in found for choice in plan.choices}
+    one = _Stage(config, 2, 0, devices, everything)
+    ways = [
+        (one.added(choices), one.memory(choices).total)
+        for choices in product(one.bytes, repeat=len(most.choices))
+    ]
+    assert kinds <= set(one.bytes)
+    for budget in budgets(config, 0, devices):
+        plan = plan_stage(config, 2, 0, devices, budget)
+        assert plan.fits and plan.memory.total <= budget
+        assert plan.added == pytest.approx(min(added for added, total in ways if total <= budget))
+    assert plan_stage(config, 2, 0, devices, everything.total).again == 0
+    assert plan_stage(config, 2, 0, devices, 0).memory == everything
+    assert not plan_stage(config, 2, 0, devices, least_stage_bytes(config, 2, devices)[0] - 1).fits
+
+
+def test_less_memory_costs_more_operations_and_what_costs_least_per_byte_goes_first() -> None:
+    config = replace(deep("autocast"), storage=PACKED)
+    plans = frontier(config, 2, 0, CPUS)
+    assert plans[0].again == 0 and plans[0].added == 0.0
+    totals, added = [plan.memory.total for plan in plans], [plan.added for plan in plans]
+    assert totals == sorted(totals, reverse=True) and added == sorted(added)
+    assert Choice.AGAIN not in plans[1].choices and Choice.FFN in plans[1].choices
+    assert 0.0 < added[-1] <= 1 / 3
+
+
+def test_what_cannot_be_repeated_is_kept() -> None:
+    config = replace(deep("plain"), lora=LoraSection(rank=4, base="float32", dropout=0.1))
+    assert least_stage_bytes(config, 2, CPUS) == tuple(one.total for one in stage_memory(config, 2, CPUS))
+    again = replace(config, lora=replace(config.lora, dropout=0.0))
+    assert least_stage_bytes(again, 2, CPUS)[0] < least_stage_bytes(config, 2, CPUS)[0]
+
+
+@pytest.mark.parametrize("stages_and_chunks", [(2, 1), (2, 2)])
+def test_a_plan_says_what_each_block_does(stages_and_chunks: tuple[int, int]) -> None:
+    stages, chunks = stages_and_chunks
+    config = replace(deep("autocast", chunks=chunks), storage=PACKED)
+    for stage in range(stages):
+        low = least_stage_bytes(config, stages, CPUS)[stage]
+        kept = stage_memory(config, stages, CPUS)[stage].total
+        plan = plan_stage(config, stages, stage, CPUS, (low + kept) // 2)
+        storages = plan.storages(Storage())
+        assert len(storages) == 5
+        assert [one.again for one in storages] == [choice is Choice.AGAIN for choice in plan.choices]
+        found = [one.ffn_input == RECOMPUTE for one in storages]
+        assert found == [choice is Choice.FFN for choice in plan.choices]
+
+
+@pytest.mark.parametrize("form", ["plain", "autocast", "agoq"])
+def test_a_stage_takes_what_its_plan_says(form: str) -> None:
+    config = deep(form, layers=8)
+    for budget in (*budgets(config, 0, CPUS, 3),):
+        room = Room(memory_bytes=budget)
+        plan = room.plan(config, 2, 0)
+        found = measured(config, StageModel(config, CPU, room=room), 0, 2)
+        memory = plan.memory
+        expected = memory.state + max(memory.kept + memory.working, memory.applying)
+        assert LEAST <= expected / found <= MOST
+
+
+class Forced(Room):
+    """Takes these choices whatever the memory is."""
+
+    def __init__(self, choices: tuple[Choice, ...]) -> None:
+        super().__init__()
+        self._choices = choices
+
+    def plan(self, config: RunConfig, stages: int, stage: int) -> MemoryPlan:
+        return replace(super().plan(config, stages, stage), choices=self._choices)
+
+
+def gradients(config: RunConfig, room: Room, stage: int) -> list[Tensor]:
+    """Results and main gradients of a step of three microbatches, two in flight."""
+    model = StageModel(config, CPU, room=room)
+    model.build(stage, 2)
+    training, sizes = config.training, config.model
+    shape = (training.microbatch, sizes.sequence)
+    random = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, sizes.vocab, (3, *shape), generator=random)
+    hidden, above = (torch.randn(3, *shape, sizes.hidden, generator=random) for _ in range(2))
+    model.begin_step()
+    found: list[Tensor] = []
+
+    def forward(number: int) -> None:
+        fed = hidden[number].clone() if stage else tokens[number]
+        found.append(model.forward(0, number, fed, tokens[number] if stage else None))
+
+    def backward(number: int) -> None:
+        below = model.backward(0, number, None if stage else above[number])
+        found.extend([] if below is None else [below])
+
+    forward(0), forward(1), backward(0), forward(2), backward(1), backward(2)
+    model.finish_step()
+    optimizer = model.optimizer
+    return found + [optimizer.gradients.get(parameter).clone() for parameter in optimizer.parameters]
+
+
+LORA = {"lora": LoraSection(rank=4, base="4")}
+OTHERS = {"qk norms": {"qk_norm": "head"}, "norms of outputs": {"norm_place": "output"}}
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("case", [*FORMS, "gpt2", "packed", "lora", *OTHERS])
+def test_computing_again_changes_no_bit(case: str, stage: int) -> None:
+    config = run(case if case in FORMS else "plain" if case in OTHERS else "autocast")
+    config = replace(config, model=replace(config.model, hidden=64, ffn=96, vocab=101, sequence=16))
+    if case == "gpt2":
+        config = replace(config, model=replace(config.model, family="gpt2", kv_heads=4))
+    elif case == "packed":
+        config = replace(config, storage=PACKED)
+    elif case == "lora":
+        config = replace(config, lora=LORA["lora"])
+    elif case in OTHERS:
+        config = replace(config, model=replace(config.model, **OTHERS[case]))
+    plain = gradients(config, Room(), stage)
+    first = Choice.FFN if case == "packed" else Choice.KEPT
+    for choices in ((Choice.AGAIN, first), (Choice.AGAIN, Choice.AGAIN)):
+        for mine, expected in zip(gradients(config, Forced(choices), stage), plain, strict=True):
+            assert torch.equal(mine, expected)
+
+
+def test_a_run_with_more_stages_than_memory_still_has_a_plan() -> None:
+    """Planning is fast for as many blocks as there are."""
+    config = RunConfig(
+        model=ModelSection(
+            layers=96, hidden=1024, heads=16, kv_heads=16, ffn=4096, vocab=32000, sequence=512
+        ),
+        training=replace(FORMS["autocast"][0], global_batch=64, microbatch=2),
+        storage=PACKED,
+        pipeline=PipelineSection(stages=2),
+    )
+    low = least_stage_bytes(config, 2, GPU)[0]
+    high = stage_memory(config, 2, GPU)[0].total
+    added = [plan_stage(config, 2, 0, GPU, int(budget)).added for budget in np.linspace(low, high, 4)]
+    assert added[0] > added[1] > added[2] > added[3] == 0.0
