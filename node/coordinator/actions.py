@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from node.coordinator.grid import ONE_ROW, Groups
 from wire.messages import Abort, CoordinatorMessage, Finish
 
 
@@ -19,11 +20,13 @@ class Send:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordPlacement:
-    """A new epoch: these nodes, by stage."""
+    """A new epoch: these nodes, by stage; row after row, if there are several."""
 
     epoch: int
     nodes: tuple[str, ...]
     addresses: tuple[str, ...]
+    groups: Groups = ONE_ROW
+    """The gradient groups of each row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,7 @@ class RecordRestored:
     epoch: int
     step: int
     nodes: tuple[str, ...]
+    groups: Groups = ONE_ROW
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +91,8 @@ class AbortKind(StrEnum):
     """A stage could not do its part."""
     NOT_FINITE = "not-finite"
     """A value was not finite."""
+    DIFFERS = "differs"
+    """Rows did not get the same gradient."""
     PLACEMENT = "placement"
     """The stages move to other nodes, or to more of them."""
 

@@ -34,9 +34,10 @@ from node.coordinator.actions import (
 )
 from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.epoch import Epoch
+from node.coordinator.held_out import LOSSLESS
 from node.coordinator.machine import RunMachine
 from node.coordinator.reporter import Emit, Reporter
-from node.coordinator.run_plan import LOSSLESS, Past, run_plan, step_plan
+from node.coordinator.run_plan import Past, run_plan, step_plan
 from node.coordinator.sessions import ControlSession, Sessions
 from node.coordinator.snapshot_handler import SnapshotExports, SnapshotHandler, UploadPermit
 from node.coordinator.stage_assignment import Candidate
@@ -274,7 +275,7 @@ class Coordinator:
                 self._emit(events.Notice(text=action.text))
             case OpenSnapshot():
                 if (asking := self._machine.epoch) is not None:
-                    await self._snapshots.expect(action.step, asking.hosts)
+                    await self._snapshots.expect(action.step, asking.snapshot_nodes)
             case Aborted():
                 self._reporter.interrupted(action)
             case Released():

@@ -11,11 +11,14 @@ A message with another epoch's number never reaches this object: `RunMachine` dr
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from node.coordinator.actions import Action, RecordCommit, RecordHeldOut, RecordRestored, Send, StepDone
+from node.coordinator.grid import ONE_ROW, Groups
+from node.coordinator.held_out import HeldOutPass
 from node.coordinator.votes import UnitNumbers, VoteHistory
 from node.training.schedule import global_norm
 from wire.messages import (
@@ -23,6 +26,7 @@ from wire.messages import (
     Commit,
     CoordinatorMessage,
     Placed,
+    PlacedRow,
     PlacedStage,
     Placement,
     Restore,
@@ -40,15 +44,6 @@ StepPlan = Callable[[int, float], tuple[float, float]]
 PLACING_SECONDS = 90.0
 """A node that does not say within this time what state it holds is stuck. Longer than a node may take to end
 the epoch before."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldOutPass:
-    """One pass over held-out samples; the run file and the text fix them for the whole run."""
-
-    number: int
-    """As in `wire.messages.Validate`."""
-    microbatches: int
 
 
 class Phase(StrEnum):
@@ -89,7 +84,18 @@ class RefusedVote:
     why: str
 
 
-Outcome = list[Action] | NonFinite | FiniteUncompressed | Implausible | RefusedVote
+@dataclass(frozen=True)
+class Disagreement:
+    """Rows give different gradient norms for one stage; in rows that work they have the same bits."""
+
+    node_id: str
+    """Of those in the minority, the one in the last row."""
+    what: str
+    norms: Mapping[str, Mapping[int, float]]
+    """What each node of this stage said."""
+
+
+Outcome = list[Action] | NonFinite | FiniteUncompressed | Implausible | RefusedVote | Disagreement
 """What a vote leads to."""
 
 
@@ -105,7 +111,11 @@ class Committed:
 
 
 class Epoch:
-    """`hosts[i]` hosts stage i; `addresses[i]` is where its neighbours reach it."""
+    """`hosts` is a grid, row after row: with one row `hosts[i]` hosts stage i. `addresses[i]` is where others
+    reach `hosts[i]`.
+
+    Every message goes to all rows, but for those that one row answers for all: snapshots and held-out passes.
+    """
 
     def __init__(
         self,
@@ -121,13 +131,19 @@ class Epoch:
         plan: StepPlan,
         neighbours: Neighbours,
         history: VoteHistory,
+        groups: Groups = ONE_ROW,
     ) -> None:
         """
         Args:
+            groups: the gradient groups that each row computes.
             lineages: of states that are the run's; None: it is not known, so any that all stages are on.
         """
         self.number = number
         self.hosts = hosts
+        self.groups = groups
+        self.rows = len(groups)
+        self.stages = len(hosts) // len(groups)
+        self._group_count = sum(map(len, groups))
         self.step = max(newest_snapshot, newest_state)
         """The step that runs, or runs next; until all are placed, where the record says that the run is."""
         self.phase = Phase.PLACING
@@ -137,7 +153,7 @@ class Epoch:
         self.uncompressed = False
         """The epoch repeats a step that was not finite, with fp32 on every link; it never commits."""
         self.planned_windows: tuple[int, ...] = ()
-        """Of each link, from the next step on; empty is the run file's."""
+        """Of each link, row after row, from the next step on; empty is the run file's."""
         self.addresses = addresses
         self._newest_snapshot = newest_snapshot
         self._newest_state = self.step
@@ -149,14 +165,40 @@ class Epoch:
         self._suspect_step = suspect_step
         self._placed: dict[str, Placed] = {}
         self._answered: set[str] = set()
-        self._votes: dict[str, Vote] = {}
+        self.votes: dict[str, Vote] = {}
+        """Of the newest step, by node."""
         self._restore = Restore(epoch=number, step=0)
         self._snapshot: TakeSnapshot | None = None
+        self.snapshot_nodes: tuple[str, ...] = ()
+        """The row that the newest snapshot is taken from."""
         self._passes: Sequence[HeldOutPass] = ()
         self._losses: list[float] = []
         """Of the passes that are done."""
         self._loss = math.nan
         self._windows: tuple[int, ...] = ()
+
+    # ---- who is where
+
+    def row(self, replica: int) -> tuple[str, ...]:
+        """The nodes of a row, by stage."""
+        return self.hosts[replica * self.stages : (replica + 1) * self.stages]
+
+    def stage_of(self, node_id: str) -> int:
+        return self.hosts.index(node_id) % self.stages
+
+    def replica_of(self, node_id: str) -> int:
+        """The row of a node."""
+        return self.hosts.index(node_id) // self.stages
+
+    def place_of(self, node_id: str) -> str:
+        """Where a node is, for the operator."""
+        stage = f"stage {self.stage_of(node_id)}"
+        return stage if self.rows == 1 else f"{stage} of row {self.replica_of(node_id)}"
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Nodes that the phase waits for."""
+        return self.row(0) if self.phase is Phase.VALIDATING else self.hosts
 
     # ---- what goes out
 
@@ -168,8 +210,8 @@ class Epoch:
         self.phase = Phase.STEPPING
         # All stages must run the step with the same windows, also one that hears of it again.
         self._windows = self.planned_windows
-        self._votes.clear()
-        return self._to_all(self._begin())
+        self.votes.clear()
+        return [Send(node_id=node, message=self._begin(node)) for node in self.hosts]
 
     @property
     def all_hold_it(self) -> bool:
@@ -188,34 +230,36 @@ class Epoch:
             case Phase.PLACING:
                 return self._placed.keys()
             case Phase.STEPPING:
-                return self._votes.keys()
+                return self.votes.keys()
             case _:
                 return self._answered
 
     def neighbours(self, node_id: str) -> Collection[int]:
-        """The stages that this node's stage has links with."""
-        return self._neighbours(self.hosts.index(node_id), len(self.hosts))
+        """The stages of its row that this node's stage has links with."""
+        return self._neighbours(self.stage_of(node_id), self.stages)
 
     def ask_again(self, node_id: str) -> list[Action]:
         """Send a node what it may have missed."""
         return [Send(node_id=node_id, message=message) for message in self.outstanding(node_id)]
 
-    def take_snapshot(self) -> list[Action]:
-        """Ask for the state that every stage holds now. Call in `IDLE` only."""
+    def take_snapshot(self, replica: int = 0) -> list[Action]:
+        """Ask one row for the state that every stage holds now. Call in `IDLE` only."""
         self._snapshot = TakeSnapshot(epoch=self.number, step=self.step)
-        return self._to_all(self._snapshot)
+        self.snapshot_nodes = self.row(replica)
+        return [Send(node_id=node, message=self._snapshot) for node in self.snapshot_nodes]
 
     def validate(self, passes: Sequence[HeldOutPass]) -> list[Action]:
         """Measure the held-out loss of the state that every stage holds. Call in `IDLE` only."""
         self.phase = Phase.VALIDATING
         self._passes, self._losses = passes, []
         self._answered.clear()
-        return self._to_all(self._validate())
+        return self._to_asked(self._validate())
 
     def outstanding(self, node_id: str) -> list[CoordinatorMessage]:
         """What a node whose control connection broke may have missed; nodes ignore what they know already."""
         missed: list[CoordinatorMessage] = []
-        if self._snapshot is not None and self._snapshot.step == self.step:
+        taken = self._snapshot is not None and self._snapshot.step == self.step
+        if self._snapshot is not None and taken and node_id in self.snapshot_nodes:
             missed.append(self._snapshot)
         match self.phase:
             case Phase.PLACING:
@@ -223,12 +267,12 @@ class Epoch:
             case Phase.RESTORING:
                 return [self._restore]
             case Phase.STEPPING:
-                missed.append(self._begin())
+                missed.append(self._begin(node_id))
             case Phase.APPLYING:
                 missed.append(self._commit())
-            case Phase.VALIDATING:
+            case Phase.VALIDATING if node_id in self.asked:
                 missed.append(self._validate())
-            case Phase.IDLE:
+            case _:
                 pass
         return missed
 
@@ -257,26 +301,28 @@ class Epoch:
         )
         self.phase = Phase.RESTORING
         self._answered.clear()
-        return self._to_all(self._restore)
+        return self._to_asked(self._restore)
 
     def ready(self, node_id: str) -> list[Action]:
         if not self._all_answered(node_id, Phase.RESTORING):
             return []
         self.phase = Phase.IDLE
-        return [RecordRestored(epoch=self.number, step=self.step, nodes=self.hosts)]
+        return [RecordRestored(epoch=self.number, step=self.step, nodes=self.hosts, groups=self.groups)]
 
     def vote(self, node_id: str, vote: Vote) -> Outcome:
         if self.phase is not Phase.STEPPING or vote.step != self.step or node_id not in self.hosts:
             return []
-        if (why := self._history.refusal(vote, self.hosts.index(node_id), len(self.hosts))) is not None:
+        groups = self.groups[self.replica_of(node_id)] if self._group_count > 1 else None
+        if (why := self._history.refusal(vote, self.stage_of(node_id), self.stages, groups)) is not None:
             return RefusedVote(node_id, why)
         for unit, norm in vote.norms.items():
             if not 0.0 <= norm < math.inf:
                 return NonFinite(node_id, f"the gradient of layer unit {unit}")
-        if vote.loss is not None and not math.isfinite(vote.loss):
-            return NonFinite(node_id, "the loss")
-        self._votes[node_id] = vote
-        if len(self._votes) < len(self.hosts):
+        for loss in (vote.loss, *vote.group_losses.values()):
+            if loss is not None and not math.isfinite(loss):
+                return NonFinite(node_id, "the loss")
+        self.votes[node_id] = vote
+        if len(self.votes) < len(self.hosts):
             return []
         return self._commit_step()
 
@@ -299,7 +345,7 @@ class Epoch:
         current = self._validate() if self.phase is Phase.VALIDATING else None
         if current is None or (message.step, message.number) != (current.step, current.number):
             return []
-        if message.loss is not None and node_id == self.hosts[-1]:
+        if message.loss is not None and node_id == self.asked[-1]:
             self._loss = message.loss
         if not self._all_answered(node_id, Phase.VALIDATING):
             return []
@@ -307,7 +353,7 @@ class Epoch:
         self._losses.append(self._loss)
         self._loss = math.nan
         if len(self._losses) < len(self._passes):
-            return self._to_all(self._validate())
+            return self._to_asked(self._validate())
         self.phase = Phase.IDLE
         done = list(zip(self._passes, self._losses, strict=True))
         as_trained = _mean([(one.microbatches, loss) for one, loss in done if one.number % 2 == 0])
@@ -328,7 +374,11 @@ class Epoch:
         return Validate(epoch=self.number, step=self.step, number=one.number, microbatches=one.microbatches)
 
     def _commit_step(self, *, confirmed: bool = False) -> Outcome:
-        votes = [self._votes[node] for node in self.hosts]
+        if (odd := self._disagreement()) is not None:
+            return odd
+        loss = self._sum_of_losses()
+        votes = [self.votes[node] for node in self.row(0)]
+        votes[-1] = replace(votes[-1], loss=loss)
         norms = {unit: norm for vote in votes for unit, norm in vote.norms.items()}
         grad_norm = global_norm(norms[unit] for unit in sorted(norms))
         if not math.isfinite(grad_norm):
@@ -338,8 +388,6 @@ class Epoch:
             return FiniteUncompressed()
         if not confirmed and (found := self._history.implausible(votes)) is not None:
             return Implausible(self.hosts[found[0]], found[1])
-        loss = votes[-1].loss
-        assert loss is not None, "a vote of the last stage without a loss is refused"
         self._history.committed(self.step, norms, loss, confirmed=confirmed)
         clip, lr = self._plan(self.step, grad_norm)
         self.committed = Committed(step=self.step, clip_coefficient=clip, lr=lr, lineage=self.lineage)
@@ -348,7 +396,31 @@ class Epoch:
         record = RecordCommit(
             epoch=self.number, step=self.step, loss=loss, grad_norm=grad_norm, lr=lr, clip_coefficient=clip
         )
-        return [record, *self._to_all(self._commit())]
+        return [record, *self._to_asked(self._commit())]
+
+    def _disagreement(self) -> Disagreement | None:
+        """Nodes of one stage that did not get the same gradient, if there are any."""
+        for stage in range(self.stages):
+            column = self.hosts[stage :: self.stages]
+            norms = {node: self.votes[node].norms for node in column}
+            said = Counter(tuple(sorted(one.items())) for one in norms.values())
+            if len(said) > 1:
+                usual = dict(said.most_common(1)[0][0])
+                odd = [node for node in column if norms[node] != usual][-1]
+                return Disagreement(odd, f"the gradient of stage {stage} is not the same in all rows", norms)
+        return None
+
+    def _sum_of_losses(self) -> float:
+        """The step's loss. Groups are added in their order, so it does not depend on the rows."""
+        last = [self.votes[node] for node in self.hosts[self.stages - 1 :: self.stages]]
+        if self._group_count == 1:
+            assert last[0].loss is not None, "a vote of the last stage without a loss is refused"
+            return last[0].loss
+        losses = {group: loss for vote in last for group, loss in vote.group_losses.items()}
+        total = 0.0
+        for group in sorted(losses):  # `sum` rounds differently from Python 3.12 on
+            total += losses[group]
+        return total
 
     def _reachable(self, placed: Placed) -> set[tuple[int, int]]:
         """The (step, lineage) of the states that a stage can be at without fetching anything.
@@ -366,13 +438,16 @@ class Epoch:
         return states
 
     def _all_answered(self, node_id: str, phase: Phase) -> bool:
-        if self.phase is not phase or node_id not in self.hosts:
+        if self.phase is not phase or node_id not in self.asked:
             return False
         self._answered.add(node_id)
-        return len(self._answered) == len(self.hosts)
+        return len(self._answered) == len(self.asked)
 
-    def _begin(self) -> Begin:
-        return Begin(epoch=self.number, step=self.step, link_windows=self._windows)
+    def _begin(self, node_id: str) -> Begin:
+        links = len(self._windows) // self.rows
+        first = self.replica_of(node_id) * links
+        windows = self._windows[first : first + links]
+        return Begin(epoch=self.number, step=self.step, link_windows=windows)
 
     def _commit(self) -> Commit:
         committed = self.committed
@@ -385,17 +460,25 @@ class Epoch:
         )
 
     def _placement(self, node_id: str) -> Placement:
+        places = [
+            PlacedStage(node_id=node, address=address)
+            for node, address in zip(self.hosts, self.addresses, strict=True)
+        ]
+        rows = tuple(
+            PlacedRow(stages=tuple(places[row * self.stages : (row + 1) * self.stages]), groups=groups)
+            for row, groups in enumerate(self.groups)
+        )
+        replica = self.replica_of(node_id)
         return Placement(
             epoch=self.number,
-            stage=self.hosts.index(node_id),
-            stages=tuple(
-                PlacedStage(node_id=node, address=address)
-                for node, address in zip(self.hosts, self.addresses, strict=True)
-            ),
+            stage=self.stage_of(node_id),
+            stages=rows[replica].stages,
+            replica=replica,
+            rows=rows if self._group_count > 1 else (),
         )
 
-    def _to_all(self, message: CoordinatorMessage) -> list[Action]:
-        return [Send(node_id=node, message=message) for node in self.hosts]
+    def _to_asked(self, message: CoordinatorMessage) -> list[Action]:
+        return [Send(node_id=node, message=message) for node in self.asked]
 
 
 def _mean(parts: Sequence[tuple[int, float]]) -> float | None:
@@ -438,6 +521,7 @@ class EpochSeries:
         newest_snapshot: int,
         suspect_step: int | None,
         now: float,
+        groups: Groups = ONE_ROW,
     ) -> Epoch:
         """The next epoch. Its nodes are about to be told their places."""
         self._last_number += 1
@@ -456,8 +540,9 @@ class EpochSeries:
             plan=self._step_plan,
             neighbours=self._neighbours,
             history=self._history,
+            groups=groups,
         )
-        if len(self._windows) == len(hosts) - 1:
+        if len(self._windows) == len(hosts) - len(groups):
             self.current.planned_windows = self._windows
         return self.current
 

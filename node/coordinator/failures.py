@@ -16,7 +16,7 @@ Nothing that one node says gets another one shut out.
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
 from node.coordinator.actions import AbortKind
@@ -74,7 +74,7 @@ class Failures:
     def failed(self, epoch: Epoch, node_id: str, message: str) -> RunAgain | GiveUp:
         """A stage could not do its part of the step, and nobody is dead."""
         self._retries += 1
-        reason = f"stage {epoch.hosts.index(node_id)}: {message}"
+        reason = f"{epoch.place_of(node_id)}: {message}"
         if self._retries > MAX_RETRIES:
             return GiveUp(
                 kind=AbortKind.FAILED,
@@ -90,11 +90,12 @@ class Failures:
         """A spare takes this node's stage, and has as many attempts."""
         self._retries = 0
         failed = f"step {epoch.step + 1} failed at {verdict.reason}"
+        taker = "a spare takes" if epoch.rows == 1 else "other rows take"
         why = verdict.why if isinstance(verdict, GiveUp) else failed
         return RunAgain(
             kind=verdict.kind,
             reason=verdict.reason,
-            note=f"{why}: a spare takes stage {epoch.hosts.index(culprit)} from node {culprit}",
+            note=f"{why}: {taker} {epoch.place_of(culprit)} from node {culprit}",
         )
 
     def not_finite(self, epoch: Epoch, what: str) -> RunAgain | GiveUp:
@@ -288,35 +289,26 @@ class Blame:
         """Those that have not given up a stage of late."""
         return [candidate for candidate in candidates if candidate.node_id not in self._replaced]
 
-    def blameless_first(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """All, those that gave up a stage last."""
+    def usable(self, candidates: Sequence[Candidate], least: int) -> list[Candidate]:
+        """Those that have not given up a stage of late; if those are fewer than `least`, all others after."""
+        blameless = self.blameless(candidates)
+        if len(blameless) >= least:
+            return blameless
         return sorted(candidates, key=lambda candidate: candidate.node_id in self._replaced)
 
 
 def other_end(epoch: Epoch, node_id: str, failure: StepFailed) -> str | None:
-    """The neighbour at the other end of the link that failed, if it was a neighbour's."""
+    """The neighbour at the other end of the link that failed, if it was a neighbour's.
+
+    That is a node of the same row, or one of the same stage in another row.
+    """
     if failure.kind not in (FailureKind.LINK, FailureKind.PEER) or node_id not in epoch.hosts:
         return None
-    return epoch.hosts[failure.peer_stage] if failure.peer_stage in epoch.neighbours(node_id) else None
-
-
-@dataclass
-class Doubt:
-    """A step with a value that is not finite or not plausible, and what was done to find the cause."""
-
-    step: int
-    retried: set[int] = field(default_factory=set)
-    """Stages that another node has computed again."""
-    replaced: str = ""
-    """Who gave up the stage that was retried last."""
-    stage: int = -1
-    """That stage."""
-
-    def next_stages(self, epoch: Epoch, node_id: str, *, neighbours: bool) -> list[int]:
-        """Stages to compute again on another node: the one that reports, then those that send to it."""
-        stage = epoch.hosts.index(node_id)
-        near = sorted(epoch.neighbours(node_id)) if neighbours else []
-        return [one for one in (stage, *near) if one not in self.retried]
+    stage, row = failure.peer_stage, failure.peer_replica
+    if row == epoch.replica_of(node_id):
+        return epoch.row(row)[stage] if stage in epoch.neighbours(node_id) else None
+    is_peer = 0 <= row < epoch.rows and stage == epoch.stage_of(node_id)
+    return epoch.row(row)[stage] if is_peer else None
 
 
 SLOW_SECONDS = 10.0
@@ -374,7 +366,7 @@ class Stragglers:
             self._first = now
         if len(epoch.answered) > self._answered:
             self._answered, self._last = len(epoch.answered), now
-        missing = [node for node in epoch.hosts if node not in epoch.answered]
+        missing = [node for node in epoch.asked if node not in epoch.answered]
         if not missing:
             return {}, None
         usual = median(self._seconds) if self._seconds else 0.0
@@ -395,7 +387,7 @@ class Stragglers:
                 return dict.fromkeys(missing, line), None
         if beyond > SLOW_SECONDS + extra and not self._is_told:
             self._is_told = True
-            named = ", ".join(f"node {node} (stage {epoch.hosts.index(node)})" for node in missing)
+            named = ", ".join(f"node {node} ({epoch.place_of(node)})" for node in missing)
             return {}, f"step {epoch.step + 1} waits for {named}: {beyond:.0f} s beyond what is usual"
         return {}, None
 

@@ -14,6 +14,8 @@ ONE_ROW: Groups = ((0,),)
 
 GAIN = 0.15
 """Groups move only if the step is expected to be this much shorter: a move costs a placement."""
+SHARED_STEPS = 3
+"""Steps of an epoch before its groups may move: the first ones say little of the rest."""
 
 
 def holders_by_stage(holders: Sequence[str | None], rows: int, present: Collection[str]) -> list[list[str]]:
@@ -72,6 +74,28 @@ def row_seconds(hosts: Sequence[str], rows: int, seconds: Mapping[str, float]) -
     stages = len(hosts) // rows
     times = [[seconds.get(node) for node in hosts[row * stages : (row + 1) * stages]] for row in range(rows)]
     return [max(one or 0.0 for one in row) if None not in row else None for row in times]
+
+
+class GroupSharing:
+    """Which groups each row computes, from what its nodes were measured to take."""
+
+    def __init__(self, groups: int) -> None:
+        self.seconds: dict[str, float] = {}
+        """Of each node for a group."""
+        self._groups = groups
+        self._current: Groups | None = None
+
+    def groups_for(self, hosts: Sequence[str], *, rows: int) -> Groups:
+        """The sharing for the next epoch; as before while another gains little."""
+        times = row_seconds(hosts, rows, self.seconds)
+        self._current = share_groups(self._groups, times, self._current)
+        return self._current
+
+    def may_gain(self, hosts: Sequence[str], groups: Groups, steps: int) -> bool:
+        """Whether a step of this grid, which has done so many, ends earlier with other groups than now."""
+        if len(groups) == 1 or steps < SHARED_STEPS:
+            return False
+        return share_groups(self._groups, row_seconds(hosts, len(groups), self.seconds), groups) != groups
 
 
 def spare_stages(spares: Sequence[str], held: Mapping[str, int], stages: int) -> dict[str, int]:

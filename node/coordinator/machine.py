@@ -31,6 +31,7 @@ from node.coordinator.actions import (
     sent_away,
 )
 from node.coordinator.epoch import (
+    Disagreement,
     Epoch,
     EpochSeries,
     FiniteUncompressed,
@@ -43,20 +44,20 @@ from node.coordinator.epoch import (
 )
 from node.coordinator.failures import (
     Blame,
-    Doubt,
     Ending,
     Failures,
     GiveUp,
     Quarantine,
-    RunAgain,
     Stragglers,
     Verdict,
-    transfer_seconds,
 )
-from node.coordinator.membership import Member, Roster, prefetch
+from node.coordinator.grid import GroupSharing
+from node.coordinator.held_out import HeldOutSchedule
+from node.coordinator.membership import Member, Roster, loading_seconds, prefetch
 from node.coordinator.run_plan import Past, RunPlan
 from node.coordinator.snapshot_schedule import SnapshotSchedule
 from node.coordinator.stage_assignment import ONE, Candidate, StageAssigner
+from node.coordinator.wrong_values import WrongValues
 from node.pipeline.device_memory import Devices
 from wire.messages import (
     Applied,
@@ -91,16 +92,16 @@ class RunMachine:
             stage_bytes=plan.stage_bytes,
             sharing=plan.sharing,
             previous=past.hosts,
+            most_rows=plan.most_rows,
+            previous_rows=past.rows,
         )
+        self._sharing = GroupSharing(plan.groups)
         self._quarantine = Quarantine()
         self._stragglers = Stragglers()
-        self._doubt: Doubt | None = None
+        self._wrong = WrongValues(self._assigner, self._blame)
         self._ending = Ending()
         self._growing = False
-        self._validated = set(past.validated)
-        """Steps whose held-out loss is recorded."""
-        self._best = past.best
-        """The least held-out loss."""
+        self._measurements = HeldOutSchedule(past.validated, past.best)
         self._unseen = 0.0
         """Seconds of the epoch in which nobody could be heard."""
         self.goodbye = Finish(reason="the run is over", failed=False)
@@ -166,7 +167,8 @@ class RunMachine:
             actions += epoch_over([node_id], epoch, "that epoch is over")
         if current is not None:
             return [*actions, *(Send(node_id=node_id, message=m) for m in current.outstanding(node_id))]
-        return [*actions, *self._try_place(now), *self._prefetch([node_id])]
+        actions += self._try_place(now) + self._join_early(now)
+        return [*actions, *self._prefetch([node_id])]
 
     def heard(self, node_id: str, now: float) -> None:
         self._roster.heard(node_id, now)
@@ -189,7 +191,9 @@ class RunMachine:
         for node_id, reason in self._roster.overdue(now).items():
             actions += self._gone(node_id, reason, now)
         seen = now - self._unseen
-        late, note = self._stragglers.look(self.epoch, seen, self._loading_seconds())
+        late, note = self._stragglers.look(
+            self.epoch, seen, loading_seconds(self.epoch, self._roster, self.plan.state_bytes)
+        )
         unsaved, slow = self._snapshots.overdue(seen)
         actions += [Announce(text=text) for text in (note, slow) if text is not None]
         for node_id, line in (self._epochs.unplaced(seen) | late | unsaved).items():
@@ -206,9 +210,7 @@ class RunMachine:
         """A message of this node was refused: no correct node sends it."""
         if self.stopped:
             return []
-        if self._quarantine.strike(node_id, why):
-            return self._shut_out(node_id, now)
-        return [Announce(text=f"a message of node {node_id} was refused: {why}")]
+        return self._strike(node_id, why, f"a message of node {node_id} was refused: {why}", now)
 
     def leave(self, node_id: str, now: float) -> list[Action]:
         """The node asks to go. It is released once the state it holds is on disk, or the epoch has failed."""
@@ -284,6 +286,11 @@ class RunMachine:
         self._epochs.plan_windows(epoch, windows)
         return []
 
+    def row_speeds(self, seconds: Mapping[str, float]) -> list[Action]:
+        """What nodes were measured to take for a gradient group."""
+        self._sharing.seconds.update(seconds)
+        return []
+
     def save(self) -> list[Action]:
         """The operator asks for a snapshot: the next step that ends has one, due or not."""
         self._snapshots.request()
@@ -314,15 +321,19 @@ class RunMachine:
             case RefusedVote():
                 actions = self.refused(outcome.node_id, outcome.why, now)
                 return actions + (epoch.ask_again(outcome.node_id) if self.epoch is epoch else [])
+            case Disagreement():
+                again = self._wrong.rows_differ(epoch, outcome, self._roster.candidates(), now)
+                verdict = again or self._failures.failed(epoch, outcome.node_id, outcome.what)
+                return self._after_failure(epoch, verdict, now)
             case Implausible():
                 what = f"{outcome.what} is far from those of the newest steps"
-                again = self._compute_again(epoch, outcome.node_id, what, now, finite=True)
-                return self._voted(epoch, epoch.commit_anyway(), now) if again is None else again
+                retry = self._compute_again(epoch, outcome.node_id, what, now, finite=True)
+                return self._voted(epoch, epoch.commit_anyway(), now) if retry is None else retry
             case _:
                 if outcome and epoch.committed is not None:
                     self._epochs.committed(epoch.committed)
                     self._failures.committed(epoch.committed.step)
-                    return [*outcome, *self._settle_doubt(epoch.committed.step, now)]
+                    return [*outcome, *self._settle_doubt(epoch, now)]
                 return outcome
 
     def _progress(self, epoch: Epoch, actions: list[Action], now: float) -> list[Action]:
@@ -344,29 +355,24 @@ class RunMachine:
         """After a pass over held-out samples: once all are done, record the loss and go on."""
         if not actions or not isinstance(record := actions[-1], RecordHeldOut):
             return actions
-        self._validated.add(epoch.step)
-        best = record.uncompressed < self._best
+        best = self._measurements.record(epoch.step, record.uncompressed)
         actions = [*actions[:-1], replace(record, best=best)]
-        if best:
-            self._best = record.uncompressed
-            if self.plan.keep_best and self._may_go_on(epoch) and self._snapshots.room(epoch.step):
-                actions += self._snapshot(epoch, now, await_it=False)
+        if best and self.plan.keep_best and self._may_go_on(epoch) and self._snapshots.room(epoch.step):
+            actions += self._snapshot(epoch, now, await_it=False)
         return actions + self._between_steps(epoch, now)
 
     def _validation_due(self, epoch: Epoch) -> bool:
-        plan, step = self.plan, epoch.step
-        if not plan.held_out or plan.valid_every < 1 or step < 1 or step in self._validated:
+        plan = self.plan
+        if not plan.held_out or epoch.uncompressed or self._is_to_end(epoch) or self._snapshots.awaited:
             return False
-        if epoch.uncompressed or self._is_to_end(epoch) or self._snapshots.awaited:
-            return False
-        return step % plan.valid_every == 0 or step >= plan.total_steps
+        return self._measurements.due(epoch.step, plan.valid_every, plan.total_steps)
 
     def _between_steps(self, epoch: Epoch, now: float) -> list[Action]:
         if self._validation_due(epoch):
             return epoch.validate(self.plan.held_out)
         if self._may_go_on(epoch):
-            return epoch.begin()
-        if self._snapshots.newest < epoch.step:
+            return epoch.begin() if not self._shares_anew(epoch) else self._place_anew(now)
+        if self._snapshots.newest < epoch.step and not self._leaves_to_others(epoch):
             return self._snapshot(epoch, now, await_it=True)
         if epoch.step >= self.plan.total_steps:
             return self._stop("all steps are done", failed=False)
@@ -374,7 +380,30 @@ class RunMachine:
             return self._end()
         if self._growing:
             self._assigner.regroup(now)
+        return self._place_anew(now)
+
+    def _place_anew(self, now: float) -> list[Action]:
         return self._end_epoch(AbortKind.PLACEMENT, "the placement changes") + self._try_place(now)
+
+    def _leaves_to_others(self, epoch: Epoch) -> bool:
+        """Whether the epoch ends only for nodes that leave, and other rows hold the state of their stages."""
+        stays = self._ending.due or self._growing or epoch.step >= self.plan.total_steps
+        return not stays and self._roster.dispensable(epoch)
+
+    def _shares_anew(self, epoch: Epoch) -> bool:
+        """Whether the step ends earlier if rows have other groups than now."""
+        gains = self._sharing.may_gain(epoch.hosts, epoch.groups, epoch.steps_done)
+        return gains and self._snapshots.idle and self._roster.connected(epoch.hosts)
+
+    def _join_early(self, now: float) -> list[Action]:
+        """Before the first step is done, newcomers enter at once: its state costs little."""
+        epoch = self.epoch
+        if epoch is None or self.stopped or self._ending.due or max(epoch.step, self._snapshots.newest) > 0:
+            return []
+        if self.plan.most_rows == 1 or epoch.phase is Phase.APPLYING or not self._can_grow(epoch):
+            return []
+        self._assigner.regroup(now)
+        return self._place_anew(now)
 
     def _may_go_on(self, epoch: Epoch) -> bool:
         return not (self._growing or self._is_to_end(epoch)) and epoch.step < self.plan.total_steps
@@ -388,16 +417,17 @@ class RunMachine:
         return epoch.phase in (Phase.STEPPING, Phase.APPLYING) or self._snapshots.newest < epoch.step
 
     def _snapshot(self, epoch: Epoch, now: float, *, await_it: bool) -> list[Action]:
-        stages = len(epoch.hosts)
-        layers = dict(zip(epoch.hosts, self.plan.units(stages), strict=True))
-        sizes = dict(zip(epoch.hosts, self.plan.state_bytes(stages), strict=True))
+        # Rows take turns: each has the whole state, and a snapshot costs its nodes a copy and upload.
+        replica = epoch.step // self.plan.snapshot_every % epoch.rows
+        nodes = epoch.row(replica)
+        layers = dict(zip(nodes, self.plan.units(epoch.stages), strict=True))
+        sizes = dict(zip(nodes, self.plan.state_bytes(epoch.stages), strict=True))
         self._snapshots.ask(epoch.step, layers, sizes, await_it=await_it, now=now - self._unseen)
-        return [OpenSnapshot(step=epoch.step), *epoch.take_snapshot()]
+        return [OpenSnapshot(step=epoch.step), *epoch.take_snapshot(replica)]
 
     def _can_grow(self, epoch: Epoch) -> bool:
-        return self._roster.connected(epoch.hosts) and self._assigner.can_grow(
-            len(epoch.hosts), self._candidates()
-        )
+        here = self._candidates() if self._roster.connected(epoch.hosts) else ()
+        return self._assigner.can_grow(epoch.stages, here, epoch.rows)
 
     # ---- inside: failures
 
@@ -436,7 +466,7 @@ class RunMachine:
 
     def _not_finite(self, epoch: Epoch, node_id: str, what: str, now: float) -> list[Action]:
         """Look for the cause in this order: the node, the codecs, divergence."""
-        what = f"{what} at stage {epoch.hosts.index(node_id)} is not finite"
+        what = f"{what} at {epoch.place_of(node_id)} is not finite"
         if (again := self._compute_again(epoch, node_id, what, now)) is not None:
             return again
         return self._after_failure(epoch, self._failures.not_finite(epoch, what), now)
@@ -444,45 +474,27 @@ class RunMachine:
     def _compute_again(
         self, epoch: Epoch, node_id: str, what: str, now: float, *, finite: bool = False
     ) -> list[Action] | None:
-        """Run the step again with this node's stage on a spare; None if no stage is left to try, or no spare.
-
-        A value that is not finite may also come from what neighbours sent.
-        """
-        doubt = self._doubt
-        if doubt is None or doubt.step != epoch.step:
-            doubt = self._doubt = Doubt(step=epoch.step)
-        self._blame.exonerate(doubt.replaced)
-        doubt.replaced = ""
+        """Run the step again without the node that may be wrong; None if none is left to try, or no other."""
         if epoch.uncompressed or self._ending.due:
+            self._wrong.nothing_to_try(epoch)
             return None
-        spares = self._blame.blameless(self._roster.candidates())
-        for stage in doubt.next_stages(epoch, node_id, neighbours=not finite):
-            culprit = epoch.hosts[stage]
-            if self._assigner.hand_over(culprit, spares, now):
-                self._blame.replace(culprit, by=culprit, step=epoch.step)
-                doubt.retried.add(stage)
-                doubt.replaced, doubt.stage = culprit, stage
-                note = (
-                    f"step {epoch.step + 1} is not committed: {what}; a spare computes stage {stage} again, "
-                    f"in place of node {culprit}"
-                )
-                verdict = RunAgain(kind=AbortKind.NOT_FINITE, reason=what, note=note)
-                return self._after_failure(epoch, verdict, now)
-        return None
+        verdict = self._wrong.compute_again(
+            epoch, node_id, what, self._roster.candidates(), now, neighbours=not finite
+        )
+        return None if verdict is None else self._after_failure(epoch, verdict, now)
 
-    def _settle_doubt(self, step: int, now: float) -> list[Action]:
-        """A step is committed: if another node made it so, the one that it replaced was wrong."""
-        doubt = self._doubt
-        if doubt is None or doubt.step != step:
-            return []
-        self._doubt = None
-        if not doubt.replaced:
-            return []
-        wrong = f"what it gave for stage {doubt.stage} in step {step + 1} was wrong, as another node found"
-        if self._quarantine.strike(doubt.replaced, wrong):
-            return self._shut_out(doubt.replaced, now)
-        line = f"node {doubt.replaced}: {wrong}; it gets a stage again only if no other node is left"
-        return [Announce(text=line)]
+    def _settle_doubt(self, epoch: Epoch, now: float) -> list[Action]:
+        """A step is committed: who was wrong before it is known now."""
+        actions: list[Action] = []
+        for node_id, why in self._wrong.refuted(epoch, self._roster.candidates(), now).items():
+            line = f"node {node_id}: {why}; it gets a stage again only if no other node is left"
+            actions += self._strike(node_id, why, line, now)
+        return actions
+
+    def _strike(self, node_id: str, why: str, line: str, now: float) -> list[Action]:
+        """Hold something against a node. `line`: for the operator, while it is not shut out for it."""
+        is_out = self._quarantine.strike(node_id, why)
+        return self._shut_out(node_id, now) if is_out else [Announce(text=line)]
 
     def _complaint(self, epoch: Epoch, node_id: str, message: StepFailed, now: float) -> list[Action]:
         """What a stage says against a neighbour."""
@@ -507,21 +519,11 @@ class RunMachine:
             *self._gone(node_id, line, now),
         ]
 
-    def _loading_seconds(self) -> list[float]:
-        """How long each stage of the epoch may take to fetch its state."""
-        if self.epoch is None:
-            return []
-        sizes = self.plan.state_bytes(len(self.epoch.hosts))
-        rates = [self.members[node].rate for node in self.epoch.hosts]
-        return [transfer_seconds(size, rate) for size, rate in zip(sizes, rates, strict=True)]
-
     # ---- inside: hosts
 
     def _candidates(self) -> list[Candidate]:
         """Who could host a stage. Those that gave one up of late only if there are too few others."""
-        here = self._roster.candidates()
-        blameless = self._blame.blameless(here)
-        return blameless if len(blameless) >= self.plan.min_stages else self._blame.blameless_first(here)
+        return self._blame.usable(self._roster.candidates(), self.plan.min_stages)
 
     def _release(self, node_id: str, now: float) -> list[Action]:
         """Let a node go that asked to."""
@@ -567,14 +569,18 @@ class RunMachine:
 
     def _begin_epoch(self, nodes: tuple[str, ...], now: float) -> list[Action]:
         self._unseen = 0.0
+        self._roster.placed(nodes, self._assigner.rows)
         epoch = self._epochs.begin(
             nodes,
             tuple(self.members[node].address for node in nodes),
             newest_snapshot=self._snapshots.newest,
             suspect_step=self._failures.suspect_step,
             now=now,
+            groups=self._sharing.groups_for(nodes, rows=self._assigner.rows),
         )
-        placement = RecordPlacement(epoch=epoch.number, nodes=nodes, addresses=epoch.addresses)
+        placement = RecordPlacement(
+            epoch=epoch.number, nodes=nodes, addresses=epoch.addresses, groups=epoch.groups
+        )
         return [placement, *epoch.announce()]
 
     def _prefetch(self, nodes: Iterable[str]) -> list[Action]:

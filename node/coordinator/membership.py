@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from node.coordinator.actions import Action, Send
 from node.coordinator.epoch import Epoch
+from node.coordinator.failures import transfer_seconds
+from node.coordinator.grid import spare_stages
 from node.coordinator.stage_assignment import Candidate, prefetch_order
 from wire.messages import Prefetch
 
@@ -21,6 +23,8 @@ class Member:
     """Bytes a second from the coordinator; 0 if unknown."""
     disconnected_at: float | None = None
     leaving: bool = False
+    stage: int = -1
+    """The newest that it hosted, -1 for none."""
 
 
 class Roster:
@@ -76,6 +80,12 @@ class Roster:
             if member.disconnected_at is None and not member.leaving
         ]
 
+    def placed(self, hosts: Sequence[str], rows: int) -> None:
+        """These nodes have the stages of a grid, row after row."""
+        stages = len(hosts) // rows
+        for place, node_id in enumerate(hosts):
+            self.members[node_id].stage = place % stages
+
     def spares(self, hosts: Collection[str]) -> list[str]:
         """Candidates without a stage."""
         return [offer.node_id for offer in self.candidates() if offer.node_id not in hosts]
@@ -84,9 +94,30 @@ class Roster:
         """The members among `nodes` that asked to leave."""
         return [node_id for node_id in nodes if self.members[node_id].leaving]
 
+    def dispensable(self, epoch: Epoch) -> bool:
+        """Whether hosts want to leave, and every stage has another host that stays and is connected."""
+        going = self.leaving(epoch.hosts)
+        stays = [node not in going and self.connected([node]) for node in epoch.hosts]
+        return bool(going) and all(any(stays[stage :: epoch.stages]) for stage in range(epoch.stages))
+
     def connected(self, nodes: Iterable[str]) -> bool:
         """Whether all of these members are connected at this moment."""
         return all(self.members[node_id].disconnected_at is None for node_id in nodes)
+
+
+def loading_seconds(
+    epoch: Epoch | None, roster: Roster, sizes: Callable[[int], Sequence[int]]
+) -> list[float]:
+    """How long each host of the epoch may take to fetch its state.
+
+    Args:
+        sizes: number of stages -> bytes of each stage's state.
+    """
+    if epoch is None:
+        return []
+    rates = [roster.members[node].rate for node in epoch.hosts]
+    stages = epoch.rows * list(sizes(epoch.stages))
+    return [transfer_seconds(size, rate) for size, rate in zip(stages, rates, strict=True)]
 
 
 def prefetch(
@@ -104,6 +135,8 @@ def prefetch(
     """
     if epoch is None or newest == 0:
         return []
-    spares, split = roster.spares(epoch.hosts), units(len(epoch.hosts))
-    orders = {node: prefetch_order(spares.index(node), split) for node in nodes if node in spares}
+    split = units(epoch.stages)
+    held = {node: member.stage for node, member in roster.members.items()}
+    stages = spare_stages(roster.spares(epoch.hosts), held, epoch.stages)
+    orders = {node: prefetch_order(stages[node], split) for node in nodes if node in stages}
     return [Send(node_id=node, message=Prefetch(step=newest, units=order)) for node, order in orders.items()]

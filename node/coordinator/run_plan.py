@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from node.config.schema import RunConfig
-from node.coordinator.epoch import Committed, HeldOutPass, Neighbours, StepPlan
+from node.coordinator.epoch import Committed, Neighbours, StepPlan
+from node.coordinator.held_out import HeldOutPass, held_out_passes
 from node.coordinator.stage_assignment import Sharing, StageBytes, sharing, stage_needs
 from node.coordinator.votes import UnitNumbers
 from node.model.lora_shapes import trained_specs
@@ -21,6 +22,10 @@ class RunPlan:
     """The settings that the state machine needs. Times in seconds."""
 
     stages: int
+    groups: int = 1
+    """Gradient groups of a step."""
+    most_rows: int = 1
+    """Replicas of the pipeline, if there are nodes for them; at most `groups`."""
     min_stages: int
     """With fewer nodes than this the run pauses."""
     total_steps: int
@@ -55,6 +60,9 @@ class Past:
     newest_snapshot: int = 0
     committed: Committed | None = None
     hosts: tuple[str, ...] = ()
+    """The newest grid, row after row."""
+    rows: int = 1
+    """Its rows."""
     validated: frozenset[int] = frozenset()
     """Steps whose held-out loss is recorded."""
     best: float = math.inf
@@ -90,26 +98,6 @@ def run_plan(config: RunConfig, windows: int, held_out: int = 0) -> RunPlan:
         neighbours=functools.partial(_neighbours, config),
         state_bytes=functools.partial(stage_state_bytes, config),
     )
-
-
-LOSSLESS = "fp32"
-
-
-def held_out_passes(config: RunConfig, samples: int) -> tuple[HeldOutPass, ...]:
-    """The passes over so many held-out samples: each batch with the run's codec, then with fp32.
-
-    One pass is enough if the codec is fp32. A codec with a sample cache packs changes of training samples
-    only.
-    """
-    pipeline, training = config.pipeline, config.training
-    both = pipeline.forward_codec != LOSSLESS and not pipeline.remembers
-    passes = []
-    for batch, first in enumerate(range(0, samples, training.global_batch)):
-        count = min(training.global_batch, samples - first) // training.microbatch
-        if count:
-            numbers = (2 * batch, 2 * batch + 1) if both else (2 * batch + 1,)
-            passes += [HeldOutPass(number=number, microbatches=count) for number in numbers]
-    return tuple(passes)
 
 
 def step_plan(config: RunConfig) -> StepPlan:

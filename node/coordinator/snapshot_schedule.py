@@ -49,6 +49,11 @@ class SnapshotSchedule:
         self._damaged = 0
         """A damaged snapshot with no older intact one to fall back on; 0 for none."""
 
+    @property
+    def idle(self) -> bool:
+        """Whether no snapshot is being taken."""
+        return not self._asked
+
     def request(self) -> None:
         """Take the next possible one, due or not."""
         self._requested = True

@@ -7,7 +7,7 @@ these ranges is not found; a true value outside of them only costs that the step
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median
 
 from wire.messages import Vote
@@ -43,11 +43,19 @@ class VoteHistory:
         self._confirmed: set[int] = set()
         """Units whose norms another node confirmed to be far above the others'."""
 
-    def refusal(self, vote: Vote, stage: int, stages: int) -> str | None:
-        """Why this stage cannot have sent this vote: it speaks for others, or has an impossible value."""
+    def refusal(
+        self, vote: Vote, stage: int, stages: int, groups: Collection[int] | None = None
+    ) -> str | None:
+        """Why this stage cannot have sent this vote: it speaks for others, or has an impossible value.
+
+        Args:
+            groups: the gradient groups of its row; None if the run has only one.
+        """
         units, is_last = self._units(stages)[stage], stage == stages - 1
         if vote.norms.keys() != units:
             return f"its vote names layer units {_some(vote.norms)}, and stage {stage} holds {_some(units)}"
+        if groups is not None or vote.group_losses:
+            return _group_refusal(vote, is_last, set(groups or ()))
         if vote.loss is None and is_last:
             return "it voted without a loss, as the last stage"
         if vote.loss is not None and not is_last:
@@ -96,12 +104,24 @@ class VoteHistory:
         return abs(loss - middle) > max(SPREAD * deviation, LOSS_MARGIN, abs(middle) / 2)
 
 
+def _group_refusal(vote: Vote, is_last: bool, groups: Collection[int]) -> str | None:
+    """Each group is counted once, by the row that computes it."""
+    if vote.loss is not None:
+        return "it voted with a loss, and not with those of its groups"
+    wanted = groups if is_last else set()
+    if vote.group_losses.keys() != wanted:
+        return f"its vote has the losses of groups {_some(vote.group_losses)}, not of {_some(wanted)}"
+    if any(loss < 0 for loss in vote.group_losses.values()):
+        return "it voted with a loss below 0"
+    return None
+
+
 def _range(values: Sequence[float]) -> tuple[float, float]:
     """The median, and the median absolute deviation from it."""
     middle = median(values)
     return middle, median(abs(value - middle) for value in values)
 
 
-def _some(units: Mapping[int, float] | frozenset[int]) -> str:
+def _some(units: Collection[int]) -> str:
     named = sorted(units)
     return f"{named[:8]}{'...' if len(named) > 8 else ''}"

@@ -6,7 +6,8 @@ from functools import cache
 from typing import TypeVar
 
 from node.coordinator.actions import Action, OpenSnapshot, RecordPlacement, Send, Stop
-from node.coordinator.epoch import Epoch, HeldOutPass, Phase
+from node.coordinator.epoch import Epoch, Phase
+from node.coordinator.held_out import HeldOutPass
 from node.coordinator.machine import RunMachine
 from node.coordinator.run_plan import Past, RunPlan
 from node.pipeline.routing import neighbours
@@ -72,9 +73,13 @@ class Driver:
         every: int = 5,
         past: Past | None = None,
         memory: dict[str, int] | None = None,
+        groups: int = 1,
     ) -> None:
+        """`groups` are also the most rows."""
         self.plan = RunPlan(
             stages=stages,
+            groups=groups,
+            most_rows=groups,
             min_stages=stages if min_stages is None else min_stages,
             total_steps=steps,
             snapshot_every=every,
@@ -157,12 +162,16 @@ class Driver:
         return self.machine.message(node_id, answer, self.time)
 
     def vote(self, node_id: str, norm: float = 1.0, loss: float | None = None) -> list[Action]:
-        stage = self.epoch.hosts.index(node_id)
-        if loss is None and stage == len(self.epoch.hosts) - 1:
+        epoch, losses = self.epoch, {}
+        stage = epoch.stage_of(node_id)
+        if loss is None and stage == epoch.stages - 1:
             loss = 2.0
-        first, *others = sorted(unit_numbers(len(self.epoch.hosts))[stage])
+        if loss is not None and self.plan.groups > 1:
+            losses = dict.fromkeys(epoch.groups[epoch.replica_of(node_id)], loss / self.plan.groups)
+            loss = None
+        first, *others = sorted(unit_numbers(epoch.stages)[stage])
         norms = {first: norm, **dict.fromkeys(others, 0.0)}
-        answer = Vote(epoch=self.epoch.number, step=self.epoch.step, norms=norms, loss=loss)
+        answer = Vote(epoch=epoch.number, step=epoch.step, norms=norms, loss=loss, group_losses=losses)
         return self.machine.message(node_id, answer, self.time)
 
     def applied(self, node_id: str) -> list[Action]:
@@ -181,14 +190,14 @@ class Driver:
             epoch=epoch.number,
             step=epoch.step,
             number=number,
-            loss=loss if node_id == epoch.hosts[-1] else None,
+            loss=loss if node_id == epoch.asked[-1] else None,
             telemetry=Telemetry(),
         )
         return self.machine.message(node_id, answer, self.time)
 
     def all_validated(self, loss: float = 2.0, *, number: int = 1) -> list[Action]:
         actions: list[Action] = []
-        for node_id in self.epoch.hosts:
+        for node_id in self.epoch.asked:
             actions = self.validated(node_id, loss, number=number)
         return actions
 

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Protocol
 
 from node.coordinator.epoch import Committed
+from node.coordinator.grid import ONE_ROW, Groups
 from node.coordinator.run_plan import Past
 from node.training.schedule import global_norm
 from wire.messages import (
@@ -59,6 +60,11 @@ def norms_of(state: int, units: Sequence[str]) -> dict[int, float]:
     return {UNITS.index(unit): float((state >> UNITS.index(unit)) % 97) for unit in units}
 
 
+def loss_of(state: int, group: int) -> float:
+    """What a group adds to the loss; the order of the additions matters to the last bits."""
+    return float((state >> group) % 1000) / 7
+
+
 def applied_to(state: int, clip: float, lr: float) -> int:
     return hash((state, clip, lr))
 
@@ -71,6 +77,15 @@ def outcome(step: int) -> tuple[float, float]:
 
 
 @cache
+def total_loss(step: int, groups: int) -> float:
+    """The one right loss of a step."""
+    loss = 0.0
+    for group in range(groups):
+        loss += loss_of(chain(step), group)
+    return loss
+
+
+@cache
 def chain(step: int) -> int:
     """The one right state of a step."""
     return 12345 if step == 0 else applied_to(chain(step - 1), *outcome(step - 1))
@@ -80,6 +95,7 @@ def chain(step: int) -> int:
 class Disk:
     last_epoch: int = 0
     hosts: tuple[str, ...] = ()
+    groups: Groups = ONE_ROW
     commits: dict[int, tuple[float, float]] = field(default_factory=dict)
     snapshots: set[int] = field(default_factory=set)
     pruned: set[int] = field(default_factory=set)
@@ -96,6 +112,7 @@ class Disk:
             newest_snapshot=max(self.snapshots, default=0),
             committed=committed,
             hosts=self.hosts,
+            rows=len(self.groups),
         )
 
 
@@ -103,7 +120,7 @@ class Surroundings(Protocol):
     """What a node touches of its world."""
 
     disk: Disk
-    cast: dict[tuple[int, int], set[str]]
+    cast: dict[tuple[int, int], dict[str, Placement]]
     failures: int
     poisoned_step: int | None
     poisoned_always: bool
@@ -271,6 +288,7 @@ class SimNode:
             kind=kind,
             message="invented",
             peer_stage=peer_stage,
+            peer_replica=self.epoch.placement.replica,
         )
         self.voted = self.voted and self.epoch.vote is not None
         self.outbox.append(self.epoch.failure)
@@ -311,9 +329,14 @@ class SimNode:
         world = self.world
         if step == world.poisoned_step and (not epoch.uncompressed or world.poisoned_always):
             norms[min(norms)] = math.nan
-        loss = float(self.state % 1000) if self.stage == self.stages - 1 else None
-        vote = Vote(epoch=epoch.placement.epoch, step=step, norms=norms, loss=loss)
-        world.cast.setdefault((vote.epoch, step), set()).add(self.node_id)
+        placement = epoch.placement
+        loss, losses = None, {}
+        if self.stage == self.stages - 1 and not placement.rows:
+            loss = loss_of(self.state, 0)
+        elif self.stage == self.stages - 1:
+            losses = {group: loss_of(self.state, group) for group in placement.rows[placement.replica].groups}
+        vote = Vote(epoch=placement.epoch, step=step, norms=norms, loss=loss, group_losses=losses)
+        world.cast.setdefault((vote.epoch, step), {})[self.node_id] = epoch.placement
         return vote
 
     def _apply(self, commit: Commit) -> None:

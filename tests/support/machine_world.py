@@ -35,6 +35,7 @@ from tests.support.machine_nodes import (
     chain,
     outcome,
     step_plan,
+    total_loss,
     unit_numbers,
     units_of,
 )
@@ -66,9 +67,13 @@ class World:
         snapshot_every: int = 2,
         poisoned_step: int | None = None,
         poisoned_always: bool = False,
+        groups: int = 1,
+        most_rows: int = 1,
     ) -> None:
         self.plan = RunPlan(
             stages=stages,
+            groups=groups,
+            most_rows=most_rows,
             min_stages=min_stages,
             total_steps=total_steps,
             snapshot_every=snapshot_every,
@@ -85,8 +90,8 @@ class World:
         self.disk = Disk()
         self.nodes: list[SimNode] = []
         self.sessions: list[Session] = []
-        self.cast: dict[tuple[int, int], set[str]] = {}
-        """Who has voted for a step of an epoch."""
+        self.cast: dict[tuple[int, int], dict[str, Placement]] = {}
+        """Who has voted for a step of an epoch, and in which place."""
         self.restored: dict[int, int] = {}
         self.begun: set[tuple[int, int]] = set()
         self.failures = 0
@@ -193,17 +198,31 @@ class World:
     def _record_placement(self, machine: RunMachine, placement: RecordPlacement) -> None:
         assert placement.epoch > self.disk.last_epoch, "epoch numbers only grow"
         assert len(set(placement.nodes)) == len(placement.nodes), "a node has one stage"
-        assert self.plan.min_stages <= len(placement.nodes) <= self.plan.stages
+        rows = len(placement.groups)
+        stages, rest = divmod(len(placement.nodes), rows)
+        assert rest == 0 and self.plan.min_stages <= stages <= self.plan.stages
+        assert rows <= self.plan.most_rows and all(placement.groups)
+        shared = [group for groups in placement.groups for group in groups]
+        assert shared == list(range(self.plan.groups)), "every group is in one row"
         for node_id in placement.nodes:
             assert node_id in machine.members and node_id not in machine.quarantined
             assert not machine.members[node_id].leaving
         self.disk.last_epoch, self.disk.hosts = placement.epoch, placement.nodes
+        self.disk.groups = placement.groups
 
     def _record_commit(self, commit: RecordCommit) -> None:
         assert commit.epoch == self.disk.last_epoch, "only the newest epoch commits"
         assert commit.epoch in self.restored
-        voters = self.cast.get((commit.epoch, commit.step), set())
-        assert voters == set(self.disk.hosts), "a commit comes after every stage's vote"
+        voters = self.cast.get((commit.epoch, commit.step), {})
+        assert voters.keys() == set(self.disk.hosts), "a commit comes after every stage's vote"
+        counted: dict[int, list[int]] = {}
+        for place in voters.values():
+            of_row = place.rows[place.replica].groups if place.rows else (0,)
+            counted.setdefault(place.stage, []).extend(of_row)
+        assert len(counted) == len(self.disk.hosts) // len(self.disk.groups)
+        for groups in counted.values():
+            assert sorted(groups) == list(range(self.plan.groups)), "every group counts once at every stage"
+        assert commit.loss == total_loss(commit.step, self.plan.groups)
         assert commit.step <= len(self.disk.commits), "steps are committed in order, without a gap"
         assert commit.step != self.poisoned_step
         content = commit.clip_coefficient, commit.lr

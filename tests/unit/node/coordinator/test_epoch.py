@@ -5,7 +5,16 @@ import pytest
 from node.coordinator.actions import RecordCommit, RecordRestored, Send, StepDone
 from node.coordinator.epoch import Committed, Epoch, FiniteUncompressed, NonFinite, Phase, RefusedVote
 from node.coordinator.votes import VoteHistory
-from wire.messages import Begin, Commit, Placed, PlacedStage, Placement, Restore, TakeSnapshot, Vote
+from wire.messages import (
+    Begin,
+    Commit,
+    Placed,
+    PlacedStage,
+    Placement,
+    Restore,
+    TakeSnapshot,
+    Vote,
+)
 
 
 def epoch(

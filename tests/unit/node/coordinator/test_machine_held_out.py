@@ -4,8 +4,9 @@ import math
 
 from node.config.schema import DataSection, PipelineSection, RunConfig, TrainingSection
 from node.coordinator.actions import OpenSnapshot, RecordHeldOut, StepDone
-from node.coordinator.epoch import HeldOutPass, Phase
-from node.coordinator.run_plan import Past, held_out_passes
+from node.coordinator.epoch import Phase
+from node.coordinator.held_out import HeldOutPass, held_out_passes
+from node.coordinator.run_plan import Past
 from tests.support.machine_driver import Driver, of_kind, sent, stop_of
 from wire.messages import Begin, TakeSnapshot, Validate
 

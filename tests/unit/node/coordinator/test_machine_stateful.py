@@ -2,10 +2,11 @@
 
 Whatever happens, in whatever order:
 
-1. Every stage of an epoch has one owner, a node that is there, not quarantined and not leaving.
+1. Every stage of an epoch has one owner in each row, a node that is there, not quarantined and not leaving.
 2. Epoch numbers only grow, also over a coordinator's death.
 3. A step is committed only after every stage of its epoch voted for it, in order, without a gap, and with the
-   one right outcome; a replay records the same again.
+   one right outcome; a replay records the same again. Every gradient group counts once at every stage, and
+   the outcome is the same with any number of rows.
 4. A node applies a step only with the clip coefficient and the rate on record, only if it voted for it, once,
    and on the state of that step. No node holds a state that the commits on record do not lead to.
 5. When a step begins, and when an epoch is restored, all stages hold the same state.
@@ -45,9 +46,20 @@ class RunWorld(RuleBasedStateMachine):
         nodes=st.integers(-1, 3),
         poisoned=st.none() | st.none() | st.none() | st.integers(0, 20),
         always=st.booleans(),
+        groups=st.sampled_from([1, 1, 2, 4]),
+        rows=st.integers(1, 3),
     )
     def begin(
-        self, stages: int, least: int, steps: int, every: int, nodes: int, poisoned: int | None, always: bool
+        self,
+        stages: int,
+        least: int,
+        steps: int,
+        every: int,
+        nodes: int,
+        poisoned: int | None,
+        always: bool,
+        groups: int,
+        rows: int,
     ) -> None:
         self.world = World(
             stages=stages,
@@ -56,8 +68,10 @@ class RunWorld(RuleBasedStateMachine):
             snapshot_every=every,
             poisoned_step=poisoned,
             poisoned_always=always,
+            groups=groups,
+            most_rows=min(groups, rows),
         )
-        for _ in range(max(1, stages + nodes)):
+        for _ in range(min(MOST_NODES, max(1, stages * min(groups, rows) + nodes))):
             self.world.add_node()
 
     def pick(self, which: int) -> SimNode:

@@ -1,0 +1,56 @@
+"""Measurements of the held-out loss: their passes, and when one is due. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from node.config.schema import RunConfig
+
+LOSSLESS = "fp32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutPass:
+    """One pass over held-out samples; the run file and the text fix them for the whole run."""
+
+    number: int
+    """As in `wire.messages.Validate`."""
+    microbatches: int
+
+
+def held_out_passes(config: RunConfig, samples: int) -> tuple[HeldOutPass, ...]:
+    """The passes over so many held-out samples: each batch with the run's codec, then with fp32.
+
+    One pass is enough if the codec is fp32. A codec with a sample cache packs changes of training samples
+    only.
+    """
+    pipeline, training = config.pipeline, config.training
+    both = pipeline.forward_codec != LOSSLESS and not pipeline.remembers
+    passes = []
+    for batch, first in enumerate(range(0, samples, training.global_batch)):
+        count = min(training.global_batch, samples - first) // training.microbatch
+        if count:
+            numbers = (2 * batch, 2 * batch + 1) if both else (2 * batch + 1,)
+            passes += [HeldOutPass(number=number, microbatches=count) for number in numbers]
+    return tuple(passes)
+
+
+class HeldOutSchedule:
+    """Which steps' losses are recorded, and the least of them."""
+
+    def __init__(self, measured: Sequence[int] | frozenset[int], best: float) -> None:
+        self._measured = set(measured)
+        self._best = best
+
+    def due(self, step: int, every: int, last: int) -> bool:
+        """Whether the state of `step` is to be measured: every so many steps, and that of the last step."""
+        if every < 1 or step < 1 or step in self._measured:
+            return False
+        return step % every == 0 or step >= last
+
+    def record(self, step: int, uncompressed: float) -> bool:
+        """The loss of a step was measured; True if it is the least so far."""
+        self._measured.add(step)
+        is_best = uncompressed < self._best  # never, for one that is not a number
+        if is_best:
+            self._best = uncompressed
+        return is_best
