@@ -74,7 +74,7 @@ def test_off_is_the_plain_block_bit_for_bit(model: ModelSection) -> None:
         replace(AGAIN, attention_output="none"),
         AGAIN,
     ],
-    ids=lambda storage: "-".join(vars(storage).values()),
+    ids=lambda storage: "-".join(map(str, vars(storage).values())),
 )
 def test_gradients_without_rounding_are_those_of_autograd(model: ModelSection, storage: Storage) -> None:
     plain, stored = run(model, Storage()), run(model, storage)
@@ -167,7 +167,7 @@ def saved(model: ModelSection, storage: Storage, precision: str) -> int:
         replace(AGAIN, norm_input="bf16"),
         Storage(norm_input="bf16", ffn_input="bf16", attention="bf16", attention_output="bf16"),
     ],
-    ids=lambda storage: "-".join(vars(storage).values()),
+    ids=lambda storage: "-".join(map(str, vars(storage).values())),
 )
 def test_a_block_keeps_the_bytes_that_config_explain_says(
     model: ModelSection, storage: Storage, precision: str
