@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import cast
 
 import grpc
 import grpc.aio
@@ -26,6 +25,7 @@ from wire.admission import Admission, Limits
 from wire.descriptors import EXHAUSTED, Spare
 from wire.errors import UserError
 from wire.identity.names import split_address
+from wire.splice import CLOSE_SECONDS, Pipe
 
 log = logging.getLogger(__name__)
 
@@ -34,36 +34,44 @@ _ACCEPTS = 64
 """Connections to accept before other work of the loop gets its turn."""
 _LOOK_SECONDS = 0.5
 """Between two looks for connections that took too long."""
-_CLOSE_SECONDS = 5.0
-"""A closed connection's last bytes may take this long."""
-_BUFFER_BYTES = 256 * 1024
-_TLS_HANDSHAKE = b"\x16"
+TLS_HANDSHAKE = b"\x16"
 """The first byte of a TLS connection."""
 _LONGEST_DIRECTORY = 80
 """A Unix socket's path has at most 103 bytes on macOS, 107 on Linux."""
 
 PassOn = Callable[[socket.socket], "asyncio.Future[None] | asyncio.Task[None]"]
 """Takes over an accepted socket; done when the front no longer needs to count it."""
+Choose = Callable[[bytes], "Front | int | None"]
+"""Whose a connection is, by its first bytes; how many bytes it takes to tell; None to drop it."""
 
 
 class Front:
     """One listening port. Call everything on the event loop."""
 
-    def __init__(self, limits: Limits, pass_on: PassOn | None = None) -> None:
+    def __init__(
+        self, limits: Limits, pass_on: PassOn | None = None, *, choose: Choose | None = None
+    ) -> None:
         """
         Args:
             pass_on: takes over every connection at once. Without it, one that has spoken is spliced to
                 `backend`.
+            choose: gives every connection that has spoken to another front (see `wire.door`).
         """
         self._admission = Admission(limits)
         self._pass_on = pass_on
-        self._directory = "" if pass_on else _private_directory()
+        self._choose = choose
+        self._directory = "" if pass_on or choose else _private_directory()
+        self._peeked: dict[int, int] = {}
+        """Bytes of connections that must say more before it is known whose they are."""
+        self._closed = False
         self._numbers = count()
         self._hosts: dict[int, str] = {}
         self._silent: dict[int, socket.socket] = {}
-        self._pipes: dict[int, _Pipe] = {}
+        self._pipes: dict[int, Pipe] = {}
         self._tasks: dict[asyncio.Future[None], int] = {}
         self._listeners: list[socket.socket] = []
+        self.behind: list[Front] = []
+        """Fronts that get connections from this one: with the last descriptor, their strangers go too."""
         self._spare = Spare()
         self._look: asyncio.TimerHandle | None = None
 
@@ -102,6 +110,16 @@ class Front:
         self._expire()
         return port
 
+    def adopt(self, connection: socket.socket, host: str) -> None:
+        """Take over a connection from `host` that another front accepted and that has spoken."""
+        if self._closed:
+            connection.close()
+            return
+        if self._look is None:
+            self._expire()
+        number = self._enter(connection, host)
+        self._go_on(number)
+
     def host(self, peer: str) -> str:
         """The IP address behind a call whose gRPC peer is `peer`; "" if the connection has ended."""
         return self._hosts.get(_number(peer), "")
@@ -110,9 +128,14 @@ class Front:
         """A call of gRPC peer `peer` carried the certificate of node `owner`."""
         self._drop(self._admission.proved(_number(peer), owner, self._now()))
 
+    def shed(self) -> None:
+        """Descriptors have run out: drop the older half of the strangers."""
+        self._drop(self._admission.shed())
+
     async def close(self) -> None:
         """Stop listening and drop every connection. Stop gRPC first, so that its last words are sent."""
         loop = asyncio.get_running_loop()
+        self._closed = True
         if self._look is not None:
             self._look.cancel()
         for listener in self._listeners:
@@ -122,7 +145,7 @@ class Front:
         for task in self._tasks:
             task.cancel()
         if self._tasks:
-            await asyncio.wait(list(self._tasks), timeout=_CLOSE_SECONDS)
+            await asyncio.wait(list(self._tasks), timeout=CLOSE_SECONDS)
         self._drop([*self._silent, *self._pipes])
         self._spare.give_up()
         if self._directory:
@@ -142,33 +165,64 @@ class Front:
                     return
                 continue  # the peer hung up in the queue
             connection.setblocking(False)
-            number = next(self._numbers)
-            host = str(address[0]).removeprefix("::ffff:")
-            self._silent[number], self._hosts[number] = connection, host
-            self._drop(self._admission.accepted(number, host, self._now()))
+            number = self._enter(connection, str(address[0]).removeprefix("::ffff:"))
             asyncio.get_running_loop().add_reader(connection, self._spoke, number)
             if self._pass_on is not None:
                 self._go_on(number)
 
+    def _enter(self, connection: socket.socket, host: str) -> int:
+        number = next(self._numbers)
+        self._silent[number], self._hosts[number] = connection, host
+        self._drop(self._admission.accepted(number, host, self._now()))
+        return number
+
     def _exhausted(self, listener: socket.socket) -> None:
         """No descriptor is left: drop strangers, and one connection from the queue so that it moves on."""
-        self._drop(self._admission.shed())
+        for front in (self, *self.behind):
+            front.shed()
         if self._spare.give_up():
             with contextlib.suppress(OSError):
                 listener.accept()[0].close()
         self._spare.take_back()
 
     def _spoke(self, number: int) -> None:
-        try:
-            first = self._silent[number].recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
+        connection, wanted = self._silent[number], 1
+        while True:
+            try:
+                first = connection.recv(wanted, socket.MSG_PEEK)
+            except BlockingIOError:
+                return
+            except OSError:
+                first = b""
+            chosen = self._whose(first)
+            if not isinstance(chosen, int):
+                break
+            if len(first) == wanted:
+                wanted = chosen
+                continue
+            if len(first) <= self._peeked.get(number, 0):
+                chosen = None  # nothing came, so it has ended
+                break
+            # The bytes stay in the kernel; without a low-water mark they would wake the loop without end.
+            self._peeked[number] = len(first)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, chosen)
             return
-        except OSError:
-            first = b""
-        if first == _TLS_HANDSHAKE:
+        if chosen is None:
+            self._drop([number])
+        elif chosen is self:
             self._go_on(number)
         else:
-            self._drop([number])
+            host = self._hosts[number]
+            del self._silent[number]
+            asyncio.get_running_loop().remove_reader(connection)
+            self._forget(number)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+            chosen.adopt(connection, host)
+
+    def _whose(self, first: bytes) -> "Front | int | None":
+        if self._choose is not None:
+            return self._choose(first) if first else None
+        return self if first == TLS_HANDSHAKE else None
 
     def _go_on(self, number: int) -> None:
         connection, loop = self._silent.pop(number), asyncio.get_running_loop()
@@ -193,13 +247,13 @@ class Front:
 
     async def _splice(self, number: int, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        pipe = _Pipe(lambda: self._forget(number))
+        pipe = Pipe(lambda: self._forget(number))
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             inner = self._connect_backend(number)
         except OSError as error:
             if error.errno in EXHAUSTED:
-                self._drop(self._admission.shed())
+                self.shed()
             connection.close()
             self._forget(number)
             return
@@ -250,63 +304,11 @@ class Front:
     def _forget(self, number: int) -> None:
         self._admission.closed(number)
         self._hosts.pop(number, None)
+        self._peeked.pop(number, None)
         self._pipes.pop(number, None)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-class _Pipe:
-    """Two connections joined: what one receives, the other sends."""
-
-    def __init__(self, on_close: Callable[[], None]) -> None:
-        self.outer, self.inner = _End(self), _End(self)
-        self.outer.other, self.inner.other = self.inner, self.outer
-        self._on_close = on_close
-        self._closed = False
-
-    def closed(self) -> None:
-        """One end is closed: close the other after its last bytes, within `_CLOSE_SECONDS`."""
-        if not self._closed:
-            self._closed = True
-            self._on_close()
-            for end in (self.outer, self.inner):
-                if end.transport is not None and not end.transport.is_closing():
-                    end.transport.close()
-            asyncio.get_running_loop().call_later(_CLOSE_SECONDS, self.abort)
-
-    def abort(self) -> None:
-        self._closed = True
-        for end in (self.outer, self.inner):
-            if end.transport is not None:
-                end.transport.abort()
-
-
-class _End(asyncio.Protocol):
-    other: "_End"
-
-    def __init__(self, pipe: _Pipe) -> None:
-        self._pipe = pipe
-        self.transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
-        self.transport.set_write_buffer_limits(high=_BUFFER_BYTES)
-
-    def data_received(self, data: bytes) -> None:
-        if self.other.transport is not None:
-            self.other.transport.write(data)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._pipe.closed()
-
-    def pause_writing(self) -> None:
-        if self.other.transport is not None and not self.other.transport.is_closing():
-            self.other.transport.pause_reading()
-
-    def resume_writing(self) -> None:
-        if self.other.transport is not None and not self.other.transport.is_closing():
-            self.other.transport.resume_reading()
 
 
 _ANY = ("0.0.0.0", "::")
@@ -335,6 +337,12 @@ def _number(peer: str) -> int:
     return int(name) if name.isdecimal() else -1
 
 
+async def start_behind(front: Front, server: grpc.aio.Server, credentials: grpc.ServerCredentials) -> None:
+    """Start `server` behind `front`, which does not listen yet."""
+    server.add_secure_port(front.backend, credentials)
+    await server.start()
+
+
 async def serve_behind(
     front: Front, server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredentials, advice: str
 ) -> int:
@@ -342,12 +350,19 @@ async def serve_behind(
 
     Raises UserError, which ends in `advice`, when the address cannot be bound.
     """
-    server.add_secure_port(front.backend, credentials)
-    await server.start()
+    await start_behind(front, server, credentials)
+    try:
+        return listen_or_advise(front, listen, advice)
+    except UserError:
+        await server.stop(None)
+        await front.close()
+        raise
+
+
+def listen_or_advise(front: Front, listen: str, advice: str) -> int:
+    """`front.listen`, with UserError, which ends in `advice`, when the address cannot be bound."""
     try:
         return front.listen(listen)
     except (OSError, ValueError) as error:
-        await server.stop(None)
-        await front.close()
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot listen at {listen} ({reason}): {advice}") from None

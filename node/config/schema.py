@@ -280,7 +280,10 @@ class CoordinatorSection:
     """`[coordinator]`"""
 
     listen: str = "0.0.0.0:7700"
-    """host:port where nodes join; nodes with a certificate use the next port. Port 0 takes two free ones."""
+    """host:port of the coordinator. Port 0 takes a free one."""
+    one_port: bool = True
+    """Joins, nodes with a certificate and the page share that port. If false, nodes with a certificate use
+    the next port, and the page by default the one after."""
     advertise: tuple[str, ...] = ()
     """host:port pairs that join tokens carry; empty takes this machine's addresses."""
     heartbeat_seconds: float = 2.0
@@ -301,11 +304,11 @@ class DashboardSection:
     """`[dashboard]`: the run's page. It shows no address, token or text of the run to whoever reaches it."""
 
     listen: str = "auto"
-    """host:port of the page and of `/metrics`; `auto` is the coordinator's host, two ports up; empty turns it
-    off."""
+    """host:port of the page and of `/metrics`; `auto` is the coordinator's own port, or with separate ports
+    the one two up; empty turns it off."""
     tls: bool = False
-    """Serve it over TLS with a certificate of the run's CA, so that it can be operated from other
-    machines."""
+    """Serve it over TLS alone, with a certificate of the run's CA, so that it can be operated from other
+    machines. The coordinator's own port serves it over TLS in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,6 +126,10 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         self._greeting: dict[str, asyncio.Timeout] = {}
         """Each node's newest session that is not open yet."""
 
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Have `server` answer with this service."""
+        control_pb2_grpc.add_CoordinatorServicer_to_server(self, server)
+
     async def Session(self, requests: AsyncIterator[control_pb2.NodeMessage], context: Context) -> None:
         node_id = await self._member(context)
         requests = _parsed(requests)

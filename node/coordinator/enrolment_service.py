@@ -13,8 +13,8 @@ from google.protobuf.message import DecodeError
 from node.coordinator.enrolment import EnrolmentHandler, KnownTokens
 from wire.admission import Limits, address_group
 from wire.descriptors import raise_limit
-from wire.errors import RunError
-from wire.front import Front, serve_behind
+from wire.errors import RunError, UserError
+from wire.front import Front, listen_or_advise, start_behind
 from wire.identity.enrolment import Granted, Hardware, JoinRequest, Refusal
 from wire.v1 import enrolment_pb2 as pb
 
@@ -107,9 +107,10 @@ class EnrolmentService:
     A refused request is an answer, not a gRPC error; RESOURCE_EXHAUSTED means "ask again later".
     """
 
-    def __init__(self, handler: EnrolmentHandler, control_port: int, front: Front) -> None:
+    def __init__(self, handler: EnrolmentHandler, front: Front) -> None:
+        self.control_port = 0
+        """Where nodes that were admitted go next, on the host that answered them."""
         self._handler = handler
-        self._control_port = control_port
         self._front = front
         self._tokens = KnownTokens(handler.token_hashes)
         self._limits = RateLimits()
@@ -168,7 +169,7 @@ class EnrolmentService:
                 node_id=outcome.node_id,
                 certificate_pem=outcome.certificate_pem,
                 ca_pem=outcome.ca_pem,
-                control_port=self._control_port,
+                control_port=self.control_port,
             )
             return pb.JoinReply(granted=granted)
         # Nothing that a stranger sent goes into the log: it could forge lines.
@@ -196,11 +197,21 @@ class EnrolmentService:
 
 
 class JoinPort:
-    """The running server of the join port."""
+    """The server of joins, behind a front that listens itself or gets its connections from a `Door`."""
 
-    def __init__(self, server: grpc.aio.Server, front: Front) -> None:
-        self._server = server
-        self.front = front
+    def __init__(self, handler: EnrolmentHandler) -> None:
+        self.front = Front(Limits.of_strangers(raise_limit(), CONNECTION_SECONDS))
+        self.service = EnrolmentService(handler, self.front)
+        self._server = grpc.aio.server(options=_OPTIONS)
+        self._server.add_generic_rpc_handlers([self.service.handler()])
+
+    async def start(self, credentials: tuple[bytes, bytes]) -> None:
+        """Serve what the front lets in.
+
+        Args:
+            credentials: (key PEM, certificate PEM) of `CertificateAuthority.coordinator_credentials`.
+        """
+        await start_behind(self.front, self._server, grpc.ssl_server_credentials([credentials]))
 
     async def stop(self, grace: float | None) -> None:
         """Stop serving; calls under way get `grace` seconds."""
@@ -214,19 +225,19 @@ async def open_join_port(
     """Start serving joins at `listen` (host:port, port 0 for any free one); returns the server and its port.
 
     Args:
-        credentials: (key PEM, certificate PEM) of `CertificateAuthority.coordinator_credentials`.
-        control_port: where nodes that were admitted go next, on the host that answered them.
+        credentials: as for `JoinPort.start`.
+        control_port: as in `EnrolmentService`.
 
     The caller stops the server. Raises UserError when the port is taken.
     """
-    server = grpc.aio.server(options=_OPTIONS)
-    front = Front(Limits.of_strangers(raise_limit(), CONNECTION_SECONDS))
-    server.add_generic_rpc_handlers([EnrolmentService(handler, control_port, front).handler()])
-    port = await serve_behind(
-        front,
-        server,
-        listen,
-        grpc.ssl_server_credentials([credentials]),
-        "choose an address of this machine and a port that is free",
-    )
-    return JoinPort(server, front), port
+    join = JoinPort(handler)
+    join.service.control_port = control_port
+    await join.start(credentials)
+    try:
+        port = listen_or_advise(
+            join.front, listen, "choose an address of this machine and a port that is free"
+        )
+    except UserError:
+        await join.stop(None)
+        raise
+    return join, port

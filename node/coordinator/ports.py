@@ -1,4 +1,7 @@
-"""Where the coordinator can be reached, and its control port while a resumed run is still being read.
+"""The coordinator's ports: open, checked, and held while a resumed run is still being read.
+
+By default one port serves joins, nodes with a certificate and the run's page (`wire.door`); with
+`coordinator.one_port = false` joins have `listen`'s port and nodes with a certificate the next.
 
 Reading a large text and snapshot takes minutes. Nodes that waited out the coordinator's restart would give up
 by then, so the port tells them to keep waiting.
@@ -7,21 +10,133 @@ by then, so the port tells them to keep waiting.
 import contextlib
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import grpc
 
-from wire.channels import NOT_YET, make_threaded_server
+from node.config.schema import CoordinatorSection
+from node.coordinator.control_service import ControlService
+from node.coordinator.enrolment import EnrolmentHandler
+from node.coordinator.enrolment_service import JoinPort
+from node.run_file.validate import parse_listen
+from wire.admission import Limits
+from wire.channels import NOT_YET, make_server, make_threaded_server
+from wire.descriptors import raise_limit
+from wire.door import Door
+from wire.errors import UserError
+from wire.front import Front, listen_or_advise, start_behind
 from wire.identity.authority import CertificateAuthority
 from wire.identity.credentials import mutual_tls
-from wire.identity.names import join_address
+from wire.identity.names import (
+    JOIN_NAME,
+    control_server_name,
+    coordinator_server_name,
+    join_address,
+    split_address,
+)
 
 ANSWER = "the coordinator reads its text and its newest snapshot, and goes on after that"
 LIFETIME = timedelta(days=1)
-STOP_SECONDS = 5.0
+STOP_SECONDS = 2.0
+# This process holds the CA's key too, so a short lifetime would protect nothing.
+SERVER_LIFETIME = timedelta(days=365)
+_WAIT_SECONDS = 5.0
 _THREADS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ports:
+    """The open ports."""
+
+    port: int
+    """Where nodes join."""
+    door: Door | None
+    """Chooses between the services of the one port; None with separate ports."""
+
+
+@contextlib.asynccontextmanager
+async def open_ports(
+    settings: CoordinatorSection,
+    authority: CertificateAuthority,
+    enrolment: EnrolmentHandler,
+    control_service: Callable[[Front], ControlService],
+) -> AsyncIterator[Ports]:
+    """Serve joins and nodes with a certificate inside the block. Raises UserError if a port is taken.
+
+    Args:
+        control_service: makes the service of nodes with a certificate, which is behind the given front.
+    """
+    credentials = authority.coordinator_credentials(SERVER_LIFETIME, time.time())
+    control, front = make_server([]), Front(Limits.of_members(raise_limit()))
+    control_service(front).add_to(control)
+    join = JoinPort(enrolment)
+    door = Door(Limits.of_members(raise_limit())) if settings.one_port else None
+    host, port = split_listen(settings.listen)
+    try:
+        await start_behind(front, control, mutual_tls(lambda: credentials, authority.certificate_pem))
+        await join.start(credentials)
+        if door is None:
+            beside = join_address(host, port + 1 if port else 0)
+            advice = "set [coordinator] listen so that its port and the next are free"
+            join.service.control_port = listen_or_advise(front, beside, advice)
+            port = listen_or_advise(join.front, settings.listen, advice)
+        else:
+            door.serve_name(JOIN_NAME, join.front)
+            door.serve_name(coordinator_server_name(authority.run_id), join.front)
+            door.serve_name(control_server_name(authority.run_id), front)
+            advice = "set [coordinator] listen to an address of this machine whose port is free"
+            join.service.control_port = port = listen_or_advise(door.front, settings.listen, advice)
+        yield Ports(port=port, door=door)
+    finally:
+        if door is not None:
+            await door.front.close()
+        await join.stop(STOP_SECONDS)
+        await control.stop(STOP_SECONDS)
+        await front.close()
+
+
+def split_listen(listen: str) -> tuple[str, int]:
+    """Host and port of `[coordinator] listen`; port 0 is any free one."""
+    if listen.endswith(":0"):
+        return split_address(f"{listen[:-1]}1")[0], 0
+    return split_address(listen)
+
+
+def check_ports(settings: CoordinatorSection, page: tuple[str, int] | None = None) -> None:
+    """Raise UserError unless the coordinator's ports and the page's are free.
+
+    Checked before anything is written, so that a failed start leaves no run behind.
+
+    Args:
+        page: host and port of the page, if it has a port of its own.
+    """
+    host, port = parse_listen(settings.listen)
+    free = "whose port is free" if settings.one_port else "whose port and the next are free"
+    for number in control_ports(settings) if port else ():
+        _check_port(host, number, f"set [coordinator] listen to an address of this machine {free}")
+    if page is not None and page[1]:
+        free = 'to an address of this machine whose port is free, or to "" for no page'
+        _check_port(*page, f"that is the page's: set [dashboard] listen {free}")
+
+
+def control_ports(settings: CoordinatorSection) -> tuple[int, ...]:
+    """The fixed ports where nodes join and, last, where nodes with a certificate go."""
+    _, port = split_listen(settings.listen)
+    return (port,) if settings.one_port else (port, port + 1)
+
+
+def _check_port(host: str, port: int, advice: str) -> None:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            # As gRPC does: a port in TIME_WAIT is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise UserError(f"cannot listen at {join_address(host, port)} ({error.strerror}): {advice}") from None
 
 
 class _NotYet(grpc.GenericRpcHandler):
@@ -52,7 +167,7 @@ def nodes_wait(address: str, authority: CertificateAuthority) -> Iterator[None]:
     try:
         yield
     finally:
-        server.stop(None).wait(STOP_SECONDS)
+        server.stop(None).wait(_WAIT_SECONDS)
 
 
 def own_addresses(host: str, port: int) -> tuple[str, ...]:

@@ -129,8 +129,9 @@ def connection_denied(request: ChangeRequest) -> Denied | None:
         return None
     return Denied(
         status=403,
-        reason="this connection is not encrypted, so the key must not cross it: set dashboard.tls = true, "
-        "or connect through `ssh -L 7702:127.0.0.1:PORT` to the coordinator's machine",
+        reason="this connection is not encrypted, so the key must not cross it: open the page with https:// "
+        "(at a port of its own it needs dashboard.tls = true), or connect through "
+        "`ssh -L 7700:127.0.0.1:PORT` to the coordinator's machine",
     )
 
 

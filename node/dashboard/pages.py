@@ -19,11 +19,11 @@ from node.analysis.checkpoint import read_view
 from node.analysis.view_builder import RunViewBuilder
 from node.config.schema import RunConfig
 from node.coordinator.metrics import RunMetrics
-from node.coordinator.ports import own_hosts
+from node.coordinator.ports import Ports, own_hosts
 from node.coordinator.store import Store
 from node.dashboard.feed import Feed
 from node.dashboard.operator import KEY_FILE, ChangeGuard, Controls, Operator, OperatorKey
-from node.dashboard.server import Page, serve_page
+from node.dashboard.server import Page, page_front, serve_page
 from node.display.status import COORDINATOR_GONE, coordinator_is_gone
 from node.run_file.validate import parse_listen
 from node.telemetry import events
@@ -94,8 +94,13 @@ async def live_page(
     authority: CertificateAuthority,
     metrics: Callable[[], bytes] | None,
     emit: Callable[[events.Event], None],
+    ports: Ports,
 ) -> AsyncIterator[None]:
-    """Serve the page inside the block, unless the run file turns it off. UserError when that fails."""
+    """Serve the page inside the block, unless the run file turns it off. UserError when that fails.
+
+    At the coordinator's own port it is there with TLS and, unless the run file demands TLS, without. A
+    browser warns of the run's certificate until it is given the CA's.
+    """
     listen = listen_address(config)
     if listen is None:
         yield
@@ -107,9 +112,17 @@ async def live_page(
         operator=Operator(controls, store, emit),
         guard=ChangeGuard(OperatorKey.load_or_create(directory)),
     )
-    tls = page_tls(config, host, authority, directory) if config.dashboard.tls else None
-    async with serve_page(page, host, port, tls) as bound:
-        url = page_url(host, bound, tls=config.dashboard.tls)
+    shared = ports.door if shares_port(config) else None
+    tls = page_tls(config, host, authority, directory) if config.dashboard.tls or shared else None
+    async with contextlib.AsyncExitStack() as stack:
+        if shared is None:
+            port = await stack.enter_async_context(serve_page(page, host, port, tls))
+        else:
+            port = ports.port
+            front = await stack.enter_async_context(page_front(page, host, tls))
+            shared.serve_other(front)
+            shared.serve_plain(None if config.dashboard.tls else front)
+        url = page_url(host, port, tls=config.dashboard.tls)
         emit(events.PageServed(url=url, key_file=str(directory / KEY_FILE)))
         yield
 
@@ -187,8 +200,15 @@ def listen_address(config: RunConfig) -> tuple[str, int] | None:
     if listen != AUTO:
         return parse_listen(listen)
     host, port = parse_listen(config.coordinator.listen)
+    if config.coordinator.one_port:
+        return host, port
     # Port + 1 is the one for nodes that hold a certificate.
     return host, port + 2 if port else 0
+
+
+def shares_port(config: RunConfig) -> bool:
+    """Whether the page is at the coordinator's own port."""
+    return config.coordinator.one_port and config.dashboard.listen == AUTO
 
 
 def page_url(host: str, port: int, *, tls: bool) -> str:

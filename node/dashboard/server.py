@@ -29,7 +29,7 @@ from node.telemetry.metrics import CONTENT_TYPE
 from wire.admission import Limits
 from wire.descriptors import raise_limit
 from wire.errors import UserError
-from wire.front import Front
+from wire.front import TLS_HANDSHAKE, Front
 from wire.identity.names import join_address
 
 log = logging.getLogger(__name__)
@@ -114,6 +114,29 @@ async def serve_page(
 
     Raises UserError when the address cannot be bound.
     """
+    async with page_front(page, host, tls, tls_only=tls is not None) as front:
+        address, named = join_address(host, port), "name an address of this machine whose port is free"
+        try:
+            bound = front.listen(address)
+        except OSError as error:
+            raise UserError(
+                f"cannot serve the page at {address} ({why_not_bound(error)}): {named} "
+                "([dashboard] listen, or --listen)"
+            ) from None
+        yield bound
+
+
+@contextlib.asynccontextmanager
+async def page_front(
+    page: Page, host: str, tls: ssl.SSLContext | None = None, *, tls_only: bool = False
+) -> AsyncIterator[Front]:
+    """Serve `page` inside the block to the connections that the front gets.
+
+    Args:
+        host: where clients connect; on loopback other host names are refused.
+        tls: for clients that begin with TLS.
+        tls_only: take TLS without waiting for a client's first byte; else the first byte is there already.
+    """
 
     def serve() -> asyncio.Protocol:
         assert runner.server is not None, "set up before clients can connect"
@@ -143,9 +166,9 @@ async def serve_page(
     )
     await runner.setup()
     try:
-        front, port = _listen(connections, host, port, tls)
+        front = _front(connections, tls, tls_only)
         try:
-            yield port
+            yield front
         finally:
             await front.close()
             page.feed.close()
@@ -153,26 +176,24 @@ async def serve_page(
         await runner.cleanup()
 
 
-def _listen(connections: Connections, host: str, port: int, tls: ssl.SSLContext | None) -> tuple[Front, int]:
+def _front(connections: Connections, tls: ssl.SSLContext | None, tls_only: bool) -> Front:
     loop = asyncio.get_running_loop()
 
     async def hand_over(connection: socket.socket) -> None:
+        try:
+            with_tls = tls_only or (tls is not None and connection.recv(1, socket.MSG_PEEK) == TLS_HANDSHAKE)
+        except OSError:
+            connection.close()
+            return
         await loop.connect_accepted_socket(
             connections.protocol,
             connection,
-            ssl=tls,
-            ssl_handshake_timeout=None if tls is None else REQUEST_SECONDS,
+            ssl=tls if with_tls else None,
+            ssl_handshake_timeout=REQUEST_SECONDS if with_tls else None,
         )
 
     limits = Limits.of_strangers(raise_limit(), REQUEST_SECONDS)
-    front = Front(limits, lambda connection: loop.create_task(hand_over(connection)))
-    try:
-        return front, front.listen(join_address(host, port))
-    except OSError as error:
-        raise UserError(
-            f"cannot serve the page at {join_address(host, port)} ({why_not_bound(error)}): name an address "
-            "of this machine whose port is free ([dashboard] listen, or --listen)"
-        ) from None
+    return Front(limits, lambda connection: loop.create_task(hand_over(connection)))
 
 
 class _Routes:

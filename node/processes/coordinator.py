@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import signal
-import socket
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -20,49 +19,46 @@ from node.config.schema import RunConfig
 from node.coordinator.control_service import ControlService
 from node.coordinator.coordinator import Coordinator
 from node.coordinator.enrolment import EnrolmentHandler, token_uses_told
-from node.coordinator.enrolment_service import open_join_port
 from node.coordinator.epoch import Committed
 from node.coordinator.message_limits import MessageLimits
 from node.coordinator.metrics import RunMetrics
-from node.coordinator.ports import nodes_wait, own_addresses
+from node.coordinator.ports import (
+    check_ports,
+    control_ports,
+    nodes_wait,
+    open_ports,
+    own_addresses,
+    split_listen,
+)
 from node.coordinator.reporter import Emit, codec_bits
 from node.coordinator.run_plan import Past
 from node.coordinator.stage_assignment import Candidate, sharing, stage_needs, useless
 from node.coordinator.store import StepRecord, Store
 from node.dashboard.feed import Feed
-from node.dashboard.pages import listen_address, live_page, reading_past
+from node.dashboard.pages import listen_address, live_page, reading_past, shares_port
 from node.display.terminal import ending_signals
 from node.model.units import ends_in_blocks
 from node.pipeline.device_memory import devices_of
 from node.pipeline.placement import check_cache
 from node.processes.locks import run_lock
 from node.run_file.loader import from_json, to_json, to_toml
-from node.run_file.validate import parse_listen
 from node.telemetry import events
 from node.telemetry.history import highest_step, history_size
 from node.training.schedule import learning_rate
 from node.training.shards import TrainingData, load_data
 from node.training.snapshot import Checked, Tell, discard_incomplete, set_damaged_aside, snapshot_directory
 from wire import event_loop
-from wire.admission import Limits
-from wire.channels import make_server
 from wire.descriptors import raise_limit
 from wire.errors import DataError, RunError, UserError
-from wire.front import Front, serve_behind
 from wire.identity.authority import CertificateAuthority
-from wire.identity.credentials import mutual_tls
 from wire.identity.enrolment import Hardware
 from wire.identity.files import write_private
-from wire.identity.names import join_address, new_run_id, split_address
-from wire.v1 import control_pb2_grpc
+from wire.identity.names import join_address, new_run_id
 
 log = logging.getLogger(__name__)
 
 TOKEN_LIFETIME = timedelta(hours=24)
-# This process holds the CA's key too, so a short lifetime would protect nothing.
-SERVER_LIFETIME = timedelta(days=365)
 INTERRUPTED = 130
-STOP_SECONDS = 2.0
 STOPPING = "ending the run after this step and a snapshot; press Ctrl-C again to end it at once"
 
 
@@ -93,7 +89,7 @@ def run_coordinator(
         if resume:
             # First: if this run's ports are taken, its own coordinator probably runs.
             held.enter_context(run_lock(run_dir))
-        check_ports(config.coordinator.listen, listen_address(config))
+        check_ports(config.coordinator, None if shares_port(config) else listen_address(config))
         if resume:
             authority = CertificateAuthority.load(run_dir / "authority")
             with _nodes_wait(config, authority):
@@ -121,8 +117,10 @@ def _load_corpus(config: RunConfig, tell: Tell) -> TrainingData:
 
 def _nodes_wait(config: RunConfig, authority: CertificateAuthority) -> AbstractContextManager[None]:
     """Tell nodes to wait while the block runs, unless the port is chosen at start and they cannot know it."""
-    host, join_port = _split_listen(config.coordinator.listen)
-    return nodes_wait(join_address(host, join_port + 1), authority) if join_port else contextlib.nullcontext()
+    host, port = split_listen(config.coordinator.listen)
+    if not port:
+        return contextlib.nullcontext()
+    return nodes_wait(join_address(host, control_ports(config.coordinator)[-1]), authority)
 
 
 def _create(config: RunConfig, directory: Path, corpus: TrainingData) -> _Run:
@@ -313,47 +311,37 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit) -> in
         untold=_untold(run.store.last_step(), _told(directory)),
     )
     metrics.accounting = coordinator.accounting
-    credentials = run.authority.coordinator_credentials(SERVER_LIFETIME, time.time())
-    host, join_port = _split_listen(settings.listen)
-    control, front = make_server([]), Front(Limits.of_members(raise_limit()))
-    control_pb2_grpc.add_CoordinatorServicer_to_server(
-        ControlService(coordinator, front, partial(MessageLimits, config)), control
-    )
-    control_port = await serve_behind(
-        front,
-        control,
-        join_address(host, join_port + 1 if join_port else 0),
-        mutual_tls(lambda: credentials, run.authority.certificate_pem),
-        "set [coordinator] listen so that its port and the next are free",
-    )
-    try:
-        join, join_port = await open_join_port(enrolment, settings.listen, credentials, control_port)
-        try:
-            addresses = settings.advertise or own_addresses(host, join_port)
-            run.store.set_addresses(addresses)
-            uses = config.pipeline.stages
-            _, token = run.store.create_token(time.time(), TOKEN_LIFETIME, uses)
-            emit(_started(config, directory, run))
-            if run.news:
-                emit(events.Notice(text=run.news))
-            async with live_page(
-                config,
-                directory=directory,
-                feed=feed,
-                controls=coordinator,
-                store=run.store,
-                authority=run.authority,
-                metrics=metrics.render,
-                emit=emit,
-            ):
-                emit(events.JoinLine(line=f"thinwire join {token.encode()}"))
-                async with token_uses_told(run.store, emit), reading_past(directory, past_end, feed):
-                    return await _until_done(coordinator, emit)
-        finally:
-            await join.stop(STOP_SECONDS)
-    finally:
-        await control.stop(STOP_SECONDS)
-        await front.close()
+    async with contextlib.AsyncExitStack() as stack:
+        ports = await stack.enter_async_context(
+            open_ports(
+                settings,
+                run.authority,
+                enrolment,
+                lambda front: ControlService(coordinator, front, partial(MessageLimits, config)),
+            )
+        )
+        addresses = settings.advertise or own_addresses(split_listen(settings.listen)[0], ports.port)
+        run.store.set_addresses(addresses)
+        uses = config.pipeline.stages
+        _, token = run.store.create_token(time.time(), TOKEN_LIFETIME, uses)
+        emit(_started(config, directory, run))
+        if run.news:
+            emit(events.Notice(text=run.news))
+        page = live_page(
+            config,
+            directory=directory,
+            feed=feed,
+            controls=coordinator,
+            store=run.store,
+            authority=run.authority,
+            metrics=metrics.render,
+            emit=emit,
+            ports=ports,
+        )
+        await stack.enter_async_context(page)
+        emit(events.JoinLine(line=f"thinwire join {token.encode()}"))
+        async with token_uses_told(run.store, emit), reading_past(directory, past_end, feed):
+            return await _until_done(coordinator, emit)
 
 
 async def _until_done(coordinator: Coordinator, emit: Emit) -> int:
@@ -398,35 +386,3 @@ def _started(config: RunConfig, directory: Path, run: _Run) -> events.RunStarted
         codec_bits=codec_bits(config),
         ends_in_blocks=ends_in_blocks(config.model),
     )
-
-
-def _split_listen(listen: str) -> tuple[str, int]:
-    """Host and port of `[coordinator] listen`; port 0 is any free one."""
-    if listen.endswith(":0"):
-        return split_address(f"{listen[:-1]}1")[0], 0
-    return split_address(listen)
-
-
-def check_ports(listen: str, page: tuple[str, int] | None = None) -> None:
-    """Raise UserError unless the port of `listen` (host:port), the next one and the page's are free.
-
-    Checked before anything is written, so that a failed start leaves no run behind.
-    """
-    host, port = parse_listen(listen)
-    free = "to an address of this machine whose port and the next are free"
-    for number in (port, port + 1) if port else ():
-        _check_port(host, number, f"set [coordinator] listen {free}")
-    if page is not None and page[1]:
-        free = 'to an address of this machine whose port is free, or to "" for no page'
-        _check_port(*page, f"that is the page's: set [dashboard] listen {free}")
-
-
-def _check_port(host: str, port: int, advice: str) -> None:
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            # As gRPC does: a port in TIME_WAIT is free.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise UserError(f"cannot listen at {join_address(host, port)} ({error.strerror}): {advice}") from None

@@ -401,7 +401,7 @@ def _coordinator(coordinator: CoordinatorSection) -> Iterator[str]:
                 f"{name}: {address[:37] + '...'!r} is longer than the {MAX_ADDRESS_BYTES} bytes that a join "
                 "token holds"
             )
-        if name == "coordinator.listen" and port == 65535:
+        if name == "coordinator.listen" and port == 65535 and not coordinator.one_port:
             yield f"{name}: {address!r} leaves no next port for certified nodes; use 65534 or lower"
     whole = sum(1 + len(address.encode(errors="replace")) for address in coordinator.advertise)
     if len(coordinator.advertise) > MAX_ADDRESSES or whole > MAX_ADDRESSES_BYTES:
@@ -453,7 +453,7 @@ def _dashboard(dashboard: DashboardSection, coordinator: CoordinatorSection) -> 
     except ConfigError:
         return  # reported for coordinator.listen
     if dashboard.listen == "auto":
-        if port == 65534:
+        if port == 65534 and not coordinator.one_port:
             yield "dashboard.listen: there is no port two above coordinator.listen's; name one, or lower that"
         return
     try:
@@ -461,7 +461,10 @@ def _dashboard(dashboard: DashboardSection, coordinator: CoordinatorSection) -> 
     except ConfigError as error:
         yield f"dashboard.listen: {error}; `auto` chooses, and an empty string turns the page off"
         return
-    if port and own in ((host, port), (host, port + 1)):
+    if coordinator.one_port:
+        if port and own == (host, port):
+            yield f"dashboard.listen: port {own[1]} is the coordinator's; `auto` shares it"
+    elif port and own in ((host, port), (host, port + 1)):
         yield f"dashboard.listen: port {own[1]} is one of the coordinator's two; choose another"
 
 

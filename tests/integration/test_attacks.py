@@ -11,7 +11,7 @@ from tests.support.attacks import MEMBERS, Attack, attack
 from tests.support.fault_prefork import Prefork
 from tests.support.strangers import SIEGES, Siege, besiege
 
-HERE = {"internal", "accuse-both", "blame-link", "idle-control"}
+HERE = {"internal", "accuse-both", "blame-link", "idle-join"}
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -18,13 +18,15 @@ from aiohttp import web
 
 from node.analysis.view_builder import RunViewBuilder
 from node.config.schema import CoordinatorSection, DashboardSection, RunConfig
+from node.coordinator.ports import Ports
 from node.coordinator.store import Store
 from node.dashboard import connections, server
 from node.dashboard.feed import Feed, apply_patch
 from node.dashboard.operator import KEY_FILE, ChangeGuard, Operator, OperatorKey
-from node.dashboard.pages import listen_address, live_page, page_url
+from node.dashboard.pages import listen_address, live_page, page_url, shares_port
 from node.dashboard.server import POLICY, Page, serve_page
 from node.run_file.loader import to_json
+from node.run_file.validate import parse_listen
 from node.telemetry import events
 from tests.support import run_events
 from wire.errors import UserError
@@ -398,7 +400,9 @@ async def test_over_tls_with_the_runs_ca(tmp_path: Path, store: Store) -> None:
     authority = CertificateAuthority.create("demo-x", time.time())
     told: list[events.Event] = []
     config = RunConfig(
-        coordinator=CoordinatorSection(listen="0.0.0.0:0", advertise=("coordinator.example:7700",)),
+        coordinator=CoordinatorSection(
+            listen="0.0.0.0:0", one_port=False, advertise=("coordinator.example:7700",)
+        ),
         dashboard=DashboardSection(tls=True),
     )
     directory = tmp_path / "run"
@@ -411,6 +415,7 @@ async def test_over_tls_with_the_runs_ca(tmp_path: Path, store: Store) -> None:
         authority=authority,
         metrics=None,
         emit=told.append,
+        ports=Ports(port=0, door=None),
     ):
         (served,) = told
         assert isinstance(served, events.PageServed) and served.url.startswith("https://")
@@ -471,10 +476,15 @@ async def test_an_address_that_is_taken_is_one_line() -> None:
     ],
 )
 def test_where_the_page_listens(coordinator: str, dashboard: str, expected: tuple[str, int] | None) -> None:
-    config = RunConfig(
-        coordinator=CoordinatorSection(listen=coordinator), dashboard=DashboardSection(listen=dashboard)
-    )
-    assert listen_address(config) == expected
+    page = DashboardSection(listen=dashboard)
+    separate = CoordinatorSection(listen=coordinator, one_port=False)
+    assert listen_address(RunConfig(coordinator=separate, dashboard=page)) == expected
+    config = RunConfig(coordinator=CoordinatorSection(listen=coordinator), dashboard=page)
+    assert shares_port(config) == (dashboard == "auto")
+    if shares_port(config):
+        assert listen_address(config) == parse_listen(coordinator)
+    else:
+        assert listen_address(config) == expected
 
 
 def test_the_pages_address_can_be_typed() -> None:

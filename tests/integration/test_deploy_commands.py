@@ -171,7 +171,7 @@ def test_a_coordinator_and_nodes_as_deployed(
         token_by(run, tmp_path, written.take("token", "create", "30d"))
         assert said(run, *here(written.take("token", "list"), tmp_path)).count("usable") == 2
         address = page.removeprefix("http://").rstrip("/")
-        top = here(written.take("top", "203.0.113.7:7702"), tmp_path, **{"203.0.113.7:7702": address})
+        top = here(written.take("top", "203.0.113.7:7700"), tmp_path, **{"203.0.113.7:7700": address})
         assert "waiting for nodes: 0 of 1 are here; paste the join line" in said(run, *top, "--once")
         port = free_port()
         pool = here(container_arguments("Job"), tmp_path, **{"0.0.0.0:7703": f"127.0.0.1:{port}"})
@@ -250,10 +250,10 @@ def test_a_coordinator_and_nodes_as_deployed(
         # Over TLS, as whoever has the run's CA certificate looks at it from elsewhere.
         safe = run.deployed(pod, *start, "--json", "dashboard.tls=true", name="tls")
         places = {
-            "https://203.0.113.7:7702": seen(safe, PageServed).url.rstrip("/"),
+            "https://203.0.113.7:7700": seen(safe, PageServed).url.rstrip("/"),
             "ca.pem": str(tmp_path / "state" / "run" / "authority" / "ca.pem"),
         }
-        assert places["https://203.0.113.7:7702"].startswith("https://127.0.0.1:")
+        assert places["https://203.0.113.7:7700"].startswith("https://127.0.0.1:")
         assert "finished" in said(run, *here(written.take("--ca"), tmp_path, **places), "--once")
         safe.send(signal.SIGTERM)
         assert safe.wait_exit() == 0, safe.report()

@@ -114,7 +114,7 @@ class FaultRun(Run):
         self.plan = Plan(
             directory=str(self._marker_directory),
             faults=(*faults, hold) if snapshot_first else tuple(faults),
-            control_port=port + 1 if port else 0,
+            control_port=port,
         )
         self._gate = contextlib.ExitStack()
         if snapshot_first:

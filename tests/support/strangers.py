@@ -40,7 +40,7 @@ JOIN_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Siege:
-    """What strangers do, and at which port: `join`, `control`, or a node's `link`."""
+    """What strangers do, and at which port: the coordinator's, `join`, or a node's `link`."""
 
     name: str
     what: str
@@ -79,8 +79,7 @@ class Withstood:
 
 
 SIEGES = (
-    Siege(name="idle-control", what="hold idle connections to the control port", port="control", idle=1300),
-    Siege(name="idle-join", what="hold idle connections to the join port", port="join", idle=1300),
+    Siege(name="idle-join", what="hold idle connections to the coordinator's port", port="join", idle=1300),
     Siege(name="idle-link", what="hold idle connections to a node's link port", port="link", idle=1300),
     Siege(name="join-flood", what="ask to join with made-up tokens", port="join", joins_a_second=800),
 )
@@ -109,7 +108,7 @@ def besiege(siege: Siege, directory: Path, *, steps: int, launch: Launch) -> Wit
         coordinator.wait_step(steps // 10)
         join_port = int(config.coordinator.listen.rpartition(":")[2])
         dialled = coordinator.wait_event(NodeJoined).address.rpartition(":")[2]
-        port = {"join": join_port, "control": join_port + 1, "link": int(dialled)}[siege.port]
+        port = int(dialled) if siege.port == "link" else join_port
         token = coordinator.token
         joined: float | None = None
         began = time.monotonic()

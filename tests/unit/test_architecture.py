@@ -26,7 +26,6 @@ EDGE = {
     for module in (
         "node/coordinator/control_service.py",
         "node/coordinator/enrolment_service.py",
-        "node/processes/coordinator.py",
         "node/processes/enrol.py",
         "node/stage/coordinator_client.py",
         "wire/connection.py",

@@ -19,7 +19,13 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from wire.errors import UserError
 from wire.identity.files import make_private_directory, write_private
-from wire.identity.names import coordinator_server_name, is_run_id, node_server_name
+from wire.identity.names import (
+    JOIN_NAME,
+    control_server_name,
+    coordinator_server_name,
+    is_run_id,
+    node_server_name,
+)
 
 BACKDATE = timedelta(hours=1)
 AUTHORITY_LIFETIME = timedelta(days=3650)
@@ -182,10 +188,12 @@ class CertificateAuthority:
     def issue_coordinator(
         self, public_key: ec.EllipticCurvePublicKey, lifetime: timedelta, now: float
     ) -> bytes:
-        """The coordinator's certificate in PEM: SAN `coordinator.<run-id>`, with the CA's certificate."""
+        """The coordinator's certificate in PEM: SANs `coordinator.<run-id>`, `control.<run-id>` and that of
+        first contact, with the CA's certificate."""
         name = coordinator_server_name(self.run_id)
+        names = [_general_name(host) for host in (name, control_server_name(self.run_id), JOIN_NAME)]
         usages = [ExtendedKeyUsageOID.SERVER_AUTH]
-        builder = self._leaf(public_key, name, [x509.DNSName(name)], usages, lifetime, now)
+        builder = self._leaf(public_key, name, names, usages, lifetime, now)
         issuer = self.certificate.public_bytes(serialization.Encoding.DER)
         builder = builder.add_extension(
             x509.UnrecognizedExtension(ISSUER_CERTIFICATE_OID, issuer), critical=False

@@ -19,7 +19,7 @@ from wire.identity.authority import (
     is_issued_by,
     read_certificate,
 )
-from wire.identity.names import split_address
+from wire.identity.names import JOIN_NAME, split_address
 
 
 async def fetch_authority(address: str, pin: bytes, seconds: float = 10.0) -> x509.Certificate:
@@ -66,7 +66,7 @@ async def _fetch_leaf(address: str, seconds: float) -> x509.Certificate:
     context.set_alpn_protocols(["h2"])
     try:
         async with asyncio.timeout(seconds):
-            _, writer = await asyncio.open_connection(host, port, ssl=context)
+            _, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname=JOIN_NAME)
     except TimeoutError:
         raise LinkError(f"nothing answers at {address} within {seconds:g} s: is it reachable?") from None
     except ssl.SSLError as error:

@@ -44,9 +44,18 @@ def node_server_name(node_id: str, run_id: str) -> str:
     return f"{node_id}.nodes.{run_id}"
 
 
+JOIN_NAME = "join.thinwire"
+"""The server name of first contact, when the run's certificate is not known yet."""
+
+
 def coordinator_server_name(run_id: str) -> str:
-    """The name in the coordinator's certificate that nodes check for."""
+    """The name in the coordinator's certificate that nodes check for when they enrol."""
     return f"coordinator.{run_id}"
+
+
+def control_server_name(run_id: str) -> str:
+    """The name that nodes with a certificate ask for: where one port serves all, it chooses mutual TLS."""
+    return f"control.{run_id}"
 
 
 def split_address(address: str) -> tuple[str, int]:

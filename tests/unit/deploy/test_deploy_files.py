@@ -140,7 +140,7 @@ def test_the_image_is_unprivileged_and_complete() -> None:
         assert users and not users[-1].startswith(("0", "root"))
     assert [json.loads(value) for value in by_kind["ENTRYPOINT"]] == [["tini", "--", "thinwire"]]
     assert by_kind["VOLUME"] == ["/var/lib/thinwire"]
-    assert by_kind["EXPOSE"] == ["7700 7701 7702"]
+    assert by_kind["EXPOSE"] == ["7700"]
     (health,) = by_kind["HEALTHCHECK"]
     probe = json.loads(health[health.index("CMD ") + 4 :])
     compile(probe[2], "the health check", "exec")
@@ -311,7 +311,7 @@ def test_pods_are_unprivileged_and_refer_to_what_they_have(kind: str) -> None:
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         if probe in container:
             assert container[probe]["httpGet"] == {"path": "/healthz", "port": "http"}
-            assert ports["http"] == 7702
+            assert ports["http"] == 7700
     template = found["spec"]["template"]["metadata"]
     assert int(template["annotations"]["prometheus.io/port"]) in ports.values()
 
@@ -327,7 +327,7 @@ def test_the_service_finds_the_coordinator_where_nodes_are_told_to_look() -> Non
     assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == named
     config = load_config(KUBERNETES / "run.toml")
     assert config.coordinator.advertise == (
-        f"{service['metadata']['name']}.{service['metadata']['namespace']}.svc:{named['join']}",
+        f"{service['metadata']['name']}.{service['metadata']['namespace']}.svc:{named['http']}",
     )
     (job,) = (whole for _, whole in manifests() if whole["kind"] == "Job")
     assert job["spec"]["parallelism"] == job["spec"]["completions"] > config.pipeline.stages

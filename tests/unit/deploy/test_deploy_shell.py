@@ -38,7 +38,7 @@ LEFT_OUT = {
     "kubectl -n thinwire exec thinwire-coordinator-0 -- thinwire token create /var/lib/thinwire/run"
     " --uses 100 --ttl 30d",
     "kubectl -n thinwire create secret generic thinwire-join --from-literal=token=TOKEN",
-    "kubectl -n thinwire port-forward thinwire-coordinator-0 7702",
+    "kubectl -n thinwire port-forward thinwire-coordinator-0 7700",
 }
 """What needs a running systemd, a container engine or a cluster; thinwire's part of it is run elsewhere."""
 

@@ -16,11 +16,12 @@ import pytest
 
 from node.analysis.view_builder import RunViewBuilder
 from node.cli.main import main
+from node.config.schema import CoordinatorSection
+from node.coordinator.ports import check_ports
 from node.dashboard import pages
 from node.dashboard.feed import Feed
 from node.dashboard.pages import follow
 from node.display.status import COORDINATOR_GONE, STATUS_FILE, RunStatus
-from node.processes.coordinator import check_ports
 from node.telemetry import events, history
 from node.telemetry.history import Entry, HistoryTail
 from tests.support.process import Process
@@ -165,6 +166,6 @@ def test_the_pages_port_is_looked_at_before_anything_is_written() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=r"that is the page's: set \[dashboard\] listen"):
-            check_ports("127.0.0.1:0", ("127.0.0.1", port))
-    check_ports("127.0.0.1:0", ("127.0.0.1", 0))
-    check_ports("127.0.0.1:0", None)
+            check_ports(CoordinatorSection(listen="127.0.0.1:0"), ("127.0.0.1", port))
+    check_ports(CoordinatorSection(listen="127.0.0.1:0"), ("127.0.0.1", 0))
+    check_ports(CoordinatorSection(listen="127.0.0.1:0"), None)

@@ -8,7 +8,7 @@ from node.lab.laboratory import PORTS
 
 
 def test_a_run_has_its_page_below_the_ports_of_the_next() -> None:
-    config = replace(RunConfig(), coordinator=CoordinatorSection(listen="10.77.255.1:7700"))
+    config = replace(RunConfig(), coordinator=CoordinatorSection(listen="10.77.255.1:7700", one_port=False))
     page = listen_address(config)
     assert page is not None
     # The port for joining, the next for nodes, and the page's.

@@ -1,0 +1,54 @@
+"""One port for several services, told apart by what a client says first.
+
+A TLS client names a server in its first message (`wire.client_hello`); a browser without TLS begins with a
+method of HTTP. The connection then belongs to its service's `Front`, which limits it on: a crowd at one
+service takes no place of another.
+"""
+
+from wire.admission import Limits
+from wire.client_hello import read_client_hello
+from wire.front import Front
+
+_HTTP_METHODS = frozenset(b"GHPDOCT")
+"""First letters of GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS, CONNECT and TRACE."""
+
+
+class Door:
+    """Chooses the front of each connection. Call everything on the event loop."""
+
+    def __init__(self, limits: Limits) -> None:
+        """`limits.silent` counts connections whose first message is not complete."""
+        self.front = Front(limits, choose=self.choose)
+        """The one that listens."""
+        self._named: dict[str, Front] = {}
+        self._other: Front | None = None
+        self._plain: Front | None = None
+
+    def serve_name(self, server_name: str, front: Front) -> None:
+        """Give `front` the TLS clients that ask for this name."""
+        self._named[server_name] = front
+        self._know(front)
+
+    def serve_other(self, front: Front | None) -> None:
+        """Give `front` the TLS clients that ask for another name or for none; None drops them."""
+        self._other = front
+        self._know(front)
+
+    def serve_plain(self, front: Front | None) -> None:
+        """Give `front` the HTTP clients without TLS; None drops them."""
+        self._plain = front
+        self._know(front)
+
+    def choose(self, first: bytes) -> Front | int | None:
+        """See `wire.front.Choose`."""
+        if first[0] in _HTTP_METHODS:
+            return self._plain
+        try:
+            hello = read_client_hello(first)
+        except ValueError:
+            return None
+        return hello if isinstance(hello, int) else self._named.get(hello.server_name, self._other)
+
+    def _know(self, front: Front | None) -> None:
+        if front is not None and front not in self.front.behind:
+            self.front.behind.append(front)

@@ -1,0 +1,63 @@
+"""Two connections joined: what one receives, the other sends, in bounded memory."""
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+CLOSE_SECONDS = 5.0
+"""A closed connection's last bytes may take this long."""
+_BUFFER_BYTES = 256 * 1024
+"""A connection that has this much to send stops the other from being read."""
+
+
+class Pipe:
+    """Give `outer` and `inner` to the two connections as their protocols. `on_close` is called once."""
+
+    def __init__(self, on_close: Callable[[], None]) -> None:
+        self.outer, self.inner = _End(self), _End(self)
+        self.outer.other, self.inner.other = self.inner, self.outer
+        self._on_close = on_close
+        self._closed = False
+
+    def closed(self) -> None:
+        """One end is closed: close the other after its last bytes, within `CLOSE_SECONDS`."""
+        if not self._closed:
+            self._closed = True
+            self._on_close()
+            for end in (self.outer, self.inner):
+                if end.transport is not None and not end.transport.is_closing():
+                    end.transport.close()
+            asyncio.get_running_loop().call_later(CLOSE_SECONDS, self.abort)
+
+    def abort(self) -> None:
+        self._closed = True
+        for end in (self.outer, self.inner):
+            if end.transport is not None:
+                end.transport.abort()
+
+
+class _End(asyncio.Protocol):
+    other: "_End"
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(high=_BUFFER_BYTES)
+
+    def data_received(self, data: bytes) -> None:
+        if self.other.transport is not None:
+            self.other.transport.write(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._pipe.closed()
+
+    def pause_writing(self) -> None:
+        if self.other.transport is not None and not self.other.transport.is_closing():
+            self.other.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self.other.transport is not None and not self.other.transport.is_closing():
+            self.other.transport.resume_reading()
