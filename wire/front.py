@@ -14,6 +14,7 @@ import logging
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -29,7 +30,8 @@ from wire.splice import CLOSE_SECONDS, Pipe
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 512
+_BACKLOG = 4096
+"""Connections that wait in the kernel, within its own limit, while the loop is busy."""
 _ACCEPTS = 64
 """Connections to accept before other work of the loop gets its turn."""
 _LOOK_SECONDS = 0.5
@@ -308,7 +310,7 @@ class Front:
         self._pipes.pop(number, None)
 
     def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+        return time.monotonic()
 
 
 _ANY = ("0.0.0.0", "::")

@@ -149,7 +149,7 @@ class KnownTokens:
 
     async def look_up(self, token_id: str, secret: bytes) -> bool:
         """`holds`, after a read that began after this call if the id is unknown. Raises RunError."""
-        asked = asyncio.get_running_loop().time()
+        asked = time.monotonic()
         while token_id not in self._hashes and self._began < asked:
             if self._reading is None:
                 self._reading = asyncio.get_running_loop().create_task(self._read_again())
@@ -157,10 +157,9 @@ class KnownTokens:
         return self.holds(token_id, secret)
 
     async def _read_again(self) -> None:
-        loop = asyncio.get_running_loop()
         try:
-            await asyncio.sleep(self._began + self.READ_SECONDS - loop.time())
-            began = loop.time()
+            await asyncio.sleep(self._began + self.READ_SECONDS - time.monotonic())
+            began = time.monotonic()
             self._hashes = await asyncio.to_thread(self._read)
             self._began = began
         finally:

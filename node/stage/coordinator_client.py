@@ -218,7 +218,6 @@ class CoordinatorClient:
 
         The limit counts from the first loss. A coordinator that answers "not yet" is no outage.
         """
-        loop = asyncio.get_running_loop()
         deadline = math.inf
         backoff = Backoff(0.2, RECONNECT_SECONDS)
         while True:
@@ -233,8 +232,8 @@ class CoordinatorClient:
                 if isinstance(failure, NotYetError):
                     deadline = math.inf
                 else:
-                    deadline = min(deadline, loop.time() + self.outage_seconds)
-                if loop.time() + backoff.seconds > deadline:
+                    deadline = min(deadline, time.monotonic() + self.outage_seconds)
+                if time.monotonic() + backoff.seconds > deadline:
                     raise LinkLostError(
                         f"the coordinator at {self.address} did not answer for {self.outage_seconds:g} s"
                     ) from None

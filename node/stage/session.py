@@ -188,21 +188,20 @@ class Session:
     async def _keep(
         self, hello: Callable[[], Hello], handle: Callable[[CoordinatorMessage], Awaitable[None]]
     ) -> None:
-        loop = asyncio.get_running_loop()
-        last_contact = loop.time()
+        last_contact = time.monotonic()
         backoff = Backoff(0.1, RECONNECT_SECONDS)
         was_in = warned = False
 
         def connected() -> None:
             nonlocal last_contact, was_in, warned
             backoff.reset()
-            last_contact, was_in, warned = loop.time(), True, False
+            last_contact, was_in, warned = time.monotonic(), True, False
             if self.leaving and not self._ending:
                 self.post(Leave(reason="repeated after a reconnect"))
 
         # Python 3.11 loses a cancellation that meets a failing stream, so check the flag too.
         while not self._closed:
-            began = loop.time()
+            began = time.monotonic()
             try:
                 await self._client.session(hello(), self._outbox, handle, connected)
             except (LinkError, Refused) as error:
@@ -214,15 +213,15 @@ class Session:
                 if self._ending and self._outbox.empty():
                     return  # the farewell is sent
                 if isinstance(error, NotYetError):
-                    last_contact = loop.time() + backoff.seconds  # it answers, so this is no outage
+                    last_contact = time.monotonic() + backoff.seconds  # it answers, so this is no outage
                     if not warned:
                         log.warning("%s", error)
                         warned = True
                 elif last_contact >= began:
-                    last_contact = loop.time()
+                    last_contact = time.monotonic()
                     log.warning("%s; connecting again", error)
                 limit = self._client.outage_seconds
-                if loop.time() + backoff.seconds - last_contact > limit:
+                if time.monotonic() + backoff.seconds - last_contact > limit:
                     raise LinkLostError(
                         f"the coordinator at {self._client.address} did not answer for {limit:g} s: {error}"
                     ) from None

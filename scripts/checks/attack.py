@@ -28,7 +28,6 @@ from wire.version import VERSION
 
 Row = dict[str, Any]
 RECORD = RESULTS / "attack.json"
-SMALL_STEPS, FULL_STEPS = 400, 8000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _row(one: Attack | Siege, directory: Path, prefork: Prefork, *, small: bool) -> tuple[str, Row]:
     if isinstance(one, Siege):
-        siege, steps = (one, SMALL_STEPS) if small else (at_full_size(one), FULL_STEPS)
-        withstood = besiege(siege, directory, steps=steps, launch=prefork.popen)
+        siege = one if small else at_full_size(one)
+        withstood = besiege(siege, directory, launch=prefork.popen)
         size = {"idle": siege.idle, "idle_a_second": siege.idle_a_second, "seconds": siege.seconds}
         return "strangers", {**asdict(withstood), **size, "withstood": withstood.good}
     seen = attack(one, directory, launch=prefork.popen)

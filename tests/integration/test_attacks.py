@@ -24,5 +24,5 @@ def test_a_member_that_lies(tmp_path: Path, prefork: Prefork, lie: Attack) -> No
 
 @pytest.mark.parametrize("siege", [siege for siege in SIEGES if siege.name in HERE], ids=lambda one: one.name)
 def test_strangers_at_a_port(tmp_path: Path, prefork: Prefork, siege: Siege) -> None:
-    withstood = besiege(siege, tmp_path, steps=200, launch=prefork.popen)
+    withstood = besiege(siege, tmp_path, launch=prefork.popen)
     assert withstood.good and withstood.reached >= siege.idle, withstood

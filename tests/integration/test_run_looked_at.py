@@ -86,7 +86,7 @@ def test_a_run_can_be_looked_at_when_it_is_over(prefork: Prefork, tmp_path: Path
 
 def check_trace(trace: dict[str, Any], run_dir: Path) -> None:
     error = trace["otherData"]["clock_error_microseconds"]
-    assert 0 < error < 100_000, "all nodes are on one machine"
+    assert 0 < error < 10_000_000, "all nodes are on one machine, which may be busy"
     assert trace["otherData"]["dropped_spans"] == 0
     events_by_phase = defaultdict(list)
     for event in trace["traceEvents"]:

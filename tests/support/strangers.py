@@ -1,18 +1,27 @@
 """Strangers at a run's ports, without a certificate: they hold connections open, or ask to join in masses.
 
-`besiege` runs one `Siege` against a run of two stages in which each process may have 1,024 descriptors.
+`besiege` runs one `Siege` against a run of two stages in which each process may have 1,024 descriptors. The
+strangers are a process of their own, and may have a core of their own, so that what they cost is not held
+against the run:
+
+    python -m tests.support.strangers SIEGE PORT TOKEN
 """
 
 import asyncio
 import contextlib
+import json
+import os
 import resource
 import secrets
+import select
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -20,22 +29,34 @@ import grpc.aio
 
 from node.telemetry.events import NodeJoined, RunFinished, StepDone, from_json
 from tests.support.fault_run import small
+from tests.support.memory_pipeline import reference_run
+from tests.support.paths import python_path
 from tests.support.process import Coordinator, Launch, Process, StuckError
-from tests.support.run_harness import Run, undisturbed
+from tests.support.run_harness import Expected, Run
+from wire.channels import open_channel
 from wire.errors import ThinwireError
 from wire.identity.authority import certificate_to_pem
 from wire.identity.bootstrap import fetch_authority
-from wire.identity.credentials import server_name_options
+from wire.identity.credentials import NodeIdentity, server_name_options
 from wire.identity.names import coordinator_server_name
 from wire.identity.token import JoinToken
-from wire.v1 import enrolment_pb2
+from wire.pacing import RECONNECT_SECONDS, Backoff
+from wire.v1 import control_pb2, control_pb2_grpc, enrolment_pb2
 from wire.version import PROTOCOL, VERSION
 
 DESCRIPTORS = 1024
-LIMITED = ("sh", "-c", f'ulimit -n {DESCRIPTORS}; exec "$@"', "sh")
-"""Starts a command that may have so many descriptors."""
+MOST_STEPS = 200_000
+"""More than are done before the operator ends the run."""
+SNAPSHOT_EVERY = 200
 TICK_SECONDS = 0.05
 JOIN_SECONDS = 60.0
+RECONNECT_EVERY = 2.0
+"""Seconds between two new connections of a member."""
+RECONNECT_LIMIT = 30.0
+PIPE_SECONDS = 10.0
+INTERRUPTED = 130
+_BIND_ADDRESS_NO_PORT = 24
+"""Linux: the port is chosen at `connect`, so that one of our ports serves many addresses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +73,12 @@ class Siege:
     joins_a_second: int = 0
     """Requests to join with made-up tokens."""
     seconds: float = 6.0
+    calm_seconds: float = 1.0
+    """Before and after the siege, to compare with."""
+    own_core: bool = False
+    """The run has one core, and the strangers another, where there are two."""
+    addresses: int = 200
+    """From which idle connections come."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +88,16 @@ class Withstood:
     name: str
     what: str
     ended: bool
-    """The run reached its last step."""
+    """The run ended when its operator asked for it."""
     bits_equal: bool
     speed: float
-    """Steps a second during the siege, over those before it."""
+    """Steps a second during the siege, over those of calm times."""
+    cpu: float
+    """CPU seconds of the run's processes for a step during the siege, over those of calm times."""
+    reconnect_seconds: float | None
+    """The longest that a new connection of a member took during the siege, with its handshake and, at the
+    coordinator, an answer. None: one failed."""
+    reconnects: int
     join_seconds: float | None
     """From the start of an honest node to its admission, during the siege; None: not within a minute."""
     reached: int
@@ -88,44 +121,99 @@ SIEGES = (
 def at_full_size(siege: Siege) -> Siege:
     """10,000 idle connections and 500 new ones a second, or the same flood, for five minutes."""
     idle = {"idle": 10_000, "idle_a_second": 500} if siege.idle else {}
-    return replace(siege, **idle, seconds=300.0)
+    return replace(siege, **idle, seconds=300.0, calm_seconds=45.0, own_core=True)
 
 
-def besiege(siege: Siege, directory: Path, *, steps: int, launch: Launch) -> Withstood:
-    """Run one siege. A third node joins meanwhile; `launch` starts it, and should do so quickly."""
-    config = small(steps=steps, snapshot_every=max(20, steps // 4))
-    config = replace(config, pipeline=replace(config.pipeline, stages=2))
-    done: list[float] = []
+class _Watch:
+    """Steps that are done, and the CPU time of the run's processes, at certain times."""
 
-    def note(process: Process, line: str | None) -> None:
+    def __init__(self) -> None:
+        self._done: list[float] = []
+        self._processes: Sequence[Process] = ()
+        self._rates: dict[str, list[tuple[float, float]]] = {}
+
+    def note(self, process: Process, line: str | None) -> None:
+        """A listener of the run's processes."""
         if isinstance(process, Coordinator) and line and isinstance(from_json(line), StepDone):
-            done.append(time.monotonic())
+            self._done.append(time.monotonic())
 
-    with Run(directory, config, launch=launch, listener=note) as run:
-        coordinator = run.start(wrapper=LIMITED)
+    @contextlib.contextmanager
+    def measure(self, times: str, processes: Sequence[Process]) -> Iterator[None]:
+        """What happens in the block counts as one of the `times`."""
+        began, cpu, steps = time.monotonic(), _cpu_seconds(processes), len(self._done)
+        yield
+        ended, used, done = time.monotonic(), _cpu_seconds(processes) - cpu, len(self._done) - steps
+        if done:
+            self._rates.setdefault(times, []).append((done / (ended - began), used / done))
+
+    def rate(self, times: str) -> tuple[float, float]:
+        """Steps a second, and CPU seconds a step: means over the blocks of these times."""
+        rates, cpus = zip(*self._rates.get(times, [(0.0, 0.0)]), strict=True)
+        return sum(rates) / len(rates), sum(cpus) / len(cpus)
+
+
+def _cpu_seconds(processes: Sequence[Process]) -> float:
+    """User and system time that they have used so far."""
+    total = 0
+    for process in processes:
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            total += int(fields[11]) + int(fields[12])
+    return total / os.sysconf("SC_CLK_TCK")
+
+
+def _wrapper(core: int | None) -> tuple[str, ...]:
+    """Starts a command with few descriptors, on one core if that is given."""
+    pinned = () if core is None else ("taskset", "-c", str(core))
+    return ("sh", "-c", f'ulimit -n {DESCRIPTORS}; exec "$@"', "sh", *pinned)
+
+
+def besiege(siege: Siege, directory: Path, *, launch: Launch) -> Withstood:
+    """Run one siege, after which the operator ends the run. A third node joins meanwhile.
+
+    `launch` starts that node, and should do so quickly.
+    """
+    config = small(steps=MOST_STEPS, snapshot_every=SNAPSHOT_EVERY)
+    config = replace(config, pipeline=replace(config.pipeline, stages=2))
+    apart = siege.own_core and (os.cpu_count() or 1) > 1
+    watch = _Watch()
+    with Run(directory, config, launch=launch, listener=watch.note) as run:
+        coordinator = run.start(wrapper=_wrapper(0 if apart else None))
         for _ in range(2):
-            run.add_node(wrapper=LIMITED)
-        coordinator.wait_step(steps // 10)
+            run.add_node(wrapper=_wrapper(0 if apart else None))
+        coordinator.wait_step(20)
         join_port = int(config.coordinator.listen.rpartition(":")[2])
-        dialled = coordinator.wait_event(NodeJoined).address.rpartition(":")[2]
-        port = int(dialled) if siege.port == "link" else join_port
-        token = coordinator.token
-        joined: float | None = None
-        began = time.monotonic()
-        with _strangers(siege, port, JoinToken.parse(token)) as reached:
+        besieged = coordinator.wait_event(NodeJoined)
+        link_port = int(besieged.address.rpartition(":")[2])
+        port = link_port if siege.port == "link" else join_port
+        token = JoinToken.parse(coordinator.token)
+        members, joined = list(run.processes), None
+        with watch.measure("calm", members):
+            _wait(siege.calm_seconds, coordinator)
+        with _strangers(siege, port, token, core=1 if apart else None, launch=launch) as reached:
             started = time.monotonic()
             with contextlib.suppress(StuckError):
                 spare = run.add_node(run.new_token())
                 spare.wait_line(lambda line: "joined run" in line, JOIN_SECONDS)
                 joined = round(time.monotonic() - started, 2)
-            _wait_until(began + siege.seconds, coordinator)
-            ended_at = time.monotonic()
+            identity = NodeIdentity.load(run.state_dir(2))
+            assert identity is not None or joined is None, "who has joined has an identity"
+            with (
+                watch.measure("siege", members),
+                _reconnecting(identity, join_port, besieged if siege.port == "link" else None) as took,
+            ):
+                _wait(siege.seconds, coordinator)
+        with watch.measure("calm", members):
+            _wait(siege.calm_seconds, coordinator)
+        coordinator.interrupt()
         code: int | None = None
         with contextlib.suppress(StuckError):
             code = coordinator.wait_exit()
-        ended = code == 0 and len(run.losses) == steps
-        expected = undisturbed(run.config) if ended else None
+        done = len(run.losses)
+        ended = done > 0 and code == INTERRUPTED
+        expected = _undisturbed(run, done) if ended else None
         finished = coordinator.all(RunFinished)
+        (speed, cpu), (calm_speed, calm_cpu) = watch.rate("siege"), watch.rate("calm")
         return Withstood(
             name=siege.name,
             what=siege.what,
@@ -133,67 +221,169 @@ def besiege(siege: Siege, directory: Path, *, steps: int, launch: Launch) -> Wit
             bits_equal=expected is not None
             and run.losses == expected.losses
             and run.weights_sha256 == expected.weights_sha256,
-            speed=round(_rate(done, began, ended_at) / _rate(done, done[0], began), 2),
+            speed=round(speed / max(calm_speed, 1e-9), 2),
+            cpu=round(cpu / max(calm_cpu, 1e-9), 2),
+            reconnect_seconds=round(max(took), 2) if took and max(took) < RECONNECT_LIMIT else None,
+            reconnects=len(took),
             join_seconds=joined,
             reached=reached[0],
             line="" if ended else finished[-1].reason if finished else "nothing happened any more",
         )
 
 
-def _rate(done: list[float], began: float, ended: float) -> float:
-    """Steps a second in an interval, or in the part of it before the last step."""
-    ended = min(ended, done[-1]) if done[-1] > began else ended
-    return sum(began < at <= ended for at in done) / max(ended - began, 1e-3)
+def _undisturbed(run: Run, steps: int) -> Expected:
+    """The first steps of an undisturbed run."""
+    taken, weights = reference_run(run.config, steps)
+    return Expected({number: step.loss for number, step in enumerate(taken, start=1)}, weights)
 
 
-def _wait_until(when: float, coordinator: Coordinator) -> None:
-    """Wait for the time, or for the run's end."""
+def _wait(seconds: float, coordinator: Coordinator) -> None:
+    """Wait for so long, or for the run's end."""
     with contextlib.suppress(StuckError):
-        coordinator.wait_exit(max(0.0, when - time.monotonic()))
+        coordinator.wait_exit(seconds)
+
+
+# ---- a member that connects again
 
 
 @contextlib.contextmanager
-def _strangers(siege: Siege, port: int, token: JoinToken) -> Iterator[list[int]]:
-    """The siege goes on inside the block; gives a list of one number: connections or requests so far."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    reached, over = [0], threading.Event()
-    there = threading.Event()
+def _reconnecting(
+    identity: NodeIdentity | None, port: int, neighbour: NodeJoined | None
+) -> Iterator[list[float]]:
+    """Connect again and again inside the block, as a member; gives the seconds of each time."""
+    took: list[float] = []
+    over = threading.Event()
 
     def work() -> None:
-        if siege.joins_a_second:
-            asyncio.run(_ask_to_join(siege, port, token, reached, over, there))
-        else:
-            _idle(siege, port, reached, over, there)
+        while identity is not None and not over.wait(RECONNECT_EVERY):
+            took.append(asyncio.run(_reconnect(identity, port, neighbour)))
 
-    thread = threading.Thread(target=work, name=siege.name)
+    thread = threading.Thread(target=work, name="reconnecting")
     thread.start()
     try:
-        assert there.wait(JOIN_SECONDS), "the strangers did not come"
-        yield reached
+        yield took
     finally:
         over.set()
         thread.join()
 
 
+async def _reconnect(identity: NodeIdentity, port: int, neighbour: NodeJoined | None) -> float:
+    """Seconds until a new connection to the coordinator, or to a neighbour's link port, works; tried as nodes
+    try."""
+    if neighbour is None:
+        address, name = f"127.0.0.1:{port}", identity.coordinator_name
+    else:
+        address, name = neighbour.address, identity.server_name(neighbour.node_id)
+    began, backoff = time.monotonic(), Backoff(0.1, RECONNECT_SECONDS)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(RECONNECT_LIMIT):
+            while not await _served(address, name, identity, at_link=neighbour is not None):  # noqa: ASYNC110
+                await asyncio.sleep(backoff.advance())
+    return time.monotonic() - began
+
+
+async def _served(address: str, name: str, identity: NodeIdentity, *, at_link: bool) -> bool:
+    """Whether one new connection works: it is ready and, at the coordinator, a call is answered."""
+    channel = open_channel(address, identity=identity, server_name=name)
+    try:
+        if at_link:
+            await channel.channel_ready()
+        else:
+            probe = control_pb2_grpc.CoordinatorStub(channel).Probe(control_pb2.ProbeRequest(bytes=1))
+            async for _ in probe:
+                pass
+    except grpc.aio.AioRpcError:
+        return False
+    finally:
+        await channel.close()
+    return True
+
+
+# ---- the strangers
+
+
+@contextlib.contextmanager
+def _strangers(
+    siege: Siege, port: int, token: JoinToken, *, core: int | None, launch: Launch
+) -> Iterator[list[int]]:
+    """The siege goes on inside the block; gives a list that afterwards holds how many they were."""
+    words = (json.dumps(asdict(siege)), str(port), token.encode())
+    child = launch(
+        [sys.executable, "-m", "tests.support.strangers", *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": python_path(), "GRPC_VERBOSITY": "ERROR"},
+        start_new_session=True,
+    )
+    if core is not None:
+        os.sched_setaffinity(child.pid, {core})
+    reached = [0]
+    assert child.stdin is not None and child.stdout is not None
+    try:
+        assert select.select([child.stdout], [], [], JOIN_SECONDS)[0], "the strangers did not come"
+        assert child.stdout.readline() == "there\n", "the strangers are there"
+        yield reached
+        child.stdin.close()
+        assert select.select([child.stdout], [], [], PIPE_SECONDS)[0], "the strangers did not go"
+        reached[0] = int(child.stdout.readline())
+    finally:
+        child.kill()
+        child.wait()
+        child.stdin.close()
+        child.stdout.close()
+
+
+def main() -> int:
+    """Be the strangers until stdin closes: print "there" once the siege is on, and at the end how many."""
+    siege, port, token = Siege(**json.loads(sys.argv[1])), int(sys.argv[2]), JoinToken.parse(sys.argv[3])
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    reached, over, there = [0], threading.Event(), threading.Event()
+
+    def wait_end() -> None:
+        there.wait()
+        _say("there")
+        sys.stdin.read()
+        over.set()
+
+    threading.Thread(target=wait_end, daemon=True).start()
+    if siege.joins_a_second:
+        asyncio.run(_ask_to_join(siege, port, token, reached, over, there))
+    else:
+        _idle(siege, port, reached, over, there)
+    _say(str(reached[0]))
+    return 0
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def _idle(siege: Siege, port: int, reached: list[int], over: threading.Event, there: threading.Event) -> None:
     """Open connections until `idle` are open, 2,000 a second, and then `idle_a_second`."""
     open_ones: deque[socket.socket] = deque()
-    with contextlib.ExitStack() as stack:
-        stack.callback(lambda: [one.close() for one in open_ones])
-        while not over.wait(TICK_SECONDS):
-            full = len(open_ones) >= siege.idle
-            if full:
-                there.set()
-            for _ in range(int((siege.idle_a_second if full else 2000) * TICK_SECONDS)):
-                one = socket.socket()
-                one.setblocking(False)
-                with contextlib.suppress(BlockingIOError, ConnectionRefusedError):
-                    one.connect(("127.0.0.1", port))
-                open_ones.append(one)
-                reached[0] += 1
-            while len(open_ones) > siege.idle:
-                open_ones.popleft().close()
+    began, due = time.monotonic(), 0
+    while not over.wait(TICK_SECONDS):
+        full = len(open_ones) >= siege.idle
+        if full and not there.is_set():
+            there.set()
+            began, due = time.monotonic(), 0
+        # By the clock: a tick that came late opens more.
+        before, due = due, int((time.monotonic() - began) * (siege.idle_a_second if full else 2000))
+        for _ in range(due - before):
+            one = socket.socket()
+            one.setblocking(False)
+            number = reached[0] % siege.addresses
+            one.setsockopt(socket.IPPROTO_IP, _BIND_ADDRESS_NO_PORT, 1)
+            one.bind((f"127.1.{number // 250}.{1 + number % 250}", 0))
+            with contextlib.suppress(BlockingIOError, ConnectionRefusedError):
+                one.connect(("127.0.0.1", port))
+            open_ones.append(one)
+            reached[0] += 1
+        while len(open_ones) > siege.idle:
+            open_ones.popleft().close()
 
 
 async def _ask_to_join(
@@ -243,3 +433,7 @@ async def _ask_to_join(
                     group.create_task(ask(number))
                 asked = reached[0] = due
                 there.set()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
