@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig
+from node.model import storage
+from node.pipeline.memory_plan import Choice, Room
 from node.stage.captured_passes import CapturedPasses, CudaRecorder, Work
 from node.stage.stage_model import StageModel
-from tests.support.passes import CASES
+from tests.support.passes import CASES, Forced
 
 GPU = torch.device("cuda", 0)
 SHAPE = (2, 512)
@@ -22,7 +24,7 @@ ORDER = ("f0", "f1", "b0", "f2", "b1", "f3", "b2", "b3")
 
 
 def run_file(case: str, family: str, *, graphs: bool) -> RunConfig:
-    training, storage, lora = CASES[case]
+    training, stored, lora = CASES[case]
     return RunConfig(
         model=ModelSection(
             family=family,
@@ -35,7 +37,7 @@ def run_file(case: str, family: str, *, graphs: bool) -> RunConfig:
             sequence=SHAPE[1],
         ),
         training=replace(training, cuda_graphs=graphs),
-        storage=storage,
+        storage=stored,
         lora=lora,
         pipeline=PipelineSection(stages=2),
     )
@@ -63,8 +65,10 @@ def run_step(model: StageModel, stage: int, step: int) -> list[Tensor]:
     return [*(tensor for tensor in made if tensor is not None), norms, *weights]
 
 
-def steps(config: RunConfig, stage: int, count: int = 4) -> tuple[list[list[Tensor]], StageModel]:
-    model = StageModel(config, GPU)
+def steps(
+    config: RunConfig, stage: int, count: int = 4, room: Room | None = None
+) -> tuple[list[list[Tensor]], StageModel]:
+    model = StageModel(config, GPU, room=room)
     model.build(stage, 2)
     return [run_step(model, stage, step) for step in range(count)], model
 
@@ -92,6 +96,27 @@ def test_graphs_give_autograds_bits(case: str, family: str, stage: int) -> None:
     found, model = steps(run_file(case, family, graphs=True), stage)
     assert_same(found, wanted)
     assert captured(model).slots == 2
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("case", [case for case, (_, _, lora) in CASES.items() if not lora.dropout])
+def test_blocks_that_run_again_and_a_head_in_pieces_give_the_same_bits(
+    case: str, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "HEAD_LOGITS", 300 * 1024)  # of 1,024 tokens
+    wanted, _ = steps(run_file(case, "llama", graphs=False), stage)
+    for graphs in (False, True):
+        for choices in ((Choice.AGAIN, Choice.KEPT), (Choice.AGAIN, Choice.AGAIN)):
+            found, _ = steps(run_file(case, "llama", graphs=graphs), stage, room=Forced(choices))
+            assert_same(found, wanted)
+
+
+def test_feed_forwards_that_run_again_give_the_same_bits() -> None:
+    wanted, _ = steps(run_file("autocast", "llama", graphs=False), 0)
+    for graphs in (False, True):
+        room = Forced((Choice.FFN, Choice.AGAIN))
+        found, _ = steps(run_file("autocast", "llama", graphs=graphs), 0, room=room)
+        assert_same(found, wanted)
 
 
 def test_what_others_leave_to_the_collector_breaks_no_capture() -> None:

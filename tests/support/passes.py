@@ -1,8 +1,9 @@
-"""Settings in which captured passes are compared with autograd, by name."""
+"""Settings in which passes are compared, by name, and a plan of what runs again."""
 
 from dataclasses import replace
 
-from node.config.schema import LoraSection, StorageSection, TrainingSection
+from node.config.schema import LoraSection, RunConfig, StorageSection, TrainingSection
+from node.pipeline.memory_plan import Choice, MemoryPlan, Room
 
 PLAIN = TrainingSection(global_batch=8, microbatch=2, warmup_steps=0, precision="bfloat16")
 FP8 = replace(PLAIN, gradients="fp8", moments="fp8")
@@ -22,3 +23,14 @@ CASES = {name: (*sections, LoraSection()) for name, sections in _WHOLE.items()} 
     "lora": (PLAIN, StorageSection(), LoraSection(rank=4)),
     "lora, 4 bits, dropout": (FP8, StorageSection(), LoraSection(rank=4, base="4", dropout=0.3)),
 }
+
+
+class Forced(Room):
+    """Takes these choices whatever the memory is."""
+
+    def __init__(self, choices: tuple[Choice, ...]) -> None:
+        super().__init__()
+        self._choices = choices
+
+    def plan(self, config: RunConfig, stages: int, stage: int) -> MemoryPlan:
+        return replace(super().plan(config, stages, stage), choices=self._choices)

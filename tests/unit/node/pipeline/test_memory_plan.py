@@ -15,7 +15,6 @@ from node.pipeline.device_memory import Devices
 from node.pipeline.memory import stage_memory
 from node.pipeline.memory_plan import (
     Choice,
-    MemoryPlan,
     Room,
     _Stage,
     frontier,
@@ -23,6 +22,7 @@ from node.pipeline.memory_plan import (
     plan_stage,
 )
 from node.stage.stage_model import StageModel
+from tests.support.passes import Forced
 from tests.unit.node.pipeline.test_memory import CPU, FORMS, LEAST, MOST, measured, run
 
 CPUS, GPU = Devices(), Devices(on_cpu=False)
@@ -110,17 +110,6 @@ def test_a_stage_takes_what_its_plan_says(form: str) -> None:
         memory = plan.memory
         expected = memory.state + max(memory.kept + memory.working, memory.applying)
         assert LEAST <= expected / found <= MOST
-
-
-class Forced(Room):
-    """Takes these choices whatever the memory is."""
-
-    def __init__(self, choices: tuple[Choice, ...]) -> None:
-        super().__init__()
-        self._choices = choices
-
-    def plan(self, config: RunConfig, stages: int, stage: int) -> MemoryPlan:
-        return replace(super().plan(config, stages, stage), choices=self._choices)
 
 
 def gradients(config: RunConfig, room: Room, stage: int) -> list[Tensor]:
