@@ -14,14 +14,17 @@ from node.model.units import unit_parameters
 from node.pipeline.device_memory import Devices
 from node.pipeline.memory import stage_memory, stage_storages
 from node.pipeline.placement import (
+    boundaries,
     boundary_cache_bytes,
     check_cache,
-    chunks_of,
+    head_bytes,
+    head_first,
     stage_cache_bytes,
+    stage_orders,
     stage_units,
 )
 from node.pipeline.routing import source_stage, target_stage
-from node.pipeline.schedule import held_activations, schedule
+from node.pipeline.schedule import held_activations
 from node.training.shards import ShardedCorpus, load_data
 from wire.codecs.formats import AqsgdFormat, codec_format
 from wire.errors import DataError
@@ -132,6 +135,18 @@ class LinkDirection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadPlace:
+    """Where a tied model's head is (`pipeline.head`), and what either place sends, both ways together."""
+
+    first: bool
+    """On the first stage, with the embedding; else on the last."""
+    boundary_bytes: int
+    """A step's hidden states to the first stage, and their gradients back."""
+    exchange_bytes: int
+    """The tied weight's gradient from the last stage to the first, and the sum back."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Explanation:
     """A run file, worked out."""
 
@@ -140,6 +155,8 @@ class Explanation:
     tokens_per_step: int
     parameters: int
     """Of all stages, including the copy that a tied head has."""
+    head: HeadPlace | None
+    """For a tied model that several stages train."""
     stages: tuple[StagePlan, ...]
     memory: tuple[StageNeed, ...]
     flows: tuple[Flow, ...]
@@ -173,7 +190,7 @@ def explain(config: RunConfig, text: TextPlan | None = None) -> Explanation:
     if text is not None and text.samples:
         check_cache(config, text.samples)
     pipeline, model, training = config.pipeline, config.model, config.training
-    orders = schedule(pipeline.stages, pipeline.chunks, config.microbatches, pipeline.first_window)
+    orders = stage_orders(config, pipeline.stages)
     stages = []
     storages = stage_storages(config, pipeline.stages)
     for stage, units in enumerate(stage_units(config, pipeline.stages)):
@@ -193,6 +210,7 @@ def explain(config: RunConfig, text: TextPlan | None = None) -> Explanation:
         microbatches=config.microbatches,
         tokens_per_step=training.global_batch * model.sequence,
         parameters=sum(plan.parameters for plan in stages),
+        head=_head_place(config),
         stages=tuple(stages),
         memory=_memory_needs(config, text.samples if text is not None else 0),
         flows=_flows(config),
@@ -225,6 +243,14 @@ def text_plan(config: RunConfig, tell: Callable[[str], None]) -> TextPlan:
     )
 
 
+def _head_place(config: RunConfig) -> HeadPlace | None:
+    stages = config.pipeline.stages
+    if stages < 2 or not config.sums_tied_gradients:
+        return None
+    boundary, exchange = head_bytes(config)
+    return HeadPlace(first=head_first(config, stages), boundary_bytes=boundary, exchange_bytes=exchange)
+
+
 def framed_bytes(packed_bytes: int) -> int:
     """Bytes of the frames that carry one packed tensor, headers included."""
     return packed_bytes + ceil(packed_bytes / PAYLOAD_BYTES) * HEADER_BYTES
@@ -240,9 +266,9 @@ def _flows(config: RunConfig) -> tuple[Flow, ...]:
         (Direction.ACTIVATION, pipeline.forward_codec),
         (Direction.GRADIENT, pipeline.backward_codec),
     ):
-        for boundary in range(pipeline.stages * pipeline.chunks - 1):
+        for boundary in range(boundaries(config, pipeline.stages)):
             sent.append((direction, boundary, name, hidden, config.microbatches))
-    if config.sums_tied_gradients:
+    if config.sums_tied_gradients and not head_first(config, pipeline.stages):
         for direction in (Direction.TIED_SHARE, Direction.TIED_SUM):
             sent.append((direction, 0, TIED_CODEC, tied, 1))
 
@@ -277,10 +303,9 @@ def _sample_cache(config: RunConfig, windows: int) -> SampleCache | None:
     assert isinstance(found, AqsgdFormat), "the only codec with a sample cache"
     stages, model = config.pipeline.stages, config.model
     shape = (config.training.microbatch, model.sequence, model.hidden)
-    boundaries = stages * chunks_of(config, stages) - 1
     return SampleCache(
         stages=stage_cache_bytes(config, stages, windows),
-        snapshot=boundaries * boundary_cache_bytes(config, windows),
+        snapshot=boundaries(config, stages) * boundary_cache_bytes(config, windows),
         first_pass_bits=8 * found.first_pass_bytes(shape) / prod(shape),
     )
 

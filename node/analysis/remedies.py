@@ -100,7 +100,8 @@ def better_split(view: RunView, model: StepModel, ends_in_blocks: Sequence[float
     if view.chunks > 1 or min(blocks) < 1 or len(blocks) < 2 or len(ends_in_blocks) != 2:
         return None
     fixed = [0.0] * len(blocks)
-    fixed[0], fixed[-1] = ends_in_blocks
+    fixed[0] += ends_in_blocks[0]
+    fixed[-1 if model.head_share is None else 0] += ends_in_blocks[1]
     times = [f + b for f, b in zip(model.forward, model.backward, strict=True)]
     if min(times) <= 0:
         return None

@@ -253,6 +253,8 @@ class RunView:
     microbatches: int
     chunks: int
     """Model chunks a stage."""
+    head_share: float | None
+    """The share of the first stage's compute that the head takes there; None: it is on the last stage."""
     forward_codec: str
     backward_codec: str
     loss: float | None = None

@@ -43,6 +43,8 @@ class StepModel:
     """As for `step_floor`: uploads that a stage's links seem to share, in place of the links' capacities."""
     after_seconds: float
     """The optimizer step."""
+    head_share: float | None = None
+    """As `step_floor` takes it."""
     elements: Mapping[str, float] = field(default_factory=dict)
     """Elements of a microbatch's tensor at one boundary, by direction."""
     slowness: tuple[float, ...] = ()
@@ -63,7 +65,8 @@ class StepModel:
             )
 
         chunks = view.chunks if stages > 1 else 1
-        crossings = view.microbatches * (stages * chunks - 1)
+        share = view.head_share if stages > 1 else None
+        crossings = view.microbatches * (stages * chunks - 1 + (share is not None))
 
         def tensor_bytes(direction: str) -> float:
             flows = (flow for link in view.links for flow in link.flows if flow.direction == direction)
@@ -87,12 +90,15 @@ class StepModel:
             packing=packing,
             activation_bytes=tensor_bytes("activation"),
             gradient_bytes=tensor_bytes("gradient"),
-            links=_rates([link for link in view.links if link.source not in uploads], stages, chunks),
+            links=_rates(
+                [link for link in view.links if link.source not in uploads], _joints(stages, chunks, share)
+            ),
             interfaces=tuple(
                 LinkRate(up=uploads[stage].capacity_mbit / 8e-6 if stage in uploads else math.inf)
                 for stage in range(stages)
             ),
             after_seconds=max(optimizer) * view.microbatches,
+            head_share=share,
             elements=elements,
             slowness=_slowness(view, chunks, elements, packing),
         )
@@ -114,6 +120,7 @@ class StepModel:
             links=self.links,
             interfaces=self.interfaces,
             chunks=self.chunks,
+            head_share=self.head_share,
             after_seconds=self.after_seconds,
         )
 
@@ -148,7 +155,10 @@ class StepModel:
             pairs = zip(nanoseconds(present), nanoseconds(other), strict=True)
             encode, decode = (max(0.0, after - before) for before, after in pairs)
             costs[direction] = encode, decode
-        on_a_core = packing_seconds(len(self.forward), self.chunks, self.elements, costs)
+        head_first = self.head_share is not None
+        on_a_core = packing_seconds(
+            len(self.forward), self.chunks, self.elements, costs, head_first=head_first
+        )
         slowness = self.slowness or (0.0,) * len(on_a_core)
         return tuple(slow * seconds for slow, seconds in zip(slowness, on_a_core, strict=True))
 
@@ -211,14 +221,22 @@ def _slowness(
     exceeds the expected time, the stage is slower than the measured core."""
     flows = (flow for link in view.links for flow in link.flows if flow.direction in elements)
     costs = {flow.direction: nanoseconds(flow.codec) for flow in flows}
-    expected = packing_seconds(len(view.stages), chunks, elements, costs)
+    head_first = view.head_share is not None and len(view.stages) > 1
+    expected = packing_seconds(len(view.stages), chunks, elements, costs, head_first=head_first)
     return tuple(
         max(1.0, told / should if should > 0 else 1.0) if is_cpu(stage.device) else 0.0
         for stage, told, should in zip(view.stages, packing, expected, strict=True)
     )
 
 
-def _rates(links: Sequence[LinkView], stages: int, chunks: int) -> tuple[LinkRate, ...]:
+def _joints(stages: int, chunks: int, head_share: float | None) -> list[tuple[int, int]]:
+    """The stages that links of boundaries join, as `step_floor` takes them."""
+    joints = [(stage, stage + 1) for stage in range(stages - 1)]
+    ring = (chunks > 1 or head_share is not None) and stages > 2
+    return [*joints, (stages - 1, 0)] if ring else joints
+
+
+def _rates(links: Sequence[LinkView], joints: Sequence[tuple[int, int]]) -> tuple[LinkRate, ...]:
     by_pair = {(link.source, link.target): link for link in links}
 
     def rate(source: int, target: int) -> float:
@@ -230,9 +248,6 @@ def _rates(links: Sequence[LinkView], stages: int, chunks: int) -> tuple[LinkRat
         round_trips = [link.round_trip_seconds for link in both if link is not None]
         return min(round_trips, default=0.0) / 2
 
-    joints = [(stage, stage + 1) for stage in range(stages - 1)]
-    if chunks > 1 and stages > 2:
-        joints.append((stages - 1, 0))
     return tuple(
         LinkRate(up=rate(low, high), down=rate(high, low), latency=latency(low, high)) for low, high in joints
     )
@@ -257,7 +272,12 @@ def nanoseconds(codec: str) -> tuple[float, float]:
 
 
 def packing_seconds(
-    stages: int, chunks: int, elements: Mapping[str, float], costs: Mapping[str, tuple[float, float]]
+    stages: int,
+    chunks: int,
+    elements: Mapping[str, float],
+    costs: Mapping[str, tuple[float, float]],
+    *,
+    head_first: bool = False,
 ) -> tuple[float, ...]:
     """Packing time of a microbatch at each stage, on one core.
 
@@ -265,13 +285,16 @@ def packing_seconds(
         chunks: model chunks a stage; a tensor crosses between consecutive chunks.
         elements: of a tensor between two chunks, by direction (`activation`, `gradient`).
         costs: nanoseconds to encode and to decode an element, by direction.
+        head_first: the head is one more chunk, on the first stage.
     """
     seconds = [0.0] * stages
     for direction, (encode, decode) in costs.items():
         forward = direction == "activation"
         for stage in range(stages):
-            # The last chunk sends no activation, the first receives none; gradients the other way round.
-            as_last, as_first = chunks - (stage == stages - 1), chunks - (stage == 0)
+            # The last chunk sends no activation, the first receives none; gradients the other way round. A
+            # head's chunk on the first stage is the last, and receives what its last block's stage sends.
+            as_last = chunks - (stage == stages - 1 and not head_first)
+            as_first = chunks - (stage == 0 and not head_first)
             sent, received = (as_last, as_first) if forward else (as_first, as_last)
             seconds[stage] += 1e-9 * elements.get(direction, 0.0) * (sent * encode + received * decode)
     return tuple(seconds)

@@ -53,7 +53,7 @@ class ModelSection:
     sequence: int = 256
     """Tokens in a sample."""
     tied: bool = False
-    """The output head shares the embedding's weight; its gradient crosses the network once a step."""
+    """The output head shares the embedding's weight; `pipeline.head` says what crosses the network for it."""
     norm_eps: float = 1e-5
     """Epsilon of the norms."""
     rope_theta: float = 10000.0
@@ -243,6 +243,9 @@ class PipelineSection:
     what the node has left."""
     split: tuple[int, ...] = ()
     """Blocks of each chunk in pipeline order (stages x chunks numbers); empty balances them by cost."""
+    head: str = "auto"
+    """The stage of a tied model's head. `first`: with the embedding, so that the last stage sends its hidden
+    states there. `last`: the two send each other the weight's gradient. `auto`: what sends fewer bytes."""
     forward_codec: str = "tah"
     """Codec of activations: `fp32`, `bf16`, `fp16`, `fixed-2` to `-10`, `tah`, `trellis-2` to `-10`,
     `aqsgd-2` to `-8`."""
@@ -350,7 +353,7 @@ class RunConfig:
 
     @property
     def sums_tied_gradients(self) -> bool:
-        """Whether both copies of a tied weight are trained, so that their gradients cross the network."""
+        """Whether both copies of a tied weight are trained, so that their gradients are added up."""
         return self.model.tied and self.lora.rank == 0
 
     @property

@@ -45,7 +45,7 @@ from node.coordinator.store import HeldOutRecord, PlacedNode, StepOutcome, StepR
 from node.coordinator.tracer import Tracer
 from node.pipeline.device_memory import devices_of
 from node.pipeline.memory import most_held
-from node.pipeline.placement import chunks_of
+from node.pipeline.placement import chunks_of, head_share, hops
 from node.pipeline.window_plan import Windows, measured, plan_windows
 from node.run_file.loader import to_json
 from node.telemetry import events
@@ -502,8 +502,9 @@ class WindowPlanner:
     def step_done(self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts) -> None:
         """A step of `epoch`, which these nodes host, has cost this."""
         config, stages = self._config, len(nodes)
-        chunks, current = chunks_of(config, stages), epoch.planned_windows or (0,) * (stages - 1)
-        measures = measured(costs, self._link_report, chunks, config.microbatches)
+        chunks, share = chunks_of(config, stages), head_share(config, stages)
+        current = epoch.planned_windows or (0,) * hops(config, stages)
+        measures = measured(costs, self._link_report, chunks, config.microbatches, share)
         if measures is None:
             return
 

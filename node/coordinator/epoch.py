@@ -190,6 +190,11 @@ class Epoch:
         """The row of a node."""
         return self.hosts.index(node_id) // self.stages
 
+    @property
+    def loss_stage(self) -> int:
+        """The stage with the head, which gets labels and says losses."""
+        return self._history.loss_stage(self.stages)
+
     def place_of(self, node_id: str) -> str:
         """Where a node is, for the operator."""
         stage = f"stage {self.stage_of(node_id)}"
@@ -345,7 +350,7 @@ class Epoch:
         current = self._validate() if self.phase is Phase.VALIDATING else None
         if current is None or (message.step, message.number) != (current.step, current.number):
             return []
-        if message.loss is not None and node_id == self.asked[-1]:
+        if message.loss is not None and node_id == self.asked[self.loss_stage]:
             self._loss = message.loss
         if not self._all_answered(node_id, Phase.VALIDATING):
             return []
@@ -378,7 +383,7 @@ class Epoch:
             return odd
         loss = self._sum_of_losses()
         votes = [self.votes[node] for node in self.row(0)]
-        votes[-1] = replace(votes[-1], loss=loss)
+        votes[self.loss_stage] = replace(votes[self.loss_stage], loss=loss)
         norms = {unit: norm for vote in votes for unit, norm in vote.norms.items()}
         grad_norm = global_norm(norms[unit] for unit in sorted(norms))
         if not math.isfinite(grad_norm):
@@ -412,11 +417,11 @@ class Epoch:
 
     def _sum_of_losses(self) -> float:
         """The step's loss. Groups are added in their order, so it does not depend on the rows."""
-        last = [self.votes[node] for node in self.hosts[self.stages - 1 :: self.stages]]
+        heads = [self.votes[node] for node in self.hosts[self.loss_stage :: self.stages]]
         if self._group_count == 1:
-            assert last[0].loss is not None, "a vote of the last stage without a loss is refused"
-            return last[0].loss
-        losses = {group: loss for vote in last for group, loss in vote.group_losses.items()}
+            assert heads[0].loss is not None, "a vote without a loss of the stage with the head is refused"
+            return heads[0].loss
+        losses = {group: loss for vote in heads for group, loss in vote.group_losses.items()}
         total = 0.0
         for group in sorted(losses):  # `sum` rounds differently from Python 3.12 on
             total += losses[group]
@@ -511,6 +516,8 @@ class EpochSeries:
         """That of the newest commit, and those that began since; unknown before a commit is heard of."""
         self._windows: tuple[int, ...] = ()
         """The newest plan for the links; empty before there is one."""
+        self._windows_of = (0, 0)
+        """Nodes and rows that it was made for."""
         self._began = 0.0
 
     def begin(
@@ -542,7 +549,7 @@ class EpochSeries:
             history=self._history,
             groups=groups,
         )
-        if len(self._windows) == len(hosts) - len(groups):
+        if (len(hosts), len(groups)) == self._windows_of:
             self.current.planned_windows = self._windows
         return self.current
 
@@ -562,6 +569,7 @@ class EpochSeries:
         """If this epoch is on: its next step has these windows, and later epochs of as many stages too."""
         if self.current is not None and self.current.number == number:
             self._windows = self.current.planned_windows = windows
+            self._windows_of = len(self.current.hosts), self.current.rows
 
     def unplaced(self, now: float) -> dict[str, str]:
         """Nodes that have had their time to take their places, and have not; the line for each."""

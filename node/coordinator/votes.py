@@ -43,6 +43,10 @@ class VoteHistory:
         self._confirmed: set[int] = set()
         """Units whose norms another node confirmed to be far above the others'."""
 
+    def loss_stage(self, stages: int) -> int:
+        """The stage that says losses: it has the head, which is the last layer unit."""
+        return max(range(stages), key=lambda stage: max(self._units(stages)[stage]))
+
     def refusal(
         self, vote: Vote, stage: int, stages: int, groups: Collection[int] | None = None
     ) -> str | None:
@@ -51,15 +55,15 @@ class VoteHistory:
         Args:
             groups: the gradient groups of its row; None if the run has only one.
         """
-        units, is_last = self._units(stages)[stage], stage == stages - 1
+        units, has_loss = self._units(stages)[stage], stage == self.loss_stage(stages)
         if vote.norms.keys() != units:
             return f"its vote names layer units {_some(vote.norms)}, and stage {stage} holds {_some(units)}"
         if groups is not None or vote.group_losses:
-            return _group_refusal(vote, is_last, set(groups or ()))
-        if vote.loss is None and is_last:
-            return "it voted without a loss, as the last stage"
-        if vote.loss is not None and not is_last:
-            return "it voted with a loss, which only the last stage has"
+            return _group_refusal(vote, has_loss, set(groups or ()))
+        if vote.loss is None and has_loss:
+            return "it voted without a loss, as the stage with the head"
+        if vote.loss is not None and not has_loss:
+            return "it voted with a loss, which only the stage with the head has"
         if vote.loss is not None and vote.loss < 0:
             return "it voted with a loss below 0"
         return None
@@ -104,11 +108,11 @@ class VoteHistory:
         return abs(loss - middle) > max(SPREAD * deviation, LOSS_MARGIN, abs(middle) / 2)
 
 
-def _group_refusal(vote: Vote, is_last: bool, groups: Collection[int]) -> str | None:
+def _group_refusal(vote: Vote, has_loss: bool, groups: Collection[int]) -> str | None:
     """Each group is counted once, by the row that computes it."""
     if vote.loss is not None:
         return "it voted with a loss, and not with those of its groups"
-    wanted = groups if is_last else set()
+    wanted = groups if has_loss else set()
     if vote.group_losses.keys() != wanted:
         return f"its vote has the losses of groups {_some(vote.group_losses)}, not of {_some(wanted)}"
     if any(loss < 0 for loss in vote.group_losses.values()):

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from node.analysis.explain import DeviceNeed, Explanation, StageNeed, TextPlan
+from node.analysis.explain import DeviceNeed, Explanation, HeadPlace, StageNeed, TextPlan
 from node.config.schema import RunConfig
 from node.model.storage import KINDS, unit_bytes
 from node.model.units import is_block
@@ -67,8 +67,18 @@ def _step_lines(explanation: Explanation) -> list[str]:
         f"step     {config.training.global_batch} samples of {config.model.sequence} tokens = "
         f"{count_text(explanation.tokens_per_step)} tokens, in {explanation.microbatches} microbatches of "
         f"{config.training.microbatch}",
+        *(_head_lines(explanation.head) if explanation.head is not None else []),
         *(_text_lines(config, explanation.text) if explanation.text is not None else []),
     ]
+
+
+def _head_lines(head: HeadPlace) -> list[str]:
+    """Where a tied model's head is, and why."""
+    stage, other = ("first", "last") if head.first else ("last", "first")
+    hidden = f"hidden states and their gradients, {bytes_text(head.boundary_bytes)} a step"
+    weight = f"the tied weight's gradient, {bytes_text(head.exchange_bytes)} a step"
+    crosses, spared = (hidden, weight) if head.first else (weight, hidden)
+    return [f"head     on the {stage} stage: {crosses}, cross the network for it; on the {other}: {spared}"]
 
 
 def _text_lines(config: RunConfig, plan: TextPlan) -> list[str]:
@@ -125,6 +135,8 @@ def _storage_lines(explanation: Explanation) -> list[str]:
 def _units_text(units: tuple[str, ...]) -> str:
     """`embed, 3 blocks, head`."""
     blocks = sum(is_block(unit) for unit in units)
+    if not blocks:
+        return ", ".join(units)
     named = [f"{blocks} block{'s' if blocks != 1 else ''}"]
     return ", ".join([*units[:1], *named] if not is_block(units[0]) else named) + (
         f", {units[-1]}" if not is_block(units[-1]) else ""

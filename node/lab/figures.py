@@ -73,13 +73,14 @@ def cell_floor(
     *,
     microbatches: int,
     chunks: int,
+    head_share: float | None = None,
 ) -> Floor:
     """The lower bound on this cell's step time.
 
     Rates are the payload's: of links as measured, of interfaces as configured, which calibration checks.
     """
     stages = len(compute.forward)
-    joints = stages - 1 + (chunks > 1 and stages > 2)
+    joints = stages - 1 + ((chunks > 1 or head_share is not None) and stages > 2)
     links: tuple[LinkRate, ...] = ()
     interfaces: tuple[LinkRate, ...] = ()
     if wires[0].higher < 0:
@@ -109,6 +110,7 @@ def cell_floor(
         links=links,
         interfaces=interfaces,
         chunks=chunks,
+        head_share=head_share,
         after_seconds=compute.after,
     )
 

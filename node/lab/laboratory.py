@@ -35,6 +35,7 @@ from node.lab.profile import Profile, link_ends
 from node.lab.results import RESULTS_FILE, Results, describe_machine
 from node.lab.support import congestion_control, delay_method
 from node.lab.topology import lay_out
+from node.pipeline.placement import head_share
 from node.training.text import SEPARATOR, read_text
 
 Tell = Callable[[str], None]
@@ -371,6 +372,7 @@ class _Run:
                 lab._calibrations[cell.shape.label],
                 microbatches=config.microbatches,
                 chunks=config.pipeline.chunks,
+                head_share=head_share(config, config.pipeline.stages),
             )
             values["floor"] = floor_figures(floor, phase, compute)
             values["of_unthrottled"] = record["unthrottled"]["step_seconds"] / phase.step_seconds

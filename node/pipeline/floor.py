@@ -123,6 +123,7 @@ def step_floor(
     links: Sequence[LinkRate] = (),
     interfaces: Sequence[LinkRate] = (),
     chunks: int = 1,
+    head_share: float | None = None,
     after_seconds: float = 0.0,
 ) -> Floor:
     """The floor of one step.
@@ -134,17 +135,20 @@ def step_floor(
         backward: the same for backward.
         activation_bytes: a microbatch's packed activation at one boundary, frames included.
         gradient_bytes: the same of its gradient.
-        links: `links[i]` joins stage i and stage i + 1; with `chunks` above 1 and three stages or more a last
-            one joins the last stage (`up`: from it) and the first. Empty: links cost nothing.
+        links: `links[i]` joins stage i and stage i + 1; with `chunks` above 1 or a `head_share`, and three
+            stages or more, a last one joins the last stage (`up`: from it) and the first. Empty: links cost
+            nothing.
         interfaces: each stage's network interface, which all its links share. Empty: none limits.
         chunks: model chunks a stage (`node.pipeline.schedule`).
+        head_share: the share of the first stage's time that the head takes there; None: the last chunk
+            has it.
         after_seconds: what every step needs behind its last backward: the vote's and the commit's way, the
             optimizer.
 
     Raises ValueError for sizes that do not agree, negative times and rates that are not above 0.
     """
     stages = len(forward)
-    ring = chunks > 1 and stages > 2
+    ring = (chunks > 1 or head_share is not None) and stages > 2
     joints = max(0, stages - 1) + ring
     if stages == 0 or len(backward) != stages or microbatches < 1 or chunks < 1:
         raise ValueError("give forward and backward for every stage, and at least 1 microbatch and chunk")
@@ -158,13 +162,14 @@ def step_floor(
         raise ValueError("rates must be above 0 and latencies not below")
 
     visits = _Visits(Network(stages, links, interfaces))
-    hops = stages * chunks
+    hops = stages * chunks + (head_share is not None)
+    shares = chunk_shares(stages, chunks, head_share)
     for hop in range(hops):
-        visits.compute(hop % stages, forward[hop % stages] / chunks)
+        visits.compute(hop % stages, forward[hop % stages] * shares[hop])
         if hop < hops - 1:
             visits.transfer(hop % stages, (hop + 1) % stages, activation_bytes)
     for hop in reversed(range(hops)):
-        visits.compute(hop % stages, backward[hop % stages] / chunks)
+        visits.compute(hop % stages, backward[hop % stages] * shares[hop])
         if hop > 0:
             visits.transfer(hop % stages, (hop - 1) % stages, gradient_bytes)
     loads = visits.loads()
@@ -176,6 +181,14 @@ def step_floor(
         microbatch_seconds=first.microbatch_seconds,
         loads=(first, *rest),
     )
+
+
+def chunk_shares(stages: int, chunks: int, head_share: float | None = None) -> tuple[float, ...]:
+    """The share of its stage's time that each global chunk takes, the head's own chunk last if it has one."""
+    if head_share is None:
+        return (1 / chunks,) * (stages * chunks)
+    blocks = ((1 - head_share) / chunks, *((1 / chunks,) * (stages - 1)))
+    return (*(blocks * chunks), head_share)
 
 
 class Network:

@@ -16,8 +16,8 @@ from node.model.shard_shapes import check_shards
 from node.model.storage import STAGE_BITS, Storage, configured, storages_by_load, stored_bytes
 from node.model.units import HEAD
 from node.pipeline.device_memory import MULTIPROCESSORS, Devices, Share
-from node.pipeline.placement import chunks_of, held_blocks, of_chunk, stage_cache_bytes, stage_units
-from node.pipeline.schedule import held_activations, schedule
+from node.pipeline.placement import held_blocks, of_chunk, stage_cache_bytes, stage_orders, stage_units
+from node.pipeline.schedule import held_activations
 from wire.errors import RunError
 
 FIXED_BYTES = 256 * 1024 * 1024
@@ -133,9 +133,9 @@ def _estimate(
     config: RunConfig, stages: int, storages: Sequence[Storage], devices: Devices, windows: int = 0
 ) -> tuple[StageMemory, ...]:
     """As `stage_memory`, for stages that store activations this way."""
-    chunks, captured = chunks_of(config, stages), devices.captures(config.training)
+    captured = devices.captures(config.training)
     held = held_blocks(config, stages, apart=captured)
-    orders = schedule(stages, chunks, config.microbatches, config.pipeline.first_window)
+    orders = stage_orders(config, stages)
     caches = stage_cache_bytes(config, stages, windows)
     whole = config.training.microbatch * config.model.sequence
     boundary = 4 * whole * config.model.hidden
@@ -149,6 +149,7 @@ def _estimate(
         else:
             block = stored_bytes(config.model, config.training, storage).total // devices.count
             ends = 2
+        chunks = 1 + max(action.chunk for action in orders[stage])
         by_chunk = [held_activations(of_chunk(orders[stage], chunk)) for chunk in range(chunks)]
         in_flight = sum(by_chunk) if captured else held_activations(orders[stage])
         kept = held[stage] * block + in_flight * ends * one.residual
@@ -190,14 +191,11 @@ def most_held(
         devices: of each stage's node.
     """
     # Memory is linear in the activations held, so two windows give the size of one.
-    chunks = chunks_of(config, stages)
     nodes = devices or (Devices(),) * stages
     held, needs = [], []
     for window in (0, max(1, config.microbatches)):
         changed = replace(config, pipeline=replace(config.pipeline, window=window))
-        held.append(
-            [held_activations(order) for order in schedule(stages, chunks, config.microbatches, window)]
-        )
+        held.append([held_activations(order) for order in stage_orders(config, stages, window)])
         by_node = {node: stage_memory(changed, stages, node, windows=windows) for node in set(nodes)}
         needs.append([by_node[node][stage] for stage, node in enumerate(nodes)])
     most: list[int] = []

@@ -2,23 +2,75 @@
 
 A chunk is a contiguous run of units. The first also holds "embed", the last also holds "head", and every
 chunk holds at least one block.
+
+With the head on the first stage (`head_first`) it is a chunk of its own behind all others. Then the first
+chunk may be the embedding alone, because its stage also computes the head.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from node.config.schema import ModelSection, RunConfig
 from node.model.lora_shapes import trained_specs
 from node.model.units import EMBED, HEAD, block_name, check_model, is_block, most_state_bytes, unit_cost
-from node.pipeline.schedule import Kind, Order, schedule
+from node.pipeline.schedule import Kind, Order, Orders, Window, schedule
+from wire.codecs.formats import FP32, codec_format
 from wire.errors import ConfigError
 
+HEADS = ("auto", "first", "last")
+"""Values of `pipeline.head`."""
 
-def split_units(model: ModelSection, chunks: int, split: tuple[int, ...] = ()) -> tuple[tuple[str, ...], ...]:
+
+def head_first(config: RunConfig, stages: int) -> bool:
+    """Whether the head is on the first stage when `stages` nodes share the model.
+
+    Only a tied model whose weights are trained gains by it. With `auto` it follows from bytes a step: those
+    of one more boundary, by the run's codecs, or of the tied weight's gradient both ways.
+    """
+    if stages < 2 or not config.sums_tied_gradients:
+        return False
+    if config.pipeline.head != "auto":
+        return config.pipeline.head == "first"
+    boundary, exchange = head_bytes(config)
+    return boundary <= exchange
+
+
+def with_head_place(config: RunConfig) -> RunConfig:
+    """`config` with `pipeline.head` as decided for its number of stages, so that a run keeps it whatever else
+    changes."""
+    if config.pipeline.stages < 2:
+        return config
+    first = head_first(config, config.pipeline.stages)
+    return replace(config, pipeline=replace(config.pipeline, head="first" if first else "last"))
+
+
+def head_bytes(config: RunConfig) -> tuple[int, int]:
+    """Packed bytes a step, both ways together: of one more boundary, and of a tied weight's gradient."""
+    model, pipeline = config.model, config.pipeline
+    hidden = (config.training.microbatch, model.sequence, model.hidden)
+    both = sum(
+        codec_format(n).packed_bytes(hidden) for n in (pipeline.forward_codec, pipeline.backward_codec)
+    )
+    return config.microbatches * both, 2 * FP32.packed_bytes((model.vocab, model.hidden))
+
+
+def head_share(config: RunConfig, stages: int) -> float | None:
+    """The share of the first stage's compute that the head takes there; None if the head is elsewhere."""
+    if not head_first(config, stages):
+        return None
+    whole = sum(unit_cost(config.model, unit) for unit in stage_units(config, stages)[0])
+    return unit_cost(config.model, HEAD) / whole
+
+
+def split_units(
+    model: ModelSection, chunks: int, split: tuple[int, ...] = (), *, head_with: int = 0
+) -> tuple[tuple[str, ...], ...]:
     """Units of each chunk, in pipeline order.
 
     Args:
         chunks: stages times chunks a stage.
         split: blocks of each chunk; empty splits so that the costliest chunk costs least.
+        head_with: stages whose first also computes the head, as one more chunk; 0: the last chunk holds it.
 
     Raises:
         ConfigError: more chunks than blocks, or a split that does not fit.
@@ -31,12 +83,14 @@ def split_units(model: ModelSection, chunks: int, split: tuple[int, ...] = ()) -
             f"[pipeline] asks for {chunks} chunks (stages x chunks) but [model] layers is {model.layers}; "
             "each chunk needs a block: lower stages or chunks, or raise layers"
         )
-    counts = split or _even_split(model, chunks)
+    counts = split or (
+        _split_with_head(model, chunks, head_with) if head_with else _even_split(model, chunks)
+    )
     if len(counts) != chunks:
         raise ConfigError(
             f"[pipeline] split has {len(counts)} numbers; stages x chunks needs {chunks}, one for each chunk"
         )
-    if min(counts) < 1:
+    if min(counts[1:], default=1) < 1 or counts[0] < (0 if head_with else 1):
         raise ConfigError(f"[pipeline] split holds {min(counts)}; each chunk needs at least one block")
     if sum(counts) != model.layers:
         raise ConfigError(
@@ -49,10 +103,10 @@ def split_units(model: ModelSection, chunks: int, split: tuple[int, ...] = ()) -
     runs: list[tuple[str, ...]] = []
     for chunk, count in enumerate(counts):
         embed = (EMBED,) if chunk == 0 else ()
-        head = (HEAD,) if chunk == chunks - 1 else ()
+        head = (HEAD,) if chunk == chunks - 1 and not head_with else ()
         runs.append((*embed, *names[first : first + count], *head))
         first += count
-    return tuple(runs)
+    return (*runs, (HEAD,)) if head_with else tuple(runs)
 
 
 def _even_split(model: ModelSection, chunks: int) -> tuple[int, ...]:
@@ -70,6 +124,24 @@ def _even_split(model: ModelSection, chunks: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def _split_with_head(model: ModelSection, chunks: int, stages: int) -> tuple[int, ...]:
+    """As `_even_split`, with the head on the first of the stages: the costliest stage costs least.
+
+    The first chunk begins without a block. Among a stage's chunks the next block goes to the smallest.
+    """
+    block = unit_cost(model, block_name(0))
+    costs = [0.0] * stages
+    costs[0] = unit_cost(model, EMBED) + unit_cost(model, HEAD)
+    counts = [0] + [1] * (chunks - 1)
+    for chunk, count in enumerate(counts):
+        costs[chunk % stages] += count * block
+    for _ in range(model.layers - sum(counts)):
+        cheapest = min(range(chunks), key=lambda chunk: (costs[chunk % stages], counts[chunk], -chunk))
+        counts[cheapest] += 1
+        costs[cheapest % stages] += block
+    return tuple(counts)
+
+
 REMEMBERED_BYTES = 2
 """Bytes an element of a sample cache: bf16."""
 
@@ -80,10 +152,29 @@ def chunks_of(config: RunConfig, stages: int) -> int:
 
 
 def chunk_units(config: RunConfig, stages: int) -> tuple[tuple[str, ...], ...]:
-    """The layer units of each global chunk when `stages` nodes share the model."""
+    """The layer units of each global chunk when `stages` nodes share the model; chunk j is on stage j mod
+    `stages`."""
     # The run file's split holds only for the number of stages it was written for.
     split = config.pipeline.split if stages == config.pipeline.stages else ()
-    return split_units(config.model, stages * chunks_of(config, stages), split)
+    head_with = stages if head_first(config, stages) else 0
+    return split_units(config.model, stages * chunks_of(config, stages), split, head_with=head_with)
+
+
+def stage_orders(config: RunConfig, stages: int, window: Window | None = None) -> Orders:
+    """The order of every stage; `window` defaults to the run file's."""
+    width = config.pipeline.first_window if window is None else window
+    chunks = chunks_of(config, stages)
+    return schedule(stages, chunks, config.microbatches, width, head_first=head_first(config, stages))
+
+
+def boundaries(config: RunConfig, stages: int) -> int:
+    """Boundaries between chunks, those within a stage included."""
+    return len(chunk_units(config, stages)) - 1
+
+
+def hops(config: RunConfig, stages: int) -> int:
+    """Links on a microbatch's way once through the stages, the one to the head included."""
+    return stages - 1 + head_first(config, stages)
 
 
 def held_blocks(config: RunConfig, stages: int, *, apart: bool = False) -> tuple[int, ...]:
@@ -92,13 +183,12 @@ def held_blocks(config: RunConfig, stages: int, *, apart: bool = False) -> tuple
     Args:
         apart: chunks do not reuse each other's memory: sum their peaks.
     """
-    chunks = chunks_of(config, stages)
     counts = [sum(map(is_block, units)) for units in chunk_units(config, stages)]
-    orders = schedule(stages, chunks, config.microbatches, config.pipeline.first_window)
     held = []
-    for stage, order in enumerate(orders):
-        parts = [of_chunk(order, chunk) for chunk in range(chunks)] if apart else [order]
-        held.append(sum(_peak_blocks(part, counts[stage::stages]) for part in parts))
+    for stage, order in enumerate(stage_orders(config, stages)):
+        own = counts[stage::stages]
+        parts = [of_chunk(order, chunk) for chunk in range(len(own))] if apart else [order]
+        held.append(sum(_peak_blocks(part, own) for part in parts))
     return tuple(held)
 
 
@@ -146,9 +236,8 @@ def most_layer_bytes(config: RunConfig, unit: str, windows: int) -> int:
 
 def stage_cache_bytes(config: RunConfig, stages: int, windows: int) -> tuple[int, ...]:
     """The largest sample caches of each stage, in bytes, first stage first."""
-    chunks = stages * chunks_of(config, stages)
     ends = [0] * stages
-    for boundary in range(chunks - 1):
+    for boundary in range(boundaries(config, stages)):
         ends[boundary % stages] += 1
         ends[(boundary + 1) % stages] += 1
     one = boundary_cache_bytes(config, windows)

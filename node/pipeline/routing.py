@@ -1,11 +1,11 @@
 """Which stage sends a tensor to which, and a stage's units and boundaries. Pure.
 
 Global chunk j lives on stage j mod n, and boundary j is between the chunks j and j + 1. So with more than one
-chunk a stage the last stage feeds the first.
+chunk a stage, or the head on the first stage, the last stage feeds the first.
 """
 
 from node.config.schema import RunConfig
-from node.pipeline.placement import chunk_units, chunks_of
+from node.pipeline.placement import chunk_units, chunks_of, head_first
 from node.pipeline.schedule import Action, Kind, dependencies
 from wire.spec import Direction, TensorKey
 
@@ -56,20 +56,24 @@ def neighbours(stage: int, stages: int, chunks: int, tied: bool) -> tuple[int, .
 
 
 class StageLayout:
-    """Stage `stage` of `stages`, with `chunks` model chunks."""
+    """Stage `stage` of `stages`, with `chunks` model chunks, and one more for a head on the first stage."""
 
     def __init__(self, config: RunConfig, stage: int, stages: int) -> None:
         self.stage = stage
         self.stages = stages
-        self.chunks = chunks_of(config, stages)
-        self.last_chunk = stages * self.chunks - 1
-        """The global chunk that the loss comes from."""
-        self._own = range(stage, stages * self.chunks, stages)
+        self.head_first = head_first(config, stages)
         self._units = chunk_units(config, stages)
+        self.last_chunk = len(self._units) - 1
+        """The global chunk that the loss comes from."""
+        self._own = range(stage, len(self._units), stages)
+        self.chunks = len(self._own)
+        self.interleaved = chunks_of(config, stages) > 1
+        """Whether tensors arrive in another order than that in which they are needed."""
         self._microbatches = config.microbatches
         self._held_out = config.microbatches * (1 + config.validation_passes)
         """Microbatches from `_microbatches` on are held-out ones, pass after pass."""
-        self._shares_tie = config.sums_tied_gradients and stages > 1
+        self.exchanges_tie = config.sums_tied_gradients and stages > 1 and not self.head_first
+        """Whether the gradient of a tied weight crosses the link between the last stage and the first."""
 
     @property
     def is_first(self) -> bool:
@@ -78,6 +82,11 @@ class StageLayout:
     @property
     def is_last(self) -> bool:
         return self.stage == self.stages - 1
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this stage computes the loss, from labels."""
+        return self.last_chunk in self._own
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -101,13 +110,14 @@ class StageLayout:
         if key.direction in (Direction.TIED_SHARE, Direction.TIED_SUM):
             # One a step, without microbatch or boundary. Every accepted key may be given a buffer as large as
             # the embedding.
-            return self._shares_tie and key.microbatch == 0 and key.boundary == 0
+            return self.exchanges_tie and key.microbatch == 0 and key.boundary == 0
         most = self._held_out if key.direction is Direction.ACTIVATION else self._microbatches
         return 0 <= key.boundary < self.last_chunk and 0 <= key.microbatch < most
 
     def needed(self, epoch: int, step: int, action: Action) -> TensorKey | None:
         """The tensor that an action of this stage waits for."""
-        tensor = dependencies(action, self.stage, self.stages, self.chunks).needs
+        chunks = (self.last_chunk + 1) // self.stages
+        tensor = dependencies(action, self.stage, self.stages, chunks, head_first=self.head_first).needs
         if tensor is None:
             return None
         direction = Direction.ACTIVATION if tensor.kind is Kind.FORWARD else Direction.GRADIENT

@@ -2,7 +2,8 @@
 
 A pipeline of `stages` processes and `chunks` model chunks a stage has stages × chunks global chunks; local
 chunk c of stage s is global chunk c·stages + s. Chunk j's activation crosses boundary j to chunk j + 1, and
-its gradient comes back over boundary j.
+its gradient comes back over boundary j. With `head_first` the head is one more chunk behind all of these: so
+it is on the first stage, which runs each microbatch's loss forward and backward at once.
 
 Every schedule here is 1F1B (PipeDream-flush; Narayanan et al. 2021, arXiv 2104.04473, section 2.2): a stage
 runs forwards until its in-flight limit, then alternates one forward with one backward, then drains. They
@@ -66,36 +67,43 @@ class Dependencies:
 
 
 Window = int | Sequence[int]
-"""Extra microbatches in flight: the same on every link, or one number a link, the first link first."""
+"""Extra microbatches in flight: the same on every link, or one number a link, the first link first. With
+`head_first` the last one is that of the link from the last stage to the first."""
 
 
-def schedule(stages: int, chunks: int, microbatches: int, window: Window = 0) -> Orders:
+def schedule(
+    stages: int, chunks: int, microbatches: int, window: Window = 0, *, head_first: bool = False
+) -> Orders:
     """The order of every stage: plain 1F1B for one chunk a stage, interleaved 1F1B for more.
 
     Interleaved 1F1B has one window for all links: of several it takes the widest.
 
-    Raises ConfigError for stages, chunks or microbatches below 1, a negative window, or windows that are not
-    one a link.
+    Raises ConfigError for stages, chunks or microbatches below 1, a negative window, windows that are not
+    one a link, or `head_first` with a single stage.
     """
+    if head_first and stages < 2:
+        raise ConfigError("a single stage has its head in its only chunk; head_first needs at least 2 stages")
     if chunks == 1:
-        return one_f_one_b(stages, microbatches, window)
+        return one_f_one_b(stages, microbatches, window, head_first=head_first)
     widest = window if isinstance(window, int) else max(window, default=0)
-    return interleaved_1f1b(stages, chunks, microbatches, widest)
+    return interleaved_1f1b(stages, chunks, microbatches, widest, head_first=head_first)
 
 
-def one_f_one_b(stages: int, microbatches: int, window: Window = 0) -> Orders:
+def one_f_one_b(stages: int, microbatches: int, window: Window = 0, *, head_first: bool = False) -> Orders:
     """Plain 1F1B with `window` extra microbatches in flight on each link.
 
-    Stage i holds at most 1 + (stages - 1 - i)(1 + window) microbatches between their forward and backward.
-    Window 0 is the textbook schedule; a transfer is hidden once window × (forward + backward time) covers
-    the round trip over a link.
+    Stage i holds at most 1 + (links - i)(1 + window) microbatches between their forward and backward, where
+    links is stages - 1, and one more with `head_first`. Window 0 is the textbook schedule; a transfer is
+    hidden once window × (forward + backward time) covers the round trip over a link.
     """
-    windows = [window] * (stages - 1) if isinstance(window, int) else list(window)
+    links = stages - 1 + head_first
+    windows = [window] * links if isinstance(window, int) else list(window)
     _check_sizes(stages, 1, microbatches, min(windows, default=0))
-    if len(windows) != stages - 1:
-        raise ConfigError(f"{len(windows)} windows given; {stages} stages have {stages - 1} links")
+    if len(windows) != links:
+        raise ConfigError(f"{len(windows)} windows given; {stages} stages have {links} links")
     limits = [1 + sum(1 + ahead for ahead in windows[stage:]) for stage in range(stages)]
-    return one_f_one_b_limited(limits, microbatches)
+    orders = one_f_one_b_limited(limits, microbatches)
+    return (_with_head(orders[0], 1), *orders[1:]) if head_first else orders
 
 
 def one_f_one_b_limited(limits: Sequence[int], microbatches: int) -> Orders:
@@ -115,7 +123,9 @@ def one_f_one_b_limited(limits: Sequence[int], microbatches: int) -> Orders:
     return tuple(_alternate(sequence, sequence, limit) for limit in limits)
 
 
-def interleaved_1f1b(stages: int, chunks: int, microbatches: int, window: int = 0) -> Orders:
+def interleaved_1f1b(
+    stages: int, chunks: int, microbatches: int, window: int = 0, *, head_first: bool = False
+) -> Orders:
     """Interleaved 1F1B (arXiv 2104.04473, section 2.2) with `window` extra microbatches in flight a link.
 
     Microbatches pass in groups: all of a group through local chunk 0, then through chunk 1, and so on;
@@ -125,8 +135,9 @@ def interleaved_1f1b(stages: int, chunks: int, microbatches: int, window: int = 
     refuses other numbers. Groups grow with the window, by half of it because the window covers a round trip,
     so that a microbatch is back at the first stage for its next chunk when its turn comes.
 
-    Stage i holds at most 1 + (chunks - 1) × largest group + (stages - 1 - i)(2 + window) chunk activations.
-    With one chunk that is plain 1F1B with one more microbatch a link, as in torch: `schedule` avoids it.
+    Stage i holds at most 1 + (chunks - 1) × largest group + (links - i)(2 + window) chunk activations, with
+    links as in `one_f_one_b`. With one chunk that is plain 1F1B with one more microbatch a link, as in torch:
+    `schedule` avoids it.
     """
     _check_sizes(stages, chunks, microbatches, window)
     count = max(1, microbatches // (stages * (1 + (window + 1) // 2)))
@@ -144,8 +155,25 @@ def interleaved_1f1b(stages: int, chunks: int, microbatches: int, window: int = 
     # given to all actions such that each one's is above those of the actions it waits for. A single group,
     # however small, is safe too: only its last chunk's forwards wait for backwards, as in plain 1F1B.
     largest = size + (larger > 0)
-    limits = [1 + (chunks - 1) * largest + (stages - 1 - i) * (2 + window) for i in range(stages)]
-    return tuple(_alternate(forwards, backwards, limit) for limit in limits)
+    links = stages - 1 + head_first
+    limits = [1 + (chunks - 1) * largest + (links - i) * (2 + window) for i in range(stages)]
+    orders = tuple(_alternate(forwards, backwards, limit) for limit in limits)
+    return (_with_head(orders[0], chunks), *orders[1:]) if head_first else orders
+
+
+def _with_head(order: Order, chunk: int) -> Order:
+    """The first stage's order with each microbatch's head, local chunk `chunk`, forward and backward at once.
+
+    They stand halfway between the forward and the backward of the chunk before: the way to the head and the
+    way back are equally long.
+    """
+    place = {action: index for index, action in enumerate(order)}
+    microbatches = sum(action.chunk == chunk - 1 for action in order) // 2
+    after: dict[int, list[Action]] = {}
+    for m in range(microbatches):
+        ends = (place[Action(kind, chunk - 1, m)] for kind in Kind)
+        after.setdefault(sum(ends) // 2, []).extend(Action(kind, chunk, m) for kind in Kind)
+    return tuple(one for index, action in enumerate(order) for one in (action, *after.get(index, ())))
 
 
 def _alternate(forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], limit: int) -> Order:
@@ -169,12 +197,14 @@ def held_activations(order: Order) -> int:
     return peak
 
 
-def dependencies(action: Action, stage: int, stages: int, chunks: int) -> Dependencies:
+def dependencies(
+    action: Action, stage: int, stages: int, chunks: int, *, head_first: bool = False
+) -> Dependencies:
     """The boundary tensors that `action` on `stage` needs and makes."""
     here = action.chunk * stages + stage
     before, after = here - 1, here
     arrives, leaves = (before, after) if action.kind is Kind.FORWARD else (after, before)
-    last = stages * chunks - 1
+    last = stages * chunks - 1 + head_first
 
     def tensor(boundary: int) -> BoundaryTensor | None:
         return BoundaryTensor(action.kind, boundary, action.microbatch) if 0 <= boundary < last else None
@@ -182,8 +212,16 @@ def dependencies(action: Action, stage: int, stages: int, chunks: int) -> Depend
     return Dependencies(needs=tensor(arrives), makes=tensor(leaves))
 
 
+def has_head_first(orders: Orders) -> bool:
+    """Whether the first stage has one more chunk than the others."""
+    most = [max((action.chunk for action in order), default=-1) for order in orders]
+    return len(orders) > 1 and most[0] == max(most[1:]) + 1
+
+
 def check_complete(orders: Orders) -> tuple[int, int]:
     """Check that every stage runs every chunk's every microbatch once each way; gives (chunks, microbatches).
+
+    The head's chunk on the first stage (`has_head_first`) does not count as one of `chunks`.
 
     A backward must follow its forward, and the backwards of a chunk must come in increasing order of
     microbatch. That the stages do not wait for each other in a circle is for `simulate` to show. Raises
@@ -192,20 +230,22 @@ def check_complete(orders: Orders) -> tuple[int, int]:
     actions = [action for order in orders for action in order]
     if not actions:
         raise ConfigError("the schedule is empty: give at least one stage and one microbatch")
-    chunks = 1 + max(action.chunk for action in actions)
+    head = has_head_first(orders)
+    chunks = 1 + max(action.chunk for action in actions) - head
     microbatches = 1 + max(action.microbatch for action in actions)
-    expected = {Action(k, c, m) for k in Kind for c in range(chunks) for m in range(microbatches)}
     for stage, order in enumerate(orders):
+        own = chunks + (head and stage == 0)
+        expected = {Action(k, c, m) for k in Kind for c in range(own) for m in range(microbatches)}
         if len(order) != len(expected) or expected != set(order):
             times = Counter(order)
             wrong = {action for action in expected if times[action] != 1} | (times.keys() - expected)
             names = "; ".join(sorted(map(str, wrong))[:3])
             raise ConfigError(
-                f"stage {stage} must run {chunks} chunks × {microbatches} microbatches once each way; "
+                f"stage {stage} must run {own} chunks × {microbatches} microbatches once each way; "
                 f"missing, repeated or unknown: {names}"
             )
         run = set[tuple[int, int]]()
-        due = [0] * chunks
+        due = [0] * own
         for action in order:
             c, m = action.chunk, action.microbatch
             if action.kind is Kind.FORWARD:

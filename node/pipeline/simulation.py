@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from node.pipeline.floor import Network
-from node.pipeline.schedule import Action, BoundaryTensor, Kind, Orders, check_complete, dependencies
+from node.pipeline.schedule import (
+    Action,
+    BoundaryTensor,
+    Kind,
+    Orders,
+    check_complete,
+    dependencies,
+    has_head_first,
+)
 from node.pipeline.turns import Turns
 from wire.errors import ConfigError
 
@@ -113,7 +121,10 @@ class _Simulation:
         self._orders = orders
         self._turns = [Turns(order, swap=swap) for order in orders]
         self._edges = [
-            [dependencies(action, stage, len(orders), chunks) for action in order]
+            [
+                dependencies(action, stage, len(orders), chunks, head_first=has_head_first(orders))
+                for action in order
+            ]
             for stage, order in enumerate(orders)
         ]
         self._compute_time = {Kind.FORWARD: forward_time, Kind.BACKWARD: backward_time}

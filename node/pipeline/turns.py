@@ -3,11 +3,11 @@
 An order fixes the sequence of forwards, the sequence of backwards, and how many microbatches a stage may hold
 between the two. How the two sequences interleave does not change the result. So while the next action waits
 for a tensor, the next action of the other kind may run: slow forwards do not hold up gradients, nor the
-reverse.
+reverse. A head on the first stage is a third sequence, of each microbatch's forward and then its backward.
 
-Every action still comes after a fixed set of others: the one before of its kind, the maker of its tensor, for
-a backward its forward, for a forward the backward that frees its memory. The order itself satisfies all of
-these, so there is no circle and no deadlock.
+Every action still comes after a fixed set of others: the one before in its sequence, the maker of its tensor,
+for a backward its forward, for a forward the backward that frees its memory. The order itself satisfies all
+of these, so there is no circle and no deadlock.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,49 +24,47 @@ class Turns:
     """
 
     def __init__(self, order: Order, *, swap: bool) -> None:
-        self._forwards = [place for place, action in enumerate(order) if action.kind is Kind.FORWARD]
-        self._backwards = [place for place, action in enumerate(order) if action.kind is Kind.BACKWARD]
-        self._begun_forwards = 0
-        self._begun_backwards = 0
-        self._most_held = held_activations(order)
-        self._swap = swap
+        kinds = [action.kind if action.chunk == 0 else None for action in order]
+        found = [[p for p, kind in enumerate(kinds) if kind is of] for of in (*Kind, None)]
+        # Forwards, backwards, the head's actions.
+        self._sequences = found if swap else [list(range(len(order)))]
+        self._begun = [0] * len(self._sequences)
+        self._most_held = held_activations(tuple(action for action in order if action.chunk == 0))
 
     @property
     def left(self) -> int:
         """Actions that have not begun."""
-        return len(self._forwards) + len(self._backwards) - self._begun_forwards - self._begun_backwards
+        return sum(map(len, self._sequences)) - sum(self._begun)
 
     @property
     def choices(self) -> Sequence[int]:
-        """What may run once its tensor has arrived: the order's next action, then the one that may run
-        early."""
-        forward, backward = self._begun_forwards, self._begun_backwards
-        places = self._soonest(1)
-        if len(places) < 2 or not self._swap:
-            return places[:1]
-        # The k-th backward is of the k-th forward: swaps are for one chunk.
-        held = forward - backward
-        may = held < self._most_held if places[1] == self._forwards[forward] else held > 0
-        return places if may else places[:1]
+        """What may run once its tensor has arrived: the order's next action, then what may run early."""
+        places = {s: one[b] for s, (one, b) in enumerate(self._pairs()) if b < len(one)}
+        first = min(places.values(), default=None)
+        return sorted(place for s, place in places.items() if place == first or self._may_begin(s))
 
     def upcoming(self, count: int) -> Sequence[int]:
         """The next `count` actions of the order, and what may run early."""
-        return list(dict.fromkeys((*self._soonest(count)[:count], *self.choices)))
+        soonest = sorted(place for one, begun in self._pairs() for place in one[begun : begun + count])
+        return list(dict.fromkeys((*soonest[:count], *self.choices)))
 
     def begin(self, ready: Callable[[int], bool]) -> int | None:
         """Take the turn of the first of `choices` that is ready; None when all of them wait."""
         for place in self.choices:
             if ready(place):
-                if self._forwards[self._begun_forwards : self._begun_forwards + 1] == [place]:
-                    self._begun_forwards += 1
-                else:
-                    self._begun_backwards += 1
+                taken = next(s for s, (one, b) in enumerate(self._pairs()) if one[b : b + 1] == [place])
+                self._begun[taken] += 1
                 return place
         return None
 
-    def _soonest(self, count: int) -> list[int]:
-        """The next `count` of each kind, in the order's sequence."""
-        forward, backward = self._begun_forwards, self._begun_backwards
-        return sorted(
-            (*self._forwards[forward : forward + count], *self._backwards[backward : backward + count])
-        )
+    def _may_begin(self, sequence: int) -> bool:
+        """Whether memory, or the forward of a backward, lets this sequence's next action run early."""
+        if sequence > 1:
+            return True
+        # The k-th backward is of the k-th forward.
+        held = self._begun[0] - self._begun[1]
+        return held < self._most_held if sequence == 0 else held > 0
+
+    def _pairs(self) -> Sequence[tuple[list[int], int]]:
+        """Each sequence, and how many of its actions have begun."""
+        return list(zip(self._sequences, self._begun, strict=True))

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from node.pipeline.floor import LinkRate, Network
+from node.pipeline.floor import LinkRate, Network, chunk_shares
 from node.pipeline.schedule import Kind, held_activations, schedule
 from node.pipeline.simulation import simulate
 from node.telemetry.clock import TimeKind
@@ -35,7 +35,8 @@ MOST_SIMULATED = 96
 """Microbatches; a longer step is as busy in its middle."""
 
 Windows = tuple[int, ...]
-"""Extra microbatches in flight on each link, the first link first; empty for a single stage."""
+"""Extra microbatches in flight on each link, the first link first; empty for a single stage. With the head on
+the first stage the last one is that of the link from the last stage to the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,8 @@ class StepMeasures:
     gradient_bytes: float
     links: tuple[LinkRate, ...]
     """As `node.pipeline.floor.step_floor` takes them."""
+    head_share: float | None = None
+    """As `node.pipeline.floor.step_floor` takes it."""
 
 
 def measured(
@@ -57,12 +60,14 @@ def measured(
     link_report: Callable[[int, int], LinkReport | None],
     chunks: int,
     microbatches: int,
+    head_share: float | None = None,
 ) -> StepMeasures | None:
     """The measured times of a step; None if it was aborted or a stage sent no report.
 
     Args:
         link_report: the newest report of (source, target), if there is one.
         microbatches: of the step.
+        head_share: as in `StepMeasures`.
     """
     stages = len(costs.stages)
     spent = [stage.seconds for stage in costs.stages]
@@ -71,7 +76,7 @@ def measured(
     if costs.aborted or stages == 0 or min(forward) <= 0 or min(backward) <= 0:
         return None
     packing = [seconds.get(TimeKind.ENCODE, 0.0) + seconds.get(TimeKind.DECODE, 0.0) for seconds in spent]
-    crossings = microbatches * (stages * chunks - 1)
+    crossings = microbatches * (stages * chunks - 1 + (head_share is not None))
 
     def tensor_bytes(direction: str) -> float:
         flows = (flow for link in costs.links for flow in link.flows if flow.direction == direction)
@@ -87,7 +92,7 @@ def measured(
         )
 
     joints = [(stage, stage + 1) for stage in range(stages - 1)]
-    if chunks > 1 and stages > 2:
+    if (chunks > 1 or head_share is not None) and stages > 2:
         joints.append((stages - 1, 0))
     return StepMeasures(
         forward=tuple((x + y / 2) / microbatches for x, y in zip(forward, packing, strict=True)),
@@ -95,6 +100,7 @@ def measured(
         activation_bytes=tensor_bytes("activation"),
         gradient_bytes=tensor_bytes("gradient"),
         links=tuple(link(low, high) for low, high in joints),
+        head_share=head_share,
     )
 
 
@@ -116,16 +122,18 @@ def plan_windows(
     stages = len(measures.forward)
     if stages == 1:
         return ()
+    head_first = measures.head_share is not None
+    links = stages - 1 + head_first
 
     def fits(windows: Windows) -> bool:
-        orders = schedule(stages, chunks, microbatches, windows)
+        orders = schedule(stages, chunks, microbatches, windows, head_first=head_first)
         return all(held_activations(o) <= most for o, most in zip(orders, most_held, strict=True))
 
     simulated = min(microbatches, MOST_SIMULATED)
-    even = [(width,) * (stages - 1) for width in _widths(simulated)]
+    even = [(width,) * links for width in _widths(simulated)]
     allowed = [even[0], *(windows for windows in even[1:] if fits(windows))]
     steps = _Steps(measures, allowed, chunks=chunks, microbatches=simulated)
-    good = len(current) == stages - 1 and fits(current) and steps.near_best(current, KEEP)
+    good = len(current) == links and fits(current) and steps.near_best(current, KEEP)
     if chunks > 1:
         return current if good else steps.smallest_even()
     fast = _Steps(_with_fast_links(measures), allowed, chunks=chunks, microbatches=simulated)
@@ -189,11 +197,12 @@ class _Steps:
     def _seconds(self, windows: Windows) -> float:
         if windows not in self._known:
             measures, chunks = self._measures, self._chunks
-            stages = len(measures.forward)
+            stages, share = len(measures.forward), measures.head_share
+            shares = chunk_shares(stages, chunks, share)
             self._known[windows] = simulate(
-                schedule(stages, chunks, self._microbatches, windows),
-                lambda chunk, _: measures.forward[chunk % stages] / chunks,
-                lambda chunk, _: measures.backward[chunk % stages] / chunks,
+                schedule(stages, chunks, self._microbatches, windows, head_first=share is not None),
+                lambda chunk, _: measures.forward[chunk % stages] * shares[chunk],
+                lambda chunk, _: measures.backward[chunk % stages] * shares[chunk],
                 network=self._network,
                 sizes={
                     Kind.FORWARD: measures.activation_bytes,

@@ -39,7 +39,7 @@ from node.dashboard.pages import listen_address, live_page, reading_past, shares
 from node.display.terminal import ending_signals
 from node.model.units import ends_in_blocks
 from node.pipeline.device_memory import devices_of
-from node.pipeline.placement import check_cache
+from node.pipeline.placement import check_cache, head_share, with_head_place
 from node.processes.locks import run_lock
 from node.run_file.loader import from_json, to_json, to_toml
 from node.telemetry import events
@@ -98,6 +98,7 @@ def run_coordinator(
             corpus = _load_corpus(config, tell)
             # After all checks: a failed start leaves no run behind.
             held.enter_context(run_lock(run_dir))
+            config = with_head_place(config)
             run = _create(config, run_dir, corpus)
         held.callback(run.corpus.close)
         with run.store:
@@ -383,6 +384,7 @@ def _started(config: RunConfig, directory: Path, run: _Run) -> events.RunStarted
         backward_codec=config.pipeline.backward_codec,
         microbatches=config.microbatches,
         chunks=config.pipeline.chunks,
+        head_share=head_share(config, config.pipeline.stages),
         codec_bits=codec_bits(config),
         ends_in_blocks=ends_in_blocks(config.model),
     )

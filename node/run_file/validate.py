@@ -24,10 +24,11 @@ from node.config.schema import (
 from node.model.lora_shapes import FORMS, projections
 from node.model.storage import AS_COMPUTED, FROM_PRESET, KINDS, PRESETS, RECOMPUTE, configured
 from node.model.units import CHOICES, FAMILIES
+from node.pipeline.placement import HEADS, head_first
 from node.telemetry.trace_files import TracedSteps
 from node.training.schedule import SCHEDULES
 from wire.codecs.formats import codec_format
-from wire.errors import ConfigError, nearest
+from wire.errors import CodecError, ConfigError, nearest
 from wire.frames import MAX_TENSOR_BYTES
 from wire.identity.token import MAX_ADDRESS_BYTES, MAX_ADDRESSES, MAX_ADDRESSES_BYTES
 
@@ -67,7 +68,7 @@ def problems(config: RunConfig) -> list[str]:
         *_storage(config.storage, config.pipeline),
         *_stored_blocks(config),
         *_lora(config.lora, config),
-        *_pipeline(config.pipeline, config.model.layers),
+        *_pipeline(config),
         *_groups(config),
         *_codecs(config.pipeline, config.data.shift),
         *_tensors(config),
@@ -293,7 +294,9 @@ def _lora(lora: LoraSection, config: RunConfig) -> Iterator[str]:
         yield 'lora.rank needs storage.preset = "off": blocks with adapters store what autograd does'
 
 
-def _pipeline(pipeline: PipelineSection, layers: int) -> Iterator[str]:
+def _pipeline(config: RunConfig) -> Iterator[str]:
+    pipeline, layers = config.pipeline, config.model.layers
+    yield from _name("pipeline.head", pipeline.head, HEADS)
     wrong = list(_at_least(1, {"pipeline.stages": pipeline.stages, "pipeline.chunks": pipeline.chunks}))
     yield from wrong
     yield from _at_least(0, {"pipeline.window": pipeline.first_window})
@@ -318,8 +321,11 @@ def _pipeline(pipeline: PipelineSection, layers: int) -> Iterator[str]:
     split = pipeline.split
     if split and len(split) != chunks:
         yield f"pipeline.split has {len(split)} numbers, but {shape} need {chunks}"
-    elif any(blocks < 1 for blocks in split):
-        yield f"pipeline.split must give every chunk at least 1 block, got {list(split)}"
+    elif any(blocks < (chunk > 0 or not _head_first(config)) for chunk, blocks in enumerate(split)):
+        yield (
+            f"pipeline.split must give every chunk at least 1 block, got {list(split)}; the first may have 0 "
+            "if its stage also has a tied model's head"
+        )
     elif split and sum(split) != layers:
         yield f"pipeline.split adds up to {sum(split)} blocks, but model.layers is {layers}"
 
@@ -342,6 +348,13 @@ def _groups(config: RunConfig) -> Iterator[str]:
             f"pipeline.groups ({pipeline.groups}) must divide the {microbatches} microbatches of a step "
             f"(training.global_batch / training.microbatch): take {advice}"
         )
+
+
+def _head_first(config: RunConfig) -> bool:
+    try:
+        return head_first(config, config.pipeline.stages)
+    except (CodecError, ConfigError, ZeroDivisionError):
+        return False  # sizes or codecs are wrong, and reported elsewhere
 
 
 def _codecs(pipeline: PipelineSection, shift: bool) -> Iterator[str]:
@@ -373,7 +386,7 @@ def _tensors(config: RunConfig) -> Iterator[str]:
     model, training = config.model, config.training
     boundary = {"training.microbatch": training.microbatch, "model.sequence": model.sequence}
     sent = [{**boundary, "model.hidden": model.hidden}]
-    if config.sums_tied_gradients:
+    if config.sums_tied_gradients and not _head_first(config):
         sent.append({"model.vocab": model.vocab, "model.hidden": model.hidden})
     for sizes in sent if config.pipeline.stages > 1 else ():
         size = 4 * math.prod(max(size, 0) for size in sizes.values())

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 
 from node.config.schema import RunConfig
-from node.pipeline.placement import chunks_of
+from node.pipeline.placement import chunks_of, head_first
 from node.stage.epoch_task import LinkEvents
 from node.stage.inbox import TensorLink
 from node.stage.session import IdentityHolder
@@ -31,10 +31,10 @@ def outbox_bytes(config: RunConfig, stages: int) -> int:
     model, training = config.model, config.training
     boundary = FP32.packed_bytes((training.microbatch, model.sequence, model.hidden))
     # Tensors of a microbatch in one direction: one for each chunk. With two stages those of the ring's other
-    # half, one fewer, go the same way.
-    crossings = 2 * chunks_of(config, stages) - 1
+    # half go the same way: one fewer, or as many with the head on the first stage.
+    crossings = 2 * chunks_of(config, stages) - 1 + head_first(config, stages)
     step = config.microbatches * crossings * boundary
-    if config.sums_tied_gradients:
+    if config.sums_tied_gradients and not head_first(config, stages):
         step += FP32.packed_bytes((model.vocab, model.hidden))
     return 2 * step
 

@@ -283,7 +283,7 @@ class EpochTask:
         services.count_time()
         self._step = step
         inputs = await services.batches.get(step, labels=False) if executor.is_first else None
-        labels = await services.batches.get(step, labels=True) if executor.is_last else None
+        labels = await services.batches.get(step, labels=True) if executor.has_loss else None
         io = self._io()
 
         def work() -> StepOutcome:
@@ -303,7 +303,7 @@ class EpochTask:
             rows = command.microbatches * executor.config.training.microbatch
             batches, batch = services.batches, command.number // 2
             inputs = await batches.held_out(batch, rows, labels=False) if executor.is_first else None
-            labels = await batches.held_out(batch, rows, labels=True) if executor.is_last else None
+            labels = await batches.held_out(batch, rows, labels=True) if executor.has_loss else None
             io = self._io()
 
             def work() -> float | None:

@@ -16,8 +16,9 @@ from node import faults
 from node.config.schema import RunConfig
 from node.model.labels import label_weight
 from node.model.units import EMBED, HEAD, unit_names
+from node.pipeline.placement import hops, stage_orders
 from node.pipeline.routing import StageLayout
-from node.pipeline.schedule import Action, Kind, Order, Orders, schedule
+from node.pipeline.schedule import Action, Kind, Order, Orders, held_activations
 from node.pipeline.turns import Turns
 from node.stage.boundary_caches import BoundaryCaches
 from node.stage.device_transfer import device_transfer
@@ -49,7 +50,7 @@ class StageIO(PackedIO, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutcome:
-    """The content of a vote: squared gradient norms by unit index, and the mean loss on the last stage."""
+    """The content of a vote: squared gradient norms by unit index, and the mean loss where the head is."""
 
     norms: Mapping[int, float]
     loss: float | None
@@ -131,8 +132,9 @@ class StageExecutor:
         return self._place.is_first
 
     @property
-    def is_last(self) -> bool:
-        return self._place.is_last
+    def has_loss(self) -> bool:
+        """Whether this stage has the head, so that it needs labels."""
+        return self._place.has_loss
 
     def place(self, stage: int, stages: int) -> int:
         """Take stage `stage` of `stages`; returns the step of the state held for it, or -1."""
@@ -156,16 +158,15 @@ class StageExecutor:
 
         Raises ProtocolViolationError for windows that do not fit the placement.
         """
-        most = self.config.microbatches
-        if link_windows and (len(link_windows) != self.stages - 1 or max(link_windows) > most):
+        most, links = self.config.microbatches, hops(self.config, self.stages)
+        if link_windows and (len(link_windows) != links or max(link_windows) > most):
             raise ProtocolViolationError(
-                f"the coordinator plans windows {link_windows}; expected {self.stages - 1} of at most {most}"
+                f"the coordinator plans windows {link_windows}; expected {links} of at most {most}"
             )
         if self._orders and link_windows == self._windows:
             return
         self._windows = link_windows
-        window = link_windows or self.config.pipeline.first_window
-        self._orders = schedule(self.stages, self._place.chunks, most, window)
+        self._orders = stage_orders(self.config, self.stages, link_windows or None)
 
     def restore(self, step: int, fetch: Callable[[str], UnitState]) -> None:
         """Go to the state of `step`: keep it, or build it from the seed (step 0) and what `fetch` gives.
@@ -220,7 +221,7 @@ class StageExecutor:
     ) -> StepOutcome:
         """Forward and backward of every microbatch, in the order that `Turns` gives.
 
-        `inputs` (first stage) and `labels` (last stage) are int64 [global batch, sequence].
+        `inputs` (first stage) and `labels` (the stage with the head) are int64 [global batch, sequence].
 
         Raises NonFiniteError, which names the stage and the tensor, or StepInterrupted.
         """
@@ -233,7 +234,7 @@ class StageExecutor:
         order = self._orders[self.stage]
         needed = [self._needed(epoch, step, action) for action in order]
         # With several chunks, tensors do not arrive in the order in which they are needed.
-        turns = Turns(order, swap=self._place.chunks == 1)
+        turns = Turns(order, swap=not self._place.interleaved)
         try:
             while turns.left:
                 io.check()
@@ -278,18 +279,12 @@ class StageExecutor:
         """Pass `number` over held-out samples with the held state: forward only. Changes no state.
 
         `inputs` and `labels` as for `run_step`, with `microbatches` microbatches. Returns the mean loss on
-        the last stage, in nats a token. Raises as `run_step`.
+        the stage with the head, in nats a token. Raises as `run_step`.
         """
         fed, wanted = self._microbatches(inputs), self._microbatches(labels)
         first, step = self.config.microbatches * (1 + number), self.state_step
         losses: list[Tensor] = []
-        # As many microbatches at a time as there are stages, so that chunks of a ring keep all stages busy.
-        order = [
-            Action(Kind.FORWARD, chunk, first + microbatch)
-            for begin in range(0, microbatches, self.stages)
-            for chunk in range(self._place.chunks)
-            for microbatch in range(begin, min(begin + self.stages, microbatches))
-        ]
+        order = self._held_out_order(first, microbatches)
         try:
             for action in order:
                 io.check()
@@ -322,6 +317,21 @@ class StageExecutor:
         self.state_step += 1
 
     # ---- inside
+
+    def _held_out_order(self, first: int, microbatches: int) -> list[Action]:
+        """This stage's forwards of held-out microbatches, numbered from `first`."""
+        chunks, ahead = range(self._place.chunks), held_activations(self._orders[self.stage])
+
+        def place(action: Action) -> tuple[int, ...]:
+            number = action.microbatch - first
+            if self._place.interleaved:
+                # As many microbatches at a time as there are stages, so that a ring keeps all of them busy.
+                return number // self.stages, action.chunk, number
+            # A head on the first stage follows as far behind as in training.
+            return (number + ahead * action.chunk,)
+
+        numbers = range(first, first + microbatches)
+        return sorted((Action(Kind.FORWARD, c, m) for c in chunks for m in numbers), key=place)
 
     def _forward(
         self,
@@ -367,12 +377,13 @@ class StageExecutor:
 
     def _exchange_tied(self, epoch: int, step: int, io: StageIO) -> None:
         """Set both copies of a tied weight to the sum of both gradients, added in a fixed order."""
-        if not self.config.sums_tied_gradients:
+        place = self._place
+        if not (place.exchanges_tie or (self.config.sums_tied_gradients and place.is_first)):
             return
         model = self._model
         up = TensorKey(epoch, step, 0, 0, Direction.TIED_SHARE)
         down = TensorKey(epoch, step, 0, 0, Direction.TIED_SUM)
-        if self.is_first and self.is_last:
+        if place.is_first and place.has_loss:
             total = sum_tied_gradients(model.tied_gradient(HEAD), model.tied_gradient(EMBED))
             model.put_tied_gradient(EMBED, total)
             model.put_tied_gradient(HEAD, total)
@@ -382,7 +393,7 @@ class StageExecutor:
             sum_tied_gradients(total, model.tied_gradient(EMBED))
             self._send(down, total, io)
             model.put_tied_gradient(EMBED, total)
-        elif self.is_last:
+        elif place.is_last:
             self._send(up, model.tied_gradient(HEAD), io)
             model.put_tied_gradient(HEAD, self._receive(down, self._tied, io, TimeKind.WAIT_UPSTREAM))
 

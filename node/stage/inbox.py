@@ -124,13 +124,19 @@ class LoopIO:
         return self._inbox.holds(key)
 
     def wait_any(self, keys: Sequence[TensorKey]) -> None:
-        """Called on the compute thread, with keys of different neighbours. Raises as `Inbox.wait_any`."""
-        links = [self._links[source_stage(key, self._stages)] for key in keys]
-        for link, key in zip(links, keys, strict=True):
-            self._loop.call_soon_threadsafe(link.want, key)
+        """Called on the compute thread, with the key that the order needs next first. Raises as
+        `Inbox.wait_any`.
+
+        A neighbour that sends several of them is asked for the first: that one always comes.
+        """
+        wanted: dict[int, TensorKey] = {}
+        for key in keys:
+            wanted.setdefault(source_stage(key, self._stages), key)
+        for stage, key in wanted.items():
+            self._loop.call_soon_threadsafe(self._links[stage].want, key)
         self._inbox.wait_any(keys)
-        for link in links:
-            self._loop.call_soon_threadsafe(link.want, None)
+        for stage in wanted:
+            self._loop.call_soon_threadsafe(self._links[stage].want, None)
 
     def take(self, key: TensorKey) -> Tensor:
         """Called on the compute thread. Raises what `Inbox.take` raises."""

@@ -39,7 +39,7 @@ class PackedIO(Protocol):
         ...
 
     def wait_any(self, keys: Sequence[TensorKey]) -> None:
-        """Wait until `holds` is true for one of these keys, which come from different neighbours."""
+        """Wait until `holds` is true for one of these keys, the first of which the stage needs next."""
         ...
 
     def take(self, key: TensorKey) -> Tensor:

@@ -49,6 +49,9 @@ class RunStarted(Event):
     """Microbatches a step; 0 if unknown."""
     chunks: int = 1
     """Model chunks a stage."""
+    head_share: float | None = None
+    """The share of the first stage's compute that a tied model's head takes there; None: it is on the last
+    stage."""
     codec_bits: Mapping[str, float] = field(default_factory=dict)
     """Bits an element of each codec on this run's links, headers and frames included. Readers use it to
     estimate the gain of another codec."""

@@ -66,7 +66,6 @@ class MemoryIO:
         return self._inboxes[self._stage].holds(key)
 
     def wait_any(self, keys: Sequence[TensorKey]) -> None:
-        assert len({source_stage(key, len(self._inboxes)) for key in keys}) == len(keys)
         self._inboxes[self._stage].wait_any(keys, TAKE_SECONDS)
 
     def take(self, key: TensorKey) -> Tensor:
@@ -136,7 +135,7 @@ class MemoryPipeline:
                     self.step,
                     self.ios[stage],
                     inputs=rows[:, :-1] if executor.is_first else None,
-                    labels=np.ascontiguousarray(rows[:, 1:]) if executor.is_last else None,
+                    labels=np.ascontiguousarray(rows[:, 1:]) if executor.has_loss else None,
                 )
             except BaseException as error:
                 for inbox in self.inboxes:

@@ -108,12 +108,12 @@ def test_the_norm_does_not_depend_on_the_order_of_votes() -> None:
     assert len({norm(order) for order in ("abc", "cba", "bac", "cab")}) == 1
 
 
-def test_the_last_stages_vote_has_a_loss() -> None:
+def test_the_vote_of_the_stage_with_the_head_has_a_loss() -> None:
     run = Driver(stages=1).started("a")
     vote = Vote(epoch=1, step=0, norms=dict.fromkeys(range(6), 1.0), loss=None)
     told, again = run.machine.message("a", vote, run.time)
     assert told == Announce(
-        text="a message of node a was refused: it voted without a loss, as the last stage"
+        text="a message of node a was refused: it voted without a loss, as the stage with the head"
     )
     assert again == Send(node_id="a", message=Begin(epoch=1, step=0))
 

@@ -23,7 +23,7 @@ from node.model.storage import stored_bytes
 from node.model.units import unit_names
 from node.pipeline.device_memory import Devices
 from node.pipeline.memory import stage_bytes, stage_memory, stage_storages
-from node.pipeline.placement import split_units
+from node.pipeline.placement import split_units, with_head_place
 from node.pipeline.schedule import dependencies, schedule
 from node.telemetry.format import bytes_text
 from wire.codecs.registry import codec
@@ -48,9 +48,11 @@ def counted_by_packing(config: RunConfig) -> dict[tuple[int, int, str], int]:
     shape = (config.training.microbatch, model.sequence, model.hidden)
     hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     sent: Counter[tuple[int, int, str]] = Counter()
-    for stage, order in enumerate(schedule(stages, chunks, config.microbatches, pipeline.first_window)):
+    first = pipeline.head == "first"
+    orders = schedule(stages, chunks, config.microbatches, pipeline.first_window, head_first=first)
+    for stage, order in enumerate(orders):
         for action in order:
-            made = dependencies(action, stage, stages, chunks).makes
+            made = dependencies(action, stage, stages, chunks, head_first=first).makes
             if made is None:
                 continue
             forward = action.kind.value == "forward"
@@ -58,7 +60,7 @@ def counted_by_packing(config: RunConfig) -> dict[tuple[int, int, str], int]:
             receiver = (stage + 1 if forward else stage - 1) % stages
             what = "activation" if forward else "gradient"
             sent[stage, receiver, what] += frames_of(codec(name).encode(hidden).numel())
-    if model.tied and stages > 1:
+    if model.tied and stages > 1 and not first:
         weight = codec("fp32").encode(torch.zeros(model.vocab, model.hidden)).numel()
         sent[stages - 1, 0, "tied_share"] = frames_of(weight)
         sent[0, stages - 1, "tied_sum"] = frames_of(weight)
@@ -77,17 +79,27 @@ def frames_of(packed: int) -> int:
 
 @pytest.mark.parametrize("codecs", [("tah", "fixed-8"), ("fp32", "bf16"), ("fixed-4", "tah")])
 @pytest.mark.parametrize(
-    ("stages", "chunks", "window", "tied"),
-    [(1, 1, 0, True), (2, 1, 0, False), (2, 2, 0, True), (2, 3, 1, False), (3, 1, 2, True), (3, 2, 0, True)],
+    ("stages", "chunks", "window", "tied", "head"),
+    [
+        (1, 1, 0, True, "auto"),
+        (2, 1, 0, False, "auto"),
+        (2, 2, 0, True, "last"),
+        (2, 1, 1, True, "first"),
+        (2, 3, 1, False, "auto"),
+        (3, 1, 2, True, "last"),
+        (3, 1, 2, True, "first"),
+        (3, 2, 0, True, "first"),
+    ],
 )
 def test_bytes_are_those_of_packed_and_framed_tensors(
-    stages: int, chunks: int, window: int, tied: bool, codecs: tuple[str, str]
+    stages: int, chunks: int, window: int, tied: bool, head: str, codecs: tuple[str, str]
 ) -> None:
     config = with_pipeline(
         stages=stages,
         chunks=chunks,
         window=window,
         tied=tied,
+        head=head,
         forward_codec=codecs[0],
         backward_codec=codecs[1],
     )
@@ -122,7 +134,8 @@ def test_baselines_are_the_same_elements_at_four_and_two_bytes() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_parameters_are_those_of_the_built_chunks(family: str, tied: bool) -> None:
-    config = replace(with_pipeline(tied=tied), model=replace(SMALL.model, family=family, tied=tied))
+    config = with_pipeline(tied=tied, head="last")
+    config = replace(config, model=replace(config.model, family=family))
     explanation = explain(config)
     for plan, units in zip(explanation.stages, split_units(config.model, 3), strict=True):
         assert plan.units == units
@@ -212,7 +225,7 @@ def test_transfer_seconds() -> None:
 
 
 def test_json_holds_every_number() -> None:
-    explanation = explain(with_pipeline(tied=True))
+    explanation = explain(with_pipeline(tied=True, head="last"))
     whole = json.loads(explanation_json(explanation))
     assert whole["config"]["pipeline"]["stages"] == 3
     assert "pipeline.stages" not in whole["defaults"]
@@ -231,6 +244,22 @@ def test_text_marks_defaults_and_shows_links() -> None:
     assert 'window = "auto"  *' in lines
     assert any(line.split()[:4] == ["0", "embed,", "2", "blocks"] for line in lines)
     assert sum("->" in line for line in lines) == 4 + 4 + 1
+
+
+def test_a_tied_models_head_is_where_fewer_bytes_cross_the_network() -> None:
+    small, large = with_pipeline(tied=True), with_pipeline(tied=True, stages=2)
+    large = replace(large, model=replace(large.model, vocab=8))
+    for config, first in ((small, True), (large, False)):
+        explanation = explain(config)
+        head = explanation.head
+        assert head is not None and head.first == first == (head.boundary_bytes <= head.exchange_bytes)
+        flows = {flow.what for flow in explanation.flows}
+        assert flows == {"activation", "gradient"} | (set() if first else {"tied_share", "tied_sum"})
+        place = "first" if first else "last"
+        assert f"head     on the {place} stage: " in explanation_text(explanation)
+        assert explain(replace(config, pipeline=with_head_place(config).pipeline)).flows == explanation.flows
+        assert with_head_place(config).pipeline.head == place
+    assert explain(SMALL).head is None
 
 
 def test_a_single_stage_has_no_links() -> None:

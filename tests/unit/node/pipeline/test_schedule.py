@@ -10,8 +10,10 @@ from node.pipeline.schedule import (
     Dependencies,
     Kind,
     Order,
+    Window,
     check_complete,
     dependencies,
+    has_head_first,
     held_activations,
     interleaved_1f1b,
     one_f_one_b,
@@ -110,6 +112,48 @@ def test_larger_schedules_are_complete_and_free_of_deadlock(
     for order in orders:
         for chunk in range(chunks):
             assert backward_microbatches(order, chunk) == list(range(microbatches))
+
+
+def test_with_the_head_first_its_passes_stand_between_the_first_chunks() -> None:
+    orders = schedule(3, 1, 4, head_first=True)
+    assert tuple(map(spelled, orders)) == (
+        "F0.0 F0.1 F0.2 F1.0 B1.0 F0.3 F1.1 B1.1 B0.0 F1.2 B1.2 B0.1 F1.3 B1.3 B0.2 B0.3",
+        "F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3",
+        "F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3",
+    )
+
+
+@given(st.integers(2, 9), st.integers(1, 5), st.integers(1, 60), st.integers(0, 12), st.booleans())
+def test_schedules_with_the_head_first_are_complete_and_free_of_deadlock(
+    stages: int, chunks: int, microbatches: int, window: int, swap: bool
+) -> None:
+    orders = schedule(stages, chunks, microbatches, window, head_first=True)
+    assert has_head_first(orders)
+    assert check_complete(orders) == (chunks, microbatches)
+    timeline = simulate(orders, 1, 2, 0.5, 1.0, swap=swap and chunks == 1)
+    for stage, (order, spans) in enumerate(zip(orders, timeline.spans, strict=True)):
+        ran = tuple(span.action for span in spans)
+        for chunk in range(chunks + (stage == 0)):
+            assert backward_microbatches(ran, chunk) == list(range(microbatches))
+        assert held_activations(ran) <= held_activations(order)
+
+
+@pytest.mark.parametrize(("chunks", "window"), [(1, 0), (1, (2, 0, 3)), (2, 1)])
+def test_with_the_head_first_every_tensor_is_made_once_and_needed_once(chunks: int, window: Window) -> None:
+    made: list[BoundaryTensor | None] = []
+    needed: list[BoundaryTensor | None] = []
+    for stage, order in enumerate(schedule(3, chunks, 6, window, head_first=True)):
+        for action in order:
+            edges = dependencies(action, stage, 3, chunks, head_first=True)
+            made.append(edges.makes)
+            needed.append(edges.needs)
+    assert sorted(map(str, made)) == sorted(map(str, needed))
+    assert len(set(made) - {None}) == 2 * 6 * 3 * chunks
+
+
+def test_a_single_stage_has_no_head_chunk() -> None:
+    with pytest.raises(ConfigError, match="at least 2 stages"):
+        schedule(1, 1, 4, head_first=True)
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(1, 24))

@@ -95,7 +95,7 @@ def test_the_most_that_is_allowed() -> None:
         ({"pipeline.cache_gb": 0.0}, "pipeline.cache_gb must be a finite number above 0, got 0.0"),
         ({"training.global_batch": 15}, "training.global_batch (15) must be a multiple of"),
         (
-            {"model.tied": True, "model.vocab": 2**20, "model.hidden": 2**10},
+            {"model.tied": True, "pipeline.head": "last", "model.vocab": 2**20, "model.hidden": 2**10},
             "model.vocab x model.hidden makes a tensor of 4,294,967,296 bytes between stages, and a link",
         ),
         (
@@ -116,6 +116,7 @@ def test_the_most_that_is_allowed() -> None:
         ({"training.precision": "bf16"}, "training.precision 'bf16' is unknown"),
         ({"pipeline.stages": 0}, "pipeline.stages must be at least 1"),
         ({"pipeline.chunks": 0}, "pipeline.chunks must be at least 1"),
+        ({"pipeline.head": "both"}, "pipeline.head"),
         ({"pipeline.min_stages": -1}, "pipeline.min_stages must be from 0 (wait for every node)"),
         ({"pipeline.min_stages": 5}, "to pipeline.stages (4), got 5"),
         ({"coordinator.regroup_seconds": 0.0}, "coordinator.regroup_seconds must be"),

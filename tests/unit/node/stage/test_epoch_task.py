@@ -63,7 +63,7 @@ class Stage:
         self.lineage = 0
         self.uncompressed = False
         self.units = self.sources = ("block.0001",)
-        self.is_first = self.is_last = False
+        self.is_first = self.has_loss = False
         self.trouble: Exception | None = None
 
     def place(self, stage: int, stages: int) -> int:

@@ -41,6 +41,10 @@ def model(layers: int, family: str, tied: bool) -> RunConfig:
     return replace(CONFIG, model=replace(CONFIG.model, layers=layers, family=family, tied=tied))
 
 
+WHOLE = [("llama", False, "auto"), ("llama", True, "first"), ("llama", True, "last"), ("gpt2", True, "first")]
+"""(Family, tied, the head's place.)"""
+
+
 def placed(config: RunConfig, pipeline: PipelineSection, codecs: tuple[str, str]) -> RunConfig:
     forward, backward = codecs
     return replace(config, pipeline=replace(pipeline, forward_codec=forward, backward_codec=backward))
@@ -67,14 +71,13 @@ def test_the_reference_learns() -> None:
     assert len({step.loss for step in steps}) == STEPS
 
 
-@pytest.mark.parametrize(
-    ("family", "tied"), [("llama", False), ("llama", True), ("gpt2", False), ("gpt2", True)]
-)
+@pytest.mark.parametrize(("family", "tied", "head"), WHOLE)
 @pytest.mark.parametrize(("layers", "pipeline"), PLACEMENTS, ids=name)
 def test_every_split_and_schedule_is_the_unsplit_model(
-    layers: int, pipeline: PipelineSection, family: str, tied: bool
+    layers: int, pipeline: PipelineSection, family: str, tied: bool, head: str
 ) -> None:
     expected, weights = unsplit(layers, family, tied)
+    pipeline = replace(pipeline, head=head)
     with MemoryPipeline(placed(model(layers, family, tied), pipeline, ("fp32", "fp32"))) as stages:
         assert stages.train(TRAINED) == expected
         assert stages.weights_sha256() == weights

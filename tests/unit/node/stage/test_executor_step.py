@@ -11,6 +11,7 @@ from torch import Tensor
 
 from node.analysis.explain import explain, framed_bytes
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
+from node.pipeline.placement import chunk_units, hops
 from node.pipeline.routing import target_stage
 from node.stage.executor import UnitState
 from node.stage.inbox import StepInterrupted
@@ -26,10 +27,13 @@ CONFIG = RunConfig(
     run=RunSection(steps=8, seed=3),
     model=ModelSection(layers=4, hidden=32, heads=4, kv_heads=4, ffn=48, vocab=256, sequence=16, tied=True),
     training=TrainingSection(global_batch=4, microbatch=1, lr=1e-2, warmup_steps=2),
-    pipeline=PipelineSection(stages=3, window=1, forward_codec="fp32", backward_codec="fp32"),
+    pipeline=PipelineSection(stages=3, window=1, head="last", forward_codec="fp32", backward_codec="fp32"),
 )
 INTERLEAVED = replace(CONFIG, pipeline=replace(CONFIG.pipeline, stages=2, chunks=2))
 CODED = replace(CONFIG, pipeline=replace(CONFIG.pipeline, forward_codec="tah", backward_codec="fixed-8"))
+HEAD_FIRST = replace(CODED, pipeline=replace(CODED.pipeline, head="first"))
+TWO_STAGES = replace(HEAD_FIRST, pipeline=replace(HEAD_FIRST.pipeline, stages=2))
+RING_HEAD_FIRST = replace(TWO_STAGES, pipeline=replace(TWO_STAGES.pipeline, chunks=2))
 ALONE = replace(CONFIG, pipeline=replace(CONFIG.pipeline, stages=1))
 
 
@@ -40,7 +44,9 @@ def stages() -> Iterator[MemoryPipeline]:
 
 
 @pytest.mark.parametrize(
-    "config", [CONFIG, INTERLEAVED, CODED, ALONE], ids=["plain", "ring", "coded", "alone"]
+    "config",
+    [CONFIG, INTERLEAVED, CODED, HEAD_FIRST, TWO_STAGES, RING_HEAD_FIRST, ALONE],
+    ids=["plain", "ring", "coded", "head-first", "two-stages", "ring-head-first", "alone"],
 )
 def test_a_step_sends_what_config_explain_says_and_releases_all_it_took(config: RunConfig) -> None:
     with MemoryPipeline(config) as stages:
@@ -112,6 +118,30 @@ def test_only_tensors_of_this_placement_are_expected(stages: MemoryPipeline) -> 
         (last, key(Direction.TIED_SUM, boundary=99)),
     ]:
         assert executor.expected_bytes(refused) is None
+
+
+def test_with_the_head_first_the_ring_is_a_boundary_and_no_tied_gradient_is_expected() -> None:
+    with MemoryPipeline(HEAD_FIRST) as stages:
+        first, _, last = stages.executors
+        assert (first.has_loss, last.has_loss) == (True, False)
+        hidden = first.expected_bytes(TensorKey(1, 0, 0, 2, Direction.ACTIVATION))
+        assert hidden is not None and hidden < 4 * 16 * 32
+        assert last.expected_bytes(TensorKey(1, 0, 0, 2, Direction.GRADIENT)) is not None
+        for executor in stages.executors:
+            for direction in (Direction.TIED_SHARE, Direction.TIED_SUM):
+                assert executor.expected_bytes(TensorKey(1, 0, 0, 0, direction)) is None
+        assert first.expected_bytes(TensorKey(1, 0, 0, 3, Direction.ACTIVATION)) is None
+
+
+@pytest.mark.parametrize("config", [HEAD_FIRST, TWO_STAGES, RING_HEAD_FIRST])
+def test_with_the_head_first_codecs_are_where_the_reference_has_them(config: RunConfig) -> None:
+    expected, weights = reference_run(config, 3, chunk_units(config, config.pipeline.stages))
+    for windows in ((), (3,) * hops(config, config.pipeline.stages)):
+        with MemoryPipeline(config) as stages:
+            for executor in stages.executors:
+                executor.use_windows(windows)
+            assert stages.train(3) == expected
+            assert stages.weights_sha256() == weights
 
 
 def test_a_step_called_off_runs_again_with_the_same_bits(stages: MemoryPipeline) -> None:
