@@ -61,7 +61,7 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class Vote:
-    """Ready to commit: squared gradient norms by layer unit, and the mean loss from the last stage.
+    """Ready to commit: squared gradient norms by layer unit, and the mean loss where the head is.
 
     Norms are of the sum over all gradient groups, so they are the same in every row.
     """
@@ -84,7 +84,7 @@ class Applied:
 
 @dataclass(frozen=True, kw_only=True)
 class Validated:
-    """A pass over held-out samples is done; the loss comes from the last stage."""
+    """A pass over held-out samples is done; the loss comes from the stage with the head."""
 
     epoch: int
     step: int

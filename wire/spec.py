@@ -15,7 +15,7 @@ class Direction(IntEnum):
 
     ACTIVATION = 0
     GRADIENT = 1
-    # Gradient of a tied embedding: the last stage sends its share to the first and gets the sum back.
+    # Gradient of a tied embedding: a last stage with the head sends its share to the first, and gets the sum.
     TIED_SHARE = 2
     TIED_SUM = 3
     # Gradients between the rows of a stage (`node.pipeline.gradient_groups`): a node of the tree of groups to

@@ -410,7 +410,11 @@ class Coordinator:
 
     async def batch(self, node_id: str, step: int, *, labels: bool, held_out: bool = False) -> bytes:
         epoch = self._machine.epoch
-        entitled = epoch is not None and epoch.hosts[-1 if labels else 0] == node_id
+        entitled = (
+            epoch is not None
+            and node_id in epoch.hosts
+            and epoch.stage_of(node_id) == (epoch.loss_stage if labels else 0)
+        )
         size = self.config.training.global_batch
         if not entitled or step * size >= (len(self._held_out) if held_out else self.config.run.steps * size):
             raise ProtocolViolationError(f"{node_id} has no business with that batch of step {step}")

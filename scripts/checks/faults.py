@@ -330,7 +330,7 @@ coordinator (`tests/support/liar.py`). *Longest wait*: without a new step, from 
 {markdown(member_columns, members)}
 
 Not protected: a member can send tensors that are finite and wrong, vote a norm that is wrong but within the
-range of recent steps, or, as the last stage, report such a loss. Only a second computation of the same work
+range of recent steps, or, if it has the head, report such a loss. Only a second computation of the same work
 finds these. A member that computes nothing and keeps its connections holds up a step for up to ten minutes:
 until then nobody can tell it from a slow one. Every stage sees activations, and the first sees text.
 

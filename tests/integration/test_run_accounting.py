@@ -51,7 +51,7 @@ def test_time_and_bytes_are_accounted_for(prefork: Prefork, tmp_path: Path) -> N
         for step in steps:
             assert 0 <= step.idle[stage] <= 1
 
-    # Directions sum to what each stage sends and receives. A tied model's ends exchange the tied gradient.
+    # Directions sum to what each stage sends and receives, over the link to a tied model's head too.
     for stage in range(STAGES):
         for mbits, end in (("up_mbit", "sender"), ("down_mbit", "receiver")):
             counted = sum(getattr(step, mbits)[stage] * step.seconds * 1e6 / 8 for step in steps) / len(steps)

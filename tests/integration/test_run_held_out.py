@@ -33,14 +33,17 @@ def evaluated(run: Run, step: int, capsys: pytest.CaptureFixture[str]) -> float:
     return loss
 
 
-@pytest.mark.parametrize(("chunks", "lora"), [(1, False), (2, False), (1, True)])
+@pytest.mark.parametrize(
+    ("chunks", "lora", "tied"), [(1, False, True), (2, False, False), (2, False, True), (1, True, False)]
+)
 def test_a_run_that_is_measured_has_the_bits_of_one_that_is_not(
-    chunks: int, lora: bool, prefork: Prefork, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    chunks: int, lora: bool, tied: bool, prefork: Prefork, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = measured(small(codecs=("tah", "fixed-8")))
     stages = {1: 3, 2: 2}[chunks]
     pipeline = replace(config.pipeline, stages=stages, chunks=chunks)
-    model = replace(config.model, layers=4)
+    model = replace(config.model, layers=4, tied=tied)
+    pipeline = replace(pipeline, head="first")
     config = replace(config, model=model, pipeline=pipeline)
     if lora:
         config = replace(config, lora=LoraSection(rank=2, dropout=0.2))

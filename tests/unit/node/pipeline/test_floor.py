@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.pipeline.floor import LinkRate, ResourceKind, step_floor
+from node.pipeline.floor import LinkRate, ResourceKind, chunk_shares, step_floor
 from node.pipeline.schedule import BoundaryTensor, Kind, schedule
 from node.pipeline.simulation import simulate
 
@@ -104,6 +104,7 @@ def test_what_cannot_be_is_refused(wrong: dict[str, object]) -> None:
     st.floats(0, 20),
     st.floats(0, 20),
     st.floats(0, 5),
+    st.none() | st.floats(0, 1),
 )
 def test_no_simulated_schedule_beats_the_floor(
     stages: int,
@@ -114,16 +115,19 @@ def test_no_simulated_schedule_beats_the_floor(
     activation: float,
     gradient: float,
     latency: float,
+    head_share: float | None,
 ) -> None:
     forward, backward = times[:stages], times[5 : 5 + stages]
+    head_share = None if stages == 1 else head_share
+    shares = chunk_shares(stages, chunks, head_share)
     timeline = simulate(
-        schedule(stages, chunks, microbatches, window),
-        lambda chunk, _: forward[chunk % stages] / chunks,
-        lambda chunk, _: backward[chunk % stages] / chunks,
+        schedule(stages, chunks, microbatches, window, head_first=head_share is not None),
+        lambda chunk, _: forward[chunk % stages] * shares[chunk],
+        lambda chunk, _: backward[chunk % stages] * shares[chunk],
         lambda tensor: activation if tensor.kind is Kind.FORWARD else gradient,
         latency,
     )
-    joints = max(0, stages - 1) + (chunks > 1 and stages > 2)
+    joints = max(0, stages - 1) + ((chunks > 1 or head_share is not None) and stages > 2)
     floor = step_floor(
         microbatches=microbatches,
         forward=forward,
@@ -132,6 +136,7 @@ def test_no_simulated_schedule_beats_the_floor(
         gradient_bytes=gradient,
         links=[LinkRate(up=1, down=1, latency=latency)] * joints,
         chunks=chunks,
+        head_share=head_share,
     )
     assert floor.seconds <= timeline.total * (1 + 1e-9)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from node.pipeline.floor import LinkRate, Network, step_floor
+from node.pipeline.floor import LinkRate, Network, chunk_shares, step_floor
 from node.pipeline.schedule import Kind, held_activations, schedule
 from node.pipeline.simulation import simulate
 from node.pipeline.window_plan import KEEP, TOLERANCE, StepMeasures, Windows, measured, plan_windows
@@ -37,11 +37,12 @@ def plan(
 
 
 def seconds(given: StepMeasures, windows: Windows, chunks: int = 1, microbatches: int = 32) -> float:
-    stages = len(given.forward)
+    stages, share = len(given.forward), given.head_share
+    shares = chunk_shares(stages, chunks, share)
     return simulate(
-        schedule(stages, chunks, microbatches, windows),
-        lambda chunk, _: given.forward[chunk % stages] / chunks,
-        lambda chunk, _: given.backward[chunk % stages] / chunks,
+        schedule(stages, chunks, microbatches, windows, head_first=share is not None),
+        lambda chunk, _: given.forward[chunk % stages] * shares[chunk],
+        lambda chunk, _: given.backward[chunk % stages] * shares[chunk],
         network=Network(stages, given.links),
         sizes={Kind.FORWARD: given.activation_bytes, Kind.BACKWARD: given.gradient_bytes},
         swap=chunks == 1,
@@ -116,6 +117,7 @@ def test_interleaved_schedules_have_one_window() -> None:
     times=[1.0, 1.0, 4.0] + [1.0] * 7,
     rates=[2.0, 2.0, 6.0, 1.0, 1.0, 1.0, 1.0, 5.0, 1.0, 1.0],
     latencies=[0.0, 0.0, 1.0, 0.0, 0.0],
+    head_share=None,
 )
 @given(
     st.integers(2, 5),
@@ -125,6 +127,7 @@ def test_interleaved_schedules_have_one_window() -> None:
     st.lists(st.floats(0.01, 10), min_size=10, max_size=10),
     st.lists(st.floats(0.5, 1000), min_size=10, max_size=10),
     st.lists(st.floats(0, 20), min_size=5, max_size=5),
+    st.none() | st.floats(0, 1),
 )
 def test_any_plan_fits_and_is_near_the_best_that_fits(
     stages: int,
@@ -134,20 +137,25 @@ def test_any_plan_fits_and_is_near_the_best_that_fits(
     times: list[float],
     rates: list[float],
     latencies: list[float],
+    head_share: float | None,
 ) -> None:
-    joints = stages - 1 + (chunks > 1 and stages > 2)
+    head_first = head_share is not None
+    hops = stages - 1 + head_first
+    joints = stages - 1 + ((chunks > 1 or head_first) and stages > 2)
     given = StepMeasures(
         forward=tuple(times[:stages]),
         backward=tuple(times[5 : 5 + stages]),
         activation_bytes=20.0,
         gradient_bytes=50.0,
         links=tuple(LinkRate(up=rates[i], down=rates[5 + i], latency=latencies[i]) for i in range(joints)),
+        head_share=head_share,
     )
     windows = plan(given, chunks=chunks, microbatches=microbatches, most=most)
-    assert len(windows) == stages - 1 and min(windows) >= 0
-    orders = schedule(stages, chunks, microbatches, windows)
+    assert len(windows) == hops and min(windows) >= 0
+    orders = schedule(stages, chunks, microbatches, windows, head_first=head_first)
     held = max(map(held_activations, orders))
-    assert held <= max(most, max(map(held_activations, schedule(stages, chunks, microbatches, 0))))
+    least = schedule(stages, chunks, microbatches, 0, head_first=head_first)
+    assert held <= max(most, max(map(held_activations, least)))
 
     cautious = replace(
         given,
@@ -158,10 +166,10 @@ def test_any_plan_fits_and_is_near_the_best_that_fits(
     )
 
     def even(width: int) -> float:
-        return seconds(cautious, (width,) * (stages - 1), chunks, microbatches)
+        return seconds(cautious, (width,) * hops, chunks, microbatches)
 
     def fits(width: int) -> bool:
-        orders = schedule(stages, chunks, microbatches, (width,) * (stages - 1))
+        orders = schedule(stages, chunks, microbatches, (width,) * hops, head_first=head_first)
         return all(held_activations(order) <= most for order in orders)
 
     best = min(even(width) for width in range(9) if width == 0 or fits(width))
@@ -249,6 +257,15 @@ def test_measures_are_a_microbatchs() -> None:
         activation_bytes=10.0,
         gradient_bytes=20.0,
         links=(LinkRate(up=100.0, down=math.inf, latency=0.25),),
+    )
+    # With the head on the first stage twice as many tensors of each kind cross the link of two stages.
+    assert measured(costs(), report, chunks=1, microbatches=8, head_share=0.5) == StepMeasures(
+        forward=(1.25, 1.25),
+        backward=(2.25, 2.25),
+        activation_bytes=5.0,
+        gradient_bytes=10.0,
+        links=(LinkRate(up=100.0, down=math.inf, latency=0.25),),
+        head_share=0.5,
     )
 
 
