@@ -114,6 +114,10 @@ class RunError(ThinwireError):
     """The run cannot continue. Its newest snapshot is intact."""
 
 
+class DiskFullError(RunError):
+    """The coordinator's disk is full: the run pauses until there is room."""
+
+
 class DeviceLostError(RunError):
     """One of this node's devices failed. The node ends; the run continues on another."""
 

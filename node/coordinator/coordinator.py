@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from node.coordinator.actions import (
     StepDone,
     Stop,
 )
+from node.coordinator.disk import Disk
 from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.epoch import Epoch
 from node.coordinator.held_out import LOSSLESS
@@ -76,6 +78,7 @@ STANDSTILL_SECONDS = 2.0
 """Between two ticks: the process was stopped, its machine was paused, or its memory came back from disk."""
 GOODBYE_SECONDS = 5.0
 
+Result = TypeVar("Result")
 Happening = Callable[[float], list[Action]]
 
 
@@ -125,6 +128,7 @@ class Coordinator:
         )
         self._reporter = Reporter(config, emit, untold)
         self._tracer = Tracer(config.telemetry, directory, lambda: self.accounting.hosts)
+        self._disk = Disk(lambda text: emit(events.Notice(text=text)))
         self._snapshots = SnapshotHandler(
             config=config,
             windows=corpus.windows,
@@ -135,6 +139,7 @@ class Coordinator:
             stored=self._snapshot_stored,
             damaged=self._snapshot_damaged,
             failed=self._fail,
+            disk=self._disk,
         )
         self._exports = SnapshotExports(config, directory)
         self._planner = WindowPlanner(
@@ -175,6 +180,8 @@ class Coordinator:
 
     def stop(self, reason: str, *, at_once: bool = False) -> None:
         """End the run after this step and a snapshot, however often this is called; `at_once`: now."""
+        if at_once:
+            self._disk.give_up()
         self._post(lambda _now: self._machine.stop(reason, at_once=at_once))
 
     def save(self) -> None:
@@ -184,6 +191,7 @@ class Coordinator:
     async def _act(self) -> Outcome:
         while self._outcome is None:
             happening = await self._events.get()
+            await self._disk.room()
             try:
                 for action in happening(time.monotonic()):
                     await self._carry_out(action)
@@ -259,7 +267,7 @@ class Coordinator:
                 self._reporter.placed()
                 hosts = zip(action.nodes, action.addresses, strict=True)
                 placed = [PlacedNode(stage, node, address) for stage, (node, address) in enumerate(hosts)]
-                await asyncio.to_thread(self._store.record_placement, action.epoch, placed)
+                await self._record(self._store.record_placement, action.epoch, placed)
             case RecordRestored():
                 rates = {session.node_id: session.hello.download_rate for session in self._sessions}
                 self._reporter.restored(action, rates)
@@ -285,6 +293,10 @@ class Coordinator:
             case Stop():
                 self._outcome = Outcome(reason=action.reason, failed=action.failed)
 
+    async def _record(self, write: Callable[..., Result], *what: object) -> Result:
+        """One transaction of the database, on a thread; while the disk is full the run pauses."""
+        return await self._disk.write(lambda: asyncio.to_thread(write, *what))
+
     async def _record_commit(self, commit: RecordCommit) -> None:
         training, model = self.config.training, self.config.model
         record = StepRecord(
@@ -298,7 +310,7 @@ class Coordinator:
             seconds=self._reporter.step_seconds,
             committed_at=time.time(),
         )
-        outcome = await asyncio.to_thread(self._store.record_step, record)
+        outcome = await self._record(self._store.record_step, record)
         if outcome is StepOutcome.DIFFERS:
             self._emit(
                 events.Notice(
@@ -319,7 +331,7 @@ class Coordinator:
             samples=held_out.samples,
             measured_at=time.time(),
         )
-        await asyncio.to_thread(self._store.record_held_out, record)
+        await self._record(self._store.record_held_out, record)
         self._reporter.held_out(held_out)
 
     # ---- what the control service asks

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,6 +14,7 @@ from node import faults
 from node.checkpoints.export import export
 from node.checkpoints.start import read_units
 from node.config.schema import RunConfig
+from node.coordinator.disk import Disk
 from node.coordinator.store import SnapshotRecord, Store
 from node.model.units import unit_names
 from node.pipeline.placement import most_layer_bytes, stage_units
@@ -72,6 +74,7 @@ class SnapshotHandler:
         stored: Callable[[Manifest], None],
         damaged: Callable[[int, Checked], None],
         failed: Callable[[str], None],
+        disk: Disk,
     ) -> None:
         """
         Args:
@@ -81,6 +84,7 @@ class SnapshotHandler:
             stored: called for every snapshot that is complete and recorded.
             damaged: called when the newest snapshot turns out damaged, with its step and what is left.
             failed: called with the reason when the disk or the database fails.
+            disk: repeats writes while the disk is full.
         """
         self._config = config
         self._windows = windows
@@ -91,6 +95,7 @@ class SnapshotHandler:
         self._stored = stored
         self._damaged = damaged
         self._failed = failed
+        self._disk = disk
         self._wanted: dict[int, Hosts] = {}
         """By step, from the request until a later snapshot is complete."""
         self._newest = 0
@@ -202,7 +207,14 @@ class SnapshotHandler:
         self._layer_received(permit.step, permit.unit)
         done = asyncio.get_running_loop().create_future()
         self._uploads.put_nowait(_Upload(permit=permit, data=data, digest=digest, done=done))
-        await done
+        # On a full disk the call would time out. Nobody counts on the layer before it is stored.
+        full = asyncio.create_task(self._disk.full())
+        try:
+            await asyncio.wait({done, full}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            full.cancel()
+        if done.done():
+            done.result()
 
     async def _take_in(self, upload: _Upload) -> Manifest | None:
         """The recorded manifest, if this unit completes its snapshot."""
@@ -214,7 +226,7 @@ class SnapshotHandler:
                 raise ProtocolViolationError(
                     f"step {permit.step} was asked for anew while its layer {permit.unit} was on its way"
                 )
-            manifest = await asyncio.to_thread(self._store_unit, upload)
+            manifest = await self._disk.write(partial(asyncio.to_thread, self._store_unit, upload))
             if manifest is not None:
                 self._newest = max(self._newest, manifest.step)
                 self._wanted = {step: at for step, at in self._wanted.items() if step >= self._newest}

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
-from wire.errors import RefusalCode, RunError, UserError
+from wire.errors import DiskFullError, RefusalCode, RunError, UserError
 from wire.identity.enrolment import Hardware, Refusal
 from wire.identity.files import create_private, make_private_directory
 from wire.identity.token import Decision, JoinToken, TokenRecord, admit, hash_secret, new_secret, new_token_id
@@ -542,6 +542,8 @@ def is_empty(path: Path) -> bool:
 
 def explained(path: Path, error: sqlite3.DatabaseError) -> RunError:
     """The error to raise for a database that fails in use."""
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
+        return DiskFullError(f"disk full: the run's database {path} cannot grow; free some space")
     if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_READONLY:
         return RunError(
             f"the run's database {path} cannot be changed from here: it is on a read-only disk, or another "

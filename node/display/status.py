@@ -103,7 +103,7 @@ class StatusWriter:
     """Called with each event of a run; keeps `status.json` in its directory up to date.
 
     The file is replaced as a whole, so readers never see half of it. It is a convenience, not state of the
-    run: the first failed write turns it off and is reported once through `warn`.
+    run: a failed write is reported once through `warn`, and the next event tries again.
     """
 
     def __init__(self, warn: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:
@@ -133,16 +133,18 @@ class StatusWriter:
         self._write(self._status)
 
     def _write(self, status: RunStatus) -> None:
-        if self._broken:
-            return
         path = Path(status.started.directory) / STATUS_FILE
         partial = path.with_suffix(".json.partial")
         try:
             partial.write_text(status.to_json() + "\n", encoding="utf-8")
             partial.replace(path)
+            self._broken = False
         except OSError as error:
-            self._broken = True
-            self._warn(f"{path} cannot be written ({error.strerror}); `thinwire status` will be out of date")
+            if not self._broken:
+                self._broken = True
+                self._warn(
+                    f"{path} cannot be written ({error.strerror}); until then `thinwire status` is old"
+                )
 
 
 def read_status(directory: Path) -> RunStatus | None:

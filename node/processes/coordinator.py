@@ -18,6 +18,7 @@ from node.analysis.view_builder import RunViewBuilder
 from node.config.schema import RunConfig
 from node.coordinator.control_service import ControlService
 from node.coordinator.coordinator import Coordinator
+from node.coordinator.disk import check_room
 from node.coordinator.enrolment import EnrolmentHandler, token_uses_told
 from node.coordinator.epoch import Committed
 from node.coordinator.message_limits import MessageLimits
@@ -99,6 +100,8 @@ def run_coordinator(
             # After all checks: a failed start leaves no run behind.
             held.enter_context(run_lock(run_dir))
             config = with_head_place(config)
+            if (line := check_room(config, run_dir)) is not None:
+                tell(line)
             run = _create(config, run_dir, corpus)
         held.callback(run.corpus.close)
         with run.store:
@@ -151,6 +154,9 @@ def _reopen(
 ) -> _Run:
     other_text = _check_text(config, directory, corpus, new_text)
     checked = _newest_whole(directory / "snapshots", tell)
+    held = sum(path.stat().st_size for path in (directory / "snapshots").glob("step-*/*"))
+    if (line := check_room(config, directory, held=held)) is not None:
+        tell(line)
     newest = checked.whole
     store = Store.open(directory)
     for step, _ in checked.damaged:

@@ -24,6 +24,7 @@ import re
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ COSTS_SECONDS = 1.0
 _BLOCK_BYTES = 1 << 16
 MOST_BYTES = 4 << 20
 """A tail reads at most this much at a time, whatever the length of the history."""
+MOST_WAITING = 10_000
+"""Lines kept in memory while the disk is full; then the oldest are lost."""
 SEGMENT_BYTES = 32 << 20
 INDEX_BYTES = 1 << 20
 """Bytes between two calls of a writer's `index`."""
@@ -95,6 +98,9 @@ class HistoryWriter:
         self._highest_step = 0
         self._file: TextIO | None = None
         self._broken = False
+        self._told = False
+        self._lines: deque[str] = deque(maxlen=MOST_WAITING)
+        """Not written yet, because the disk is full."""
         self._pending: events.StepCosts | None = None
         self._costs_at = 0.0
 
@@ -152,29 +158,42 @@ class HistoryWriter:
     def _append(self, event: events.Event, now: float, *, replayed: bool = False) -> None:
         if self._broken or self._path is None:
             return
-        fields = json.loads(event.to_json())
-        record = {"at": round(now, 3), **({"replayed": True} if replayed else {}), **fields}
+        self._lines.append(self._line(event, now, replayed))
         try:
-            if self._file is None:
-                self._file = _open(self._path)
-            self._unindexed += self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
-            self._file.flush()
-            if os.fstat(self._file.fileno()).st_size >= SEGMENT_BYTES:
-                self._drop_file()
-                _rotate(self._path.parent)
-                self._unindexed = INDEX_BYTES
+            self._write_lines()
         except OSError as error:
-            self._broken = True
             self._drop_file()
-            self._warn(
-                f"{self._path} cannot be written ({error.strerror}); the run's history ends here, the run "
-                "goes on"
-            )
+            if not self._told:
+                self._told = True
+                self._warn(
+                    f"{self._path} cannot be written ({error.strerror}); the run goes on, and its history "
+                    "once it can"
+                )
             return
+        self._told = False
         if self._unindexed >= INDEX_BYTES and (self._worker is None or not self._worker.is_alive()):
             self._unindexed = 0
             self._worker = threading.Thread(target=self._tidy, args=(self._path.parent,), daemon=True)
             self._worker.start()
+
+    @staticmethod
+    def _line(event: events.Event, now: float, replayed: bool) -> str:
+        fields = json.loads(event.to_json())
+        record = {"at": round(now, 3), **({"replayed": True} if replayed else {}), **fields}
+        return json.dumps(record, separators=(",", ":")) + "\n"
+
+    def _write_lines(self) -> None:
+        assert self._path is not None
+        if self._file is None:
+            self._file = _open(self._path)
+        while self._lines:
+            self._file.write(self._lines[0])
+            self._file.flush()
+            self._unindexed += len(self._lines.popleft())
+        if os.fstat(self._file.fileno()).st_size >= SEGMENT_BYTES:
+            self._drop_file()
+            _rotate(self._path.parent)
+            self._unindexed = INDEX_BYTES
 
     def _tidy(self, directory: Path) -> None:
         """On a thread: index what was added, compress whole segments. Failures cost readers time only."""

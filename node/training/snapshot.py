@@ -40,7 +40,7 @@ from node.training.manifest import (
     weights_sha256,
 )
 from node.training.unit_state import check_state, parameters_of, read_tensors
-from wire.errors import ProtocolViolationError, RunError
+from wire.errors import DiskFullError, ProtocolViolationError, RunError
 
 MOMENT_SECONDS = 2.0
 """A check that takes longer reports what it does."""
@@ -392,8 +392,8 @@ def _write_errors(path: Path, size: int) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise RunError(
-                f"disk full: {path.name} needs {size} bytes in {path.parent}; free some space, then resume"
+            raise DiskFullError(
+                f"disk full: {path.name} needs {size} bytes in {path.parent}; free some space"
             ) from error
         raise RunError(
             f"cannot write {path} ({error.strerror}); check that the run directory can be written"

@@ -11,7 +11,7 @@ import pytest
 
 from node.faults import Fault, Kind, Phase
 from node.stage.coordinator_client import CoordinatorClient
-from node.telemetry.events import NodeJoined, NodeLeft, PlacementMade, RunFinished
+from node.telemetry.events import NodeJoined, NodeLeft, Notice, PlacementMade, StepAborted
 from node.training.snapshot import list_snapshots
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import KILLED, FaultRun, small
@@ -170,25 +170,16 @@ def _never() -> None:
     raise AssertionError("it answered")
 
 
-def test_a_full_disk_ends_the_run_in_one_line_and_keeps_the_snapshot(
-    tmp_path: Path, prefork: Prefork
-) -> None:
+def test_a_full_disk_pauses_the_run_and_costs_no_step(tmp_path: Path, prefork: Prefork) -> None:
     full = Fault(kind=Kind.DISK_FULL, phase=Phase.SNAPSHOT, step=4, skip=1)
     with FaultRun(tmp_path, small(), [full], snapshot_first=True, launch=prefork.popen) as run:
         run.start()
-        first = run.add_nodes(3)
-        assert run.tend() == FAILED
-        run.assert_all_happened()
-        (finished,) = run.all(RunFinished)
-        assert finished.failed
-        assert finished.reason.startswith("disk full: ") and finished.reason.endswith("then resume")
-        assert "\n" not in finished.reason
-        assert list_snapshots(run.run_dir / "snapshots") == (2,)
-        assert [node.wait_exit() for node in first] == [FAILED] * 3
-        assert run.all(NodeLeft) == []
-        run.resume()
-        for node in first:
-            run.add_node(state_dir=run.state_dirs[node])
+        nodes = run.add_nodes(3)
         assert run.tend() == 0
-        assert run.all(PlacementMade)[-1].resume_step == SNAPSHOT
-        run.assert_undisturbed(codes=(0, FAILED))
+        run.assert_all_happened()
+        paused, goes_on = (told.text for told in run.all(Notice) if "disk" in told.text)
+        assert paused.startswith("paused: disk full: ") and "the run goes on by itself" in paused
+        assert goes_on == "the disk has room again: the run goes on"
+        assert [node.wait_exit() for node in nodes] == [0] * 3
+        assert run.all(StepAborted) == run.all(NodeLeft) == []
+        run.assert_undisturbed()

@@ -1,8 +1,11 @@
-"""A full disk ends a run in one line, with all acknowledged steps intact; a dead reader does not end it."""
+"""A full disk pauses a run until there is room or it is ended, with all acknowledged steps intact.
+
+A dead reader does not end it."""
 
 import os
 import resource
 import shutil
+import signal
 import subprocess
 from dataclasses import replace
 from functools import cache
@@ -12,7 +15,8 @@ from typing import Any
 import pytest
 
 from node.coordinator.store import Store
-from node.telemetry.events import RunFinished, StepDone
+from node.display.status import read_status
+from node.telemetry.events import Notice, RunFinished, StepDone
 from node.training.snapshot import list_snapshots
 from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, TINY, Run, undisturbed
@@ -81,11 +85,17 @@ def test_no_room_for_a_snapshot(prefork: Prefork, tmp_path: Path) -> None:
     with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
         coordinator = run.start(wrapper=on_small_disk(run.run_dir / "snapshots", "1000k", tmp_path))
         nodes = run.add_nodes(2)
-        assert coordinator.wait_exit() == 1
+        paused = coordinator.wait_event(Notice, lambda told: told.text.startswith("paused: "))
+        assert "disk full: " in paused.text and "goes on by itself once there is room" in paused.text
+        status = read_status(run.run_dir)
+        assert status is not None
+        os.kill(status.process_id, signal.SIGINT)  # ends after a snapshot, for which there is no room
+        coordinator.wait_event(Notice, lambda told: "press Ctrl-C again" in told.text)
+        os.kill(status.process_id, signal.SIGINT)
+        coordinator.wait_exit()
         assert [node.wait_exit() for node in nodes] == [1, 1]
         (finished,) = coordinator.all(RunFinished)
-        assert finished.failed
-        assert "disk full: " in finished.reason and "free some space, then resume" in finished.reason
+        assert finished.resume == f"thinwire resume {run.run_dir}"
         assert coordinator.complaints == []
         check_resumable(run, snapshots=[5])
 
@@ -112,19 +122,12 @@ def test_a_snapshot_file_that_cannot_grow(prefork: Prefork, tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(not has_small_disks(), reason="mounting needs user namespaces")
-def test_no_room_for_the_database(prefork: Prefork, tmp_path: Path) -> None:
-    """A commit that cannot be recorded ends the run; every step that was reported is on record."""
-    config = replace(CONFIG, run=replace(CONFIG.run, snapshot_every=100))
-    with Run(tmp_path, config, launch=prefork.popen) as run:
+def test_no_room_for_a_run_is_said_before_it_starts(prefork: Prefork, tmp_path: Path) -> None:
+    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
         coordinator = run.start(wrapper=on_small_disk(run.run_dir, "200k", tmp_path))
-        nodes = run.add_nodes(2)
-        assert coordinator.wait_exit() == 1
-        assert [node.wait_exit() for node in nodes] == [1, 1]
-        (finished,) = coordinator.all(RunFinished)
-        assert finished.failed
-        assert "the run's database" in finished.reason and "free the disk" in finished.reason
-        assert coordinator.all(StepDone)
-        check_resumable(run, snapshots=[])
+        assert coordinator.wait_exit() == 2
+        (line,) = coordinator.complaints
+        assert "two must fit on the disk of" in line and "free 1.1" in line
 
 
 def test_a_run_outlives_whoever_reads_its_output(tmp_path: Path) -> None:

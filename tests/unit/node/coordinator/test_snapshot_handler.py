@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ import torch
 from safetensors.numpy import load
 
 from node.config.schema import ModelSection, RunConfig
+from node.coordinator import disk as disk_module
 from node.coordinator import snapshot_handler
+from node.coordinator.disk import Disk, check_room, snapshots_need
 from node.coordinator.snapshot_handler import SnapshotExports, SnapshotHandler
 from node.coordinator.store import Store
 from node.model.chunk import build_chunk
@@ -25,7 +28,7 @@ from node.training.manifest import Manifest
 from node.training.optimizer import StageOptimizer
 from node.training.serialization import serialize_unit
 from node.training.snapshot import Checked, SnapshotWriter, list_snapshots
-from wire.errors import ProtocolViolationError, RunError
+from wire.errors import DiskFullError, ProtocolViolationError, RunError, UserError
 
 MODEL = ModelSection(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24, vocab=31, sequence=8)
 CONFIG = RunConfig(model=MODEL)
@@ -50,6 +53,8 @@ class Told:
         """Steps of those found damaged, each with that of the newest that is whole."""
         self.failed: list[str] = []
         self.received: list[tuple[int, str]] = []
+        self.said: list[str] = []
+        self.disk = Disk(self.said.append, retry_seconds=0.01)
 
 
 @contextlib.asynccontextmanager
@@ -66,6 +71,7 @@ async def desk_at(directory: Path) -> AsyncIterator[tuple[SnapshotHandler, Told]
             stored=told.stored.put_nowait,
             damaged=lambda step, checked: told.damaged.append((step, checked.whole)),
             failed=told.failed.append,
+            disk=told.disk,
         )
         async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
             running = group.create_task(handler.run())
@@ -150,6 +156,71 @@ async def test_a_refusal_is_its_senders_and_the_next_upload_is_stored(
         for unit in UNITS:
             await hand_in(handler, 4, unit, made[unit])
         assert (await told.stored.get()).step == 4
+
+
+async def test_a_full_disk_pauses_until_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender need not wait for it; nobody is told of a snapshot that is not on disk."""
+    made, put, room = files(0), SnapshotWriter.put, threading.Event()
+
+    def full(writer: SnapshotWriter, step: int, unit: str, data: bytes, digest: str) -> Manifest | None:
+        if not room.is_set():
+            raise DiskFullError("disk full: head.safetensors needs 9 bytes")
+        return put(writer, step, unit, data, digest)
+
+    monkeypatch.setattr(SnapshotWriter, "put", full)
+    async with desk_at(tmp_path) as (handler, told):
+        await handler.expect(4, SEATS)
+        for unit in UNITS:
+            await hand_in(handler, 4, unit, made[unit])
+        waits = asyncio.create_task(told.disk.room())
+        await asyncio.sleep(0)
+        assert told.stored.empty() and not waits.done()
+        room.set()
+        assert (await told.stored.get()).step == 4
+        await waits
+        assert told.failed == []
+        assert told.said == [
+            "paused: disk full: head.safetensors needs 9 bytes; the run goes on by itself once there is room",
+            "the disk has room again: the run goes on",
+        ]
+
+
+async def test_a_run_that_ends_at_once_waits_for_no_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> Manifest | None:
+        raise DiskFullError("disk full")
+
+    monkeypatch.setattr(SnapshotWriter, "put", full)
+    async with desk_at(tmp_path) as (handler, told):
+        await handler.expect(4, SEATS)
+        await hand_in(handler, 4, UNITS[0], files(0)[UNITS[0]])
+        told.disk.give_up()
+        await told.disk.room()
+        with pytest.raises(RunError, match="disk full"):
+            await hand_in(handler, 4, UNITS[0], files(0)[UNITS[0]])
+        assert set(told.failed) == {"disk full"}
+
+
+def test_what_snapshots_need_is_known_before_a_run_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, most = snapshots_need(CONFIG)
+    assert most == (CONFIG.run.keep_snapshots + 1) * one
+
+    def free(count: int) -> None:
+        monkeypatch.setattr(disk_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=count))
+
+    free(most)
+    assert check_room(CONFIG, tmp_path) is None
+    free(most - 1)
+    assert "set run.keep_snapshots lower" in str(check_room(CONFIG, tmp_path))
+    assert check_room(CONFIG, tmp_path, held=1) is None
+    free(2 * one - 1)
+    with pytest.raises(UserError, match="two must fit on the disk of"):
+        check_room(CONFIG, tmp_path)
 
 
 def header(tensors: object, data: bytes = b"") -> bytes:

@@ -228,18 +228,23 @@ def test_a_history_that_cannot_be_read_says_so(tmp_path: Path) -> None:
         list(read_history(tmp_path))
 
 
-def test_a_full_disk_ends_the_history_once_and_nothing_else(
+def test_a_full_disk_is_told_once_and_its_history_comes_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Only for writing: whoever reads /dev/full never comes to its end.
-    full = Path("/dev/full").open("a", encoding="utf-8")  # noqa: SIM115  # the writer closes it
-    monkeypatch.setattr(history, "_open", lambda path: full)
-    writing = Writing(tmp_path)
-    writing.open()
-    writing.say(*step(1))
-    writing.writer.close()
-    (warning,) = writing.warnings
-    assert "No space left on device" in warning and "the run goes on" in warning
+    with monkeypatch.context() as patch:
+        # Only for writing: whoever reads /dev/full never comes to its end. The writer closes it.
+        patch.setattr(history, "_open", lambda path: Path("/dev/full").open("a"))  # noqa: SIM115
+        writing = Writing(tmp_path)
+        writing.open()
+        writing.say(*step(1))
+        (warning,) = writing.warnings
+        assert "No space left on device" in warning and "the run goes on" in warning
+    assert list(read_history(tmp_path)) == []
+    writing.say(*step(2))
+    done = [entry.event.step for entry in read_history(tmp_path) if isinstance(entry.event, events.StepDone)]
+    assert done == [1, 2]
+    writing.say(joined(NODES[0]))
+    assert writing.warnings == [warning]
 
 
 # ---- reading while it grows

@@ -1,0 +1,101 @@
+"""A run whose disk is full pauses until there is room, instead of losing what its nodes hold."""
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+from node.config.schema import RunConfig
+from node.model.lora_shapes import trained_specs
+from node.model.units import state_bytes, unit_names
+from node.telemetry.format import bytes_text
+from wire.errors import DiskFullError, UserError
+
+Result = TypeVar("Result")
+
+RETRY_SECONDS = 2.0
+"""Between two attempts to write on a full disk."""
+
+
+class Disk:
+    """Repeats writes that find the disk full. Call it on the event loop."""
+
+    def __init__(self, tell: Callable[[str], None], retry_seconds: float = RETRY_SECONDS) -> None:
+        """`tell` shows the operator a line."""
+        self._tell = tell
+        self._retry_seconds = retry_seconds
+        self._room = asyncio.Event()
+        self._room.set()
+        self._full = asyncio.Event()
+        self._given_up = asyncio.Event()
+
+    async def room(self) -> None:
+        """Return at once, or when the disk is no longer full, or nobody waits for that any more."""
+        await self._room.wait()
+
+    async def full(self) -> None:
+        """Wait until the disk is full."""
+        await self._full.wait()
+
+    def give_up(self) -> None:
+        """The run ends at once: writes fail from now on."""
+        self._given_up.set()
+        self._full.clear()
+        self._room.set()
+
+    async def write(self, attempt: Callable[[], Awaitable[Result]]) -> Result:
+        """Attempt a write until it succeeds. Raises DiskFullError after `give_up`, other errors at once."""
+        told = False
+        while True:
+            try:
+                result = await attempt()
+            except DiskFullError as error:
+                if self._given_up.is_set():
+                    raise
+                self._room.clear()
+                self._full.set()
+                if not told:
+                    told = True
+                    self._tell(f"paused: {error}; the run goes on by itself once there is room")
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._retry_seconds):
+                        await self._given_up.wait()
+                continue
+            if told:
+                self._tell("the disk has room again: the run goes on")
+                self._full.clear()
+                self._room.set()
+            return result
+
+
+def snapshots_need(config: RunConfig) -> tuple[int, int]:
+    """Bytes of one snapshot, and of all that are on disk at a time: kept, the best one, one being written."""
+    model, lora, moments = config.model, config.lora, config.training.moments
+    one = sum(state_bytes(trained_specs(model, lora, unit), moments) for unit in unit_names(model))
+    best = 1 if config.run.keep_best and config.data.valid_every else 0
+    return one, (config.run.keep_snapshots + 1 + best) * one
+
+
+def check_room(config: RunConfig, directory: Path, *, held: int = 0) -> str | None:
+    """A line for the operator if the snapshots of the run may not fit beside each other.
+
+    Args:
+        held: bytes of the run's snapshots that are there.
+
+    Raises UserError if there is no room for the newest and the one after it.
+    """
+    one, all_of_them = snapshots_need(config)
+    free = shutil.disk_usage(directory).free + held
+    if free < 2 * one:
+        raise UserError(
+            f"a snapshot of this run takes {bytes_text(one)}, and two must fit on the disk of {directory}, "
+            f"which has {bytes_text(free)}: free {bytes_text(2 * one - free)}, or give another --run-dir"
+        )
+    if free < all_of_them:
+        return (
+            f"the run keeps up to {bytes_text(all_of_them)} of snapshots on the disk of {directory}, "
+            f"which has {bytes_text(free)}: free some space, or set run.keep_snapshots lower"
+        )
+    return None
