@@ -1,7 +1,9 @@
-"""Shared by scripts: reports as JSON, versions of packages, Markdown tables, an exception as one line."""
+"""Shared by scripts: JSON reports, package versions, Markdown tables, recorded tensors, errors in a line."""
 
 import importlib.metadata
 import json
+import os
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,20 @@ def write(path: Path, report: dict[str, Any]) -> None:
     """Write a report as JSON; its folder need not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def add_boundary_data(parser: ArgumentParser) -> None:
+    """Add `--data`, the folder of recorded boundary tensors."""
+    folder = Path(os.environ.get("THINWIRE_DATA", ROOT.parent / "shared" / "data"))
+    parser.add_argument("--data", type=Path, default=folder, help="folder of boundaries-step*.safetensors")
+
+
+def boundary_files(parser: ArgumentParser, folder: Path) -> list[Path]:
+    """The recorded boundary tensors in a folder; ends the program with a message if there are none."""
+    files = sorted(folder.glob("boundaries-step*.safetensors"))
+    if not files:
+        parser.error(f"no boundaries-step*.safetensors in {folder}")
+    return files
 
 
 def version(package: str) -> str:

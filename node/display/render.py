@@ -46,11 +46,13 @@ SHORT_ID = 15
 class Renderer(Protocol):
     """A context manager, called with each event; leaving it restores the terminal."""
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        return None
 
     def __call__(self, event: Event) -> None: ...
 
@@ -68,26 +70,18 @@ def make_renderer(*, json: bool, stream: TextIO | None = None) -> Renderer:
     return PlainRenderer(stream)
 
 
-class JsonRenderer:
+class JsonRenderer(Renderer):
     """Each event as one JSON line, flushed at once."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
 
     def __call__(self, event: Event) -> None:
         self._stream.write(event.to_json() + "\n")
         self._stream.flush()
 
 
-class PlainRenderer:
+class PlainRenderer(Renderer):
     """One line an event; of steps the first, the last, and at most one per `PLAIN_INTERVAL`."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
@@ -95,14 +89,6 @@ class PlainRenderer:
         self._clock = clock
         self._pace = Pace()
         self._next_step_line = -1.0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, StepDone):
@@ -118,7 +104,7 @@ class PlainRenderer:
         self._stream.flush()
 
 
-class LiveRenderer:
+class LiveRenderer(Renderer):
     """Progress and a row a stage, redrawn in place; other events scroll above it. Needs a terminal."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:

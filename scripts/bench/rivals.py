@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 
 from node.lab.results import commit, hardware
 from scripts.bench.rival_quantizers import Method, methods
-from scripts.report import RESULTS, ROOT, one_line, version
+from scripts.report import RESULTS, add_boundary_data, boundary_files, one_line, version
 
 OUT = {"cpu": RESULTS / "rivals.json", "cuda": RESULTS / "rivals_gpu.json"}
 RUNS = 5
@@ -140,16 +140,13 @@ def _hardware(device: str) -> str:
 
 
 def main() -> int:
-    beside = ROOT.parent / "shared" / "data"
     parser = argparse.ArgumentParser(description="Measure installable quantizers beside the codecs.")
-    parser.add_argument("--data", type=Path, default=Path(os.environ.get("THINWIRE_DATA", beside)))
+    add_boundary_data(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--elements", type=int, default=1 << 24, help="of the tensor timed on a GPU")
     parser.add_argument("--json", type=Path, help="where the report goes, if not among the results")
     arguments = parser.parse_args()
-    files = sorted(arguments.data.glob("boundaries-step*.safetensors"))
-    if not files:
-        parser.error(f"no boundaries-step*.safetensors in {arguments.data}")
+    files = boundary_files(parser, arguments.data)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs an NVIDIA GPU")
     torch.set_num_threads(1)

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from node.lab.results import commit
-from scripts.report import RESULTS, ROOT
+from scripts.report import RESULTS, add_boundary_data, boundary_files
 from wire.codecs.registry import codec, codec_names
 from wire.spec import TensorSpec
 
@@ -56,14 +56,11 @@ def summary(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    beside = ROOT.parent / "shared" / "data"
     parser = argparse.ArgumentParser(description="Measure every codec on real boundary tensors.")
-    parser.add_argument("--data", type=Path, default=Path(os.environ.get("THINWIRE_DATA", beside)))
+    add_boundary_data(parser)
     parser.add_argument("--json", type=Path, default=OUT)
     arguments = parser.parse_args()
-    files = sorted(arguments.data.glob("boundaries-step*.safetensors"))
-    if not files:
-        parser.error(f"no boundaries-step*.safetensors in {arguments.data}")
+    files = boundary_files(parser, arguments.data)
     torch.set_num_threads(1)
 
     fixed = [name for name in codec_names() if not name.startswith("trellis")]

@@ -24,11 +24,10 @@ kind. The ways are plain torch and numpy and only count their bits; `trellis-R` 
 import argparse
 import json
 import math
-import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -40,7 +39,7 @@ from safetensors.torch import load_file
 
 from node.lab.results import commit
 from scripts.experiments.code_lengths import TILE, histogram_bits, rice_bits, static_bits, table_bits
-from scripts.report import RESULTS, ROOT
+from scripts.report import RESULTS, add_boundary_data, boundary_files
 from wire.codecs.header import HEADER_BYTES
 from wire.codecs.registry import codec
 from wire.spec import TensorSpec
@@ -274,9 +273,9 @@ def predictor(
     return lambda way, step: both(way.tokens, step) if way.low_rank else by_tokens(way.tokens)
 
 
-def tensors(folder: Path) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor | None]]:
+def tensors(files: Sequence[Path]) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor | None]]:
     """File, kind, fp32 `[R, C]` and the token ids of the rows, or None if the file has none."""
-    for file in sorted(folder.glob("boundaries-step*.safetensors")):
+    for file in files:
         found = load_file(file)
         for name, x in sorted(found.items()):
             kind = name.split(".")[0]
@@ -296,11 +295,11 @@ def product(x: torch.Tensor, rate: float) -> tuple[float, float]:
     return 8 * packed.numel() / x.numel(), float(error)
 
 
-def measure(folder: Path, ways: tuple[Way, ...] = WAYS) -> dict[str, Any]:
+def measure(files: Sequence[Path], ways: tuple[Way, ...] = WAYS) -> dict[str, Any]:
     """Results by way, file, kind and rate, and the share of rows whose token occurs earlier."""
     found: dict[tuple[str, str, str, float], list[tuple[float, float]]] = {}
     shares = []
-    for file, kind, x, ids in tensors(folder):
+    for file, kind, x, ids in tensors(files):
         if ids is not None:
             shares.append(token_prediction(x, ids, False)[2])
         predicted = predictor(x, ids)
@@ -328,9 +327,7 @@ def measure(folder: Path, ways: tuple[Way, ...] = WAYS) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Ways of coding boundary tensors, at equal true bits.")
-    parser.add_argument(
-        "--data", type=Path, default=os.environ.get("THINWIRE_DATA", str(ROOT.parent / "shared" / "data"))
-    )
+    add_boundary_data(parser)
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     started = time.monotonic()
@@ -338,7 +335,7 @@ def main() -> int:
         "commit": commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        **measure(Path(arguments.data)),
+        **measure(boundary_files(parser, arguments.data)),
         "seconds": 0.0,
     }
     report["seconds"] = round(time.monotonic() - started)

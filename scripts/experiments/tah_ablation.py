@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 from kernels.common.tiles import floor_to_half, normalised, powers_of_two, step_for, tensor_exponent
 from kernels.tah.reference import EPSILON, entropy_bits
 from node.lab.results import commit
-from scripts.report import RESULTS, ROOT
+from scripts.report import RESULTS, add_boundary_data, boundary_files
 from wire.codecs.aqsgd import AqsgdCodec, SampleBatch
 from wire.codecs.header import HEADER_BYTES
 from wire.codecs.registry import codec, codec_names
@@ -262,14 +262,11 @@ def aqsgd_rows(files: list[dict[str, torch.Tensor]], gap: str) -> Iterator[dict[
 
 
 def main() -> int:
-    beside = ROOT.parent / "shared" / "data"
     parser = argparse.ArgumentParser(description="Ablations of TAH-Quant on real boundary tensors.")
-    parser.add_argument("--data", type=Path, default=Path(os.environ.get("THINWIRE_DATA", beside)))
+    add_boundary_data(parser)
     parser.add_argument("--json", type=Path, default=OUT)
     arguments = parser.parse_args()
-    files = sorted(arguments.data.glob("boundaries-step*.safetensors"))
-    if not files:
-        parser.error(f"no boundaries-step*.safetensors in {arguments.data}")
+    files = boundary_files(parser, arguments.data)
     torch.set_num_threads(1)
     contents = [load_file(file) for file in files]
     rows: list[dict[str, Any]] = []

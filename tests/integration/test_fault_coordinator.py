@@ -54,9 +54,7 @@ def test_a_killed_coordinator_finds_its_nodes_again(kill: Fault, tmp_path: Path,
     with FaultRun(tmp_path, small(), [kill], launch=prefork.popen) as run:
         run.start()
         nodes = run.add_nodes(3)
-        assert run.tend() == 0
-        run.assert_all_happened()
-        run.assert_undisturbed()
+        run.assert_ends_undisturbed()
         assert [coordinator.exit_code for coordinator in run.coordinators] == [KILLED, 0]
         assert [node.exit_code for node in nodes] == [0, 0, 0]
         before, after = run.all(PlacementMade)
@@ -88,9 +86,7 @@ def test_a_coordinator_killed_while_a_replacement_fetches_its_state(tmp_path: Pa
         run.add_nodes(3)
         assert run.tend(until=lambda event: isinstance(event, NodeLeft), restart=False) is None
         run.add_spare()  # has no layer on its own disk
-        assert run.tend() == 0
-        run.assert_all_happened()
-        run.assert_undisturbed()
+        run.assert_ends_undisturbed()
 
 
 def test_a_coordinator_killed_while_a_node_leaves(tmp_path: Path, prefork: Prefork) -> None:
@@ -99,9 +95,7 @@ def test_a_coordinator_killed_while_a_node_leaves(tmp_path: Path, prefork: Prefo
     with FaultRun(tmp_path, small(), [leave, killed(Phase.DRAIN, step=-1)], launch=prefork.popen) as run:
         run.start()
         nodes = [*run.add_nodes(3), run.add_spare()]
-        assert run.tend() == 0
-        run.assert_all_happened()
-        run.assert_undisturbed(codes=(0, LEFT))
+        run.assert_ends_undisturbed(codes=(0, LEFT))
         assert sorted(node.wait_exit() for node in nodes) == [0, 0, 0, LEFT]
 
 
@@ -127,9 +121,7 @@ def test_a_snapshot_torn_in_the_middle_of_a_write(
     with FaultRun(tmp_path, small(), [torn], launch=prefork.popen) as run:
         run.start()
         run.add_nodes(3)
-        assert run.tend() == 0
-        run.assert_all_happened()
-        run.assert_undisturbed()
+        run.assert_ends_undisturbed()
         assert [coordinator.exit_code for coordinator in run.coordinators] == [KILLED, 0]
         assert list((run.run_dir / "snapshots").rglob(".*.tmp")) == []
         assert list_snapshots(run.run_dir / "snapshots")[-1] == 6

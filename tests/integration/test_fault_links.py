@@ -41,9 +41,7 @@ def test_frames_damaged_in_every_way_cost_no_step(
     with FaultRun(tmp_path, config, faults, launch=prefork.popen) as run:
         run.start()
         run.add_nodes(3)
-        assert run.tend() == 0
-        run.assert_all_happened()
-        run.assert_undisturbed()
+        run.assert_ends_undisturbed()
         assert run.all(StepAborted) == []
         assert run.all(NodeLeft) == []
 
@@ -59,9 +57,7 @@ def test_a_peer_that_sends_nonsense_gives_up_its_stage(tmp_path: Path, prefork: 
             run.add_nodes(3)
             run.add_spare()
             run.tend(until=lambda _: len(run.all(NodeJoined)) == 4)
-        assert run.tend() == 0
-        run.assert_all_happened()
-        run.assert_undisturbed()
+        run.assert_ends_undisturbed()
         first, *_, last = (placement.nodes for placement in run.all(PlacementMade))
         assert last[1] != first[1] and (last[0], last[2]) == (first[0], first[2])
         (note,) = [notice.text for notice in run.all(Notice) if "a spare takes stage 1" in notice.text]

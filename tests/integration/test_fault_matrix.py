@@ -108,9 +108,7 @@ def test_a_node_killed_in_every_phase_comes_back_each_time(tmp_path: Path, prefo
     with FaultRun(tmp_path, small(steps=10), faults, snapshot_first=True, launch=prefork.popen) as run:
         run.start()
         run.add_nodes(3)
-        assert run.tend() == 0
-        run.assert_all_happened()
-        run.assert_undisturbed()
+        run.assert_ends_undisturbed()
         # A token for three nodes admitted all of them: the one that lost its certificate had kept its key.
         assert len({joined.node_id for joined in run.all(NodeJoined)}) == 3
         assert exit_codes(run.nodes) == [KILLED] * (len(kills) + 2) + [0, 0, 0]
@@ -122,9 +120,7 @@ def test_a_node_killed_while_its_state_is_saved_before_it_leaves(tmp_path: Path,
     with FaultRun(tmp_path, small(), [leave, kill], launch=prefork.popen) as run:
         run.start()
         nodes = [*run.add_nodes(3), run.add_spare()]
-        assert run.tend(restart=False) == 0
-        run.assert_all_happened()
-        run.assert_undisturbed()
+        run.assert_ends_undisturbed(restart=False)
         assert exit_codes(nodes) == [KILLED, 0, 0, 0]
 
 
@@ -135,9 +131,7 @@ def test_a_node_that_leaves_loses_nothing(phase: Phase, tmp_path: Path, prefork:
     with FaultRun(tmp_path, small(), [leave], launch=prefork.popen) as run:
         run.start()
         nodes = [*run.add_nodes(3), run.add_spare()]
-        assert run.tend(restart=False) == 0
-        run.assert_all_happened()
-        run.assert_undisturbed(codes=(0, LEFT))
+        run.assert_ends_undisturbed(restart=False, codes=(0, LEFT))
         assert exit_codes(nodes) == [0, 0, 0, LEFT]
         resumed_at = [placement.resume_step for placement in run.all(PlacementMade)]
         assert resumed_at[0] == 0 and resumed_at[-1] > STEP, "the state of the step was kept"
@@ -179,9 +173,7 @@ def test_a_node_that_froze_while_it_enrolled_waits_in_the_lobby(tmp_path: Path, 
         assert run.tend(until=lambda event: isinstance(event, PlacementMade)) is None
         late = next(node for node in nodes if run.node_id(nodes.index(node)) is None)
         late.go_on()
-        assert run.tend() == 0
-        run.assert_all_happened()
-        run.assert_undisturbed()
+        run.assert_ends_undisturbed()
         (placement,) = run.all(PlacementMade)
         assert run.node_id(nodes.index(late)) not in placement.nodes
 
@@ -198,9 +190,7 @@ def test_connections_cut_in_every_phase_come_back(kind: Kind, tmp_path: Path, pr
     with FaultRun(tmp_path, config, [*cuts, *saving], launch=prefork.popen) as run:
         run.start()
         run.add_nodes(3)
-        assert run.tend() == 0
-        run.assert_all_happened()
-        run.assert_undisturbed()
+        run.assert_ends_undisturbed()
         assert run.all(StepAborted) == []
         assert run.all(NodeLeft) == []
 
@@ -216,9 +206,7 @@ def test_connections_cut_while_state_is_fetched(tmp_path: Path, prefork: Prefork
         run.add_nodes(3)
         assert run.tend(until=lambda event: isinstance(event, NodeLeft), restart=False) is None
         run.add_spare()  # has no layer on its own disk
-        assert run.tend() == 0
-        run.assert_all_happened()
-        run.assert_undisturbed()
+        run.assert_ends_undisturbed()
 
 
 def test_the_model_moves_to_fewer_nodes_and_back(tmp_path: Path, prefork: Prefork) -> None:

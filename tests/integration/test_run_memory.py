@@ -57,9 +57,7 @@ def test_a_spare_takes_the_stage_of_a_node_that_ran_out(
     with FaultRun(tmp_path, small(), [fault], launch=prefork.popen) as run:
         run.start()
         nodes = [*run.add_nodes(3), run.add_spare()]
-        assert run.tend(restart=False) == 0
-        run.assert_all_happened()
-        run.assert_undisturbed(codes=(0, 1))
+        run.assert_ends_undisturbed(restart=False, codes=(0, 1))
         assert sorted(node.wait_exit() for node in nodes) == [0, 0, 0, 1]
         (victim,) = [node for node in nodes if node.wait_exit() == 1]
         estimate = bytes_text(stage_bytes(run.config, 3)[1])

@@ -254,6 +254,12 @@ class FaultRun(Run):
         with Store.open(self.run_dir) as store:
             return store.steps()
 
+    def assert_ends_undisturbed(self, *, restart: bool = True, codes: Sequence[int] = (0,)) -> None:
+        """The run ends, every fault has happened, and the result has the bits of an undisturbed run."""
+        assert self.tend(restart=restart) == 0
+        self.assert_all_happened()
+        self.assert_undisturbed(codes)
+
     def assert_undisturbed(self, codes: Sequence[int] = (0,)) -> None:
         """Every loss and the final weights have the bits of an undisturbed run."""
         expected = undisturbed(self.config) if self._lossless else _undisturbed_lossy(self.config)

@@ -1,4 +1,6 @@
-"""Where each parameter is found in Hugging Face's LlamaForCausalLM and GPT2LMHeadModel. Torch-free."""
+"""Hugging Face's models of a run's shape, and their names of our parameters. Imports no torch by itself."""
+
+from typing import Any
 
 from node.config.schema import ModelSection
 from node.model.units import EMBED, HEAD, is_block
@@ -53,3 +55,39 @@ def hf_transposed(model: ModelSection, unit: str, parameter: str) -> bool:
     """Whether transformers stores the matrix as [inputs, outputs]: GPT-2's Conv1D layers do."""
     module, kind = parameter.rsplit(".", 1)
     return model.family == "gpt2" and is_block(unit) and kind == "weight" and not module.endswith("norm")
+
+
+def hf_model(model: ModelSection) -> Any:
+    """LlamaForCausalLM or GPT2LMHeadModel of this shape with random weights, dropout off."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    if model.family == "llama":
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=model.vocab,
+                hidden_size=model.hidden,
+                intermediate_size=model.ffn,
+                num_hidden_layers=model.layers,
+                num_attention_heads=model.heads,
+                num_key_value_heads=model.kv_heads,
+                max_position_embeddings=model.sequence,
+                rms_norm_eps=model.norm_eps,
+                rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
+                tie_word_embeddings=model.tied,
+            )
+        )
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=model.vocab,
+            n_positions=model.sequence,
+            n_embd=model.hidden,
+            n_layer=model.layers,
+            n_head=model.heads,
+            n_inner=model.ffn,
+            layer_norm_epsilon=model.norm_eps,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            tie_word_embeddings=model.tied,
+        )
+    )

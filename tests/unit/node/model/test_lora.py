@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from kernels.common.random_bits import mixed, mixed_on_device, random_bits, signed
 from node.config.schema import LoraSection, ModelSection, PipelineSection, RunConfig
@@ -17,7 +16,7 @@ from node.model.lora_shapes import DOWN, UP, frozen_bytes, projections, trained_
 from node.model.units import parameter_specs, state_bytes, unit_names
 from node.run_file.validate import problems
 from node.training.unit_state import expected_layout
-from tests.support.huggingface import hf_name, hf_transposed
+from tests.support.huggingface import hf_model, hf_name, hf_transposed
 
 CPU = torch.device("cpu")
 LLAMA = ModelSection(
@@ -56,35 +55,7 @@ def frozen(chunk: Chunk) -> dict[str, FrozenLinear]:
 
 def in_peft(model: ModelSection, chunk: Chunk, lora: LoraSection) -> nn.Module:
     """The same weights and adapters in transformers, by PEFT."""
-    theirs: nn.Module
-    if model.family == "llama":
-        theirs = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=model.vocab,
-                hidden_size=model.hidden,
-                intermediate_size=model.ffn,
-                num_hidden_layers=model.layers,
-                num_attention_heads=model.heads,
-                num_key_value_heads=model.kv_heads,
-                rms_norm_eps=model.norm_eps,
-                tie_word_embeddings=model.tied,
-            )
-        )
-    else:
-        theirs = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=model.vocab,
-                n_positions=model.sequence,
-                n_embd=model.hidden,
-                n_layer=model.layers,
-                n_head=model.heads,
-                n_inner=model.ffn,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                tie_word_embeddings=model.tied,
-            )
-        )
+    theirs = hf_model(model)
     whole = build_chunk(model, unit_names(model), 5, CPU)
     state = {}
     for unit, parameters in whole.named_units():

@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from node.config.schema import ModelSection
 from node.model.chunk import Chunk, build_chunk
 from node.model.units import unit_names
-from tests.support.huggingface import hf_name, hf_transposed
+from tests.support.huggingface import hf_model, hf_name, hf_transposed
 
 CPU = torch.device("cpu")
 
@@ -57,39 +56,9 @@ MODELS = {
 
 def theirs(model: ModelSection, attention: str) -> Any:
     """An equal transformers model, dropout off."""
-    reference = _theirs(model)
+    reference = hf_model(model)
     reference.set_attn_implementation(attention)
     return reference.eval()
-
-
-def _theirs(model: ModelSection) -> Any:
-    if model.family == "llama":
-        return LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=model.vocab,
-                hidden_size=model.hidden,
-                intermediate_size=model.ffn,
-                num_hidden_layers=model.layers,
-                num_attention_heads=model.heads,
-                num_key_value_heads=model.kv_heads,
-                max_position_embeddings=model.sequence,
-                rms_norm_eps=model.norm_eps,
-                rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
-                tie_word_embeddings=model.tied,
-            )
-        )
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=model.vocab,
-            n_positions=model.sequence,
-            n_embd=model.hidden,
-            n_layer=model.layers,
-            n_head=model.heads,
-            n_inner=model.ffn,
-            layer_norm_epsilon=model.norm_eps,
-            tie_word_embeddings=model.tied,
-        )
-    )
 
 
 def ours_with_random_norms(model: ModelSection) -> Chunk:

@@ -25,7 +25,7 @@ from node.training.chat import Dropped, load_chat_encoder, messages_of
 from node.training.reference import ReferenceTrainer
 from node.training.shards import ShardedCorpus, load_data
 from tests.support.chat_data import MARKED, TEMPLATE, conversations, sharegpt, write_jsonl, write_tokenizer
-from tests.support.huggingface import hf_name
+from tests.support.huggingface import hf_model, hf_name
 from wire.errors import DataError
 
 CPU = torch.device("cpu")
@@ -213,21 +213,8 @@ def test_text_has_the_same_bits_with_and_without_the_mask(tmp_path: Path) -> Non
 def llama_of(config: RunConfig) -> transformers.LlamaForCausalLM:
     """transformers' model with the run's initial weights."""
     model = config.model
-    theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=model.vocab,
-            hidden_size=model.hidden,
-            intermediate_size=model.ffn,
-            num_hidden_layers=model.layers,
-            num_attention_heads=model.heads,
-            num_key_value_heads=model.kv_heads,
-            max_position_embeddings=model.sequence,
-            rms_norm_eps=model.norm_eps,
-            rope_theta=model.rope_theta,
-            tie_word_embeddings=False,
-            attn_implementation="eager",
-        )
-    ).float()
+    theirs: transformers.LlamaForCausalLM = hf_model(model)
+    theirs.set_attn_implementation("eager")
     chunk = build_chunk(model, unit_names(model), config.run.seed, CPU)
     state = {
         hf_name(model, unit, name): parameter.detach().clone()

@@ -121,7 +121,8 @@ def test_what_is_recorded_makes_a_table(tmp_path: Path, monkeypatch: pytest.Monk
     kinds = {"activation.0": x, "activation.1": x * 3, "gradient.0": x * 2}
     save_file({**kinds, "tokens": tokens}, tmp_path / "boundaries-step7.safetensors")
     ways = (choices.PLAIN, replace(choices.PLAIN, tokens="rows before"))
-    found = choices.measure(tmp_path, ways)
+    recorded = [tmp_path / "boundaries-step7.safetensors"]
+    found = choices.measure(recorded, ways)
     assert len(found["results"]) == 2 * 2 * (len(ways) + 1)
     assert 0.3 < found["rows_with_their_token_before"] < 1
     for row in found["results"]:
@@ -139,6 +140,6 @@ def test_what_is_recorded_makes_a_table(tmp_path: Path, monkeypatch: pytest.Monk
     assert any(line.startswith("| trellis-R | 0.") for line in lines)
     # Without token ids the ways that need them are left out.
     save_file(kinds, tmp_path / "boundaries-step7.safetensors")
-    without = choices.measure(tmp_path, ways)
+    without = choices.measure(recorded, ways)
     assert {row["way"] for row in without["results"]} == {choices.PLAIN.name, choices.PRODUCT}
     assert without["rows_with_their_token_before"] is None
