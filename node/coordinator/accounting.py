@@ -148,3 +148,11 @@ class Accounting:
             rejects=sums.rejects,
             queued_bytes=newest.queued_bytes if newest else 0,
         )
+
+
+def longest_kind(before: Telemetry, after: Telemetry) -> str:
+    """The kind of time that grew most between two reports of one node's epoch; "" if none did."""
+    known = before.times if before.epoch == after.epoch else {}
+    grown = {kind: seconds - known.get(kind, 0.0) for kind, seconds in after.times.items()}
+    kind = max(grown, key=lambda one: grown[one], default="")
+    return kind if grown.get(kind, 0.0) > 0 else ""

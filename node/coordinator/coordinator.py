@@ -18,7 +18,7 @@ import numpy as np
 
 from node import faults
 from node.config.schema import RunConfig
-from node.coordinator.accounting import Accounting
+from node.coordinator.accounting import Accounting, longest_kind
 from node.coordinator.actions import (
     Aborted,
     Action,
@@ -71,7 +71,7 @@ from wire.messages import (
     Vote,
     Welcome,
 )
-from wire.telemetry import LinkReport, StepSpans
+from wire.telemetry import LinkReport, StepSpans, Telemetry
 
 TICK_SECONDS = 0.25
 STANDSTILL_SECONDS = 2.0
@@ -386,6 +386,7 @@ class Coordinator:
         node_id = session.node_id
         if session not in self._sessions:
             return  # a newer session of this node is open, perhaps another process's; it is asked again there
+        before = self.accounting.newest.get(node_id, Telemetry())
         if isinstance(message, Ready | Applied | Validated | Heartbeat):
             self._reporter.report(node_id, message.telemetry)
         match message:
@@ -393,7 +394,7 @@ class Coordinator:
                 self._tracer.add(node_id, message)
             case Heartbeat():
                 session.answer(HeartbeatReply(sent_at=message.sent_at, at=time.time()))
-                self._machine.heard(node_id, time.monotonic())
+                self._machine.heard(node_id, time.monotonic(), longest_kind(before, message.telemetry))
             case Leave(failed=True):
                 # At once: it does not come back, so there is nothing to wait for.
                 why = f"it ended: {message.reason}" if message.reason else "it ended, and did not say why"

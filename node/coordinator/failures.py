@@ -15,13 +15,14 @@ Nothing that one node says gets another one shut out.
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 from node.coordinator.actions import AbortKind
 from node.coordinator.epoch import Epoch, Phase
 from node.coordinator.stage_assignment import Candidate
+from node.telemetry.clock import TimeKind
 from wire.messages import FailureKind, StepFailed
 
 MAX_RETRIES = 3
@@ -316,6 +317,8 @@ SLOW_SECONDS = 10.0
 STEP_PATIENCE = 30.0
 FIRST_PATIENCE = 120.0
 """In an epoch's first step, and while its state is loaded: kernels are compiled, links are warmed."""
+WORKING_PATIENCE, WORKING_TIMES = 2.0, 10.0
+"""A node that says that it works: as often as one that does nothing, and as often as steps take."""
 PATIENCE_TIMES = 3.0
 """As often as the others took, or as steps usually take: the stages of a slow pipeline answer in turn."""
 LATE_SECONDS = 900.0
@@ -332,11 +335,34 @@ def transfer_seconds(size: int, rate: float) -> float:
     return 4 * size / max(rate, LEAST_RATE)
 
 
+_WAITS = {TimeKind.WAIT_UPSTREAM: -1, TimeKind.WAIT_DOWNSTREAM: 1}
+"""Where the stage is that a node waits for."""
+_IDLE = frozenset({"", TimeKind.WAIT_COORDINATOR})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Late:
+    """What is to be done about a step that does not go on."""
+
+    nodes: Mapping[str, str] = field(default_factory=dict)
+    """Who is too late, with a line for each."""
+    note: str | None = None
+    """For the operator."""
+    deadlock: tuple[str, StepFailed] | None = None
+    """A node and its neighbour say that each waits for the other: one of them is wrong."""
+
+
 class Stragglers:
     """Nodes that do not answer when others have. Looks at the loading of a state, votes, and ends of
-    steps."""
+    steps.
+
+    If one node of a pipeline does nothing, nobody can answer. Nodes tell with their heartbeats what they do:
+    who waits for none, and is waited for, is the one.
+    """
 
     def __init__(self) -> None:
+        self._does: dict[str, tuple[float, str]] = {}
+        """What each node spent most time on lately (a `TimeKind`, "" for nothing), and when it said so."""
         self._at: tuple[int, int, Phase] | None = None
         self._passes = 0
         self._began = 0.0
@@ -346,10 +372,12 @@ class Stragglers:
         self._seconds: list[float] = []
         """Of the newest steps, from their begin to the last vote."""
 
-    def look(
-        self, epoch: Epoch | None, now: float, loading: Sequence[float] = ()
-    ) -> tuple[dict[str, str], str | None]:
-        """Who is too late, with a line for each, and a note for the operator. Call it often.
+    def says(self, node_id: str, kind: str, now: float) -> None:
+        """The node said what it spends its time on."""
+        self._does[node_id] = (now, kind)
+
+    def look(self, epoch: Epoch | None, now: float, loading: Sequence[float] = ()) -> Late:
+        """Who is too late. Call it often.
 
         Args:
             loading: seconds that each stage may take to fetch its state, beside what is usual.
@@ -360,16 +388,20 @@ class Stragglers:
             self._note_step(at, now)
             self._passes = passes
             self._at, self._began, self._answered, self._is_told = at, now, 0, False
-        if epoch is None or epoch.phase in (Phase.PLACING, Phase.IDLE) or not epoch.answered:
-            return {}, None
+        if epoch is None or epoch.phase in (Phase.PLACING, Phase.IDLE):
+            return Late()
+        usual = median(self._seconds) if self._seconds else 0.0
+        if epoch.phase is Phase.STEPPING and (found := self._stuck(epoch, now, usual)) is not None:
+            return found
+        if not epoch.answered:
+            return Late()
         if self._answered == 0:
             self._first = now
         if len(epoch.answered) > self._answered:
             self._answered, self._last = len(epoch.answered), now
         missing = [node for node in epoch.asked if node not in epoch.answered]
         if not missing:
-            return {}, None
-        usual = median(self._seconds) if self._seconds else 0.0
+            return Late()
         beyond = now - max(self._last, self._began + usual)
         work = "load its state" if epoch.phase is Phase.RESTORING else f"end step {epoch.step + 1}"
         extra = max((loading[epoch.hosts.index(node)] for node in missing), default=0.0) if loading else 0.0
@@ -379,17 +411,54 @@ class Stragglers:
             late = now - self._last
             if late > self._patience(epoch, usual) + extra:
                 line = f"it did not {work} within {late:.0f} s after all others did: start it again"
-                return {missing[0]: line}, None
+                return Late(nodes={missing[0]: line})
         elif epoch.phase is not Phase.RESTORING:
             late = now - self._first
             if late > max(LATE_SECONDS, LATE_TIMES * (self._first - self._began)):
                 line = f"it did not {work} within {late:.0f} s after another did: start it again"
-                return dict.fromkeys(missing, line), None
+                return Late(nodes=dict.fromkeys(missing, line))
         if beyond > SLOW_SECONDS + extra and not self._is_told:
-            self._is_told = True
-            named = ", ".join(f"node {node} ({epoch.place_of(node)})" for node in missing)
-            return {}, f"step {epoch.step + 1} waits for {named}: {beyond:.0f} s beyond what is usual"
-        return {}, None
+            return self._tell(epoch, missing, beyond)
+        return Late()
+
+    def _tell(self, epoch: Epoch, nodes: Sequence[str], beyond: float) -> Late:
+        self._is_told = True
+        named = ", ".join(f"node {node} ({epoch.place_of(node)})" for node in nodes)
+        note = f"step {epoch.step + 1} waits for {named}: {beyond:.0f} s beyond what is usual"
+        return Late(note=note)
+
+    def _stuck(self, epoch: Epoch, now: float, usual: float) -> Late | None:
+        """The step waits for nodes that wait for nobody, or for two that wait for each other."""
+        missing = [node for node in epoch.hosts if node not in epoch.answered]
+        if len(missing) < 2:
+            return None
+        waits = {node: self._waits_for(epoch, node) for node in missing}
+        stuck = [node for node in missing if waits[node] is None and node in waits.values()]
+        least = STEP_PATIENCE if epoch.steps_done else FIRST_PATIENCE
+        late = now - self._began - usual
+        idle = [node for node in stuck if self._does.get(node, (0.0, ""))[1] in _IDLE]
+        if idle and late > max(least, PATIENCE_TIMES * usual):
+            line = f"it did nothing in step {epoch.step + 1}, which waits for it: start it again"
+            return Late(nodes=dict.fromkeys(idle, line))
+        if self._seconds and late > max(WORKING_PATIENCE * least, WORKING_TIMES * usual):
+            # Before a step was measured, nobody knows how long one takes.
+            if stuck:
+                line = f"step {epoch.step + 1} waits for it {late:.0f} s beyond what is usual: start it again"
+                return Late(nodes=dict.fromkeys(stuck, line))
+            for node, other in waits.items():
+                if other is not None and waits.get(other) == node:
+                    return Late(deadlock=(node, _deadlock(epoch, other)))
+        if stuck and (self._seconds or idle) and late > SLOW_SECONDS and not self._is_told:
+            return self._tell(epoch, stuck, late)
+        return None
+
+    def _waits_for(self, epoch: Epoch, node: str) -> str | None:
+        """The neighbour that this node says, in this step, that it waits for."""
+        at, kind = self._does.get(node, (0.0, ""))
+        if kind not in _WAITS or at <= self._began:
+            return None
+        stage = epoch.stage_of(node) + _WAITS[TimeKind(kind)]
+        return epoch.row(epoch.replica_of(node))[stage % epoch.stages]
 
     def _patience(self, epoch: Epoch, usual: float) -> float:
         """Seconds that the last node may take after all others: more than they took, or steps take."""
@@ -401,3 +470,16 @@ class Stragglers:
         before = self._at
         if before and at and before[2] is Phase.STEPPING and at == (*before[:2], Phase.APPLYING):
             self._seconds = [*self._seconds, now - self._began][-REMEMBERED_STEPS:]
+
+
+def _deadlock(epoch: Epoch, other: str) -> StepFailed:
+    """What a node would report that waits for a neighbour that waits for it."""
+    stage = epoch.stage_of(other)
+    return StepFailed(
+        epoch=epoch.number,
+        step=epoch.step,
+        kind=FailureKind.PEER,
+        message=f"it and stage {stage} say that each waits for the other",
+        peer_stage=stage,
+        peer_replica=epoch.replica_of(other),
+    )

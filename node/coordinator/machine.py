@@ -59,17 +59,7 @@ from node.coordinator.snapshot_schedule import SnapshotSchedule
 from node.coordinator.stage_assignment import ONE, Candidate, StageAssigner
 from node.coordinator.wrong_values import WrongValues
 from node.pipeline.device_memory import Devices
-from wire.messages import (
-    Applied,
-    FailureKind,
-    Finish,
-    NodeMessage,
-    Placed,
-    Ready,
-    StepFailed,
-    Validated,
-    Vote,
-)
+from wire.messages import Applied, FailureKind, NodeMessage, Placed, Ready, StepFailed, Validated, Vote
 
 
 class RunMachine:
@@ -104,7 +94,7 @@ class RunMachine:
         self._measurements = HeldOutSchedule(past.validated, past.best)
         self._unseen = 0.0
         """Seconds of the epoch in which nobody could be heard."""
-        self.goodbye = Finish(reason="the run is over", failed=False)
+        self.goodbye = goodbye("the run is over", failed=False, done=True)
         """What nodes hear once the run is."""
 
     @property
@@ -170,8 +160,11 @@ class RunMachine:
         actions += self._try_place(now) + self._join_early(now)
         return [*actions, *self._prefetch([node_id])]
 
-    def heard(self, node_id: str, now: float) -> None:
+    def heard(self, node_id: str, now: float, kind: str | None = None) -> None:
+        """A node lives. `kind`: what it spends most time on, a `TimeKind` or "" for nothing, if it says."""
         self._roster.heard(node_id, now)
+        if kind is not None:
+            self._stragglers.says(node_id, kind, now - self._unseen)
 
     def disconnected(self, node_id: str, now: float) -> list[Action]:
         """The control connection broke. Death is declared by `tick` if the node does not come back."""
@@ -187,19 +180,19 @@ class RunMachine:
             self._roster.excuse(unseen, now)
             self._assigner.excuse(unseen)
             self._unseen += unseen
-        actions: list[Action] = []
-        for node_id, reason in self._roster.overdue(now).items():
-            actions += self._gone(node_id, reason, now)
+        overdue = self._roster.overdue(now)
+        actions = [one for node, reason in overdue.items() for one in self._gone(node, reason, now)]
         seen = now - self._unseen
-        late, note = self._stragglers.look(
-            self.epoch, seen, loading_seconds(self.epoch, self._roster, self.plan.state_bytes)
-        )
+        loading = loading_seconds(self.epoch, self._roster, self.plan.state_bytes)
+        late = self._stragglers.look(self.epoch, seen, loading)
         unsaved, slow = self._snapshots.overdue(seen)
-        actions += [Announce(text=text) for text in (note, slow) if text is not None]
-        for node_id, line in (self._epochs.unplaced(seen) | late | unsaved).items():
+        actions += [Announce(text=text) for text in (late.note, slow) if text is not None]
+        for node_id, line in (self._epochs.unplaced(seen) | dict(late.nodes) | unsaved).items():
             if node_id in unsaved and self._snapshots.awaited:
                 self._ending.missing(f"node {node_id} did not hand in its layers")
             actions += self._replace_straggler(node_id, line, now)
+        if late.deadlock is not None and self.epoch is not None:
+            actions += self._failed(self.epoch, *late.deadlock, now)
         return actions + self._try_place(now)
 
     def lost(self, node_id: str, reason: str, now: float) -> list[Action]:

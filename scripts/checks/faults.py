@@ -331,8 +331,10 @@ coordinator (`tests/support/liar.py`). *Longest wait*: without a new step, from 
 
 Not protected: a member can send tensors that are finite and wrong, vote a norm that is wrong but within the
 range of recent steps, or, if it has the head, report such a loss. Only a second computation of the same work
-finds these. A member that computes nothing and keeps its connections holds up a step for up to ten minutes:
-until then nobody can tell it from a slow one. Every stage sees activations, and the first sees text.
+finds these. A member that does nothing holds up a step for half a minute beyond what is usual, or three
+times that; one that says that it computes or waits, for a minute, or ten times what is usual. In an epoch's
+first step that is two and four minutes. In a run's first, before any step was measured, one that says that it
+computes holds it up for ten minutes. Every stage sees activations, and the first sees text.
 
 ## Strangers
 

@@ -95,6 +95,7 @@ MEMBERS = tuple(
         ("no-vote", "never votes", False),
         ("no-applied", "never says that it has applied a step", False),
         ("silent", "stays connected and says nothing", False),
+        ("idle", "does nothing, and answers on every connection", False),
         ("reconnect", "drops its session at every message", False),
         ("withhold-layers", "never hands in its layers", False),
         ("flood-heartbeats", "sends heartbeats that name 4,000 links", False),

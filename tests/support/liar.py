@@ -44,6 +44,7 @@ class Liar:
         self.withholds_layers = lie == "withhold-layers"
         self.flood = FLOODS.get(lie)
         self.drops_sessions = lie == "reconnect"
+        self.does_nothing = lie == "idle"
         self.first_step = step
         self.marker = marker
         self.placement: Placement | None = None
@@ -91,6 +92,8 @@ class Liar:
                 self.note(message)
                 if self.drops_sessions and self.lying:
                     raise LinkError("dropped on purpose")
+                if self.does_nothing and isinstance(message, Begin) and self.lying:
+                    return
                 await handle(message)
 
             flood = asyncio.create_task(self._flood(outbox))
@@ -188,6 +191,7 @@ LIES: dict[str, Lie] = {
     "no-applied": lambda _, message: [] if isinstance(message, Applied) else [message],
     "silent": lambda *_: [],
     "reconnect": _honest,
+    "idle": _honest,
     "withhold-layers": _honest,
     "flood-heartbeats": _honest,
     "flood-spans": _honest,

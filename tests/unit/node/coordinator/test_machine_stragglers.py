@@ -89,6 +89,64 @@ def test_of_several_that_are_late_all_start_again() -> None:
     assert finishes(wait(run, LATE_SECONDS + 5)).keys() == {"a", "b"}
 
 
+def says(run: Driver, seconds: int, **kinds: str) -> list[Action]:
+    """Let time pass while nodes tell what they spend it on."""
+    actions: list[Action] = []
+    for _ in range(seconds):
+        for node, kind in kinds.items():
+            run.machine.heard(node, run.time, kind.replace("_", "-"))
+        actions += run.tick(1.0)
+    return actions
+
+
+def measured(run: Driver) -> Driver:
+    """One more step, whose length is measured."""
+    wait(run, 1)
+    run.all_vote()
+    wait(run, 1)
+    run.all_applied()
+    return run
+
+
+def test_a_node_that_does_nothing_is_replaced_though_nobody_can_answer() -> None:
+    run = Driver(stages=4, every=2).started("abcd", 2)
+    run.hello("x")
+    (note,) = of_kind(says(run, 15, a="wait_downstream", b="wait_coordinator", c="wait_upstream"), Announce)
+    assert note.text == "step 3 waits for node b (stage 1): 11 s beyond what is usual"
+    waiting = {"a": "wait_downstream", "c": "wait_upstream", "d": "wait_upstream"}
+    assert finishes(says(run, 14, b="wait_coordinator", **waiting)) == {}
+    actions = says(run, 4, b="wait_coordinator", **waiting)
+    assert finishes(actions) == {"b": "it did nothing in step 3, which waits for it: start it again"}
+    assert placement_of(actions) == ("a", "x", "c", "d")
+
+
+def test_a_node_that_says_that_it_works_has_longer_but_not_for_ever() -> None:
+    run = measured(Driver(stages=3, every=2).started("abc", 1))
+    run.hello("x")
+    kinds = {"a": "wait_downstream", "b": "backward", "c": "wait_upstream"}
+    assert finishes(says(run, int(2 * STEP_PATIENCE) - 1, **kinds)) == {}
+    assert finishes(says(run, 6, **kinds)).keys() == {"b"}
+
+
+def test_of_two_that_wait_for_each_other_one_gives_up_its_stage_and_nobody_is_told_to_go() -> None:
+    run = measured(Driver(stages=3, every=2).started("abc", 1))
+    run.hello("x")
+    kinds = {"a": "wait_downstream", "b": "wait_upstream", "c": "wait_upstream"}
+    actions = says(run, int(2 * STEP_PATIENCE) + 6, **kinds)
+    assert finishes(actions) == {}
+    assert "x" in placement_of(actions) and "c" in placement_of(actions)
+    (note,) = of_kind(actions, Announce)
+    assert "it and stage 1 say that each waits for the other: a spare takes stage" in note.text
+
+
+def test_nobody_is_called_stuck_in_a_step_of_unknown_length_but_who_does_nothing() -> None:
+    run = Driver(stages=3).started("abc")
+    kinds = {"a": "wait_downstream", "b": "forward", "c": "wait_upstream"}
+    assert finishes(says(run, int(LATE_SECONDS), **kinds)) == {}
+    kinds["b"] = "wait_coordinator"
+    assert finishes(says(run, 2, **kinds)).keys() == {"b"}
+
+
 def test_a_node_that_never_loads_its_state_is_replaced() -> None:
     run = Driver(stages=2, every=2).started("ab", 2)
     run.hello("x")
