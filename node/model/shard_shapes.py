@@ -46,6 +46,13 @@ def check_sizes(config: RunConfig, ranks: int, tensor_parallel: int = 1) -> None
     """Raise RunError if the run's microbatches or blocks cannot be shared so: one line, and what to do."""
     if ranks > 1 and config.lora.rank:
         raise RunError(f"{ranks} devices cannot share a stage with adapters (lora.rank): join with --gpus 1")
+    several_chunks = config.pipeline.chunks > 1 or config.sums_tied_gradients
+    if ranks > 1 and config.pipeline.groups > 1 and (tensor_parallel > 1 or several_chunks):
+        # A group's gradients are summed over all devices at once, when the stage's only chunk is done.
+        raise RunError(
+            f"{ranks} devices cannot share a stage of a run with gradient groups (pipeline.groups) and "
+            "tensor parallelism, pipeline.chunks or a tied model: join with --gpus 1"
+        )
     check_shards(config, tensor_parallel)
     rows, samples = ranks // tensor_parallel, config.training.microbatch
     if samples % rows == 0:

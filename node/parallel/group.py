@@ -7,16 +7,19 @@ a parameter, so that all take the same optimizer step. States are whole when the
 is. Only rank 0 uses the network.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from kernels.fp8.reference import Fp8Gradient
 from node.config.schema import RunConfig
+from node.model.lora_shapes import trained_specs
 from node.model.shard_shapes import check_sizes
 from node.model.shards import merge_states, shard_state, sharded_keys
 from node.model.units import unit_names
 from node.parallel.ranks import Command, Op, Ranks, number, value
+from node.pipeline.gradient_groups import group_of
 from node.pipeline.memory_plan import Room
 from node.stage.stage_model import StageModel
 from node.training.optimizer import StageOptimizer
@@ -95,10 +98,23 @@ class RankModel:
         if not flags & _LABELLED:
             mine = self.ranks.scatter(gradient, self._hidden, torch.float32)
         # Backwards of a chunk come in the order of microbatches.
-        last = microbatch == self.config.microbatches - 1
+        last = group_of(self.config, microbatch) != group_of(self.config, microbatch + 1)
         self.ranks.last_backward(self.local.optimizer, last)
         source = self.local.backward(chunk, microbatch, mine)
         return None if flags & _EMBEDDED else self.ranks.gather(_present(source))
+
+    def put_gradients(self, unit: str, values: Mapping[str, Tensor] | None) -> None:
+        """Take the leader's gradients of a unit, flat by parameter."""
+        specs = trained_specs(self.config.model, self.config.lora, unit)
+        shared = {
+            spec.name: self.ranks.share(
+                torch.empty(spec.elements, device=self.ranks.device)
+                if values is None
+                else values[spec.name].contiguous()
+            )
+            for spec in specs
+        }
+        self.local.put_gradients(unit, shared)
 
     def put_tied(self, unit: str, gradient: Tensor | None) -> None:
         """Take the leader's gradient of a tied weight."""
@@ -136,6 +152,11 @@ class Follower:
                 model.backward(a, b, c, None)
             case Op.FINISH:
                 self._ranks.sum_gradients(model.local.optimizer)
+            case Op.TAKE:
+                self._ranks.sum_gradients(model.local.optimizer)
+                model.local.optimizer.zero_grad()
+            case Op.PUT:
+                model.put_gradients(self._units[a], None)
             case Op.PUT_TIED:
                 model.put_tied(self._units[a], None)
             case Op.APPLY:
@@ -206,6 +227,16 @@ class Leader:
     def finish_step(self) -> None:
         self._ranks.lead(Op.FINISH)
         self._ranks.sum_gradients(self.optimizer)
+
+    def take_gradients(self, units: Sequence[str]) -> dict[str, dict[str, Tensor | Fp8Gradient]]:
+        # `check_sizes` has refused more than one chunk: these are all units.
+        self._ranks.lead(Op.TAKE)
+        self._ranks.sum_gradients(self.optimizer)
+        return self._model.local.take_gradients(units)
+
+    def put_gradients(self, unit: str, values: Mapping[str, Tensor]) -> None:
+        self._ranks.lead(Op.PUT, self._units.index(unit))
+        self._model.put_gradients(unit, values)
 
     def squared_norms(self) -> dict[str, float]:
         if self._ranks.tensor_rank.count == 1:

@@ -51,6 +51,8 @@ class Op(IntEnum):
     NORMS = 9
     STATE = 10
     STOP = 11
+    TAKE = 12
+    PUT = 13
 
 
 @dataclass(frozen=True)

@@ -160,11 +160,14 @@ def chunk_units(config: RunConfig, stages: int) -> tuple[tuple[str, ...], ...]:
     return split_units(config.model, stages * chunks_of(config, stages), split, head_with=head_with)
 
 
-def stage_orders(config: RunConfig, stages: int, window: Window | None = None) -> Orders:
-    """The order of every stage; `window` defaults to the run file's."""
+def stage_orders(
+    config: RunConfig, stages: int, window: Window | None = None, microbatches: int = 0
+) -> Orders:
+    """The order of every stage; `window` defaults to the run file's, `microbatches` to all of a step."""
     width = config.pipeline.first_window if window is None else window
     chunks = chunks_of(config, stages)
-    return schedule(stages, chunks, config.microbatches, width, head_first=head_first(config, stages))
+    count = microbatches or config.microbatches
+    return schedule(stages, chunks, count, width, head_first=head_first(config, stages))
 
 
 def boundaries(config: RunConfig, stages: int) -> int:

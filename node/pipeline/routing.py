@@ -93,6 +93,10 @@ class StageLayout:
         """Layer units of this stage, in model order within each chunk."""
         return tuple(unit for chunk in self._own for unit in self._units[chunk])
 
+    def chunk_units(self, chunk: int) -> tuple[str, ...]:
+        """Layer units of one of the stage's chunks, which are numbered from 0."""
+        return tuple(self._units[self._own[chunk]])
+
     @property
     def boundaries(self) -> dict[int, str]:
         """The boundaries of this stage by number, and the layer unit before each."""

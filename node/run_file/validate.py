@@ -368,6 +368,11 @@ def _codecs(pipeline: PipelineSection, shift: bool) -> Iterator[str]:
             f"pipeline.backward_codec: {pipeline.backward_codec} packs activations alone: "
             "use fixed-4 to fixed-8 or tah for gradients"
         )
+    if pipeline.remembers and pipeline.groups > 1:
+        yield (
+            f"pipeline.forward_codec: {pipeline.forward_codec} keeps a cache of every sample, which rows would "
+            "not share: set pipeline.groups = 1"
+        )
     if pipeline.sync_codec.startswith(("aqsgd-", "tah")):
         yield (
             f"pipeline.sync_codec: {pipeline.sync_codec} packs tensors between stages alone: "

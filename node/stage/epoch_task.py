@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from node import faults
+from node.pipeline.gradient_groups import RowShare
 from node.pipeline.placement import chunks_of
 from node.pipeline.routing import neighbours, source_stage
 from node.stage.coordinator_client import Batches
@@ -232,10 +233,15 @@ class EpochTask:
         services, executor = self._services, self._services.executor
         stages = len(self.placement.stages)
 
+        try:
+            share = RowShare.of(executor.config, self.placement)
+        except ValueError as error:
+            raise ProtocolViolationError(f"the coordinator's placement: {error}") from error
+
         def work() -> int:
             # The compute thread has finished with the previous epoch.
             services.inbox.reset()
-            return executor.place(self.stage, stages)
+            return executor.place(self.stage, stages, share)
 
         held = await services.compute(work)
         self._placed = Placed(
@@ -292,7 +298,13 @@ class EpochTask:
 
         outcome = await services.compute(work)
         faults.reach(faults.Phase.VOTING, stage=self.stage, step=step)
-        self._vote = Vote(epoch=self.number, step=step, norms=outcome.norms, loss=outcome.loss)
+        self._vote = Vote(
+            epoch=self.number,
+            step=step,
+            norms=outcome.norms,
+            loss=outcome.loss,
+            group_losses=outcome.group_losses,
+        )
 
     async def _validate(self, command: Validate) -> None:
         services, executor, done = self._services, self._services.executor, self._validated

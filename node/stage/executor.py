@@ -5,7 +5,7 @@ changes nothing durable; gradients accumulate beside the weights until `apply`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -16,12 +16,14 @@ from node import faults
 from node.config.schema import RunConfig
 from node.model.labels import label_weight
 from node.model.units import EMBED, HEAD, unit_names
+from node.pipeline.gradient_groups import RowShare, group_of
 from node.pipeline.placement import hops, stage_orders
 from node.pipeline.routing import StageLayout
-from node.pipeline.schedule import Action, Kind, Order, Orders, held_activations
+from node.pipeline.schedule import Action, Kind, Order, held_activations
 from node.pipeline.turns import Turns
 from node.stage.boundary_caches import BoundaryCaches
 from node.stage.device_transfer import device_transfer
+from node.stage.gradient_sync import GradientSync, SyncIO, SyncPlan
 from node.stage.inbox import StepInterrupted
 from node.stage.stage_model import StageCompute
 from node.stage.tensor_transfer import Incoming, PackedIO, TensorTransfer
@@ -40,7 +42,7 @@ LOOK_AHEAD = 2
 _WAITS = {Kind.FORWARD: TimeKind.WAIT_UPSTREAM, Kind.BACKWARD: TimeKind.WAIT_DOWNSTREAM}
 
 
-class StageIO(PackedIO, Protocol):
+class StageIO(PackedIO, SyncIO, Protocol):
     """The compute thread's view of the network."""
 
     def check(self) -> None:
@@ -54,6 +56,9 @@ class StepOutcome:
 
     norms: Mapping[int, float]
     loss: float | None
+    """None with several gradient groups."""
+    group_losses: Mapping[int, float] = field(default_factory=dict)
+    """Then, on the last stage: each group's part of the mean loss."""
 
 
 class StageExecutor:
@@ -85,7 +90,8 @@ class StageExecutor:
         """The epoch whose loaded state the held state grew from; `epoch_task` sets it."""
         self.voted = False
         """Whether the gradients of step `state_step` are complete and wait for the commit."""
-        self._orders: Orders = ()
+        self._share = RowShare(config, 0, (range(config.pipeline.groups),))
+        self._order: Order = ()
         self._windows: tuple[int, ...] = ()
         self._unit_index = {unit: index for index, unit in enumerate(unit_names(config.model))}
         raw, pipeline = codec("fp32"), config.pipeline
@@ -100,11 +106,14 @@ class StageExecutor:
         self._caches = BoundaryCaches(config, windows) if pipeline.remembers else None
         self.uncompressed = False
         """Whether every link carries fp32 instead of the run's codecs."""
+        self._plans: dict[bool, SyncPlan] = {}
+        """Of this placement, with the run's codecs and without."""
         self._boundary = TensorSpec(
             torch.float32, (config.training.microbatch, config.model.sequence, config.model.hidden)
         )
         self._tied = TensorSpec(torch.float32, (config.model.vocab, config.model.hidden))
         self._model = model
+        self._sync = GradientSync(config, device) if config.pipeline.groups > 1 else None
 
     def compile_codecs(self) -> None:
         """Compile the codecs in the background so the first step doesn't wait."""
@@ -136,16 +145,23 @@ class StageExecutor:
         """Whether this stage has the head, so that it needs labels."""
         return self._place.has_loss
 
-    def place(self, stage: int, stages: int) -> int:
-        """Take stage `stage` of `stages`; returns the step of the state held for it, or -1."""
+    def place(self, stage: int, stages: int, share: RowShare | None = None) -> int:
+        """Take stage `stage` of `stages`; returns the step of the state held for it, or -1.
+
+        `share` says which gradient groups are this row's; all by default.
+        """
+        config = self.config
+        self._share = share or RowShare(config, 0, (range(config.pipeline.groups),))
+        # What is kept of the schedule belongs to the old row.
+        self._order = ()
         if (stage, stages) != (self.stage, self.stages):
-            self._place = StageLayout(self.config, stage, stages)
+            self._place = StageLayout(config, stage, stages)
             self.stage, self.stages = stage, stages
-            self._orders = ()
-            self.use_windows(())
             self._model.drop()
             self.state_step = -1
             self.voted = False
+        self.use_windows(())
+        self._plans.clear()
         return self.state_step
 
     @property
@@ -163,10 +179,12 @@ class StageExecutor:
             raise ProtocolViolationError(
                 f"the coordinator plans windows {link_windows}; expected {links} of at most {most}"
             )
-        if self._orders and link_windows == self._windows:
+        if self._order and link_windows == self._windows:
             return
         self._windows = link_windows
-        self._orders = stage_orders(self.config, self.stages, link_windows or None)
+        own = self._share.microbatches
+        order = stage_orders(self.config, self.stages, link_windows or None, len(own))[self.stage]
+        self._order = tuple(replace(action, microbatch=own.start + action.microbatch) for action in order)
 
     def restore(self, step: int, fetch: Callable[[str], UnitState]) -> None:
         """Go to the state of `step`: keep it, or build it from the seed (step 0) and what `fetch` gives.
@@ -205,10 +223,16 @@ class StageExecutor:
 
     def expected_bytes(self, key: TensorKey) -> int | None:
         """The exact packed size of a tensor that this stage may receive, or None if it may not."""
+        if key.direction in (Direction.SYNC_SHARE, Direction.SYNC_SUM):
+            return None if self.source_row(key) is None else self._sync_plan.sizes[key.boundary]
         if not self._place.receives(key):
             return None
         tied = key.direction in (Direction.TIED_SHARE, Direction.TIED_SUM)
         return self._codec(key).packed_bytes(self._tied if tied else self._boundary)
+
+    def source_row(self, key: TensorKey) -> int | None:
+        """The row that may send this stage such a tensor of gradient groups; None if none may."""
+        return None if self._sync is None else self._sync_plan.source_row(key)
 
     def run_step(
         self,
@@ -221,7 +245,8 @@ class StageExecutor:
     ) -> StepOutcome:
         """Forward and backward of every microbatch, in the order that `Turns` gives.
 
-        `inputs` (first stage) and `labels` (the stage with the head) are int64 [global batch, sequence].
+        `inputs` (first stage) and `labels` (the stage with the head) are int64 [global batch, sequence], or
+        of the microbatches of this row alone; labels of a run that masks some are all, for their weight.
 
         Raises NonFiniteError, which names the stage and the tensor, or StepInterrupted.
         """
@@ -229,9 +254,13 @@ class StageExecutor:
         self._model.begin_step(1.0 if labels is None else label_weight(labels))
         if self._caches is not None:
             self._caches.rollback()
-        fed, wanted = self._microbatches(inputs), self._microbatches(labels)
-        losses: list[Tensor] = []
-        order = self._orders[self.stage]
+        fed, wanted = self._of_row(inputs), self._of_row(labels)
+        first = self._share.microbatches.start
+        losses: dict[int, list[Tensor]] = {}
+        order = self._order
+        if self._sync is not None:
+            plan = self._sync_plan
+            self._sync.begin(plan, epoch, step, io, uncompressed=self.uncompressed)
         needed = [self._needed(epoch, step, action) for action in order]
         # With several chunks, tensors do not arrive in the order in which they are needed.
         turns = Turns(order, swap=not self._place.interleaved)
@@ -244,27 +273,39 @@ class StageExecutor:
                 phase = faults.Phase.FORWARD if action.kind is Kind.FORWARD else faults.Phase.BACKWARD
                 faults.reach(phase, stage=self.stage, step=step)
                 if action.kind is Kind.FORWARD:
-                    result = self._forward(epoch, step, action, io, fed, wanted)
+                    result = self._forward(epoch, step, action, io, fed, wanted, first)
                     if self._place.global_chunk(action) == self._place.last_chunk:
-                        losses.append(result)
+                        losses.setdefault(group_of(self.config, action.microbatch), []).append(result)
                 else:
                     self._backward(epoch, step, action, io)
-            self._model.finish_step()
-            faults.spoil(faults.Phase.BACKWARD, self._model.any_gradient(), stage=self.stage, step=step)
+                    self._end_group(step, action)
+            self._finish_gradients(step)
             self._exchange_tied(epoch, step, io)
             self.clock.switch(TimeKind.ENCODE)
             self._transfer.drain()
         except StepInterrupted:
             # If a tensor could not be packed, raise that error.
             self._transfer.drain()
+            if self._sync is not None:
+                self._sync.drain()
+            raise
+        except Exception as error:
+            # The sync thread may wait for another row.
+            io.interrupt(error)
             raise
         finally:
             self._transfer.settle()
+            if self._sync is not None:
+                self._sync.settle()
         self.clock.switch(TimeKind.OPTIMIZER)
-        loss = float(torch.stack(losses).double().sum()) if losses else None
+        sums = {group: float(torch.stack(shares).double().sum()) for group, shares in losses.items()}
         norms = self._model.squared_norms()
         self.voted = True
-        return StepOutcome(norms={self._unit_index[unit]: norm for unit, norm in norms.items()}, loss=loss)
+        return StepOutcome(
+            norms={self._unit_index[unit]: norm for unit, norm in norms.items()},
+            loss=sums.get(0) if self._sync is None else None,
+            group_losses={} if self._sync is None else sums,
+        )
 
     def validate(
         self,
@@ -320,7 +361,7 @@ class StageExecutor:
 
     def _held_out_order(self, first: int, microbatches: int) -> list[Action]:
         """This stage's forwards of held-out microbatches, numbered from `first`."""
-        chunks, ahead = range(self._place.chunks), held_activations(self._orders[self.stage])
+        chunks, ahead = range(self._place.chunks), held_activations(self._order)
 
         def place(action: Action) -> tuple[int, ...]:
             number = action.microbatch - first
@@ -374,6 +415,38 @@ class StageExecutor:
             self._send(out, upstream, io)
         else:
             self._computed()
+
+    @property
+    def _sync_plan(self) -> SyncPlan:
+        if self.uncompressed not in self._plans:
+            # Backward completes the last layers' gradients first.
+            units = tuple(reversed(self.units))
+            self._plans[self.uncompressed] = SyncPlan(
+                self.config, units, self._share, uncompressed=self.uncompressed
+            )
+        return self._plans[self.uncompressed]
+
+    def _end_group(self, step: int, action: Action) -> None:
+        """After a backward: if it is the chunk's last of a gradient group, pack its gradients."""
+        group = group_of(self.config, action.microbatch)
+        # Backwards of a chunk come in the order of microbatches.
+        if self._sync is None or group == group_of(self.config, action.microbatch + 1):
+            return
+        self.clock.switch(TimeKind.ENCODE)
+        if action.microbatch == self._share.microbatches[-1]:
+            faults.spoil(faults.Phase.BACKWARD, self._model.any_gradient(), stage=self.stage, step=step)
+        units = self._place.chunk_units(action.chunk)
+        self._sync.group_done(group, self._model.take_gradients(units))
+
+    def _finish_gradients(self, step: int) -> None:
+        """Complete the gradients; with several groups, by the sum over all groups."""
+        if self._sync is None:
+            self._model.finish_step()
+            faults.spoil(faults.Phase.BACKWARD, self._model.any_gradient(), stage=self.stage, step=step)
+            return
+        self.clock.switch(TimeKind.SYNC)
+        for unit, gradients in self._sync.finish():
+            self._model.put_gradients(unit, gradients)
 
     def _exchange_tied(self, epoch: int, step: int, io: StageIO) -> None:
         """Set both copies of a tied weight to the sum of both gradients, added in a fixed order."""
@@ -444,6 +517,11 @@ class StageExecutor:
         if self._caches is not None and key.direction is Direction.ACTIVATION:
             return self._caches.codec(key)
         return self._codecs[key.direction]
+
+    def _of_row(self, batch: np.ndarray | None) -> tuple[Tensor, ...]:
+        """The row's microbatches, from all of them or from its own alone."""
+        found, own = self._microbatches(batch), self._share.microbatches
+        return found[own.start : own.stop] if len(found) == self.config.microbatches else found
 
     def _microbatches(self, batch: np.ndarray | None) -> tuple[Tensor, ...]:
         if batch is None:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from node.pipeline.routing import source_stage, target_stage
+from node.pipeline.routing import BETWEEN_ROWS, source_stage, target_stage
 from wire.errors import LinkError, LinkLostError
 from wire.spec import Direction, TensorKey
 
@@ -111,8 +111,14 @@ class LoopIO:
         inbox: Inbox,
         elements_sent: dict[Direction, int],
         over: Callable[[], bool],
+        rows: Mapping[int, TensorLink] | None = None,
     ) -> None:
-        """`over` says on the event loop whether the epoch has ended; the inbox then serves the next epoch."""
+        """
+        Args:
+            over: says on the event loop whether the epoch has ended; the inbox then serves the next epoch.
+            rows: links to the same stage in other rows, by row.
+        """
+        self._rows = rows or {}
         self._loop = loop
         self._stages = stages
         self._links = links
@@ -139,8 +145,9 @@ class LoopIO:
             self._loop.call_soon_threadsafe(self._links[stage].want, None)
 
     def take(self, key: TensorKey) -> Tensor:
-        """Called on the compute thread. Raises what `Inbox.take` raises."""
-        if not self._inbox.holds(key):
+        """Called on the compute thread, or the sync thread. Raises what `Inbox.take` raises."""
+        # Tensors between rows have their credit back when they arrive: nothing waits for one to be taken.
+        if source_stage(key, self._stages) != BETWEEN_ROWS and not self._inbox.holds(key):
             self._loop.call_soon_threadsafe(self._links[source_stage(key, self._stages)].want, key)
         return torch.frombuffer(self._inbox.take(key), dtype=torch.uint8)
 
@@ -149,7 +156,12 @@ class LoopIO:
 
     def send(self, key: TensorKey, packed: Tensor, elements: int) -> None:
         payload = memoryview(packed.numpy().data)
-        self._loop.call_soon_threadsafe(self._send, key, payload, elements)
+        link = self._links[target_stage(key, self._stages)]
+        self._loop.call_soon_threadsafe(self._send, link, key, payload, elements)
+
+    def send_to_row(self, row: int, key: TensorKey, packed: Tensor, elements: int) -> None:
+        payload = memoryview(packed.numpy().data)
+        self._loop.call_soon_threadsafe(self._send, self._rows[row], key, payload, elements)
 
     def interrupt(self, error: Exception) -> None:
         self._inbox.interrupt(str(error), error)
@@ -157,9 +169,9 @@ class LoopIO:
     def check(self) -> None:
         self._inbox.check()
 
-    def _send(self, key: TensorKey, payload: memoryview, elements: int) -> None:
+    def _send(self, link: TensorLink, key: TensorKey, payload: memoryview, elements: int) -> None:
         try:
-            self._links[target_stage(key, self._stages)].send(key, payload)
+            link.send(key, payload)
         except LinkError as error:
             # An interrupted step leaves tensors for links that are already closed.
             if not self._over():

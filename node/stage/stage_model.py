@@ -4,12 +4,13 @@ It knows no schedule and no network; the executor says what to run. `StageModel`
 `node.parallel.group` runs one on each of several devices.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from kernels.fp8.reference import Fp8Gradient
 from node.config.schema import RunConfig
 from node.model.chunk import Chunk, build_chunk, weight_dtype
 from node.model.tensor_rank import TensorRank
@@ -44,6 +45,10 @@ class StageCompute(Protocol):
     def backward(self, chunk: int, microbatch: int, gradient: Tensor | None) -> Tensor | None: ...
 
     def finish_step(self) -> None: ...
+
+    def take_gradients(self, units: Sequence[str]) -> dict[str, dict[str, Tensor | Fp8Gradient]]: ...
+
+    def put_gradients(self, unit: str, values: Mapping[str, Tensor]) -> None: ...
 
     def squared_norms(self) -> dict[str, float]: ...
 
@@ -231,6 +236,15 @@ class StageModel:
 
     def finish_step(self) -> None:
         """All backwards of the step have run: complete the gradients."""
+
+    def take_gradients(self, units: Sequence[str]) -> dict[str, dict[str, Tensor | Fp8Gradient]]:
+        """All backwards of a gradient group have run for these units: their complete gradients, by unit and
+        parameter, for the caller to keep. They begin again at 0."""
+        return {unit: self.optimizer.take_gradients(unit) for unit in units}
+
+    def put_gradients(self, unit: str, values: Mapping[str, Tensor]) -> None:
+        """As `StageOptimizer.put_gradients`, in place of `finish_step`."""
+        self.optimizer.put_gradients(unit, values)
 
     def squared_norms(self) -> dict[str, float]:
         """As `StageOptimizer.squared_norms`, of the whole stage."""

@@ -63,9 +63,13 @@ class TimeKind(StrEnum):
     WAIT_UPSTREAM = "wait-upstream"
     WAIT_DOWNSTREAM = "wait-downstream"
     WAIT_COORDINATOR = "wait-coordinator"
+    SYNC = "sync"
+    """After the last backward: gradient groups are summed, with other rows."""
 
 
-WAITS = frozenset({TimeKind.WAIT_UPSTREAM, TimeKind.WAIT_DOWNSTREAM, TimeKind.WAIT_COORDINATOR})
+WAITS = frozenset(
+    {TimeKind.WAIT_UPSTREAM, TimeKind.WAIT_DOWNSTREAM, TimeKind.WAIT_COORDINATOR, TimeKind.SYNC}
+)
 """The kinds in which the stage is idle."""
 
 Times = Mapping[TimeKind, float]

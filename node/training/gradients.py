@@ -46,6 +46,10 @@ class Gradients(Protocol):
         """As it is kept. Raises as `get`."""
         ...
 
+    def take(self, parameter: nn.Parameter) -> Tensor | Fp8Gradient:
+        """As `stored`, for the caller to keep; the gradient begins again at 0. Raises as `get`."""
+        ...
+
     def put(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Replace a gradient by a copy of `value`: a step scales gradients in place."""
         ...
@@ -129,6 +133,18 @@ class PlainGradients:
         return self._main[parameter]
 
     stored = get
+
+    def take(self, parameter: nn.Parameter) -> Tensor:
+        kept = self.get(parameter)
+        if self._in_place:
+            taken = kept.clone()
+            kept.zero_()
+            return taken
+        if parameter.dtype == torch.float32:
+            parameter.grad = None
+        else:
+            del self._main[parameter]
+        return kept
 
     def put(self, parameter: nn.Parameter, value: Tensor) -> None:
         single = parameter.dtype == torch.float32
@@ -224,6 +240,15 @@ class Fp8Gradients:
         if parameter not in self._reached:
             raise no_gradient(parameter)
         return self._main[parameter]
+
+    def take(self, parameter: nn.Parameter) -> Tensor | Fp8Gradient:
+        kept = self.stored(parameter)
+        if not isinstance(kept, Fp8Gradient):
+            return self._vectors.take(parameter)
+        taken = Fp8Gradient(kept.codes.clone(), kept.exponents.clone())
+        kept.clear()
+        self._reached.discard(parameter)
+        return taken
 
     def put(self, parameter: nn.Parameter, value: Tensor) -> None:
         if parameter in self._main:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kernels.fp8.layout import blocks
 from kernels.fp8.ops import adamw_step
-from kernels.fp8.reference import AdamWStep, Moment
+from kernels.fp8.reference import AdamWStep, Fp8Gradient, Moment
 from node.config.schema import TrainingSection
 from node.model.chunk import Chunk
 from node.model.lora import DropoutSource
@@ -193,6 +193,20 @@ class StageOptimizer:
                     total += norm
             squares[unit] = total
         return squares
+
+    def take_gradients(self, unit: str) -> dict[str, Tensor | Fp8Gradient]:
+        """A unit's gradients by parameter, for the caller to keep; they begin again at 0.
+
+        Raises RunError if a parameter has none.
+        """
+        with torch.no_grad():
+            return {name: self.gradients.take(one) for name, one in self._units[unit].items()}
+
+    def put_gradients(self, unit: str, values: Mapping[str, Tensor]) -> None:
+        """Replace all of a unit's gradients by copies of these, float32 [elements] by parameter."""
+        with torch.no_grad():
+            for name, parameter in self._units[unit].items():
+                self.gradients.put(parameter, values[name].view(parameter.shape))
 
     @torch.no_grad()
     def apply(self, lr: float, clip_coefficient: float) -> None:

@@ -16,8 +16,10 @@ from node.config.schema import RunConfig
 from node.model.chunk import build_chunk, compute_precision, weight_dtype
 from node.model.labels import label_weight
 from node.model.units import EMBED, HEAD, unit_names
+from node.pipeline.gradient_groups import group_of
 from node.pipeline.memory import stage_storages
 from node.training.gradients import gradient_of
+from node.training.group_sums import GroupSums
 from node.training.manifest import unit_weights_sha256, weights_sha256
 from node.training.optimizer import StageOptimizer, sum_tied_gradients
 from node.training.schedule import clip_coefficient, global_norm, learning_rate
@@ -96,8 +98,9 @@ class ReferenceTrainer:
 
     def accumulate(self) -> float:
         """Leave the next step's gradients beside the weights; returns its mean loss."""
-        count = self.config.microbatches
-        shares: list[Tensor] = []
+        count, groups = self.config.microbatches, self.config.pipeline.groups
+        shares: list[list[Tensor]] = [[] for _ in range(groups)]
+        sums = GroupSums(self.config, self.optimizer, self.device) if groups > 1 else None
         self.optimizer.zero_grad()
         labels = self.corpus.labels(self.step)
         weight = label_weight(labels)
@@ -109,9 +112,17 @@ class ReferenceTrainer:
             # Each microbatch has equally many positions, so the step's mean is the mean of means.
             share = (loss * weight if self.config.data.masks_labels else loss) / count
             self._backward(share, crossings, index)
-            shares.append(share.detach())
+            group = group_of(self.config, index)
+            shares[group].append(share.detach())
+            if sums is not None and index + 1 == count * (group + 1) // groups:
+                sums.group_done(group)
+        if sums is not None:
+            sums.finish()
         self._tie()
-        return float(torch.stack(shares).double().sum())
+        total = 0.0
+        for of_group in shares:
+            total += float(torch.stack(of_group).double().sum())
+        return total
 
     def restore(self, directory: Path) -> None:
         """Go on from a complete snapshot, of any split.

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from node.config.schema import RunConfig
 from node.model.units import unit_names
-from node.pipeline.routing import source_stage, target_stage
+from node.pipeline.gradient_groups import RowShare
+from node.pipeline.routing import BETWEEN_ROWS, source_stage, target_stage
 from node.stage.executor import StageExecutor, StepOutcome, UnitState
 from node.stage.inbox import Inbox, StepInterrupted
 from node.stage.stage_model import StageModel
@@ -51,9 +52,16 @@ def corpus(config: RunConfig, text: bytes = TEXT) -> Corpus:
 
 
 class MemoryIO:
-    """`StageIO` of one stage; what it sends lands in the receiving stage's inbox at once."""
+    """`StageIO` of one stage of a row; what it sends lands in the receiving stage's inbox at once."""
 
-    def __init__(self, stage: int, executors: Sequence[StageExecutor], inboxes: Sequence[Inbox]) -> None:
+    def __init__(
+        self,
+        stage: int,
+        executors: Sequence[StageExecutor],
+        inboxes: Sequence[Inbox],
+        rows: Sequence[tuple[StageExecutor, Inbox]] = (),
+    ) -> None:
+        """`rows`: the same stage in every row."""
         self.held: set[TensorKey] = set()
         """Taken and not yet released."""
         self.sent: list[tuple[TensorKey, int]] = []
@@ -61,6 +69,7 @@ class MemoryIO:
         self._stage = stage
         self._executors = executors
         self._inboxes = inboxes
+        self._rows = rows
 
     def holds(self, key: TensorKey) -> bool:
         return self._inboxes[self._stage].holds(key)
@@ -69,8 +78,10 @@ class MemoryIO:
         self._inboxes[self._stage].wait_any(keys, TAKE_SECONDS)
 
     def take(self, key: TensorKey) -> Tensor:
-        assert source_stage(key, len(self._inboxes)) != self._stage
-        self.held.add(key)
+        source = source_stage(key, len(self._inboxes))
+        assert source != self._stage
+        if source != BETWEEN_ROWS:
+            self.held.add(key)
         return torch.frombuffer(self._inboxes[self._stage].take(key, TAKE_SECONDS), dtype=torch.uint8)
 
     def release(self, key: TensorKey) -> None:
@@ -82,6 +93,12 @@ class MemoryIO:
         self.sent.append((key, packed.numel()))
         self._inboxes[target].put(key, bytearray(packed.numpy()))
 
+    def send_to_row(self, row: int, key: TensorKey, packed: Tensor, elements: int) -> None:
+        executor, inbox = self._rows[row]
+        assert executor.expected_bytes(key) == packed.numel()
+        self.sent.append((key, packed.numel()))
+        inbox.put(key, bytearray(packed.numpy()))
+
     def interrupt(self, error: Exception) -> None:
         self._inboxes[self._stage].interrupt(str(error), error)
 
@@ -90,29 +107,44 @@ class MemoryIO:
 
 
 class MemoryPipeline:
-    """All stages of `config`, at step 0. A context manager: leaving it ends the threads."""
+    """All stages of `config`, at step 0, in one row or several. A context manager: leaving it ends threads.
+
+    Executors, inboxes and ios stand row after row.
+    """
 
     def __init__(
         self,
         config: RunConfig,
         data: Corpus | None = None,
         fetch: Callable[[str], UnitState] | None = None,
+        rows: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """`data` defaults to `corpus(config)`; `fetch` gives the weights of a checkpoint that the run starts
-        from."""
+        from. `rows`: the gradient groups of each row; by default one row has all."""
         stages = config.pipeline.stages
+        groups = rows or [range(config.pipeline.groups)]
+        self.rows = len(groups)
         self.config = config
         self.step = 0
         self._corpus = data or corpus(config)
         self.executors = [
             StageExecutor(config, CPU, StageClock(), StageModel(config, CPU), windows=self._corpus.windows)
-            for _ in range(stages)
+            for _ in range(self.rows * stages)
         ]
-        self.inboxes = [Inbox() for _ in range(stages)]
-        self.ios = [MemoryIO(stage, self.executors, self.inboxes) for stage in range(stages)]
-        self._pool = ThreadPoolExecutor(stages, initializer=torch.set_num_threads, initargs=(1,))
-        for stage, executor in enumerate(self.executors):
-            executor.place(stage, stages)
+        self.inboxes = [Inbox() for _ in self.executors]
+        members = list(zip(self.executors, self.inboxes, strict=True))
+        self.ios = [
+            MemoryIO(
+                place % stages,
+                self.executors[place - place % stages :][:stages],
+                self.inboxes[place - place % stages :][:stages],
+                members[place % stages :: stages],
+            )
+            for place in range(len(members))
+        ]
+        self._pool = ThreadPoolExecutor(len(members), initializer=torch.set_num_threads, initargs=(1,))
+        for place, executor in enumerate(self.executors):
+            executor.place(place % stages, stages, RowShare(config, place // stages, groups))
             executor.restore(0, fetch or _nothing_to_fetch)
 
     def __enter__(self) -> Self:
@@ -154,8 +186,19 @@ class MemoryPipeline:
     def commit(self, outcomes: Sequence[StepOutcome]) -> Step:
         """Apply the optimizer on every stage as the coordinator would have it."""
         training = self.config.training
-        norms = {unit: norm for outcome in outcomes for unit, norm in outcome.norms.items()}
-        (loss,) = (outcome.loss for outcome in outcomes if outcome.loss is not None)
+        norms: dict[int, float] = {}
+        for outcome in outcomes:
+            for unit, norm in outcome.norms.items():
+                assert norms.setdefault(unit, norm) == norm, "rows disagree"
+        by_group = {group: part for outcome in outcomes for group, part in outcome.group_losses.items()}
+        if self.config.pipeline.groups > 1:
+            assert sorted(by_group) == list(range(self.config.pipeline.groups))
+            assert all(outcome.loss is None for outcome in outcomes)
+            loss = 0.0
+            for group in sorted(by_group):
+                loss += by_group[group]
+        else:
+            (loss,) = (outcome.loss for outcome in outcomes if outcome.loss is not None)
         grad_norm = global_norm(norms[unit] for unit in sorted(norms))
         lr = learning_rate(self.step, training, self.config.run.steps)
         clip = clip_coefficient(grad_norm, training.clip)
@@ -184,9 +227,8 @@ class MemoryPipeline:
 
     def state(self) -> dict[str, Mapping[str, Tensor]]:
         """Weights and optimizer state of every unit."""
-        return {
-            unit: tensors for executor in self.executors for unit, tensors in executor.copy_state().items()
-        }
+        row = self.executors[: len(self.executors) // self.rows]
+        return {unit: tensors for executor in row for unit, tensors in executor.copy_state().items()}
 
     def weights_sha256(self) -> str:
         """As a snapshot's manifest gives it."""

@@ -54,6 +54,10 @@ def test_the_most_that_is_allowed() -> None:
         ),
         ({"pipeline.groups": 3}, "take 2 or 4"),
         ({"pipeline.groups": 9}, "take 8"),
+        (
+            {"pipeline.groups": 2, "pipeline.forward_codec": "aqsgd-4", "data.shift": False},
+            "set pipeline.groups = 1",
+        ),
         ({"pipeline.replicas": 0}, "pipeline.replicas must be at least 1"),
         ({"pipeline.sync_codec": "fixed-11"}, "pipeline.sync_codec: "),
         ({"pipeline.sync_codec": "tah"}, "pipeline.sync_codec: tah packs tensors between stages alone"),

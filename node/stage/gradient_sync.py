@@ -1,0 +1,234 @@
+"""Sums a stage's gradient groups, its own row's and those of other rows, beside its compute.
+
+A thread of its own packs each group's gradient as soon as the group's last backward is over, adds up nodes of
+the tree, sends the row's subtrees to the pieces' owners, adds up the pieces that this row owns, and sends
+these sums back. What is left when the stage has no more to compute is time of kind `sync`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from node.config.schema import RunConfig
+from node.pipeline.gradient_groups import ROOT, Fold, Piece, RowShare, model_pieces, owners, piece_bytes
+from node.stage.device_transfer import DeviceTransfer, device_transfer
+from node.stage.inbox import StepInterrupted
+from node.stage.tensor_transfer import BadTensorError
+from node.training.group_sums import CodecPacking, Gradient, Packing, PieceSums
+from wire.codecs.base import Codec
+from wire.errors import NonFiniteError, PackedMismatchError
+from wire.spec import Direction, TensorKey, TensorSpec
+
+
+class SyncIO(Protocol):
+    """Sends packed pieces to the same stage in other rows, and receives them. Call it from any thread."""
+
+    def take(self, key: TensorKey) -> Tensor:
+        """Wait for the packed tensor under `key`. Raises StepInterrupted."""
+        ...
+
+    def send_to_row(self, row: int, key: TensorKey, packed: Tensor, elements: int) -> None:
+        """Queue a packed tensor without waiting for the network."""
+        ...
+
+    def interrupt(self, error: Exception) -> None:
+        """End the current or next wait."""
+        ...
+
+
+class DevicePacking:
+    """`node.training.group_sums.Packing` for a GPU, on streams beside the stage's compute."""
+
+    def __init__(self, device: DeviceTransfer) -> None:
+        self._device = device
+
+    def pack(self, which: Codec, tensor: Tensor) -> Tensor:
+        return self._device.pack(which, tensor, self._device.mark())
+
+    def unpack(self, which: Codec, packed: Tensor, spec: TensorSpec) -> Tensor:
+        tensor, mark = self._device.unpack(which, packed, spec)
+        self._device.wait(tensor, mark)
+        return tensor
+
+
+def _packing(device: torch.device) -> Packing:
+    return DevicePacking(device_transfer(device)) if device.type == "cuda" else CodecPacking(device)
+
+
+class SyncPlan:
+    """What a stage sends and receives between rows in a step."""
+
+    def __init__(
+        self, config: RunConfig, units: Sequence[str], share: RowShare, *, uncompressed: bool
+    ) -> None:
+        """`units`: of the stage, in the order in which backward completes them."""
+        pieces = model_pieces(config)
+        self.share = share
+        self.units = tuple(units)
+        self.pieces = {unit: pieces[unit] for unit in units}
+        self.sizes = {
+            piece.number: piece_bytes(config, piece, uncompressed=uncompressed)
+            for unit in units
+            for piece in pieces[unit]
+        }
+        self.owners = owners(self.sizes, share.rows)
+
+    def is_own(self, piece: Piece) -> bool:
+        """Whether this row sums up the piece."""
+        return self.owners[piece.number] == self.share.replica
+
+    def source_row(self, key: TensorKey) -> int | None:
+        """The row that may send this stage such a tensor; None if none may."""
+        owner = self.owners.get(key.boundary)
+        if owner is None:
+            return None
+        if key.direction is Direction.SYNC_SUM:
+            row = owner if key.microbatch == ROOT else None
+        else:
+            row = self.share.row_with(key.microbatch) if owner == self.share.replica else None
+        return None if row == self.share.replica else row
+
+
+class GradientSync:
+    """The sync thread of one stage. Call all methods on the compute thread."""
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        self._config = config
+        self._packing, self._joining = _packing(device), _packing(device)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sync")
+        self._jobs: list[Future[None]] = []
+        self._plan: SyncPlan
+        self._sums: PieceSums
+        self._joined: PieceSums
+        """On the compute thread."""
+        self._io: SyncIO
+        self._place = 0, 0
+        self._folds: dict[int, Fold[Tensor]] = {}
+        self._roots: dict[str, Future[None]] = {}
+
+    def begin(self, plan: SyncPlan, epoch: int, step: int, io: SyncIO, *, uncompressed: bool) -> None:
+        """A step begins; nothing of an earlier one is left."""
+        self._plan, self._io = plan, io
+        self._place = epoch, step
+        self._sums = PieceSums(self._config, self._packing, uncompressed=uncompressed)
+        self._joined = PieceSums(self._config, self._joining, uncompressed=uncompressed)
+        self._folds = {
+            piece.number: self._sums.fold(piece) for unit in plan.units for piece in plan.pieces[unit]
+        }
+        self._roots = {}
+
+    def group_done(self, group: int, gradients: Mapping[str, Mapping[str, Gradient]]) -> None:
+        """Take a group's complete gradients of some layer units.
+
+        Waits until those taken before are packed, so that there is one copy at most; raises their error.
+        """
+        while self._jobs:
+            self._jobs.pop(0).result()
+        plan, leaf = self._plan, self._plan.share.tree.leaf(group)
+
+        def work() -> None:
+            for unit in plan.units:
+                if unit in gradients:
+                    for piece in plan.pieces[unit]:
+                        self._add_leaf(piece, leaf, gradients[unit])
+
+        self._submit(work)
+
+    def finish(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """All groups of the row are done: layer units and the sum of all groups, flat by parameter.
+
+        Raises NonFiniteError, BadTensorError, or StepInterrupted.
+        """
+        plan = self._plan
+        for unit in plan.units:
+            self._roots[unit] = self._submit(partial(self._sum_up, unit))
+        for unit in plan.units:
+            self._roots[unit].result()
+            pieces = plan.pieces[unit]
+            roots = [self._root(piece) for piece in pieces]
+            yield unit, self._joined.join(pieces, roots)
+        self.drain()
+
+    def drain(self) -> None:
+        """Wait for all jobs. Raises the first error that is not an interruption."""
+        for job in self._jobs:
+            error = job.exception()
+            if error is not None and not isinstance(error, StepInterrupted):
+                raise error
+        self._jobs.clear()
+
+    def settle(self) -> None:
+        """Wait for all jobs; drop their results and errors, and what they hold."""
+        for job in self._jobs:
+            job.exception()
+        self._jobs.clear()
+        self._folds.clear()
+        self._roots.clear()
+
+    # ---- on the sync thread
+
+    def _add_leaf(self, piece: Piece, leaf: int, gradients: Mapping[str, Gradient]) -> None:
+        plan, fold = self._plan, self._folds[piece.number]
+        fold.put(leaf, self._sums.leaf(piece, gradients))
+        if plan.is_own(piece):
+            return
+        for node in plan.share.subtrees[plan.share.replica]:
+            if (whole := fold.nodes.pop(node, None)) is not None:
+                key = self._key(piece, node, Direction.SYNC_SHARE)
+                self._io.send_to_row(plan.owners[piece.number], key, whole, piece.elements)
+
+    def _sum_up(self, unit: str) -> None:
+        """Add other rows' subtrees to the pieces that this row owns, and send the sums."""
+        plan, share = self._plan, self._plan.share
+        for piece in plan.pieces[unit]:
+            if not plan.is_own(piece):
+                continue
+            for row in range(share.rows):
+                for node in share.subtrees[row] if row != share.replica else ():
+                    self._folds[piece.number].put(node, self._take(piece, node, Direction.SYNC_SHARE))
+            for row in range(share.rows):
+                if row != share.replica:
+                    root = self._folds[piece.number].nodes[ROOT]
+                    self._io.send_to_row(
+                        row, self._key(piece, ROOT, Direction.SYNC_SUM), root, piece.elements
+                    )
+
+    def _submit(self, work: Callable[[], None]) -> Future[None]:
+        def job() -> None:
+            try:
+                work()
+            except StepInterrupted:
+                raise
+            except Exception as error:
+                # The compute thread may wait for a neighbour meanwhile.
+                self._io.interrupt(error)
+                raise
+
+        future = self._thread.submit(job)
+        self._jobs.append(future)
+        return future
+
+    # ---- on either thread
+
+    def _root(self, piece: Piece) -> Tensor:
+        if self._plan.is_own(piece):
+            return self._folds[piece.number].nodes.pop(ROOT)
+        return self._take(piece, ROOT, Direction.SYNC_SUM)
+
+    def _take(self, piece: Piece, node: int, direction: Direction) -> Tensor:
+        """A packed piece from another row. Raises BadTensorError if no encoder makes it."""
+        key = self._key(piece, node, direction)
+        packed = self._io.take(key)
+        try:
+            self._sums.check(piece, packed)
+        except (PackedMismatchError, NonFiniteError) as error:
+            raise BadTensorError(key, error) from error
+        return packed
+
+    def _key(self, piece: Piece, node: int, direction: Direction) -> TensorKey:
+        epoch, step = self._place
+        return TensorKey(epoch, step, node, piece.number, direction)

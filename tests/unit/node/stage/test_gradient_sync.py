@@ -1,0 +1,174 @@
+"""Rows that share a step's gradient groups have the unsplit trainer's losses and weights, bit for bit."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.fp8.reference import Fp8Gradient
+from node.config.schema import (
+    LoraSection,
+    ModelSection,
+    PipelineSection,
+    RunConfig,
+    RunSection,
+    TrainingSection,
+)
+from node.pipeline.gradient_groups import RowShare, model_pieces, piece_bytes, sync_bytes
+from node.pipeline.placement import split_units
+from node.stage.stage_model import StageModel
+from node.training.reference import Step
+from tests.support.memory_pipeline import MemoryPipeline, reference_run
+from wire.errors import NonFiniteError
+from wire.spec import Direction, TensorKey
+
+TRAINED = 2
+CONFIG = RunConfig(
+    run=RunSection(steps=8, seed=7),
+    model=ModelSection(layers=4, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=256, sequence=16),
+    training=TrainingSection(global_batch=16, microbatch=2, lr=1e-2, warmup_steps=1),
+    pipeline=PipelineSection(stages=2, forward_codec="fp32", backward_codec="fp32", groups=4),
+)
+ROWS = {
+    1: [(0, 1, 2, 3)],
+    2: [(0, 1), (2, 3)],
+    3: [(0, 1), (2,), (3,)],
+    4: [(0,), (1,), (2,), (3,)],
+}
+CODECS = ("fp32", "bf16", "fixed-8", "trellis-4.41")
+
+
+def synced(sync_codec: str, config: RunConfig = CONFIG) -> RunConfig:
+    return replace(config, pipeline=replace(config.pipeline, sync_codec=sync_codec))
+
+
+@cache
+def unsplit(config: RunConfig) -> tuple[list[Step], str]:
+    return reference_run(config, TRAINED)
+
+
+def trained(config: RunConfig, rows: int = 1) -> tuple[list[Step], str]:
+    with MemoryPipeline(config, rows=ROWS[rows]) as stages:
+        return stages.train(TRAINED), stages.weights_sha256()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_any_number_of_rows_gives_the_bits_of_the_unsplit_model(rows: int, codec: str) -> None:
+    assert trained(synced(codec), rows) == unsplit(synced(codec))
+
+
+def test_codecs_differ() -> None:
+    assert len({unsplit(synced(codec))[1] for codec in CODECS}) == len(CODECS)
+
+
+def changed(**sections: dict[str, object]) -> RunConfig:
+    """`CONFIG` with other values in some sections."""
+    return replace(
+        CONFIG, **{name: replace(getattr(CONFIG, name), **values) for name, values in sections.items()}
+    )
+
+
+VARIANTS = {
+    "tied": changed(model={"tied": True}),
+    "gpt2, one stage": changed(model={"family": "gpt2"}, pipeline={"stages": 1}),
+    "interleaved": changed(pipeline={"chunks": 2}),
+    "wide window, three groups of uneven halves": changed(
+        training={"global_batch": 12}, pipeline={"groups": 3, "window": 3}
+    ),
+    "fp8 gradients and moments": changed(training={"gradients": "fp8", "moments": "fp8"}),
+    "fp8, stochastic": changed(
+        model={"layers": 2}, training={"gradients": "fp8", "global_batch": 40}, pipeline={"groups": 2}
+    ),
+    "bf16 weights": changed(
+        training={
+            "precision": "bfloat16",
+            "weights": "bfloat16",
+            "moments": "fp8",
+            "gradients": "fp8",
+        }
+    ),
+    "adapters": replace(changed(), lora=LoraSection(rank=4, dropout=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_kind_of_run_has_groups(name: str) -> None:
+    config = VARIANTS[name]
+    groups = range(config.pipeline.groups)
+    rows = [groups[: len(groups) // 2 + 1], groups[len(groups) // 2 + 1 :]] if len(groups) > 2 else [[0], [1]]
+    expected = unsplit(config)
+
+    for placed in (None, rows):
+        with MemoryPipeline(config, rows=placed) as stages:
+            assert stages.train(TRAINED) == expected[0]
+            assert stages.weights_sha256() == expected[1]
+
+
+def test_codecs_between_stages_sit_where_the_reference_has_them() -> None:
+    config = changed(pipeline={"forward_codec": "tah", "backward_codec": "fixed-8"})
+    expected = reference_run(config, TRAINED, split_units(config.model, 2))
+
+    assert trained(config, rows=2) == expected
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4])
+def test_a_node_sends_little_more_than_a_reduce_scatter_and_an_all_gather(rows: int) -> None:
+    # Many pieces, so that owners' shares are equal within the bound.
+    config = changed(model={"hidden": 64, "vocab": 32768}, training={"global_batch": 4, "microbatch": 1})
+    with MemoryPipeline(config, rows=ROWS[rows]) as stages:
+        stages.train(1)
+        for place, io in enumerate(stages.ios):
+            units = stages.executors[place].units
+            coded = sum(piece_bytes(config, piece) for unit in units for piece in model_pieces(config)[unit])
+            sent = sum(size for key, size in io.sent if key.direction >= Direction.SYNC_SHARE)
+            assert sent == sync_bytes(config, units, RowShare(config, place // 2, ROWS[rows]))
+            assert 0 < sent <= 1.01 * 2 * (rows - 1) / rows * coded
+
+
+class Broken(Exception):
+    """What a test makes a stage raise."""
+
+
+@pytest.mark.parametrize("direction", [Direction.SYNC_SHARE, Direction.SYNC_SUM])
+def test_a_step_called_off_while_rows_sync_runs_again_with_the_same_bits(
+    direction: Direction,
+) -> None:
+    config = synced("fixed-8")
+    with MemoryPipeline(config, rows=ROWS[2]) as stages:
+        stages.train(1)
+        io = stages.ios[2]
+        send = io.send_to_row
+
+        def fail(row: int, key: TensorKey, packed: Tensor, elements: int) -> None:
+            if key.direction is direction:
+                raise Broken
+            send(row, key, packed, elements)
+
+        io.send_to_row = fail  # type: ignore[method-assign]  # as a link that breaks
+        with pytest.raises(Broken):
+            stages.outcomes()
+        io.send_to_row = send  # type: ignore[method-assign]
+        stages.forget()
+        stages.commit(stages.outcomes(epoch=2))
+
+        assert stages.weights_sha256() == unsplit(config)[1]
+
+
+def test_a_gradient_that_is_not_finite_is_named() -> None:
+    config = changed(training={"lr": 1e-3})
+    with MemoryPipeline(config, rows=ROWS[2]) as stages:
+        put = StageModel.take_gradients
+
+        def spoiled(self: StageModel, units: Sequence[str]) -> dict[str, dict[str, Tensor | Fp8Gradient]]:
+            found = put(self, units)
+            found["block.0001"]["gate.weight"].fill_(torch.nan)  # type: ignore[union-attr]  # a tensor
+            return found
+
+        model = stages.executors[0]._model
+        model.take_gradients = partial(spoiled, model)  # type: ignore[method-assign, arg-type]
+        with pytest.raises(NonFiniteError, match=r"gradient of gate\.weight of block\.0001"):
+            stages.outcomes()
