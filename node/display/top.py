@@ -88,9 +88,9 @@ def _held_out(held_out: HeldOutView) -> str:
 
 def _stage_table(stages: tuple[StageView, ...]) -> list[str]:
     header = ["stage", "node", "busy", "forward", "backward", "pack", "unpack", "optimizer"]
-    header += ["wait up", "wait down", "wait coord", "memory", "gpu"]
+    header += ["wait up", "wait down", "wait coord", "sync", "memory", "gpu"]
     kinds = ("forward", "backward", "encode", "decode", "optimizer")
-    waits = ("wait-upstream", "wait-downstream", "wait-coordinator")
+    waits = ("wait-upstream", "wait-downstream", "wait-coordinator", "sync")
     rows = []
     for stage in stages:
         shares = [_percent(stage.shares[k]) if k in stage.shares else "-" for k in (*kinds, *waits)]

@@ -370,7 +370,7 @@ def _codecs(pipeline: PipelineSection, shift: bool) -> Iterator[str]:
         )
     if pipeline.remembers and pipeline.groups > 1:
         yield (
-            f"pipeline.forward_codec: {pipeline.forward_codec} keeps a cache of every sample, which rows would "
+            f"pipeline.forward_codec: {pipeline.forward_codec} keeps a cache of every sample, which rows do "
             "not share: set pipeline.groups = 1"
         )
     if pipeline.sync_codec.startswith(("aqsgd-", "tah")):

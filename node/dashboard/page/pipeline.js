@@ -12,6 +12,7 @@ export const KINDS = {
   "wait-upstream": "waits for the stage before",
   "wait-downstream": "waits for the stage after",
   "wait-coordinator": "waits for the coordinator",
+  sync: "sums gradient groups",
 };
 const BUSY = 0.7;
 const MOST_ABREAST = 3;

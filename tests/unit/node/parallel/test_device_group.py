@@ -14,11 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.fp8.reference import Fp8Gradient, unpack_gradient
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
+from node.model.shard_shapes import check_sizes
+from node.model.units import unit_names
 from node.parallel import processes
 from node.parallel.processes import DeviceGroup, devices
 from node.run_file.loader import to_json
-from node.stage.stage_model import StageModel
+from node.stage.stage_model import StageCompute, StageModel
 from tests.support.device_groups import CPU, closed_at_last, leading, tokens
 from tests.support.fault_prefork import Forked, Prefork
 from wire.errors import DeviceLostError, RunError, UserError
@@ -210,6 +213,8 @@ from pathlib import Path
 import torch
 
 from node.run_file.loader import from_json
+from node.model.shard_shapes import check_sizes
+from node.model.units import unit_names
 from node.parallel import processes
 from node.parallel.group import Leader
 from node.parallel.ranks import Ranks
@@ -304,7 +309,7 @@ RUNS_OUT = """
 import sys
 import torch
 from node.parallel import worker
-from node.stage.stage_model import StageModel
+from node.stage.stage_model import StageCompute, StageModel
 
 def {method}(*_):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -382,3 +387,45 @@ def test_devices_that_are_not_there_are_one_line(monkeypatch: pytest.MonkeyPatch
         devices(torch.device("cuda"), 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "one model")
     assert devices(torch.device("cuda"), 2) == (torch.device("cuda:0"), torch.device("cuda:1"))
+
+
+def grouped_step(stage: StageCompute, units: tuple[str, ...], step: int) -> tuple[float, dict[str, float]]:
+    """One step of a whole model with two gradient groups of a microbatch each, summed without a codec."""
+    stage.begin_step()
+    total, sums = 0.0, {}
+    for microbatch in range(2):
+        total += float(stage.forward(0, microbatch, *tokens(step, microbatch, VOCAB)))
+        stage.backward(0, microbatch, None)
+        for unit, gradients in stage.take_gradients(units).items():
+            for name, taken in gradients.items():
+                flat = unpack_gradient(taken) if isinstance(taken, Fp8Gradient) else taken.flatten()
+                sums[unit, name] = sums.get((unit, name), 0.0) + flat
+    for unit in units:
+        stage.put_gradients(unit, {name: total for (of, name), total in sums.items() if of == unit})
+    norms = stage.squared_norms()
+    stage.apply(1e-2, 0.5)
+    return total, norms
+
+
+@pytest.mark.parametrize("config", [CONFIG, PACKED], ids=["float32", "fp8"])
+def test_two_ranks_give_and_take_gradients_of_groups(config: RunConfig) -> None:
+    config = replace(
+        config, model=replace(config.model, tied=False), pipeline=PipelineSection(stages=1, groups=2)
+    )
+    units = unit_names(config.model)
+    alone = StageModel(config, CPU)
+    alone.build(0, 1)
+    expected = [grouped_step(alone, units, step) for step in range(3)]
+    with leading(config, 2) as leader:
+        leader.build(0, 1)
+        found = [grouped_step(leader, units, step) for step in range(3)]
+    for (loss, norms), (one_loss, one_norms) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(one_loss, rel=1e-5 if "32" in config.training.gradients else 0.02)
+        assert norms == pytest.approx(one_norms, rel=1e-3 if "32" in config.training.gradients else 0.2)
+
+
+def test_a_stage_with_several_chunks_and_groups_is_refused() -> None:
+    config = replace(CONFIG, pipeline=PipelineSection(stages=3, groups=2))
+    with pytest.raises(RunError, match=r"2 devices cannot share a stage of a run with gradient groups"):
+        check_sizes(config, 2)
+    check_sizes(replace(config, model=replace(config.model, tied=False)), 2)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig
+from node.pipeline.gradient_groups import RowShare
 from node.stage.coordinator_client import Batches
 from node.stage.epoch_task import EpochTask, LinkEvents, State
 from node.stage.executor import StageExecutor, StepOutcome
@@ -66,7 +67,7 @@ class Stage:
         self.is_first = self.has_loss = False
         self.trouble: Exception | None = None
 
-    def place(self, stage: int, stages: int) -> int:
+    def place(self, stage: int, stages: int, share: RowShare | None = None) -> int:
         self.log.append(("place", stage, stages))
         return self.state_step
 
