@@ -41,7 +41,7 @@ def _credentials(node: NodeIdentity) -> grpc.ServerCredentials:
 
 @pytest.mark.parametrize("upward", [True, False])
 async def test_http2_holds_a_links_window_of_what_nobody_has_read(upward: bool) -> None:
-    """If gRPC had its own way, the writer would wait for the reader after 64 KiB, and after 4 MiB at best."""
+    """With gRPC's default windows the writer would wait for the reader after 64 KiB, or 4 MiB at most."""
     settings = LinkSettings()
     messages = settings.window_bytes // len(MESSAGE)
     authority = new_authority()

@@ -1,4 +1,4 @@
-"""What a user can get wrong ends in one clear line, exit code 2, and nothing left behind."""
+"""A user's mistakes end in one clear line and exit code 2, and leave nothing behind."""
 
 import socket
 from collections.abc import Callable
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def one_line(process: Process, code: int = 2) -> str:
-    """What a command that refused said: a single line."""
+    """The single line that a refusing command printed."""
     assert process.wait_exit() == code, process.report()
     assert process.lines == []
     (line,) = process.stderr.splitlines()
@@ -144,7 +144,7 @@ def test_directories_that_hold_a_run_or_none(prefork: Prefork, tmp_path: Path) -
 
 
 def test_two_coordinators_of_one_run(prefork: Prefork, tmp_path: Path) -> None:
-    """A second one would hand out the same steps again."""
+    """A second coordinator would give out the same steps again."""
     with Run(
         tmp_path, replace(SMALL, pipeline=replace(SMALL.pipeline, stages=2)), launch=prefork.popen
     ) as run:

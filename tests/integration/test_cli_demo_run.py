@@ -18,7 +18,7 @@ SMALLER = (
 
 
 def with_torch(run: Run) -> dict[str, bool]:
-    """Which commands' processes have torch's libraries in memory, by the command's name."""
+    """Names of the commands whose processes have loaded torch's libraries."""
     found = {}
     for pid in run.survivors():
         words = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").split("\0")
@@ -28,7 +28,7 @@ def with_torch(run: Run) -> dict[str, bool]:
 
 
 def test_the_demo(tmp_path: Path) -> None:
-    """As a user runs it, on the standard library's sources; its own text output."""
+    """As a user runs it, on the standard library's sources; checks its text output."""
     with Run(tmp_path) as run:
         demo = run.command("demo", "--steps", "2", "--run-dir", str(run.run_dir))
         assert demo.wait_exit(180) == 0, demo.report()
@@ -60,11 +60,11 @@ def test_ctrl_c_ends_the_demo_on_the_users_text_and_all_of_its_processes(tmp_pat
     with Run(tmp_path) as run:
         demo = run.command(
             *("demo", "--json", "--data", str(library), "--run-dir", str(run.run_dir)),
-            # However late the Ctrl-C comes, it comes before the end and before the first snapshot.
+            # Enough steps that even a late Ctrl-C comes before the end and before the first snapshot.
             *("run.steps=100000", "run.snapshot_every=100000"),
             *SMALLER,
         )
-        # Five processes start from nothing, and compile what they lack.
+        # Five processes start with all imports and may compile codecs.
         demo.wait_line(lambda line: '"event": "step"' in line, 180)
         # In a run that trains: a small machine is enough for a coordinator.
         assert with_torch(run) == {"demo": False, "coordinator": False, "join": True}

@@ -75,7 +75,7 @@ def of_another_authority(run: Run, token: JoinToken) -> str:
 
 
 def to_nobody(run: Run, token: JoinToken) -> str:
-    """Port 9 discards, where anything listens there at all."""
+    """The address of port 9, where at most a discard service listens."""
     return replace(token, addresses=("127.0.0.1:9",)).encode()
 
 
@@ -94,7 +94,7 @@ CASES: list[tuple[Callable[[Run, JoinToken], str], int, str]] = [
 
 
 def test_tokens_that_admit_nobody(prefork: Prefork, tmp_path: Path) -> None:
-    """Each gets one line and leaves no trace in the run, which the next good token joins as ever."""
+    """Each gets one line and leaves no trace in the run; the next valid token still joins."""
     with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
         coordinator = run.start()
         token = JoinToken.parse(coordinator.token)
@@ -136,7 +136,7 @@ def test_a_coordinator_that_goes_away(prefork: Prefork, tmp_path: Path) -> None:
 
 
 def test_a_coordinator_that_goes_away_in_the_middle_of_a_step(prefork: Prefork, tmp_path: Path) -> None:
-    """Nodes at work do the same, and what the coordinator had on record is where a resumed run begins."""
+    """Working nodes do the same, and a resumed run begins at the coordinator's last recorded step."""
     config = replace(CONFIG, run=replace(CONFIG.run, snapshot_every=3))
     with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=0, steps=5)) as run:
         first = run.start()

@@ -1,4 +1,4 @@
-"""`status`, `token` and `doctor` beside a run that is on."""
+"""`status`, `token` and `doctor` while a run is on."""
 
 import json
 from dataclasses import replace
@@ -83,7 +83,7 @@ def test_commands_beside_a_live_run(prefork: Prefork, tmp_path: Path) -> None:
         assert len(stopped["snapshots"]) == 2
         assert "go on with: thinwire resume" in answer(run.command("status", str(run.run_dir)))
 
-        # The coordinator is gone, so the token cannot be checked any more.
+        # The coordinator has ended, so the token can no longer be checked.
         unreachable = run.command("doctor", token, "--state-dir", str(tmp_path))
         assert unreachable.wait_exit() == 1
         assert "checks failed" in unreachable.lines[-1]

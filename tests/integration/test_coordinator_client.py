@@ -1,4 +1,4 @@
-"""A node's bulk calls to the coordinator share one connection; what breaks one leaves the rest alone."""
+"""A node's bulk calls to the coordinator share one connection; an error in one does not affect others."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -35,7 +35,7 @@ def _no_identity() -> Any:
 
 
 class Slow(control_pb2_grpc.CoordinatorServicer):
-    """Breaks the first `failures` uploads, and answers a batch only when told to."""
+    """Fails the first `failures` uploads, and answers a batch only when the test lets it."""
 
     def __init__(self, failures: int) -> None:
         self.failures = failures
@@ -105,7 +105,7 @@ async def test_a_failed_upload_leaves_a_download_in_peace() -> None:
 
 
 async def test_an_outage_counts_from_when_a_call_broke() -> None:
-    """An upload may have run for longer than an outage may last before its connection is lost."""
+    """An upload that has run for longer than `OUTAGE` may still lose its connection and go on."""
 
     class Late(Slow):
         async def PutLayer(

@@ -58,14 +58,14 @@ async def recorded(directory: Path, *, port: int = 0, **kind: Any) -> AsyncItera
 
 
 async def shown(tab: Tab) -> None:
-    """Until the view is drawn."""
+    """Wait until the view is drawn."""
     await tab.wait_for(
         "document.querySelectorAll('.stage').length && document.querySelector('#loss-chart .line')"
     )
 
 
 async def assert_sound(tab: Tab, url: str) -> None:
-    """Nothing complained, nothing left the page, nothing is wider than the screen."""
+    """No errors, no requests to other hosts, and nothing wider than the screen."""
     assert tab.problems == []
     assert tab.requests and all(asked.startswith(url) for asked in tab.requests), tab.requests
     await assert_wide_enough(tab)
@@ -179,7 +179,7 @@ async def assert_shows(tab: Tab, view: dict[str, Any]) -> None:
             assert "Mbit/s, little used" in lane and f" of {link['capacity_mbit']:.0f}" not in lane
         elif link["capacity_mbit"]:
             assert f"{round(100 * link['use'])}\xa0%" in lane
-    # What is marked as full is what the view calls full.
+    # Links marked as full are those that are full in the view.
     marked = await tab.evaluate(
         "[...document.querySelectorAll('.lane.full')].map((lane) => lane.dataset.way)"
     )
@@ -204,7 +204,7 @@ async def test_a_page_follows_its_run_and_tells_the_same_as_the_api(tmp_path: Pa
         async with aiohttp.ClientSession() as session, session.get(f"{url}api/view") as response:
             view = (await response.json())["view"]
         await assert_shows(tab, view)
-        # What the page pieced together from patches is what the server has.
+        # The page's view, assembled from patches, equals the server's.
         pieced = await tab.evaluate(
             "import('/stream.js').then(({ Stream }) => new Promise((done) => {"
             " const own = new Stream((view) => done(view), () => {}); }))"
@@ -250,13 +250,13 @@ async def test_many_stages_and_a_run_that_is_over(tmp_path: Path) -> None:
         assert await tab.text("#figure-eta h3") == "Ended"
         assert await tab.text("#figure-eta .value") != "–"
         assert len(await tab.texts(".stage")) == 8
-        # Its nodes went home; that is no trouble any more, and what they did stays readable.
+        # Its nodes have left, which is no error after the end; their figures stay readable.
         assert await tab.texts(".stage.away") == []
         assert "GPU memory" in await tab.text(".stage[data-stage='7']")
 
 
 async def test_a_page_comes_back_when_its_server_does(tmp_path: Path) -> None:
-    port = free_port()  # that nobody is given while the server is away
+    port = free_port()  # a port that no other process gets while the server is away
     async with Browser(tmp_path) as browser:
         async with recorded(tmp_path / "run", port=port) as (url, _):
             tab = await browser.open(url)
@@ -276,7 +276,7 @@ async def test_a_page_comes_back_when_its_server_does(tmp_path: Path) -> None:
 
 
 class NoControls:
-    """Of a coordinator that nobody asks for anything."""
+    """Controls that no operator may use in this test."""
 
     def stop(self, reason: str) -> None:
         raise AssertionError(reason)
@@ -286,12 +286,12 @@ class NoControls:
 
 
 async def pass_time(tab: Tab, seconds: float) -> None:
-    """The page's clock goes ahead; its timers do not."""
+    """Set the page's clock ahead; its timers stay."""
     await tab.evaluate(f"(() => {{ const now = Date.now; Date.now = () => now() + {1000 * seconds}; }})()")
 
 
-async def test_doubt_is_cast_only_where_there_is_some(tmp_path: Path) -> None:
-    """A coordinator that waits for nodes all night has nothing to tell and is there; one that trains has."""
+async def test_the_page_tells_no_news_from_no_progress(tmp_path: Path) -> None:
+    """With a coordinator, waiting for nodes is normal and training needs progress; without one, news."""
     write_run(tmp_path / "run", steps_done=20)
     told = list(read_history(tmp_path / "run"))
     training = max(entry.at for entry in told)
@@ -350,7 +350,7 @@ async def test_a_live_run_and_its_operator(prefork: Prefork, tmp_path: Path) -> 
             assert len(await tab.texts(".stage .shares .forward")) == 2
             await assert_sound(tab, served.url)
             await picture(tab, "page-live-phone", tmp_path)
-            # Nobody's address is on the page or in what it is made from.
+            # No node's address is on the page or in its data.
             async with aiohttp.ClientSession() as session, session.get(f"{served.url}api/view") as response:
                 assert "127.0.0.1" not in json.dumps((await response.json())["view"])
 
@@ -393,6 +393,6 @@ async def type_key(tab: Tab, text: str) -> None:
 
 
 async def press(tab: Tab, *actions: str) -> None:
-    """The button of an action; twice what asks whether it is meant, which it does for a few seconds alone."""
+    """Press an action's button; twice if it asks for confirmation, which it does for a few seconds."""
     clicks = (f"document.querySelector('button[data-action={action}]').click();" for action in actions)
     await tab.evaluate("".join(clicks))

@@ -66,7 +66,7 @@ async def serving(page: Page, host: str = "127.0.0.1") -> AsyncIterator[aiohttp.
 
 
 async def next_event(response: aiohttp.ClientResponse) -> tuple[str, dict[str, Any]]:
-    """The next server-sent event: its name and what it says of the view."""
+    """The next server-sent event: its name and its data."""
     name, data = "", ""
     async with asyncio.timeout(20):
         while line := (await response.content.readline()).decode().rstrip("\n"):
@@ -187,7 +187,7 @@ Connected = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @asynccontextmanager
 async def connected(port: int, count: int, host: str = "127.0.0.1") -> AsyncIterator[list[Connected]]:
-    """Connections from an address of this machine that ask nothing."""
+    """Connections from an address of this machine that send nothing."""
     async with asyncio.timeout(60):
         made = [await asyncio.open_connection("127.0.0.1", port, local_addr=(host, 0)) for _ in range(count)]
         yield made
@@ -196,7 +196,7 @@ async def connected(port: int, count: int, host: str = "127.0.0.1") -> AsyncIter
 
 
 async def closed(connection: Connected) -> None:
-    """Wait until the other end has closed it, without a word."""
+    """Wait until the other end has closed it without sending anything."""
     with contextlib.suppress(ConnectionResetError):
         assert await connection[0].read() == b""
 
@@ -231,7 +231,7 @@ async def test_one_address_does_not_shut_out_another(monkeypatch: pytest.MonkeyP
         for one in crowd[:4]:
             await closed(one)
         assert not any(reader.at_eof() for reader, _ in (*others, *crowd[4:]))
-        # All places are taken: whoever has been silent longest, at whatever address, gives up its own.
+        # The server is full: it closes the connection that has been silent longest, of any address.
         async with connected(port, 1):
             await closed(others[0])
         assert await status_of(port, "/healthz") == 200
@@ -285,7 +285,7 @@ async def test_a_reader_that_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyP
             await loop.sock_connect(deaf, ("127.0.0.1", port))
             await loop.sock_sendall(deaf, b"GET /api/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
             restart = [run_events.started(), run_events.started(first_step=1)]
-            # Each event changes much of the view, until the socket is full and the write takes too long.
+            # Each event changes much of the view, so the socket fills up and the write times out.
             async with asyncio.timeout(30):
                 while await status_of(port, "/api/stream") != 503:
                     pass
@@ -311,7 +311,7 @@ def is_open(port: int, peer_port: int) -> bool:
 
 
 async def status_of(port: int, path: str) -> int:
-    """Asked over a connection of its own."""
+    """The answer to a request over a new connection."""
     async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}{path}") as response:
         return response.status
 
@@ -440,7 +440,7 @@ async def test_over_tls_with_the_runs_ca(tmp_path: Path, store: Store) -> None:
 
 
 class Resolver(aiohttp.abc.AbstractResolver):
-    """Every name is this machine's."""
+    """Resolve every name to this machine."""
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET

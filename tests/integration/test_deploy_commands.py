@@ -1,4 +1,4 @@
-"""The commands of deploy/'s files, run for real: only paths, ports and the device are this test's own."""
+"""Run the commands of deploy/'s files; only paths, ports and the device are replaced."""
 
 import json
 import re
@@ -53,9 +53,9 @@ PATH = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:
 
 
 class Deployed(Run):
-    """A run of processes that have the variables which a file of deploy/ gives them, and none of the test's.
+    """A run whose processes have the environment variables of a file in deploy/, and none of the test's.
 
-    HOME is a folder that nobody makes: all that they keep goes where those files say.
+    HOME is a folder that does not exist, so that all files go to the places named in deploy/.
     """
 
     given: Mapping[str, str] = {}
@@ -90,7 +90,7 @@ def here(arguments: Sequence[str], directory: Path, **changes: str) -> list[str]
         "cuda:0": "cpu",
         **changes,
     }
-    # A unit's own XDG_STATE_HOME: nothing of it is left when one of the above was found.
+    # A unit's own XDG_STATE_HOME; none of it is left if one of the above was found.
     places["/var/lib"] = str(directory / "lib")
     found = []
     for argument in arguments:
@@ -101,7 +101,7 @@ def here(arguments: Sequence[str], directory: Path, **changes: str) -> list[str]
 
 
 def healthy(url: str) -> bool:
-    """What the image's health check says."""
+    """The result of the image's health check."""
     (value,) = (one["value"] for one in instructions() if one["instruction"] == "HEALTHCHECK")
     program, *arguments = json.loads(value[value.index("CMD ") + 4 :])
     assert program == "python"
@@ -119,13 +119,13 @@ def seen(process: Process, kind: type[Any], number: int = 1) -> Any:
 
 
 class Written:
-    """The commands of deploy/README.md, each of which is to be carried out."""
+    """The commands of deploy/README.md; the test must run each of them."""
 
     def __init__(self) -> None:
         self.left = [one.arguments for one in commands() if one.where == "README.md"]
 
     def take(self, *words: str) -> list[str]:
-        """The one that has all these words."""
+        """The command that contains all these words."""
         (found,) = (one for one in self.left if set(words) <= set(one))
         self.left.remove(found)
         return list(found)
@@ -139,7 +139,7 @@ def token_by(run: Run, directory: Path, written: Sequence[str]) -> None:
 
 
 def said(run: Run, *arguments: str) -> str:
-    """What a command that ends by itself prints."""
+    """The output of a command that ends by itself."""
     process = run.command(*arguments, name=arguments[0])
     assert process.wait_exit() == 0, process.report()
     return "\n".join(process.lines)
@@ -149,7 +149,7 @@ def said(run: Run, *arguments: str) -> str:
 def test_a_coordinator_and_nodes_as_deployed(
     prefork: Prefork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What would be seen if any of them had the test's variables.
+    # These would appear if any process had the test's variables.
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
     monkeypatch.setenv("THINWIRE_LOG", "debug")
     # Where it comes back: what nodes know of it holds for its second start.
@@ -193,7 +193,7 @@ def test_a_coordinator_and_nodes_as_deployed(
         seen(coordinator, StepDone, 5)
         coordinator.send(signal.SIGTERM)
         assert coordinator.wait_exit() == 130, coordinator.report()
-        # With steps left: systemd, a Job and docker are to start them again.
+        # Steps are left, so systemd, a Job and docker would start them again.
         for stopped in (node, container):
             assert stopped.wait_exit() == 1, stopped.report()
             assert "the run was stopped before its last step" in stopped.lines[-1]
@@ -233,7 +233,7 @@ def test_a_coordinator_and_nodes_as_deployed(
         assert volunteer.wait_exit() == 0, volunteer.report()
         assert list((tmp_path / "lib" / "thinwire").rglob("identity.json"))
 
-        # The run is over and its page is there; so it is after one more start.
+        # The run is over and its page is served, also after another start.
         last = run.deployed(pod, *start, "--json", name="third", really=True)
         for process, number in ((again, 2), (last, 1)):
             served = seen(process, PageServed, number)
@@ -284,7 +284,7 @@ def health_url_of_a_pod() -> str:
 
 
 def test_the_others_start_a_coordinator_alike() -> None:
-    """So one of them stands for all."""
+    """All of them are equal, so the test runs one of them."""
 
     def plain(arguments: Sequence[str]) -> list[str]:
         text = " ".join(arguments).replace("--run-dir=", "--run-dir ").replace("-coordinator/", "/")
@@ -319,7 +319,7 @@ def test_what_the_image_copies_installs_and_starts(tmp_path: Path) -> None:
     options = f"--quiet --no-deps --no-build-isolation --no-compile --target '{site}'"
     pip.write_text(f"#!/bin/sh\nexec '{sys.executable}' -m pip \"$@\" {options}\n")
     pip.chmod(0o755)
-    # Of the installed files alone: not one module, nor the program, may come from this checkout.
+    # Use the installed files only: no module and no program may come from this checkout.
     environment = {
         **image_environment("cpu"),
         "PYTHONPATH": str(site),

@@ -1,4 +1,4 @@
-"""Joining a run over real sockets and TLS on loopback: what is granted, what is refused, and what is left."""
+"""Joining a run over real sockets and TLS on loopback: what is granted and refused, and what it changes."""
 
 import asyncio
 import logging
@@ -55,7 +55,7 @@ class Clock:
 
 @dataclass
 class Coordinator:
-    """A running join port and what is behind it."""
+    """A running join port, its handler and its database."""
 
     store: Store
     authority: CertificateAuthority
@@ -67,12 +67,12 @@ class Coordinator:
         return self.store.create_token(self.clock(), DAY, uses)[1]
 
     def trace(self) -> object:
-        """All that joining can change."""
+        """Everything in the database that joining can change."""
         return self.store.list_tokens(), self.store.members()
 
 
 class LossyHandler(EnrolmentHandler):
-    """Decides and records as ever, but the first `lost` replies never leave."""
+    """Decides and records as usual, but loses the first `lost` replies."""
 
     lost = 0
 
@@ -325,7 +325,7 @@ def test_the_handler_refuses_what_a_correct_node_never_sends(tmp_path: Path) -> 
 
 
 def test_a_node_that_is_of_no_use_is_told_so_if_its_token_is_good(tmp_path: Path) -> None:
-    """Its token stays unused; strangers learn nothing of the model from it."""
+    """Its token stays unused, and the reply reveals nothing about the model to strangers."""
     authority = CertificateAuthority.create("run-a", time.time())
     csr = make_csr(key_to_pem(ec.generate_private_key(ec.SECP256R1())))
     with Store.create(tmp_path, run_id="run-a", config_json="{}", pin=authority.pin, now=0.0) as store:

@@ -1,4 +1,4 @@
-"""Kill -9 of a coordinator right after it acknowledged a join: nothing that was acknowledged is lost."""
+"""Kill -9 of a coordinator right after it acknowledged a join: no acknowledged join is lost."""
 
 import asyncio
 import signal
@@ -47,7 +47,7 @@ asyncio.run(main(pathlib.Path(sys.argv[1])))
 @pytest.mark.parametrize("attempt", range(3))
 async def test_an_acknowledged_join_survives_kill_9(tmp_path: Path, attempt: int) -> None:
     directory = tmp_path / "run"
-    # Of those that nobody is given while the coordinator is down.
+    # A port that no other process gets while the coordinator is down.
     address = f"127.0.0.1:{free_port()}"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", COORDINATOR, str(directory), address, stdout=asyncio.subprocess.PIPE

@@ -1,4 +1,4 @@
-"""A node's first contact with a coordinator: the authority that a token's pin names, or why there is none."""
+"""A node's first contact with a coordinator: it gets the pinned authority, or an error that says why not."""
 
 import asyncio
 import socket

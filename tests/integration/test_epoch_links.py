@@ -1,4 +1,4 @@
-"""A node's links of one epoch: how much may wait in them, over real sockets and TLS."""
+"""A node's links of one epoch: how many bytes they can queue, over real sockets and TLS."""
 
 import asyncio
 import contextlib
@@ -80,7 +80,7 @@ async def both_ends(config: RunConfig, folder: Path, settings: LinkSettings) -> 
 
 
 def of_a_step(config: RunConfig, step: int) -> list[tuple[TensorKey, Payload]]:
-    """All that the last of two stages sends the first in a step, uncompressed. No memory is touched."""
+    """All tensors that the second of two stages sends in a step, uncompressed, without touched memory."""
     model, training, chunks = config.model, config.training, config.pipeline.chunks
     packed_bytes = codec("fp32").format.packed_bytes
     boundary = packed_bytes((training.microbatch, model.sequence, model.hidden))
@@ -111,7 +111,7 @@ def test_what_a_large_run_keeps_in_flight_finds_room(chunks: int, tied: bool, he
 
 
 async def test_both_ends_of_a_link_take_what_the_run_may_have_in_flight(tmp_path: Path) -> None:
-    """However little the settings allow by themselves; nothing is acknowledged in between."""
+    """A step's tensors fit even if the settings allow less; nothing is acknowledged in between."""
     async with both_ends(SMALL, tmp_path, replace(quick(), outbox_bytes=1)) as links:
         for link in links:
             for step in (0, 1):

@@ -64,7 +64,7 @@ def test_a_killed_coordinator_finds_its_nodes_again(kill: Fault, tmp_path: Path,
 
 
 def test_a_coordinator_killed_while_it_admits_a_node(tmp_path: Path, prefork: Prefork) -> None:
-    """The use of the token was recorded, the certificate never sent: asking again uses nothing up."""
+    """The token's use was recorded but the certificate not sent: asking again takes no second use."""
     kill = killed(Phase.ENROLMENT, step=-1, skip=1)
     with FaultRun(tmp_path, small(), [kill], launch=prefork.popen) as run:
         run.start()
@@ -90,7 +90,7 @@ def test_a_coordinator_killed_while_a_replacement_fetches_its_state(tmp_path: Pa
 
 
 def test_a_coordinator_killed_while_a_node_leaves(tmp_path: Path, prefork: Prefork) -> None:
-    """The node says again that it wants to go."""
+    """The node repeats that it wants to leave."""
     leave = Fault(kind=Kind.LEAVE, phase=Phase.FORWARD, stage=1, step=STEP)
     with FaultRun(tmp_path, small(), [leave, killed(Phase.DRAIN, step=-1)], launch=prefork.popen) as run:
         run.start()
@@ -100,7 +100,7 @@ def test_a_coordinator_killed_while_a_node_leaves(tmp_path: Path, prefork: Prefo
 
 
 def test_coordinator_and_node_killed_in_the_same_step(tmp_path: Path, prefork: Prefork) -> None:
-    """The commit is on record and one of those who voted for it is gone."""
+    """The commit is recorded, and a node that voted for it is gone."""
     node = Fault(kind=Kind.KILL, phase=Phase.VOTING, stage=2, step=STEP - 1)
     kills = [node, killed(Phase.COMMIT_APPLY), Fault(kind=Kind.KILL, phase=Phase.STATE_FETCH, stage=0)]
     with FaultRun(tmp_path, small(), kills, launch=prefork.popen) as run:
@@ -116,7 +116,7 @@ def test_coordinator_and_node_killed_in_the_same_step(tmp_path: Path, prefork: P
 def test_a_snapshot_torn_in_the_middle_of_a_write(
     step: int, skip: int, tmp_path: Path, prefork: Prefork
 ) -> None:
-    """kill -9 between a temporary file and its rename: the half is never taken for a whole."""
+    """kill -9 between writing a temporary file and renaming it: the partial file is never used."""
     torn = Fault(kind=Kind.TORN_WRITE, phase=Phase.SNAPSHOT, step=step, skip=skip)
     with FaultRun(tmp_path, small(), [torn], launch=prefork.popen) as run:
         run.start()
@@ -128,7 +128,7 @@ def test_a_snapshot_torn_in_the_middle_of_a_write(
 
 
 async def test_nodes_wait_while_a_resumed_coordinator_reads(tmp_path: Path, prefork: Prefork) -> None:
-    """However long that takes: here until somebody writes what it reads."""
+    """Reading may take long: here until the test writes the data."""
     kill = killed(Phase.VOTING)
     with FaultRun(tmp_path, small(), [kill], snapshot_first=True, launch=prefork.popen) as run:
         run.start()

@@ -1,5 +1,5 @@
-"""Faults of links and of numbers, in real processes: what is damaged is never used, what is not finite never
-committed."""
+"""Faults of links and of numbers, in real processes: damaged tensors are never used, steps with non-finite
+values never committed."""
 
 import fcntl
 from pathlib import Path
@@ -23,7 +23,7 @@ CODECS = {"lossless": ("fp32", "fp32"), "packed": ("tah", "fixed-8")}
 def test_frames_damaged_in_every_way_cost_no_step(
     codecs: tuple[str, str], tmp_path: Path, prefork: Prefork
 ) -> None:
-    """Each kind on every link in both directions: it is sent again, or waited for, and nobody starts over."""
+    """Each kind on every link in both directions: frames are sent again or awaited; no step is repeated."""
     points = [(kind, stage) for kind in FRAMES for stage in range(3)]
     faults = [
         Fault(
@@ -47,7 +47,7 @@ def test_frames_damaged_in_every_way_cost_no_step(
 
 
 def test_a_peer_that_sends_nonsense_gives_up_its_stage(tmp_path: Path, prefork: Prefork) -> None:
-    """Well-formed frames that no correct peer sends: one of the two ends is wrong, so they are parted."""
+    """Well-formed frames that no correct peer sends: one of the two nodes is faulty, so one is replaced."""
     nonsense = Fault(kind=Kind.NONSENSE, phase=Phase.SENDING, stage=1, step=2)
     hold = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=1)
     with FaultRun(tmp_path, small(), [nonsense, hold], launch=prefork.popen) as run:
@@ -76,7 +76,7 @@ def test_a_step_that_is_not_finite_ends_the_run_in_one_line(
 ) -> None:
     """Tried again without compression, then stopped; resumed from the snapshot, it ends undisturbed."""
     config = small(codecs=CODECS["packed"])
-    # Packing finds out behind the compute thread's back: only a step's last forward spoils nothing after it.
+    # Packing fails beside the compute thread, so only the step's last forward affects no later work.
     skip = config.microbatches - 1 if phase is Phase.FORWARD else 0
     nan = Fault(kind=Kind.NAN, phase=phase, stage=1, step=3, skip=skip, count=count)
     with FaultRun(tmp_path, config, [nan], snapshot_first=True, launch=prefork.popen) as run:

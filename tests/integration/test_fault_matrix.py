@@ -18,7 +18,7 @@ from tests.support.run_harness import Process, packed
 pytestmark = pytest.mark.timeout(240)
 
 SILENT_SECONDS = 3.0
-"""Where a node is to be given up for its silence."""
+"""`silent_seconds` of tests in which a silent node is replaced."""
 STEP = 3
 SNAPSHOT = 2
 """The newest snapshot before `STEP`."""
@@ -180,7 +180,7 @@ def test_a_node_that_froze_while_it_enrolled_waits_in_the_lobby(tmp_path: Path, 
 
 @pytest.mark.parametrize("kind", [Kind.CUT, Kind.CUT_CONTROL])
 def test_connections_cut_in_every_phase_come_back(kind: Kind, tmp_path: Path, prefork: Prefork) -> None:
-    """Neither to neighbours nor to the coordinator does a lost connection cost a step."""
+    """A lost connection to a neighbour or to the coordinator costs no step."""
     points = [(phase, stage) for phase in IN_A_STEP for stage in range(3)]
     cuts = [
         Fault(kind=kind, phase=phase, stage=stage, step=step) for step, (phase, stage) in enumerate(points)

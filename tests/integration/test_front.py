@@ -20,7 +20,7 @@ from wire.link import DialledLink, dial_link
 from wire.link_server import LinkServer
 
 CROWD = 400
-"""Fewer than the kernel queues: those that it forgets would never hear that they are shut out."""
+"""Fewer than the kernel's queue holds: it would drop others, which would then never be closed."""
 FEW = 300
 """Descriptors that the port's limits are made for."""
 
@@ -68,7 +68,7 @@ async def served(
 
 @contextlib.contextmanager
 def crowd(port: int, count: int) -> Iterator[list[socket.socket]]:
-    """So many connections that never say a word."""
+    """Open `count` connections that send nothing."""
     with contextlib.ExitStack() as stack:
         silent = []
         for _ in range(count):

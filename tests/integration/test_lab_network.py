@@ -1,5 +1,4 @@
-"""The laboratory's links as the kernel makes them: rates, delays, refusal of what is off, nothing left
-behind."""
+"""The laboratory's links in the kernel: rates, delays, refusal of links that are off, and cleaning up."""
 
 import json
 import os

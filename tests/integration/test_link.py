@@ -148,7 +148,7 @@ async def test_one_cut_socket_takes_the_other_along() -> None:
 
 
 async def test_silent_connection_is_replaced() -> None:
-    """No reset, no close: the path just swallows everything."""
+    """No reset, no close: the path drops everything."""
     # Longer than a busy machine leaves a process waiting: that would be a silence, too.
     async with make_pair(MIB, quick(silent_seconds=2.0, connect_seconds=2.0)) as pair:
         pair.relay.flowing.clear()
@@ -245,7 +245,7 @@ async def test_a_closed_link_keeps_no_tensors(run: bool) -> None:
     """A node may know it for days: until it accepts a link in a later epoch."""
 
     class Sent(bytearray):
-        """Can be referred to weakly."""
+        """A bytearray that weak references can refer to."""
 
     async with make_pair(1000, run=run) as pair:
         pair.upper_end.releases = False

@@ -1,4 +1,4 @@
-"""Who may connect to whom, and what the other one is told."""
+"""Which nodes may connect to each other, and the error that a refused one gets."""
 
 import asyncio
 import contextlib

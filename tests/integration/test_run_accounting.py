@@ -1,4 +1,4 @@
-"""What a run reports: every stage's time by kind, and the bytes that `config explain` foretold."""
+"""A run's reports: every stage's time by kind, and the bytes that `config explain` estimates."""
 
 import json
 from dataclasses import replace

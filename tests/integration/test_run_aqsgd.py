@@ -1,4 +1,4 @@
-"""`aqsgd-b` in real processes: what both ends remember survives kills and stops, bit for bit."""
+"""`aqsgd-b` in real processes: the sample caches of both ends survive kills and stops, bit for bit."""
 
 from dataclasses import replace
 from pathlib import Path

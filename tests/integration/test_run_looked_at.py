@@ -1,4 +1,4 @@
-"""What is left of a run to be looked at: history, trace, `top`, `status`, `compare`; also after a kill."""
+"""The records of a run: history, trace, `top`, `status`, `compare`; also after a kill."""
 
 import json
 from collections import defaultdict
@@ -50,7 +50,7 @@ def test_a_run_can_be_looked_at_when_it_is_over(prefork: Prefork, tmp_path: Path
         assert missing.wait_exit() == 2
         assert "there is no trace of steps 900:901" in missing.complaints[0]
 
-    # The history says what the coordinator said, its secrets left out.
+    # The history has the coordinator's events without their secrets.
     told = [entry.event for entry in read_history(run.run_dir)]
     kinds = (events.StepDone, events.PlacementMade, events.SnapshotStored, events.RunFinished)
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""A node whose memory does not suffice while the run is on ends in one line; the run goes on without it."""
+"""A node that runs out of memory during the run ends with one line; the run goes on without it."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def test_a_spare_takes_the_stage_of_a_node_that_ran_out(
 
 
 def answer(run: FaultRun, *command: str) -> str:
-    """What a command prints that ends by itself."""
+    """The output of a command that ends by itself."""
     process = run.command(*command)
     assert process.wait_exit() == 0, process.report()
     return "\n".join(process.lines)

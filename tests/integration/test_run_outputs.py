@@ -40,7 +40,7 @@ pytestmark = pytest.mark.timeout(240)
 
 @cache
 def has_small_disks() -> bool:
-    """Whether this machine lets us mount a file system in memory, seen by one process alone."""
+    """Whether this machine allows a private mount of a file system in memory."""
     if shutil.which("unshare") is None:
         return False
     attempt = subprocess.run(
@@ -65,7 +65,7 @@ def on_small_disk(directory: Path, size: str, aside: Path) -> list[str]:
 
 
 def check_resumable(run: Run, *, snapshots: list[int]) -> None:
-    """With room again the run goes on from what is there and ends as if nothing had happened."""
+    """Once there is room, the run goes on and ends with an undisturbed run's bits."""
     assert list(list_snapshots(run.run_dir / "snapshots")) == snapshots
     acknowledged = {done.step: done.loss for done in run.coordinators[0].all(StepDone)}
     with Store.open(run.run_dir) as store:

@@ -109,7 +109,7 @@ def test_resume_on_another_number_of_stages(prefork: Prefork, tmp_path: Path) ->
 
 
 def test_resume_with_a_lower_learning_rate(prefork: Prefork, tmp_path: Path) -> None:
-    """As a run is told to that diverged; a node of before has files of it on disk."""
+    """The advice for a run that diverged; a node from before has some of its files on disk."""
     with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=0, steps=3)) as run:
         stopped_at = stopped(run)
 

@@ -1,4 +1,4 @@
-"""Nodes outlive their coordinator: they wait for a run that was stopped, and for one that is not up yet."""
+"""Nodes wait for a stopped run and for a coordinator that has not started yet."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ def at_fixed_ports() -> str:
 
 
 def test_nodes_wait_for_a_stopped_run_which_goes_on_longer(prefork: Prefork, tmp_path: Path) -> None:
-    """Ctrl-C on the coordinator ends nobody; the run is extended, and no line is pasted again."""
+    """Ctrl-C at the coordinator ends no node; the run is extended, and nobody pastes the join line again."""
     config = replace(CONFIG, coordinator=replace(CONFIG.coordinator, listen=at_fixed_ports()))
     with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=0, steps=5)) as run:
         first = run.start()

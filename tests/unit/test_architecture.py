@@ -2,6 +2,7 @@
 commands that load no torch."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -186,6 +187,11 @@ def test_all_packages_and_rooms_are_checked() -> None:
     assert {module.parts[0] for module in MODULES} == set(MAY_IMPORT)
     assert set(MODULES) >= EDGE
     assert {name for module in MODULES if (name := room(module))} <= set(FLOORS), "give the room a floor"
+
+
+def test_the_page_of_node_lists_its_rooms_in_order() -> None:
+    text = (ROOT / "node" / "README.md").read_text(encoding="utf-8")
+    assert tuple(re.findall(r"^    ([a-z_]+)(?:/|\.py) ", text, re.MULTILINE)) == FLOORS
 
 
 def test_no_room_imports_from_a_room_above_it() -> None:
