@@ -1,15 +1,24 @@
-"""`thinwire config explain RUN.toml`: resolved values, memory of stages, bytes per step on each link."""
+"""`thinwire config`: check a run file before it starts (`explain`), or write one that fits (`init`)."""
 
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from node.analysis.machines import Machine
+
+MACHINE_HELP = (
+    "card of a machine, and its line in Mbit/s: 'rtx 4090,20/100' (up and down), 'cpu,10'; repeat it, in the "
+    "order of stages; the last one stands for those that follow"
+)
+MOST_MACHINES = 64
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("config", help="check a run file before starting it")
+    parser = commands.add_parser("config", help="check a run file before starting it, or write one")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    explain = actions.add_parser("explain", help="resolved values, memory and bytes per step")
+    explain = actions.add_parser("explain", help="resolved values, memory, bytes and seconds a step")
     explain.add_argument("run_file", metavar="RUN.toml", type=Path, help="the run file")
     explain.add_argument(
         "overrides",
@@ -20,19 +29,96 @@ def add_parser(commands: Any) -> None:
     )
     explain.add_argument("--json", action="store_true", help="one JSON object instead of text")
     explain.set_defaults(run=run, parser=explain)
+    init = actions.add_parser("init", help="write a run file that fits the machines you have")
+    init.add_argument("run_file", metavar="RUN.toml", type=Path, help="the file to write")
+    init.add_argument("--days", type=float, default=7.0, help="how long it may train (default: 7)")
+    init.add_argument("--data", default="stdlib", metavar="PATH", help="your text: a file or a folder")
+    init.add_argument("--tokenizer", default="bytes", metavar="PATH", help="a tokenizer's file or folder")
+    init.set_defaults(run=run_init, parser=init)
+    for action in (explain, init):
+        action.add_argument(
+            "--machine", action="append", default=[], metavar="CARD[,UP[/DOWN]]", help=MACHINE_HELP
+        )
 
 
 def run(args: argparse.Namespace) -> int:
     from node.analysis.explain import explain, text_plan
+    from node.analysis.machines import machines_for, parse_machine
     from node.display.explain import explanation_json, explanation_text
     from node.run_file.loader import load_config
+    from wire.errors import DataError
 
+    given = [parse_machine(text) for text in args.machine]
     config = load_config(args.run_file, args.overrides)
     explanation = explain(config, text_plan(config, _tell))
-    text = explanation_json(explanation) if args.json else explanation_text(explanation)
-    sys.stdout.write(text + "\n")
+    machines = machines_for(config.pipeline.stages, given) if given else ()
+    shown = explanation_json if args.json else explanation_text
+    sys.stdout.write(shown(explanation, machines) + "\n")
+    sys.stdout.flush()
+    if explanation.text is not None and explanation.text.problem:
+        raise DataError(explanation.text.problem)
     return 0
+
+
+def run_init(args: argparse.Namespace) -> int:
+    from node.analysis.first_run import first_run, run_file
+    from node.analysis.machines import parse_machine
+    from node.cli.parser import UsageError
+    from node.display.explain import total_lines
+
+    if args.run_file.exists():
+        raise UsageError(f"{args.run_file} is there already: give the name of a new file")
+    if not 0 < args.days <= 3660:
+        raise UsageError(f"--days must be above 0 and at most 3660, got {args.days:g}")
+    machines = [parse_machine(text) for text in args.machine] or _ask()
+    found = first_run(machines, days=args.days, text=_text(args.data, args.tokenizer))
+    args.run_file.write_text(run_file(found), encoding="utf-8")
+    sys.stdout.write("\n".join(total_lines(found.explanation, machines)) + "\n")
+    sys.stdout.write(f"wrote {args.run_file}; start it with: thinwire coordinator {args.run_file}\n")
+    return 0
+
+
+def _text(path: str, tokenizer: str) -> Any:
+    """The text as `first_run` takes it, counted unless it is the standard library."""
+    from node.analysis.explain import text_plan
+    from node.analysis.first_run import Text
+    from node.run_file.loader import default_config
+    from node.training.tokenizer import load_tokenizer
+    from wire.errors import DataError
+
+    vocabulary = load_tokenizer(tokenizer).vocabulary
+    tokens = 0
+    if path != "stdlib":
+        keys = (f"data.path={path}", f"data.tokenizer={tokenizer}", f"model.vocab={vocabulary}")
+        plan = text_plan(default_config(keys), _tell)
+        if plan.problem:
+            raise DataError(plan.problem)
+        tokens = plan.tokens
+    return Text(path=path, tokenizer=tokenizer, vocabulary=vocabulary, tokens=tokens)
+
+
+def _ask() -> "list[Machine]":
+    """Ask for the machines, on a terminal."""
+    from node.analysis.machines import CARDS, parse_machine
+    from node.cli.parser import UsageError
+    from wire.errors import UserError
+
+    if not sys.stdin.isatty():
+        raise UsageError("give each machine as --machine 'rtx 4090,20/100'")
+    machines: list[Machine] = []
+    _tell(f"Which machines take part? Cards: {', '.join(CARDS)}; others as 40tflops,16gb.")
+    while len(machines) < MOST_MACHINES:
+        _tell(f"machine {len(machines) + 1}, as CARD,UP/DOWN in Mbit/s (Enter alone when there are no more):")
+        line = sys.stdin.readline().strip()
+        if not line and machines:
+            break
+        try:
+            machines.append(parse_machine(line))
+        except UserError as error:
+            _tell(str(error).removeprefix("--machine "))
+    return machines
 
 
 def _tell(line: str) -> None:
     sys.stderr.write(line + "\n")
+    sys.stderr.flush()

@@ -7,9 +7,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
+from node.analysis.totals import snapshots_need
 from node.config.schema import RunConfig
-from node.model.lora_shapes import trained_specs
-from node.model.units import state_bytes, unit_names
 from node.telemetry.format import bytes_text
 from wire.errors import DiskFullError, UserError
 
@@ -68,14 +67,6 @@ class Disk:
                 self._full.clear()
                 self._room.set()
             return result
-
-
-def snapshots_need(config: RunConfig) -> tuple[int, int]:
-    """Bytes of one snapshot, and of all that are on disk at a time: kept, the best one, one being written."""
-    model, lora, moments = config.model, config.lora, config.training.moments
-    one = sum(state_bytes(trained_specs(model, lora, unit), moments) for unit in unit_names(model))
-    best = 1 if config.run.keep_best and config.data.valid_every else 0
-    return one, (config.run.keep_snapshots + 1 + best) * one
 
 
 def check_room(config: RunConfig, directory: Path, *, held: int = 0) -> str | None:

@@ -1,16 +1,21 @@
 """Print what a run file comes to, as text for a terminal or as JSON."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from node.analysis.explain import DeviceNeed, Explanation, HeadPlace, StageNeed, TextPlan
+from node.analysis.machines import PAYLOAD_SHARE, Machine
+from node.analysis.totals import MOST_PASSES, codec_advice, machine_bytes, snapshots_need, totals
 from node.config.schema import RunConfig
 from node.model.storage import KINDS, unit_bytes
 from node.model.units import is_block
 from node.run_file.loader import section_types, toml_value
 from node.telemetry.format import bytes_text, count_text, duration_text, table_lines
 
+UPLOADS_MBIT = (5, 20, 100, 1000)
+"""Rates of a machine's line, Mbit/s."""
 RATES_MBIT = (10, 100, 1000)
 """Link rates that transfer times are given for, Mbit/s."""
 
@@ -20,7 +25,7 @@ def transfer_seconds(count: int, mbit: float) -> float:
     return count * 8 / (mbit * 1e6)
 
 
-def explanation_json(explanation: Explanation) -> str:
+def explanation_json(explanation: Explanation, machines: Sequence[Machine] = ()) -> str:
     """The whole explanation as one JSON object, sums and transfer seconds included."""
     busiest = explanation.busiest
     whole: dict[str, Any] = asdict(explanation)
@@ -35,12 +40,18 @@ def explanation_json(explanation: Explanation) -> str:
         | {"seconds_at_mbit": {str(rate): transfer_seconds(direction.bytes, rate) for rate in RATES_MBIT}}
         for direction in explanation.directions
     ]
+    one, most = snapshots_need(explanation.config)
+    whole["machines"] = [asdict(machine) for machine in machine_bytes(explanation)]
+    whole["snapshot_bytes"], whole["snapshots_bytes"] = one, most
+    if machines:
+        found = totals(explanation, machines)
+        whole["step_seconds"], whole["run_seconds"] = found.seconds, found.run_seconds
     whole["busiest"] = asdict(busiest) if busiest else None
     return json.dumps(whole, indent=2)
 
 
-def explanation_text(explanation: Explanation) -> str:
-    """The whole explanation as text for a terminal."""
+def explanation_text(explanation: Explanation, machines: Sequence[Machine] = ()) -> str:
+    """The whole explanation as text for a terminal. `machines`: one a stage, or none."""
     lines = ["# values; those that are the default are marked with a *"]
     for section, keys in _resolved(explanation.config):
         lines.append(f"[{section}]")
@@ -48,6 +59,7 @@ def explanation_text(explanation: Explanation) -> str:
     lines += ["", *_step_lines(explanation), "", *_stage_lines(explanation), ""]
     lines += [*_storage_lines(explanation), "", *memory_lines(explanation.memory), ""]
     lines += _link_lines(explanation)
+    lines += ["", *total_lines(explanation, machines)]
     return "\n".join(lines)
 
 
@@ -193,8 +205,59 @@ def _link_lines(explanation: Explanation) -> list[str]:
     ]
     rates = [f"{rate} Mbit/s" for rate in RATES_MBIT]
     lines += table_lines(["link", "bytes", *rates, *(f"FP32 {rate}" for rate in RATES_MBIT)], times, left=1)
-    lines.append(
-        f"busiest: {busiest.sender} -> {busiest.receiver}, {bytes_text(busiest.bytes)} a step; no step is "
-        "faster than that takes"
-    )
+    return lines
+
+
+def total_lines(explanation: Explanation, machines: Sequence[Machine] = ()) -> list[str]:
+    """What the run comes to: each machine's line, seconds a step, the whole run, snapshots on disk."""
+    config = explanation.config
+    one, most = snapshots_need(config)
+    loads = machine_bytes(explanation)
+    lines = ["in total:"]
+    if len(loads) > 1:
+        header = [
+            "machine of stage",
+            "uploads a step",
+            "downloads",
+            *(f"at {r} Mbit/s up" for r in UPLOADS_MBIT),
+        ]
+        rows = [
+            [
+                str(load.stage),
+                bytes_text(load.up),
+                bytes_text(load.down),
+                *(duration_text(transfer_seconds(load.up, rate * PAYLOAD_SHARE)) for rate in UPLOADS_MBIT),
+            ]
+            for load in loads
+        ]
+        fullest = max(loads, key=lambda load: load.up)
+        lines += [*table_lines(header, rows, left=1)]
+        lines.append(
+            f"a machine's links share its line; no step is faster than the upload of stage {fullest.stage}"
+        )
+    if machines:
+        found = totals(explanation, machines)
+        lines.append(
+            f"a step takes about {duration_text(found.seconds)}, set by {found.floor.binds}; "
+            f"{config.run.steps} steps take {duration_text(found.run_seconds)} "
+            f"({count_text(explanation.tokens_per_step / found.seconds)} tokens/s)"
+        )
+        needs = zip(machines, explanation.memory, strict=True)
+        for stage, (machine, need) in enumerate(needs):
+            total = (need.cpu if machine.on_cpu else need.gpu).total
+            if total > machine.card.memory_gb * 1e9:
+                lines.append(
+                    f"stage {stage} needs {bytes_text(total)}, more than the "
+                    f"{machine.card.memory_gb:g} GB of {machine.name}"
+                )
+        if (advice := codec_advice(explanation, machines)) is not None:
+            lines.append(advice)
+    elif len(loads) > 1:
+        lines.append("with --machine 'rtx 4090,20/100' for each: seconds a step and the run's length")
+    lines.append(f"snapshots take {bytes_text(one)} each, up to {bytes_text(most)} on the coordinator's disk")
+    if explanation.text is not None and explanation.text.passes > MOST_PASSES:
+        lines.append(
+            f"{explanation.text.passes:.3g} passes over the text: more than {MOST_PASSES} teach little new; "
+            "give more text or fewer steps"
+        )
     return lines

@@ -15,10 +15,11 @@ import pytest
 import torch
 from safetensors.numpy import load
 
+from node.analysis.totals import snapshots_need
 from node.config.schema import ModelSection, RunConfig
 from node.coordinator import disk as disk_module
 from node.coordinator import snapshot_handler
-from node.coordinator.disk import Disk, check_room, snapshots_need
+from node.coordinator.disk import Disk, check_room
 from node.coordinator.snapshot_handler import SnapshotExports, SnapshotHandler
 from node.coordinator.store import Store
 from node.model.chunk import build_chunk

@@ -243,7 +243,7 @@ def test_text_marks_defaults_and_shows_links() -> None:
     assert "stages = 3" in lines
     assert 'window = "auto"  *' in lines
     assert any(line.split()[:4] == ["0", "embed,", "2", "blocks"] for line in lines)
-    assert sum("->" in line for line in lines) == 4 + 4 + 1
+    assert sum("->" in line for line in lines) == 4 + 4
 
 
 def test_a_tied_models_head_is_where_fewer_bytes_cross_the_network() -> None:

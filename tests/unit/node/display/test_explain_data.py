@@ -63,5 +63,7 @@ def test_more_than_the_limit_is_refused(run_file: Path, capsys: pytest.CaptureFi
 
 
 def test_a_text_that_is_elsewhere_is_said_so(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "explain", str(run_file), "data.path=/nowhere/text.txt"]) == 0
-    assert "text     not read: no file or folder /nowhere/text.txt" in capsys.readouterr().out
+    assert main(["config", "explain", str(run_file), "data.path=/nowhere/text.txt"]) == 2
+    said = capsys.readouterr()
+    assert "text     not read: no file or folder /nowhere/text.txt" in said.out
+    assert "no file or folder /nowhere/text.txt" in said.err

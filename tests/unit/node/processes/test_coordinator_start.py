@@ -72,7 +72,7 @@ def config_in(directory: Path) -> RunConfig:
     config = RunConfig(
         coordinator=CoordinatorSection(listen="127.0.0.1:0"), dashboard=DashboardSection(listen="127.0.0.1:0")
     )
-    model = replace(config.model, layers=2, hidden=16, heads=2, kv_heads=1, ffn=16, vocab=256, sequence=16)
+    model = replace(config.model, layers=4, hidden=16, heads=2, kv_heads=1, ffn=16, vocab=256, sequence=16)
     return replace(config, model=model, data=replace(config.data, path=str(text)))
 
 

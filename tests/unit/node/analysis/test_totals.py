@@ -1,0 +1,159 @@
+"""What a whole run comes to on given machines, and a run file that fits them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from node.analysis.explain import explain
+from node.analysis.first_run import TOKENS_A_PARAMETER, Text, first_run, run_file
+from node.analysis.machines import CARDS, PAYLOAD_SHARE, Card, Machine, machines_for, parse_machine
+from node.analysis.totals import codec_advice, machine_bytes, snapshots_need, totals
+from node.cli.main import main
+from node.config.schema import DataSection, ModelSection, PipelineSection, RunConfig, TrainingSection
+from node.run_file.loader import load_config
+from wire.errors import UserError
+
+CONFIG = RunConfig(
+    model=ModelSection(layers=8, hidden=256, heads=4, kv_heads=4, ffn=512, sequence=256),
+    training=TrainingSection(global_batch=32, microbatch=2),
+    pipeline=PipelineSection(stages=4),
+)
+
+
+def test_a_middle_machine_uploads_both_ways_on_one_line() -> None:
+    explained = explain(CONFIG)
+    loads = machine_bytes(explained)
+    sent = {(flow.sender, flow.what): flow.bytes for flow in explained.flows}
+    assert loads[1].up == loads[2].up == sent[1, "activation"] + sent[1, "gradient"]
+    assert (loads[0].up, loads[3].up) == (sent[0, "activation"], sent[3, "gradient"])
+    tokens = 4 * explained.tokens_per_step
+    assert sum(load.up for load in loads) == sum(load.down for load in loads) - 2 * tokens
+
+
+@pytest.mark.parametrize("mbit", [2.0, 10.0, 50.0])
+def test_a_step_takes_as_long_as_the_fullest_upload(mbit: float) -> None:
+    """With time to fill and drain the pipeline on top, which is a small part of 16 microbatches."""
+    machine = Machine(name="h100", card=CARDS["h100"], up_mbit=mbit)
+    explained = explain(CONFIG)
+    found = totals(explained, [machine] * 4)
+    upload = machine_bytes(explained)[1].up * 8 / (mbit * 1e6 * PAYLOAD_SHARE)
+    assert str(found.floor.binds) in ("upload of stage 1", "upload of stage 2")
+    assert upload <= found.seconds <= 1.3 * upload
+    assert found.run_seconds == found.seconds * CONFIG.run.steps
+
+
+def test_a_slow_card_sets_the_pace_on_a_fast_line() -> None:
+    slow = Machine(name="x", card=Card(0.5, 8), up_mbit=1000)
+    fast = replace(slow, card=CARDS["h100"])
+    found = totals(explain(CONFIG), [fast, slow, fast, fast])
+    assert str(found.floor.binds) == "compute of stage 1"
+
+
+def test_a_codec_without_a_cost_in_loss_is_named_where_it_costs_no_time() -> None:
+    explained = explain(CONFIG)
+    card = Machine(name="rtx 4090", card=CARDS["rtx 4090"], up_mbit=20)
+    advice = codec_advice(explained, [card] * 4)
+    assert advice is not None
+    assert "trellis-4.41 takes the same bytes as tah" in advice and "1.4 to 1.9 %" in advice
+    cpu = Machine(name="cpu", card=CARDS["cpu"], up_mbit=1000)
+    assert codec_advice(explained, [cpu] * 4) is None, "a core packs it too slowly"
+    other = replace(CONFIG, pipeline=replace(CONFIG.pipeline, forward_codec="bf16"))
+    assert codec_advice(explain(other), [card] * 4) is None
+
+
+def test_what_snapshots_take() -> None:
+    one, most = snapshots_need(CONFIG)
+    assert one == pytest.approx(12 * explain(CONFIG).parameters, rel=1e-3)
+    assert most == (CONFIG.run.keep_snapshots + 1) * one
+    measured = replace(CONFIG, data=DataSection(valid_every=10))
+    assert snapshots_need(measured) == (one, most + one)
+
+
+@pytest.mark.parametrize(
+    ("text", "up", "down"),
+    [("RTX 4090", float("inf"), float("inf")), ("cpu,10", 10, float("inf")), ("l4, 20/100 mbit", 20, 100)],
+)
+def test_machines_are_read(text: str, up: float, down: float) -> None:
+    machine = parse_machine(text.replace(" mbit", "mbit"))
+    assert (machine.up_mbit, machine.down_mbit) == (up, down)
+
+
+def test_any_other_card_is_given_by_its_figures() -> None:
+    assert parse_machine("40tflops,16gb,20").card == Card(40, 16)
+    assert [machine.name for machine in machines_for(3, [parse_machine("l4"), parse_machine("a10")])] == [
+        *("l4", "a10", "a10")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("rtx 4091", "did you mean 'rtx 4090'"),
+        ("rtx 4090,fast", "'fast' is not a number above 0"),
+        ("rtx 4090,0", "is not a number above 0"),
+        ("rtx 4090,20,30", "expected CARD,UP or CARD,UP/DOWN"),
+        ("", "no such card"),
+    ],
+)
+def test_a_machine_that_cannot_be_read_says_what_was_expected(text: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        parse_machine(text)
+
+
+def test_the_largest_model_that_sees_enough_tokens(tmp_path: Path) -> None:
+    def chosen(machine: str, days: float, text: Text | None = None) -> RunConfig:
+        found = first_run([parse_machine(machine)] * 4, days=days, text=text)
+        path = tmp_path / "run.toml"
+        path.write_text(run_file(found))
+        config = load_config(path)
+        assert config == found.config, "the file says what was worked out"
+        return config
+
+    slow, fast = chosen("rtx 4090,10", 7), chosen("rtx 4090,100", 7)
+    assert slow.model.hidden < fast.model.hidden < chosen("h100,1000", 30).model.hidden
+    for config in (slow, fast):
+        assert config.run.steps * config.tokens_per_step > TOKENS_A_PARAMETER * explain(config).parameters
+    assert chosen("cpu,100", 7).training.precision == "float32"
+    little = chosen("rtx 4090,100", 7, Text(tokens=10_000_000))
+    assert little.run.steps * little.tokens_per_step <= 40_000_000
+    with pytest.raises(UserError, match="no model fits 4 such machines"):
+        chosen("10tflops,0.2gb", 7)
+
+
+def test_from_machines_to_a_run_file_in_one_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "new.toml"
+    asked = ["config", "init", str(path), "--machine", "rtx 4090,20/100", "--machine", "rtx 3060,10"]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert "a step takes about" in said and f"thinwire coordinator {path}" in said
+    assert load_config(path).pipeline.stages == 2
+    assert main(asked) == 2, "it replaces no file"
+    assert main(["config", "init", str(tmp_path / "x.toml"), "--machine", "typewriter"]) == 2
+    assert "no such card" in capsys.readouterr().err
+
+
+def test_explain_gives_totals_and_fails_on_text_that_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[run]\nsteps = 100000\n[model]\nlayers = 4\n")
+    assert main(["config", "explain", str(path), "--machine", "rtx 4090,20"]) == 0
+    said = capsys.readouterr().out
+    for words in (
+        "a machine's links share its line",
+        "100000 steps take",
+        "snapshots take",
+        "teach little new",
+    ):
+        assert words in said
+    assert main(["config", "explain", str(path), "--json", "--machine", "rtx 4090,20"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert whole["run_seconds"] == pytest.approx(100_000 * whole["step_seconds"])
+    assert len(whole["machines"]) == 4
+    assert main(["config", "explain", str(path), f"data.path={tmp_path / 'absent.txt'}"]) == 2
+    said = capsys.readouterr()
+    assert "in total:" in said.out and "absent.txt" in said.err
