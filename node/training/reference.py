@@ -4,7 +4,7 @@ It is plain autograd over the same units, microbatches, schedule, clipping and o
 be put at chunk boundaries, as in a run: activations and their gradients are encoded and decoded.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,6 +123,23 @@ class ReferenceTrainer:
         for of_group in shares:
             total += float(torch.stack(of_group).double().sum())
         return total
+
+    @torch.no_grad()
+    def start_from(self, weights: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """Replace the weights by a checkpoint's, as `node.checkpoints.start.read_units` returns them.
+
+        With adapters these are the frozen weights.
+
+        Raises:
+            RunError: frozen weights do not fit this model.
+        """
+        for chunk in self.chunks:
+            for unit, parameters in chunk.named_units():
+                if self.config.lora.rank:
+                    chunk.load_frozen(unit, {k: torch.from_numpy(v) for k, v in weights[unit].items()})
+                    continue
+                for name, parameter in parameters.items():
+                    parameter.copy_(torch.from_numpy(weights[unit][name]))
 
     def restore(self, directory: Path) -> None:
         """Go on from a complete snapshot, of any split.

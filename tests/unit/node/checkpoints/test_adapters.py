@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from peft import PeftModel
 from safetensors import safe_open
@@ -28,12 +29,14 @@ from node.config.schema import (
     RunSection,
     TrainingSection,
 )
+from node.coordinator.snapshot_handler import SnapshotExports
 from node.model.chunk import Chunk, build_chunk
 from node.model.units import unit_names
 from node.training.optimizer import StageOptimizer
+from node.training.reference import ReferenceTrainer
 from node.training.serialization import as_frozen, deserialize_unit, serialize_unit
 from node.training.snapshot import SnapshotWriter
-from tests.support.memory_pipeline import MemoryPipeline
+from tests.support.memory_pipeline import MemoryPipeline, corpus
 from tests.unit.node.checkpoints.test_families import SIZES, make, section
 from wire.errors import RunError, UserError
 
@@ -125,6 +128,24 @@ def test_a_snapshot_is_evaluated_on_the_base_it_was_trained_on(family: str, tmp_
         assert torch.equal(whole.chunk(TOKENS), chunk(TOKENS))
 
 
+async def test_snapshots_of_a_run_with_adapters_are_exported_as_adapters(tmp_path: Path) -> None:
+    """By `training.export_every`, beside the snapshots."""
+    model = ModelSection(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, sequence=64)
+    run, training = RunSection(steps=8, snapshot_every=4), TrainingSection(export_every=1)
+    config = RunConfig(model=model, lora=LORA, run=run, training=training)
+    snapshot(tmp_path, config, trained(config))
+    exports = SnapshotExports(config, tmp_path)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        running = group.create_task(exports.run())
+        exports.stored(4)
+        await exports.finish()
+        running.cancel()
+    out = tmp_path / "exports" / "step-00000004"
+    assert json.loads((out / "adapter_config.json").read_text())["r"] == LORA.rank
+    with safe_open(out / "adapter_model.safetensors", "pt") as file:
+        assert len(file.keys()) == 2 * 2 * model.layers
+
+
 def test_merging_a_whole_model_is_refused(tmp_path: Path) -> None:
     model = ModelSection(layers=1, hidden=16, heads=2, kv_heads=2, ffn=24, sequence=8)
     config = RunConfig(model=model)
@@ -170,12 +191,23 @@ def test_stages_take_the_base_from_the_checkpoint_at_every_restore(tmp_path: Pat
             sum(array.nbytes for array in arrays.values()) for arrays in weights.values()
         )
         expected, hashed = stages.train(2), stages.weights_sha256()
+    reference = ReferenceTrainer(config, corpus(config))
+    reference.start_from(weights)
+    assert reference.train(4) == first + expected and reference.weights_sha256() == hashed
     one = replace(config, pipeline=replace(config.pipeline, stages=1))
     for other in (config, one):
         with MemoryPipeline(other, fetch=fetch({})) as stages:
             stages.restore(2, fetch(files))
             assert stages.train(2) == expected
             assert stages.weights_sha256() == hashed
+    whole = replace(config, lora=LoraSection())
+    reference = ReferenceTrainer(whole, corpus(whole))
+    reference.start_from(weights)
+    windows = torch.arange(34).view(2, 17)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    with torch.no_grad():
+        wanted = F.cross_entropy(theirs(windows[:, :-1]).logits.flatten(0, 1), windows[:, 1:].flatten())
+    assert reference.validation_loss(windows.numpy()) == pytest.approx(float(wanted), rel=1e-5)
     # On another base losses are others.
     with MemoryPipeline(replace(config, model=replace(model, from_=""))) as stages:
         assert stages.train(1)[0].loss != first[0].loss
