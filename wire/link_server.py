@@ -19,6 +19,7 @@ from wire.descriptors import raise_limit
 from wire.errors import ProtocolViolationError, RefusalCode
 from wire.front import Front, serve_behind
 from wire.identity.credentials import mutual_tls, peer_node_id
+from wire.layer_exchange import LAYER_METHOD, LayerServer
 from wire.link import BULK_METHOD, CONTROL_METHOD, METADATA_PREFIX, Link
 from wire.link_state import LinkSettings, LinkState, OnTensor
 from wire.stream_receiver import Expect
@@ -101,13 +102,20 @@ class AcceptedLink(Link):
 
 
 class _Handlers(grpc.GenericRpcHandler):
-    def __init__(self, serve: Callable[[str, ServerContext], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        serve: Callable[[str, ServerContext], Awaitable[None]],
+        serve_layer: Callable[[bytes, ServerContext], Awaitable[None]],
+    ) -> None:
         self._serve = serve
+        self._serve_layer = serve_layer
 
     def service(
         self, handler_call_details: grpc.HandlerCallDetails
     ) -> "grpc.RpcMethodHandler[bytes, bytes] | None":
         method = handler_call_details.method
+        if method == LAYER_METHOD:
+            return grpc.unary_stream_rpc_method_handler(self._serve_layer)
         if method not in (BULK_METHOD, CONTROL_METHOD):
             return None
 
@@ -129,6 +137,8 @@ class LinkServer:
         self._front: Front | None = None
         self._epoch = -1
         self._links: dict[str, AcceptedLink] = {}  # of the newest epoch, by neighbour
+        self.layers: LayerServer | None = None
+        """Serves this node's layers of snapshots, once it is a member of the run."""
 
     async def start(self, listen: str) -> int:
         """Listen on `listen` ("host:port"; port 0 picks one); returns the port.
@@ -136,7 +146,9 @@ class LinkServer:
         Raises `UserError` when the address cannot be bound.
         """
         identity = self._identity
-        server = make_server([_Handlers(self._serve)], unread_bytes=self._settings.unread_bytes)
+        server = make_server(
+            [_Handlers(self._serve, self._serve_layer)], unread_bytes=self._settings.unread_bytes
+        )
         front = Front(Limits.of_members(raise_limit()))
         credentials = mutual_tls(lambda: (identity.key_pem, identity.certificate_pem), identity.ca_pem)
         port = await serve_behind(
@@ -205,6 +217,16 @@ class LinkServer:
             await _abort(
                 context, grpc.StatusCode.INVALID_ARGUMENT, str(connection.error), RefusalCode.BAD_REQUEST
             )
+
+    async def _serve_layer(self, message: bytes, context: ServerContext) -> None:
+        peer = peer_node_id(context)
+        if peer is None:
+            await _abort(context, grpc.StatusCode.PERMISSION_DENIED, "the certificate names no node", None)
+        if self._front is not None:
+            self._front.prove(context.peer(), peer)
+        if self.layers is None:
+            await _abort(context, grpc.StatusCode.UNAVAILABLE, "this node is not in the run yet", None)
+        await self.layers.serve(message, context)
 
     def _admit(self, context: ServerContext) -> tuple[AcceptedLink, Connection]:
         peer, numbers = peer_node_id(context) or "", _numbers(context)

@@ -24,6 +24,22 @@ class FailureKind(IntEnum):
     PEER = 4
 
 
+NODES = "nodes"
+"""The place of a snapshot whose layers stay on the nodes' disks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldLayer:
+    """A layer unit's file that a node has on its disk, or has put into the run's object store."""
+
+    step: int
+    unit: str
+    bytes: int
+    sha256: str
+    """In hex."""
+    weights_sha256: str = ""
+
+
 # ---- node to coordinator
 
 
@@ -201,7 +217,26 @@ class Restore:
 
 @dataclass(frozen=True, kw_only=True)
 class Prefetch:
-    """To a spare: fetch these layer units of the snapshot of `step` in advance."""
+    """Fetch these layer units of the snapshot of `step`: a spare in advance, or any node to hold a copy."""
+
+    step: int
+    units: tuple[str, ...]
+    keep: bool = False
+    """Hold a copy, in addition to what was asked for before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retain:
+    """The snapshots that count. Older files on this node's disk are not needed."""
+
+    steps: tuple[int, ...]
+    record: str = ""
+    """JSON that `thinwire recover` needs of the run; empty: no news."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendLayers:
+    """Send these layer units, which this node holds, to the coordinator."""
 
     step: int
     units: tuple[str, ...]
@@ -211,6 +246,8 @@ class Prefetch:
 class TakeSnapshot:
     epoch: int
     step: int
+    place: str = ""
+    """Where its layers go: "" to the coordinator, `NODES`, or an object store's URL."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +286,8 @@ CoordinatorMessage = (
     | Begin
     | Commit
     | TakeSnapshot
+    | Retain
+    | SendLayers
     | Validate
     | Prefetch
     | HeartbeatReply

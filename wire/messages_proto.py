@@ -30,6 +30,8 @@ from wire.messages import (
     Prefetch,
     Ready,
     Restore,
+    Retain,
+    SendLayers,
     StepFailed,
     TakeSnapshot,
     Validate,
@@ -266,7 +268,15 @@ def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.Coo
             return control_pb2.CoordinatorMessage(validate=control_pb2.Validate(**vars(message)))
         case Prefetch():
             return control_pb2.CoordinatorMessage(
-                prefetch=control_pb2.Prefetch(step=message.step, units=list(message.units))
+                prefetch=control_pb2.Prefetch(step=message.step, units=list(message.units), keep=message.keep)
+            )
+        case Retain():
+            return control_pb2.CoordinatorMessage(
+                retain=control_pb2.Retain(steps=message.steps, record=message.record)
+            )
+        case SendLayers():
+            return control_pb2.CoordinatorMessage(
+                send_layers=control_pb2.SendLayers(step=message.step, units=message.units)
             )
         case HeartbeatReply():
             return control_pb2.CoordinatorMessage(heartbeat_reply=control_pb2.HeartbeatReply(**vars(message)))
@@ -311,7 +321,8 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
         case "commit":
             return _commit_from_proto(message.commit)
         case "take_snapshot":
-            return TakeSnapshot(epoch=message.take_snapshot.epoch, step=message.take_snapshot.step)
+            take = message.take_snapshot
+            return TakeSnapshot(epoch=take.epoch, step=take.step, place=line(take.place))
         case "validate":
             command = message.validate
             return Validate(
@@ -321,7 +332,12 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
                 microbatches=command.microbatches,
             )
         case "prefetch":
-            return Prefetch(step=message.prefetch.step, units=tuple(message.prefetch.units))
+            wanted = message.prefetch
+            return Prefetch(step=wanted.step, units=tuple(wanted.units), keep=wanted.keep)
+        case "retain":
+            return Retain(steps=tuple(message.retain.steps), record=message.retain.record)
+        case "send_layers":
+            return SendLayers(step=message.send_layers.step, units=tuple(message.send_layers.units))
         case "heartbeat_reply":
             reply = message.heartbeat_reply
             return HeartbeatReply(sent_at=finite(reply.sent_at, "a time"), at=finite(reply.at, "a time"))

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from node.analysis.explain import Explanation, Flow, explain
 from node.analysis.machines import Machine
 from node.config.schema import RunConfig
-from node.model.lora_shapes import trained_specs
-from node.model.units import is_block, state_bytes, unit_names, unit_parameters
+from node.model.units import is_block, unit_parameters
 from node.pipeline.floor import Floor, LinkRate, step_floor
 from node.pipeline.placement import stage_units
+from node.pipeline.snapshot_place import NODES, snapshot_bytes
 
 BACKWARD_TIMES = 2.0
 """Operations of a backward pass over those of its forward pass."""
@@ -61,8 +61,9 @@ def machine_bytes(explanation: Explanation) -> tuple[MachineBytes, ...]:
 
 def snapshots_need(config: RunConfig) -> tuple[int, int]:
     """Bytes of one snapshot, and of all that are on disk at a time: kept, the best one, one being written."""
-    model, lora, moments = config.model, config.lora, config.training.moments
-    one = sum(state_bytes(trained_specs(model, lora, unit), moments) for unit in unit_names(model))
+    one = snapshot_bytes(config)
+    if config.snapshots.keep == NODES:
+        return one, one * config.snapshots.last_here
     best = 1 if config.run.keep_best and config.data.valid_every else 0
     return one, (config.run.keep_snapshots + 1 + best) * one
 

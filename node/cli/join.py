@@ -48,6 +48,13 @@ def add_parser(commands: Any) -> None:
         "--max-bandwidth", type=float, default=0.0, metavar="MBIT", help="upload limit in Mbit/s"
     )
     parser.add_argument(
+        "--max-disk",
+        type=float,
+        default=0.0,
+        metavar="GB",
+        help="disk for layers of snapshots in GB; 0 (default) is half of what is free",
+    )
+    parser.add_argument(
         "--max-memory",
         type=float,
         default=0.0,
@@ -86,7 +93,12 @@ def run(args: argparse.Namespace) -> int:
     check_devices(args)
     if not 0 <= args.threads <= MOST_THREADS:
         raise UsageError(f"--threads must be 0 (torch's own choice) to {MOST_THREADS}, got {args.threads}")
-    for name, value in (("--max-bandwidth", args.max_bandwidth), ("--max-memory", args.max_memory)):
+    limits = {
+        "--max-bandwidth": args.max_bandwidth,
+        "--max-disk": args.max_disk,
+        "--max-memory": args.max_memory,
+    }
+    for name, value in limits.items():
         if not 0 <= value <= MOST_LIMIT:
             raise UsageError(
                 f"{name} must be a number above 0, at most {MOST_LIMIT:g}, or 0 for no limit, got {value:g}"
@@ -104,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
         threads=args.threads,
         max_bandwidth_mbit=args.max_bandwidth,
         max_memory_gb=args.max_memory,
+        max_disk_gb=args.max_disk,
         metrics=args.metrics,
         wait_seconds=wait,
         json=args.json,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 CHANGEABLE = (
-    *("pipeline", "coordinator", "dashboard", "telemetry"),
+    *("pipeline", "snapshots", "coordinator", "dashboard", "telemetry"),
     *("data.path", "data.valid", "data.valid_every", "data.valid_samples"),
     *("run.steps", "run.tokens", "run.snapshot_every", "run.keep_snapshots", "run.keep_best"),
     *("training.lr", "training.min_lr_ratio", "training.clip"),

@@ -35,6 +35,8 @@ class JoinOptions:
     """Upload limit in Mbit/s; 0 is no limit."""
     max_memory_gb: float = 0.0
     """Memory limit of a stage in GB (10^9 bytes); 0 is all of the device's."""
+    max_disk_gb: float = 0.0
+    """Limit of what layers of snapshots take on disk, in GB (10^9 bytes); 0 is half of what is free."""
     metrics: str = ""
     """host:port of this node's Prometheus metrics; empty serves none."""
     wait_seconds: float = 3600.0

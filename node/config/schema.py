@@ -279,6 +279,17 @@ class PipelineSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SnapshotsSection:
+    """`[snapshots]`: where the layers of snapshots are kept."""
+
+    keep: str = "auto"
+    """`coordinator` (on its disk), `nodes` (each layer on the disks of two machines, and none of it passes
+    through the coordinator), or `auto`: at the coordinator while its line takes a snapshot in a minute."""
+    last_here: bool = True
+    """With `keep = "nodes"`: the snapshot of the last step goes to the coordinator all the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CoordinatorSection:
     """`[coordinator]`"""
 
@@ -337,6 +348,7 @@ class RunConfig:
     storage: StorageSection = field(default_factory=StorageSection)
     lora: LoraSection = field(default_factory=LoraSection)
     pipeline: PipelineSection = field(default_factory=PipelineSection)
+    snapshots: SnapshotsSection = field(default_factory=SnapshotsSection)
     coordinator: CoordinatorSection = field(default_factory=CoordinatorSection)
     dashboard: DashboardSection = field(default_factory=DashboardSection)
     telemetry: TelemetrySection = field(default_factory=TelemetrySection)

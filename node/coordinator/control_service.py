@@ -10,7 +10,7 @@ import ipaddress
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,12 +24,13 @@ from node.coordinator.message_limits import Measured, MessageLimits
 from node.coordinator.sessions import ControlSession
 from node.coordinator.snapshot_handler import UploadPermit
 from node.training.manifest import UnitEntry
-from wire.errors import ProtocolViolationError, RefusalCode, RunError, ThinwireError
+from wire.channels import NOT_YET
+from wire.errors import NotYetError, ProtocolViolationError, RefusalCode, RunError, ThinwireError
 from wire.front import Front
 from wire.identity.credentials import peer_node_id
 from wire.identity.enrolment import Refusal
 from wire.identity.names import join_address, split_address
-from wire.messages import Hello, NodeMessage
+from wire.messages import HeldLayer, Hello, NodeMessage, PlacedStage
 from wire.messages_proto import coordinator_message_to_proto, node_message_from_proto
 from wire.v1 import control_pb2, control_pb2_grpc, enrolment_pb2
 from wire.version import PROTOCOL, VERSION
@@ -76,6 +77,18 @@ class Handler(Protocol):
         ...
 
     async def layer(self, node_id: str, step: int, unit: str) -> bytes: ...
+
+    def layer_holders(
+        self, node_id: str, step: int, unit: str, bad: Sequence[str]
+    ) -> tuple[UnitEntry, list[PlacedStage]] | None:
+        """Who holds a layer that the coordinator has not; None if it has. Raises NotYetError or RunError."""
+        ...
+
+    def hold_layers(
+        self, node_id: str, layers: Sequence[HeldLayer], missing: Sequence[tuple[int, str]]
+    ) -> list[tuple[int, str]]:
+        """A node tells of files on its disk, and of missing ones; returns those of no snapshot."""
+        ...
 
     def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit | None:
         """None: already stored. Raises ProtocolViolationError if this node is not to upload it."""
@@ -267,15 +280,44 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         node_id = await self._member(context)
         async with self._calls.turn(node_id, "get layer"):
             try:
+                placed = self._handler.layer_holders(node_id, request.step, request.unit, request.bad_holders)
+                if placed is not None:
+                    await context.write(_place_chunk(*placed))
+                    return
                 entry = await self._handler.layer_entry(request.step, request.unit)
                 if request.held_sha256 == entry.sha256:
                     await context.write(control_pb2.DataChunk(total_bytes=entry.bytes, sha256=entry.sha256))
                     return
                 # `layer` has compared the digest with the manifest's.
                 data = await self._handler.layer(node_id, request.step, request.unit)
+            except NotYetError as error:
+                await _abort(context, NOT_YET, str(error))
             except ThinwireError as error:
                 await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
             await _write(context, len(data), entry.sha256, chunks(data))
+
+    async def HoldLayers(
+        self, request: control_pb2.HoldLayersRequest, context: Context
+    ) -> control_pb2.HoldLayersReply:
+        node_id = await self._member(context)
+        layers = [
+            HeldLayer(
+                step=one.step,
+                unit=one.unit,
+                bytes=one.bytes,
+                sha256=one.sha256,
+                weights_sha256=one.weights_sha256,
+            )
+            for one in request.layers
+        ]
+        missing = [(one.step, one.unit) for one in request.missing]
+        try:
+            unknown = self._handler.hold_layers(node_id, layers, missing)
+        except ThinwireError as error:
+            await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return control_pb2.HoldLayersReply(
+            unknown=[control_pb2.LayerName(step=step, unit=unit) for step, unit in unknown]
+        )
 
     async def PutLayer(
         self, requests: AsyncIterator[control_pb2.PutLayerChunk], context: Context
@@ -335,6 +377,13 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             assert refusal is not None
             await _abort(context, grpc.StatusCode.PERMISSION_DENIED, refusal.message)
         return node_id
+
+
+def _place_chunk(entry: UnitEntry, holders: Sequence[PlacedStage]) -> control_pb2.DataChunk:
+    placed = [control_pb2.PlacedStage(**vars(holder)) for holder in holders]
+    return control_pb2.DataChunk(
+        total_bytes=entry.bytes, sha256=entry.sha256, place=control_pb2.LayerPlace(holders=placed)
+    )
 
 
 def measured(message: control_pb2.NodeMessage) -> Measured:

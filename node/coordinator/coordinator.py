@@ -37,41 +37,45 @@ from node.coordinator.disk import Disk
 from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.epoch import Epoch
 from node.coordinator.held_out import LOSSLESS
+from node.coordinator.kept_snapshots import KeptSnapshots
 from node.coordinator.machine import RunMachine
 from node.coordinator.reporter import Emit, Reporter
 from node.coordinator.run_plan import Past, run_plan, step_plan
 from node.coordinator.sessions import ControlSession, Sessions
 from node.coordinator.snapshot_handler import SnapshotExports, SnapshotHandler, UploadPermit
-from node.coordinator.stage_assignment import Candidate
 from node.coordinator.store import HeldOutRecord, PlacedNode, StepOutcome, StepRecord, Store
 from node.coordinator.tracer import Tracer
+from node.coordinator.window_planner import WindowPlanner
 from node.pipeline.device_memory import devices_of
-from node.pipeline.memory import most_held
-from node.pipeline.placement import chunks_of, head_share, hops
-from node.pipeline.window_plan import Windows, measured, plan_windows
+from node.pipeline.snapshot_place import keeps_on_nodes
+from node.pipeline.window_plan import Windows
 from node.run_file.loader import to_json
 from node.telemetry import events
-from node.telemetry.events import StepCosts
 from node.telemetry.history import EVICTED
 from node.training.data import text_windows
-from node.training.manifest import Manifest, UnitEntry
+from node.training.manifest import MANIFEST_NAME, Manifest, UnitEntry
 from node.training.shards import TrainingData
-from node.training.snapshot import Checked
+from node.training.snapshot import Checked, list_snapshots
 from wire.errors import DataError, ProtocolViolationError, RefusalCode, RunError, UserError
 from wire.identity.enrolment import Refusal
 from wire.messages import (
+    NODES,
     Applied,
+    CoordinatorMessage,
     Finish,
     Heartbeat,
     HeartbeatReply,
+    HeldLayer,
     Leave,
     NodeMessage,
+    PlacedStage,
     Ready,
+    TakeSnapshot,
     Validated,
     Vote,
     Welcome,
 )
-from wire.telemetry import LinkReport, StepSpans, Telemetry
+from wire.telemetry import StepSpans, Telemetry
 
 TICK_SECONDS = 0.25
 STANDSTILL_SECONDS = 2.0
@@ -141,6 +145,22 @@ class Coordinator:
             failed=self._fail,
             disk=self._disk,
         )
+        self._kept = KeptSnapshots(
+            config=config,
+            windows=corpus.windows,
+            directory=directory,
+            run_id=run_id,
+            store=store,
+            about={"corpus_sha256": corpus.fingerprint(), "epoch": past.last_epoch},
+            here=self._addresses,
+            known=lambda: list_snapshots(directory / "snapshots"),
+            send=self._send,
+            layer_received=self._layer_received,
+            stored=self._kept_stored,
+            unavailable=self._unavailable,
+            failed=self._fail,
+            disk=self._disk,
+        )
         self._exports = SnapshotExports(config, directory)
         self._planner = WindowPlanner(
             config, samples=corpus.windows, link_report=self.accounting.link_report, use=self._use_windows
@@ -165,6 +185,7 @@ class Coordinator:
                 for one in (
                     *(*watching, self._planner.run(), self._tracer.run(), self._snapshots.run()),
                     self._exports.run(),
+                    self._kept.run(),
                 )
             ]
             outcome = await self._act()
@@ -262,7 +283,7 @@ class Coordinator:
     async def _carry_out(self, action: Action) -> None:
         match action:
             case Send():
-                self._sessions.send(action.node_id, action.message)
+                self._send(action.node_id, action.message)
             case RecordPlacement():
                 self._reporter.placed()
                 hosts = zip(action.nodes, action.addresses, strict=True)
@@ -283,7 +304,7 @@ class Coordinator:
                 self._emit(events.Notice(text=action.text))
             case OpenSnapshot():
                 if (asking := self._machine.epoch) is not None:
-                    await self._snapshots.expect(action.step, asking.snapshot_nodes)
+                    await self._open_snapshot(action.step, asking)
             case Aborted():
                 self._reporter.interrupted(action)
             case Released():
@@ -296,6 +317,30 @@ class Coordinator:
     async def _record(self, write: Callable[..., Result], *what: object) -> Result:
         """One transaction of the database, on a thread; while the disk is full the run pauses."""
         return await self._disk.write(lambda: asyncio.to_thread(write, *what))
+
+    async def _open_snapshot(self, step: int, epoch: Epoch) -> None:
+        rates = [session.hello.download_rate for session in self._sessions]
+        if not keeps_on_nodes(self.config, step, rates):
+            await self._snapshots.expect(step, epoch.snapshot_nodes)
+            return
+        # Other rows hold the same state: a second one saves its own copy, and nothing has to be sent.
+        rows = [epoch.snapshot_nodes, *map(epoch.row, range(epoch.rows))]
+        second = [row for row in rows[1:] if row != rows[0]][:1]
+        self._kept.expect(step, [rows[0], *second])
+        for node in (node for row in second for node in row):
+            self._send(node, TakeSnapshot(epoch=epoch.number, step=step))
+
+    def _send(self, node_id: str, message: CoordinatorMessage) -> None:
+        """Where a snapshot's layers go is no affair of the state machine."""
+        if isinstance(message, TakeSnapshot) and message.step in self._kept:
+            message = replace(message, place=NODES)
+        self._sessions.send(node_id, message)
+
+    def _addresses(self) -> dict[str, str]:
+        """Connected nodes, hosts in the order of their stages first, and where other nodes reach them."""
+        found = {session.node_id: session.address for session in self._sessions}
+        hosts = self._machine.epoch.hosts if self._machine.epoch is not None else ()
+        return {node: found[node] for node in (*hosts, *found) if node in found}
 
     async def _record_commit(self, commit: RecordCommit) -> None:
         training, model = self.config.training, self.config.model
@@ -358,6 +403,8 @@ class Coordinator:
                 windows=self._corpus.windows,
             )
         )
+        if (retain := self._kept.message()).steps:
+            session.send(retain)
         if self._outcome is not None:
             session.send(self._machine.goodbye)
             session.close()
@@ -445,6 +492,18 @@ class Coordinator:
             raise
         return np.ascontiguousarray(wanted).astype("<i4").tobytes()
 
+    def layer_holders(
+        self, node_id: str, step: int, unit: str, bad: Sequence[str]
+    ) -> tuple[UnitEntry, list[PlacedStage]] | None:
+        if step not in self._kept or self._snapshots.path(step).joinpath(MANIFEST_NAME).exists():
+            return None
+        return self._kept.where(node_id, step, unit, bad)
+
+    def hold_layers(
+        self, node_id: str, layers: Sequence[HeldLayer], missing: Sequence[tuple[int, str]]
+    ) -> list[tuple[int, str]]:
+        return self._kept.hold(node_id, layers, missing)
+
     async def layer_entry(self, step: int, unit: str) -> UnitEntry:
         return await self._snapshots.layer_entry(step, unit)
 
@@ -468,6 +527,15 @@ class Coordinator:
         self._exports.stored(manifest.step)
         self._post(lambda now: self._machine.snapshot_stored(manifest.step, now))
 
+    def _kept_stored(self, manifest: Manifest) -> None:
+        where = "the disks of the run's nodes"
+        self._reporter.snapshot_stored(manifest.step, manifest.total_bytes, where, manifest.weights_sha256)
+        self._post(lambda now: self._machine.snapshot_stored(manifest.step, now))
+
+    def _unavailable(self, step: int, whole: int, text: str) -> None:
+        self._emit(events.SnapshotSetAside(text=text, step=step, whole=whole))
+        self._post(lambda _now: self._machine.snapshot_damaged(step, whole))
+
     def _snapshot_damaged(self, step: int, checked: Checked) -> None:
         if checked.whole:
             self._emit(events.SnapshotSetAside(text=checked.news(), step=step, whole=checked.whole))
@@ -490,58 +558,3 @@ def held_out_samples(config: RunConfig, corpus: TrainingData) -> np.ndarray:
             "(a microbatch): give more text, name some in data.valid, or set data.valid_every = 0"
         )
     return windows[: len(windows) // microbatch * microbatch]
-
-
-class WindowPlanner:
-    """Takes what steps cost, on the event loop; only the newest counts."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        samples: int,
-        link_report: Callable[[int, int], LinkReport | None],
-        use: Callable[[int, Windows], None],
-    ) -> None:
-        """
-        Args:
-            samples: of one pass over the text.
-            link_report: the newest report of (source, target), if there is one.
-            use: is told of each plan, with the number of its epoch.
-        """
-        self._config = config
-        self._samples = samples
-        self._link_report = link_report
-        self._use = use
-        self._measured = asyncio.Event()
-        self._work: tuple[int, Callable[[], Windows]] = (0, tuple)
-
-    def step_done(self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts) -> None:
-        """A step of `epoch`, which these nodes host, has cost this."""
-        config, stages = self._config, len(nodes)
-        chunks, share = chunks_of(config, stages), head_share(config, stages)
-        current = epoch.planned_windows or (0,) * hops(config, stages)
-        measures = measured(costs, self._link_report, chunks, config.microbatches, share)
-        if measures is None:
-            return
-
-        def work() -> Windows:
-            memory, devices = [node.memory_bytes for node in nodes], [node.devices for node in nodes]
-            return plan_windows(
-                measures,
-                chunks=chunks,
-                microbatches=config.microbatches,
-                most_held=most_held(config, stages, memory, self._samples, devices),
-                current=current,
-            )
-
-        self._work = epoch.number, work
-        self._measured.set()
-
-    async def run(self) -> None:
-        """Plan until cancelled."""
-        while True:
-            await self._measured.wait()
-            self._measured.clear()
-            epoch, work = self._work
-            self._use(epoch, await asyncio.to_thread(work))

@@ -21,6 +21,7 @@ from node.coordinator.coordinator import Coordinator
 from node.coordinator.disk import check_room
 from node.coordinator.enrolment import EnrolmentHandler, token_uses_told
 from node.coordinator.epoch import Committed
+from node.coordinator.kept_snapshots import kept_manifests
 from node.coordinator.message_limits import MessageLimits
 from node.coordinator.metrics import RunMetrics
 from node.coordinator.ports import (
@@ -157,7 +158,8 @@ def _reopen(
     held = sum(path.stat().st_size for path in (directory / "snapshots").glob("step-*/*"))
     if (line := check_room(config, directory, held=held)) is not None:
         tell(line)
-    newest = checked.whole
+    kept = kept_manifests(directory)
+    newest = max([checked.whole, *(manifest.step for manifest in kept)])
     store = Store.open(directory)
     for step, _ in checked.damaged:
         store.delete_snapshot(step)

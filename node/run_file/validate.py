@@ -17,6 +17,7 @@ from node.config.schema import (
     PipelineSection,
     RunConfig,
     RunSection,
+    SnapshotsSection,
     StorageSection,
     TelemetrySection,
     TrainingSection,
@@ -25,6 +26,7 @@ from node.model.lora_shapes import FORMS, projections
 from node.model.storage import AS_COMPUTED, FROM_PRESET, KINDS, PRESETS, RECOMPUTE, configured
 from node.model.units import CHOICES, FAMILIES
 from node.pipeline.placement import HEADS, head_first
+from node.pipeline.snapshot_place import KEEPS
 from node.telemetry.trace_files import TracedSteps
 from node.training.schedule import SCHEDULES
 from wire.codecs.formats import codec_format
@@ -72,6 +74,7 @@ def problems(config: RunConfig) -> list[str]:
         *_groups(config),
         *_codecs(config.pipeline, config.data.shift),
         *_tensors(config),
+        *_snapshots(config.snapshots, config.training),
         *_coordinator(config.coordinator),
         *_dashboard(config.dashboard, config.coordinator),
         *_telemetry(config.telemetry),
@@ -121,6 +124,15 @@ def _run(run: RunSection) -> Iterator[str]:
     yield from _at_least(1, {"run.steps": run.steps, "run.snapshot_every": run.snapshot_every})
     yield from _at_least(0, {"run.tokens": run.tokens})
     yield from _at_least(1, {"run.keep_snapshots": run.keep_snapshots})
+
+
+def _snapshots(snapshots: SnapshotsSection, training: TrainingSection) -> Iterator[str]:
+    yield from _name("snapshots.keep", snapshots.keep, KEEPS)
+    if snapshots.keep == "nodes" and training.export_every:
+        yield (
+            "training.export_every writes from snapshots at the coordinator: set snapshots.keep to "
+            '"coordinator", or training.export_every to 0'
+        )
 
 
 def _model(model: ModelSection, tokenizer: str) -> Iterator[str]:

@@ -5,7 +5,7 @@ import contextlib
 import hashlib
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from node.config.schema import RunConfig
 from node.model.labels import IGNORED
+from node.stage.layer_peers import LayerPlace
 from node.stage.snapshot_cache import LayerFile
 from wire.channels import NOT_YET, open_channel
 from wire.errors import (
@@ -30,7 +31,7 @@ from wire.errors import (
 )
 from wire.identity.credentials import NodeIdentity
 from wire.identity.enrolment import Refusal
-from wire.messages import CoordinatorMessage, Hello, NodeMessage
+from wire.messages import CoordinatorMessage, HeldLayer, Hello, NodeMessage, PlacedStage
 from wire.messages_proto import coordinator_message_from_proto, node_message_to_proto, refusal_from_proto
 from wire.pacing import RECONNECT_SECONDS, Backoff, Pacer
 from wire.v1 import control_pb2, control_pb2_grpc
@@ -158,23 +159,58 @@ class CoordinatorClient:
             )
         )
 
-    async def layer(self, step: int, unit: str, limit: int, kept: LayerFile | None = None) -> bytes:
-        """One layer unit's snapshot file, at most `limit` bytes, its SHA-256 checked.
+    async def layer(
+        self, step: int, unit: str, limit: int, kept: LayerFile | None = None, bad: Collection[str] = ()
+    ) -> bytes | LayerPlace:
+        """One layer unit's snapshot file, at most `limit` bytes, its SHA-256 checked; or where it is.
 
         Args:
             kept: this node's copy, which the coordinator does not send again if it is the same file.
+            bad: nodes whose copy turned out to be damaged or missing.
         """
         held = kept.sha256 if kept is not None else ""
-        request = control_pb2.GetLayerRequest(step=step, unit=unit, held_sha256=held)
-        return await self._retry(
+        request = control_pb2.GetLayerRequest(step=step, unit=unit, held_sha256=held, bad_holders=sorted(bad))
+        places: list[control_pb2.DataChunk] = []
+        data = await self._retry(
             lambda stub: _collect(
-                stub.GetLayer(request, timeout=_call_seconds(limit)),
+                _places_apart(stub.GetLayer(request, timeout=_call_seconds(limit)), places),
                 limit,
                 f"layer {unit} of step {step}",
                 exact=False,
                 kept=kept,
             )
         )
+        if not places:
+            return data
+        told = places[-1]
+        return LayerPlace(
+            step=step,
+            unit=unit,
+            bytes=told.total_bytes,
+            sha256=told.sha256,
+            holders=tuple(
+                PlacedStage(node_id=one.node_id, address=one.address) for one in told.place.holders
+            ),
+            url=told.place.url,
+        )
+
+    async def hold_layers(
+        self, layers: Sequence[HeldLayer], missing: Sequence[tuple[int, str]] = ()
+    ) -> list[tuple[int, str]]:
+        """Tell the coordinator which files this node has on its disk, and which it was asked for and has not.
+
+        Returns step and unit of those that are of no snapshot.
+        """
+        request = control_pb2.HoldLayersRequest(
+            layers=[control_pb2.HeldLayer(**vars(layer)) for layer in layers],
+            missing=[control_pb2.LayerName(step=step, unit=unit) for step, unit in missing],
+        )
+
+        async def call(stub: control_pb2_grpc.CoordinatorStub) -> list[tuple[int, str]]:
+            reply = _parsed(await stub.HoldLayers(request, timeout=CALL_SECONDS))
+            return [(name.step, name.unit) for name in reply.unknown]
+
+        return await self._retry(call)
 
     async def put_layer(self, step: int, unit: str, data: bytes) -> None:
         """Upload one layer unit's snapshot file; returns when the coordinator has it on disk."""
@@ -311,6 +347,20 @@ class Batches:
 
 def _batch_name(step: int, held_out: bool) -> str:
     return f"held-out batch {step}" if held_out else f"the batch of step {step}"
+
+
+async def _places_apart(
+    stream: AsyncIterator[control_pb2.DataChunk], places: list[control_pb2.DataChunk]
+) -> AsyncIterator[control_pb2.DataChunk]:
+    """The same chunks; an answer that is a place goes to `places` and counts as an empty download."""
+    places.clear()
+    async for maybe in stream:
+        chunk = _parsed(maybe)
+        if chunk.HasField("place"):
+            places.append(chunk)
+            yield control_pb2.DataChunk(total_bytes=0, sha256=hashlib.sha256(b"").hexdigest())
+        else:
+            yield chunk
 
 
 async def _probe(stub: control_pb2_grpc.CoordinatorStub, size: int, seconds: float = CALL_SECONDS) -> None:

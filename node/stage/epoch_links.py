@@ -13,6 +13,7 @@ from node.stage.inbox import TensorLink
 from node.stage.session import IdentityHolder
 from wire.codecs.formats import FP32
 from wire.errors import LinkLostError, ThinwireError, first_error
+from wire.layer_exchange import LayerServer
 from wire.link import Link, LinkSettings, LinkStats, dial_link
 from wire.link_server import LinkServer
 from wire.messages import Placement
@@ -55,6 +56,15 @@ class EpochLinks:
     async def stop(self) -> None:
         """Close every link and the port."""
         await self._server.stop()
+
+    def serve_layers(self, layers: LayerServer) -> None:
+        """From now on answer other nodes that ask for layers of snapshots."""
+        self._server.layers = layers
+
+    @property
+    def busy(self) -> bool:
+        """Whether tensors wait to be sent."""
+        return any(link.queued_bytes for link in self._links.values())
 
     def totals(self) -> dict[int, tuple[LinkStats, int]]:
         """By the neighbour's stage: the link's totals and its queued bytes."""

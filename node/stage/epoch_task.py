@@ -6,7 +6,7 @@ and not executed again.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -27,6 +27,7 @@ from wire.errors import (
     NonFiniteError,
     ProtocolViolationError,
     ThinwireError,
+    first_error,
 )
 from wire.messages import (
     Applied,
@@ -50,6 +51,9 @@ from wire.telemetry import Telemetry
 
 Result = TypeVar("Result")
 State = Mapping[str, Mapping[str, Tensor]]
+
+FETCHES = 4
+"""Layers of a snapshot that are fetched at a time."""
 
 
 class LinkEvents(Protocol):
@@ -85,19 +89,19 @@ class Services(Protocol):
         ...
 
     async def fetch_layer(self, step: int, unit: str) -> bytes:
-        """A layer unit's snapshot file from the coordinator."""
+        """A layer unit's snapshot file, from wherever it is."""
         ...
 
     async def fetch_weights(self, units: tuple[str, ...]) -> State:
         """The units' weights from the checkpoint that the run starts from, under their names in a state."""
         ...
 
-    def upload(self, epoch: int, step: int, state: State) -> None:
-        """Send a snapshot's layers in the background; a failure fails the epoch."""
+    def upload(self, epoch: int, take: TakeSnapshot, state: State) -> None:
+        """Save a snapshot's layers in the background; a failure fails the epoch."""
         ...
 
     def uploading(self, step: int) -> bool:
-        """Whether this step's layers are being sent or have arrived."""
+        """Whether this step's layers are being saved or are safe."""
         ...
 
     def count_time(self) -> None:
@@ -225,7 +229,7 @@ class EpochTask:
             case Validate():
                 await self._validate(command)
             case TakeSnapshot():
-                await self._take_snapshot(command.step)
+                await self._take_snapshot(command)
             case _:
                 pass
 
@@ -265,9 +269,7 @@ class EpochTask:
             files: dict[str, bytes] = {}
             weights: State = {}
             if step > 0:
-                for unit in executor.sources:
-                    faults.reach(faults.Phase.STATE_FETCH, stage=self.stage, step=step)
-                    files[unit] = await services.fetch_layer(step, unit)
+                files = await self._fetch(step, executor.sources)
             adapters = executor.config.lora.rank > 0
             if executor.config.model.from_ and (step == 0 or adapters):
                 weights = await services.fetch_weights(executor.units)
@@ -283,6 +285,22 @@ class EpochTask:
         executor.uncompressed = restore.uncompressed
         self._step = step
         self._ready = True
+
+    async def _fetch(self, step: int, units: Collection[str]) -> dict[str, bytes]:
+        """The units' snapshot files, `FETCHES` at a time: they may come from several nodes."""
+        turn = asyncio.Semaphore(FETCHES)
+
+        async def one(unit: str) -> bytes:
+            async with turn:
+                faults.reach(faults.Phase.STATE_FETCH, stage=self.stage, step=step)
+                return await self._services.fetch_layer(step, unit)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = {unit: group.create_task(one(unit)) for unit in units}
+        except* ThinwireError as errors:
+            raise first_error(errors) from None
+        return {unit: task.result() for unit, task in tasks.items()}
 
     async def _run_step(self, begin: Begin) -> None:
         services, executor, step = self._services, self._services.executor, begin.step
@@ -352,12 +370,12 @@ class EpochTask:
             self._step = commit.step + 1
         services.post(Applied(epoch=self.number, step=commit.step, telemetry=services.telemetry()))
 
-    async def _take_snapshot(self, step: int) -> None:
-        services, executor = self._services, self._services.executor
+    async def _take_snapshot(self, take: TakeSnapshot) -> None:
+        services, executor, step = self._services, self._services.executor, take.step
         if executor.state_step != step or (self._snapshot == step and services.uploading(step)):
             return
         self._snapshot = step
-        services.upload(self.number, step, await services.compute(executor.copy_state))
+        services.upload(self.number, take, await services.compute(executor.copy_state))
 
     def _fail(self, kind: FailureKind, message: str) -> None:
         """Report the epoch's first failure; later ones follow from it."""

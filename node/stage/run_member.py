@@ -16,6 +16,7 @@ from node.stage.epoch_links import EpochLinks
 from node.stage.epoch_task import EpochTask, LinkEvents, State
 from node.stage.executor import StageExecutor
 from node.stage.inbox import Inbox, TensorLink
+from node.stage.layer_peers import LayerPeers
 from node.stage.measure import NodeMeter
 from node.stage.node_metrics import NodeMetrics
 from node.stage.session import Session
@@ -33,6 +34,8 @@ from wire.messages import (
     Placement,
     Prefetch,
     Restore,
+    Retain,
+    SendLayers,
     TakeSnapshot,
     Validate,
     Welcome,
@@ -41,7 +44,9 @@ from wire.spec import Direction
 from wire.telemetry import Telemetry
 
 Result = TypeVar("Result")
-RunMessage = Placement | Restore | Begin | Commit | TakeSnapshot | Validate | Prefetch | Abort
+RunMessage = (
+    Placement | Restore | Begin | Commit | TakeSnapshot | Validate | Prefetch | Retain | SendLayers | Abort
+)
 """What the coordinator sends to a member of the run."""
 
 END_EPOCH_SECONDS = 30
@@ -60,6 +65,7 @@ class RunMember:
         client: CoordinatorClient,
         links: EpochLinks,
         cache: SnapshotCache,
+        peers: LayerPeers,
         compute: ComputeThread,
         room: Room,
         meter: NodeMeter,
@@ -84,6 +90,7 @@ class RunMember:
             windows=welcome.windows,
             client=client,
             cache=cache,
+            peers=peers,
             group=group,
             post=session.post,
             tell=tell,
@@ -105,7 +112,7 @@ class RunMember:
 
     @property
     def sending(self) -> bool:
-        """Whether a snapshot's layer is being uploaded."""
+        """Whether a snapshot's layer is being saved or sent."""
         return self._snapshots.sending
 
     async def handle(self, message: RunMessage) -> None:
@@ -120,6 +127,10 @@ class RunMember:
                     await self._end_epoch()
             case Prefetch():
                 self._snapshots.prefetch(message)
+            case Retain():
+                self._snapshots.retain(message)
+            case SendLayers():
+                self._snapshots.send(message)
             case _:
                 if self._running is not None and self.epoch == message.epoch:
                     self._running[0].submit(message)
@@ -159,10 +170,14 @@ class RunMember:
     async def fetch_weights(self, units: tuple[str, ...]) -> State:
         return await self._snapshots.fetch_weights(units)
 
-    def upload(self, epoch: int, step: int, state: State) -> None:
+    def upload(self, epoch: int, take: TakeSnapshot, state: State) -> None:
         if self._session.leaving:
-            faults.reach(faults.Phase.DRAIN, stage=self.executor.stage, step=step)
-        self._snapshots.upload(epoch, step, state, stage=self.executor.stage)
+            faults.reach(faults.Phase.DRAIN, stage=self.executor.stage, step=take.step)
+        self._snapshots.upload(epoch, take, state, stage=self.executor.stage)
+
+    def offer_layers(self) -> None:
+        """Tell the coordinator which layers of snapshots are on this node's disk."""
+        self._snapshots.offer()
 
     def uploading(self, step: int) -> bool:
         return self._snapshots.uploading(step)

@@ -6,7 +6,6 @@
 
 import asyncio
 import functools
-import hashlib
 import secrets
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from node.run_file.loader import from_json
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.epoch_links import EpochLinks
 from node.stage.executor import StageExecutor
+from node.stage.layer_peers import LayerPeers, LayersHeld
 from node.stage.measure import NodeMeter
 from node.stage.node_metrics import NodeMetrics
 from node.stage.out_of_memory import exhausted, ran_out
@@ -35,6 +35,7 @@ from node.stage.watchdog import ComputeThread, StuckError
 from node.telemetry.trace_files import TracedSteps
 from wire.errors import DeviceLostError, RunError, first_error
 from wire.identity.enrolment import Hardware, Refusal
+from wire.layer_exchange import LayerServer
 from wire.link import LinkSettings
 from wire.messages import CoordinatorMessage, Finish, Heartbeat, HeartbeatReply, Hello, Welcome
 from wire.pacing import Pacer
@@ -87,6 +88,7 @@ class NodeRuntime:
                 pacer=settings.pacer, frame_filter=faults.frame_filter(), on_transfer=self._meter.transferred
             ),
         )
+        self._peers = LayerPeers(identity)
         self._session = Session(self._client)
         self._compute = ComputeThread()
         self._tasks: list[asyncio.Task[None]] = []
@@ -131,6 +133,7 @@ class NodeRuntime:
             if self._member is not None:
                 self._member.inbox.interrupt("the node is stopping")
             await self._links.stop()
+            await self._peers.close()
             await self._client.close()
             try:
                 if not stuck:
@@ -225,6 +228,7 @@ class NodeRuntime:
         if self._member is not None:
             if self._member.config_json != welcome.config_json:
                 raise RunError("the coordinator came back with another run file: join again")
+            self._member.offer_layers()
             return
         config = from_json(welcome.config_json)
         traced = TracedSteps.parse(config.telemetry.trace)
@@ -237,14 +241,17 @@ class NodeRuntime:
         room = Room(devices=devices_of(hardware), memory_bytes=hardware.memory_bytes, windows=welcome.windows)
         executor = await self._compute.run(lambda: self._make_executor(config, room))
         self._client.outage_seconds = config.coordinator.outage_seconds
-        tag = hashlib.sha256(welcome.config_json.encode()).hexdigest()[:16]
+        cache = SnapshotCache(self._settings.cache_directory, self._settings.cache_bytes)
+        held = LayersHeld(cache, self._settings.pacer, lambda: self._links.busy)
+        self._links.serve_layers(LayerServer(held))
         self._member = RunMember(
             welcome,
             executor,
             session=self._session,
             client=self._client,
             links=self._links,
-            cache=SnapshotCache(self._settings.cache_directory, self._settings.cache_bytes, tag),
+            cache=cache,
+            peers=self._peers,
             compute=self._compute,
             room=room,
             meter=self._meter,
@@ -252,6 +259,7 @@ class NodeRuntime:
             group=group,
             tell=self._tell,
         )
+        self._member.offer_layers()
         self._tell(f"joined run {config.run.name} as {welcome.node_id}; waiting for a stage")
 
     def _make_executor(self, config: RunConfig, room: Room) -> StageExecutor:

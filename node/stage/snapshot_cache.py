@@ -1,21 +1,25 @@
-"""Caches snapshots' layer files on a node's disk, so that a rollback or a new stage needs no network.
+"""A node's layer files of snapshots: for rollbacks, for a new stage, and as the run's own copies.
 
-    DIRECTORY/TAG/STEP/UNIT.layer    SHA-256 of the rest, then a unit's snapshot file
+    DIRECTORY/STEP/UNIT.layer    SHA-256 of the rest, then a unit's snapshot file
+    DIRECTORY/run.json           what `thinwire recover` needs of the run
 
-A file that does not match its SHA-256 counts as absent. A file may belong to a snapshot that was never
-completed, after which the run reached the same step with other bits; so the node asks the coordinator whether
-its copy is the snapshot's. The tag stands for the config; files of another tag are removed.
+Each file is written under a temporary name, synced and renamed. One that does not match its SHA-256 is
+removed and counts as absent. A file may belong to a snapshot that was never completed, after which the run
+reached the same step with other bits; so a node asks the coordinator whether its copy is the snapshot's.
 """
 
-import contextlib
 import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 KEPT_STEPS = 2
+"""Steps to keep beside those that the coordinator wants kept."""
+RECORD_FILE = "run.json"
+_SUM = 32
 
 
 class LayerFile(NamedTuple):
@@ -26,61 +30,141 @@ class LayerFile(NamedTuple):
     """In hex."""
 
 
+class LayerName(NamedTuple):
+    """A file's place and, unchecked, what it is."""
+
+    step: int
+    unit: str
+    bytes: int
+    sha256: str
+
+
 class SnapshotCache:
     """Holds the newest steps, at most `limit` bytes. All calls block on the disk: use `asyncio.to_thread`."""
 
-    def __init__(self, directory: Path, limit: int, tag: str) -> None:
+    def __init__(self, directory: Path, limit: int) -> None:
         self._directory = directory
         self._limit = limit
-        self._tag = tag
+        self._kept: frozenset[int] = frozenset()
+        """Steps of complete snapshots: only `retain` removes their files."""
 
     def get(self, step: int, unit: str) -> LayerFile | None:
-        """The unit's file, or None if it is missing or damaged."""
+        """The unit's file, or None if it is missing or damaged. A damaged one is removed."""
         path = self._path(step, unit)
         try:
             content = path.read_bytes() if path is not None else b""
         except OSError:
             return None
-        digest, data = content[:32], content[32:]
-        return LayerFile(data, digest.hex()) if hashlib.sha256(data).digest() == digest else None
+        digest, data = content[:_SUM], content[_SUM:]
+        if hashlib.sha256(data).digest() == digest:
+            return LayerFile(data, digest.hex())
+        if path is not None:
+            path.unlink(missing_ok=True)
+        return None
 
-    def put(self, step: int, unit: str, data: bytes) -> None:
-        """Store a file if there is room. A failing disk is no error: the coordinator has the snapshot."""
+    def put(self, step: int, unit: str, data: bytes) -> bool:
+        """Store a file durably if there is room. False if there is none, or the disk fails."""
         path = self._path(step, unit)
         if path is None:
-            return
-        with contextlib.suppress(OSError):
+            return False
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if not self._make_room(path, len(data) + 32):
-                return
-            handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+            if not self._make_room(path, len(data) + _SUM):
+                return False
+            _write(path, hashlib.sha256(data).digest(), data)
+        except OSError:
+            return False
+        return True
+
+    def drop(self, step: int, unit: str) -> None:
+        """Remove a file that is of no snapshot."""
+        if (path := self._path(step, unit)) is not None:
+            path.unlink(missing_ok=True)
+
+    def retain(self, steps: Collection[int], record: str = "") -> None:
+        """Keep these steps and remove older ones; `record` is for `thinwire recover`. A failing disk is no
+        error here."""
+        self._kept = frozenset(steps)
+        newest = max(steps, default=0)
+        for step, directory in self._steps():
+            if step < newest and step not in self._kept:
+                shutil.rmtree(directory, ignore_errors=True)
+        if record:
             try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(hashlib.sha256(data).digest() + data)
-                Path(partial).replace(path)
+                self._directory.mkdir(parents=True, exist_ok=True)
+                _write(self._directory / RECORD_FILE, record.encode())
             except OSError:
-                Path(partial).unlink(missing_ok=True)
+                return
+
+    def names(self) -> list[LayerName]:
+        """All files, the newest step first. Their content is not checked."""
+        found = []
+        for step, directory in reversed(self._steps()):
+            for path in sorted(directory.glob("*.layer")):
+                try:
+                    with path.open("rb") as file:
+                        digest = file.read(_SUM)
+                    size = path.stat().st_size - _SUM
+                except OSError:
+                    continue
+                if size >= 0:
+                    found.append(LayerName(step, path.stem, size, digest.hex()))
+        return found
 
     def _make_room(self, path: Path, size: int) -> bool:
-        """Remove files of other configs, then older steps, until the file fits."""
+        """Remove what is no step's, then older steps that nobody counts on, until the file fits."""
         for other in self._directory.iterdir():
-            if other.name != self._tag:
+            if other.is_dir() and not other.name.isdigit():
                 shutil.rmtree(other, ignore_errors=True)
         step = int(path.parent.name)
-        names = [entry.name for entry in (self._directory / self._tag).iterdir()]
-        steps = sorted(int(name) for name in names if name.isdigit())
-        older = [other for other in steps if other < step]
-        while older and (len(older) >= KEPT_STEPS or self._size(path) + size > self._limit):
-            shutil.rmtree(self._directory / self._tag / str(older.pop(0)), ignore_errors=True)
+        older = [other for other, _ in self._steps() if other < step]
+        free = [other for other in older if other not in self._kept]
+        # Of complete snapshots the newest stays, whatever the limit.
+        last = [other for other in older if other in self._kept and other != max(self._kept)]
+        while free and len(free) >= KEPT_STEPS:
+            shutil.rmtree(self._directory / str(free.pop(0)), ignore_errors=True)
+        given_up = [*free, *last]
+        while given_up and self._size(path) + size > self._limit:
+            shutil.rmtree(self._directory / str(given_up.pop(0)), ignore_errors=True)
         return self._size(path) + size <= self._limit
+
+    def _steps(self) -> list[tuple[int, Path]]:
+        if not self._directory.is_dir():
+            return []
+        found = (path for path in self._directory.iterdir() if path.is_dir() and path.name.isdigit())
+        return sorted((int(path.name), path) for path in found)
 
     def _size(self, replaced: Path) -> int:
         """Bytes on disk without the file that will be replaced."""
-        files = (path for path in self._directory.rglob("*.layer") if path != replaced)
-        return sum(path.stat().st_size for path in files)
+        return sum(path.stat().st_size for path in self._files() if path != replaced)
+
+    def _files(self) -> Iterator[Path]:
+        for _, directory in self._steps():
+            yield from directory.glob("*.layer")
 
     def _path(self, step: int, unit: str) -> Path | None:
         """The file's path; None for a unit whose name is no file name."""
         if not unit.replace(".", "").isalnum() or step < 0:
             return None
-        return self._directory / self._tag / str(step) / f"{unit}.layer"
+        return self._directory / str(step) / f"{unit}.layer"
+
+
+def _write(path: Path, *parts: bytes) -> None:
+    """Make `path` hold the parts, atomically and durably."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    partial = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

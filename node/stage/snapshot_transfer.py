@@ -1,8 +1,11 @@
-"""Transfers snapshots' layers between a node and the coordinator: fetch, prefetch, upload."""
+"""A node's part in snapshots: saves layers, holds copies, fetches what it needs."""
 
 import asyncio
+import contextlib
+import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,13 +18,30 @@ from node.model.units import most_state_bytes, parameter_specs
 from node.pipeline.placement import most_layer_bytes
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.epoch_task import State
+from node.stage.layer_peers import LayerPeers
 from node.stage.snapshot_cache import SnapshotCache
+from node.training.manifest import unit_weights_sha256
 from node.training.serialization import deserialize_unit, serialize_unit
-from node.training.unit_state import PARAMETER_PREFIX
-from wire.errors import DataError, ThinwireError
-from wire.messages import FailureKind, NodeMessage, Prefetch, StepFailed
+from node.training.unit_state import PARAMETER_PREFIX, check_state, parameters_of, read_tensors
+from wire.errors import DataError, LinkError, RunError, ThinwireError
+from wire.messages import (
+    NODES,
+    FailureKind,
+    HeldLayer,
+    NodeMessage,
+    Prefetch,
+    Retain,
+    SendLayers,
+    StepFailed,
+    TakeSnapshot,
+)
 
 log = logging.getLogger(__name__)
+
+MOST_ASKED = 4
+"""How often the coordinator is asked where a layer is before a fetch fails."""
+OFFERED = 200
+"""Files named in one message."""
 
 
 class SnapshotTransfer:
@@ -34,6 +54,7 @@ class SnapshotTransfer:
         windows: int,
         client: CoordinatorClient,
         cache: SnapshotCache,
+        peers: LayerPeers,
         group: asyncio.TaskGroup,
         post: Callable[[NodeMessage], None],
         tell: Callable[[str], None],
@@ -48,23 +69,22 @@ class SnapshotTransfer:
         self._windows = windows
         self._client = client
         self._cache = cache
+        self._peers = peers
         self._group = group
         self._post = post
         self._tell = tell
         self._uploads: dict[int, asyncio.Task[bool]] = {}
         self._prefetching: asyncio.Task[None] | None = None
+        self._others: set[asyncio.Task[None]] = set()
+        """Copies that this node was asked to hold, layers that it sends, files that it offers."""
+        self._keeping: set[tuple[int, str]] = set()
+
+    # ---- fetching
 
     async def fetch(self, step: int, unit: str) -> bytes:
-        """A layer unit's snapshot file, from this node's disk if that copy is the right one."""
-        kept = await asyncio.to_thread(self._cache.get, step, unit)
-        limit = most_layer_bytes(self._config, unit, self._windows)
-        if step == 0:
-            # A checkpoint's weights, whatever of them is trained.
-            limit = max(limit, most_state_bytes(parameter_specs(self._config.model, unit)))
-        data = await self._client.layer(step, unit, limit, kept)
-        if kept is None or data is not kept.data:
-            await asyncio.to_thread(self._cache.put, step, unit, data)
-        return data
+        """A layer unit's snapshot file: from this node's disk if that copy is the right one, else from the
+        nodes that hold it or from the coordinator."""
+        return (await self._fetch(step, unit))[0]
 
     async def fetch_weights(self, units: tuple[str, ...]) -> State:
         """The units' weights from the run's checkpoint: from the hub or its cache on this node, else from the
@@ -80,47 +100,112 @@ class SnapshotTransfer:
         return {unit: deserialize_unit(await self.fetch(0, unit)) for unit in units}
 
     def prefetch(self, wanted: Prefetch) -> None:
-        """Fetch a snapshot for a stage that may be assigned to this node; replaces an older prefetch."""
+        """Fetch layers that a stage may need which may be assigned to this node, in place of an older such
+        fetch; or hold copies of layers, beside everything else."""
+        if wanted.keep:
+            units = [unit for unit in wanted.units if (wanted.step, unit) not in self._keeping]
+            self._keeping.update((wanted.step, unit) for unit in units)
+            self._beside(self._keep(wanted.step, units))
+            return
         if self._prefetching is not None:
             self._prefetching.cancel()
         self._prefetching = self._group.create_task(self._prefetch(wanted))
 
-    def upload(self, epoch: int, step: int, state: State, *, stage: int) -> None:
-        """Send a snapshot's layers in the background; a failure fails the epoch."""
+    # ---- saving
+
+    def upload(self, epoch: int, take: TakeSnapshot, state: State, *, stage: int) -> None:
+        """Save a snapshot's layers in the background, where `take` says; a failure fails the epoch."""
+        step = take.step
         running = {old: task for old, task in self._uploads.items() if not task.done()}
         # Cancel an upload of the same step, which may hold other layers or belong to a lost coordinator. Of
         # older steps let only the newest finish: each holds a copy of the state.
         stale = [*sorted(running.keys() - {step})[:-1], *(running.keys() & {step})]
         for old in stale:
             running.pop(old).cancel()
-        self._uploads = {**running, step: self._group.create_task(self._upload(epoch, step, state, stage))}
+        task = self._group.create_task(self._upload(epoch, take, state, stage))
+        self._uploads = {**running, step: task}
 
     def uploading(self, step: int) -> bool:
-        """Whether this step's layers are being sent or have all arrived."""
+        """Whether this step's layers are being saved or have all arrived."""
         task = self._uploads.get(step)
         return task is not None and (not task.done() or (not task.cancelled() and task.result()))
 
     @property
     def sending(self) -> bool:
-        """Whether any layer is being sent."""
-        return any(not task.done() for task in self._uploads.values())
+        """Whether any layer is being saved, or sent on request."""
+        return bool(self._others) or any(not task.done() for task in self._uploads.values())
+
+    # ---- what the coordinator asks of this node's disk
+
+    def retain(self, wanted: Retain) -> None:
+        """Keep these snapshots and remove older ones."""
+        self._beside(asyncio.to_thread(self._cache.retain, wanted.steps, wanted.record))
+
+    def send(self, wanted: SendLayers) -> None:
+        """Send layers that this node holds to the coordinator."""
+        self._beside(self._send(wanted))
+
+    def offer(self) -> None:
+        """Tell the coordinator which files are on this node's disk."""
+        self._beside(self._offer())
 
     def cancel(self) -> None:
         """Stop all transfers."""
-        for task in [*self._uploads.values(), self._prefetching]:
+        for task in [*self._uploads.values(), *self._others, self._prefetching]:
             if task is not None:
                 task.cancel()
 
-    async def _upload(self, epoch: int, step: int, state: State, stage: int) -> bool:
-        """Send every layer; whether all arrived. A missing layer fails the epoch: the run may wait for it."""
+    # ---- inside
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._group.create_task(_quietly(work))
+        self._others.add(task)
+        task.add_done_callback(self._others.discard)
+
+    async def _fetch(self, step: int, unit: str) -> tuple[bytes, bool]:
+        """The file, and whether the snapshot is one whose copies nodes hold."""
+        kept = await asyncio.to_thread(self._cache.get, step, unit)
+        limit = most_layer_bytes(self._config, unit, self._windows)
+        if step == 0:
+            # A checkpoint's weights, whatever of them is trained.
+            limit = max(limit, most_state_bytes(parameter_specs(self._config.model, unit)))
+        bad, trouble = set[str](), ""
+        for _ in range(MOST_ASKED):
+            answer = await self._client.layer(step, unit, limit, kept, bad)
+            if isinstance(answer, bytes):
+                if kept is None or answer is not kept.data:
+                    await asyncio.to_thread(self._cache.put, step, unit, answer)
+                return answer, False
+            if kept is not None and kept.sha256 == answer.sha256:
+                data = kept.data
+            else:
+                try:
+                    data = await self._peers.fetch(answer, limit, bad)
+                except LinkError as error:
+                    trouble = str(error)
+                    continue
+                await asyncio.to_thread(self._cache.put, step, unit, data)
+            if bad:
+                await self._client.layer(step, unit, limit, None, bad)  # so that they look at their copies
+            return data, True
+        raise LinkError(trouble)
+
+    async def _upload(self, epoch: int, take: TakeSnapshot, state: State, stage: int) -> bool:
+        """Save every layer; whether all are. A missing layer fails the epoch: the run may wait for it."""
+        step = take.step
         if faults.keeps_layers(stage=stage, step=step):
             return True
         for unit, tensors in state.items():
             faults.reach(faults.Phase.SNAPSHOT, stage=stage, step=step)
             data = await asyncio.to_thread(serialize_unit, tensors)
-            await asyncio.to_thread(self._cache.put, step, unit, data)
+            stored = await asyncio.to_thread(self._cache.put, step, unit, data)
             try:
-                await self._client.put_layer(step, unit, data)
+                if not take.place:
+                    await self._client.put_layer(step, unit, data)
+                elif take.place != NODES or not stored:
+                    raise RunError("there is no room on this node's disk: free some, or join with --max-disk")
+                else:
+                    await self._client.hold_layers([await asyncio.to_thread(self._held, step, unit, data)])
             except ThinwireError as error:
                 failure = f"layer {unit} of the snapshot of step {step} was not stored: {error}"
                 log.warning("%s", failure)
@@ -131,11 +216,74 @@ class SnapshotTransfer:
     async def _prefetch(self, wanted: Prefetch) -> None:
         for unit in wanted.units:
             try:
-                await self.fetch(wanted.step, unit)
+                data, is_held = await self._fetch(wanted.step, unit)
+                if is_held:
+                    await self._hold(wanted.step, unit, data)
             except ThinwireError as error:
                 log.warning("layer %s of step %d was not fetched ahead: %s", unit, wanted.step, error)
                 return
         self._tell(f"holding the snapshot of step {wanted.step}, ready to take a stage")
+
+    async def _keep(self, step: int, units: list[str]) -> None:
+        """Hold copies; what cannot be held is told, so that another node is asked."""
+        for unit in units:
+            try:
+                data, _ = await self._fetch(step, unit)
+                await self._hold(step, unit, data)
+            except ThinwireError as error:
+                log.warning("no copy of layer %s of step %d is held here: %s", unit, step, error)
+                with contextlib.suppress(ThinwireError):
+                    await self._client.hold_layers([], [(step, unit)])
+            finally:
+                self._keeping.discard((step, unit))
+
+    async def _hold(self, step: int, unit: str, data: bytes) -> None:
+        """Tell the coordinator of a copy on this node's disk that a stage can go on from."""
+        kept = await asyncio.to_thread(self._cache.get, step, unit)
+        if kept is None:
+            raise RunError("there is no room on this node's disk")
+        held = await asyncio.to_thread(self._held, step, unit, data)
+        for unknown in await self._client.hold_layers([held]):
+            await asyncio.to_thread(self._cache.drop, *unknown)
+
+    def _held(self, step: int, unit: str, data: bytes) -> HeldLayer:
+        """What is told of a file, once it is known that a stage can go on from it. Raises RunError."""
+        tensors = read_tensors(data)
+        check_state(self._config, self._windows, unit, tensors)
+        return HeldLayer(
+            step=step,
+            unit=unit,
+            bytes=len(data),
+            sha256=hashlib.sha256(data).hexdigest(),
+            weights_sha256=unit_weights_sha256(parameters_of(tensors)),
+        )
+
+    async def _send(self, wanted: SendLayers) -> None:
+        for unit in wanted.units:
+            if (kept := await asyncio.to_thread(self._cache.get, wanted.step, unit)) is None:
+                await self._client.hold_layers([], [(wanted.step, unit)])
+            else:
+                await self._client.put_layer(wanted.step, unit, kept.data)
+
+    async def _offer(self) -> None:
+        names = await asyncio.to_thread(self._cache.names)
+        for first in range(0, len(names), OFFERED):
+            layers = [HeldLayer(**name._asdict()) for name in names[first : first + OFFERED]]
+            for step, unit in await self._client.hold_layers(layers):
+                await asyncio.to_thread(self._cache.drop, step, unit)
+        # Then look whether they are still what they were; a damaged one is removed.
+        for name in names:
+            if await asyncio.to_thread(self._cache.get, name.step, name.unit) is None:
+                log.warning("this node's copy of layer %s of step %d is damaged", name.unit, name.step)
+                await self._client.hold_layers([], [(name.step, name.unit)])
+
+
+async def _quietly(work: Coroutine[Any, Any, None]) -> None:
+    """A failure here is no failure of the node: the coordinator asks others."""
+    try:
+        await work
+    except ThinwireError as error:
+        log.warning("%s", error)
 
 
 def _as_state(weights: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:

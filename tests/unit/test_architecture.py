@@ -30,6 +30,7 @@ EDGE = {
         "node/processes/enrol.py",
         "node/stage/coordinator_client.py",
         "wire/connection.py",
+        "wire/layer_exchange.py",
         "wire/messages_proto.py",
         "wire/telemetry_proto.py",
     )

@@ -368,6 +368,24 @@ class Validate(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., number: _Optional[int] = ..., microbatches: _Optional[int] = ...) -> None: ...
 
 class Prefetch(_message.Message):
+    __slots__ = ("step", "units", "keep")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    units: _containers.RepeatedScalarFieldContainer[str]
+    keep: bool
+    def __init__(self, step: _Optional[int] = ..., units: _Optional[_Iterable[str]] = ..., keep: bool = ...) -> None: ...
+
+class Retain(_message.Message):
+    __slots__ = ("steps", "record")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    steps: _containers.RepeatedScalarFieldContainer[int]
+    record: str
+    def __init__(self, steps: _Optional[_Iterable[int]] = ..., record: _Optional[str] = ...) -> None: ...
+
+class SendLayers(_message.Message):
     __slots__ = ("step", "units")
     STEP_FIELD_NUMBER: _ClassVar[int]
     UNITS_FIELD_NUMBER: _ClassVar[int]
@@ -388,12 +406,14 @@ class Commit(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., clip_coefficient: _Optional[float] = ..., lr: _Optional[float] = ...) -> None: ...
 
 class TakeSnapshot(_message.Message):
-    __slots__ = ("epoch", "step")
+    __slots__ = ("epoch", "step", "place")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+    place: str
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., place: _Optional[str] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("epoch", "reason")
@@ -416,7 +436,7 @@ class Finish(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., failed: bool = ..., paused: bool = ..., soon: bool = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("welcome", "placement", "restore", "begin", "commit", "abort", "finish", "refusal", "take_snapshot", "prefetch", "heartbeat_reply", "validate")
+    __slots__ = ("welcome", "placement", "restore", "begin", "commit", "abort", "finish", "refusal", "take_snapshot", "prefetch", "heartbeat_reply", "validate", "retain", "send_layers")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
@@ -429,6 +449,8 @@ class CoordinatorMessage(_message.Message):
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_REPLY_FIELD_NUMBER: _ClassVar[int]
     VALIDATE_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_FIELD_NUMBER: _ClassVar[int]
+    SEND_LAYERS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     placement: Placement
     restore: Restore
@@ -441,7 +463,9 @@ class CoordinatorMessage(_message.Message):
     prefetch: Prefetch
     heartbeat_reply: HeartbeatReply
     validate: Validate
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., refusal: _Optional[_Union[_enrolment_pb2.Refusal, _Mapping]] = ..., take_snapshot: _Optional[_Union[TakeSnapshot, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., heartbeat_reply: _Optional[_Union[HeartbeatReply, _Mapping]] = ..., validate: _Optional[_Union[Validate, _Mapping]] = ...) -> None: ...
+    retain: Retain
+    send_layers: SendLayers
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., refusal: _Optional[_Union[_enrolment_pb2.Refusal, _Mapping]] = ..., take_snapshot: _Optional[_Union[TakeSnapshot, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., heartbeat_reply: _Optional[_Union[HeartbeatReply, _Mapping]] = ..., validate: _Optional[_Union[Validate, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ..., send_layers: _Optional[_Union[SendLayers, _Mapping]] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ("bytes",)
@@ -476,24 +500,84 @@ class GetBatchRequest(_message.Message):
     def __init__(self, step: _Optional[int] = ..., labels: bool = ..., held_out: bool = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetLayerRequest(_message.Message):
-    __slots__ = ("step", "unit", "held_sha256")
+    __slots__ = ("step", "unit", "held_sha256", "bad_holders")
     STEP_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
     HELD_SHA256_FIELD_NUMBER: _ClassVar[int]
+    BAD_HOLDERS_FIELD_NUMBER: _ClassVar[int]
     step: int
     unit: str
     held_sha256: str
-    def __init__(self, step: _Optional[int] = ..., unit: _Optional[str] = ..., held_sha256: _Optional[str] = ...) -> None: ...
+    bad_holders: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, step: _Optional[int] = ..., unit: _Optional[str] = ..., held_sha256: _Optional[str] = ..., bad_holders: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class LayerPlace(_message.Message):
+    __slots__ = ("holders", "url")
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    holders: _containers.RepeatedCompositeFieldContainer[PlacedStage]
+    url: str
+    def __init__(self, holders: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ..., url: _Optional[str] = ...) -> None: ...
+
+class HeldLayer(_message.Message):
+    __slots__ = ("step", "unit", "bytes", "sha256", "weights_sha256")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_SHA256_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    unit: str
+    bytes: int
+    sha256: str
+    weights_sha256: str
+    def __init__(self, step: _Optional[int] = ..., unit: _Optional[str] = ..., bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., weights_sha256: _Optional[str] = ...) -> None: ...
+
+class LayerName(_message.Message):
+    __slots__ = ("step", "unit")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    unit: str
+    def __init__(self, step: _Optional[int] = ..., unit: _Optional[str] = ...) -> None: ...
+
+class HoldLayersRequest(_message.Message):
+    __slots__ = ("layers", "missing")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    layers: _containers.RepeatedCompositeFieldContainer[HeldLayer]
+    missing: _containers.RepeatedCompositeFieldContainer[LayerName]
+    def __init__(self, layers: _Optional[_Iterable[_Union[HeldLayer, _Mapping]]] = ..., missing: _Optional[_Iterable[_Union[LayerName, _Mapping]]] = ...) -> None: ...
+
+class HoldLayersReply(_message.Message):
+    __slots__ = ("unknown",)
+    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    unknown: _containers.RepeatedCompositeFieldContainer[LayerName]
+    def __init__(self, unknown: _Optional[_Iterable[_Union[LayerName, _Mapping]]] = ...) -> None: ...
+
+class PeerLayerRequest(_message.Message):
+    __slots__ = ("step", "unit", "sha256", "offset")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    unit: str
+    sha256: str
+    offset: int
+    def __init__(self, step: _Optional[int] = ..., unit: _Optional[str] = ..., sha256: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class DataChunk(_message.Message):
-    __slots__ = ("data", "total_bytes", "sha256")
+    __slots__ = ("data", "total_bytes", "sha256", "place")
     DATA_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     total_bytes: int
     sha256: str
-    def __init__(self, data: _Optional[bytes] = ..., total_bytes: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
+    place: LayerPlace
+    def __init__(self, data: _Optional[bytes] = ..., total_bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., place: _Optional[_Union[LayerPlace, _Mapping]] = ...) -> None: ...
 
 class PutLayerChunk(_message.Message):
     __slots__ = ("step", "unit", "total_bytes", "sha256", "data")

@@ -66,6 +66,11 @@ class CoordinatorStub(object):
                 request_serializer=wire_dot_v1_dot_control__pb2.PutLayerChunk.SerializeToString,
                 response_deserializer=wire_dot_v1_dot_control__pb2.PutLayerReply.FromString,
                 _registered_method=True)
+        self.HoldLayers = channel.unary_unary(
+                '/thinwire.wire.v1.Coordinator/HoldLayers',
+                request_serializer=wire_dot_v1_dot_control__pb2.HoldLayersRequest.SerializeToString,
+                response_deserializer=wire_dot_v1_dot_control__pb2.HoldLayersReply.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServicer(object):
@@ -109,6 +114,12 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def HoldLayers(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -141,6 +152,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.PutLayer,
                     request_deserializer=wire_dot_v1_dot_control__pb2.PutLayerChunk.FromString,
                     response_serializer=wire_dot_v1_dot_control__pb2.PutLayerReply.SerializeToString,
+            ),
+            'HoldLayers': grpc.unary_unary_rpc_method_handler(
+                    servicer.HoldLayers,
+                    request_deserializer=wire_dot_v1_dot_control__pb2.HoldLayersRequest.FromString,
+                    response_serializer=wire_dot_v1_dot_control__pb2.HoldLayersReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -307,6 +323,33 @@ class Coordinator(object):
             '/thinwire.wire.v1.Coordinator/PutLayer',
             wire_dot_v1_dot_control__pb2.PutLayerChunk.SerializeToString,
             wire_dot_v1_dot_control__pb2.PutLayerReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HoldLayers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/thinwire.wire.v1.Coordinator/HoldLayers',
+            wire_dot_v1_dot_control__pb2.HoldLayersRequest.SerializeToString,
+            wire_dot_v1_dot_control__pb2.HoldLayersReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from datetime import timedelta
 from hashlib import sha256
 
@@ -30,7 +30,7 @@ from wire.channels import make_server, open_channel
 from wire.errors import RunError
 from wire.identity.credentials import NodeIdentity, mutual_tls
 from wire.identity.enrolment import Refusal
-from wire.messages import NodeMessage
+from wire.messages import HeldLayer, NodeMessage, PlacedStage
 from wire.v1 import control_pb2, control_pb2_grpc
 
 AUTHORITY = new_authority()
@@ -64,6 +64,16 @@ class Handler:
 
     async def batch(self, node_id: str, step: int, *, labels: bool, held_out: bool = False) -> bytes:
         return LAYER[:1000]
+
+    def layer_holders(
+        self, node_id: str, step: int, unit: str, bad: Sequence[str]
+    ) -> tuple[UnitEntry, list[PlacedStage]] | None:
+        return None
+
+    def hold_layers(
+        self, node_id: str, layers: Sequence[HeldLayer], missing: Sequence[tuple[int, str]]
+    ) -> list[tuple[int, str]]:
+        raise AssertionError("nobody asks")
 
     async def layer_entry(self, step: int, unit: str) -> UnitEntry:
         return UnitEntry(unit, "file", len(LAYER), sha256(LAYER).hexdigest(), "")

@@ -104,7 +104,7 @@ class Peer:
             peer_address=":1",
             hardware=Hardware("cpu", 2, 0),
             flops=1.0,
-            download_rate=1.0,
+            download_rate=1e6,
             epoch=epoch,
             process_nonce=nonce,
         )

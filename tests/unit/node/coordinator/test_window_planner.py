@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from node.config.schema import PipelineSection, RunConfig
-from node.coordinator import coordinator as window_planner
-from node.coordinator.coordinator import WindowPlanner
+from node.coordinator import window_planner
 from node.coordinator.epoch import Epoch
 from node.coordinator.stage_assignment import Candidate
 from node.coordinator.votes import VoteHistory
+from node.coordinator.window_planner import WindowPlanner
 from node.pipeline.window_plan import StepMeasures, Windows
 from node.telemetry.events import StageCost, StepCosts
 from tests.support.machine_driver import step_plan

@@ -132,8 +132,8 @@ class Node:
         self.fetched.append((step, unit))
         return b""
 
-    def upload(self, epoch: int, step: int, state: State) -> None:
-        self.uploads.append((epoch, step))
+    def upload(self, epoch: int, take: TakeSnapshot, state: State) -> None:
+        self.uploads.append((epoch, take.step))
 
     def uploading(self, step: int) -> bool:
         return self.arrives

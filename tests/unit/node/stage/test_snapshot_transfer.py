@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from hashlib import sha256
 from pathlib import Path
 from typing import cast
@@ -12,10 +12,11 @@ import torch
 
 from node.config.schema import ModelSection, RunConfig
 from node.stage.coordinator_client import CoordinatorClient
+from node.stage.layer_peers import LayerPeers
 from node.stage.snapshot_cache import LayerFile, SnapshotCache
 from node.stage.snapshot_transfer import SnapshotTransfer
 from wire.errors import LinkLostError
-from wire.messages import FailureKind, NodeMessage, Prefetch, StepFailed
+from wire.messages import FailureKind, NodeMessage, Prefetch, StepFailed, TakeSnapshot
 
 SECONDS = 20.0
 STATE = {"embed": {"weight": torch.ones(2)}, "head": {"weight": torch.zeros(2)}}
@@ -34,7 +35,9 @@ class Coordinator:
         self.kept = 0
         """Layers that needed no sending."""
 
-    async def layer(self, step: int, unit: str, limit: int, kept: LayerFile | None = None) -> bytes:
+    async def layer(
+        self, step: int, unit: str, limit: int, kept: LayerFile | None = None, bad: Collection[str] = ()
+    ) -> bytes:
         self.asked.append((step, unit))
         self.begun.put_nowait((step, unit))
         if self.lost:
@@ -57,7 +60,8 @@ class Coordinator:
 class Scene:
     def __init__(self, directory: Path, group: asyncio.TaskGroup) -> None:
         self.coordinator = Coordinator()
-        self.cache = SnapshotCache(directory, 10**6, "tag")
+        self.peers = None
+        self.cache = SnapshotCache(directory, 10**6)
         self.posted: asyncio.Queue[NodeMessage] = asyncio.Queue()
         self.told: asyncio.Queue[str] = asyncio.Queue()
         self.transfer = SnapshotTransfer(
@@ -65,6 +69,7 @@ class Scene:
             windows=0,
             client=cast(CoordinatorClient, self.coordinator),
             cache=self.cache,
+            peers=cast(LayerPeers, self.peers),
             group=group,
             post=self.posted.put_nowait,
             tell=self.told.put_nowait,
@@ -93,7 +98,7 @@ async def test_a_layer_is_fetched_once(tmp_path: Path) -> None:
 
 async def test_what_was_sent_is_asked_for_by_its_digest(tmp_path: Path) -> None:
     async with scene(tmp_path) as here:
-        here.transfer.upload(1, 3, STATE, stage=0)
+        here.transfer.upload(1, TakeSnapshot(epoch=1, step=3), STATE, stage=0)
     assert here.coordinator.stored == [(3, "embed"), (3, "head")]
     file = here.cache.get(3, "head")
     assert file is not None and file.sha256 == sha256(file.data).hexdigest()
@@ -102,7 +107,7 @@ async def test_what_was_sent_is_asked_for_by_its_digest(tmp_path: Path) -> None:
 async def test_a_layer_of_a_snapshot_that_never_was_is_not_used(tmp_path: Path) -> None:
     """What this node sent was of an attempt that others did not end: the step was come to otherwise."""
     async with scene(tmp_path) as here:
-        here.transfer.upload(1, 3, STATE, stage=0)
+        here.transfer.upload(1, TakeSnapshot(epoch=1, step=3), STATE, stage=0)
     assert await here.transfer.fetch(3, "head") == b"3 head"
     assert await here.transfer.fetch(3, "head") == b"3 head"
     assert here.coordinator.kept == 1, "the right one is kept in its place"
@@ -112,7 +117,7 @@ async def test_it_is_known_what_is_on_its_way_and_what_has_arrived(tmp_path: Pat
     async with scene(tmp_path) as here:
         assert not here.transfer.uploading(3) and not here.transfer.sending
         here.coordinator.open.clear()
-        here.transfer.upload(1, 3, STATE, stage=0)
+        here.transfer.upload(1, TakeSnapshot(epoch=1, step=3), STATE, stage=0)
         await here.begun()
         assert here.transfer.uploading(3) and here.transfer.sending
         here.coordinator.open.set()
@@ -120,7 +125,7 @@ async def test_it_is_known_what_is_on_its_way_and_what_has_arrived(tmp_path: Pat
     async with asyncio.TaskGroup() as group:
         lost = Scene(tmp_path, group)
         lost.coordinator.lost = True
-        lost.transfer.upload(1, 3, STATE, stage=0)
+        lost.transfer.upload(1, TakeSnapshot(epoch=1, step=3), STATE, stage=0)
     assert not lost.transfer.uploading(3) and not lost.transfer.sending
 
 
@@ -128,7 +133,7 @@ async def test_of_three_snapshots_on_the_way_the_oldest_is_given_up(tmp_path: Pa
     async with scene(tmp_path) as here:
         here.coordinator.open.clear()
         for step in (3, 6, 9):
-            here.transfer.upload(1, step, STATE, stage=0)
+            here.transfer.upload(1, TakeSnapshot(epoch=1, step=step), STATE, stage=0)
             assert await here.begun() == (step, "embed")
         here.coordinator.open.set()
     assert sorted(here.coordinator.stored) == [(step, unit) for step in (6, 9) for unit in STATE]
@@ -138,7 +143,7 @@ async def test_a_snapshot_that_is_asked_for_again_starts_over(tmp_path: Path) ->
     async with scene(tmp_path) as here:
         here.coordinator.open.clear()
         for epoch in (1, 2):
-            here.transfer.upload(epoch, 3, STATE, stage=0)
+            here.transfer.upload(epoch, TakeSnapshot(epoch=epoch, step=3), STATE, stage=0)
             assert await here.begun() == (3, "embed")
         here.coordinator.open.set()
     assert here.coordinator.stored == [(3, "embed"), (3, "head")]
@@ -147,7 +152,7 @@ async def test_a_snapshot_that_is_asked_for_again_starts_over(tmp_path: Path) ->
 async def test_a_layer_that_is_not_stored_fails_the_epoch_once(tmp_path: Path) -> None:
     async with scene(tmp_path) as here:
         here.coordinator.lost = True
-        here.transfer.upload(4, 3, STATE, stage=0)
+        here.transfer.upload(4, TakeSnapshot(epoch=4, step=3), STATE, stage=0)
     failure = here.posted.get_nowait()
     assert failure == StepFailed(
         epoch=4,
@@ -183,7 +188,7 @@ async def test_who_cannot_fetch_ahead_promises_nothing(
 async def test_all_that_is_under_way_can_be_stopped(tmp_path: Path) -> None:
     async with scene(tmp_path) as here:
         here.coordinator.open.clear()
-        here.transfer.upload(1, 3, STATE, stage=0)
+        here.transfer.upload(1, TakeSnapshot(epoch=1, step=3), STATE, stage=0)
         here.transfer.prefetch(Prefetch(step=6, units=("head",)))
         assert {await here.begun(), await here.begun()} == {(3, "embed"), (6, "head")}
         here.transfer.cancel()

@@ -1,0 +1,311 @@
+"""Snapshots whose layers stay on the nodes: the coordinator keeps their manifests and knows who holds what.
+
+    RUN/kept/step-00000100.json    the manifest of a complete snapshot
+    RUN/kept/holders.json          who held the newest one's layers when it was completed, for people
+
+Holders tell what is on their disks whenever they connect, so nothing of who holds what needs to be on record.
+"""
+
+import asyncio
+import errno
+import functools
+import hashlib
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from node.config.schema import RunConfig
+from node.coordinator.disk import Disk
+from node.coordinator.layer_places import LayerPlaces
+from node.coordinator.store import SnapshotRecord, Store
+from node.model.units import unit_names
+from node.pipeline.placement import most_layer_bytes, stage_units
+from node.training.manifest import FORMAT, Manifest, SnapshotDamagedError, UnitEntry, weights_sha256
+from wire.errors import DiskFullError, NotYetError, ProtocolViolationError, RunError
+from wire.identity.files import write_private
+from wire.messages import CoordinatorMessage, HeldLayer, PlacedStage, Prefetch, Retain
+
+log = logging.getLogger(__name__)
+
+DIRECTORY = "kept"
+HOLDERS_FILE = "holders.json"
+LOOK_SECONDS = 1.0
+RECORD_FORMAT = 1
+"""Of what nodes keep for `thinwire recover`."""
+_NAME = re.compile(r"step-(\d{8,})\.json")
+
+
+def kept_manifests(run_directory: Path) -> list[Manifest]:
+    """The manifests of the snapshots that nodes hold, oldest first; damaged ones are left out."""
+    found = []
+    directory = run_directory / DIRECTORY
+    for path in sorted(directory.glob("step-*.json")) if directory.is_dir() else []:
+        if _NAME.fullmatch(path.name):
+            try:
+                found.append(Manifest.from_json(path.read_bytes(), str(path)))
+            except (OSError, SnapshotDamagedError) as error:
+                log.warning("%s", error)
+    return sorted(found, key=lambda manifest: manifest.step)
+
+
+def write_kept_manifest(run_directory: Path, manifest: Manifest) -> None:
+    """Put a manifest on disk, durably. Raises RunError."""
+    directory = run_directory / DIRECTORY
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        write_private(directory / f"step-{manifest.step:08d}.json", manifest.to_json().encode())
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFullError(f"disk full: a manifest has no room in {directory}") from error
+        raise RunError(
+            f"cannot write {directory} ({error.strerror}): free some space, then resume"
+        ) from error
+
+
+class KeptSnapshots:
+    """One run's. Call everything on the event loop; disk work runs on threads."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        windows: int,
+        directory: Path,
+        run_id: str,
+        store: Store,
+        about: Mapping[str, object],
+        here: Callable[[], Mapping[str, str]],
+        known: Callable[[], Sequence[int]],
+        send: Callable[[str, CoordinatorMessage], object],
+        layer_received: Callable[[int, str], None],
+        stored: Callable[[Manifest], None],
+        unavailable: Callable[[int, int, str], None],
+        failed: Callable[[str], None],
+        disk: Disk,
+    ) -> None:
+        """
+        Args:
+            windows: samples of one pass over the text.
+            directory: the run's.
+            about: what nodes keep of the run, beside the manifests, for `thinwire recover`.
+            here: connected nodes and their addresses, hosts in the order of their stages first.
+            known: steps of the snapshots at the coordinator.
+            send: sends a message to a node.
+            layer_received: called for every layer that a node has saved, with its step.
+            stored: called for every snapshot that is complete and recorded.
+            unavailable: called when nobody who is here has a layer, with the snapshot's step, an older one
+                to go on from, and a line that says so.
+            failed: called with the reason when the disk or the database fails.
+            disk: repeats writes that find the disk full.
+        """
+        self._config = config
+        self._windows = windows
+        self._run_directory = directory
+        self._run_id = run_id
+        self._store = store
+        self._about = about
+        self._here = here
+        self._known = known
+        self._send = send
+        self._layer_received = layer_received
+        self._stored = stored
+        self._unavailable = unavailable
+        self._failed = failed
+        self._disk = disk
+        self._units = unit_names(config.model)
+        self._places = LayerPlaces(self._units)
+        self._first_missed: dict[int, float] = {}
+        """By step, when a layer was first asked for that nobody here has."""
+        self._changed = asyncio.Event()
+        holders = _read_holders(directory)
+        for manifest in kept_manifests(directory):
+            self._places.load(manifest.step, manifest.units, holders)
+
+    def __contains__(self, step: int) -> bool:
+        """Whether nodes hold the layers of `step`, or are saving them."""
+        return step in self._places
+
+    @property
+    def complete(self) -> tuple[int, ...]:
+        """Steps of complete snapshots, oldest first."""
+        return self._places.complete
+
+    async def run(self) -> None:
+        """Ask for copies and complete snapshots, until cancelled."""
+        while True:
+            self._changed.clear()
+            try:
+                await self._complete()
+            except RunError as error:
+                self._failed(str(error))
+            for ask in self._places.asks(tuple(self._here()), time.monotonic()):
+                self._send(ask.node_id, Prefetch(step=ask.step, units=ask.units, keep=True))
+            try:
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    # ---- saving
+
+    def expect(self, step: int, rows: Sequence[Sequence[str]]) -> None:
+        """The nodes of these rows, by stage, are about to save the state of `step`."""
+        makers: dict[str, list[str]] = {unit: [] for unit in self._units}
+        for nodes in rows:
+            for node, units in zip(nodes, stage_units(self._config, len(nodes)), strict=True):
+                for unit in units:
+                    makers[unit].append(node)
+        self._places.expect(step, makers, time.monotonic())
+
+    def hold(
+        self, node_id: str, layers: Sequence[HeldLayer], missing: Sequence[tuple[int, str]]
+    ) -> list[tuple[int, str]]:
+        """A node tells of files on its disk, and of those that it has not. Returns those of no snapshot."""
+        known = set(self._known())
+        unknown = []
+        for file in layers:
+            self._check(file.unit)
+            if file.bytes > most_layer_bytes(self._config, file.unit, self._windows):
+                raise ProtocolViolationError(f"layer {file.unit} cannot have {file.bytes} bytes")
+            if self._places.held(node_id, file):
+                self._layer_received(file.step, file.unit)
+            elif file.step in self._places or file.step not in known:
+                unknown.append((file.step, file.unit))
+        for step, unit in missing:
+            self._check(unit)
+            self._places.lost(node_id, step, unit, time.monotonic())
+        self._changed.set()
+        return unknown
+
+    # ---- fetching
+
+    def where(
+        self, node_id: str, step: int, unit: str, bad: Sequence[str]
+    ) -> tuple[UnitEntry, list[PlacedStage]]:
+        """What a layer's file is, and who holds it that is here.
+
+        Args:
+            bad: nodes whose copy was damaged or missing: they look at theirs again.
+
+        Raises NotYetError while holders may still come back, RunError when none did.
+        """
+        self._check(unit)
+        here = self._here()
+        for other in bad:
+            if self._places.doubted(other, step, unit):
+                log.warning("node %s found no good copy of layer %s at node %s", node_id, unit, other)
+                self._send(other, Prefetch(step=step, units=(unit,), keep=True))
+        entry = self._places.entry(step, unit)
+        holders = self._places.holders(step, unit)
+        found = [PlacedStage(node_id=one, address=here[one]) for one in holders if one in here]
+        if entry is None:
+            raise RunError(f"layer {unit} of step {step} was not saved yet")
+        if not [one for one in found if one.node_id != node_id] and node_id not in holders:
+            self._wait_for(step, unit, holders)
+        return entry, [one for one in found if one.node_id != node_id]
+
+    def message(self) -> Retain:
+        """What nodes are to keep."""
+        manifests = [self._manifest(step).to_json() for step in self._places.complete]
+        record = {**self._about, "format": RECORD_FORMAT, "run_id": self._run_id, "manifests": manifests}
+        steps = (*self._places.complete, *self._places.under_way, *self._known())
+        return Retain(steps=tuple(sorted({*steps})), record=json.dumps(record) if manifests else "")
+
+    # ---- inside
+
+    def _wait_for(self, step: int, unit: str, holders: Sequence[str]) -> None:
+        """Nobody here holds the layer: wait a while, then go on from an older snapshot if there is one."""
+        settings = self._config.coordinator
+        since = self._first_missed.setdefault(step, time.monotonic())
+        who = " or ".join(f"node {one}" for one in holders) or "a node that has not come back"
+        what = f"layer {unit} of the snapshot of step {step} is held by {who}"
+        if time.monotonic() - since < settings.regroup_seconds + settings.silent_seconds:
+            raise NotYetError(f"{what}, which is not here yet")
+        here = set(self._here())
+        places = self._places
+        older = {other for other in places.complete if not places.missing(other, here)} | {*self._known()}
+        if whole := [other for other in older if other < step]:
+            self._unavailable(step, max(whole), f"{what}, which is not here: going on from step {max(whole)}")
+            self._places.drop(step)
+        raise RunError(f"{what}, which is not here: start it again")
+
+    async def _complete(self) -> None:
+        here = self._here()
+        for step in self._places.under_way:
+            if step not in self._places or not self._places.is_whole(step, here, time.monotonic()):
+                continue
+            manifest = self._manifest(step)
+            holders = {unit: self._places.holders(step, unit) for unit in self._units}
+            write = functools.partial(asyncio.to_thread, self._write, manifest, holders)
+            await self._disk.write(write)
+            if self._places.entries(step) != manifest.units:
+                continue  # it was asked for anew meanwhile
+            self._places.completed(step)
+            self._first_missed.clear()
+            await self._prune()
+            retain = self.message()
+            for node_id in self._here():
+                self._send(node_id, retain)
+            self._stored(manifest)
+
+    def _write(self, manifest: Manifest, holders: Mapping[str, Sequence[str]]) -> None:
+        write_kept_manifest(self._run_directory, manifest)
+        text = json.dumps({"step": manifest.step, "holders": holders}, indent=1)
+        try:
+            write_private(self._run_directory / DIRECTORY / HOLDERS_FILE, text.encode())
+        except OSError as error:
+            log.warning("who holds step %d was not written down: %s", manifest.step, error)
+        self._store.record_snapshot(
+            SnapshotRecord(
+                step=manifest.step,
+                manifest_sha256=hashlib.sha256(manifest.to_json().encode()).hexdigest(),
+                bytes=manifest.total_bytes,
+                complete=True,
+                created=time.time(),
+            )
+        )
+
+    async def _prune(self) -> None:
+        run, complete = self._config.run, self._places.complete
+        losses = {
+            record.step: record.uncompressed for record in await asyncio.to_thread(self._store.held_out)
+        }
+        measured = [step for step in complete if step in losses]
+        best = min(measured, key=lambda step: losses[step], default=None) if run.keep_best else None
+        for step in complete[: -max(1, run.keep_snapshots)]:
+            if step != best:
+                self._places.drop(step)
+                await asyncio.to_thread(self._remove, step)
+
+    def _remove(self, step: int) -> None:
+        (self._run_directory / DIRECTORY / f"step-{step:08d}.json").unlink(missing_ok=True)
+        self._store.delete_snapshot(step)
+
+    def _manifest(self, step: int) -> Manifest:
+        entries = self._places.entries(step)
+        return Manifest(
+            format=FORMAT,
+            run_id=self._run_id,
+            step=step,
+            # Through JSON, so that a manifest equals itself read back: tuples become lists.
+            config=json.loads(json.dumps(asdict(self._config))),
+            units=entries,
+            weights_sha256=weights_sha256(entry.weights_sha256 for entry in entries),
+        )
+
+    def _check(self, unit: str) -> None:
+        if unit not in self._units:
+            raise ProtocolViolationError(f"this model has no layer unit {unit[:40]!r}")
+
+
+def _read_holders(run_directory: Path) -> dict[str, list[str]]:
+    """By unit, who held the newest snapshot: only to name them while they are away."""
+    try:
+        found = json.loads((run_directory / DIRECTORY / HOLDERS_FILE).read_bytes())["holders"]
+        return {str(unit): [str(node) for node in nodes] for unit, nodes in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}

@@ -1,0 +1,231 @@
+"""Which nodes hold which layers of the snapshots that stay on the nodes. Pure.
+
+A snapshot is complete when every layer is on `COPIES` machines, or on all there are. A stage's own node holds
+its layers first; other nodes are asked to fetch copies from it. Who holds what is known from what nodes say
+about their disks when they connect and whenever that changes; what counts is the SHA-256.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from node.training.manifest import UnitEntry, unit_file
+from wire.messages import HeldLayer
+
+COPIES = 2
+PATIENCE = 60.0
+"""Seconds that a node may take to fetch a copy, besides the time for its bytes; then another one is asked."""
+LEAST_RATE = 62_500.0
+"""Bytes a second that a copy is expected to come with."""
+
+
+@dataclass
+class _Layer:
+    makers: frozenset[str] = frozenset()
+    """Nodes that hold the state itself: one of them says first what the file is."""
+    entry: UnitEntry | None = None
+    holders: set[str] = field(default_factory=set)
+    asked: dict[str, float] = field(default_factory=dict)
+    """Nodes that were asked for a copy, and when."""
+    refused: dict[str, float] = field(default_factory=dict)
+    """Nodes that could not hold one, and when."""
+
+    def enough(self, here: Collection[str], now: float) -> int:
+        """How many copies there should be, with these nodes connected."""
+        able = [node for node in here if node in self.holders or not self._refuses(node, now)]
+        return min(COPIES, max(1, len(able)))
+
+    def next_holder(self, here: Sequence[str], load: Mapping[str, int], now: float) -> str | None:
+        """Whom to ask for a copy: who has least of this snapshot, of equals the next in the ring."""
+        held = self.holders & set(here)
+        if self.entry is None or not held:
+            return None
+        pending = {node for node, at in self.asked.items() if now - at <= self._patience} & set(here)
+        if len(held | pending) >= self.enough(here, now):
+            return None
+        candidates = [node for node in here if node not in held | pending and not self._refuses(node, now)]
+        first = here.index(min(held, key=here.index))
+
+        def order(node: str) -> tuple[bool, int, int]:
+            return node in self.asked, load[node], (here.index(node) - first) % len(here)
+
+        return min(candidates, key=order, default=None)
+
+    @property
+    def _patience(self) -> float:
+        return PATIENCE + (self.entry.bytes / LEAST_RATE if self.entry is not None else 0.0)
+
+    def _refuses(self, node_id: str, now: float) -> bool:
+        at = self.refused.get(node_id)
+        return at is not None and now - at <= self._patience
+
+
+@dataclass
+class _Snapshot:
+    layers: dict[str, _Layer]
+    complete: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """Have a node hold copies of these units."""
+
+    node_id: str
+    step: int
+    units: tuple[str, ...]
+
+
+class LayerPlaces:
+    """All snapshots of one run that nodes hold, complete or under way. Times on any monotonic clock."""
+
+    def __init__(self, units: Sequence[str]) -> None:
+        self._units = tuple(units)
+        self._snapshots: dict[int, _Snapshot] = {}
+
+    # ---- what is known
+
+    def __contains__(self, step: int) -> bool:
+        return step in self._snapshots
+
+    @property
+    def complete(self) -> tuple[int, ...]:
+        """Steps of complete snapshots, oldest first."""
+        return tuple(sorted(step for step, one in self._snapshots.items() if one.complete))
+
+    def entry(self, step: int, unit: str) -> UnitEntry | None:
+        """What the unit's file is; None while nobody has said."""
+        return self._snapshots[step].layers[unit].entry
+
+    def entries(self, step: int) -> tuple[UnitEntry, ...]:
+        """Of all units, in model order; call it on complete snapshots."""
+        found = (self.entry(step, unit) for unit in self._units)
+        return tuple(entry for entry in found if entry is not None)
+
+    def holders(self, step: int, unit: str) -> tuple[str, ...]:
+        """Nodes that hold the unit's file, here or not."""
+        return tuple(sorted(self._snapshots[step].layers[unit].holders))
+
+    def missing(self, step: int, here: Collection[str]) -> tuple[str, ...]:
+        """Units of a snapshot that no node that is here holds."""
+        layers = self._snapshots[step].layers
+        return tuple(unit for unit in self._units if layers[unit].holders.isdisjoint(here))
+
+    def is_whole(self, step: int, here: Collection[str], now: float) -> bool:
+        """Whether every layer is on as many machines as it should be."""
+        return all(
+            layer.entry is not None
+            and layer.entry.weights_sha256
+            and len(layer.holders & set(here)) >= layer.enough(here, now)
+            for layer in self._snapshots[step].layers.values()
+        )
+
+    @property
+    def under_way(self) -> tuple[int, ...]:
+        """Steps of snapshots that are not complete, oldest first."""
+        return tuple(sorted(step for step, one in self._snapshots.items() if not one.complete))
+
+    # ---- what happens
+
+    def load(self, step: int, entries: Collection[UnitEntry], holders: Mapping[str, Collection[str]]) -> None:
+        """A complete snapshot of an earlier coordinator's. `holders` by unit, as far as known."""
+        layers = {
+            entry.unit: _Layer(entry=entry, holders=set(holders.get(entry.unit, ()))) for entry in entries
+        }
+        self._snapshots[step] = _Snapshot(layers, complete=True)
+
+    def expect(self, step: int, makers: Mapping[str, Collection[str]], now: float) -> None:
+        """Nodes are about to save the state of `step`; an earlier attempt at it is forgotten.
+
+        Args:
+            makers: by unit, the nodes that have its state.
+        """
+        layers = {
+            unit: _Layer(frozenset(makers[unit]), asked=dict.fromkeys(makers[unit], now))
+            for unit in self._units
+        }
+        self._snapshots[step] = _Snapshot(layers)
+
+    def held(self, node_id: str, file: HeldLayer) -> bool:
+        """A node has this file on its disk; whether it is a snapshot's."""
+        snapshot = self._snapshots.get(file.step)
+        layer = snapshot.layers.get(file.unit) if snapshot is not None else None
+        if layer is None:
+            return False
+        if layer.entry is None:
+            if node_id not in layer.makers:
+                return False
+            layer.entry = UnitEntry(
+                unit=file.unit,
+                file=unit_file(file.unit),
+                bytes=file.bytes,
+                sha256=file.sha256,
+                weights_sha256=file.weights_sha256,
+            )
+        entry = layer.entry
+        if (entry.sha256, entry.bytes) != (file.sha256, file.bytes):
+            layer.holders.discard(node_id)
+            return False
+        if not entry.weights_sha256:
+            layer.entry = replace(entry, weights_sha256=file.weights_sha256)
+        layer.holders.add(node_id)
+        layer.asked.pop(node_id, None)
+        layer.refused.pop(node_id, None)
+        return True
+
+    def lost(self, node_id: str, step: int, unit: str, now: float) -> None:
+        """The node's copy is damaged or missing, or it has no room for one: for a while others are asked."""
+        snapshot = self._snapshots.get(step)
+        if snapshot is not None and (layer := snapshot.layers.get(unit)) is not None:
+            layer.holders.discard(node_id)
+            layer.asked.pop(node_id, None)
+            layer.refused[node_id] = now
+
+    def doubted(self, node_id: str, step: int, unit: str) -> bool:
+        """Another node got no good copy from this one, which is to look at its own: whether it held one."""
+        snapshot = self._snapshots.get(step)
+        if snapshot is None or node_id not in snapshot.layers[unit].holders:
+            return False
+        snapshot.layers[unit].holders.discard(node_id)
+        return True
+
+    def completed(self, step: int) -> None:
+        """The manifest of `step` is on disk; older ones under way are no longer needed."""
+        self._snapshots[step].complete = True
+        for other in [one for one, state in self._snapshots.items() if one < step and not state.complete]:
+            del self._snapshots[other]
+
+    def drop(self, step: int) -> None:
+        """The snapshot no longer counts."""
+        self._snapshots.pop(step, None)
+
+    def asks(self, here: Sequence[str], now: float) -> list[Ask]:
+        """Copies that are wanted: of all snapshots under way and of the newest complete one.
+
+        Args:
+            here: nodes that are connected, hosts in the order of their stages first.
+        """
+        newest = self.complete[-1:]
+        wanted: dict[tuple[int, str], list[str]] = {}
+        for step, snapshot in self._snapshots.items():
+            if snapshot.complete and step not in newest:
+                continue
+            load = self._load(snapshot, here)
+            for unit, layer in snapshot.layers.items():
+                node_id = layer.next_holder(here, load, now)
+                if node_id is None:
+                    continue
+                assert layer.entry is not None
+                layer.asked[node_id] = now
+                load[node_id] += layer.entry.bytes
+                wanted.setdefault((step, node_id), []).append(unit)
+        return [Ask(node_id=node, step=step, units=tuple(units)) for (step, node), units in wanted.items()]
+
+    # ---- inside
+
+    def _load(self, snapshot: _Snapshot, here: Sequence[str]) -> dict[str, int]:
+        """Bytes of the snapshot that each node holds, makes or was asked for."""
+        load = dict.fromkeys(here, 0)
+        for layer in snapshot.layers.values():
+            size = layer.entry.bytes if layer.entry is not None else 0
+            for node_id in {*layer.makers, *layer.holders, *layer.asked} & load.keys():
+                load[node_id] += size
+        return load

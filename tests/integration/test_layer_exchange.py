@@ -1,0 +1,168 @@
+"""Layers of snapshots between nodes, over real sockets and TLS."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+import grpc
+import pytest
+
+from node.stage.layer_peers import LayerPeers, LayerPlace, LayersHeld
+from node.stage.snapshot_cache import SnapshotCache
+from tests.support.pki import RUN_ID, new_authority, new_node
+from wire.channels import open_channel
+from wire.errors import LinkError, ProtocolViolationError
+from wire.identity.credentials import NodeIdentity
+from wire.layer_exchange import CHUNK_BYTES, LAYER_METHOD, LayerRequest, LayerServer, NotHeldError, get_layer
+from wire.link_server import LinkServer
+from wire.messages import PlacedStage
+
+STEP, UNIT = 4, "block.0000"
+DATA = random.Random(1).randbytes(3 * CHUNK_BYTES + 17)
+SECONDS = 60.0
+
+
+@dataclass
+class Holder(LayersHeld):
+    """A node that serves its disk, and may break off after so many chunks."""
+
+    cache: SnapshotCache
+    breaks_after: int = -1
+    offsets: list[int] = field(default_factory=list)
+    lies: bytes = b""
+    """What it sends instead of its file."""
+
+    def __post_init__(self) -> None:
+        super().__init__(self.cache, None, lambda: False)
+        self._sent = 0
+
+    async def read(self, request: LayerRequest) -> bytes | None:
+        self.offsets.append(request.offset)
+        return self.lies or await super().read(request)
+
+    async def pass_through(self, size: int) -> None:
+        if self._sent == self.breaks_after:
+            raise RuntimeError("the process is gone")
+        self._sent += 1
+
+
+@dataclass
+class Scene:
+    identity: NodeIdentity
+    holders: list[Holder]
+    placed: tuple[PlacedStage, ...]
+    peers: LayerPeers
+
+    def place(self, *order: int) -> LayerPlace:
+        holders = tuple(self.placed[number] for number in order)
+        return LayerPlace(
+            step=STEP, unit=UNIT, bytes=len(DATA), sha256=sha256(DATA).hexdigest(), holders=holders
+        )
+
+    async def fetch(self, *order: int, bad: set[str] | None = None) -> bytes:
+        bad = set() if bad is None else bad
+        # Holders are tried in an order of the node's own: give it one at a time in ours.
+        self.peers._order = lambda holders, unit: list(holders)  # type: ignore[method-assign]
+        return await self.peers.fetch(self.place(*order), len(DATA), bad)
+
+
+@contextlib.asynccontextmanager
+async def scene(directory: Path, holders: int = 2) -> AsyncIterator[Scene]:
+    authority = new_authority()
+    me = new_node(authority)
+    peers = LayerPeers(me)
+    servers, made, placed = [], [], []
+    async with asyncio.timeout(SECONDS):
+        for number in range(holders):
+            identity = new_node(authority)
+            cache = SnapshotCache(directory / str(number), 10**7)
+            assert cache.put(STEP, UNIT, DATA)
+            server = LinkServer(identity=identity, run_id=RUN_ID)
+            holder = Holder(cache)
+            server.layers = LayerServer(holder)
+            port = await server.start("127.0.0.1:0")
+            servers.append(server)
+            made.append(holder)
+            placed.append(PlacedStage(node_id=identity.node_id, address=f"127.0.0.1:{port}"))
+        try:
+            yield Scene(me, made, tuple(placed), peers)
+        finally:
+            await peers.close()
+            for server in servers:
+                await server.stop()
+
+
+async def test_a_layer_comes_whole(tmp_path: Path) -> None:
+    async with scene(tmp_path) as here:
+        assert await here.fetch(0, 1) == DATA
+        assert [holder.offsets for holder in here.holders] == [[0], []]
+
+
+async def test_a_transfer_that_breaks_goes_on_at_another_holder(tmp_path: Path) -> None:
+    async with scene(tmp_path) as here:
+        here.holders[0].breaks_after = 2
+        assert await here.fetch(0, 1) == DATA
+        assert here.holders[0].offsets == [0] and here.holders[1].offsets == [2 * CHUNK_BYTES]
+
+
+async def test_a_damaged_copy_is_never_sent_and_is_dropped(tmp_path: Path) -> None:
+    async with scene(tmp_path) as here:
+        (path,) = (tmp_path / "0").rglob("*.layer")
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        bad: set[str] = set()
+        assert await here.fetch(0, 1, bad=bad) == DATA
+        assert bad == {here.placed[0].node_id} and not path.exists()
+
+
+async def test_a_holder_that_sends_other_bytes_is_found_by_the_hash(tmp_path: Path) -> None:
+    async with scene(tmp_path) as here:
+        here.holders[0].lies = DATA[:-1] + bytes([DATA[-1] ^ 1])
+        bad: set[str] = set()
+        assert await here.fetch(0, 1, bad=bad) == DATA
+        assert bad == {here.placed[0].node_id}
+        assert here.holders[1].offsets == [0], "nothing of it is used"
+
+
+async def test_after_a_damaged_mixture_all_comes_from_one(tmp_path: Path) -> None:
+    async with scene(tmp_path) as here:
+        here.holders[0].lies, here.holders[0].breaks_after = b"x" * len(DATA), 1
+        bad: set[str] = set()
+        assert await here.fetch(0, 1, bad=bad) == DATA
+        assert here.holders[1].offsets == [CHUNK_BYTES, 0] and bad == set()
+
+
+async def test_what_nobody_has_is_told_and_sizes_are_checked_first(tmp_path: Path) -> None:
+    async with scene(tmp_path, 1) as here:
+        with pytest.raises(ProtocolViolationError, match="expected at most 10"):
+            await here.peers.fetch(here.place(0), 10, set())
+        assert here.holders[0].offsets == []
+        here.holders[0].cache.drop(STEP, UNIT)
+        with pytest.raises(LinkError, match="could not be fetched from any holder"):
+            await here.fetch(0)
+        here.holders[0].lies = DATA + b"more"
+        with pytest.raises(LinkError, match="could not be fetched from any holder"):
+            await here.fetch(0)
+
+
+async def test_only_who_knows_the_hash_gets_the_file(tmp_path: Path) -> None:
+    async with scene(tmp_path, 1) as here:
+        placed = here.placed[0]
+        name = here.identity.server_name(placed.node_id)
+        channel = open_channel(placed.address, identity=here.identity, server_name=name)
+        for digest in ("", "0" * 64):
+            with pytest.raises(NotHeldError):
+                async for _ in get_layer(channel, LayerRequest(step=STEP, unit=UNIT, sha256=digest)):
+                    raise AssertionError("something came")
+        call = channel.unary_stream(LAYER_METHOD)(b"\xff")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.read()
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await channel.close()
+        stranger = new_node(new_authority())
+        with pytest.raises(LinkError):
+            await LayerPeers(stranger).fetch(here.place(0), len(DATA), set())

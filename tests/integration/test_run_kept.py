@@ -1,0 +1,64 @@
+"""Snapshots that stay on the nodes: each layer on two machines, none of it through the coordinator."""
+
+import shutil
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+from node.config.schema import SnapshotsSection
+from node.model.units import unit_names
+from node.telemetry.events import SnapshotStored
+from tests.support.run_harness import SMALL, TINY, Run, Still
+
+CONFIG = replace(
+    SMALL,
+    run=replace(SMALL.run, steps=10, snapshot_every=3),
+    model=TINY,
+    pipeline=replace(SMALL.pipeline, stages=3),
+    snapshots=SnapshotsSection(keep="nodes"),
+)
+UNITS = unit_names(CONFIG.model)
+
+
+def copies(run: Run, step: int) -> Counter[str]:
+    """How many nodes have each layer of a snapshot on their disks."""
+    return Counter(path.stem for path in run.directory.glob(f"node-*/snapshots/{step}/*.layer"))
+
+
+def test_a_machine_is_lost_with_its_disk_and_the_weights_stay_the_same(tmp_path: Path) -> None:
+    """It held the newest copy of its stage; a newcomer gets the other one from the node that has it."""
+    with Run(tmp_path, CONFIG, still=Still(stage=1, steps=8)) as run:
+        coordinator = run.start()
+        run.add_nodes(3)
+        frozen = run.wait_still()
+        coordinator.wait_event(SnapshotStored, lambda stored: stored.step == 6)
+        assert copies(run, 6) == dict.fromkeys(UNITS, 2)
+        assert not list((run.run_dir / "snapshots").glob("step-*/*")), "nothing at the coordinator"
+        frozen.kill()
+        shutil.rmtree(run.state_dir(run.nodes.index(frozen)))
+        run.add_node(run.new_token())
+        assert coordinator.wait_exit() == 0
+        run.assert_undisturbed()
+        assert run.snapshots[-1] == 10
+
+
+def test_a_run_resumes_from_what_its_nodes_hold_and_a_damaged_copy_is_fetched_again(tmp_path: Path) -> None:
+    with Run(tmp_path, CONFIG, still=Still(stage=1, steps=5)) as run:
+        run.start()
+        run.add_nodes(3)
+        frozen = run.wait_still()
+        run.coordinators[0].interrupt()
+        frozen.go_on()
+        run.coordinators[0].wait_exit()
+        for node in run.nodes:
+            node.wait_exit()
+        (newest,) = [step for step in run.snapshots if step > 3]
+        assert copies(run, newest) == dict.fromkeys(UNITS, 2)
+        damaged = sorted(run.directory.glob(f"node-*/snapshots/{newest}/embed.layer"))
+        content = damaged[0].read_bytes()
+        damaged[0].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        again = run.resume()
+        for number in range(3):
+            run.add_node(state_dir=run.state_dir(number))
+        assert again.wait_exit() == 0
+        run.assert_undisturbed()

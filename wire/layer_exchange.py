@@ -1,0 +1,120 @@
+"""Layers of snapshots between nodes, on the port for neighbours, with mutual TLS.
+
+Who asks must hold a certificate of the run and know the file's SHA-256: the coordinator tells it to members
+alone, so it admits to that one file. A transfer that broke goes on from any byte, at any holder.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from wire.errors import LinkError, ProtocolViolationError
+from wire.v1 import control_pb2
+
+LAYER_METHOD = "/thinwire.wire.v1.Layers/Get"
+CHUNK_BYTES = 64 * 1024
+"""Between two chunks training traffic goes first."""
+SILENT_SECONDS = 30.0
+"""The longest wait for the next chunk."""
+MOST_TRANSFERS = 4
+"""Layers that a node sends at a time; more wait."""
+YIELD_SECONDS = 0.25
+"""The longest that a chunk waits while training traffic is queued."""
+_LOOK_SECONDS = 0.01
+
+
+class NotHeldError(LinkError):
+    """The asked node has no such file, or its copy is damaged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRequest:
+    """Which file, and from which byte on."""
+
+    step: int
+    unit: str
+    sha256: str
+    offset: int = 0
+
+
+class LayerSource(Protocol):
+    """The files that a node holds."""
+
+    async def read(self, request: LayerRequest) -> bytes | None:
+        """The whole file, if this node has an undamaged copy."""
+        ...
+
+    async def pass_through(self, size: int) -> None:
+        """Wait until `size` bytes may be sent."""
+        ...
+
+
+class LayerServer:
+    """Answers `LAYER_METHOD`."""
+
+    def __init__(self, source: LayerSource) -> None:
+        self._source = source
+        self._turn = asyncio.Semaphore(MOST_TRANSFERS)
+
+    async def serve(self, message: bytes, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
+        """Answer one call of a node whose certificate has been checked."""
+        try:
+            asked = control_pb2.PeerLayerRequest.FromString(message)
+        except DecodeError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no message")
+            raise
+        request = LayerRequest(step=asked.step, unit=asked.unit, sha256=asked.sha256, offset=asked.offset)
+        async with self._turn:
+            data = await self._source.read(request)
+            if data is None or request.offset > len(data):
+                where = f"layer {request.unit[:40]!r} of step {request.step}"
+                await context.abort(grpc.StatusCode.NOT_FOUND, f"{where} is not held here")
+                raise AssertionError("abort raises")
+            view = memoryview(data)
+            for start in range(request.offset, len(data), CHUNK_BYTES):
+                piece = view[start : start + CHUNK_BYTES]
+                await self._source.pass_through(len(piece))
+                await context.write(bytes(piece))
+
+
+async def get_layer(channel: grpc.aio.Channel, request: LayerRequest) -> AsyncIterator[bytes]:
+    """The file's bytes from `request.offset` on, as they come.
+
+    Raises NotHeldError if the node has no such file, LinkError when the transfer breaks.
+    """
+    message = control_pb2.PeerLayerRequest(
+        step=request.step, unit=request.unit, sha256=request.sha256, offset=request.offset
+    ).SerializeToString()
+    stub: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(LAYER_METHOD)
+    call = stub(message)
+    try:
+        while True:
+            async with asyncio.timeout(SILENT_SECONDS):
+                chunk = await call.read()
+            if not isinstance(chunk, bytes):  # grpc.aio.EOF
+                return
+            yield chunk
+    except grpc.aio.AioRpcError as error:
+        details = error.details() or error.code().name
+        if error.code() is grpc.StatusCode.NOT_FOUND:
+            raise NotHeldError(details) from None
+        if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+            raise ProtocolViolationError(f"the node refused: {details}") from None
+        raise LinkError(f"the connection broke: {details}") from None
+    except TimeoutError:
+        raise LinkError(f"nothing came for {SILENT_SECONDS:g} s") from None
+    finally:
+        call.cancel()
+
+
+async def yield_to(busy: Callable[[], bool]) -> None:
+    """Wait while `busy`, at most `YIELD_SECONDS`, so that a transfer goes on however busy the links are."""
+    for _ in range(int(YIELD_SECONDS / _LOOK_SECONDS)):
+        if not busy():
+            return
+        await asyncio.sleep(_LOOK_SECONDS)
