@@ -4,6 +4,12 @@ import contextlib
 import errno
 import os
 import resource
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 NEEDED = 4096
 """What `doctor` asks for: a coordinator of 200 members under attack, or a node of many GPUs."""
@@ -27,6 +33,25 @@ def raise_limit() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     soft, _ = limits()
     return _MOST if soft == resource.RLIM_INFINITY else min(soft, _MOST)
+
+
+PATIENCE_SECONDS, PAUSE_SECONDS = 60.0, 0.1
+_never = threading.Event()
+
+
+def when_there_are_some(work: Callable[[], Result]) -> Result:
+    """Do `work`, which opens files, again while descriptors have run out, for a minute at most.
+
+    Ports drop strangers meanwhile. Call it on a thread that may wait; `work` must be able to begin anew.
+    """
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return work()
+        except OSError as error:
+            if error.errno not in EXHAUSTED or time.monotonic() > deadline:
+                raise
+        _never.wait(PAUSE_SECONDS)
 
 
 class Spare:

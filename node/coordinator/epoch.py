@@ -19,7 +19,7 @@ from enum import StrEnum
 from node.coordinator.actions import Action, RecordCommit, RecordHeldOut, RecordRestored, Send, StepDone
 from node.coordinator.grid import ONE_ROW, Groups
 from node.coordinator.held_out import HeldOutPass
-from node.coordinator.votes import UnitNumbers, VoteHistory
+from node.coordinator.votes import PastStep, UnitNumbers, VoteHistory
 from node.training.schedule import global_norm
 from wire.messages import (
     Begin,
@@ -502,9 +502,10 @@ class EpochSeries:
         step_plan: StepPlan,
         neighbours: Neighbours,
         units: UnitNumbers,
+        past: Sequence[PastStep] = (),
     ) -> None:
         self._neighbours = neighbours
-        self._history = VoteHistory(units)
+        self._history = VoteHistory(units, past)
         self.current: Epoch | None = None
         self.ended: Epoch | None = None
         """The newest that is over."""

@@ -360,7 +360,8 @@ class Stragglers:
     who waits for none, and is waited for, is the one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: Sequence[float] = ()) -> None:
+        """`seconds`: of the newest steps of an earlier coordinator."""
         self._does: dict[str, tuple[float, str]] = {}
         """What each node spent most time on lately (a `TimeKind`, "" for nothing), and when it said so."""
         self._at: tuple[int, int, Phase] | None = None
@@ -369,7 +370,7 @@ class Stragglers:
         self._answered = 0
         self._first = self._last = 0.0
         self._is_told = False
-        self._seconds: list[float] = []
+        self._seconds = list(seconds)[-REMEMBERED_STEPS:]
         """Of the newest steps, from their begin to the last vote."""
 
     def says(self, node_id: str, kind: str, now: float) -> None:

@@ -73,7 +73,7 @@ class RunMachine:
         self._failures = Failures()
         self._blame = Blame()
         self._epochs = EpochSeries(
-            past.last_epoch, past.committed, step_plan, plan.neighbours, plan.unit_numbers
+            past.last_epoch, past.committed, step_plan, plan.neighbours, plan.unit_numbers, past.newest
         )
         self._assigner = StageAssigner(
             stages=plan.stages,
@@ -87,7 +87,7 @@ class RunMachine:
         )
         self._sharing = GroupSharing(plan.groups)
         self._quarantine = Quarantine()
-        self._stragglers = Stragglers()
+        self._stragglers = Stragglers([one.seconds for one in past.newest])
         self._wrong = WrongValues(self._assigner, self._blame)
         self._ending = Ending()
         self._growing = False

@@ -9,7 +9,7 @@ from node.config.schema import RunConfig
 from node.coordinator.epoch import Committed, Neighbours, StepPlan
 from node.coordinator.held_out import HeldOutPass, held_out_passes
 from node.coordinator.stage_assignment import Sharing, StageBytes, sharing, stage_needs
-from node.coordinator.votes import UnitNumbers
+from node.coordinator.votes import PastStep, UnitNumbers
 from node.model.lora_shapes import trained_specs
 from node.model.units import state_bytes, unit_names
 from node.pipeline.placement import chunks_of, stage_units
@@ -67,6 +67,8 @@ class Past:
     """Steps whose held-out loss is recorded."""
     best: float = math.inf
     """The least of these losses."""
+    newest: tuple[PastStep, ...] = ()
+    """The newest committed steps, oldest first."""
 
 
 RECONNECT_SECONDS = 1.0

@@ -1,13 +1,15 @@
 """Check votes: does a vote speak only for its voter, and are its values plausible? Pure.
 
 A value is plausible while it stays in a robust range of the newest steps: the median, and its median absolute
-deviation. Before there are enough steps, a unit's norm is compared with those of other stages. A lie inside
-these ranges is not found; a true value outside of them only costs that the step runs again on another node.
+deviation. Before there are enough steps, a unit's norm is compared with those of the whole model on record,
+or else with those of other stages. A lie inside these ranges is not found; a true value outside of them only
+costs that the step runs again on another node.
 """
 
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 from wire.messages import Vote
@@ -31,17 +33,39 @@ FIRST_LOSS = 1e4
 """The largest plausible loss in the first steps."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PastStep:
+    """What is on record of a committed step."""
+
+    loss: float
+    grad_norm: float
+    """Before clipping, over the whole model."""
+    seconds: float
+
+
 class VoteHistory:
     """What the newest steps' votes said, by layer unit."""
 
-    def __init__(self, units: UnitNumbers) -> None:
+    def __init__(self, units: UnitNumbers, past: Sequence[PastStep] = ()) -> None:
+        """
+        Args:
+            past: the newest steps of an earlier coordinator, oldest first. The record does not have the norms
+                of units, but none is larger than the whole model's.
+        """
         self._units = units
+        self._model: deque[float] = deque(maxlen=REMEMBERED)
+        """Logarithms of the whole model's squared norms, of steps on record."""
         self._norms: dict[int, deque[float]] = {}
         """Logarithms of squared norms."""
         self._losses: deque[float] = deque(maxlen=REMEMBERED)
         self._step = -1
         self._confirmed: set[int] = set()
         """Units whose norms another node confirmed to be far above the others'."""
+        for one in past:
+            if 0 < one.grad_norm < math.inf:
+                self._model.append(2 * math.log(one.grad_norm))
+            if math.isfinite(one.loss):
+                self._losses.append(one.loss)
 
     def loss_stage(self, stages: int) -> int:
         """The stage that says losses: it has the head, which is the last layer unit."""
@@ -96,6 +120,8 @@ class VoteHistory:
 
     def _is_far(self, unit: int, norm: float, others: float) -> bool:
         known = self._norms.get(unit, ())
+        if len(known) < LEAST <= len(self._model):
+            known = self._model
         if len(known) >= LEAST:
             middle, deviation = _range(known)
             return norm > 0 and math.log(norm) > middle + max(SPREAD * deviation, math.log(NORM_TIMES))

@@ -36,6 +36,7 @@ from node.coordinator.reporter import Emit, codec_bits
 from node.coordinator.run_plan import Past
 from node.coordinator.stage_assignment import Candidate, sharing, stage_needs, useless
 from node.coordinator.store import StepRecord, Store
+from node.coordinator.votes import REMEMBERED, PastStep
 from node.dashboard.feed import Feed
 from node.dashboard.pages import listen_address, live_page, reading_past, shares_port
 from node.display.terminal import ending_signals
@@ -193,6 +194,11 @@ def _reopen(
         hosts=tuple(placed.node_id for placed in store.placement(last_epoch)),
         validated=frozenset(record.step for record in held_out),
         best=min((record.uncompressed for record in held_out), default=math.inf),
+        newest=tuple(
+            PastStep(loss=one.loss, grad_norm=one.grad_norm, seconds=one.seconds)
+            for one in store.steps(newest - 1 - REMEMBERED)
+            if one.step < newest
+        ),
     )
     return _Run(
         run_id=store.run().run_id,

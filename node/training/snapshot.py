@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
+from typing import BinaryIO
 
 from node import faults
 from node.config.schema import RunConfig
@@ -40,6 +41,7 @@ from node.training.manifest import (
     weights_sha256,
 )
 from node.training.unit_state import check_state, parameters_of, read_tensors
+from wire.descriptors import EXHAUSTED, when_there_are_some
 from wire.errors import DiskFullError, ProtocolViolationError, RunError
 
 MOMENT_SECONDS = 2.0
@@ -68,7 +70,7 @@ def read_manifest(directory: Path) -> Manifest:
         RunError: there is none, or it is of another format.
     """
     try:
-        text = (directory / MANIFEST_NAME).read_bytes()
+        text = when_there_are_some((directory / MANIFEST_NAME).read_bytes)
     except OSError as error:
         if error.errno == errno.EIO:
             raise SnapshotDamagedError(
@@ -88,7 +90,7 @@ def read_unit(directory: Path, unit: str) -> bytes:
     entry = read_manifest(directory).entry(unit)
     path = directory / entry.file
     with reading(path):
-        data = path.read_bytes()
+        data = when_there_are_some(path.read_bytes)
     if len(data) != entry.bytes or sha256(data).hexdigest() != entry.sha256:
         raise damaged(path)
     return data
@@ -102,6 +104,8 @@ def reading(path: Path) -> Iterator[None]:
     except PermissionError as error:
         raise RunError(f"cannot read {path} ({error.strerror}); make it readable for this user") from error
     except OSError as error:
+        if error.errno in EXHAUSTED:
+            raise RunError(f"cannot read {path} ({error.strerror}); raise this process's limits") from error
         raise SnapshotDamagedError(f"cannot read {path} ({error.strerror})") from error
 
 
@@ -213,7 +217,7 @@ def check_snapshot(directory: Path, tell: Tell = lambda _: None) -> None:
     began, told = time.monotonic(), False
     for entry in manifest.units:
         path, digest, size = directory / entry.file, sha256(), 0
-        with reading(path), path.open("rb") as file:
+        with reading(path), _opened(path) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)
                 size += len(chunk)
@@ -222,6 +226,10 @@ def check_snapshot(directory: Path, tell: Tell = lambda _: None) -> None:
                     told = True
         if size != entry.bytes or digest.hexdigest() != entry.sha256:
             raise damaged(path)
+
+
+def _opened(path: Path) -> BinaryIO:
+    return when_there_are_some(lambda: path.open("rb"))
 
 
 class SnapshotWriter:
@@ -338,7 +346,8 @@ class SnapshotWriter:
 def _step_directories(root: Path) -> list[tuple[int, Path]]:
     if not root.is_dir():
         return []
-    matches = ((_STEP_DIRECTORY.fullmatch(path.name), path) for path in root.iterdir() if path.is_dir())
+    found = when_there_are_some(lambda: list(root.iterdir()))
+    matches = ((_STEP_DIRECTORY.fullmatch(path.name), path) for path in found if path.is_dir())
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 
@@ -359,23 +368,27 @@ def _remove(path: Path) -> None:
 def _write(path: Path, data: bytes, step: int) -> None:
     """Make `path` hold `data`, atomically and durably; make its directory if needed."""
     with _write_errors(path, len(data)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        temporary = Path(name)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                faults.write_snapshot_file(step)
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            faults.rename_snapshot_file(step)
-            temporary.replace(path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-        # The rename, and the directory itself if it is new.
-        _sync_directory(path.parent)
-        _sync_directory(path.parent.parent)
+        when_there_are_some(lambda: _write_file(path, data, step))
+
+
+def _write_file(path: Path, data: bytes, step: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            faults.write_snapshot_file(step)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        faults.rename_snapshot_file(step)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    # The rename, and the directory itself if it is new.
+    _sync_directory(path.parent)
+    _sync_directory(path.parent.parent)
 
 
 def _sync_directory(directory: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from node.coordinator.actions import RecordCommit, RecordRestored, Send, StepDone
 from node.coordinator.epoch import Committed, Epoch, FiniteUncompressed, NonFinite, Phase, RefusedVote
-from node.coordinator.votes import VoteHistory
+from node.coordinator.votes import LEAST, PastStep, VoteHistory
 from wire.messages import (
     Begin,
     Commit,
@@ -259,3 +259,24 @@ def test_a_vote_speaks_for_its_voter_alone(node: str, wrong: Vote) -> None:
     assert isinstance(one.vote(node, wrong), RefusedVote)
     assert one.phase is Phase.STEPPING, "it is not counted"
     assert one.ask_again(node) == [Send(node_id=node, message=Begin(epoch=4, step=3))]
+
+
+@pytest.mark.parametrize(
+    ("norm", "loss", "what"),
+    [
+        (9.0, 2.1, None),
+        (9e4, 2.1, None),
+        (9e6, 2.1, (0, "the gradient of layer unit 0 at stage 0")),
+        (9.0, 40.0, (1, "the loss of 40 at stage 1")),
+    ],
+)
+def test_the_steps_on_record_say_what_is_plausible_after_a_restart(
+    norm: float, loss: float, what: tuple[int, str] | None
+) -> None:
+    past = [PastStep(loss=2.0, grad_norm=3.0, seconds=1.0)] * LEAST
+    history = VoteHistory(lambda _stages: [frozenset({0}), frozenset({1})], past)
+    votes = [
+        Vote(epoch=1, step=20, norms={0: norm}, loss=None),
+        Vote(epoch=1, step=20, norms={1: norm}, loss=loss),
+    ]
+    assert history.implausible(votes) == what

@@ -3,11 +3,13 @@
 import errno
 import json
 import os
+import resource
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,9 +26,11 @@ from node.training.snapshot import (
     prune,
     read_manifest,
     read_unit,
+    set_damaged_aside,
     snapshot_directory,
 )
 from tests.support.snapshots import CONFIG, MODEL, put, unit_states, write_snapshot
+from wire import descriptors
 from wire.errors import ProtocolViolationError, RunError
 
 UNITS = unit_names(MODEL)
@@ -251,6 +255,41 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_partial(
     for unit in UNITS[1:]:
         manifest = put(writer, 2, unit, states[unit])
     assert manifest is not None
+
+
+def test_files_wait_until_there_are_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers may hold them all for a while. A snapshot that cannot be read then is not a damaged one."""
+    writer, states = SnapshotWriter(tmp_path, CONFIG, "run-1"), unit_states()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    pauses = 0
+
+    def take_all() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, soft), hard))
+        with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+
+    def pause(_: float) -> None:
+        nonlocal pauses
+        pauses += 1
+        while pauses % 2 == 0 and taken:
+            os.close(taken.pop())
+
+    monkeypatch.setattr(descriptors, "_never", SimpleNamespace(wait=pause))
+    try:
+        for unit in UNITS:
+            take_all()
+            manifest = put(writer, 1, unit, states[unit])
+        assert manifest is not None and pauses == 2 * len(UNITS)
+        take_all()
+        assert read_unit(snapshot_directory(tmp_path, 1), UNITS[0]) == serialize_unit(states[UNITS[0]])
+        take_all()
+        assert set_damaged_aside(tmp_path).whole == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        while taken:
+            os.close(taken.pop())
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
