@@ -75,7 +75,7 @@ def test_a_pipeline_draws_as_the_reference_does() -> None:
     """Stages with a microbatch in flight between them, each told of its own backward."""
     alone = trainer(MOST_TO_NEAREST + 4, chunks=2)
     expected = gradients(alone)
-    config = replace(alone.config, pipeline=PipelineSection(stages=2))
+    config = replace(alone.config, pipeline=PipelineSection(stages=2, head="last"))
     first, last = (StageModel(config, CPU) for _ in range(2))
     for index, stage in enumerate((first, last)):
         stage.build(index, 2)
