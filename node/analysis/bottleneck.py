@@ -36,6 +36,8 @@ def bottleneck(
         if here >= wanted:
             return (f"waiting for a stage's node: {here} nodes are here, but none fits and none is back yet",)
         return (f"waiting for nodes: {here} of {wanted} are here; {_how_to_join(view.token_uses)}",)
+    if view.rows > 1:
+        return _rows(view, codec_bits, ends_in_blocks)
     model = StepModel.of(view)
     if model is None:
         return ()
@@ -52,6 +54,52 @@ def bottleneck(
 
 
 # ---- the cases
+
+
+def _rows(view: RunView, codec_bits: Mapping[str, float], ends_in_blocks: Sequence[float]) -> tuple[str, ...]:
+    """Which row the others wait for, what limits that one, and how much of the step sums the gradients."""
+    sync = [_sync_share(view.row(replica)) for replica in range(view.rows)]
+    if not all(stage.shares for stage in view.stages):
+        return ()
+    slowest = min(range(view.rows), key=lambda replica: (sync[replica], replica))
+    sentences = list(bottleneck(view.row(slowest), codec_bits, ends_in_blocks))
+    if max(sync) - sync[slowest] >= WAITING:
+        others = [replica for replica in range(view.rows) if sync[replica] - sync[slowest] >= WAITING]
+        share = sum(sync[replica] for replica in others) / len(others)
+        count = len(view.groups[slowest])
+        head = (
+            f"row {slowest} ends its {count} group{'s' if count > 1 else ''} last: "
+            f"{_rows_text(others)} {_percent(share)} of the time for its gradients"
+        )
+        return tuple([f"{head}; {sentences[0]}" if sentences else head, *sentences[1:]][:MOST_SENTENCES])
+    if sync[slowest] >= WAITING:
+        full = [one for one in view.links if one.source_replica != one.target_replica and one.full]
+        why = f"; {_sync_link(full[0])}" if full else ""
+        sentences.insert(
+            0,
+            f"all rows sum their gradients {_percent(sync[slowest])} of the time after their last "
+            f"microbatch{why}; fewer bits in `pipeline.sync_codec` or a larger `training.global_batch` "
+            "would help",
+        )
+    elif sentences:
+        sentences[0] = f"row {slowest}: {sentences[0]}"
+    return tuple(sentences[:MOST_SENTENCES])
+
+
+def _sync_share(row: RunView) -> float:
+    """The least share of time that a stage of a row waits for other rows: the row's last stage to be done."""
+    return min((stage.shares.get("sync", 0.0) for stage in row.stages), default=0.0)
+
+
+def _rows_text(rows: Sequence[int]) -> str:
+    return f"row {rows[0]} waits" if len(rows) == 1 else f"rows {', '.join(map(str, rows))} wait"
+
+
+def _sync_link(link: LinkView) -> str:
+    return (
+        f"the link of stage {link.source} from row {link.source_replica} to {link.target_replica} is full "
+        f"({_percent(link.use or 0.0)} of {_rate(link)})"
+    )
 
 
 def _links(view: RunView, model: StepModel, floor: Floor, codec_bits: Mapping[str, float]) -> list[str]:

@@ -10,7 +10,7 @@ must not be shown as 0.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Self, cast
 
 from node.telemetry import events
@@ -120,6 +120,8 @@ class StageView:
     """One stage of the newest placement. Shares are of wall time over the recent steps, 0 to 1."""
 
     stage: int
+    replica: int = 0
+    """The row of the grid."""
     node_id: str
     device: str = ""
     blocks: int = 0
@@ -141,7 +143,7 @@ class FlowView:
     """Tensors of one kind in one direction of a link."""
 
     direction: str
-    """`activation`, `gradient`, `tied_share` or `tied_sum`."""
+    """`activation`, `gradient`, `tied_share`, `tied_sum`, `sync_share` or `sync_sum`."""
     codec: str
     bits_per_element: float
     """On the socket over the recent steps, headers and frames included."""
@@ -158,6 +160,9 @@ class LinkView:
 
     source: int
     target: int
+    source_replica: int = 0
+    """The row of the stage that sends."""
+    target_replica: int = 0
     bytes: int
     """Since the run began."""
     mbit: float
@@ -190,6 +195,7 @@ class MemberView:
     device: str
     stage: int | None
     """None for a spare."""
+    replica: int = 0
     joined: float
 
 
@@ -272,6 +278,9 @@ class RunView:
     """Tokens a second."""
     epoch: int
     stages: tuple[StageView, ...]
+    """Row after row."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """The gradient groups of each row; empty for a run with one group, which has one row."""
     links: tuple[LinkView, ...]
     members: tuple[MemberView, ...]
     spares: int
@@ -290,6 +299,23 @@ class RunView:
     """What limits the speed, in sentences, the most important first."""
     events: tuple[EventView, ...] = ()
     """Oldest first."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the newest placement: replicas of the pipeline."""
+        return max(1, len(self.groups))
+
+    def row(self, replica: int) -> Self:
+        """The view of one row, as if it were the whole grid: its stages, links and microbatches."""
+        whole = sum(map(len, self.groups)) or 1
+        own = len(self.groups[replica]) if self.groups else 1
+        return replace(
+            self,
+            stages=tuple(stage for stage in self.stages if stage.replica == replica),
+            links=tuple(one for one in self.links if one.source_replica == one.target_replica == replica),
+            groups=(),
+            microbatches=self.microbatches * own // whole,
+        )
 
     def to_json(self) -> str:
         """One JSON object; numbers that are not finite become null."""

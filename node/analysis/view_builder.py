@@ -26,9 +26,10 @@ from node.analysis.run_view import (
     SnapshotView,
     StageView,
 )
-from node.analysis.step_model import LITTLE, full_links
+from node.analysis.step_model import FULL, LITTLE, full_links
 from node.telemetry import events
 from node.telemetry.clock import WAITS, TimeKind
+from node.telemetry.costs import LinkKey, Place
 from node.telemetry.format import bytes_text, duration_text, printable, without_addresses
 
 __all__ = ["RunView", "RunViewBuilder", "view"]
@@ -63,6 +64,8 @@ class LinkSums:
 
     source: int
     target: int
+    source_replica: int = 0
+    target_replica: int = 0
     bytes: int
     retransmits: int
     rejects: int
@@ -125,7 +128,7 @@ class RunViewBuilder:
         self._speed = Series()
         self._recent: deque[events.StepCosts] = deque(maxlen=RECENT_STEPS)
         self._paces: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._links: dict[tuple[int, int], _LinkSums] = {}
+        self._links: dict[LinkKey, _LinkSums] = {}
         self._events: deque[EventView] = deque(maxlen=MOST_EVENTS)
 
     def apply(self, event: events.Event, at: float) -> None:
@@ -194,7 +197,7 @@ class RunViewBuilder:
             speed=self._speed.state(),
             recent=tuple(self._recent),
             paces=tuple(self._paces),
-            links=tuple(sums.state(*pair) for pair, sums in self._links.items()),
+            links=tuple(sums.state(ends) for ends, sums in self._links.items()),
             listed=tuple(self._events),
         )
 
@@ -223,7 +226,7 @@ class RunViewBuilder:
         made._speed = Series.restored(state.speed)
         made._recent.extend(state.recent)
         made._paces.extend(state.paces)
-        made._links = {(sums.source, sums.target): _LinkSums(sums) for sums in state.links}
+        made._links = {_ends(sums): _LinkSums(sums) for sums in state.links}
         made._events.extend(state.listed)
         return made
 
@@ -248,11 +251,13 @@ class RunViewBuilder:
         tokens = started.tokens_per_step if started else 0
         state = self._state(done, steps)
         placed = self._placement.nodes if self._placement else ()
+        across = max(1, self._placement.stages if self._placement else 1)
         members = tuple(
             MemberView(
                 node_id=node_id,
                 device=member.device,
-                stage=placed.index(node_id) if node_id in placed else None,
+                stage=placed.index(node_id) % across if node_id in placed else None,
+                replica=placed.index(node_id) // across if node_id in placed else 0,
                 joined=member.joined,
             )
             for node_id, member in self._members.items()
@@ -284,6 +289,7 @@ class RunViewBuilder:
             speed_curve=self._speed.curve(),
             epoch=self._placement.epoch if self._placement else 0,
             stages=stages,
+            groups=self._placement.groups if self._placement else (),
             links=self._link_views(),
             members=members,
             # While a stage has no node, every node is needed.
@@ -297,8 +303,16 @@ class RunViewBuilder:
             bottleneck=(),
             events=tuple(self._events),
         )
-        full = full_links(so_far)
-        links = tuple(replace(link, full=(link.source, link.target) in full) for link in so_far.links)
+        full = {replica: full_links(so_far.row(replica)) for replica in range(so_far.rows)}
+        links = tuple(
+            replace(
+                link,
+                full=(link.use or 0.0) >= FULL
+                if link.source_replica != link.target_replica
+                else (link.source, link.target) in full[link.source_replica],
+            )
+            for link in so_far.links
+        )
         so_far = replace(so_far, links=links)
         if started is None:
             return replace(so_far, bottleneck=bottleneck(so_far, {}))
@@ -328,7 +342,8 @@ class RunViewBuilder:
             self._snapshots.pop()
 
     def _place(self, event: events.PlacementMade) -> None:
-        moved = self._placement is None or self._placement.nodes != event.nodes
+        before = self._placement
+        moved = before is None or (before.nodes, before.groups) != (event.nodes, event.groups)
         self._placement = event
         self._steps_done = event.resume_step
         self._restoring = False
@@ -338,7 +353,7 @@ class RunViewBuilder:
 
     def _count(self, costs: events.StepCosts) -> None:
         for link in costs.links:
-            self._links.setdefault((link.source, link.target), _LinkSums()).add(link)
+            self._links.setdefault(_ends(link), _LinkSums()).add(link)
         if not costs.aborted:
             self._recent.append(costs)
 
@@ -385,8 +400,11 @@ class RunViewBuilder:
             return ()
         blocks = dict(enumerate(placement.blocks))
         views = []
-        for stage, node_id in enumerate(placement.nodes):
-            costs = [cost for one in self._recent for cost in one.stages if cost.stage == stage]
+        for index, node_id in enumerate(placement.nodes):
+            replica, stage = place = divmod(index, placement.stages)
+            costs = [
+                cost for one in self._recent for cost in one.stages if (cost.replica, cost.stage) == place
+            ]
             wall = sum(cost.wall_seconds for cost in costs)
             shares: dict[str, float] = {}
             if wall > 0:
@@ -397,6 +415,7 @@ class RunViewBuilder:
             views.append(
                 StageView(
                     stage=stage,
+                    replica=replica,
                     node_id=node_id,
                     device=self._devices.get(node_id, ""),
                     blocks=blocks.get(stage, 0),
@@ -414,13 +433,17 @@ class RunViewBuilder:
 
     def _link_views(self) -> tuple[LinkView, ...]:
         seconds = sum(costs.seconds for costs in self._recent)
-        recent: dict[tuple[int, int], list[events.LinkCost]] = {}
+        recent: dict[LinkKey, list[events.LinkCost]] = {}
         for costs in self._recent:
             for link in costs.links:
-                recent.setdefault((link.source, link.target), []).append(link)
+                recent.setdefault(_ends(link), []).append(link)
         return tuple(
-            self._links[pair].view(*pair, recent[pair], seconds) for pair in sorted(recent) if seconds > 0
+            self._links[ends].view(ends, recent[ends], seconds) for ends in sorted(recent) if seconds > 0
         )
+
+
+def _ends(link: events.LinkCost | LinkSums) -> LinkKey:
+    return Place(link.source_replica, link.source), Place(link.target_replica, link.target)
 
 
 class _LinkSums:
@@ -433,14 +456,17 @@ class _LinkSums:
         flows = state.flows if state else ()
         self._flows = {(flow.direction, flow.codec): (flow.bytes, flow.elements) for flow in flows}
 
-    def state(self, source: int, target: int) -> LinkSums:
+    def state(self, ends: LinkKey) -> LinkSums:
         flows = (
             FlowSums(direction=direction, codec=codec, bytes=size, elements=elements)
             for (direction, codec), (size, elements) in self._flows.items()
         )
+        (source_replica, source), (target_replica, target) = ends
         return LinkSums(
             source=source,
             target=target,
+            source_replica=source_replica,
+            target_replica=target_replica,
             bytes=self._bytes,
             retransmits=self._retransmits,
             rejects=self._rejects,
@@ -455,7 +481,8 @@ class _LinkSums:
             size, elements = self._flows.get((flow.direction, flow.codec), (0, 0))
             self._flows[flow.direction, flow.codec] = size + flow.bytes, elements + flow.elements
 
-    def view(self, source: int, target: int, recent: list[events.LinkCost], seconds: float) -> LinkView:
+    def view(self, ends: LinkKey, recent: list[events.LinkCost], seconds: float) -> LinkView:
+        (source_replica, source), (target_replica, target) = ends
         newest = recent[-1]
         rate = sum(cost.bytes for cost in recent) / seconds
         use = min(1.0, rate / newest.capacity) if newest.capacity > 0 else None
@@ -478,6 +505,8 @@ class _LinkSums:
         return LinkView(
             source=source,
             target=target,
+            source_replica=source_replica,
+            target_replica=target_replica,
             bytes=self._bytes,
             mbit=8e-6 * rate,
             capacity_mbit=8e-6 * newest.capacity,
@@ -511,8 +540,7 @@ def _listed(event: events.Event) -> tuple[str, str, str] | None:
         case events.NodeLeft():
             return "left", "warning", f"{event.node_id} left: {event.reason}"
         case events.PlacementMade():
-            nodes = ", ".join(f"{stage} {node}" for stage, node in enumerate(event.nodes))
-            return "placed", "info", f"epoch {event.epoch} from step {event.resume_step}: {nodes}"
+            return "placed", "info", f"epoch {event.epoch} from step {event.resume_step}: {event.placed}"
         case events.StepAborted():
             return "aborted", "warning", f"step {event.step} aborted and runs again: {event.reason}"
         case events.Recovered():

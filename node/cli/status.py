@@ -108,11 +108,16 @@ def _live_lines(status: "RunStatus", now: float, alive: bool | None) -> list[str
     ]
     nodes = status.placement.nodes if status.placement else ()
     if alive is not False:
-        lines.append(f"connected {len(status.nodes)} nodes for {len(nodes) or status.started.stages} stages")
+        grid = f"{len(nodes) or status.started.stages} stages"
+        if status.placement is not None and status.placement.groups:
+            rows = len(status.placement.groups)
+            grid = f"{rows} row{'s' if rows > 1 else ''} of {status.placement.stages} stages"
+        lines.append(f"connected {len(status.nodes)} nodes for {grid}")
     lines += [printable(f"gone      {left.node_id[:SHORT_ID]}: {left.reason}") for left in status.gone]
     if status.step:
         lines.append(f"speed     {count_text(status.step.tokens_per_second)} tokens/s")
-        lines += table_lines(*stage_rows(status.step, nodes))
+        across = status.placement.stages if status.placement else 0
+        lines += table_lines(*stage_rows(status.step, nodes, across))
     if status.held_out:
         lines.append(status.held_out.line)
     if status.aborted:

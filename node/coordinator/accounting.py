@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from node.telemetry.costs import Ledger, LinkSums, StageSums
+from node.telemetry.costs import Ledger, LinkSums, Place, StageSums
 from node.telemetry.events import FlowCost, LinkCost, StageCost, StageTimes, StepCosts
 from wire.telemetry import LinkReport, Telemetry
 
@@ -23,7 +23,8 @@ class Accounting:
         self.run = Ledger(codecs)
         """Since this process started, aborted steps included."""
         self.hosts: tuple[str, ...] = ()
-        """Who hosts the stages of the epoch that runs; empty between epochs."""
+        """Who hosts the stages of the epoch that runs, row after row; empty between epochs."""
+        self.rows = 1
         self.newest: dict[str, Telemetry] = {}
         """Each node's newest report."""
         self._codecs = frozenset(codecs)
@@ -32,7 +33,7 @@ class Accounting:
         self._counted: dict[str, Telemetry] = {}
         self._ready_wall: dict[str, float] = {}
         self._epoch_bytes: dict[str, int] = {}
-        self._hosts: dict[int, str] = {}
+        self._hosts: dict[Place, str] = {}
 
     def report(self, node_id: str, telemetry: Telemetry, elapsed: float = math.inf) -> None:
         """A node's newest totals.
@@ -51,22 +52,24 @@ class Accounting:
         self._counted[node_id] = telemetry
         sent = self._epoch_bytes.get(node_id, 0)
         room = FASTEST * (elapsed + SLACK_SECONDS) - sent
+        stages = len(self.hosts) // self.rows
+        place = Place(*divmod(self.hosts.index(node_id), stages))
         for ledger in (self.run, self._step):
-            counted = ledger.add(self.hosts.index(node_id), len(self.hosts), before, telemetry, room)
+            counted = ledger.add(place, stages, before, telemetry, room, self.rows)
         self._epoch_bytes[node_id] = sent + counted
 
     def forget(self, node_id: str) -> None:
         """The node is gone: drop its last report."""
         self.newest.pop(node_id, None)
 
-    def begin_epoch(self, epoch: int, hosts: Sequence[str]) -> None:
+    def begin_epoch(self, epoch: int, hosts: Sequence[str], rows: int = 1) -> None:
         """Count from each stage's report at `Ready`; earlier totals belong to no step."""
-        self._epoch, self.hosts = epoch, tuple(hosts)
+        self._epoch, self.hosts, self.rows = epoch, tuple(hosts), rows
         ready = {node: self.newest[node] for node in hosts if node in self.newest}
         self._counted = {node: report for node, report in ready.items() if report.epoch == epoch}
         self._ready_wall = {node: report.wall_seconds for node, report in self._counted.items()}
         self._epoch_bytes = {}
-        self._hosts.update(enumerate(hosts))
+        self._hosts.update(self.places())
         self._step = Ledger(self._codecs)
 
     def step(self, step: int, seconds: float, *, aborted: bool = False) -> StepCosts:
@@ -80,43 +83,48 @@ class Accounting:
             seconds=seconds,
             aborted=aborted,
             stages=tuple(
-                self._stage_cost(stage, node, ledger.stages.get(stage, StageSums()))
-                for stage, node in enumerate(self.hosts)
+                self._stage_cost(place, node, ledger.stages.get(place, StageSums()))
+                for place, node in self.places().items()
             ),
             links=tuple(
                 self._link_cost(source, target, sums)
-                for (source, target), sums in sorted(ledger.links.items())
+                for (source, target), sums in sorted(ledger.links.items(), key=lambda link: link[0])
             ),
         )
         if aborted:
             self.hosts = ()
         return costs
 
+    def places(self) -> dict[Place, str]:
+        """Who hosts what in the epoch that runs, row after row."""
+        stages = len(self.hosts) // self.rows
+        return {Place(*divmod(index, stages)): node for index, node in enumerate(self.hosts)}
+
     def stage_times(self) -> tuple[StageTimes, ...]:
         """Each stage's time by kind, over the whole run."""
         return tuple(
             StageTimes(
-                stage=stage,
-                node_id=self._hosts.get(stage, ""),
+                replica=place.replica,
+                stage=place.stage,
+                node_id=self._hosts.get(place, ""),
                 wall_seconds=sums.wall,
                 seconds=dict(sums.seconds),
             )
-            for stage, sums in sorted(self.run.stages.items())
+            for place, sums in sorted(self.run.stages.items(), key=lambda stage: stage[0])
         )
 
-    def link_report(self, source: int, target: int) -> LinkReport | None:
+    def link_report(self, source: Place, target: Place) -> LinkReport | None:
         """The sender's newest report of this direction of a link, if the link is in use."""
-        if source >= len(self.hosts):
-            return None
-        links = self.newest.get(self.hosts[source], Telemetry()).links
-        return next((link for link in links if link.peer_stage == target), None)
+        links = self.newest.get(self.places().get(source, ""), Telemetry()).links
+        return next((one for one in links if (one.peer_replica, one.peer_stage) == target), None)
 
     # ---- inside
 
-    def _stage_cost(self, stage: int, node_id: str, sums: StageSums) -> StageCost:
+    def _stage_cost(self, place: Place, node_id: str, sums: StageSums) -> StageCost:
         newest = self.newest.get(node_id, Telemetry())
         return StageCost(
-            stage=stage,
+            replica=place.replica,
+            stage=place.stage,
             node_id=node_id,
             wall_seconds=sums.wall,
             seconds=dict(sums.seconds),
@@ -126,11 +134,13 @@ class Accounting:
             gpu_peak_memory_bytes=newest.gpu_peak_memory_bytes,
         )
 
-    def _link_cost(self, source: int, target: int, sums: LinkSums) -> LinkCost:
+    def _link_cost(self, source: Place, target: Place, sums: LinkSums) -> LinkCost:
         newest = self.link_report(source, target)
         return LinkCost(
-            source=source,
-            target=target,
+            source=source.stage,
+            target=target.stage,
+            source_replica=source.replica,
+            target_replica=target.replica,
             bytes=sums.bytes,
             flows=tuple(
                 FlowCost(

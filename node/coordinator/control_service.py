@@ -68,8 +68,18 @@ class Handler(Protocol):
 
     async def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal: ...
 
-    async def batch(self, node_id: str, step: int, *, labels: bool, held_out: bool = False) -> bytes:
-        """Raises ProtocolViolationError if the node's stage has no use for it."""
+    async def batch(
+        self,
+        node_id: str,
+        step: int,
+        *,
+        labels: bool,
+        held_out: bool = False,
+        groups: Sequence[int] = (),
+    ) -> bytes:
+        """The rows of a step, or of some of its gradient groups, in the order in which they are named.
+
+        Raises ProtocolViolationError if the node's stage has no use for it."""
         ...
 
     async def layer_entry(self, step: int, unit: str) -> UnitEntry:
@@ -269,7 +279,11 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         async with self._calls.turn(node_id, "batch"):
             try:
                 data = await self._handler.batch(
-                    node_id, request.step, labels=request.labels, held_out=request.held_out
+                    node_id,
+                    request.step,
+                    labels=request.labels,
+                    held_out=request.held_out,
+                    groups=tuple(request.groups),
                 )
             except ThinwireError as error:
                 await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))

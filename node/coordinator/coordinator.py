@@ -9,7 +9,7 @@ import contextlib
 import functools
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -51,6 +51,7 @@ from node.pipeline.snapshot_place import keeps_on_nodes
 from node.pipeline.window_plan import Windows
 from node.run_file.loader import to_json
 from node.telemetry import events
+from node.telemetry.costs import group_seconds
 from node.telemetry.history import EVICTED
 from node.training.data import text_windows
 from node.training.manifest import MANIFEST_NAME, Manifest, UnitEntry
@@ -131,7 +132,7 @@ class Coordinator:
             run_plan(config, corpus.windows, len(self._held_out)), step_plan(config), past
         )
         self._reporter = Reporter(config, emit, untold)
-        self._tracer = Tracer(config.telemetry, directory, lambda: self.accounting.hosts)
+        self._tracer = Tracer(config.telemetry, directory, self._stages_hosted)
         self._disk = Disk(lambda text: emit(events.Notice(text=text)))
         self._snapshots = SnapshotHandler(
             config=config,
@@ -173,6 +174,9 @@ class Coordinator:
     def accounting(self) -> Accounting:
         """What the run's nodes have reported."""
         return self._reporter.accounting
+
+    def _stages_hosted(self) -> Collection[tuple[int, str]]:
+        return {(place.stage, node) for place, node in self.accounting.places().items()}
 
     # ---- running
 
@@ -246,11 +250,16 @@ class Coordinator:
                 for node_id in await asyncio.to_thread(self._store.evicted):
                     self._shut_out(node_id)
 
-    def _plan_windows(self, number: int, costs: events.StepCosts) -> None:
-        """Have windows planned from what a step cost, unless its epoch is over."""
+    def _use_costs(self, number: int, costs: events.StepCosts) -> None:
+        """Have windows planned and groups shared by what a step cost, unless its epoch is over."""
         epoch, members = self._machine.epoch, self._machine.members
-        if epoch is not None and epoch.number == number:
+        if epoch is None or epoch.number != number:
+            return
+        if self.config.pipeline.window == "auto":
             self._planner.step_done(epoch, [members[node].offer for node in epoch.hosts], costs)
+        if epoch.rows > 1:
+            seconds = group_seconds(costs, [len(groups) for groups in epoch.groups])
+            self._post(lambda _now: self._machine.row_speeds(seconds))
 
     def _use_windows(self, epoch: int, windows: Windows) -> None:
         self._post(lambda _now: self._machine.plan_windows(epoch, windows))
@@ -287,7 +296,11 @@ class Coordinator:
             case RecordPlacement():
                 self._reporter.placed()
                 hosts = zip(action.nodes, action.addresses, strict=True)
-                placed = [PlacedNode(stage, node, address) for stage, (node, address) in enumerate(hosts)]
+                stages = len(action.nodes) // len(action.groups)
+                placed = [
+                    PlacedNode(place % stages, node, address, place // stages)
+                    for place, (node, address) in enumerate(hosts)
+                ]
                 await self._record(self._store.record_placement, action.epoch, placed)
             case RecordRestored():
                 rates = {session.node_id: session.hello.download_rate for session in self._sessions}
@@ -298,8 +311,8 @@ class Coordinator:
                 await self._record_held_out(action)
             case StepDone():
                 costs = self._reporter.finish_step()
-                if costs is not None and self.config.pipeline.window == "auto":
-                    self._plan_windows(action.epoch, costs)
+                if costs is not None:
+                    self._use_costs(action.epoch, costs)
             case Announce():
                 self._emit(events.Notice(text=action.text))
             case OpenSnapshot():
@@ -468,13 +481,17 @@ class Coordinator:
     async def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal:
         return await asyncio.to_thread(self._enrolment.renew, node_id, csr_der)
 
-    async def batch(self, node_id: str, step: int, *, labels: bool, held_out: bool = False) -> bytes:
+    async def batch(
+        self,
+        node_id: str,
+        step: int,
+        *,
+        labels: bool,
+        held_out: bool = False,
+        groups: Sequence[int] = (),
+    ) -> bytes:
         epoch = self._machine.epoch
-        entitled = (
-            epoch is not None
-            and node_id in epoch.hosts
-            and epoch.stage_of(node_id) == (epoch.loss_stage if labels else 0)
-        )
+        entitled = epoch is not None and epoch.may_fetch(node_id, groups, labels=labels)
         size = self.config.training.global_batch
         if not entitled or step * size >= (len(self._held_out) if held_out else self.config.run.steps * size):
             raise ProtocolViolationError(f"{node_id} has no business with that batch of step {step}")
@@ -490,6 +507,9 @@ class Coordinator:
             # A shard that is read during the run is damaged: no step can go on without it.
             self._fail(str(error))
             raise
+        if groups:
+            length = size // self.config.pipeline.groups
+            wanted = np.concatenate([wanted[one * length : (one + 1) * length] for one in groups])
         return np.ascontiguousarray(wanted).astype("<i4").tobytes()
 
     def layer_holders(

@@ -200,6 +200,13 @@ class Epoch:
         stage = f"stage {self.stage_of(node_id)}"
         return stage if self.rows == 1 else f"{stage} of row {self.replica_of(node_id)}"
 
+    def may_fetch(self, node_id: str, groups: Collection[int], *, labels: bool) -> bool:
+        """Whether a node has use for inputs or labels: of these groups, or of the whole step if empty."""
+        stage = self.loss_stage if labels else 0
+        if node_id not in self.hosts[stage :: self.stages]:
+            return False
+        return set(groups) <= set(self.groups[self.replica_of(node_id)])
+
     @property
     def asked(self) -> tuple[str, ...]:
         """Nodes that the phase waits for."""

@@ -85,6 +85,11 @@ class GroupSharing:
         self._groups = groups
         self._current: Groups | None = None
 
+    def measured(self, seconds: Mapping[str, float]) -> None:
+        """What nodes took for a group in the newest step; single steps vary."""
+        for node, one in seconds.items():
+            self.seconds[node] = (one + self.seconds.get(node, one)) / 2
+
     def groups_for(self, hosts: Sequence[str], *, rows: int) -> Groups:
         """The sharing for the next epoch; as before while another gains little."""
         times = row_seconds(hosts, rows, self.seconds)

@@ -281,7 +281,7 @@ class RunMachine:
 
     def row_speeds(self, seconds: Mapping[str, float]) -> list[Action]:
         """What nodes were measured to take for a gradient group."""
-        self._sharing.seconds.update(seconds)
+        self._sharing.measured(seconds)
         return []
 
     def save(self) -> list[Action]:

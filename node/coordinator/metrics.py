@@ -93,8 +93,8 @@ class RunMetrics(Collector):
             families.set("held_out_loss", view.held_out.uncompressed, "fp32")
             families.set("held_out_best_steps", view.held_out.best_step)
         for stage in view.stages:
-            families.set("stage_info", 1, stage.stage, stage.node_id, stage.device)
-            families.set("stage_present", stage.present, stage.stage)
+            families.set("stage_info", 1, stage.stage, stage.replica, stage.node_id, stage.device)
+            families.set("stage_present", stage.present, stage.stage, stage.replica)
         if self.accounting is not None:
             _stages(families, self.accounting)
             _links(families, self.accounting)
@@ -127,28 +127,30 @@ class RunMetrics(Collector):
 
 
 def _stages(families: Families, accounting: Accounting) -> None:
-    for stage, sums in accounting.run.stages.items():
+    for place, sums in accounting.run.stages.items():
         for kind, seconds in sums.seconds.items():
-            families.set("stage_seconds_total", seconds, stage, kind)
-    for stage, node in enumerate(accounting.hosts):
+            families.set("stage_seconds_total", seconds, place.stage, place.replica, kind)
+    for place, node in accounting.places().items():
         if (report := accounting.newest.get(node)) is not None:
-            families.set("stage_memory_bytes", report.memory_bytes, stage)
-            families.set("stage_peak_memory_bytes", report.peak_memory_bytes, stage)
-            families.set("stage_gpu_memory_bytes", report.gpu_memory_bytes, stage)
-            families.set("stage_gpu_peak_memory_bytes", report.gpu_peak_memory_bytes, stage)
+            labels = place.stage, place.replica
+            families.set("stage_memory_bytes", report.memory_bytes, *labels)
+            families.set("stage_peak_memory_bytes", report.peak_memory_bytes, *labels)
+            families.set("stage_gpu_memory_bytes", report.gpu_memory_bytes, *labels)
+            families.set("stage_gpu_peak_memory_bytes", report.gpu_peak_memory_bytes, *labels)
 
 
 def _links(families: Families, accounting: Accounting) -> None:
-    for (source, target), sums in accounting.run.links.items():
-        families.set("link_bytes_total", sums.bytes, source, target)
-        families.set("link_busy_seconds_total", sums.busy, source, target)
-        families.set("link_retransmits_total", sums.retransmits, source, target)
-        families.set("link_rejects_total", sums.rejects, source, target)
+    for (sender, receiver), sums in accounting.run.links.items():
+        link = sender.stage, receiver.stage, sender.replica, receiver.replica
+        families.set("link_bytes_total", sums.bytes, *link)
+        families.set("link_busy_seconds_total", sums.busy, *link)
+        families.set("link_retransmits_total", sums.retransmits, *link)
+        families.set("link_rejects_total", sums.rejects, *link)
         for (direction, codec), size in sums.flow_bytes.items():
-            labels = source, target, direction.name.lower(), codec
+            labels = *link, direction.name.lower(), codec
             families.set("link_tensor_bytes_total", size, *labels)
             families.set("link_elements_total", sums.flow_elements[direction, codec], *labels)
-        if (report := accounting.link_report(source, target)) is not None:
-            families.set("link_capacity_bytes_per_second", report.capacity or None, source, target)
-            families.set("link_round_trip_seconds", report.rtt_seconds or None, source, target)
-            families.set("link_queued_bytes", report.queued_bytes, source, target)
+        if (report := accounting.link_report(sender, receiver)) is not None:
+            families.set("link_capacity_bytes_per_second", report.capacity or None, *link)
+            families.set("link_round_trip_seconds", report.rtt_seconds or None, *link)
+            families.set("link_queued_bytes", report.queued_bytes, *link)

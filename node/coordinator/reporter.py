@@ -13,6 +13,7 @@ from node.analysis.remedies import LADDER
 from node.config.schema import RunConfig
 from node.coordinator.accounting import Accounting
 from node.coordinator.actions import Aborted, RecordCommit, RecordHeldOut, RecordRestored
+from node.coordinator.grid import ONE_ROW
 from node.coordinator.run_plan import stage_state_bytes
 from node.coordinator.store import StepRecord
 from node.model.units import is_block
@@ -59,7 +60,8 @@ class Reporter:
 
     def __init__(self, config: RunConfig, emit: Emit, untold: StepRecord | None = None) -> None:
         pipeline = config.pipeline
-        self.accounting = Accounting({"fp32", pipeline.forward_codec, pipeline.backward_codec})
+        codecs = {"fp32", pipeline.forward_codec, pipeline.backward_codec}
+        self.accounting = Accounting(codecs | ({pipeline.sync_codec} if pipeline.groups > 1 else set()))
         self.snapshot_path = ""
         self.weights_sha256 = ""
         self._config = config
@@ -105,15 +107,17 @@ class Reporter:
             # Its epoch ended before every stage had reported it applied.
             self.finish_step()
         self._commit = None
-        self.accounting.begin_epoch(restored.epoch, restored.nodes)
+        rows = len(restored.groups)
+        self.accounting.begin_epoch(restored.epoch, restored.nodes, rows)
         self._epoch_began = time.monotonic()
-        stages = stage_units(self._config, len(restored.nodes))
+        stages = stage_units(self._config, len(restored.nodes) // rows)
         self._emit(
             events.PlacementMade(
                 epoch=restored.epoch,
                 nodes=restored.nodes,
                 resume_step=restored.step,
                 blocks=tuple(sum(is_block(unit) for unit in units) for units in stages),
+                groups=restored.groups if restored.groups != ONE_ROW else (),
             )
         )
         rates = [download_rates[node] for node in restored.nodes if node in download_rates]

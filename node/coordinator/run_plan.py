@@ -83,6 +83,7 @@ def run_plan(config: RunConfig, windows: int, held_out: int = 0) -> RunPlan:
     pipeline, settings = config.pipeline, config.coordinator
     return RunPlan(
         stages=pipeline.stages,
+        groups=pipeline.groups,
         total_steps=config.run.steps,
         snapshot_every=config.run.snapshot_every,
         valid_every=config.data.valid_every,

@@ -59,6 +59,11 @@ CREATE TABLE snapshots (
     complete INTEGER NOT NULL, created REAL NOT NULL);
 """
 
+_ROWS = """CREATE TABLE IF NOT EXISTS placed_rows (
+    epoch INTEGER NOT NULL, replica INTEGER NOT NULL, stage INTEGER NOT NULL, node_id TEXT NOT NULL,
+    address TEXT NOT NULL, PRIMARY KEY (epoch, replica, stage))"""
+"""Placements of the rows after the first."""
+
 _HELD_OUT = """CREATE TABLE IF NOT EXISTS held_out (
     step INTEGER PRIMARY KEY, loss REAL, uncompressed REAL, samples INTEGER NOT NULL,
     measured_at REAL NOT NULL)"""
@@ -98,6 +103,8 @@ class PlacedNode:
     stage: int
     node_id: str
     address: str
+    replica: int = 0
+    """The row of the grid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,14 +338,27 @@ class Store:
         """Who hosts what in an epoch; recording the same epoch again replaces it."""
         with self._writing() as db:
             db.execute("DELETE FROM placements WHERE epoch = ?", (epoch,))
-            rows = [(epoch, node.stage, node.node_id, node.address) for node in nodes]
-            db.executemany("INSERT INTO placements VALUES (?, ?, ?, ?)", rows)
+            first = [(epoch, node.stage, node.node_id, node.address) for node in nodes if not node.replica]
+            db.executemany("INSERT INTO placements VALUES (?, ?, ?, ?)", first)
+            others = [(epoch, n.replica, n.stage, n.node_id, n.address) for n in nodes if n.replica]
+            if not others and not _has_table(db, "placed_rows"):
+                return
+            db.execute(_ROWS)
+            db.execute("DELETE FROM placed_rows WHERE epoch = ?", (epoch,))
+            db.executemany("INSERT INTO placed_rows VALUES (?, ?, ?, ?, ?)", others)
 
     def placement(self, epoch: int) -> list[PlacedNode]:
-        """The nodes of an epoch by stage; empty when none was recorded."""
+        """The nodes of an epoch by stage, row after row; empty when none was recorded."""
         with self._reading() as db:
             query = "SELECT stage, node_id, address FROM placements WHERE epoch = ? ORDER BY stage"
-            return [PlacedNode(*row) for row in db.execute(query, (epoch,))]
+            nodes = [PlacedNode(*row) for row in db.execute(query, (epoch,))]
+            query = (
+                "SELECT stage, node_id, address, replica FROM placed_rows WHERE epoch = ? "
+                "ORDER BY replica, stage"
+            )
+            if _has_table(db, "placed_rows"):
+                nodes += [PlacedNode(*row) for row in db.execute(query, (epoch,))]
+            return nodes
 
     def last_epoch(self) -> int:
         """The highest epoch that was recorded; 0 before the first."""
@@ -398,7 +418,7 @@ class Store:
     def held_out(self) -> list[HeldOutRecord]:
         """Recorded held-out losses in order of steps."""
         with self._reading() as db:
-            if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'held_out'").fetchone():
+            if not _has_table(db, "held_out"):
                 return []
             rows = db.execute("SELECT * FROM held_out ORDER BY step").fetchall()
         return [HeldOutRecord(row[0], row[1], _float(row[2]), *row[3:]) for row in rows]
@@ -429,6 +449,11 @@ class Store:
                 yield self._db
             except sqlite3.DatabaseError as error:
                 raise explained(self.path, error) from error
+
+
+def _has_table(db: sqlite3.Connection, name: str) -> bool:
+    """Runs of an earlier version lack some."""
+    return db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (name,)).fetchone() is not None
 
 
 def _run(db: sqlite3.Connection) -> RunRecord:

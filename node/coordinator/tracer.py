@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from node.config.schema import TelemetrySection
@@ -19,12 +19,12 @@ class Tracer:
     """One run's trace. A disk error ends the trace; the run goes on."""
 
     def __init__(
-        self, settings: TelemetrySection, directory: Path, hosts: Callable[[], tuple[str, ...]]
+        self, settings: TelemetrySection, directory: Path, hosts: Callable[[], Collection[tuple[int, str]]]
     ) -> None:
         """
         Args:
             directory: the run's.
-            hosts: who hosts the stages now.
+            hosts: (stage, node) of who hosts the stages now, in any row.
         """
         self._writer = TraceWriter(directory, 1_000_000 * settings.trace_mb)
         self._wanted = bool(TracedSteps.parse(settings.trace))
@@ -32,7 +32,8 @@ class Tracer:
 
     def add(self, node_id: str, spans: StepSpans) -> None:
         """Keep a stage's spans, if the node hosts that stage."""
-        if self._wanted and self._hosts()[spans.stage : spans.stage + 1] == (node_id,):
+        hosts = self._hosts()
+        if self._wanted and (spans.stage, node_id) in hosts:
             self._writer.add(node_id, spans)
 
     async def run(self) -> None:

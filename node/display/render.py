@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
@@ -124,6 +125,7 @@ class LiveRenderer(Renderer):
         self._next_frame = 0.0
         self._pace = Pace()
         self._nodes: tuple[str, ...] = ()
+        self._across = 0
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -143,7 +145,7 @@ class LiveRenderer(Renderer):
                 self._live.update(self._display(event), refresh=True)
             return
         if isinstance(event, PlacementMade):
-            self._nodes = event.nodes
+            self._nodes, self._across = event.nodes, event.stages
         if isinstance(event, RunFinished):
             self._live.stop()  # the last frame stays, the summary follows
         for line in event_lines(event):
@@ -162,7 +164,7 @@ class LiveRenderer(Renderer):
             f"   loss {done.loss:.4f}   {count_text(done.tokens_per_second)} tokens/s   ",
             f"{_bits(done)}   lr {done.lr:.2e}   grad norm {done.grad_norm:.3g}   eta {self._pace.eta(done)}",
         )
-        header, rows = stage_rows(done, self._nodes)
+        header, rows = stage_rows(done, self._nodes, self._across)
         table = Table(*header[:2], box=None, pad_edge=False)
         for name in header[2:]:
             table.add_column(name, justify="right")
@@ -223,8 +225,8 @@ def event_lines(event: Event) -> list[str]:
         case NodeLeft():
             return [printable(f"left: {event.node_id[:SHORT_ID]}: {event.reason}")]
         case PlacementMade():
-            nodes = ", ".join(f"{stage} {node[:SHORT_ID]}" for stage, node in enumerate(event.nodes))
-            return [printable(f"placed (epoch {event.epoch}): {nodes}; from step {event.resume_step}")]
+            short = replace(event, nodes=tuple(node[:SHORT_ID] for node in event.nodes))
+            return [printable(f"placed (epoch {event.epoch}): {short.placed}; from step {event.resume_step}")]
         case StepAborted():
             return [printable(f"step {event.step} aborted and runs again: {event.reason}")]
         case SnapshotStored():
@@ -274,10 +276,16 @@ def _time_lines(summary: RunSummary) -> list[str]:
     kinds = list(dict.fromkeys(kind for stage in summary.stages for kind in stage.seconds))
     if not kinds:
         return []
-    header = ["stage", "node", *(printable(kind).replace("stream", "") for kind in kinds), "seconds"]
+    is_grid = any(stage.replica for stage in summary.stages)
+    header = [
+        "row/stage" if is_grid else "stage",
+        "node",
+        *(printable(kind).replace("stream", "") for kind in kinds),
+        "seconds",
+    ]
     rows = [
         [
-            str(stage.stage),
+            f"{stage.replica}/{stage.stage}" if is_grid else str(stage.stage),
             printable(stage.node_id[:SHORT_ID]),
             *(_percent(stage.seconds.get(kind, 0.0), stage.wall_seconds) for kind in kinds),
             f"{stage.wall_seconds:.1f}",
@@ -287,13 +295,18 @@ def _time_lines(summary: RunSummary) -> list[str]:
     return ["where time went, % of each stage's wall time:", *table_lines(header, rows)]
 
 
-def stage_rows(done: StepDone, nodes: tuple[str, ...]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows, one a stage: idle share and traffic of one step."""
+def stage_rows(done: StepDone, nodes: tuple[str, ...], across: int = 0) -> tuple[list[str], list[list[str]]]:
+    """Header and rows, one a stage: idle share and traffic of one step.
+
+    `across`: stages of a row of the grid; 0 for a grid of one row.
+    """
     rows = []
+    is_grid = 0 < across < len(done.idle)
     for stage, (idle, up, down) in enumerate(zip(done.idle, done.up_mbit, done.down_mbit, strict=True)):
         node = printable(nodes[stage][:SHORT_ID]) if stage < len(nodes) else ""
-        rows.append([str(stage), node, f"{idle:.0%}", f"{up:.1f}", f"{down:.1f}"])
-    return ["stage", "node", "idle", "up Mbit/s", "down Mbit/s"], rows
+        place = f"{stage // across}/{stage % across}" if is_grid else str(stage)
+        rows.append([place, node, f"{idle:.0%}", f"{up:.1f}", f"{down:.1f}"])
+    return ["row/stage" if is_grid else "stage", "node", "idle", "up Mbit/s", "down Mbit/s"], rows
 
 
 def _percent(part: float, whole: float) -> str:

@@ -23,7 +23,7 @@ def view_lines(view: RunView, now: float, width: int = 0) -> list[str]:
             low, high = min(curve.values), max(curve.values)
             lines.append(f"{name:<11} {sparkline(curve.values)}  {low:.{digits}f} to {high:.{digits}f}")
     if view.stages:
-        lines += ["", *_stage_table(view.stages)]
+        lines += ["", *_rows(view), *_stage_table(view.stages)]
     if view.links:
         lines += ["", *_link_table(view.links)]
     if view.held_out is not None:
@@ -86,8 +86,23 @@ def _held_out(held_out: HeldOutView) -> str:
     )
 
 
+def _rows(view: RunView) -> list[str]:
+    """Which gradient groups each row computes, if there are several."""
+    if view.rows == 1:
+        return []
+    parts = [f"row {row}: {', '.join(map(str, groups))}" for row, groups in enumerate(view.groups)]
+    return [f"gradient groups by row    {'   '.join(parts)}"]
+
+
+def place_text(replica: int, stage: int, rows: int) -> str:
+    """A place in the grid: its stage alone, if there is one row."""
+    return str(stage) if rows == 1 else f"{replica}/{stage}"
+
+
 def _stage_table(stages: tuple[StageView, ...]) -> list[str]:
-    header = ["stage", "node", "busy", "forward", "backward", "pack", "unpack", "optimizer"]
+    rows_here = 1 + max(stage.replica for stage in stages)
+    place = "stage" if rows_here == 1 else "row/stage"
+    header = [place, "node", "busy", "forward", "backward", "pack", "unpack", "optimizer"]
     header += ["wait up", "wait down", "wait coord", "sync", "memory", "gpu"]
     kinds = ("forward", "backward", "encode", "decode", "optimizer")
     waits = ("wait-upstream", "wait-downstream", "wait-coordinator", "sync")
@@ -96,7 +111,7 @@ def _stage_table(stages: tuple[StageView, ...]) -> list[str]:
         shares = [_percent(stage.shares[k]) if k in stage.shares else "-" for k in (*kinds, *waits)]
         rows.append(
             [
-                str(stage.stage),
+                place_text(stage.replica, stage.stage, rows_here),
                 printable(stage.node_id[:15]) + ("" if stage.present else " (gone)"),
                 _percent(stage.busy) if stage.shares else "-",
                 *shares,
@@ -108,10 +123,12 @@ def _stage_table(stages: tuple[StageView, ...]) -> list[str]:
 
 
 def _link_table(links: tuple[LinkView, ...]) -> list[str]:
+    rows_here = 1 + max(max(link.source_replica, link.target_replica) for link in links)
     header = ["link", "codecs", "Mbit/s", "capacity", "use", "bits", "round trip", "sent", "again", "damaged"]
     rows = [
         [
-            f"{link.source} to {link.target}",
+            f"{place_text(link.source_replica, link.source, rows_here)} to "
+            f"{place_text(link.target_replica, link.target, rows_here)}",
             ", ".join(dict.fromkeys(flow.codec for flow in link.flows)) or "-",
             f"{link.mbit:.1f}",
             f"{link.capacity_mbit:.1f}" if link.capacity_mbit and not link.little_used else "-",

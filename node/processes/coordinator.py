@@ -186,12 +186,13 @@ def _reopen(
     # A rebuilt database knows what the step gave, not what it was committed with.
     if last_step is not None and not math.isnan(last_step.clip):
         committed = Committed(step=last_step.step, clip_coefficient=last_step.clip, lr=last_step.lr)
-    held_out = store.held_out()
+    held_out, placed = store.held_out(), store.placement(last_epoch)
     past = Past(
         last_epoch=last_epoch,
         newest_snapshot=newest,
         committed=committed,
-        hosts=tuple(placed.node_id for placed in store.placement(last_epoch)),
+        hosts=tuple(node.node_id for node in placed),
+        rows=1 + max((node.replica for node in placed), default=0),
         validated=frozenset(record.step for record in held_out),
         best=min((record.uncompressed for record in held_out), default=math.inf),
         newest=tuple(
@@ -337,7 +338,7 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit) -> in
         )
         addresses = settings.advertise or own_addresses(split_listen(settings.listen)[0], ports.port)
         run.store.set_addresses(addresses)
-        uses = config.pipeline.stages
+        uses = config.pipeline.stages * config.pipeline.most_rows
         _, token = run.store.create_token(time.time(), TOKEN_LIFETIME, uses)
         emit(_started(config, directory, run))
         if run.news:

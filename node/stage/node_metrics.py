@@ -9,15 +9,17 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from node.run_file.validate import parse_listen, why_not_bound
-from node.telemetry.costs import Ledger
+from node.telemetry.costs import Ledger, Place
 from node.telemetry.metrics import CONTENT_TYPE, NODE_METRICS, Families
 from wire.errors import UserError
 from wire.identity.names import join_address
 from wire.telemetry import Telemetry
 from wire.version import PROTOCOL, VERSION
 
-_SELF = -1
+_SELF = Place(0, -1)
 """Stands for the node's stage, which may change."""
+MOST_ROWS = 256
+"""Rows that a grid may have."""
 
 
 class NodeMetrics(Collector):
@@ -34,7 +36,7 @@ class NodeMetrics(Collector):
     def report(self, telemetry: Telemetry, stage: int, stages: int) -> None:
         """Add the newest totals; the node has stage `stage` of `stages`, -1 for none."""
         before = self._newest if self._newest.epoch == telemetry.epoch else Telemetry()
-        self._ledger.add(_SELF, stages, before, telemetry)
+        self._ledger.add(_SELF, stages, before, telemetry, rows=MOST_ROWS)
         self._newest, self._stage = telemetry, stage
 
     def render(self) -> bytes:
@@ -62,10 +64,11 @@ class NodeMetrics(Collector):
         return iter(families)
 
     def _links(self, families: Families) -> None:
-        for (source, target), sums in self._ledger.links.items():
-            if source != _SELF:
-                families.set("node_link_rejects_total", sums.rejects, source)
+        for (sender, receiver), sums in self._ledger.links.items():
+            if sender != _SELF:
+                families.set("node_link_rejects_total", sums.rejects, _peer(*sender))
                 continue
+            target = _peer(*receiver)
             families.set("node_link_bytes_total", sums.bytes, target)
             families.set("node_link_busy_seconds_total", sums.busy, target)
             families.set("node_link_retransmits_total", sums.retransmits, target)
@@ -74,9 +77,15 @@ class NodeMetrics(Collector):
                 families.set("node_link_tensor_bytes_total", size, *labels)
                 families.set("node_link_elements_total", sums.flow_elements[direction, codec], *labels)
         for link in self._newest.links:
-            families.set("node_link_capacity_bytes_per_second", link.capacity or None, link.peer_stage)
-            families.set("node_link_round_trip_seconds", link.rtt_seconds or None, link.peer_stage)
-            families.set("node_link_queued_bytes", link.queued_bytes, link.peer_stage)
+            peer = _peer(link.peer_replica, link.peer_stage)
+            families.set("node_link_capacity_bytes_per_second", link.capacity or None, peer)
+            families.set("node_link_round_trip_seconds", link.rtt_seconds or None, peer)
+            families.set("node_link_queued_bytes", link.queued_bytes, peer)
+
+
+def _peer(replica: int, stage: int) -> str:
+    """A neighbour's name: its stage, after its row if that is not the first."""
+    return f"{replica}/{stage}" if replica else str(stage)
 
 
 @contextlib.asynccontextmanager

@@ -6,13 +6,45 @@ change.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from node.telemetry.clock import WAITS, TimeKind
 from node.telemetry.events import FlowCost, LinkCost, StageCost, StepCosts
 from wire.spec import Direction
 from wire.telemetry import LinkReport, Telemetry
+
+
+class Place(NamedTuple):
+    """A place in the grid of a run."""
+
+    replica: int
+    """The row."""
+    stage: int
+
+
+def row_costs(costs: StepCosts, replica: int) -> StepCosts:
+    """Those of one row's stages, and of the links among them."""
+    return replace(
+        costs,
+        stages=tuple(stage for stage in costs.stages if stage.replica == replica),
+        links=tuple(link for link in costs.links if link.source_replica == link.target_replica == replica),
+    )
+
+
+def group_seconds(costs: StepCosts, groups: Sequence[int]) -> dict[str, float]:
+    """What each node's stage took for a gradient group, until its last backward was done.
+
+    Args:
+        groups: of each row, how many.
+    """
+    after = (TimeKind.SYNC, TimeKind.WAIT_COORDINATOR)
+    return {
+        stage.node_id: max(0.0, stage.wall_seconds - sum(stage.seconds.get(kind, 0.0) for kind in after))
+        / groups[stage.replica]
+        for stage in costs.stages
+    }
 
 
 def idle_by_stage(costs: StepCosts) -> tuple[float, ...]:
@@ -27,12 +59,13 @@ def idle_by_stage(costs: StepCosts) -> tuple[float, ...]:
 
 def mbit_by_stage(costs: StepCosts) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mbit/s that each stage sent, and that each received."""
-    up, down = [0] * len(costs.stages), [0] * len(costs.stages)
+    places = [Place(stage.replica, stage.stage) for stage in costs.stages]
+    up, down = dict.fromkeys(places, 0), dict.fromkeys(places, 0)
     for link in costs.links:
-        up[link.source] += link.bytes
-        down[link.target] += link.bytes
+        up[Place(link.source_replica, link.source)] += link.bytes
+        down[Place(link.target_replica, link.target)] += link.bytes
     scale = 8e-6 / costs.seconds if costs.seconds > 0 else 0.0
-    return tuple(scale * size for size in up), tuple(scale * size for size in down)
+    return tuple(scale * size for size in up.values()), tuple(scale * size for size in down.values())
 
 
 def bits_per_element(costs: StepCosts, direction: str) -> float:
@@ -48,7 +81,7 @@ def add_costs(earlier: StepCosts, later: StepCosts) -> StepCosts | None:
         not earlier.aborted
         and not later.aborted
         and [(c.stage, c.node_id) for c in earlier.stages] == [(c.stage, c.node_id) for c in later.stages]
-        and [(c.source, c.target) for c in earlier.links] == [(c.source, c.target) for c in later.links]
+        and list(map(_ends, earlier.links)) == list(map(_ends, later.links))
     )
     if not same:
         return None
@@ -58,6 +91,10 @@ def add_costs(earlier: StepCosts, later: StepCosts) -> StepCosts | None:
         stages=tuple(map(_add_stages, earlier.stages, later.stages)),
         links=tuple(map(_add_links, earlier.links, later.links)),
     )
+
+
+def _ends(link: LinkCost) -> tuple[int, ...]:
+    return link.source_replica, link.source, link.target_replica, link.target
 
 
 def _add_stages(earlier: StageCost, later: StageCost) -> StageCost:
@@ -90,8 +127,8 @@ def _add_links(earlier: LinkCost, later: LinkCost) -> LinkCost:
 OTHER_CODEC = "other"
 """Replaces codec names that are not the run's: a node could invent any number of names."""
 
-LinkKey = tuple[int, int]
-"""(sending stage, receiving stage)."""
+LinkKey = tuple[Place, Place]
+"""(sender, receiver)."""
 
 
 @dataclass
@@ -124,7 +161,7 @@ class Ledger:
 
     def __init__(self, codecs: Collection[str] | None = None) -> None:
         self._codecs = codecs
-        self.stages: dict[int, StageSums] = {}
+        self.stages: dict[Place, StageSums] = {}
         self.links: dict[LinkKey, LinkSums] = {}
 
     @property
@@ -149,16 +186,24 @@ class Ledger:
             if kind is direction
         )
 
-    def link(self, source: int, target: int) -> LinkSums:
+    def link(self, source: Place, target: Place) -> LinkSums:
         return self.links.setdefault((source, target), LinkSums())
 
-    def add(self, stage: int, stages: int, before: Telemetry, now: Telemetry, most: float = math.inf) -> int:
-        """Add what the node of `stage` did between two reports of one epoch; returns the bytes counted.
+    def add(
+        self,
+        place: Place,
+        stages: int,
+        before: Telemetry,
+        now: Telemetry,
+        most: float = math.inf,
+        rows: int = 1,
+    ) -> int:
+        """Add what the node of a place did between two reports of one epoch; returns the bytes counted.
 
         Reports are not trusted: kinds of time sum to at most the wall time, and all links together carry at
-        most `most` bytes. `stages`: number of stages.
+        most `most` bytes. `stages` and `rows`: how many there are.
         """
-        sums = self.stages.setdefault(stage, StageSums())
+        sums = self.stages.setdefault(place, StageSums())
         passed = max(0.0, now.wall_seconds - before.wall_seconds)
         sums.wall += passed
         left = passed
@@ -167,16 +212,18 @@ class Ledger:
             spent = min(max(0.0, spent), left)
             left -= spent
             sums.seconds[kind.value] += spent
-        earlier = {link.peer_stage: link for link in before.links}
+        earlier = {(link.peer_replica, link.peer_stage): link for link in before.links}
         counted = 0
         for link in now.links:
-            if link.peer_stage < stages and link.peer_stage != stage:
-                baseline = _baseline(link, earlier.get(link.peer_stage))
-                counted += self._add_link(stage, baseline, link, passed, most - counted)
+            peer = Place(link.peer_replica, link.peer_stage)
+            if peer.replica < rows and peer.stage < stages and peer != place:
+                baseline = _baseline(link, earlier.get(peer))
+                counted += self._add_link((place, peer), baseline, link, passed, most - counted)
         return counted
 
-    def _add_link(self, stage: int, before: LinkReport, now: LinkReport, passed: float, most: float) -> int:
-        sums = self.link(stage, now.peer_stage)
+    def _add_link(self, key: LinkKey, before: LinkReport, now: LinkReport, passed: float, most: float) -> int:
+        place, peer = key
+        sums = self.link(place, peer)
         size = _grown(before.bytes_sent, now.bytes_sent, most)
         sums.bytes += size
         sums.busy += min(max(0.0, now.busy_seconds - before.busy_seconds), passed)
@@ -185,17 +232,17 @@ class Ledger:
         rejects = _grown(before.rejects, now.rejects, most)
         sums.retransmits += retransmits
         # The receiver counts damaged frames.
-        self.link(now.peer_stage, stage).rejects += rejects
+        self.link(peer, place).rejects += rejects
         earlier = {(flow.direction, flow.codec): flow for flow in before.flows}
         in_flows = 0
         for flow in now.flows:
             old = earlier.get((flow.direction, flow.codec))
-            key = flow.direction, self._known(flow.codec)
+            kind = flow.direction, self._known(flow.codec)
             left = most - in_flows
             of_flow = _grown(old.bytes_sent if old else 0, flow.bytes_sent, left)
             elements = _grown(old.elements_sent if old else 0, flow.elements_sent, 8 * left)
-            sums.flow_bytes[key] = sums.flow_bytes.get(key, 0) + of_flow
-            sums.flow_elements[key] = sums.flow_elements.get(key, 0) + elements
+            sums.flow_bytes[kind] = sums.flow_bytes.get(kind, 0) + of_flow
+            sums.flow_elements[kind] = sums.flow_elements.get(kind, 0) + elements
             in_flows += max(of_flow, elements // 8)
         return max(size, in_flows, retransmits, rejects)
 

@@ -107,15 +107,36 @@ class PlacementMade(Event):
     event: ClassVar[str] = "placement"
     epoch: int
     nodes: tuple[str, ...]
-    """Node ids by stage."""
+    """Node ids by stage; row after row, if there are several."""
     resume_step: int
     blocks: tuple[int, ...] = ()
     """Transformer blocks by stage."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """The gradient groups of each row; empty for a run with one group, which has one row."""
+
+    @property
+    def stages(self) -> int:
+        """Stages of a row."""
+        return len(self.nodes) // max(1, len(self.groups))
+
+    @property
+    def placed(self) -> str:
+        """Who is where, for people."""
+        stages = self.stages
+        rows = [self.nodes[first : first + stages] for first in range(0, len(self.nodes), max(1, stages))]
+        texts = [", ".join(f"{stage} {node}" for stage, node in enumerate(row)) for row in rows]
+        if len(texts) < 2:
+            return "".join(texts)
+        shares = [f"{len(run)} group{'s' if len(run) > 1 else ''}" for run in self.groups]
+        return "; ".join(
+            f"row {row} ({share}): {text}"
+            for row, (share, text) in enumerate(zip(shares, texts, strict=True))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepDone(Event):
-    """A committed step. Tuples are by stage."""
+    """A committed step. Tuples are by stage; row after row, if there are several."""
 
     event: ClassVar[str] = "step"
     step: int
@@ -178,6 +199,8 @@ class StageCost:
     gpu_memory_bytes: int = 0
     """Allocated by torch on the GPU at the end of the step; 0 without a GPU."""
     gpu_peak_memory_bytes: int = 0
+    replica: int = 0
+    """The row of the grid."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +208,7 @@ class FlowCost:
     """Traffic of one kind of tensor in one direction of a link, in whole frames."""
 
     direction: str
-    """`activation`, `gradient`, `tied_share` or `tied_sum`."""
+    """`activation`, `gradient`, `tied_share`, `tied_sum`, `sync_share` or `sync_sum`."""
     codec: str
     bytes: int
     elements: int
@@ -212,6 +235,9 @@ class LinkCost:
     """Damaged frames that `target` asked for again."""
     queued_bytes: int
     """Waiting to be sent or acknowledged at the end of the step."""
+    source_replica: int = 0
+    """The row of the stage that sent."""
+    target_replica: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +315,7 @@ class StageTimes:
     wall_seconds: float
     seconds: Mapping[str, float]
     """Seconds by kind (forward, backward, encode, ...); they sum to `wall_seconds`."""
+    replica: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

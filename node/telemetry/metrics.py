@@ -44,8 +44,10 @@ def _gauge(name: str, meaning: str, *labels: str) -> Definition:
     return Definition(name, MetricKind.GAUGE, labels, meaning)
 
 
-LINK = ("source", "target")
-FLOW = ("source", "target", "direction", "codec")
+STAGE = ("stage", "replica")
+LINK = ("source", "target", "replica", "target_replica")
+"""`replica`: the row of the stage that sends."""
+FLOW = (*LINK, "direction", "codec")
 
 RUN_METRICS: tuple[Definition, ...] = (
     _gauge("build_info", "1; the version is in the labels.", "version", "protocol"),
@@ -80,13 +82,13 @@ RUN_METRICS: tuple[Definition, ...] = (
     _gauge("snapshot_timestamp_seconds", "Unix time of the newest snapshot; 0 before the first."),
     _gauge("snapshot_steps", "Step of the newest snapshot."),
     _gauge("snapshot_bytes", "Size of the newest snapshot."),
-    _gauge("stage_info", "1; the stage's node and its device are in the labels.", "stage", "node", "device"),
-    _gauge("stage_present", "1 if the stage's node is connected.", "stage"),
-    _counter("stage_seconds_total", "Wall time of the stage's compute thread, by kind.", "stage", "kind"),
-    _gauge("stage_memory_bytes", "Resident set of the stage's node process.", "stage"),
-    _gauge("stage_peak_memory_bytes", "Largest so far for that process.", "stage"),
-    _gauge("stage_gpu_memory_bytes", "Allocated by torch on the stage's GPU; 0 without one.", "stage"),
-    _gauge("stage_gpu_peak_memory_bytes", "Largest so far for that process.", "stage"),
+    _gauge("stage_info", "1; the stage's node and its device are in the labels.", *STAGE, "node", "device"),
+    _gauge("stage_present", "1 if the stage's node is connected.", *STAGE),
+    _counter("stage_seconds_total", "Wall time of the stage's compute thread, by kind.", *STAGE, "kind"),
+    _gauge("stage_memory_bytes", "Resident set of the stage's node process.", *STAGE),
+    _gauge("stage_peak_memory_bytes", "Largest so far for that process.", *STAGE),
+    _gauge("stage_gpu_memory_bytes", "Allocated by torch on the stage's GPU; 0 without one.", *STAGE),
+    _gauge("stage_gpu_peak_memory_bytes", "Largest so far for that process.", *STAGE),
     _counter("link_bytes_total", "All bytes written to the link's sockets.", *LINK),
     _counter("link_tensor_bytes_total", "Bytes of frames that carried tensors.", *FLOW),
     _counter("link_elements_total", "Elements in those frames.", *FLOW),

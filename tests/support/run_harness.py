@@ -129,11 +129,13 @@ def undisturbed(config: RunConfig) -> Expected:
 
     It is the same for any pipeline, except with bits by stage, which depend on the config's pipeline.
     """
+    pipeline = config.pipeline
     training = RunConfig(
         run=replace(RunSection(), seed=config.run.seed, steps=config.run.steps),
         model=config.model,
         training=config.training,
         storage=config.storage,
+        pipeline=replace(PipelineSection(), groups=pipeline.groups, sync_codec=pipeline.sync_codec),
     )
     if config.storage.bits_by_stage:
         training = replace(training, pipeline=config.pipeline)

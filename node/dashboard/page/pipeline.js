@@ -19,19 +19,30 @@ const MOST_ABREAST = 3;
 
 export function pipeline(view) {
   const parts = [];
-  const left = new Map(view.links.map((link) => [`${link.source} ${link.target}`, link]));
+  const rows = Math.max(1, view.groups.length);
+  const name = (replica, stage) => (rows > 1 ? `${replica}/${stage}` : `${stage}`);
+  const left = new Map(view.links.map((link) => [
+    `${name(link.source_replica, link.source)} ${name(link.target_replica, link.target)}`, link,
+  ]));
   const take = (source, target) => {
     const key = `${source} ${target}`, link = left.get(key);
     left.delete(key);
     return link;
   };
-  view.stages.forEach((stage, i) => {
-    parts.push(stageCard(stage, !stage.present && !view.ended));
-    if (i + 1 < view.stages.length) parts.push(linkCard(i, i + 1, take(i, i + 1), take(i + 1, i)));
-  });
-  // Links between stages that are not neighbours: interleaved chunks, tied embeddings.
-  for (const { source, target } of [...left.values()]) {
-    if (left.has(`${source} ${target}`)) {
+  for (let row = 0; row < rows; row++) {
+    if (rows > 1) parts.push(rowHead(row, view.groups[row]));
+    const stages = view.stages.filter((stage) => stage.replica === row);
+    stages.forEach((stage, i) => {
+      parts.push(stageCard(stage, !stage.present && !view.ended));
+      if (i + 1 === stages.length) return;
+      const here = name(row, i), next = name(row, i + 1);
+      parts.push(linkCard(here, next, take(here, next), take(next, here)));
+    });
+  }
+  // Links between stages that are not neighbours: interleaved chunks, tied embeddings, other rows.
+  for (const key of [...left.keys()]) {
+    if (left.has(key)) {
+      const [source, target] = key.split(" ");
       const card = linkCard(source, target, take(source, target), take(target, source));
       card.classList.add("apart");
       parts.push(card);
@@ -40,7 +51,12 @@ export function pipeline(view) {
   return parts;
 }
 
-export const abreast = (view) => view.stages.length <= MOST_ABREAST;
+function rowHead(row, groups) {
+  const named = `gradient group${groups.length > 1 ? "s" : ""} ${groups.join(", ")}`;
+  return element("li", { class: "row-head", "data-row": row }, element("strong", {}, `row ${row}`), ` ${named}`);
+}
+
+export const abreast = (view) => view.groups.length < 2 && view.stages.length <= MOST_ABREAST;
 
 export function legend() {
   return Object.entries(KINDS).map(([kind, words]) => element("li", {}, element("i", { class: `kind ${kind}` }), words));
@@ -92,16 +108,17 @@ function memory(stage) {
 
 function linkCard(source, target, there, back) {
   const card = element("li", { class: "link", "data-link": `${source}-${target}` });
-  if (there) card.append(lane(there));
-  if (back) card.append(lane(back));
+  if (there) card.append(lane(there, [source, target]));
+  if (back) card.append(lane(back, [target, source]));
   if (!there && !back) card.append(element("p", { class: "muted" }, "nothing sent yet"));
   const trouble = troubles([there, back].filter(Boolean));
   if (trouble) card.append(element("p", { class: "trouble" }, trouble));
   return card;
 }
 
-function lane(link) {
-  const forward = link.source < link.target;
+function lane(link, names) {
+  const [source, target] = names;
+  const forward = link.source_replica === link.target_replica ? link.source < link.target : link.source_replica < link.target_replica;
   // The view says which links are full, so page, sentences, `thinwire top` and the alert agree.
   const level = link.full ? " full" : (link.use ?? 0) >= BUSY ? " high" : "";
   const known = link.capacity_mbit > 0 && !link.little_used;
@@ -109,12 +126,12 @@ function lane(link) {
   const flows = link.flows.map((flow) => `${flow.codec}, ${bits(flow.bits_per_element)}\u00a0bits an element`);
   return element(
     "div",
-    { class: `lane${level}${forward ? "" : " back"}`, "data-way": `${link.source}-${link.target}` },
+    { class: `lane${level}${forward ? "" : " back"}`, "data-way": `${source}-${target}` },
     element(
       "p",
       { class: "lane-head" },
       element("span", { class: "arrow", "aria-hidden": "true" }, forward ? "→" : "←"),
-      element("strong", {}, `${link.source} to ${link.target}`),
+      element("strong", {}, `${source} to ${target}`),
       element("span", { class: "rate" }, known ? `${mbit(link.mbit)} of ${mbit(link.capacity_mbit)}\u00a0Mbit/s` : `${mbit(link.mbit)}\u00a0Mbit/s, ${link.little_used ? "little used" : "capacity not known yet"}`),
       element("span", { class: "use-text" }, known ? percent(link.use) : ""),
     ),

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import importlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -69,7 +69,9 @@ class FakeHandler:
     async def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal:
         raise AssertionError("nobody asks")
 
-    async def batch(self, node_id: str, step: int, *, labels: bool, held_out: bool = False) -> bytes:
+    async def batch(
+        self, node_id: str, step: int, *, labels: bool, held_out: bool = False, groups: Sequence[int] = ()
+    ) -> bytes:
         return b"12345678"
 
     async def layer(self, node_id: str, step: int, unit: str) -> bytes:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from node.coordinator.accounting import CLOCK_RATIO, FASTEST, SLACK_SECONDS, Accounting
 from node.telemetry.clock import TimeKind
-from node.telemetry.costs import OTHER_CODEC, add_costs, bits_per_element, idle_by_stage, mbit_by_stage
+from node.telemetry.costs import OTHER_CODEC, Place, add_costs, bits_per_element, idle_by_stage, mbit_by_stage
 from wire.spec import Direction
 from wire.telemetry import FlowReport, LinkReport, Telemetry
 
@@ -241,8 +241,9 @@ def test_a_node_that_invents_kinds_codecs_and_neighbours_makes_nothing_grow() ->
         costs = books.step(step, seconds=0.0)
     assert mbit_by_stage(costs) == ((0.0, 0.0), (0.0, 0.0))
     assert len(books.stage_times()[0].seconds) == len(TimeKind)
-    assert books.run.links.keys() == {(0, 1), (1, 0)}
-    assert {codec for _, codec in books.run.links[0, 1].flow_bytes} == {OTHER_CODEC}
+    there, back = Place(0, 0), Place(0, 1)
+    assert books.run.links.keys() == {(there, back), (back, there)}
+    assert {codec for _, codec in books.run.links[there, back].flow_bytes} == {OTHER_CODEC}
 
 
 @given(

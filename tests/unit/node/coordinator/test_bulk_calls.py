@@ -62,7 +62,9 @@ class Handler:
     async def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal:
         raise AssertionError("nobody asks")
 
-    async def batch(self, node_id: str, step: int, *, labels: bool, held_out: bool = False) -> bytes:
+    async def batch(
+        self, node_id: str, step: int, *, labels: bool, held_out: bool = False, groups: Sequence[int] = ()
+    ) -> bytes:
         return LAYER[:1000]
 
     def layer_holders(

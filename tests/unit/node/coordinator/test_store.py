@@ -274,6 +274,17 @@ def test_every_loss_comes_back_with_its_bits(store: Store, loss: float) -> None:
     assert store.record_step(replace(STEP, loss=loss)) is StepOutcome.REPEATED
 
 
+def test_rows_of_a_grid_are_kept(store: Store) -> None:
+    first = [PlacedNode(stage, f"a{stage}", "a:1") for stage in range(2)]
+    second = [PlacedNode(stage, f"b{stage}", "b:1", 1) for stage in range(2)]
+    store.record_placement(1, [*first, *second])
+    assert store.placement(1) == [*first, *second]
+    store.record_placement(1, first)
+    store.record_placement(2, [*first, *second])
+    assert (store.placement(1), store.placement(2)) == (first, [*first, *second])
+    assert store.last_epoch() == 2
+
+
 def test_a_placement_belongs_to_its_epoch(store: Store) -> None:
     nodes = [PlacedNode(stage, make_member(stage).node_id, f"10.0.0.{stage}:7800") for stage in range(3)]
     store.record_placement(1, nodes)

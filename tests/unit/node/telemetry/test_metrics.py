@@ -30,6 +30,7 @@ from tests.support.run_events import BEGAN, NODES, aborted, done, joined, openin
 from tests.unit.node.coordinator.test_accounting import EPOCH, totals
 from wire.errors import UserError
 
+LINK = (("replica", "0"), ("source", "0"), ("target", "1"), ("target_replica", "0"))
 FORBIDDEN_LABELS = {"step", "token", "address", "microbatch", "peer_address", "host", "ip"}
 
 
@@ -108,11 +109,11 @@ def test_a_run_gives_every_metric_that_is_defined(watched: Watched) -> None:
     assert samples["thinwire_tokens_total", ()] == pytest.approx(4096)
     assert samples["thinwire_recovery_seconds_total", ()] == 3.0
     assert samples["thinwire_snapshot_bytes", ()] == 77
-    assert samples["thinwire_stage_seconds_total", (("kind", "forward"), ("stage", "0"))] == 1.0
-    link = (("source", "0"), ("target", "1"))
-    assert samples["thinwire_link_bytes_total", link] == 1000
-    assert samples["thinwire_link_capacity_bytes_per_second", link] == 5000
-    flow = (("codec", "tah"), ("direction", "activation"), *link)
+    forward = (("kind", "forward"), ("replica", "0"), ("stage", "0"))
+    assert samples["thinwire_stage_seconds_total", forward] == 1.0
+    assert samples["thinwire_link_bytes_total", LINK] == 1000
+    assert samples["thinwire_link_capacity_bytes_per_second", LINK] == 5000
+    flow = (("codec", "tah"), ("direction", "activation"), *LINK)
     assert 8 * samples["thinwire_link_tensor_bytes_total", flow] / samples[
         "thinwire_link_elements_total", flow
     ] == pytest.approx(4.5)
@@ -142,7 +143,7 @@ def test_counters_only_grow_over_epochs_deaths_and_restarts(watched: Watched) ->
         watched.accounting.begin_epoch(epoch + 1, NODES[:2])
         check()
     assert before["thinwire_nodes_left_total", ()] == 3
-    assert before["thinwire_link_bytes_total", (("source", "0"), ("target", "1"))] == 6000
+    assert before["thinwire_link_bytes_total", LINK] == 6000
 
 
 def test_a_node_that_is_gone_leaves_no_gauge_behind(watched: Watched) -> None:
@@ -151,8 +152,8 @@ def test_a_node_that_is_gone_leaves_no_gauge_behind(watched: Watched) -> None:
     watched.accounting.forget(NODES[1])
     samples = watched.samples()
     assert ("thinwire_node_clock_skew_seconds", (("node", NODES[1]),)) not in samples
-    assert ("thinwire_stage_memory_bytes", (("stage", "1"),)) not in samples
-    assert ("thinwire_stage_memory_bytes", (("stage", "0"),)) in samples
+    assert ("thinwire_stage_memory_bytes", (("replica", "0"), ("stage", "1"))) not in samples
+    assert ("thinwire_stage_memory_bytes", (("replica", "0"), ("stage", "0"))) in samples
 
 
 def test_one_state_at_a_time(watched: Watched) -> None:
@@ -185,7 +186,12 @@ def test_labels_from_nodes_cannot_break_the_format(watched: Watched) -> None:
     hostile = 'x"} 1\nthinwire_loss 0\n'
     watched.say(events.NodeJoined(node_id=NODES[0], device=hostile, address=""))
     samples = watched.samples()
-    assert samples["thinwire_stage_info", (("device", hostile), ("node", NODES[0]), ("stage", "0"))] == 1
+    assert (
+        samples[
+            "thinwire_stage_info", (("device", hostile), ("node", NODES[0]), ("replica", "0"), ("stage", "0"))
+        ]
+        == 1
+    )
 
 
 def test_a_name_means_the_same_at_the_coordinator_and_at_a_node() -> None:
