@@ -107,7 +107,7 @@ FILES: dict[Path, Rule] = {
 
 
 def faults(value: Any, rule: Rule, where: str = "") -> Iterator[str]:
-    """What of a value is not as its rule says."""
+    """Violations of a rule by a value."""
     if isinstance(rule, Mapping):
         if not isinstance(value, dict):
             yield f"{where}: no mapping"

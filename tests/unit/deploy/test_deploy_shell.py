@@ -93,7 +93,7 @@ def carried_out(command: str, root: Path) -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """What the commands find of a machine."""
+    """The machine as the commands see it."""
     for folder in ("etc/systemd/system", "var/lib/apt/lists"):
         (tmp_path / folder).mkdir(parents=True)
     for file in ("passwd", "group", "shadow", "gshadow"):

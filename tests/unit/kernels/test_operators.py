@@ -1,4 +1,4 @@
-"""The custom operators say of themselves what they do; tests/gpu asks the same of them on a GPU."""
+"""The custom operators' schemas are right; tests/gpu checks the same on a GPU."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_operators_say_what_they_do(name: str, dtype: torch.dtype) -> None:
 def test_an_operator_that_writes_to_what_it_should_only_read_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The check is one: an operator as theirs, whose schema keeps quiet about what it changes."""
+    """The check works: it finds an operator whose schema hides that it changes its argument."""
 
     def spoils(x: torch.Tensor, *_: object) -> None:
         x.zero_()

@@ -1,4 +1,4 @@
-"""Every script is run as a module from the repository's root, and imports only what is found from there."""
+"""Every script runs as a module from the repository's root and can be imported there."""
 
 import ast
 import re

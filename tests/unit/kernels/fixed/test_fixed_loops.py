@@ -70,7 +70,7 @@ def check_decode(
     dtype: torch.dtype,
     constant: float = 1.0,
 ) -> torch.Tensor:
-    """What is decoded is the reference's, whatever stood there, and nothing beside it is written to."""
+    """Decoding gives the reference's values, whatever the buffer held, and writes nothing outside."""
     elements = torch.Size(shape).numel()
     expected = torch.zeros(shape, dtype=dtype)
     fixed.decode(packed, expected, exponent, constant=constant)

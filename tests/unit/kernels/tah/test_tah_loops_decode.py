@@ -63,7 +63,7 @@ def filled(dtype: torch.dtype, elements: int, filling: int) -> torch.Tensor:
 def check(
     sections: tah.TahSections, exponent: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """What is decoded is the reference's, whatever stood there, and nothing beside it is written to."""
+    """Decoding gives the reference's values, whatever the buffer held, and writes nothing outside."""
     elements = torch.Size(shape).numel()
     expected = torch.zeros(shape, dtype=dtype)
     tah.decode(sections, expected, exponent)

@@ -1,4 +1,4 @@
-"""The codecs that the bottleneck's words propose: in which order, what for, and what is said of them."""
+"""The codecs that the bottleneck's advice proposes: order, purpose and wording."""
 
 import json
 import re

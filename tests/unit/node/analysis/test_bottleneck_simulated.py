@@ -1,4 +1,4 @@
-"""What a remedy promises against what a simulated run with that change gives."""
+"""A remedy's promised gain against a simulated run with that change."""
 
 import re
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ ELEMENTS = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """A pipeline of which everything is known. Rates in Mbit/s, times in seconds a microbatch."""
+    """A pipeline with known times and rates. Rates in Mbit/s, times in seconds per microbatch."""
 
     blocks: tuple[int, ...]
     a_block: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""What a whole run comes to on given machines, and a run file that fits them."""
+"""The estimate of a whole run on given machines, and a run file that fits them."""
 
 import json
 from dataclasses import replace

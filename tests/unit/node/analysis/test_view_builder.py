@@ -1,4 +1,4 @@
-"""The view of a run is what its events say, whoever reads them and whenever."""
+"""The view of a run depends on its events only, not on the reader or the time of reading."""
 
 import json
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""What the `thinwire` command says, and with which exit code, when its work or its output fails."""
+"""Messages and exit codes of the `thinwire` command when its work or its output fails."""
 
 import argparse
 import io

@@ -19,7 +19,7 @@ EPOCH = 3
 def totals(
     steps: float, *, stage: int = 0, epoch: int = EPOCH, codec: str = "tah", rejects: int = 0
 ) -> Telemetry:
-    """What a stage of two has to report after `steps` steps: 2 s each, a quarter of it waiting."""
+    """The telemetry of one of two stages after `steps` steps: 2 s each, a quarter of it waiting."""
     direction = Direction.ACTIVATION if stage == 0 else Direction.GRADIENT
     return Telemetry(
         epoch=epoch,

@@ -1,4 +1,4 @@
-"""Bulk calls over real sockets: answers that nobody reads take little memory, and no node takes all of it."""
+"""Bulk calls over real sockets: unread answers take little memory, and no single node can use all of it."""
 
 import asyncio
 import contextlib
@@ -107,7 +107,7 @@ async def coordinator(handler: Handler) -> AsyncIterator[tuple[int, ControlServi
 
 @contextlib.asynccontextmanager
 async def deaf(port: int, node: NodeIdentity) -> AsyncIterator[control_pb2_grpc.CoordinatorStub]:
-    """A connection that takes in a little and then no more, while nobody reads."""
+    """A client that receives a little and does not read the rest."""
     name = node.coordinator_name
     channel = open_channel(f"127.0.0.1:{port}", identity=node, server_name=name, unread_bytes=65536)
     yield control_pb2_grpc.CoordinatorStub(channel)

@@ -1,4 +1,4 @@
-"""How a session with the coordinator begins: what ends a node for good, and what it may try again."""
+"""Opening a session with the coordinator: which errors end a node, and which it retries."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ class Admits:
 
 
 class Service(ControlService):
-    """Whoever calls is the node that its metadata say."""
+    """Takes a caller's node id from its metadata."""
 
     async def _member(self, context: Any) -> str:
         return str(dict(context.invocation_metadata()).get("node", "node-aaaaaaaaaa"))

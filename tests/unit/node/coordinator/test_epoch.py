@@ -1,4 +1,4 @@
-"""One epoch by itself: what it takes in which phase, and what it repeats."""
+"""One epoch by itself: the messages it accepts in each phase, and those it repeats."""
 
 import pytest
 

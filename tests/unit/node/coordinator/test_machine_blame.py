@@ -1,4 +1,4 @@
-"""A step that keeps failing with nobody dead: spares take hosts, the likeliest at fault first."""
+"""A step keeps failing although no node is dead: spares replace hosts, the most suspect one first."""
 
 from collections.abc import Callable, Iterable
 

@@ -1,4 +1,4 @@
-"""What the coordinator makes of the state machine: in order, on record first, to the right process."""
+"""The coordinator carries out the state machine's actions: in order, recorded first, to the right process."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""A snapshot that turns out to be damaged while the run is on: what it goes back to, and what it says."""
+"""A snapshot is found to be damaged during the run: which one the run goes back to, and what it prints."""
 
 from node.coordinator.actions import OpenSnapshot
 from node.coordinator.failures import MAX_RETRIES
@@ -9,7 +9,7 @@ DAMAGED = "head.safetensors is damaged"
 
 
 def gone_back() -> Driver:
-    """The newest snapshot is that of step 4, that of 2 is there too, and a stage has lost what it held."""
+    """Snapshots of steps 4 and 2 exist, and a stage has lost its state."""
     run = Driver(every=2).started("abc", 4)
     run.hello("x")
     run.die("b")
@@ -31,7 +31,7 @@ def test_the_next_epoch_goes_back_to_the_one_that_is_whole() -> None:
 
 
 def test_stages_that_hold_newer_state_go_on_with_it() -> None:
-    """A spare came upon the damage: nobody has to go back."""
+    """A spare found the damage: no stage has to go back."""
     run = Driver(every=4).started("abc", 9)
     run.machine.snapshot_damaged(8, 4)
     run.failed("b")

@@ -88,7 +88,7 @@ def test_a_stop_between_epochs_that_hold_nothing_new_is_at_once() -> None:
 
 
 def test_a_stop_ends_once_it_is_known_that_nothing_new_is_left() -> None:
-    """A coordinator that was started again, and nodes that were too: what they held is gone."""
+    """The coordinator and the nodes were restarted: the nodes' state is lost."""
     run = Driver(every=2).started("abc", 3)
     run.die("b")
     run.hello("x")
@@ -165,7 +165,7 @@ def test_one_that_lost_its_connection_hears_again_what_is_wanted() -> None:
 
 @pytest.mark.parametrize("phase", Phase)
 def test_a_failure_while_the_run_is_to_end_costs_no_state(phase: Phase) -> None:
-    """All are here: they are placed once more, and hand in what they hold."""
+    """All nodes are here: they are placed again and upload their state."""
     run = in_phase(phase)
     run.stop()
     number, held = run.epoch.number, run.epoch.step + (phase is Phase.APPLYING)

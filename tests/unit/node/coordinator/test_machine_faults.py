@@ -259,7 +259,7 @@ def test_a_state_that_no_commit_leads_to_is_nobodys(claim: int) -> None:
 
 
 def test_a_state_from_before_a_rollback_is_still_the_runs() -> None:
-    """One stage, rolled back from 6 to 3: whoever holds 5 has what is on record."""
+    """One stage, rolled back from 6 to 3: a node that holds 5 agrees with the record."""
     run = Driver(stages=1, every=3).started("a", 5)
     run.hello("b")
     run.die("a")

@@ -19,7 +19,7 @@ from wire.messages import FailureKind
 
 
 def saved(run: Driver, step: int) -> Stop:
-    """The stages hand in what they hold, and the run ends."""
+    """The stages upload their state, and the run ends."""
     run.all_placed(step)
     return stop_of(run.stored(step))
 

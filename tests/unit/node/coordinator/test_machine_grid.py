@@ -1,4 +1,4 @@
-"""Several rows: who goes on when nodes die, come or leave, what a commit needs, whose values are wrong."""
+"""Several rows: which go on when nodes die, join or leave, what a commit needs, and finding wrong values."""
 
 import math
 from dataclasses import replace

@@ -46,7 +46,7 @@ def end_of_step(run: Driver) -> list[Action]:
 
 @EVERY_PHASE
 def test_a_stage_that_says_that_it_ends_is_replaced_without_a_wait(phase: Phase) -> None:
-    """What it held is gone with it; who only lost its connection is waited for."""
+    """A node that ended has lost its state; one that only lost its connection is waited for."""
     run = in_phase(phase)
     run.hello("x")
     actions = run.machine.lost("b", "it ended: out of memory", run.time)
@@ -193,7 +193,7 @@ def test_a_run_without_an_epoch_stops_at_once() -> None:
 @pytest.mark.parametrize("how", ["death", "new process"])
 @pytest.mark.parametrize("phase", [Phase.STEPPING, Phase.APPLYING, Phase.IDLE])
 def test_a_stop_does_not_outwait_an_epoch_that_ends_otherwise(phase: Phase, how: str) -> None:
-    """There may be nobody to finish the step with; the snapshot on disk is where a resume goes on."""
+    """There may be no nodes to finish the step with; a resume goes on from the snapshot on disk."""
     run = in_phase(phase)
     run.stop()
     actions = run.die("b") if how == "death" else run.hello("b", again=True)

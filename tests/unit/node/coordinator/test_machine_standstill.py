@@ -1,4 +1,4 @@
-"""A coordinator that stood still (stopped, swapped out, on a paused machine) holds that against nobody."""
+"""A coordinator that stood still (stopped, swapped out, on a paused machine) blames no node for it."""
 
 import asyncio
 import time

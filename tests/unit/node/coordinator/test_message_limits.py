@@ -1,4 +1,4 @@
-"""What one member may send: a correct node stays below all bounds, a flood does not."""
+"""Limits on a member's messages: a correct node stays below all of them, a flood does not."""
 
 from dataclasses import replace
 

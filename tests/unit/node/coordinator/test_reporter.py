@@ -1,4 +1,4 @@
-"""What the coordinator tells of steps: costs first, aborted ones, and one that a dead coordinator owed."""
+"""The coordinator's step events: costs first, aborted steps, and the step that a dead coordinator owed."""
 
 from dataclasses import replace
 

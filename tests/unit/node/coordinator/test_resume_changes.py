@@ -1,4 +1,4 @@
-"""What a resumed run may do otherwise than it did: what the messages for operators tell them to change."""
+"""Settings that may change when a run is resumed: those that messages tell operators to change."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Layers that nodes hand in: what has come whole counts, whoever sent it; attempts at a step do not mix."""
+"""Layers that nodes upload: complete ones count, whichever node sent them; attempts at a step do not mix."""
 
 import asyncio
 import contextlib
@@ -46,7 +46,7 @@ def files(seed: int) -> dict[str, bytes]:
 
 
 class Told:
-    """What the handler tells the run."""
+    """The handler's calls to the run."""
 
     def __init__(self) -> None:
         self.stored: asyncio.Queue[Manifest] = asyncio.Queue()
@@ -162,7 +162,7 @@ async def test_a_refusal_is_its_senders_and_the_next_upload_is_stored(
 async def test_a_full_disk_pauses_until_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sender need not wait for it; nobody is told of a snapshot that is not on disk."""
+    """The sender does not have to wait; a snapshot is announced only when it is on disk."""
     made, put, room = files(0), SnapshotWriter.put, threading.Event()
 
     def full(writer: SnapshotWriter, step: int, unit: str, data: bytes, digest: str) -> Manifest | None:

@@ -1,4 +1,4 @@
-"""The coordinator's database: what it keeps, what it refuses, and who may use it at the same time."""
+"""The coordinator's database: records, refusals, and concurrent access."""
 
 import math
 import os
@@ -254,7 +254,7 @@ def test_a_replayed_step_keeps_the_first_and_compares_bits(store: Store) -> None
 def test_the_newest_commit_on_record_is_the_one_that_was_sent(
     store: Store, again: StepRecord, outcome: StepOutcome
 ) -> None:
-    """A coordinator that is started again repeats it to whoever voted for it."""
+    """A restarted coordinator repeats the commit to the nodes that voted for it."""
     before = replace(STEP, step=4)
     for record in (before, replace(STEP, step=5), replace(STEP, step=6)):
         store.record_step(record)

@@ -22,7 +22,7 @@ KEYS = [bytes([number]) * 32 for number in range(5)]
 
 @dataclass
 class Model:
-    """What a token should be, told from the operations alone."""
+    """A model of tokens, derived from the operations only."""
 
     token: JoinToken
     expires: float

@@ -1,4 +1,4 @@
-"""Windows are planned beside the run: from the newest step alone, for the epoch that it was measured in."""
+"""Windows are planned in the background, from the newest step, for the epoch in which it was measured."""
 
 import asyncio
 import contextlib

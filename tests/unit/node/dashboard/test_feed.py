@@ -1,4 +1,4 @@
-"""Patches: what they make of a view, how small they are, and readers that miss some."""
+"""Patches of a view: their effect, their size, and readers that miss some."""
 
 import asyncio
 import json

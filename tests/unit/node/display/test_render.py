@@ -1,4 +1,4 @@
-"""A run's events: their lines, and what they look like as plain text, live display and summary."""
+"""A run's events as plain text, live display and summary."""
 
 import io
 import json

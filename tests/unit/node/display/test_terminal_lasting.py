@@ -1,4 +1,4 @@
-"""Whoever reads a run's output may go; the run does not end for it."""
+"""The reader of a run's output may disappear; the run goes on."""
 
 import io
 import os
@@ -33,7 +33,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def unread() -> TextIO:
-    """A pipe that nobody reads any more."""
+    """A pipe without a reader."""
     reader, writer = os.pipe()
     os.close(reader)
     return os.fdopen(writer, "w")

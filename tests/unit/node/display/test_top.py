@@ -1,4 +1,4 @@
-"""`thinwire top`: what its lines say, where its views come from, and what it says when there are none."""
+"""`thinwire top`: its lines, the sources of its views, and its output without any."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What the laboratory keeps of its runs, and what it asks of the machine before it begins."""
+"""The laboratory's records of its runs, and its checks of the machine before it begins."""
 
 import json
 import sqlite3

@@ -1,4 +1,4 @@
-"""Laboratory profiles: what is read, what is refused and in which words, what they come to."""
+"""Laboratory profiles: accepted values, error messages, and the cells they define."""
 
 from pathlib import Path
 

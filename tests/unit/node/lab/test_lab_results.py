@@ -54,7 +54,7 @@ def test_ratios_are_over_the_same_setting_and_shares_are_told() -> None:
 
 
 def test_results_of_two_files_are_never_pooled() -> None:
-    """What one network and another gave is no ratio: each has its own rows, under its own name."""
+    """Results of different networks are never compared: each network has rows under its own name."""
     shared = results(cell("tah/fixed-6", 100, 900.0), cell("fp32/fp32", 100, 150.0))
     own = {**results(cell("tah/fixed-6", 100, 1500.0)), "profile": "other"}
     text = tables_text([("shared.json", shared), ("lab/own", own)])

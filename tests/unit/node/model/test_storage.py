@@ -1,4 +1,4 @@
-"""What a block keeps: presets, forms, bytes, and bits by stage."""
+"""A block's stored activations: presets, forms, bytes, and bits by stage."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Blocks that pack what they keep: bits, gradients, bytes and reruns against the plain blocks."""
+"""Blocks with packed activations: bits, gradients, bytes and recomputation against plain blocks."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -291,7 +291,7 @@ def test_a_follower_that_alone_knows_why_says_so_in_one_line(prefork: Prefork, t
 
 
 def test_one_that_ends_before_all_have_met_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for it: nothing but `start` watches here."""
+    """Only `start` watches in this test, so it must notice the end."""
 
     def ends(words: list[str], **settings: Any) -> subprocess.Popen[str]:
         return subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(3)"], **settings)

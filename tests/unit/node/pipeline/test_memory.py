@@ -1,4 +1,4 @@
-"""What a stage is estimated to take, against what torch allocates for it."""
+"""The memory estimate of a stage against torch's allocations."""
 
 import json
 from collections.abc import Callable
@@ -35,7 +35,7 @@ from tests.support.device_groups import leading, settle_collectives
 CPU = torch.device("cpu")
 RESULTS = Path(__file__).resolve().parents[4] / "scripts" / "results"
 LEAST, MOST = 1.0, 1.3
-"""Of what is measured: the estimate is never less, and at most so much more. It decides who may join."""
+"""Limit of the estimate over the measurement, which it never undercuts. It decides which nodes may join."""
 
 MEASURED = ("LLaMA2-13B", "LLaMA3-8B")
 """Shapes whose blocks were measured on an H200 at every length (scripts/results/stored_activations.json)."""

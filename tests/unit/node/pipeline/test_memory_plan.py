@@ -1,4 +1,4 @@
-"""Plans of what a stage computes again: the best of all, as large as measured, the same bits."""
+"""Plans of blocks that a stage computes again: the best plan, its measured size, the same bits."""
 
 from collections.abc import Iterator
 from dataclasses import replace

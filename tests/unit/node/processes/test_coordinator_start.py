@@ -1,4 +1,4 @@
-"""What a coordinator that starts again needs at once, and what may come later: nodes wait for its answers."""
+"""What a restarting coordinator reads at once and what later; nodes wait for its answers."""
 
 import asyncio
 import os
@@ -339,7 +339,7 @@ def terminated(_: Asked) -> None:
 async def test_only_a_second_signal_ends_a_run_at_once(
     happen: tuple[Callable[[Asked], object], ...], at_once: list[bool]
 ) -> None:
-    """What it says of the first is a promise, whatever was asked for at the page before."""
+    """The notice after the first Ctrl-C holds, whatever was asked for on the page before."""
     asked, told = Asked(*happen), list[events.Event]()
     assert await main._until_done(cast(Coordinator, asked), told.append) == main.INTERRUPTED
     assert asked.stops == at_once

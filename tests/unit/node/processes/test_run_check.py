@@ -60,7 +60,7 @@ def test_each_stage_is_compared_with_what_the_machine_offers(run_file: Path) -> 
 
 
 def test_sharing_blocks_makes_room(run_file: Path) -> None:
-    """What no single device holds, two that share the blocks do; two replicas do not."""
+    """A model too large for one device fits two that share the blocks, but not two replicas."""
     config = load_config(run_file, ())
     one, replicas, shards = (
         max(stage_bytes(config, 4, Devices(count=count, tensor_parallel=t, on_cpu=False)))
@@ -131,7 +131,7 @@ def test_gpus_that_are_not_there_are_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Not as many processes on the CPU, which nobody asked for; with `--device cpu` they are."""
+    """Several processes on a CPU are refused, except with `--device cpu`."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Run files: what is read, what is refused and in which words."""
+"""Run files: accepted values, refused values and the error messages."""
 
 import json
 import subprocess

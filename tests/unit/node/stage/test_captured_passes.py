@@ -216,7 +216,7 @@ def test_a_stage_that_is_dropped_is_gone(case: str, captured: bool) -> None:
 
 
 def test_results_outlive_their_slot() -> None:
-    """What a step gave away may still be on its way when its microbatch's places are written again."""
+    """A step's tensors may still be in transit when their microbatch's buffers are written again."""
     half = Half("autocast", "llama", last=False, captured=True)
     half.step(0)
     half.begin()

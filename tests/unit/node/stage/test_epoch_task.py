@@ -352,7 +352,7 @@ async def test_a_failure_is_told_and_told_again_to_whoever_asks(
 
 
 async def test_who_remembers_otherwise_than_its_neighbour_holds_no_state() -> None:
-    """In the next epoch it must fetch a snapshot: what it remembers is part of what it holds."""
+    """In the next epoch it must fetch a snapshot, because its sample cache is part of its state."""
     async with epoch() as talk:
         await talk.begun(3)
         talk.node.stage.trouble = CacheMismatchError("since step 7")

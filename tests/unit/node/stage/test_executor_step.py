@@ -1,4 +1,4 @@
-"""What a stage sends and holds, what it refuses, and that a step called off leaves nothing behind."""
+"""What a stage sends, holds and refuses; an aborted step leaves nothing behind."""
 
 import math
 from collections.abc import Iterator, Sequence

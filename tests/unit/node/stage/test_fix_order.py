@@ -1,4 +1,4 @@
-"""What a node tells torch before it computes."""
+"""A node's settings of torch."""
 
 import os
 from collections.abc import Iterator

@@ -130,7 +130,7 @@ def test_a_node_sends_little_more_than_a_reduce_scatter_and_an_all_gather(rows: 
 
 
 class Broken(Exception):
-    """What a test makes a stage raise."""
+    """An error that a test makes a stage raise."""
 
 
 @pytest.mark.parametrize("direction", [Direction.SYNC_SHARE, Direction.SYNC_SUM])

@@ -1,4 +1,4 @@
-"""What a machine says that it offers, with GPUs that are made up."""
+"""The hardware that a machine reports, with fake GPUs."""
 
 from dataclasses import dataclass
 

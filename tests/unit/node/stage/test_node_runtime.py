@@ -1,4 +1,4 @@
-"""A node's compute thread: what it does counts as work, and one that hangs lets its process end."""
+"""A node's compute thread: its jobs count as work, and the process can end while it hangs."""
 
 import asyncio
 import contextlib

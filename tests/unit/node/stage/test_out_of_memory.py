@@ -1,4 +1,4 @@
-"""Memory that does not suffice while a run is on: what is taken for it, what is said, what is remembered."""
+"""Running out of memory during a run: recognized errors, the message, and the note for the next start."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""A node's session with the coordinator: what a broken connection changes, and a node's last word."""
+"""A node's session with the coordinator: broken connections, and the reason given when it ends."""
 
 import asyncio
 import errno

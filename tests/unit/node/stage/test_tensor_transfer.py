@@ -1,4 +1,4 @@
-"""Packing and unpacking beside compute: the codec's own bits, in order, errors named, nothing left behind."""
+"""Packing and unpacking beside compute: the codec's bits, in order, with named errors and no leftovers."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""Time accounting: kinds sum to wall time, whatever happens and whoever reads."""
+"""Time accounting: kinds sum to wall time, also after errors and with several readers."""
 
 from threading import Barrier, Event, Thread
 

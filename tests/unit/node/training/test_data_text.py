@@ -1,4 +1,4 @@
-"""Reading text: what is accepted, and one clear line for what is not."""
+"""Reading text: accepted files, and one clear line for each refused one."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""What a unit's snapshot file must hold: what the optimizer saves is taken, what no node can load is not."""
+"""A unit's snapshot file: what the optimizer saves is accepted, what no node can load is refused."""
 
 from collections.abc import Callable
 from dataclasses import replace

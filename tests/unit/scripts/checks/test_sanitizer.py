@@ -1,4 +1,4 @@
-"""Small tensors for compute-sanitizer: guards that see a write outside, and what is read of its output."""
+"""Small tensors for compute-sanitizer: guards that detect writes outside, and parsing its output."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Tables of codecs on GPUs and on two cores, from what the benchmarks record."""
+"""Tables of codecs on GPUs and on two cores, from recorded benchmarks."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The table of what packing costs a stage: rows of the stage beside packing, when they were measured."""
+"""The table of the cost of packing: rows of a stage beside packing, if they were measured."""
 
 import json
 from pathlib import Path

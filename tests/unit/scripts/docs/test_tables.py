@@ -1,4 +1,4 @@
-"""Tables in the documents are what the program and the recorded results say now."""
+"""The tables in the documents agree with the program and the recorded results."""
 
 import json
 import re

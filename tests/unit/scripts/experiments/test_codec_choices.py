@@ -1,4 +1,4 @@
-"""Ways of coding, measured at equal bits: lengths that add up, predictions that only use what is known."""
+"""Ways of coding at equal bits: lengths add up, and predictions use earlier values only."""
 
 import json
 import math
