@@ -4,10 +4,20 @@ Global chunk j lives on stage j mod n, and boundary j is between the chunks j an
 chunk a stage, or the head on the first stage, the last stage feeds the first.
 """
 
+from typing import NamedTuple
+
 from node.config.schema import RunConfig
 from node.pipeline.placement import chunk_units, chunks_of, head_first
 from node.pipeline.schedule import Action, Kind, dependencies
 from wire.spec import Direction, TensorKey
+
+
+class Peer(NamedTuple):
+    """A place in the grid of rows and stages, at the other end of a link."""
+
+    replica: int
+    stage: int
+
 
 BETWEEN_ROWS = -1
 """In place of a stage: the tensor stays in its stage and goes to another row."""

@@ -150,9 +150,14 @@ class CoordinatorClient:
         await self._retry(lambda stub: _probe(stub, PROBE_BYTES))
         return PROBE_BYTES / (time.perf_counter() - began)
 
-    async def batch(self, step: int, *, labels: bool, size: int, held_out: bool = False) -> bytes:
-        """Token ids (or labels) of a step or held-out batch: exactly `size` bytes of little-endian int32."""
-        request = control_pb2.GetBatchRequest(step=step, labels=labels, held_out=held_out)
+    async def batch(
+        self, step: int, *, labels: bool, size: int, held_out: bool = False, groups: tuple[int, ...] = ()
+    ) -> bytes:
+        """Token ids (or labels) of a step or held-out batch: exactly `size` bytes of little-endian int32.
+
+        `groups`: of these gradient groups alone; by default of all.
+        """
+        request = control_pb2.GetBatchRequest(step=step, labels=labels, held_out=held_out, groups=groups)
         return await self._retry(
             lambda stub: _collect(
                 stub.GetBatch(request, timeout=CALL_SECONDS), size, f"{_batch_name(step, held_out)}"
@@ -294,24 +299,36 @@ class Batches:
         self._vocab = config.model.vocab
         self._masks_labels = config.data.masks_labels
         self._steps = config.run.steps
+        self._group_count = config.pipeline.groups
+        self._groups: dict[bool, tuple[int, ...]] = {}
+        """Of the newest inputs and of the newest labels."""
         self._client = client
         self._group = group
         self._ahead: dict[tuple[int, bool], asyncio.Task[np.ndarray | None]] = {}
         self._held_out: dict[tuple[int, bool], np.ndarray] = {}
 
-    async def get(self, step: int, *, labels: bool) -> np.ndarray:
+    async def get(self, step: int, *, labels: bool, groups: tuple[int, ...] = ()) -> np.ndarray:
         """int64 [global batch, sequence]; starts to fetch the next step's.
 
-        Raises LinkLostError when the coordinator does not answer, ProtocolViolationError for bad ids.
+        With `groups` of these gradient groups alone, except labels of a run that masks some: their weight
+        needs all. Raises LinkLostError when the coordinator does not answer, ProtocolViolationError for bad
+        ids.
         """
+        if labels and self._masks_labels:
+            groups = ()
+        if groups != self._groups.get(labels, ()):
+            for old in [key for key in self._ahead if key[1] == labels]:
+                self._ahead.pop(old).cancel()
+            self._groups[labels] = groups
         ahead = self._ahead.pop((step, labels), None)
         for old in [key for key in self._ahead if key[0] <= step and key[1] == labels]:
             self._ahead.pop(old).cancel()
         batch = await ahead if ahead is not None else None
         if batch is None:
-            batch = await self._fetch(step, labels)
+            batch = await self._fetch(step, labels, groups=groups)
         if step + 1 < self._steps and (step + 1, labels) not in self._ahead:
-            self._ahead[step + 1, labels] = self._group.create_task(self._try_fetch(step + 1, labels))
+            fetched = self._try_fetch(step + 1, labels, groups)
+            self._ahead[step + 1, labels] = self._group.create_task(fetched)
         return batch
 
     async def held_out(self, batch: int, rows: int, *, labels: bool) -> np.ndarray:
@@ -322,17 +339,22 @@ class Batches:
             self._held_out[batch, labels] = found
         return found
 
-    async def _try_fetch(self, step: int, labels: bool) -> np.ndarray | None:
+    async def _try_fetch(self, step: int, labels: bool, groups: tuple[int, ...]) -> np.ndarray | None:
         """None on failure: `get` fetches again and reports the error."""
         try:
-            return await self._fetch(step, labels)
+            return await self._fetch(step, labels, groups=groups)
         except ThinwireError:
             return None
 
-    async def _fetch(self, step: int, labels: bool, held_out: int = 0) -> np.ndarray:
+    async def _fetch(
+        self, step: int, labels: bool, held_out: int = 0, groups: tuple[int, ...] = ()
+    ) -> np.ndarray:
         """A step's batch, or with `held_out` rows that held-out batch."""
-        rows, columns = held_out or self._shape[0], self._shape[1]
-        data = await self._client.batch(step, labels=labels, size=4 * rows * columns, held_out=held_out > 0)
+        whole = self._shape[0] * len(groups) // self._group_count if groups else self._shape[0]
+        rows, columns = held_out or whole, self._shape[1]
+        data = await self._client.batch(
+            step, labels=labels, size=4 * rows * columns, held_out=held_out > 0, groups=groups
+        )
         ids = np.frombuffer(data, dtype="<i4").astype(np.int64).reshape(rows, columns)
         wrong = (ids < 0) | (ids >= self._vocab)
         if labels and self._masks_labels:

@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 
 from node.config.schema import RunConfig
-from node.pipeline.placement import chunks_of, head_first
+from node.pipeline.gradient_groups import model_pieces
+from node.pipeline.placement import chunks_of, head_first, stage_units
+from node.pipeline.routing import Peer
 from node.stage.epoch_task import LinkEvents
 from node.stage.inbox import TensorLink
 from node.stage.session import IdentityHolder
@@ -40,6 +42,18 @@ def outbox_bytes(config: RunConfig, stages: int) -> int:
     return 2 * step
 
 
+def sync_outbox_bytes(config: RunConfig, stages: int, stage: int) -> int:
+    """The most bytes that a correct stage queues in the link to another row: two steps' pieces of gradients,
+    uncompressed, in each node of the tree that a row may hold, and their sums."""
+    pieces = model_pieces(config)
+    step = sum(
+        FP32.packed_bytes((piece.elements,))
+        for unit in stage_units(config, stages)[stage]
+        for piece in pieces[unit]
+    )
+    return 2 * (1 + config.pipeline.groups) * step
+
+
 class EpochLinks:
     """Links of one epoch at a time. Call everything on the event loop."""
 
@@ -47,7 +61,7 @@ class EpochLinks:
         self._identity = identity
         self._settings = settings
         self._server = LinkServer(identity=identity, run_id=identity.current.run_id, settings=settings)
-        self._links: dict[int, Link] = {}
+        self._links: dict[Peer, Link] = {}
 
     async def start(self, listen: str) -> int:
         """Listen on `listen`; returns the port. Raises UserError when the address cannot be bound."""
@@ -66,16 +80,19 @@ class EpochLinks:
         """Whether tensors wait to be sent."""
         return any(link.queued_bytes for link in self._links.values())
 
-    def totals(self) -> dict[int, tuple[LinkStats, int]]:
-        """By the neighbour's stage: the link's totals and its queued bytes."""
-        return {stage: (link.stats, link.queued_bytes) for stage, link in self._links.items()}
+    def totals(self) -> dict[Peer, tuple[LinkStats, int]]:
+        """By neighbour: the link's totals and its queued bytes."""
+        return {peer: (link.stats, link.queued_bytes) for peer, link in self._links.items()}
 
     @contextlib.asynccontextmanager
     async def open(
-        self, placement: Placement, peers: tuple[int, ...], config: RunConfig, events: LinkEvents
-    ) -> AsyncIterator[Mapping[int, TensorLink]]:
-        """Links to the stages `peers`, ready; the lower stage dials. Raises the error of a lost link."""
-        room = max(self._settings.outbox_bytes, outbox_bytes(config, len(placement.stages)))
+        self, placement: Placement, peers: tuple[Peer, ...], config: RunConfig, events: LinkEvents
+    ) -> AsyncIterator[Mapping[Peer, TensorLink]]:
+        """Links to `peers`, ready; the lower row or stage dials. Raises the error of a lost link."""
+        stages = len(placement.stages)
+        room = max(self._settings.outbox_bytes, outbox_bytes(config, stages))
+        if any(peer.replica != placement.replica for peer in peers):
+            room = max(room, sync_outbox_bytes(config, stages, placement.stage))
         settings = replace(self._settings, outbox_bytes=room)
         links = {peer: self._make(placement, peer, events, settings) for peer in peers}
         for peer, link in links.items():
@@ -100,20 +117,21 @@ class EpochLinks:
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
 
-    def _make(self, placement: Placement, peer: int, events: LinkEvents, settings: LinkSettings) -> Link:
-        other = placement.stages[peer]
+    def _make(self, placement: Placement, peer: Peer, events: LinkEvents, settings: LinkSettings) -> Link:
+        row = placement.rows[peer.replica].stages if placement.rows else placement.stages
+        other = row[peer.stage]
 
         def expect(key: TensorKey) -> int | None:
             return events.expect(peer, key)
 
-        if placement.stage < peer:
+        if (placement.replica, placement.stage) < peer:
             return dial_link(
                 identity=self._identity,
                 run_id=self._identity.current.run_id,
                 epoch=placement.epoch,
                 stage=placement.stage,
                 peer_node_id=other.node_id,
-                peer_stage=peer,
+                peer_stage=peer.stage,
                 peer_address=other.address,
                 expect=expect,
                 on_tensor=events.arrived,
@@ -123,13 +141,13 @@ class EpochLinks:
             epoch=placement.epoch,
             stage=placement.stage,
             peer_node_id=other.node_id,
-            peer_stage=peer,
+            peer_stage=peer.stage,
             expect=expect,
             on_tensor=events.arrived,
             settings=settings,
         )
 
 
-def _report_lost(events: LinkEvents, peer: int, lost: "asyncio.Future[ThinwireError]") -> None:
+def _report_lost(events: LinkEvents, peer: Peer, lost: "asyncio.Future[ThinwireError]") -> None:
     if not lost.cancelled():
         events.link_lost(peer, lost.result())

@@ -14,10 +14,10 @@ from torch import Tensor
 from node import faults
 from node.pipeline.gradient_groups import RowShare
 from node.pipeline.placement import chunks_of
-from node.pipeline.routing import neighbours, source_stage
+from node.pipeline.routing import BETWEEN_ROWS, Peer, neighbours, source_stage
 from node.stage.coordinator_client import Batches
 from node.stage.executor import StageExecutor, StepOutcome
-from node.stage.inbox import Inbox, LoopIO, StepInterrupted, TensorLink
+from node.stage.inbox import ElementsSent, Inbox, LoopIO, StepInterrupted, TensorLink
 from node.stage.tensor_transfer import BadTensorError
 from node.training.serialization import as_frozen, deserialize_unit
 from wire.errors import (
@@ -46,7 +46,7 @@ from wire.messages import (
     Validated,
     Vote,
 )
-from wire.spec import Direction, TensorKey
+from wire.spec import TensorKey
 from wire.telemetry import Telemetry
 
 Result = TypeVar("Result")
@@ -59,7 +59,7 @@ FETCHES = 4
 class LinkEvents(Protocol):
     """What an epoch's links report and ask, on the event loop."""
 
-    def expect(self, peer_stage: int, key: TensorKey) -> int | None:
+    def expect(self, peer: Peer, key: TensorKey) -> int | None:
         """The exact size in bytes of a tensor that may come from this neighbour, or None."""
         ...
 
@@ -67,7 +67,7 @@ class LinkEvents(Protocol):
         """A tensor is complete."""
         ...
 
-    def link_lost(self, peer_stage: int, error: ThinwireError) -> None:
+    def link_lost(self, peer: Peer, error: ThinwireError) -> None:
         """The link to this neighbour has failed."""
         ...
 
@@ -78,7 +78,7 @@ class Services(Protocol):
     executor: StageExecutor
     inbox: Inbox
     batches: Batches
-    elements_sent: dict[Direction, int]
+    elements_sent: ElementsSent
 
     def post(self, message: NodeMessage) -> None:
         """Queue a message for the coordinator."""
@@ -111,9 +111,9 @@ class Services(Protocol):
     def telemetry(self) -> Telemetry: ...
 
     def open_links(
-        self, placement: Placement, peers: tuple[int, ...], events: LinkEvents
-    ) -> contextlib.AbstractAsyncContextManager[Mapping[int, TensorLink]]:
-        """Links to the stages `peers`, ready on entry and closed on exit. Raises LinkError."""
+        self, placement: Placement, peers: tuple[Peer, ...], events: LinkEvents
+    ) -> contextlib.AbstractAsyncContextManager[Mapping[Peer, TensorLink]]:
+        """Links to `peers`, ready on entry and closed on exit. Raises LinkError."""
         ...
 
 
@@ -126,7 +126,7 @@ class EpochTask:
         self.stage = placement.stage
         self._services = services
         self._commands: asyncio.Queue[CoordinatorMessage] = asyncio.Queue()
-        self._links: Mapping[int, TensorLink] = {}
+        self._links: Mapping[Peer, TensorLink] = {}
         self._open = contextlib.AsyncExitStack()
         self._placed: Placed | None = None
         self._ready = False
@@ -135,7 +135,7 @@ class EpochTask:
         self._validated: Validated | None = None
         self._failure: StepFailed | None = None
         self._snapshot = -1
-        self._other_end = -1
+        self._other_end = Peer(placement.replica, -1)
         """The neighbour whose link was lost first, or the neighbour at fault."""
         self._over = False
 
@@ -144,9 +144,8 @@ class EpochTask:
 
     # ---- links
 
-    def expect(self, peer_stage: int, key: TensorKey) -> int | None:
-        stages = len(self.placement.stages)
-        if key.epoch != self.number or source_stage(key, stages) != peer_stage:
+    def expect(self, peer: Peer, key: TensorKey) -> int | None:
+        if key.epoch != self.number or self._source(key) != peer:
             return None
         # No step begins before every stage is ready.
         if not self._ready:
@@ -157,14 +156,21 @@ class EpochTask:
         return self._services.executor.expected_bytes(key)
 
     def arrived(self, key: TensorKey, buffer: bytearray) -> None:
-        self._services.inbox.put(key, buffer)
+        source = self._source(key)
+        if source is None or source.replica == self.placement.replica:
+            self._services.inbox.put(key, buffer)
+            return
+        # Pieces of gradients come before this stage asks for them, each once: they must not use up the
+        # link's window. A copy, because the link uses a released buffer again.
+        self._services.inbox.put(key, bytearray(buffer))
+        self._links[source].release(key)
 
-    def link_lost(self, peer_stage: int, error: ThinwireError) -> None:
+    def link_lost(self, peer: Peer, error: ThinwireError) -> None:
         if self._over:
             return
         is_at_fault = isinstance(error, ProtocolViolationError)
-        if self._other_end < 0 or is_at_fault:
-            self._other_end = peer_stage
+        if self._other_end.stage < 0 or is_at_fault:
+            self._other_end = peer
         if is_at_fault:
             # Report now: that node sees its link close and must not report first.
             self._fail(FailureKind.PEER, str(error))
@@ -193,7 +199,7 @@ class EpochTask:
         except NonFiniteError as error:
             self._fail(FailureKind.NON_FINITE, str(error))
         except BadTensorError as error:
-            self._other_end = source_stage(error.key, len(self.placement.stages))
+            self._other_end = self._source(error.key) or self._other_end
             self._fail(FailureKind.PEER, str(error))
         except LinkError as error:
             self._fail(FailureKind.LINK, str(error))
@@ -258,7 +264,10 @@ class EpochTask:
         # Links first: they must come up within a limit, and fetching a state may take longer.
         stages = len(self.placement.stages)
         chunks = chunks_of(executor.config, stages)
-        peers = neighbours(self.stage, stages, chunks, executor.config.sums_tied_gradients)
+        own = self.placement.replica
+        near = neighbours(self.stage, stages, chunks, executor.config.sums_tied_gradients)
+        rows = [row for row in range(len(self.placement.rows)) if row != own]
+        peers = (*(Peer(own, stage) for stage in near), *(Peer(row, self.stage) for row in rows))
         self._links = await self._open.enter_async_context(services.open_links(self.placement, peers, self))
         missed = restore.missed
         if executor.lineage != restore.lineage:
@@ -306,8 +315,10 @@ class EpochTask:
         services, executor, step = self._services, self._services.executor, begin.step
         services.count_time()
         self._step = step
-        inputs = await services.batches.get(step, labels=False) if executor.is_first else None
-        labels = await services.batches.get(step, labels=True) if executor.has_loss else None
+        rows, batches = self.placement.rows, services.batches
+        groups = rows[self.placement.replica].groups if len(rows) > 1 else ()
+        inputs = await batches.get(step, labels=False, groups=groups) if executor.is_first else None
+        labels = await batches.get(step, labels=True, groups=groups) if executor.has_loss else None
         io = self._io()
 
         def work() -> StepOutcome:
@@ -352,14 +363,25 @@ class EpochTask:
         services.post(done)
 
     def _io(self) -> LoopIO:
+        own = self.placement.replica
         return LoopIO(
             loop=asyncio.get_running_loop(),
             stages=len(self.placement.stages),
-            links=self._links,
+            replica=own,
+            links={peer.stage: link for peer, link in self._links.items() if peer.replica == own},
+            rows={peer.replica: link for peer, link in self._links.items() if peer.replica != own},
             inbox=self._services.inbox,
             elements_sent=self._services.elements_sent,
             over=lambda: self._over,
         )
+
+    def _source(self, key: TensorKey) -> Peer | None:
+        """Where a tensor comes from; None if nobody sends such a one."""
+        stage = source_stage(key, len(self.placement.stages))
+        if stage != BETWEEN_ROWS:
+            return Peer(self.placement.replica, stage)
+        row = self._services.executor.source_row(key)
+        return None if row is None else Peer(row, self.stage)
 
     async def _apply(self, commit: Commit) -> None:
         services, executor = self._services, self._services.executor
@@ -386,6 +408,7 @@ class EpochTask:
             step=max(self._step, 0),
             kind=kind,
             message=message,
-            peer_stage=self._other_end,
+            peer_stage=self._other_end.stage,
+            peer_replica=self._other_end.replica,
         )
         self._services.post(self._failure)

@@ -89,6 +89,10 @@ class Inbox:
             self._interruption = None
 
 
+ElementsSent = dict[tuple[Direction, int], int]
+"""Elements sent, by kind of tensor and the receiver's row."""
+
+
 class TensorLink(Protocol):
     """The link to a neighbour, as a stage uses it. Call it on the event loop."""
 
@@ -109,15 +113,18 @@ class LoopIO:
         stages: int,
         links: Mapping[int, TensorLink],
         inbox: Inbox,
-        elements_sent: dict[Direction, int],
+        elements_sent: ElementsSent,
         over: Callable[[], bool],
+        replica: int = 0,
         rows: Mapping[int, TensorLink] | None = None,
     ) -> None:
         """
         Args:
+            replica: the own row.
             over: says on the event loop whether the epoch has ended; the inbox then serves the next epoch.
             rows: links to the same stage in other rows, by row.
         """
+        self._replica = replica
         self._rows = rows or {}
         self._loop = loop
         self._stages = stages
@@ -157,11 +164,11 @@ class LoopIO:
     def send(self, key: TensorKey, packed: Tensor, elements: int) -> None:
         payload = memoryview(packed.numpy().data)
         link = self._links[target_stage(key, self._stages)]
-        self._loop.call_soon_threadsafe(self._send, link, key, payload, elements)
+        self._loop.call_soon_threadsafe(self._send, link, self._replica, key, payload, elements)
 
     def send_to_row(self, row: int, key: TensorKey, packed: Tensor, elements: int) -> None:
         payload = memoryview(packed.numpy().data)
-        self._loop.call_soon_threadsafe(self._send, self._rows[row], key, payload, elements)
+        self._loop.call_soon_threadsafe(self._send, self._rows[row], row, key, payload, elements)
 
     def interrupt(self, error: Exception) -> None:
         self._inbox.interrupt(str(error), error)
@@ -169,7 +176,7 @@ class LoopIO:
     def check(self) -> None:
         self._inbox.check()
 
-    def _send(self, link: TensorLink, key: TensorKey, payload: memoryview, elements: int) -> None:
+    def _send(self, link: TensorLink, row: int, key: TensorKey, payload: memoryview, elements: int) -> None:
         try:
             link.send(key, payload)
         except LinkError as error:
@@ -177,4 +184,5 @@ class LoopIO:
             if not self._over():
                 self._inbox.interrupt(str(error), error)
         else:
-            self._elements_sent[key.direction] = self._elements_sent.get(key.direction, 0) + elements
+            kind = key.direction, row
+            self._elements_sent[kind] = self._elements_sent.get(kind, 0) + elements

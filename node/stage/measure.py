@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from node.pipeline.routing import Peer
 from node.telemetry.clock import ClockSync, SpanRing, StageClock, Times, difference
 from node.telemetry.trace_files import TracedSteps
 from wire.link_state import LinkStats
@@ -27,7 +28,7 @@ class NodeMeter:
         self._device = device
         self._epoch = 0
         self._counted_from: tuple[Times, float] | None = None
-        self._elements_before: Mapping[Direction, int] = {}
+        self._elements_before: Mapping[tuple[Direction, int], int] = {}
 
     def trace(self, steps: TracedSteps) -> None:
         """Report the spans of these steps; by default of none."""
@@ -58,7 +59,7 @@ class NodeMeter:
             for first in range(0, len(spans), MOST_SPANS)
         ]
 
-    def begin_epoch(self, epoch: int, elements_sent: Mapping[Direction, int]) -> None:
+    def begin_epoch(self, epoch: int, elements_sent: Mapping[tuple[Direction, int], int]) -> None:
         """Start the totals of a new placement at 0; `elements_sent` so far belong to earlier ones."""
         self._epoch = epoch
         self._counted_from = None
@@ -72,15 +73,15 @@ class NodeMeter:
     def telemetry(
         self,
         clock: StageClock,
-        links: Mapping[int, tuple[LinkStats, int]],
-        elements_sent: Mapping[Direction, int],
+        links: Mapping[Peer, tuple[LinkStats, int]],
+        elements_sent: Mapping[tuple[Direction, int], int],
         codec_of: Callable[[Direction], str],
     ) -> Telemetry:
         """The report of this moment.
 
         Args:
-            links: by the neighbour's stage: the link's totals and its queued bytes.
-            elements_sent: by kind of tensor, since the process began.
+            links: by neighbour: the link's totals and its queued bytes.
+            elements_sent: by kind of tensor and the receiver's row, since the process began.
             codec_of: the name of the codec in use for a kind of tensor.
         """
         times: dict[str, float] = {}
@@ -98,8 +99,8 @@ class NodeMeter:
             times=times,
             wall_seconds=wall,
             links=tuple(
-                self._link(stage, stats, queued, elements_sent, codec_of)
-                for stage, (stats, queued) in sorted(links.items())
+                self._link(peer, stats, queued, elements_sent, codec_of)
+                for peer, (stats, queued) in sorted(links.items())
             ),
             memory_bytes=resident,
             # The system counts the two separately.
@@ -112,25 +113,27 @@ class NodeMeter:
 
     def _link(
         self,
-        stage: int,
+        peer: Peer,
         stats: LinkStats,
         queued: int,
-        elements_sent: Mapping[Direction, int],
+        elements_sent: Mapping[tuple[Direction, int], int],
         codec_of: Callable[[Direction], str],
     ) -> LinkReport:
-        # Each kind of tensor goes to one neighbour (`routing.py`): the one that got bytes of it.
+        # Each kind of tensor goes to one neighbour of a row (`routing.py`): the one that got bytes of it.
         flows = tuple(
             FlowReport(
                 direction=direction,
                 codec=codec_of(direction),
                 bytes_sent=sent,
-                elements_sent=elements_sent.get(direction, 0) - self._elements_before.get(direction, 0),
+                elements_sent=elements_sent.get((direction, peer.replica), 0)
+                - self._elements_before.get((direction, peer.replica), 0),
             )
             for direction, sent in stats.direction_bytes_sent.items()
             if sent > 0
         )
         return LinkReport(
-            peer_stage=stage,
+            peer_stage=peer.stage,
+            peer_replica=peer.replica,
             bytes_sent=stats.bytes_sent,
             bytes_received=stats.bytes_received,
             retransmits=stats.retransmits,

@@ -10,12 +10,13 @@ import torch
 
 from node import faults
 from node.pipeline.memory_plan import Room
+from node.pipeline.routing import Peer
 from node.stage import out_of_memory
 from node.stage.coordinator_client import Batches, CoordinatorClient
 from node.stage.epoch_links import EpochLinks
 from node.stage.epoch_task import EpochTask, LinkEvents, State
 from node.stage.executor import StageExecutor
-from node.stage.inbox import Inbox, TensorLink
+from node.stage.inbox import ElementsSent, Inbox, TensorLink
 from node.stage.layer_peers import LayerPeers
 from node.stage.measure import NodeMeter
 from node.stage.node_metrics import NodeMetrics
@@ -40,7 +41,6 @@ from wire.messages import (
     Validate,
     Welcome,
 )
-from wire.spec import Direction
 from wire.telemetry import Telemetry
 
 Result = TypeVar("Result")
@@ -82,7 +82,7 @@ class RunMember:
         self.config_json = welcome.config_json
         self.executor = executor
         self.inbox = Inbox()
-        self.elements_sent: dict[Direction, int] = {}
+        self.elements_sent: ElementsSent = {}
         self.batches = Batches(executor.config, client, group)
         self._room = room
         self._snapshots = SnapshotTransfer(
@@ -195,8 +195,8 @@ class RunMember:
         return report
 
     def open_links(
-        self, placement: Placement, peers: tuple[int, ...], events: LinkEvents
-    ) -> contextlib.AbstractAsyncContextManager[Mapping[int, TensorLink]]:
+        self, placement: Placement, peers: tuple[Peer, ...], events: LinkEvents
+    ) -> contextlib.AbstractAsyncContextManager[Mapping[Peer, TensorLink]]:
         return self._links.open(placement, peers, self.executor.config, events)
 
     # ---- epochs

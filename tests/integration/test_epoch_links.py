@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
+from node.pipeline.routing import Peer
 from node.stage.epoch_links import EpochLinks, outbox_bytes
 from node.stage.session import IdentityHolder
 from tests.support.links import EPOCH, SECONDS, quick
@@ -38,13 +39,13 @@ SMALL = replace(
 class NoEvents:
     """Expects nothing, so every tensor that arrives is dropped."""
 
-    def expect(self, peer_stage: int, key: TensorKey) -> int | None:
+    def expect(self, peer: Peer, key: TensorKey) -> int | None:
         return None
 
     def arrived(self, key: TensorKey, buffer: bytearray) -> None:
         raise AssertionError(f"{key} was not expected")
 
-    def link_lost(self, peer_stage: int, error: ThinwireError) -> None:
+    def link_lost(self, peer: Peer, error: ThinwireError) -> None:
         raise error
 
 
@@ -64,8 +65,9 @@ async def both_ends(config: RunConfig, folder: Path, settings: LinkSettings) -> 
 
     async def hold(stage: int) -> None:
         placement = Placement(epoch=EPOCH, stage=stage, stages=stages)
-        async with ends[stage].open(placement, (1 - stage,), config, NoEvents()) as links:
-            opened[stage].set_result(cast(Link, links[1 - stage]))
+        peer = Peer(0, 1 - stage)
+        async with ends[stage].open(placement, (peer,), config, NoEvents()) as links:
+            opened[stage].set_result(cast(Link, links[peer]))
             await over.wait()
 
     try:

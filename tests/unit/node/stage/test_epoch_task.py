@@ -10,10 +10,11 @@ import torch
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig
 from node.pipeline.gradient_groups import RowShare
+from node.pipeline.routing import Peer
 from node.stage.coordinator_client import Batches
 from node.stage.epoch_task import EpochTask, LinkEvents, State
 from node.stage.executor import StageExecutor, StepOutcome
-from node.stage.inbox import Inbox, LoopIO, StepInterrupted, TensorLink
+from node.stage.inbox import ElementsSent, Inbox, LoopIO, StepInterrupted, TensorLink
 from node.stage.tensor_transfer import BadTensorError
 from node.telemetry.clock import StageClock
 from wire.errors import (
@@ -50,6 +51,7 @@ Result = TypeVar("Result")
 SECONDS = 20.0
 STAGES = tuple(PlacedStage(node_id=node, address=f"{node}:1") for node in "abc")
 PLACEMENT = Placement(epoch=4, stage=1, stages=STAGES)
+BESIDE = (Peer(0, 0), Peer(0, 2))
 
 
 class Stage:
@@ -111,14 +113,14 @@ class Node:
         self.executor = cast(StageExecutor, stage)
         self.inbox = Inbox()
         self.batches = cast(Batches, None)  # neither the first nor the last stage
-        self.elements_sent: dict[Direction, int] = {}
+        self.elements_sent: ElementsSent = {}
         self.said: asyncio.Queue[NodeMessage] = asyncio.Queue()
         self.uploads: list[tuple[int, int]] = []
         self.arrives = True
-        self.linked: list[tuple[int, ...]] = []
+        self.linked: list[tuple[Peer, ...]] = []
         self.fetched: list[tuple[int, str]] = []
         self.missing: ThinwireError | None = None
-        self.links: dict[int, TensorLink] = {}
+        self.links: dict[Peer, TensorLink] = {}
 
     def post(self, message: NodeMessage) -> None:
         self.said.put_nowait(message)
@@ -146,8 +148,8 @@ class Node:
 
     @contextlib.asynccontextmanager
     async def open_links(
-        self, placement: Placement, peers: tuple[int, ...], events: LinkEvents
-    ) -> AsyncIterator[Mapping[int, TensorLink]]:
+        self, placement: Placement, peers: tuple[Peer, ...], events: LinkEvents
+    ) -> AsyncIterator[Mapping[Peer, TensorLink]]:
         self.linked.append(peers)
         try:
             yield self.links
@@ -201,7 +203,7 @@ async def test_commands_are_obeyed_in_order() -> None:
             assert vote == Vote(epoch=4, step=step, norms={1: 2.0}, loss=None)
             commit = Commit(epoch=4, step=step, clip_coefficient=0.5, lr=0.25)
             assert await talk.ask(commit) == Applied(epoch=4, step=step, telemetry=Telemetry())
-        assert talk.node.linked == [(0, 2)]
+        assert talk.node.linked == [BESIDE]
         assert talk.node.stage.log == [
             ("place", 1, 3),
             ("restore", 0),
@@ -210,7 +212,7 @@ async def test_commands_are_obeyed_in_order() -> None:
             ("step", 1),
             ("apply", 0.25, 0.5),
         ]
-    assert talk.node.linked == [(0, 2), ()], "links end with the epoch"
+    assert talk.node.linked == [BESIDE, ()], "links end with the epoch"
 
 
 async def test_a_command_that_comes_again_is_answered_again_and_not_done_again() -> None:
@@ -248,7 +250,7 @@ async def test_links_are_up_before_a_state_is_fetched() -> None:
         await talk.hear()
         talk.node.missing = RunError("no complete snapshot")
         await talk.ask(Restore(epoch=4, step=6))
-        assert talk.node.linked[0] == (0, 2)
+        assert talk.node.linked[0] == BESIDE
 
 
 async def test_a_stage_hands_in_what_it_holds_before_it_is_restored() -> None:
@@ -348,7 +350,7 @@ async def test_a_failure_is_told_and_told_again_to_whoever_asks(
         assert await talk.ask(Begin(epoch=4, step=3)) == expected
         for command in (Begin(epoch=4, step=3), PLACEMENT, TakeSnapshot(epoch=4, step=3)):
             assert await talk.ask(command) == expected
-        assert talk.node.linked == [(0, 2), ()], "its neighbours learn of it too"
+        assert talk.node.linked == [BESIDE, ()], "its neighbours learn of it too"
 
 
 async def test_who_remembers_otherwise_than_its_neighbour_holds_no_state() -> None:
@@ -397,7 +399,7 @@ async def test_a_lost_link_fails_the_step_and_names_the_stage_at_its_other_end(
 ) -> None:
     async with epoch() as talk:
         await talk.begun(3)
-        talk.task.link_lost(2, error)
+        talk.task.link_lost(Peer(0, 2), error)
         with pytest.raises(Exception, match=str(error)) as interruption:
             talk.node.inbox.check()
         talk.node.stage.trouble = interruption.value
@@ -439,7 +441,7 @@ async def test_what_a_step_sends_as_its_epoch_ends_is_no_trouble_of_the_next() -
         await asyncio.sleep(0)
 
     async with epoch() as talk:
-        talk.node.links = {0: ClosedLink(), 2: ClosedLink()}
+        talk.node.links = {peer: ClosedLink() for peer in BESIDE}
         await talk.begun()
         await talk.ask(Begin(epoch=4, step=0))
         await send()
@@ -455,9 +457,9 @@ async def test_nothing_is_expected_before_the_state_is_there() -> None:
     key = TensorKey(epoch=4, step=0, microbatch=0, boundary=0, direction=Direction.ACTIVATION)
     async with epoch() as talk:
         await talk.hear()
-        assert talk.task.expect(0, key) is None
+        assert talk.task.expect(Peer(0, 0), key) is None
         await talk.ask(Restore(epoch=4, step=0))
-        assert talk.task.expect(0, key) == 64
+        assert talk.task.expect(Peer(0, 0), key) == 64
 
 
 async def test_tensors_are_expected_of_this_epochs_neighbours_for_this_step_and_the_next() -> None:
@@ -472,7 +474,7 @@ async def test_tensors_are_expected_of_this_epochs_neighbours_for_this_step_and_
                 "boundary": 0,
                 "direction": Direction.ACTIVATION,
             }
-            return talk.task.expect(peer, TensorKey(**{**fields, **change}))
+            return talk.task.expect(Peer(0, peer), TensorKey(**{**fields, **change}))
 
         assert asked(0) == 64
         assert asked(0, step=4) == 64

@@ -1,0 +1,278 @@
+"""Rows of nodes in one process sync gradients over real links; a row that dies changes no bit."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar, cast
+
+import numpy as np
+import torch
+
+from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
+from node.pipeline.gradient_groups import microbatches_of, model_pieces, piece_bytes
+from node.pipeline.routing import Peer
+from node.stage.coordinator_client import Batches
+from node.stage.epoch_links import EpochLinks
+from node.stage.epoch_task import EpochTask, LinkEvents, State
+from node.stage.executor import StageExecutor
+from node.stage.inbox import ElementsSent, Inbox, TensorLink
+from node.stage.session import IdentityHolder
+from node.stage.stage_model import StageModel
+from node.stage.watchdog import ComputeThread
+from node.training.data import Corpus
+from node.training.schedule import clip_coefficient, global_norm, learning_rate
+from tests.support.links import SECONDS, quick
+from tests.support.memory_pipeline import corpus, reference_run
+from tests.support.pki import new_authority, new_node
+from wire.messages import (
+    Applied,
+    Begin,
+    Commit,
+    CoordinatorMessage,
+    NodeMessage,
+    Placed,
+    PlacedRow,
+    PlacedStage,
+    Placement,
+    Ready,
+    Restore,
+    StepFailed,
+    Vote,
+)
+from wire.spec import Direction
+from wire.telemetry import Telemetry
+
+Result = TypeVar("Result")
+Heard = TypeVar("Heard", bound=NodeMessage)
+STAGES = 2
+CONFIG = RunConfig(
+    run=RunSection(steps=6, seed=7),
+    model=ModelSection(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=8192, sequence=16),
+    training=TrainingSection(global_batch=8, microbatch=1, lr=1e-2, warmup_steps=1),
+    pipeline=PipelineSection(stages=STAGES, forward_codec="fp32", backward_codec="fp32", groups=4),
+)
+
+
+class RowBatches:
+    """Stands in for `Batches`, without a coordinator."""
+
+    def __init__(self, data: Corpus) -> None:
+        self._data = data
+
+    async def get(self, step: int, *, labels: bool, groups: tuple[int, ...] = ()) -> np.ndarray:
+        rows = self._data.batch(step).astype(np.int64)
+        size, own = (
+            CONFIG.training.microbatch,
+            microbatches_of(CONFIG, groups or range(CONFIG.pipeline.groups)),
+        )
+        rows = rows[own.start * size : own.stop * size]
+        return np.ascontiguousarray(rows[:, 1:] if labels else rows[:, :-1])
+
+
+class Node:
+    """A node without a coordinator. Implements `node.stage.epoch_task.Services`."""
+
+    def __init__(self, links: EpochLinks, data: Corpus) -> None:
+        device = torch.device("cpu")
+        self.thread = ComputeThread()
+        self.executor = StageExecutor(CONFIG, device, self.thread.clock, StageModel(CONFIG, device))
+        self.inbox = Inbox()
+        self.batches = cast(Batches, RowBatches(data))
+        self.elements_sent: ElementsSent = {}
+        self.links = links
+        self.address = PlacedStage(node_id="", address="")
+        self.said: asyncio.Queue[NodeMessage] = asyncio.Queue()
+        self.task: EpochTask | None = None
+        self.running: asyncio.Task[None] | None = None
+
+    def post(self, message: NodeMessage) -> None:
+        self.said.put_nowait(message)
+
+    async def compute(self, work: Callable[[], Result]) -> Result:
+        return await self.thread.run(work)
+
+    async def fetch_layer(self, step: int, unit: str) -> bytes:
+        raise AssertionError("every state is held")
+
+    async def fetch_weights(self, units: tuple[str, ...]) -> State:
+        raise AssertionError("there is no checkpoint")
+
+    def upload(self, epoch: int, step: int, state: State) -> None:
+        raise AssertionError("no snapshot is taken")
+
+    def uploading(self, step: int) -> bool:
+        return False
+
+    def count_time(self) -> None:
+        pass
+
+    def telemetry(self) -> Telemetry:
+        return Telemetry()
+
+    def open_links(
+        self, placement: Placement, peers: tuple[Peer, ...], events: LinkEvents
+    ) -> contextlib.AbstractAsyncContextManager[Mapping[Peer, TensorLink]]:
+        return self.links.open(placement, peers, CONFIG, events)
+
+    async def hear(self, kind: type[Heard]) -> Heard:
+        message = await self.said.get()
+        assert isinstance(message, kind), message
+        return message
+
+    async def end_epoch(self) -> None:
+        if self.running is not None:
+            self.inbox.interrupt("the epoch is over")
+            self.running.cancel()
+            await asyncio.wait([self.running])
+        while not self.said.empty():
+            self.said.get_nowait()
+
+
+Rows = Sequence[tuple[Sequence[Node], tuple[int, ...]]]
+"""Each row's nodes by stage, and its groups."""
+
+
+class Grid:
+    """The coordinator's part of a run of rows."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.step = 0
+        self.lineage = 1
+        self.losses: list[float] = []
+        self.rows: Rows = ()
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [node for row, _ in self.rows for node in row]
+
+    async def place(self, rows: Rows) -> None:
+        for node in self.nodes:
+            await node.end_epoch()
+        self.rows = rows
+        self.epoch += 1
+        placed = tuple(
+            PlacedRow(stages=tuple(node.address for node in row), groups=groups) for row, groups in rows
+        )
+        for replica, (row, _) in enumerate(rows):
+            for stage, node in enumerate(row):
+                placement = Placement(
+                    epoch=self.epoch, stage=stage, stages=placed[replica].stages, replica=replica, rows=placed
+                )
+                node.task = EpochTask(placement, node)
+                node.running = asyncio.create_task(node.task.run())
+        for node in self.nodes:
+            await node.hear(Placed)
+        self.tell(Restore(epoch=self.epoch, step=self.step, lineage=self.lineage))
+        for node in self.nodes:
+            await node.hear(Ready)
+
+    def tell(self, message: CoordinatorMessage) -> None:
+        for node in self.nodes:
+            assert node.task is not None
+            node.task.submit(message)
+
+    async def run_step(self) -> None:
+        self.tell(Begin(epoch=self.epoch, step=self.step))
+        votes = [await node.hear(Vote) for node in self.nodes]
+        for one, vote in enumerate(votes):
+            assert vote.norms == votes[one % STAGES].norms, "rows disagree"
+        losses = {group: loss for vote in votes for group, loss in vote.group_losses.items()}
+        assert sorted(losses) == list(range(CONFIG.pipeline.groups))
+        total = 0.0
+        for group in sorted(losses):
+            total += losses[group]
+        norms = {unit: norm for vote in votes[:STAGES] for unit, norm in vote.norms.items()}
+        norm = global_norm(norms[unit] for unit in sorted(norms))
+        self.tell(
+            Commit(
+                epoch=self.epoch,
+                step=self.step,
+                clip_coefficient=clip_coefficient(norm, CONFIG.training.clip),
+                lr=learning_rate(self.step, CONFIG.training, CONFIG.run.steps),
+            )
+        )
+        for node in self.nodes:
+            await node.hear(Applied)
+        self.losses.append(total)
+        self.step += 1
+
+
+@contextlib.asynccontextmanager
+async def nodes(count: int, folder: Path) -> AsyncIterator[list[Node]]:
+    authority, data = new_authority(), corpus(CONFIG)
+    found: list[Node] = []
+    try:
+        async with asyncio.timeout(SECONDS):
+            for _ in range(count):
+                identity = new_node(authority)
+                node = Node(EpochLinks(IdentityHolder(identity, folder), quick()), data)
+                port = await node.links.start("127.0.0.1:0")
+                node.address = PlacedStage(node_id=identity.node_id, address=f"127.0.0.1:{port}")
+                found.append(node)
+            yield found
+            for node in found:
+                await node.end_epoch()
+    finally:
+        for node in found:
+            node.inbox.interrupt("the test is over")
+            if node.running is not None:
+                node.running.cancel()
+            await node.links.stop()
+            node.thread.shutdown(wait=True)
+
+
+def same_weights(node: Node, other: Node) -> bool:
+    states = [one.executor.copy_state() for one in (node, other)]
+    return all(
+        torch.equal(value, states[1][unit][name])
+        for unit, tensors in states[0].items()
+        for name, value in tensors.items()
+    )
+
+
+async def test_two_rows_sync_over_links_and_one_goes_on_alone_with_the_same_bits(tmp_path: Path) -> None:
+    expected, _ = reference_run(CONFIG, 4)
+    async with nodes(2 * STAGES, tmp_path) as four:
+        rows = four[:STAGES], four[STAGES:]
+        grid = Grid()
+        await grid.place([(rows[0], (0, 1)), (rows[1], (2, 3))])
+        await grid.run_step()
+        for stage, node in enumerate(rows[0]):
+            assert same_weights(node, rows[1][stage])
+            # What crossed the sockets: frames' headers included, and little of control.
+            sent = {
+                direction: size
+                for peer, (stats, _) in node.links.totals().items()
+                if peer == Peer(1, stage)
+                for direction, size in stats.direction_bytes_sent.items()
+            }
+            units = node.executor.units
+            coded = sum(piece_bytes(CONFIG, piece) for unit in units for piece in model_pieces(CONFIG)[unit])
+            assert sent.keys() <= {*Direction} and sent[Direction.SYNC_SHARE] > 0 < sent[Direction.SYNC_SUM]
+            assert sent[Direction.SYNC_SHARE] + sent[Direction.SYNC_SUM] <= 1.01 * coded
+
+        # A node of the second row dies in mid-step: the first one's step cannot end.
+        grid.tell(Begin(epoch=grid.epoch, step=grid.step))
+        dead = rows[1][1]
+        await dead.end_epoch()
+        await dead.links.stop()
+        await grid.nodes[0].hear(StepFailed)
+        await grid.place([(rows[0], (0, 1, 2, 3))])
+        await grid.run_step()
+        await grid.run_step()
+
+    assert grid.losses == [step.loss for step in expected[:3]]
+
+
+async def test_a_row_comes_back_after_it_missed_nothing(tmp_path: Path) -> None:
+    """Groups move between rows from one epoch to the next."""
+    expected, _ = reference_run(CONFIG, 2)
+    async with nodes(2 * STAGES, tmp_path) as four:
+        rows = four[:STAGES], four[STAGES:]
+        grid = Grid()
+        for shares in (((0,), (1, 2, 3)), ((2, 3), (0, 1))):
+            await grid.place(list(zip(rows, shares, strict=True)))
+            await grid.run_step()
+    assert grid.losses == [step.loss for step in expected]
