@@ -21,8 +21,14 @@ class Door:
         self.front = Front(limits, choose=self.choose)
         """The one that listens."""
         self._named: dict[str, Front] = {}
+        self._protocols: dict[str, Front] = {}
         self._other: Front | None = None
         self._plain: Front | None = None
+
+    def serve_protocol(self, protocol: str, front: Front) -> None:
+        """Give `front` the TLS clients that offer this protocol, whatever name they ask for."""
+        self._protocols[protocol] = front
+        self._know(front)
 
     def serve_name(self, server_name: str, front: Front) -> None:
         """Give `front` the TLS clients that ask for this name."""
@@ -47,7 +53,12 @@ class Door:
             hello = read_client_hello(first)
         except ValueError:
             return None
-        return hello if isinstance(hello, int) else self._named.get(hello.server_name, self._other)
+        if isinstance(hello, int):
+            return hello
+        for protocol in hello.protocols:
+            if (front := self._protocols.get(protocol)) is not None:
+                return front
+        return self._named.get(hello.server_name, self._other)
 
     def _know(self, front: Front | None) -> None:
         if front is not None and front not in self.front.behind:

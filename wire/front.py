@@ -62,7 +62,7 @@ class Front:
         self._admission = Admission(limits)
         self._pass_on = pass_on
         self._choose = choose
-        self._directory = "" if pass_on or choose else _private_directory()
+        self._directory = "" if pass_on or choose else private_directory()
         self._peeked: dict[int, int] = {}
         """Bytes of connections that must say more before it is known whose they are."""
         self._closed = False
@@ -327,8 +327,8 @@ def _resolved(host: str, port: int) -> list[tuple[int, str]]:
     return list(dict.fromkeys((int(family), str(address[0])) for family, _, _, _, address in found))
 
 
-def _private_directory() -> str:
-    """A new directory (mode 0700) with a path short enough for a Unix socket."""
+def private_directory() -> str:
+    """A new directory (mode 0700) whose path is short enough for a Unix socket."""
     parent = tempfile.gettempdir()
     return tempfile.mkdtemp(prefix="thinwire-", dir=parent if len(parent) < _LONGEST_DIRECTORY else "/tmp")
 

@@ -13,7 +13,9 @@ import asyncio
 import contextlib
 import secrets
 from abc import ABC, abstractmethod
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import grpc.aio
 
@@ -33,9 +35,17 @@ CONTROL_METHOD = "/thinwire.wire.v1.Link/Control"
 METADATA_PREFIX = "thinwire-"
 """Both calls carry protocol, epoch, stage, session and attempt as decimal numbers under these keys."""
 
+DIRECT = "direct"
+RELAY = "relay"
+"""Paths between neighbours."""
+
+PATIENCE_SECONDS = 2.0
+"""A direct path that fails is tried again for this long before another is."""
+PATH_SECONDS = 3.0
+"""Limit for one attempt to connect while there is another path."""
 _CLOSE_SECONDS = 5.0
 
-__all__ = ["DialledLink", "Link", "LinkSettings", "LinkStats", "dial_link"]
+__all__ = ["DialledLink", "Link", "LinkPath", "LinkSettings", "LinkStats", "dial_link"]
 
 
 class Link(ABC):
@@ -43,6 +53,8 @@ class Link(ABC):
 
     def __init__(self, *, peer_node_id: str, state: LinkState) -> None:
         self.peer_node_id = peer_node_id
+        self.path = DIRECT
+        """Of the newest connection."""
         self.lost: asyncio.Future[ThinwireError] = asyncio.get_running_loop().create_future()
         self._state = state
         self._connection: Connection | None = None
@@ -81,6 +93,7 @@ class Link(ABC):
         sender, receiver = self._state.sender, self._state.receiver
         return replace(
             self._state.stats,
+            path=self.path,
             direction_bytes_sent=dict(self._state.stats.direction_bytes_sent),
             retransmits=sender.retransmits,
             rejects=receiver.rejects,
@@ -241,37 +254,63 @@ class Link(ABC):
                 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class LinkPath:
+    """A way to a neighbour."""
+
+    name: str
+    """`DIRECT` or `RELAY`."""
+    address: str
+    """What gRPC dials: host:port, or unix:PATH."""
+    shown: str
+    """For people."""
+    trouble: Callable[[], str] = str
+    """Why the newest attempt beyond `address` failed; empty if it did not."""
+
+
 class DialledLink(Link):
-    """The link at the lower stage, which dials."""
+    """The link at the lower stage, which dials. After a failure it takes the next of its paths."""
 
     def __init__(
-        self, *, identity: LinkIdentity, peer_node_id: str, peer_address: str, state: LinkState
+        self, *, identity: LinkIdentity, peer_node_id: str, paths: Sequence[LinkPath], state: LinkState
     ) -> None:
+        """`paths`: one or more, the best first."""
         super().__init__(peer_node_id=peer_node_id, state=state)
-        self.peer_address = peer_address
+        self._paths = deque(paths)
         self._identity = identity
+        self.path = self._paths[0].name
+        self.why_not: dict[str, str] = {}
+        """By path: why the newest attempt failed."""
 
     @property
     def _peer(self) -> str:
-        return f"{super()._peer} at {self.peer_address}"
+        return f"{super()._peer} at {self._paths[0].shown}"
 
     async def _keep_connected(self) -> None:
         settings = self._state.settings
         attempt, backoff = 0, Backoff(settings.backoff_seconds, settings.max_backoff_seconds)
+        down_since = now()
         while not self._over.is_set():
             attempt += 1
             connection = self._make_connection(attempt)
+            path = self._paths[0]
+            self.path = path.name
             try:
-                await self._connect(connection)
+                await self._connect(connection, path.address)
             except StreamDroppedError as error:
-                connection.end(error)
+                connection.end(StreamDroppedError(path.trouble() or str(error), error.refusal))
             if isinstance(connection.error, StreamDroppedError) and connection.error.refusal:
                 self._fail(_refused(connection.error, self._peer))
             if connection.was_up:
                 backoff.reset()
+                down_since = now()
+            else:
+                self.why_not[path.name] = str(connection.error or "")
+                if path.name != DIRECT or now() - down_since >= PATIENCE_SECONDS:
+                    self._paths.rotate(-1)
             await wait_until(self._over, now() + backoff.advance())
 
-    async def _connect(self, connection: Connection) -> None:
+    async def _connect(self, connection: Connection, address: str) -> None:
         state, name = self._state, self._identity.server_name(self.peer_node_id)
         numbers = {
             "protocol": PROTOCOL,
@@ -284,19 +323,21 @@ class DialledLink(Link):
         unread_bytes = state.settings.unread_bytes
 
         def channel() -> grpc.aio.Channel:
-            return open_channel(
-                self.peer_address, identity=self._identity, server_name=name, unread_bytes=unread_bytes
-            )
+            return open_channel(address, identity=self._identity, server_name=name, unread_bytes=unread_bytes)
+
+        seconds = state.settings.connect_seconds
+        if len(self._paths) > 1:
+            seconds = min(seconds, PATH_SECONDS)
 
         async with channel() as bulk_channel, channel() as control_channel:
             bulk = ClientStream(_call(bulk_channel, BULK_METHOD, metadata))
             control = ClientStream(_call(control_channel, CONTROL_METHOD, metadata))
             try:
-                async with asyncio.timeout(state.settings.connect_seconds):
+                async with asyncio.timeout(seconds):
                     await bulk.opened()
                     await control.opened()
             except TimeoutError as error:
-                raise StreamDroppedError(f"no answer within {state.settings.connect_seconds:g} s") from error
+                raise StreamDroppedError(f"no answer within {seconds:g} s") from error
             await connection.run(bulk, control)
 
 
@@ -308,12 +349,14 @@ def dial_link(
     stage: int,
     peer_node_id: str,
     peer_stage: int,
-    peer_address: str,
+    peer_address: str = "",
+    paths: Sequence[LinkPath] = (),
     expect: Expect,
     on_tensor: OnTensor,
     settings: LinkSettings | None = None,
 ) -> DialledLink:
-    """A link to the higher stage at `peer_address` ("host:port"). Call it on the loop, then run it.
+    """A link to the higher stage at `peer_address` ("host:port"), or by other `paths` if that is empty or
+    fails. Call it on the loop, then run it.
 
     `expect` returns the exact length of a tensor that may arrive; `on_tensor` gets each one, once.
     """
@@ -327,7 +370,9 @@ def dial_link(
         on_tensor=on_tensor,
     )
     state.open_session(secrets.randbits(64))
-    return DialledLink(identity=identity, peer_node_id=peer_node_id, peer_address=peer_address, state=state)
+    if peer_address:
+        paths = (LinkPath(name=DIRECT, address=peer_address, shown=peer_address), *paths)
+    return DialledLink(identity=identity, peer_node_id=peer_node_id, paths=paths, state=state)
 
 
 def _call(channel: grpc.aio.Channel, method: str, metadata: tuple[tuple[str, str], ...]) -> ClientCall:

@@ -5,6 +5,7 @@ from an epoch that this node does not know yet is asked to try again; anybody el
 """
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
@@ -17,14 +18,16 @@ from wire.channels import LinkIdentity, make_server
 from wire.connection import Connection
 from wire.descriptors import raise_limit
 from wire.errors import ProtocolViolationError, RefusalCode
-from wire.front import Front, serve_behind
+from wire.front import Front, serve_behind, start_behind
 from wire.identity.credentials import mutual_tls, peer_node_id
 from wire.layer_exchange import LAYER_METHOD, LayerServer
-from wire.link import BULK_METHOD, CONTROL_METHOD, METADATA_PREFIX, Link
+from wire.link import BULK_METHOD, CONTROL_METHOD, DIRECT, METADATA_PREFIX, Link
 from wire.link_state import LinkSettings, LinkState, OnTensor
 from wire.stream_receiver import Expect
 from wire.version import PROTOCOL
 
+_BY = "by "
+"""Precedes a path where a front keeps the address that a connection comes from."""
 _NUMBERS = {"protocol": 2**32, "epoch": 2**32, "stage": 2**32, "session": 2**64, "attempt": 2**32}
 """Numbers in a call's metadata, each with its exclusive upper limit."""
 
@@ -46,6 +49,7 @@ class AcceptedLink(Link):
         self._session: int | None = None
         self._streams: dict[str, ServerStream] = {}  # of the newest connection, by method
         self._arrived = asyncio.Event()
+        self.path = DIRECT
 
     def join(self, session: int, attempt: int) -> Connection:
         """The connection that a stream belongs to; a newer attempt ends the previous one.
@@ -81,9 +85,10 @@ class AcceptedLink(Link):
             raise _NotAdmitted(grpc.StatusCode.ABORTED, "this connection has ended")
         return newest
 
-    def attach(self, connection: Connection, method: str, context: ServerContext) -> None:
-        """Add an open stream to its connection, which runs once it has both."""
+    def attach(self, connection: Connection, method: str, context: ServerContext, path: str) -> None:
+        """Add an open stream, which came by `path`, to its connection, which runs once it has both."""
         if connection is self._connection:
+            self.path = path
             self._streams[method] = ServerStream(context)
             if len(self._streams) == 2:
                 self._arrived.set()
@@ -143,6 +148,7 @@ class LinkServer:
     async def start(self, listen: str) -> int:
         """Listen on `listen` ("host:port"; port 0 picks one); returns the port.
 
+        With an empty `listen` nothing listens on the network, 0 is returned, and connections come by `adopt`.
         Raises `UserError` when the address cannot be bound.
         """
         identity = self._identity
@@ -151,11 +157,21 @@ class LinkServer:
         )
         front = Front(Limits.of_members(raise_limit()))
         credentials = mutual_tls(lambda: (identity.key_pem, identity.certificate_pem), identity.ca_pem)
-        port = await serve_behind(
-            front, server, listen, credentials, "take a free port and an address of this machine"
-        )
+        port = 0
+        if listen:
+            advice = "take a free port and an address of this machine"
+            port = await serve_behind(front, server, listen, credentials, advice)
+        else:
+            await start_behind(front, server, credentials)
         self._server, self._front = server, front
         return port
+
+    def adopt(self, connection: socket.socket, path: str) -> None:
+        """Take a connection that came by another path than the port, such as a relay."""
+        if self._front is None:
+            connection.close()
+        else:
+            self._front.adopt(connection, f"{_BY}{path}")
 
     async def stop(self) -> None:
         """Close every link and the port."""
@@ -209,7 +225,7 @@ class LinkServer:
         try:
             # Tells the caller that it is admitted; must come before any message.
             await context.send_initial_metadata(())
-            link.attach(connection, method, context)
+            link.attach(connection, method, context, self._path(context))
             await connection.finished.wait()
         finally:
             connection.end(StreamDroppedError("the neighbour hung up"))
@@ -227,6 +243,10 @@ class LinkServer:
         if self.layers is None:
             await _abort(context, grpc.StatusCode.UNAVAILABLE, "this node is not in the run yet", None)
         await self.layers.serve(message, context)
+
+    def _path(self, context: ServerContext) -> str:
+        host = self._front.host(context.peer()) if self._front is not None else ""
+        return host.removeprefix(_BY) if host.startswith(_BY) else DIRECT
 
     def _admit(self, context: ServerContext) -> tuple[AcceptedLink, Connection]:
         peer, numbers = peer_node_id(context) or "", _numbers(context)

@@ -81,6 +81,8 @@ class LinkStats:
     stale: int = 0
     """Frames dropped because nobody expected their tensor."""
     reconnects: int = 0
+    path: str = ""
+    """`direct` or `relay`: of the newest connection."""
     rtt_seconds: float = 0.0
     """Smoothed round trip of a ping on the control stream; 0 before the first."""
     least_rtt_seconds: float = 0.0

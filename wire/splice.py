@@ -1,6 +1,7 @@
 """Two connections joined: what one receives, the other sends, in bounded memory."""
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import cast
 
@@ -16,6 +17,8 @@ class Pipe:
     def __init__(self, on_close: Callable[[], None]) -> None:
         self.outer, self.inner = _End(self), _End(self)
         self.outer.other, self.inner.other = self.inner, self.outer
+        self.carried = 0
+        """Bytes, both ways together."""
         self._on_close = on_close
         self._closed = False
 
@@ -42,14 +45,25 @@ class _End(asyncio.Protocol):
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
         self.transport: asyncio.Transport | None = None
+        self._early = b""
+        """What came before the other end was there."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self.transport.set_write_buffer_limits(high=_BUFFER_BYTES)
+        if self.other.transport is not None:
+            self.transport.write(self.other._early)
+            self.other._early = b""
+            self.other.transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
         if self.other.transport is not None:
+            self._pipe.carried += len(data)
             self.other.transport.write(data)
+        else:
+            self._early += data
+            if self.transport is not None:
+                self.transport.pause_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._pipe.closed()
@@ -61,3 +75,16 @@ class _End(asyncio.Protocol):
     def resume_writing(self) -> None:
         if self.other.transport is not None and not self.other.transport.is_closing():
             self.other.transport.resume_reading()
+
+
+async def splice(one: socket.socket, other: socket.socket, pipe: Pipe) -> None:
+    """Join two connected sockets by `pipe`, which owns them from now on."""
+    loop = asyncio.get_running_loop()
+    try:
+        await loop.create_connection(lambda: pipe.inner, sock=other)
+        await loop.create_connection(lambda: pipe.outer, sock=one)
+    except BaseException:
+        pipe.abort()
+        one.close()
+        other.close()
+        raise

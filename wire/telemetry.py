@@ -40,6 +40,8 @@ class LinkReport:
     flows: tuple[FlowReport, ...] = ()
     peer_replica: int = 0
     """The neighbour's row."""
+    path: str = ""
+    """`direct` or `relay`; empty while not known."""
 
 
 @dataclass(frozen=True, kw_only=True)

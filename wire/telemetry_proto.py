@@ -13,6 +13,8 @@ LONGEST_SECONDS = 1e9
 """The longest time accepted: no run lasts 30 years."""
 MOST = 1e18
 """The most of any other measurement, such as bytes or operations a second; well below 2**63."""
+LONGEST_PATH = 40
+"""Characters of the name of a link's path."""
 LONGEST_LINE = 1000
 """Characters of a text for people; longer text is cut."""
 _TICKS = 1e6
@@ -89,6 +91,7 @@ def _link_from_proto(link: control_pb2.LinkReport) -> LinkReport:
             for flow in link.flows
         ),
         peer_replica=link.peer_replica,
+        path=line(link.path)[:LONGEST_PATH],
     )
 
 

@@ -22,6 +22,11 @@ def add_parser(commands: Any) -> None:
         "--listen", default="0.0.0.0:0", metavar="HOST:PORT", help="accept neighbours' connections here"
     )
     parser.add_argument(
+        "--no-listen",
+        action="store_true",
+        help="open no port: neighbours come by the coordinator's relay",
+    )
+    parser.add_argument(
         "--advertise",
         default="",
         metavar="HOST:PORT",
@@ -88,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
     parse_listen(args.listen)
     if args.advertise:
         parse_listen(args.advertise)
+        if args.no_listen:
+            raise UsageError("--advertise names a port to dial and --no-listen opens none: give one of them")
     if args.metrics:
         parse_listen(args.metrics)
     check_devices(args)
@@ -107,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     if wait is None:
         raise UsageError(f"--wait must be a time such as 30 min, 12h or 2d, or 0, got {args.wait!r}")
     options = JoinOptions(
-        listen=args.listen,
+        listen="" if args.no_listen else args.listen,
         advertise=args.advertise,
         state_dir=args.state_dir,
         device=args.device,

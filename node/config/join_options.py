@@ -18,7 +18,8 @@ class JoinOptions:
     """Options of one node process."""
 
     listen: str = "0.0.0.0:0"
-    """host:port to accept neighbours' connections on; port 0 takes a free one."""
+    """host:port to accept neighbours' connections on; port 0 takes a free one; empty: nothing listens, and
+    neighbours come by a relay."""
     advertise: str = ""
     """host:port that neighbours dial; empty is the address the coordinator sees and the port listened on."""
     state_dir: Path | None = None

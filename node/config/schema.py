@@ -298,6 +298,9 @@ class CoordinatorSection:
     one_port: bool = True
     """Joins, nodes with a certificate and the page share that port. If false, nodes with a certificate use
     the next port, and the page by default the one after."""
+    relay: bool = True
+    """Carry bytes between neighbours that cannot reach each other. If false, every node needs a port that the
+    others can reach."""
     advertise: tuple[str, ...] = ()
     """host:port pairs that join tokens carry; empty takes this machine's addresses."""
     heartbeat_seconds: float = 2.0

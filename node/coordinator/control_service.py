@@ -132,13 +132,20 @@ class Names:
 
 class ControlService(control_pb2_grpc.CoordinatorServicer):
     def __init__(
-        self, handler: Handler, front: Front | None = None, limits: Callable[[], MessageLimits] | None = None
+        self,
+        handler: Handler,
+        front: Front | None = None,
+        limits: Callable[[], MessageLimits] | None = None,
+        *,
+        relays: bool = False,
     ) -> None:
         """
         Args:
+            relays: nodes that cannot be reached take part by a relay.
             front: what the port is behind, if it is.
             limits: makes the bounds of what one member may send; None: there are none.
         """
+        self._relays = relays
         self._make_limits = limits
         self._limits: dict[str, MessageLimits] = {}
         """By node."""
@@ -206,10 +213,12 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             raise TimeoutError
 
     async def _look_at(self, node_id: str, hello: Hello, context: Context) -> str | Refusal:
-        """host:port where neighbours dial the node, or why it may not take part."""
+        """host:port where neighbours dial the node, "" if they need a relay, or why it may not take part."""
         refusal = await self._handler.refusal_for(node_id) or _version_refusal(hello)
         if refusal is not None:
             return refusal
+        if not hello.peer_address and self._relays:
+            return ""
         # If the node named no host, use the one it dials from.
         address, source = hello.peer_address, self._source(context)
         if address.startswith(":"):
@@ -223,6 +232,9 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
                 if source in hosts:
                     await _connect((source,), port)
         except (ValueError, OSError):  # a TimeoutError is one, too
+            if self._relays:
+                log.info("%s cannot be reached at %s: it needs a relay", node_id, address[:80])
+                return ""
             return Refusal(
                 RefusalCode.UNREACHABLE,
                 f"neighbours cannot reach this node at {address[:80]!r}: open that TCP port, or join with "

@@ -112,6 +112,8 @@ class Coordinator:
         untold: StepRecord | None = None,
     ) -> None:
         """`untold` is a step that an earlier coordinator committed and has not told of."""
+        self.allow_links: Callable[[Sequence[str]], None] = lambda nodes: None
+        """Called with the nodes of each placement before they hear of it; a relay joins these alone."""
         self.config = config
         self._directory = directory
         self._store = store
@@ -295,6 +297,7 @@ class Coordinator:
                 self._send(action.node_id, action.message)
             case RecordPlacement():
                 self._reporter.placed()
+                self.allow_links(action.nodes)
                 hosts = zip(action.nodes, action.addresses, strict=True)
                 stages = len(action.nodes) // len(action.groups)
                 placed = [

@@ -8,6 +8,7 @@ by then, so the port tells them to keep waiting.
 """
 
 import contextlib
+import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -37,6 +38,10 @@ from wire.identity.names import (
     join_address,
     split_address,
 )
+from wire.relay import PROTOCOL_NAME, Relay
+from wire.tls_socket import mutual_context
+
+log = logging.getLogger(__name__)
 
 ANSWER = "the coordinator reads its text and its newest snapshot, and goes on after that"
 LIFETIME = timedelta(days=1)
@@ -55,6 +60,8 @@ class Ports:
     """Where nodes join."""
     door: Door | None
     """Chooses between the services of the one port; None with separate ports."""
+    relay: Relay | None = None
+    """Where nodes with a certificate go, if the run file allows it."""
 
 
 @contextlib.asynccontextmanager
@@ -73,15 +80,19 @@ async def open_ports(
     control, front = make_server([]), Front(Limits.of_members(raise_limit()))
     control_service(front).add_to(control)
     join = JoinPort(enrolment)
-    door = Door(Limits.of_members(raise_limit())) if settings.one_port else None
+    door = Door(Limits.of_members(raise_limit()))
+    relay = _make_relay(credentials, authority) if settings.relay else None
+    if relay is not None:
+        door.serve_protocol(PROTOCOL_NAME, relay.front)
     host, port = split_listen(settings.listen)
     try:
         await start_behind(front, control, mutual_tls(lambda: credentials, authority.certificate_pem))
         await join.start(credentials)
-        if door is None:
+        if not settings.one_port:
+            door.serve_other(front)
             beside = join_address(host, port + 1 if port else 0)
             advice = "set [coordinator] listen so that its port and the next are free"
-            join.service.control_port = listen_or_advise(front, beside, advice)
+            join.service.control_port = listen_or_advise(door.front, beside, advice)
             port = listen_or_advise(join.front, settings.listen, advice)
         else:
             door.serve_name(JOIN_NAME, join.front)
@@ -89,13 +100,26 @@ async def open_ports(
             door.serve_name(control_server_name(authority.run_id), front)
             advice = "set [coordinator] listen to an address of this machine whose port is free"
             join.service.control_port = port = listen_or_advise(door.front, settings.listen, advice)
-        yield Ports(port=port, door=door)
+        yield Ports(port=port, door=door if settings.one_port else None, relay=relay)
     finally:
-        if door is not None:
-            await door.front.close()
+        await door.front.close()
+        if relay is not None:
+            await relay.close()
         await join.stop(STOP_SECONDS)
         await control.stop(STOP_SECONDS)
         await front.close()
+
+
+def _make_relay(credentials: tuple[bytes, bytes], authority: CertificateAuthority) -> Relay:
+    key_pem, certificate_pem = credentials
+    context = mutual_context(
+        server_side=True,
+        key_pem=key_pem,
+        certificate_pem=certificate_pem,
+        ca_pem=authority.certificate_pem,
+        protocol=PROTOCOL_NAME,
+    )
+    return Relay(context, lambda why: log.info("the relay refused a connection: %s", why))
 
 
 def split_listen(listen: str) -> tuple[str, int]:

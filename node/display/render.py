@@ -221,7 +221,8 @@ def event_lines(event: Event) -> list[str]:
             changes = f"changes there need the key in {event.key_file}" if event.key_file else "read-only"
             return [printable(f"page at {event.url} ({changes})")]
         case NodeJoined():
-            return [printable(f"joined: {event.node_id[:SHORT_ID]} ({event.device}) at {event.address}")]
+            where = f"at {event.address}" if event.address else "by a relay: neighbours cannot dial it"
+            return [printable(f"joined: {event.node_id[:SHORT_ID]} ({event.device}) {where}")]
         case NodeLeft():
             return [printable(f"left: {event.node_id[:SHORT_ID]}: {event.reason}")]
         case PlacementMade():

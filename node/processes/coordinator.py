@@ -333,9 +333,13 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit) -> in
                 settings,
                 run.authority,
                 enrolment,
-                lambda front: ControlService(coordinator, front, partial(MessageLimits, config)),
+                lambda front: ControlService(
+                    coordinator, front, partial(MessageLimits, config), relays=settings.relay
+                ),
             )
         )
+        if ports.relay is not None:
+            coordinator.allow_links = ports.relay.allow
         addresses = settings.advertise or own_addresses(split_listen(settings.listen)[0], ports.port)
         run.store.set_addresses(addresses)
         uses = config.pipeline.stages * config.pipeline.most_rows

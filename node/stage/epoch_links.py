@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 
@@ -16,11 +17,15 @@ from node.stage.session import IdentityHolder
 from wire.codecs.formats import FP32
 from wire.errors import LinkLostError, ThinwireError, first_error
 from wire.layer_exchange import LayerServer
-from wire.link import Link, LinkSettings, LinkStats, dial_link
-from wire.link_server import LinkServer
+from wire.link import RELAY, Link, LinkPath, LinkSettings, LinkStats, dial_link
+from wire.link_server import AcceptedLink, LinkServer
 from wire.messages import Placement
+from wire.relay_client import RelayClient
 from wire.spec import TensorKey
 
+OFFER_SECONDS = 2.0
+"""A neighbour that should dial this node and has not done so for this long may come by the relay."""
+LOOK_SECONDS = 0.5
 LINK_SECONDS = 60.0
 """How long the links of a new epoch may take to open; a neighbour may still be ending its last epoch."""
 
@@ -57,18 +62,26 @@ def sync_outbox_bytes(config: RunConfig, stages: int, stage: int) -> int:
 class EpochLinks:
     """Links of one epoch at a time. Call everything on the event loop."""
 
-    def __init__(self, identity: IdentityHolder, settings: LinkSettings) -> None:
+    def __init__(self, identity: IdentityHolder, settings: LinkSettings, relay_address: str = "") -> None:
+        """`relay_address` is the host:port of the coordinator's relay, for runs that have one."""
         self._identity = identity
+        name = identity.current.coordinator_name
+        self._relay = RelayClient(identity, relay_address, name) if relay_address else None
         self._settings = settings
         self._server = LinkServer(identity=identity, run_id=identity.current.run_id, settings=settings)
         self._links: dict[Peer, Link] = {}
 
     async def start(self, listen: str) -> int:
-        """Listen on `listen`; returns the port. Raises UserError when the address cannot be bound."""
+        """Listen on `listen`; returns the port. Raises UserError when the address cannot be bound.
+
+        If it is empty, nothing listens, and neighbours come by the relay.
+        """
         return await self._server.start(listen)
 
     async def stop(self) -> None:
         """Close every link and the port."""
+        if self._relay is not None:
+            await self._relay.close()
         await self._server.stop()
 
     def serve_layers(self, layers: LayerServer) -> None:
@@ -94,13 +107,20 @@ class EpochLinks:
         if any(peer.replica != placement.replica for peer in peers):
             room = max(room, sync_outbox_bytes(config, stages, placement.stage))
         settings = replace(self._settings, outbox_bytes=room)
-        links = {peer: self._make(placement, peer, events, settings) for peer in peers}
+        relay = self._relay if config.coordinator.relay else None
+        links = {peer: self._make(placement, peer, events, settings, relay) for peer in peers}
         for peer, link in links.items():
             link.lost.add_done_callback(functools.partial(_report_lost, events, peer))
         try:
             async with asyncio.TaskGroup() as group:
                 for link in links.values():
                     group.create_task(link.run())
+                reachable = bool(placement.stages[placement.stage].address)
+                offers = [
+                    group.create_task(self._offer(relay, link, reachable))
+                    for link in links.values()
+                    if relay is not None and isinstance(link, AcceptedLink)
+                ]
                 self._links = links
                 try:
                     for peer, link in links.items():
@@ -112,12 +132,33 @@ class EpochLinks:
                     yield links
                 finally:
                     self._links = {}
+                    for offer in offers:
+                        offer.cancel()
                     for link in links.values():
                         await link.close()
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
 
-    def _make(self, placement: Placement, peer: Peer, events: LinkEvents, settings: LinkSettings) -> Link:
+    async def _offer(self, relay: RelayClient, link: AcceptedLink, reachable: bool) -> None:
+        """Take the neighbour's connections from the relay; if this node is reachable, while it needs that."""
+        take = functools.partial(self._server.adopt, path=RELAY)
+        down_since = time.monotonic()
+        while reachable:
+            await asyncio.sleep(LOOK_SECONDS)
+            if link.up:
+                down_since = time.monotonic()
+            elif time.monotonic() - down_since > OFFER_SECONDS:
+                break
+        await relay.offer(link.peer_node_id, take)
+
+    def _make(
+        self,
+        placement: Placement,
+        peer: Peer,
+        events: LinkEvents,
+        settings: LinkSettings,
+        relay: RelayClient | None,
+    ) -> Link:
         row = placement.rows[peer.replica].stages if placement.rows else placement.stages
         other = row[peer.stage]
 
@@ -133,6 +174,7 @@ class EpochLinks:
                 peer_node_id=other.node_id,
                 peer_stage=peer.stage,
                 peer_address=other.address,
+                paths=() if relay is None else (_path_by(relay, other.node_id),),
                 expect=expect,
                 on_tensor=events.arrived,
                 settings=settings,
@@ -146,6 +188,15 @@ class EpochLinks:
             on_tensor=events.arrived,
             settings=settings,
         )
+
+
+def _path_by(relay: RelayClient, node_id: str) -> LinkPath:
+    return LinkPath(
+        name=RELAY,
+        address=relay.local_address(node_id),
+        shown="the coordinator's relay",
+        trouble=lambda: relay.trouble.get(node_id, ""),
+    )
 
 
 def _report_lost(events: LinkEvents, peer: Peer, lost: "asyncio.Future[ThinwireError]") -> None:

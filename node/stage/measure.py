@@ -144,6 +144,7 @@ class NodeMeter:
             busy_seconds=stats.busy_seconds,
             queued_bytes=queued,
             flows=flows,
+            path=stats.path,
         )
 
 

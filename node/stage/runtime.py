@@ -56,6 +56,7 @@ class NodeSettings:
 
     control_address: str
     listen: str
+    """host:port for neighbours' connections; empty: nothing listens."""
     advertise: str
     devices: StageDevices
     hardware: Hardware
@@ -87,6 +88,7 @@ class NodeRuntime:
             LinkSettings(
                 pacer=settings.pacer, frame_filter=faults.frame_filter(), on_transfer=self._meter.transferred
             ),
+            settings.control_address,
         )
         self._peers = LayerPeers(identity)
         self._session = Session(self._client)
@@ -201,7 +203,7 @@ class NodeRuntime:
         return Hello(
             version=VERSION,
             protocol=PROTOCOL,
-            peer_address=self._settings.advertise or f":{port}",
+            peer_address=self._settings.advertise or (f":{port}" if port else ""),
             hardware=self._settings.hardware,
             flops=self._settings.flops,
             download_rate=download_rate,

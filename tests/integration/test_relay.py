@@ -1,0 +1,236 @@
+"""A link through a relay: nothing listens at the higher stage, and only members of a placement are joined."""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import pytest
+
+from tests.support.links import EPOCH, SECONDS, End, content, eventually, key, quick
+from tests.support.pki import RUN_ID, new_authority, new_node
+from tests.support.ports import listening
+from wire.admission import Limits
+from wire.door import Door
+from wire.errors import LinkError
+from wire.identity.authority import CertificateAuthority
+from wire.identity.credentials import NodeIdentity
+from wire.link import DIRECT, RELAY, DialledLink, LinkPath, dial_link
+from wire.link_server import AcceptedLink, LinkServer
+from wire.relay import PROTOCOL_NAME, Relay
+from wire.relay_client import RelayClient
+from wire.tls_socket import mutual_context
+
+LENGTH = 3_000_000
+AUTHORITY = new_authority()
+LOWER, UPPER, OTHER = new_node(AUTHORITY), new_node(AUTHORITY), new_node(AUTHORITY)
+
+
+@dataclass
+class Served:
+    relay: Relay
+    port: int
+    refusals: list[str]
+
+    def client(self, node: NodeIdentity, address: str = "") -> RelayClient:
+        return RelayClient(node, address or f"127.0.0.1:{self.port}", UPPER.server_name(OTHER.node_id))
+
+
+@contextlib.asynccontextmanager
+async def relaying(authority: CertificateAuthority = AUTHORITY, port: int = 0) -> AsyncIterator[Served]:
+    """A relay with the certificate of `OTHER`, for `LOWER` and `UPPER`."""
+    identity, refusals = OTHER, list[str]()
+    context = mutual_context(
+        server_side=True,
+        key_pem=identity.key_pem,
+        certificate_pem=identity.certificate_pem,
+        ca_pem=authority.certificate_pem,
+        protocol=PROTOCOL_NAME,
+    )
+    relay, door = Relay(context, refusals.append), Door(Limits.of_members(1000))
+    door.serve_protocol(PROTOCOL_NAME, relay.front)
+    relay.allow([LOWER.node_id, UPPER.node_id])
+    try:
+        yield Served(relay, door.front.listen(f"127.0.0.1:{port}"), refusals)
+    finally:
+        await door.front.close()
+        await relay.close()
+
+
+@dataclass
+class Ends:
+    lower: DialledLink
+    upper: AcceptedLink
+    at_lower: End
+    at_upper: End
+
+
+@contextlib.asynccontextmanager
+async def linked(served: Served, *, address: str = "", listen: str = "") -> AsyncIterator[Ends]:
+    """A link between two nodes, the higher of which comes by the relay; `address` is tried first."""
+    dialler, taker = served.client(LOWER), served.client(UPPER)
+    server = LinkServer(identity=UPPER, run_id=RUN_ID, settings=quick())
+    await server.start(listen)
+    at_lower, at_upper = End(), End()
+    upper = server.expect_peer(
+        epoch=EPOCH,
+        stage=1,
+        peer_node_id=LOWER.node_id,
+        peer_stage=0,
+        expect=lambda _: LENGTH,
+        on_tensor=at_upper.on_tensor,
+    )
+    local = dialler.local_address(UPPER.node_id)
+    lower = dial_link(
+        identity=LOWER,
+        run_id=RUN_ID,
+        epoch=EPOCH,
+        stage=0,
+        peer_node_id=UPPER.node_id,
+        peer_stage=1,
+        peer_address=address,
+        paths=[LinkPath(name=RELAY, address=local, shown="the relay")],
+        expect=lambda _: LENGTH,
+        on_tensor=at_lower.on_tensor,
+        settings=quick(),
+    )
+    at_lower.link, at_upper.link = lower, upper
+
+    def take(connection: socket.socket) -> None:
+        server.adopt(connection, RELAY)
+
+    try:
+        async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
+            offer = group.create_task(taker.offer(LOWER.node_id, take))
+            running = [group.create_task(link.run()) for link in (lower, upper)]
+            try:
+                yield Ends(lower, upper, at_lower, at_upper)
+            finally:
+                offer.cancel()
+                await lower.close()
+                await upper.close()
+                await asyncio.wait(running)
+    finally:
+        await dialler.close()
+        await taker.close()
+        await server.stop()
+
+
+async def test_tensors_cross_a_relay_both_ways_and_nothing_else_listens() -> None:
+    async with relaying() as served:
+        before = listening(os.getpid())
+        async with linked(served) as ends:
+            await ends.lower.ready(SECONDS)
+            await ends.upper.ready(SECONDS)
+            assert listening(os.getpid()) == before
+            assert (ends.lower.path, ends.upper.path) == (RELAY, RELAY)
+            for number in range(4):
+                ends.lower.send(key(number), content(key(number), LENGTH))
+                ends.upper.send(key(number), content(key(number), LENGTH))
+            await ends.at_lower.until(4)
+            await ends.at_upper.until(4)
+            for end in (ends.at_lower, ends.at_upper):
+                assert all(bytes(end.buffers[one]) == content(one, LENGTH) for one in end.arrived)
+            assert served.relay.pairs == 2
+            assert served.relay.totals.bytes > 8 * LENGTH
+        await eventually(lambda: served.relay.pairs == 0)
+        assert served.relay.totals.bytes > 8 * LENGTH and not served.refusals
+
+
+async def test_a_relay_that_dies_and_comes_back_loses_nothing() -> None:
+    """The same tensors arrive, once each, though every connection through it breaks again and again."""
+    async with contextlib.AsyncExitStack() as stack:
+        served = await stack.enter_async_context(relaying())
+        async with linked(served) as ends:
+            await ends.lower.ready(SECONDS)
+            for number in range(6):
+                ends.lower.send(key(number), content(key(number), LENGTH))
+                if number % 2 == 0:
+                    # The placement changes twice, so the relay drops what it carries.
+                    served.relay.allow([])
+                    served.relay.allow([LOWER.node_id, UPPER.node_id])
+            await ends.at_upper.until(6)
+            await stack.aclose()
+            await eventually(lambda: not ends.lower.up)
+            ends.lower.send(key(6), content(key(6), LENGTH))
+            async with relaying(port=served.port):
+                await ends.at_upper.until(7)
+                assert ends.at_upper.arrived == [key(number) for number in range(7)]
+                assert ends.lower.stats.reconnects >= 1
+
+
+async def test_a_direct_path_that_fails_gives_way_to_the_relay() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound and not listening: nobody else gets it, and it refuses
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        async with relaying() as served, linked(served, address=address) as ends:
+            assert ends.lower.path == DIRECT
+            await ends.lower.ready(SECONDS)
+            assert ends.lower.path == RELAY
+            assert "refused" in ends.lower.why_not[DIRECT]
+
+
+async def ask(client: RelayClient, peer: str) -> str:
+    """Offer a connection to a peer and say what is wrong with that."""
+    offer = asyncio.create_task(client.offer(peer, lambda connection: connection.close()))
+    try:
+        await eventually(lambda: bool(client.trouble.get(peer)))
+        return client.trouble[peer]
+    finally:
+        offer.cancel()
+        await asyncio.wait([offer])
+        await client.close()
+
+
+async def test_who_is_not_placed_or_of_another_run_is_refused() -> None:
+    async with relaying() as served:
+        assert "knows of no link" in await ask(served.client(OTHER), UPPER.node_id)
+        assert "knows of no link" in await ask(served.client(UPPER), OTHER.node_id)
+        assert len(served.refusals) >= 2
+        outsider = new_node(new_authority())
+        refusal = await ask(served.client(outsider), UPPER.node_id)
+        assert "cannot be used" in refusal
+        assert served.relay.totals.joined == 0
+    async with relaying(new_authority()) as served:
+        assert "cannot be used" in await ask(served.client(UPPER), LOWER.node_id)
+
+
+@pytest.mark.parametrize(
+    "words", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x00\x05\x01\x00\x00\x01\x03"]
+)
+async def test_strangers_and_half_requests_keep_no_member_out(words: bytes) -> None:
+    async with relaying() as served:
+        with contextlib.ExitStack() as stack:
+            for _ in range(50):
+                one = stack.enter_context(socket.create_connection(("127.0.0.1", served.port)))
+                one.sendall(words)
+            async with linked(served) as ends:
+                await ends.lower.ready(SECONDS)
+
+
+async def test_what_comes_before_the_other_end_is_there_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dialler may speak while its partner's connection is still being taken over."""
+    loop = asyncio.get_running_loop()
+    connect = loop.create_connection
+
+    async def slowly(make: Callable[[], asyncio.Protocol], *, sock: socket.socket) -> object:
+        made = await connect(make, sock=sock)
+        await asyncio.sleep(0.05)
+        return made
+
+    async with relaying() as served:
+        monkeypatch.setattr(loop, "create_connection", slowly)
+        async with linked(served) as ends:
+            await ends.lower.ready(SECONDS)
+
+
+async def test_a_relay_that_is_gone_is_named() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        client = RelayClient(UPPER, address, UPPER.server_name(OTHER.node_id))
+        assert address in await ask(client, LOWER.node_id)
+        with pytest.raises(LinkError, match="cannot be used"):
+            await client._ask(b"D", LOWER.node_id, 1.0)

@@ -1,0 +1,38 @@
+"""A run of nodes that open no port: neighbours come by the coordinator's relay, and the bits are the same."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from node.telemetry.events import NodeJoined
+from tests.support.fault_prefork import Prefork
+from tests.support.ports import listening
+from tests.support.run_harness import SMALL, Run, Still
+
+CONFIG = replace(SMALL, pipeline=replace(SMALL.pipeline, stages=3))
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def test_nodes_that_open_no_port_train_the_same_weights(prefork: Prefork, tmp_path: Path) -> None:
+    """The coordinator's relay carries all of three stages' tensors, also after a node died."""
+    with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=1, steps=4)) as run:
+        coordinator = run.start()
+        nodes = [run.add_node(options=("--no-listen",)) for _ in range(3)]
+        still = run.wait_still()
+        assert {event.address for event in coordinator.all(NodeJoined)} == {""}
+        assert [listening(node.pid) for node in nodes] == [set()] * len(nodes)
+        still.kill()
+        run.add_node(run.new_token(), options=("--no-listen",))
+        assert coordinator.wait_exit() == 0
+        run.assert_undisturbed()
+
+
+def test_without_a_relay_a_node_that_opens_no_port_is_refused(prefork: Prefork, tmp_path: Path) -> None:
+    config = replace(CONFIG, coordinator=replace(CONFIG.coordinator, relay=False))
+    with Run(tmp_path, config, launch=prefork.popen) as run:
+        assert run.start().token
+        node = run.add_node(options=("--no-listen",))
+        assert node.wait_exit() == 1
+        assert "neighbours cannot reach this node" in node.complaints[-1]

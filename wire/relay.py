@@ -1,0 +1,265 @@
+"""A relay: joins connections of two members that cannot reach each other, and carries what it cannot read.
+
+Both members dial the relay, show their certificates over TLS (ALPN `thinwire-relay`) and say whom they want
+to reach, or from whom they take a connection. The relay answers when both are there; from then on the sockets
+are plain, and the neighbours' own mutual TLS runs inside. The relay can neither read nor change nor forge it.
+
+A request is 16 bytes: `D` to dial or `A` to accept, and the peer's node id. The answer is `+`, or `-` before
+the relay hangs up.
+"""
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from wire.admission import Limits
+from wire.descriptors import raise_limit
+from wire.front import Front
+from wire.identity.names import is_node_id
+from wire.splice import Pipe, splice
+from wire.tls_socket import TlsSocket
+
+PROTOCOL_NAME = "thinwire-relay"
+"""Of TLS's ALPN."""
+DIAL, ACCEPT = b"D", b"A"
+YES, NO = b"+", b"-"
+NODE_ID_BYTES = 15
+REQUEST_SECONDS = 10.0
+"""From a connection's first byte to its request."""
+MOST_WAITING = 4
+"""Connections of one member that wait for one other in one role; of more, the oldest is dropped."""
+MOST_OF_A_NODE = 64
+"""Connections of one member, waiting or joined; it needs four for each neighbour."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    node: str
+    peer: str
+    dials: bool
+
+    @property
+    def partner(self) -> "_Wait":
+        return _Wait(self.peer, self.node, not self.dials)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What follows from a request."""
+
+    refused: str = ""
+    """Why, in words for the log."""
+    joined_with: int | None = None
+    """The connection to join with; None: it waits."""
+    dropped: tuple[int, ...] = ()
+    """Connections to close."""
+
+
+@dataclass(kw_only=True)
+class Rendezvous:
+    """Who waits for whom, and who is joined. A state machine without I/O; connections are numbers."""
+
+    most: int
+    """Connections in all."""
+    allowed: frozenset[str] = frozenset()
+    """Nodes that the newest placement names: any two of them may be joined."""
+    _waiting: dict[_Wait, list[int]] = field(default_factory=dict)
+    """The newest last."""
+    _asked: dict[int, _Wait] = field(default_factory=dict)
+    """By every connection that waits or is joined."""
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def ask(self, number: int, node: str, peer: str, *, dials: bool) -> Answer:
+        """Connection `number` of `node` wants to be joined with one of `peer`."""
+        if node == peer or not {node, peer} <= self.allowed:
+            return Answer(refused=f"the placement does not name {node} and {peer}")
+        wait = _Wait(node, peer, dials)
+        waiting = self._waiting.get(wait, [])
+        dropped = tuple(waiting[:1]) if len(waiting) >= MOST_WAITING else ()
+        for oldest in dropped:
+            self.gone(oldest)
+        if sum(asked.node == node for asked in self._asked.values()) >= MOST_OF_A_NODE:
+            return Answer(refused=f"{node} has {MOST_OF_A_NODE} connections", dropped=dropped)
+        if len(self._asked) >= self.most:
+            return Answer(refused=f"all {self.most} connections are taken", dropped=dropped)
+        self._asked[number] = wait
+        if partners := self._waiting.get(wait.partner):
+            newest = partners.pop()  # the likeliest to be alive
+            if not partners:
+                del self._waiting[wait.partner]
+            return Answer(joined_with=newest, dropped=dropped)
+        self._waiting.setdefault(wait, []).append(number)
+        return Answer(dropped=dropped)
+
+    def gone(self, number: int) -> None:
+        """The connection has ended."""
+        wait = self._asked.pop(number, None)
+        if wait is not None and number in (waiting := self._waiting.get(wait, [])):
+            waiting.remove(number)
+            if not waiting:
+                del self._waiting[wait]
+
+    def allow(self, nodes: Collection[str]) -> list[int]:
+        """A new placement; returns the connections to close, which are forgotten."""
+        self.allowed = frozenset(nodes)
+        ended = [number for number, wait in self._asked.items() if not {wait.node, wait.peer} <= self.allowed]
+        for number in ended:
+            self.gone(number)
+        return ended
+
+
+@dataclass(kw_only=True)
+class RelayTotals:
+    """Since the relay was made."""
+
+    bytes: int = 0
+    """Carried, both ways together."""
+    joined: int = 0
+    refused: int = 0
+
+
+class Relay:
+    """The service behind a front. Call everything on the event loop."""
+
+    def __init__(self, context: ssl.SSLContext, note: Callable[[str], None]) -> None:
+        """
+        Args:
+            context: of `wire.tls_socket.mutual_context`, the server's side.
+            note: called with the reason of a refusal.
+        """
+        descriptors = raise_limit()
+        loop = asyncio.get_running_loop()
+        self.front = Front(
+            Limits.of_strangers(descriptors, REQUEST_SECONDS),
+            lambda connection: loop.create_task(self._serve(connection)),
+        )
+        self._context = context
+        self._note = note
+        self._rendezvous = Rendezvous(most=max(16, descriptors // 8))
+        self._numbers = count()
+        self._waiting: dict[int, TlsSocket] = {}
+        self._pipes: dict[int, Pipe] = {}
+        """By both connections' numbers."""
+        self._totals = RelayTotals()
+
+    @property
+    def totals(self) -> RelayTotals:
+        under_way = sum(pipe.carried for pipe in self._joined())
+        totals = self._totals
+        return RelayTotals(bytes=totals.bytes + under_way, joined=totals.joined, refused=totals.refused)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of connections that are joined now."""
+        return sum(1 for _ in self._joined())
+
+    def allow(self, nodes: Collection[str]) -> None:
+        """Nodes of the newest placement: any two of them may be joined, all other connections end."""
+        for number in self._rendezvous.allow(nodes):
+            self._close(number)
+
+    async def close(self) -> None:
+        """Drop every connection."""
+        await self.front.close()
+        for number in [*self._waiting, *self._pipes]:
+            self._close(number)
+
+    # ---- inside
+
+    def _joined(self) -> Iterator[Pipe]:
+        seen: set[int] = set()
+        for pipe in self._pipes.values():
+            if id(pipe) not in seen:
+                seen.add(id(pipe))
+                yield pipe
+
+    async def _serve(self, connection: socket.socket) -> None:
+        tls = TlsSocket(connection, self._context)
+        try:
+            keep_alive(connection)
+            await tls.handshake()
+            request = await tls.read(1 + NODE_ID_BYTES)
+            node, peer = tls.peer_node_id, request[1:].decode("ascii", "replace")
+            if request[:1] not in (DIAL, ACCEPT) or not (node and is_node_id(peer)):
+                raise ConnectionError("no request")
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, OSError):
+                return
+            raise
+        await self._ask(tls, node, peer, dials=request[:1] == DIAL)
+
+    async def _ask(self, tls: TlsSocket, node: str, peer: str, *, dials: bool) -> None:
+        number = next(self._numbers)
+        answer = self._rendezvous.ask(number, node, peer, dials=dials)
+        for oldest in answer.dropped:
+            self._close(oldest)
+        if answer.refused:
+            self._totals.refused += 1
+            self._note(answer.refused)
+            with contextlib.suppress(OSError):
+                tls.write_now(NO)
+            tls.socket.close()
+            return
+        self._waiting[number] = tls
+        if answer.joined_with is None:
+            # It has nothing to say while it waits, so it is readable when it has ended.
+            asyncio.get_running_loop().add_reader(tls.socket, self._close, number)
+        else:
+            await self._join(number, answer.joined_with)
+
+    async def _join(self, number: int, other: int) -> None:
+        mine, theirs = self._waiting.pop(number), self._waiting.pop(other)
+        asyncio.get_running_loop().remove_reader(theirs.socket)
+        pipe = Pipe(lambda: self._ended(number, other, pipe))
+        self._pipes[number] = self._pipes[other] = pipe
+        self._totals.joined += 1
+        try:
+            for end in (mine, theirs):
+                end.write_now(YES)
+            await splice(mine.socket, theirs.socket, pipe)
+        except OSError:
+            for end in (mine, theirs):
+                end.socket.close()
+            self._ended(number, other, pipe)
+            return
+        if number not in self._pipes:  # dropped meanwhile
+            pipe.abort()
+
+    def _ended(self, number: int, other: int, pipe: Pipe) -> None:
+        if self._pipes.pop(number, None) is not None:
+            self._totals.bytes += pipe.carried
+        self._pipes.pop(other, None)
+        self._rendezvous.gone(number)
+        self._rendezvous.gone(other)
+
+    def _close(self, number: int) -> None:
+        self._rendezvous.gone(number)
+        if (tls := self._waiting.pop(number, None)) is not None:
+            asyncio.get_running_loop().remove_reader(tls.socket)
+            tls.socket.close()
+        if (pipe := self._pipes.get(number)) is not None:
+            numbers = [each for each, joined in self._pipes.items() if joined is pipe]
+            self._ended(numbers[0], numbers[-1], pipe)
+            pipe.abort()
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Have the kernel notice a dead peer, and routers remember an idle connection."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 10),
+        ("TCP_KEEPALIVE", 10),
+        ("TCP_KEEPINTVL", 5),
+        ("TCP_KEEPCNT", 3),
+    ):
+        if (option := getattr(socket, name, None)) is not None:
+            with contextlib.suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
