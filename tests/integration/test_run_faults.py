@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from node.faults import Fault, Kind, Phase
+from node.pipeline.placement import head_first
 from node.telemetry.events import NodeLeft, PlacementMade, StepAborted
 from tests.support.fault_prefork import Prefork
+from tests.support.fault_run import FaultRun, small
 from tests.support.run_harness import SMALL, Run, Still
 
 CONFIG = replace(
@@ -107,3 +110,25 @@ def test_a_frozen_node_is_dropped_and_may_come_back(prefork: Prefork, tmp_path: 
         assert [node.wait_exit() for node in nodes] == [0, 0, 0]
         assert len(coordinator.all(PlacementMade)) >= 2
         run.assert_undisturbed()
+
+
+@pytest.mark.parametrize(("phase", "stage"), [(Phase.BACKWARD, 0), (Phase.FORWARD, 2)])
+def test_a_tied_model_with_its_head_on_the_first_stage_survives_a_death(
+    phase: Phase, stage: int, prefork: Prefork, tmp_path: Path
+) -> None:
+    """By codecs, with a held-out loss; the choice is on record, so that a replay has the same bits."""
+    config = small(codecs=("tah", "fixed-8"))
+    config = replace(
+        config,
+        model=replace(config.model, tied=True),
+        pipeline=replace(config.pipeline, head="first", window="auto"),
+        data=replace(config.data, valid_every=3, valid_samples=8),
+    )
+    assert head_first(config, 3)
+    with FaultRun(
+        tmp_path, config, [Fault(kind=Kind.KILL, phase=phase, stage=stage, step=3)], launch=prefork.popen
+    ) as run:
+        run.start()
+        run.add_nodes(3)
+        run.assert_ends_undisturbed()
+        assert 'head = "first"' in (run.run_dir / "run.toml").read_text(encoding="utf-8")

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from node.config.schema import RunConfig
 from node.coordinator.store import StepRecord, Store
 from node.faults import VARIABLE, Fault, Kind, Phase, Plan, fired_at
-from node.pipeline.placement import stage_units
+from node.pipeline.placement import chunk_units
 from node.telemetry.events import Event, NodeLeft, Notice, RunFinished, SnapshotStored, from_json
 from tests.support.memory_pipeline import TEXT, reference_run
 from tests.support.ports import free_port
@@ -280,5 +280,5 @@ class FaultRun(Run):
 @cache
 def _undisturbed_lossy(config: RunConfig) -> Expected:
     """The unsplit trainer with the run's codecs where its links are."""
-    steps, weights = reference_run(config, config.run.steps, stage_units(config, config.pipeline.stages))
+    steps, weights = reference_run(config, config.run.steps, chunk_units(config, config.pipeline.stages))
     return Expected({number: step.loss for number, step in enumerate(steps, start=1)}, weights)

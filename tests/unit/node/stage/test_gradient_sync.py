@@ -73,7 +73,8 @@ def changed(**sections: dict[str, object]) -> RunConfig:
 
 
 VARIANTS = {
-    "tied": changed(model={"tied": True}),
+    "tied, head last": changed(model={"tied": True}, pipeline={"head": "last"}),
+    "tied, head first": changed(model={"tied": True}, pipeline={"head": "first", "window": 1}),
     "gpt2, one stage": changed(model={"family": "gpt2"}, pipeline={"stages": 1}),
     "interleaved": changed(pipeline={"chunks": 2}),
     "wide window, three groups of uneven halves": changed(
