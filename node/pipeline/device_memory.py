@@ -112,6 +112,15 @@ class Share:
                 total += 2 * _GRADIENT_BYTES * elements
         return int(total) + (self._copies(units) if self.captures else 0)
 
+    def gradients(self, units: Sequence[str]) -> int:
+        """A copy of these units' main gradients."""
+        matrix = _GRADIENT_BYTES if self._training.gradients == "fp8" else 4
+        return int(sum(n * (matrix if is_matrix else 4) for n, is_matrix, _ in self._parameters(units)))
+
+    @property
+    def on_cpu(self) -> bool:
+        return self._devices.on_cpu
+
     def _copies(self, units: Sequence[str]) -> int:
         """Autocast's copies of the projections' weights. Frozen ones are cast where they are used."""
         if not self._half or self._training.weights == "bfloat16" or self._lora.rank:

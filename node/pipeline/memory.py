@@ -16,6 +16,7 @@ from node.model.shard_shapes import check_shards
 from node.model.storage import STAGE_BITS, Storage, configured, storages_by_load, stored_bytes
 from node.model.units import HEAD
 from node.pipeline.device_memory import MULTIPROCESSORS, Devices, Share
+from node.pipeline.gradient_groups import model_pieces, piece_bytes
 from node.pipeline.placement import held_blocks, of_chunk, stage_cache_bytes, stage_orders, stage_units
 from node.pipeline.schedule import held_activations
 from wire.errors import RunError
@@ -37,7 +38,7 @@ class StageMemory:
     fixed: int
     """The process, and tensors between it and the network."""
     state: int
-    """Weights, gradients, moments, all-reduce buffers and sample caches."""
+    """Weights, gradients, moments, buffers of all-reduces and gradient groups, sample caches."""
     snapshot: int
     """A copy of weights and moments being uploaded, if it is in the same memory."""
     kept: int
@@ -164,7 +165,7 @@ def _estimate(
         found.append(
             StageMemory(
                 fixed=FIXED_BYTES + travelling * boundary,
-                state=one.state(units) + one.rotary() * chunks + cache,
+                state=one.state(units) + one.rotary() * chunks + cache + _group_sums(config, units, one),
                 snapshot=one.snapshot(units),
                 kept=kept,
                 working=max(one.block_at_work(), one.head_at_work() if HEAD in units else 0)
@@ -174,6 +175,21 @@ def _estimate(
             )
         )
     return tuple(found)
+
+
+def _group_sums(config: RunConfig, units: Sequence[str], share: Share) -> int:
+    """Of gradient groups: a group's gradient that is being packed and, in main memory, packed sums."""
+    groups = config.pipeline.groups
+    if groups == 1:
+        return 0
+    taken = share.gradients(units)
+    if not share.on_cpu:
+        return taken
+    pieces = model_pieces(config)
+    packed = sum(piece_bytes(config, piece) for unit in units for piece in pieces[unit])
+    # Nodes of the tree without a sibling; other rows' shares of what this row sums up, and their sums.
+    nodes = 1 + (groups - 1).bit_length()
+    return taken + packed * (nodes + (2 if config.pipeline.most_rows > 1 else 0))
 
 
 def most_held(

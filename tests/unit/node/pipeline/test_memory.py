@@ -22,9 +22,11 @@ from node.model import storage
 from node.model.chunk import build_chunk
 from node.model.shard_shapes import shard_shape
 from node.model.storage import Storage
-from node.model.units import HEAD, block_name, parameter_specs
+from node.model.units import HEAD, block_name, parameter_specs, unit_parameters
 from node.pipeline.device_memory import SNAPSHOTS_SENT, Devices, Share
+from node.pipeline.gradient_groups import model_pieces, piece_bytes
 from node.pipeline.memory import most_held, stage_bytes, stage_memory, stage_storages
+from node.pipeline.placement import stage_units
 from node.stage.passes import AutogradPasses, ChunkCall
 from node.stage.stage_model import StageModel
 from node.training import gradients
@@ -443,3 +445,23 @@ def test_a_node_of_several_devices_has_room_for_more_in_flight() -> None:
         for t in (1, 4)
     )
     assert 2 < one < four
+
+
+def test_groups_of_gradients_are_counted() -> None:
+    """A gradient that is being packed; in main memory packed sums, and what other rows send."""
+    one = run("plain")
+    grouped = replace(one, pipeline=replace(one.pipeline, groups=4, replicas=1))
+    rows = replace(one, pipeline=replace(one.pipeline, groups=4))
+    gpu = Devices(on_cpu=False)
+    stages = one.pipeline.stages
+    for stage, units in enumerate(stage_units(one, stages)):
+        elements = sum(unit_parameters(one.model, unit) for unit in units)
+        packed = sum(piece_bytes(grouped, piece) for unit in units for piece in model_pieces(grouped)[unit])
+
+        def more(config: RunConfig, devices: Devices | None = None, stage: int = stage) -> int:
+            plain, other = (stage_memory(each, stages, devices)[stage].state for each in (one, config))
+            return other - plain
+
+        assert more(grouped) == 4 * elements + 3 * packed
+        assert more(rows) == 4 * elements + 5 * packed
+        assert more(rows, gpu) == 4 * elements

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.fp8.reference import Fp8Gradient, unpack_gradient
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
 from node.model.chunk import Chunk, build_chunk, compute_precision, weight_dtype
 from node.model.units import unit_names
@@ -287,3 +288,37 @@ def test_pieces_change_no_bits_of_a_gradient(monkeypatch: pytest.MonkeyPatch) ->
     assert len(parts) == 5
     full = torch.linalg.vector_norm(expected.nan_to_num(), dtype=torch.float64)
     torch.testing.assert_close(parts.square().sum(), full.square())
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["float32", "fp8"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_gradient_that_is_taken_begins_again_at_zero(in_place: bool, packed: bool) -> None:
+    """As a gradient group ends; one that stays in place is read by captured passes."""
+    training = replace(HALF, precision="float32", weights="float32", gradients="fp8" if packed else "float32")
+    chunk = build_chunk(MODEL, unit_names(MODEL), 5, CPU)
+    optimizer = StageOptimizer([chunk], training, 5, gradients_in_place=in_place)
+    optimizer.zero_grad()
+    values: list[dict[tuple[str, str], Tensor]] = []
+    places = []
+    for _ in range(2):
+        chunk.loss(tokens(3)[:, :-1], tokens(3)[:, 1:]).backward()
+        places.append([p.grad.data_ptr() for p in chunk.parameters() if p.grad is not None])
+        taken = {
+            (unit, name): one
+            for unit in optimizer.units
+            for name, one in optimizer.take_gradients(unit).items()
+        }
+        values.append(
+            {
+                key: unpack_gradient(one) if isinstance(one, Fp8Gradient) else one.flatten()
+                for key, one in taken.items()
+            }
+        )
+    assert all(torch.equal(value, values[1][key]) for key, value in values[0].items())
+    assert any(value.count_nonzero() for value in values[0].values())
+    if in_place:
+        assert places[0] == places[1]
+        assert not any(optimizer.gradients.get(p).count_nonzero() for p in chunk.parameters() if p.ndim < 2)
+    for unit in optimizer.units:
+        optimizer.put_gradients(unit, {name: value for (of, name), value in values[0].items() if of == unit})
+    assert optimizer.squared_norms()["head"] > 0
