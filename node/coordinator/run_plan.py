@@ -84,6 +84,7 @@ def run_plan(config: RunConfig, windows: int, held_out: int = 0) -> RunPlan:
     return RunPlan(
         stages=pipeline.stages,
         groups=pipeline.groups,
+        most_rows=pipeline.most_rows,
         total_steps=config.run.steps,
         snapshot_every=config.run.snapshot_every,
         valid_every=config.data.valid_every,

@@ -503,7 +503,11 @@ class StageExecutor:
 
     def codec_name(self, direction: Direction) -> str:
         """The codec in use for this kind of tensor."""
-        return (self._raw if self.uncompressed else self._codecs[direction]).name
+        if self.uncompressed:
+            return self._raw.name
+        if direction in (Direction.SYNC_SHARE, Direction.SYNC_SUM):
+            return self.config.pipeline.sync_codec
+        return self._codecs[direction].name
 
     def _codec(self, key: TensorKey) -> Codec:
         if self.uncompressed:

@@ -1,12 +1,15 @@
-"""Runs with gradient groups in real processes: the same losses and weights, whoever dies."""
+"""Rows of real processes: the same losses and weights with one row and with two, whoever dies, and when."""
 
+import contextlib
+import fcntl
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from node.faults import Fault, Kind, Phase
-from node.telemetry.events import PlacementMade
+from node.telemetry.events import Event, NodeJoined, PlacementMade
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, small
 
@@ -15,6 +18,7 @@ CONFIG = replace(
     pipeline=replace(small().pipeline, stages=2, groups=4, sync_codec="fixed-8", window=0, replicas="auto"),
 )
 ALONE = ((0, 1, 2, 3),)
+BOTH = ((0, 1), (2, 3))
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -26,3 +30,66 @@ def test_one_row_with_groups_survives_a_death(prefork: Prefork, tmp_path: Path) 
         run.add_nodes(2)
         run.assert_ends_undisturbed()
         assert {placed.groups for placed in run.all(PlacementMade)} == {ALONE}
+
+
+HOLD = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=0)
+
+
+@contextlib.contextmanager
+def held(run: FaultRun, hold: Fault) -> Iterator[None]:
+    """Whoever comes to this fault waits until the block ends."""
+    with run.plan.gate(hold).open("a") as gate:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        yield
+
+
+def until_joined(count: int) -> Callable[[Event], bool]:
+    """True once so many nodes have joined since now, the same ones again included."""
+    joined = []
+
+    def seen(event: Event) -> bool:
+        joined.extend([event] * isinstance(event, NodeJoined))
+        return len(joined) == count
+
+    return seen
+
+
+def grids(run: FaultRun) -> list[tuple[tuple[int, ...], ...]]:
+    """The groups of each row, of every placement."""
+    return [placed.groups for placed in run.all(PlacementMade)]
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.VOTING, Phase.COMMIT_APPLY])
+def test_a_row_that_loses_a_node_costs_its_groups_work(
+    phase: Phase, prefork: Prefork, tmp_path: Path
+) -> None:
+    """The other row takes its groups at once, and from where it is."""
+    kill = Fault(kind=Kind.KILL, phase=phase, stage=1, step=2)
+    with FaultRun(tmp_path, CONFIG, [HOLD, kill], launch=prefork.popen) as run:
+        with held(run, HOLD):
+            run.start()
+            run.add_nodes(4)
+            assert run.tend(until=until_joined(4)) is None
+        run.assert_ends_undisturbed()
+        first = grids(run).index(BOTH)
+        before, after = run.all(PlacementMade)[first : first + 2]
+        assert after.groups == ALONE, "the row that is left goes on"
+        assert after.resume_step in (2, 3), "no step is lost"
+        assert set(after.nodes) < set(before.nodes), "nobody who would have to fetch the state"
+
+
+def test_a_row_enters_at_the_next_snapshot(prefork: Prefork, tmp_path: Path) -> None:
+    """A node is killed in mid-step and started again: it is back in its row once its state is on disk."""
+    later = replace(HOLD, step=4)
+    kill = Fault(kind=Kind.KILL, phase=Phase.BACKWARD, stage=1, step=2)
+    with FaultRun(tmp_path, CONFIG, [HOLD, later, kill], launch=prefork.popen) as run:
+        with held(run, later):
+            with held(run, HOLD):
+                run.start()
+                run.add_nodes(4)
+                assert run.tend(until=until_joined(4)) is None
+            assert run.tend(until=until_joined(1)) is None
+        run.assert_ends_undisturbed()
+        # Which row computes how many groups then depends on what was measured.
+        assert [len(rows) for rows in grids(run)][-3:] == [2, 1, 2]
+        assert run.all(PlacementMade)[-1].resume_step == 5
