@@ -260,7 +260,8 @@ class Coordinator:
         if self.config.pipeline.window == "auto":
             self._planner.step_done(epoch, [members[node].offer for node in epoch.hosts], costs)
         if epoch.rows > 1:
-            seconds = group_seconds(costs, [len(groups) for groups in epoch.groups])
+            length = self.config.microbatches // self.config.pipeline.groups
+            seconds = group_seconds(costs, [len(groups) for groups in epoch.groups], length)
             self._post(lambda _now: self._machine.row_speeds(seconds))
 
     def _use_windows(self, epoch: int, windows: Windows) -> None:

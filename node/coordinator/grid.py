@@ -4,6 +4,7 @@ A row is a whole pipeline, a replica of the others. Nodes of a grid stand in one
 that a grid of one row is the sequence of its stages.
 """
 
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
@@ -14,8 +15,11 @@ ONE_ROW: Groups = ((0,),)
 
 GAIN = 0.15
 """Groups move only if the step is expected to be this much shorter: a move costs a placement."""
-SHARED_STEPS = 3
-"""Steps of an epoch before its groups may move: the first ones say little of the rest."""
+SHARED_STEPS = 10
+"""Steps of an epoch before its groups may move; twice as many after each move, as speeds vary."""
+MOST_SHARED_STEPS = 1000
+REMEMBERED_STEPS = 9
+"""A node is as fast as in the median of so many steps."""
 
 
 def holders_by_stage(holders: Sequence[str | None], rows: int, present: Collection[str]) -> list[list[str]]:
@@ -80,27 +84,33 @@ class GroupSharing:
     """Which groups each row computes, from what its nodes were measured to take."""
 
     def __init__(self, groups: int) -> None:
-        self.seconds: dict[str, float] = {}
-        """Of each node for a group."""
+        self._times: dict[str, deque[float]] = {}
+        """Seconds of each node for a group, in the newest steps."""
         self._groups = groups
         self._current: Groups | None = None
+        self._wait = SHARED_STEPS
 
     def measured(self, seconds: Mapping[str, float]) -> None:
-        """What nodes took for a group in the newest step; single steps vary."""
+        """What nodes took for a group in the newest step."""
         for node, one in seconds.items():
-            self.seconds[node] = (one + self.seconds.get(node, one)) / 2
+            self._times.setdefault(node, deque(maxlen=REMEMBERED_STEPS)).append(one)
 
     def groups_for(self, hosts: Sequence[str], *, rows: int) -> Groups:
         """The sharing for the next epoch; as before while another gains little."""
-        times = row_seconds(hosts, rows, self.seconds)
-        self._current = share_groups(self._groups, times, self._current)
+        before, self._current = self._current, self._share(hosts, rows, self._current)
+        if before is not None and len(before) == rows and before != self._current:
+            self._wait = min(2 * self._wait, MOST_SHARED_STEPS)
         return self._current
 
     def may_gain(self, hosts: Sequence[str], groups: Groups, steps: int) -> bool:
         """Whether a step of this grid, which has done so many, ends earlier with other groups than now."""
-        if len(groups) == 1 or steps < SHARED_STEPS:
+        if len(groups) == 1 or steps < self._wait:
             return False
-        return share_groups(self._groups, row_seconds(hosts, len(groups), self.seconds), groups) != groups
+        return self._share(hosts, len(groups), groups) != groups
+
+    def _share(self, hosts: Sequence[str], rows: int, current: Groups | None) -> Groups:
+        seconds = {node: median(times) for node, times in self._times.items()}
+        return share_groups(self._groups, row_seconds(hosts, rows, seconds), current)
 
 
 def spare_stages(spares: Sequence[str], held: Mapping[str, int], stages: int) -> dict[str, int]:

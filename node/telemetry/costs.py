@@ -33,18 +33,21 @@ def row_costs(costs: StepCosts, replica: int) -> StepCosts:
     )
 
 
-def group_seconds(costs: StepCosts, groups: Sequence[int]) -> dict[str, float]:
-    """What each node's stage took for a gradient group, until its last backward was done.
+def group_seconds(costs: StepCosts, groups: Sequence[int], length: int) -> dict[str, float]:
+    """What each node's stage takes for a gradient group, links included, once its pipeline is full.
 
     Args:
         groups: of each row, how many.
+        length: microbatches of a group.
     """
     after = (TimeKind.SYNC, TimeKind.WAIT_COORDINATOR)
-    return {
-        stage.node_id: max(0.0, stage.wall_seconds - sum(stage.seconds.get(kind, 0.0) for kind in after))
-        / groups[stage.replica]
-        for stage in costs.stages
-    }
+    found = {}
+    for stage in costs.stages:
+        spent = max(0.0, stage.wall_seconds - sum(stage.seconds.get(kind, 0.0) for kind in after))
+        # A row fills and drains once, however many groups it has.
+        fill = sum(other.replica == stage.replica for other in costs.stages) - 1
+        found[stage.node_id] = spent * length / (groups[stage.replica] * length + fill)
+    return found
 
 
 def idle_by_stage(costs: StepCosts) -> tuple[float, ...]:

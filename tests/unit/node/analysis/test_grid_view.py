@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from node.analysis.bottleneck import bottleneck
 from node.analysis.run_view import RunView
 from node.analysis.view_builder import RunViewBuilder, view
@@ -85,8 +87,8 @@ def test_costs_are_taken_apart_by_row() -> None:
     assert {(link.source, link.target) for link in row_costs(one, 1).links} == {(0, 1), (1, 0)}
     up, down = mbit_by_stage(one)
     assert up == down == (16.0, 8.0, 16.0, 8.0)
-    seconds = group_seconds(one, [3, 1])
-    assert seconds[NODES[0]] == 1 / 3 and seconds[NODES[2]] == 0.6
+    seconds = group_seconds(one, [3, 1], 2)
+    assert seconds[NODES[0]] == pytest.approx(2 / 7) and seconds[NODES[2]] == pytest.approx(0.6 * 2 / 3)
     assert Place(0, 1) < Place(1, 0)
 
 

@@ -15,6 +15,7 @@ from node.coordinator.actions import (
     Send,
 )
 from node.coordinator.epoch import Phase
+from node.coordinator.grid import REMEMBERED_STEPS, SHARED_STEPS
 from tests.support.machine_driver import (
     Driver,
     aborts,
@@ -290,16 +291,25 @@ def test_a_node_that_spoils_the_sum_of_its_stage_is_found() -> None:
 
 
 def test_groups_go_to_the_faster_row_once_it_is_known_to_be() -> None:
-    run = grid(2)
-    run.machine.row_speeds({"a": 1.0, "b": 1.0, "c": 3.0, "d": 1.0})
+    run = grid(SHARED_STEPS - 2, every=100, total=1000)
+    slow, fast = ({"a": one, "b": 1.0, "c": 4.0 - one, "d": 1.0} for one in (1.0, 3.0))
+    for _ in range(REMEMBERED_STEPS):
+        run.machine.row_speeds(slow)
+    assert of_kind(run.steps(1), RecordPlacement) == []
     run.all_vote()
     actions = run.all_applied()
     assert groups_of(actions) == ((0, 1, 2), (3,))
     assert placement_of(actions) == ("a", "b", "c", "d")
     assert aborts(actions) == list("abcd")
-    run.restored(3)
+    run.restored(SHARED_STEPS)
     assert run.epoch.groups == ((0, 1, 2), (3,))
-    assert of_kind(run.steps(4, store=False), RecordPlacement) == []
+    # One slow step changes nothing, and what changes for good has to last twice as long now.
+    run.machine.row_speeds(fast)
+    assert of_kind(run.steps(SHARED_STEPS), RecordPlacement) == []
+    for _ in range(REMEMBERED_STEPS):
+        run.machine.row_speeds(fast)
+    assert of_kind(run.steps(SHARED_STEPS - 1), RecordPlacement) == []
+    assert groups_of(run.steps(1)) == ((0,), (1, 2, 3))
 
 
 def test_windows_are_planned_for_each_row() -> None:
