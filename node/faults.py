@@ -6,7 +6,6 @@ restarts: a process first creates a marker file in the plan's directory, which h
 """
 
 import asyncio
-import contextlib
 import errno
 import fcntl
 import json
@@ -27,8 +26,6 @@ from typing import TYPE_CHECKING
 
 from wire.errors import UserError
 from wire.frames import frame_step, frame_tag, pack_frame, parse_frame
-from wire.messages import FailureKind, Heartbeat, NodeMessage, StepFailed, Vote
-from wire.telemetry import MOST_SPANS, LinkReport, Span, StepSpans, Telemetry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,27 +71,6 @@ class Kind(StrEnum):
     NONSENSE = "nonsense"
     """A frame with a valid checksum that no correct peer sends."""
 
-    # Lies of a member, all in phase `voting` but the last.
-    VOTE_NAN = "vote-nan"
-    """The vote says that a gradient is not a number."""
-    VOTE_HUGE = "vote-huge"
-    """The vote says that gradients are 1e60 times what they are."""
-    VOTE_NEGATIVE = "vote-negative"
-    """The vote holds a norm of -1, which no node can have measured."""
-    VOTE_FOREIGN = "vote-foreign"
-    """The vote speaks for others: a loss of -1e300, and norms of units of another stage."""
-    VOTE_WITHHELD = "vote-withheld"
-    CLAIM_NOT_FINITE = "claim-not-finite"
-    """In place of the vote: the step failed, as a tensor was not finite."""
-    COMPLAIN = "complain"
-    """In place of the vote: a neighbour breaks the protocol."""
-    FLOOD_HEARTBEATS = "flood-heartbeats"
-    """After the vote: `FLOOD` heartbeats that name thousands of links."""
-    FLOOD_SPANS = "flood-spans"
-    """After the vote: `FLOOD` messages full of trace spans."""
-    KEEP_LAYERS = "keep-layers"
-    """In phase `snapshot`: the node never hands in its layers, and says nothing."""
-
     COORDINATOR_KILL = "coordinator-kill"
     DISK_FULL = "disk-full"
     """A write of a snapshot file at the coordinator fails with ENOSPC."""
@@ -125,21 +101,6 @@ class Phase(StrEnum):
 
 
 _AT_NODE = frozenset({Kind.KILL, Kind.STOP, Kind.HOLD, Kind.LEAVE, Kind.CUT, Kind.CUT_CONTROL, Kind.MEMORY})
-_LIES = frozenset(
-    {
-        Kind.VOTE_NAN,
-        Kind.VOTE_HUGE,
-        Kind.VOTE_NEGATIVE,
-        Kind.VOTE_FOREIGN,
-        Kind.VOTE_WITHHELD,
-        Kind.CLAIM_NOT_FINITE,
-        Kind.COMPLAIN,
-        Kind.FLOOD_HEARTBEATS,
-        Kind.FLOOD_SPANS,
-    }
-)
-FLOOD = 200
-"""Messages of a flood, after each vote."""
 _ON_FRAMES = frozenset(
     {Kind.STALL, Kind.DELAY, Kind.CORRUPT, Kind.DUPLICATE, Kind.REORDER, Kind.TRUNCATE, Kind.NONSENSE}
 )
@@ -159,8 +120,6 @@ class Fault:
     """Times it happens in the run."""
     seconds: float = 0.0
     """Duration of a stall or delay."""
-    same_process: bool = False
-    """Only in the process in which it happens first, whichever stage that hosts later."""
 
     @property
     def name(self) -> str:
@@ -216,22 +175,6 @@ def reach(phase: Phase, *, stage: int = ANY, step: int = ANY) -> None:
     if (armed := _armed()) is not None:
         for fault in armed.due(_AT_NODE, phase, stage, step):
             _happen(fault, armed.plan)
-
-
-def lies(vote: Vote, *, stage: int) -> Sequence[NodeMessage]:
-    """What a stage sends in place of its vote."""
-    messages: list[NodeMessage] = [vote]
-    if (armed := _armed()) is not None:
-        for fault in armed.due(_LIES, Phase.VOTING, stage, vote.step):
-            log.warning("fault on purpose: %s", fault.name)
-            messages = [said for message in messages for said in lie(fault.kind, message, stage)]
-    return messages
-
-
-def keeps_layers(*, stage: int, step: int) -> bool:
-    """Whether the node keeps a snapshot's layers to itself."""
-    armed = _armed()
-    return armed is not None and bool(armed.due({Kind.KEEP_LAYERS}, Phase.SNAPSHOT, stage, step))
 
 
 def reach_coordinator(phase: Phase, *, step: int = ANY) -> None:
@@ -318,22 +261,10 @@ class _Armed:
             if fault.kind in kinds
             and fault.phase is phase
             and fault.step in (ANY, step)
-            and self._is_here(fault, stage)
+            and fault.stage in (ANY, stage)
             and self._is_time(fault)
             and _claim(self.plan, fault)
         ]
-
-    def _is_here(self, fault: Fault, stage: int) -> bool:
-        fits = fault.stage in (ANY, stage)
-        if not fault.same_process:
-            return fits
-        owner, own = Path(self.plan.directory) / f"owner-{fault.name}", str(os.getpid())
-        if fits and not owner.exists():
-            # A file that is there has its content.
-            (written := owner.with_name(f"owner-{own}")).write_text(own)
-            with contextlib.suppress(FileExistsError):
-                os.link(written, owner)
-        return owner.exists() and owner.read_text() == own
 
     def _is_time(self, fault: Fault) -> bool:
         with self.lock:
@@ -386,56 +317,6 @@ def _happen(fault: Fault, plan: Plan) -> None:
             _reset_connections(lambda port: port == plan.control_port)
         case Kind.MEMORY:
             raise MemoryError(fault.name)
-
-
-def lie(kind: Kind, message: NodeMessage, stage: int) -> Sequence[NodeMessage]:
-    """What a liar sends in place of a message."""
-    if not isinstance(message, Vote):
-        return [message]
-    failed = StepFailed(
-        epoch=message.epoch,
-        step=message.step,
-        kind=FailureKind.NON_FINITE,
-        message="the activation of microbatch 0",
-        peer_stage=-1,
-    )
-    match kind:
-        case Kind.VOTE_NAN:
-            return [replace(message, norms=dict.fromkeys(message.norms, math.nan))]
-        case Kind.VOTE_HUGE:
-            return [replace(message, norms={unit: 1e60 * norm for unit, norm in message.norms.items()})]
-        case Kind.VOTE_NEGATIVE:
-            return [replace(message, norms=dict.fromkeys(message.norms, -1.0))]
-        case Kind.VOTE_FOREIGN:
-            foreign = 0 if 0 not in message.norms else max(message.norms) + 1
-            return [replace(message, norms={**message.norms, foreign: 1.0}, loss=-1e300)]
-        case Kind.VOTE_WITHHELD:
-            return []
-        case Kind.CLAIM_NOT_FINITE:
-            return [failed]
-        case Kind.COMPLAIN:
-            peer = stage - 1 if stage > 0 else stage + 1
-            complaint = replace(failed, kind=FailureKind.PEER, message="nonsense came", peer_stage=peer)
-            return [complaint]
-        case Kind.FLOOD_HEARTBEATS:
-            link = LinkReport(
-                peer_stage=0, bytes_sent=1, bytes_received=1, retransmits=0, rejects=0, rtt_seconds=0.0
-            )
-            telemetry = Telemetry(epoch=message.epoch, links=(link,) * 4000)
-            return [message, *[Heartbeat(telemetry=telemetry)] * FLOOD]
-        case Kind.FLOOD_SPANS:
-            spans = StepSpans(
-                epoch=message.epoch,
-                step=message.step,
-                stage=stage,
-                clock_offset=0.0,
-                clock_error=0.0,
-                dropped=0,
-                spans=(Span("pack", 0.0, 1.0),) * MOST_SPANS,
-            )
-            return [message, *[spans] * FLOOD]
-        case _:
-            return [message]
 
 
 def _signal_self(number: signal.Signals) -> None:

@@ -228,8 +228,7 @@ class EpochTask:
                 if self._vote is None or self._vote.step != command.step:
                     await self._run_step(command)
                 if self._vote is not None:
-                    for message in faults.lies(self._vote, stage=self.stage):
-                        self._services.post(message)
+                    self._services.post(self._vote)
             case Commit():
                 await self._apply(command)
             case Validate():

@@ -6,9 +6,10 @@ runs one of them and returns a `Seen`.
 
 import contextlib
 import fcntl
+import random
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ class Attack:
     """In words, for the table."""
     step: int = LIES_FROM
     """The first step with the lie, from 0."""
+    stage: int = 1
+    """The liar's, at first."""
     harmless: bool = False
     """The lie costs the run nothing, so its author may keep its stage."""
 
@@ -127,7 +130,7 @@ class LyingRun(FaultRun):
         self._spares_wait.close()
         super().__exit__(*error)
 
-    def assemble(self, *, liar_at: int = 1) -> None:
+    def assemble(self, *, liar_at: int) -> None:
         """Start the coordinator, three nodes, one after the other, and the spares; then the steps go on."""
         coordinator = self.start()
         for number in range(STAGES + SPARES):
@@ -161,10 +164,16 @@ class LyingRun(FaultRun):
         self.coordinators[-1].wait_event(NodeJoined, enough)
 
 
+def anywhere(chosen: Attack, seed: int) -> Attack:
+    """The same lie at a stage and from a step that the seed says."""
+    draw = random.Random(f"{seed} {chosen.name}")
+    return replace(chosen, stage=draw.randrange(STAGES), step=draw.randrange(1, STEPS - 1))
+
+
 def attack(chosen: Attack, directory: Path, *, launch: Launch = subprocess.Popen) -> Seen:
     """Run one attack of a member to the end of the run, or until nothing happens any more."""
     with LyingRun(directory, chosen, launch=launch) as run:
-        run.assemble()
+        run.assemble(liar_at=chosen.stage)
         code, deadline = None, time.monotonic() + MOST_SECONDS
         with contextlib.suppress(StuckError):
             code = run.tend(restart=False, seconds=STUCK_SECONDS, until=lambda _: time.monotonic() > deadline)

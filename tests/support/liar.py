@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from node.cli.main import main as thinwire
 from node.stage.coordinator_client import CoordinatorClient
@@ -80,6 +81,7 @@ class Liar:
     def install(self) -> None:
         """Replace the client's session and uploads in this process."""
         session, put_layer = CoordinatorClient.session, CoordinatorClient.put_layer
+        hold_layers = CoordinatorClient.hold_layers
 
         async def lying_session(
             client: CoordinatorClient,
@@ -107,8 +109,14 @@ class Liar:
                 await asyncio.Event().wait()
             await put_layer(client, step, unit, data)
 
+        async def no_layers(client: CoordinatorClient, *held: Any) -> Any:
+            if self.withholds_layers and self.lying:
+                await asyncio.Event().wait()
+            return await hold_layers(client, *held)
+
         CoordinatorClient.session = lying_session  # type: ignore[method-assign]
         CoordinatorClient.put_layer = no_layer  # type: ignore[method-assign]
+        CoordinatorClient.hold_layers = no_layers  # type: ignore[method-assign]
 
     async def _flood(self, outbox: "asyncio.Queue[NodeMessage]") -> None:
         while self.flood is not None:

@@ -6,7 +6,6 @@ import pytest
 
 from node.coordinator.control_service import measured
 from node.coordinator.message_limits import MOST_LINKS, MessageLimits
-from node.faults import FLOOD, Kind, lie
 from node.run_file.loader import default_config
 from wire.messages import Heartbeat, NodeMessage, Ready, Vote
 from wire.messages_proto import node_message_to_proto
@@ -50,10 +49,10 @@ def test_heartbeats_that_were_kept_through_an_outage_may_come_at_once() -> None:
     assert refusals(MessageLimits(CONFIG), [Heartbeat(telemetry=Telemetry())] * 300, every=0.0) == []
 
 
-@pytest.mark.parametrize("kind", [Kind.FLOOD_HEARTBEATS, Kind.FLOOD_SPANS])
-def test_a_flood_is_refused_from_its_first_message_on(kind: Kind) -> None:
-    vote = Vote(epoch=1, step=2, norms={0: 1.0}, loss=None)
-    assert len(refusals(MessageLimits(CONFIG), list(lie(kind, vote, 1)), every=0.0)) == FLOOD
+def test_a_flood_is_refused_from_its_first_message_on() -> None:
+    links: list[NodeMessage] = [Heartbeat(telemetry=Telemetry(links=(LINK,) * 4000))] * 20
+    for flood in (links, [spans(2)] * 20):
+        assert len(refusals(MessageLimits(CONFIG), flood, every=0.0)) == 20
 
 
 @pytest.mark.parametrize(
