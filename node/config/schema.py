@@ -245,7 +245,8 @@ class PipelineSection:
     """Blocks of each chunk in pipeline order (stages x chunks numbers); empty balances them by cost."""
     head: str = "auto"
     """The stage of a tied model's head. `first`: with the embedding, so that the last stage sends its hidden
-    states there. `last`: the two send each other the weight's gradient. `auto`: what sends fewer bytes."""
+    states there. `last`: the two send each other the weight's gradient; also where the first stage is short
+    of memory. `auto`: what sends fewer bytes."""
     forward_codec: str = "tah"
     """Codec of activations: `fp32`, `bf16`, `fp16`, `fixed-2` to `-10`, `tah`, `trellis-2` to `-10`,
     `aqsgd-2` to `-8`."""

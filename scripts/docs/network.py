@@ -16,6 +16,7 @@ ALL_REDUCE_LINKS_GPUS = RESULTS / "all_reduce_links_gpus.json"
 TRACE_COST = RESULTS / "trace_cost.json"
 STATUS_SPEED = RESULTS / "status_speed.json"
 PAUSES = RESULTS / "pauses.json"
+TIED_MODELS = RESULTS / "tied_models.json"
 GOAL = 0.9
 """Efficiency to reach wherever a link is the bottleneck."""
 PAPER_SHAPE = (48, 1600)
@@ -269,6 +270,35 @@ def pauses() -> str:
     return markdown(columns, rows) + "\n\n" + caption
 
 
+def tied_models() -> str:
+    """Results of scripts/experiments/tied_models.py: seconds of a step by the head's stage."""
+    report = read_report(TIED_MODELS)
+    ways = report["ways"]
+    rates = list(ways[0]["step_seconds"])
+    rows = [
+        [
+            way["way"],
+            f"{way['busiest_bytes'] / 1e6:.2f}",
+            *(
+                f"{way['step_seconds'][rate]:.2f} ({min(each):.2f} to {max(each):.2f})"
+                for rate in rates
+                for each in [[run[rate] for run in way["all_step_seconds"]]]
+            ),
+        ]
+        for way in ways
+    ]
+    columns = [("model", "left"), ("busiest direction, MB a step", "right")]
+    columns += [
+        (f"{rate} Mbit/s, s a step" if rate.isdigit() else f"{rate}, s a step", "right") for rate in rates
+    ]
+    caption = (
+        f"Of {report['runs']} runs the median, in brackets the least and the most; four stages of "
+        f"deploy/lab/{report['profile']}. {spaced(report['hardware'])}, shared with other work: without a "
+        f"limit the differences are noise. torch {report['versions']['torch']}, commit {commit(report)}."
+    )
+    return markdown(columns, rows) + "\n\n" + caption
+
+
 def _bursts(row: Mapping[str, Any]) -> str:
     each = [statistics.median(times[1:]) for times in row["times"]]
     return f"{row['seconds']:.2f} ({min(each):.2f} to {max(each):.2f})"
@@ -330,6 +360,7 @@ TABLES: Tables = {
     "all_reduce_links": all_reduce_links,
     "all_reduce_links_gpus": all_reduce_links_gpus,
     "pauses": pauses,
+    "tied_models": tied_models,
     "trace_cost": trace_cost,
     "status_speed": status_speed,
 }
