@@ -293,8 +293,9 @@ def tied_models() -> str:
     ]
     caption = (
         f"Of {report['runs']} runs the median, in brackets the least and the most; four stages of "
-        f"deploy/lab/{report['profile']}. {spaced(report['hardware'])}, shared with other work: without a "
-        f"limit the differences are noise. torch {report['versions']['torch']}, commit {commit(report)}."
+        f"deploy/lab/{report['profile']}. {spaced(report['hardware'])}, shared with other work: the ranges "
+        "of untied and head first overlap everywhere, so only the last row at 10 Mbit/s is beyond noise. "
+        f"torch {report['versions']['torch']}, commit {commit(report)}."
     )
     return markdown(columns, rows) + "\n\n" + caption
 
