@@ -87,6 +87,8 @@ class Phase(StrEnum):
     FORWARD = "forward"
     SENDING = "sending"
     BACKWARD = "backward"
+    SYNC = "sync"
+    """Gradient groups are being summed, the first layer unit's are; at the node alone."""
     VALIDATION = "validation"
     """Before a held-out microbatch's forward; at the node alone."""
     VOTING = "voting"

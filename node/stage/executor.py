@@ -122,6 +122,8 @@ class StageExecutor:
         elements = torch.arange(self._boundary.elements, device=self.device)
         example = elements.remainder_(251).sub_(125).float().view(self._boundary.shape)
         codecs = dict.fromkeys(self._codecs[direction] for direction in directions)
+        if self._sync is not None:
+            codecs[codec(self.config.pipeline.sync_codec)] = None
         self._transfer.compile_codecs(codecs, example)
 
     # ---- placement and state
@@ -445,7 +447,9 @@ class StageExecutor:
             faults.spoil(faults.Phase.BACKWARD, self._model.any_gradient(), stage=self.stage, step=step)
             return
         self.clock.switch(TimeKind.SYNC)
-        for unit, gradients in self._sync.finish():
+        for index, (unit, gradients) in enumerate(self._sync.finish()):
+            if index == 0:
+                faults.reach(faults.Phase.SYNC, stage=self.stage, step=step)
             self._model.put_gradients(unit, gradients)
 
     def _exchange_tied(self, epoch: int, step: int, io: StageIO) -> None:

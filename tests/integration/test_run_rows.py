@@ -59,7 +59,7 @@ def grids(run: FaultRun) -> list[tuple[tuple[int, ...], ...]]:
     return [placed.groups for placed in run.all(PlacementMade)]
 
 
-@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.VOTING, Phase.COMMIT_APPLY])
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.SYNC, Phase.VOTING, Phase.COMMIT_APPLY])
 def test_a_row_that_loses_a_node_costs_its_groups_work(
     phase: Phase, prefork: Prefork, tmp_path: Path
 ) -> None:
