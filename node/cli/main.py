@@ -29,6 +29,7 @@ from node.cli import (
     join,
     lab,
     plan,
+    recover,
     resume,
     sample,
     status,
@@ -43,7 +44,7 @@ from wire.version import VERSION
 
 COMMANDS = (
     *(demo, coordinator, join, resume, status, top, dashboard),
-    *(eval, sample, trace, compare, export, token, evict, config, plan, data, lab, doctor),
+    *(eval, sample, trace, compare, export, token, evict, recover, config, plan, data, lab, doctor),
 )
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of stdout itself: a full disk, a closed terminal. Errors of other files carry a file name."""

@@ -128,7 +128,8 @@ class Coordinator:
             valid=Path(data.valid).name,
             tokenizer=Path(data.tokenizer).name,
         )
-        self._config_json = to_json(replace(config, data=there))
+        told_config = replace(config, data=there)
+        self._config_json = to_json(told_config)
         self._held_out = held_out_samples(config, corpus)
         self._machine = RunMachine(
             run_plan(config, corpus.windows, len(self._held_out)), step_plan(config), past
@@ -154,7 +155,8 @@ class Coordinator:
             directory=directory,
             run_id=run_id,
             store=store,
-            about={"corpus_sha256": corpus.fingerprint(), "epoch": past.last_epoch},
+            told_config=told_config,
+            about=functools.partial(self._about, corpus.fingerprint(), past.last_epoch),
             here=self._addresses,
             known=lambda: list_snapshots(directory / "snapshots"),
             send=self._send,
@@ -337,7 +339,9 @@ class Coordinator:
 
     async def _open_snapshot(self, step: int, epoch: Epoch) -> None:
         rates = [session.hello.download_rate for session in self._sessions]
-        if not keeps_on_nodes(self.config, step, rates):
+        # Layers do not go by the relay: a node that others cannot reach hands its own in here.
+        reachable = self._addresses().keys() >= {*epoch.snapshot_nodes}
+        if not reachable or not keeps_on_nodes(self.config, step, rates):
             await self._snapshots.expect(step, epoch.snapshot_nodes)
             return
         # Other rows hold the same state: a second one saves its own copy, and nothing has to be sent.
@@ -353,9 +357,13 @@ class Coordinator:
             message = replace(message, place=NODES)
         self._sessions.send(node_id, message)
 
+    def _about(self, corpus_sha256: str, last_epoch: int) -> dict[str, object]:
+        epoch = self._machine.epoch
+        return {"corpus_sha256": corpus_sha256, "epoch": last_epoch if epoch is None else epoch.number}
+
     def _addresses(self) -> dict[str, str]:
-        """Connected nodes, hosts in the order of their stages first, and where other nodes reach them."""
-        found = {session.node_id: session.address for session in self._sessions}
+        """Connected nodes that others can reach, and where; hosts in the order of their stages first."""
+        found = {session.node_id: session.address for session in self._sessions if session.address}
         hosts = self._machine.epoch.hosts if self._machine.epoch is not None else ()
         return {node: found[node] for node in (*hosts, *found) if node in found}
 

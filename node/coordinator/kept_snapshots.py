@@ -77,7 +77,8 @@ class KeptSnapshots:
         directory: Path,
         run_id: str,
         store: Store,
-        about: Mapping[str, object],
+        told_config: RunConfig,
+        about: Callable[[], Mapping[str, object]],
         here: Callable[[], Mapping[str, str]],
         known: Callable[[], Sequence[int]],
         send: Callable[[str, CoordinatorMessage], object],
@@ -91,6 +92,7 @@ class KeptSnapshots:
         Args:
             windows: samples of one pass over the text.
             directory: the run's.
+            told_config: the config as nodes may know it, for manifests.
             about: what nodes keep of the run, beside the manifests, for `thinwire recover`.
             here: connected nodes and their addresses, hosts in the order of their stages first.
             known: steps of the snapshots at the coordinator.
@@ -107,6 +109,7 @@ class KeptSnapshots:
         self._run_directory = directory
         self._run_id = run_id
         self._store = store
+        self._told_config = told_config
         self._about = about
         self._here = here
         self._known = known
@@ -211,7 +214,7 @@ class KeptSnapshots:
     def message(self) -> Retain:
         """What nodes are to keep."""
         manifests = [self._manifest(step).to_json() for step in self._places.complete]
-        record = {**self._about, "format": RECORD_FORMAT, "run_id": self._run_id, "manifests": manifests}
+        record = {**self._about(), "format": RECORD_FORMAT, "run_id": self._run_id, "manifests": manifests}
         steps = (*self._places.complete, *self._places.under_way, *self._known())
         return Retain(steps=tuple(sorted({*steps})), record=json.dumps(record) if manifests else "")
 
@@ -292,7 +295,7 @@ class KeptSnapshots:
             run_id=self._run_id,
             step=step,
             # Through JSON, so that a manifest equals itself read back: tuples become lists.
-            config=json.loads(json.dumps(asdict(self._config))),
+            config=json.loads(json.dumps(asdict(self._told_config))),
             units=entries,
             weights_sha256=weights_sha256(entry.weights_sha256 for entry in entries),
         )

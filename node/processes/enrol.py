@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ from wire.identity.names import coordinator_server_name, join_address, split_add
 from wire.identity.token import JoinToken
 from wire.v1 import enrolment_pb2
 from wire.version import PROTOCOL, VERSION
+
+log = logging.getLogger(__name__)
 
 _COORDINATOR_FILE = "coordinator.json"
 _MESSAGE_BYTES = 64 * 1024
@@ -195,7 +198,11 @@ def _stored(token: JoinToken, directory: Path) -> tuple[NodeIdentity, str] | Non
     identity = NodeIdentity.load(directory)
     if identity is None:
         return None
-    if (identity.run_id, identity.pin) != (token.run_id, token.pin):
+    if identity.run_id == token.run_id and identity.pin != token.pin:
+        # The run was recovered: it has a new authority, and this node's layers are of use to it.
+        log.warning("run %s has another certificate authority than before: enrolling again", token.run_id)
+        return None
+    if identity.run_id != token.run_id:
         raise UserError(
             f"{directory} holds an identity of run {identity.run_id} and the join token is for "
             f"{token.run_id}: give each run a directory of its own"

@@ -1,13 +1,17 @@
 """Snapshots that stay on the nodes: each layer on two machines, none of it through the coordinator."""
 
+import asyncio
 import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 from node.config.schema import SnapshotsSection
+from node.coordinator.recover import newest_record
 from node.model.units import unit_names
+from node.stage.snapshot_cache import RECORD_FILE
 from node.telemetry.events import SnapshotStored
+from tests.support.links import eventually
 from tests.support.run_harness import SMALL, TINY, Run, Still
 
 CONFIG = replace(
@@ -23,6 +27,12 @@ UNITS = unit_names(CONFIG.model)
 def copies(run: Run, step: int) -> Counter[str]:
     """How many nodes have each layer of a snapshot on their disks."""
     return Counter(path.stem for path in run.directory.glob(f"node-*/snapshots/{step}/*.layer"))
+
+
+def recorded(state_dir: Path) -> int:
+    """The newest snapshot that a node's disk knows of; 0 before there is one."""
+    is_there = (state_dir / "snapshots" / RECORD_FILE).exists()
+    return newest_record([state_dir]).manifests[-1].step if is_there else 0
 
 
 def test_a_machine_is_lost_with_its_disk_and_the_weights_stay_the_same(tmp_path: Path) -> None:
@@ -57,6 +67,29 @@ def test_a_run_resumes_from_what_its_nodes_hold_and_a_damaged_copy_is_fetched_ag
         damaged = sorted(run.directory.glob(f"node-*/snapshots/{newest}/embed.layer"))
         content = damaged[0].read_bytes()
         damaged[0].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        again = run.resume()
+        for number in range(3):
+            run.add_node(state_dir=run.state_dir(number))
+        assert again.wait_exit() == 0
+        run.assert_undisturbed()
+
+
+def test_a_run_whose_coordinator_lost_its_disk_is_recovered_from_its_nodes(tmp_path: Path) -> None:
+    with Run(tmp_path, CONFIG, still=Still(stage=1, steps=8)) as run:
+        lost = run.start()
+        run.add_nodes(3)
+        number = 1 if run.wait_still() is run.nodes[0] else 0
+        lost.wait_event(SnapshotStored, lambda stored: stored.step == 6)
+        asyncio.run(eventually(lambda: recorded(run.state_dir(number)) == 6))
+        for process in (lost, *run.nodes):
+            process.kill()
+        shutil.rmtree(run.run_dir)
+        recovered = run.command(
+            *("recover", "--from", str(run.state_dir(number)), "--run-dir", str(run.run_dir)),
+            *(f"data.path={run.text_file}", "coordinator.listen=127.0.0.1:0"),
+        )
+        assert recovered.wait_exit() == 0, recovered.report()
+        assert "at the snapshot of step 6; the run goes on once machines" in recovered.lines[0]
         again = run.resume()
         for number in range(3):
             run.add_node(state_dir=run.state_dir(number))

@@ -43,7 +43,7 @@ FORBIDDEN = ("pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "t
 
 TORCH_FREE = (
     *("compare", "config", "coordinator", "dashboard", "data", "evict"),
-    *("plan", "resume", "status", "token", "top", "trace"),
+    *("plan", "recover", "resume", "status", "token", "top", "trace"),
 )
 """Commands that run on small machines: they compute no tensors."""
 HEAVY = {"numba", "torch", "triton"}

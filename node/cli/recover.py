@@ -1,0 +1,54 @@
+"""`thinwire recover --from NODE_DIR`: make a run's directory anew when its coordinator's disk is lost."""
+
+import argparse
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from wire.errors import UserError
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("recover", help="rebuild a run whose coordinator's disk is lost")
+    parser.add_argument(
+        "--from",
+        dest="node_dirs",
+        metavar="NODE_DIR",
+        action="append",
+        required=True,
+        type=Path,
+        help="a node's state directory, or a copy of it; one is enough, several may be given",
+    )
+    parser.add_argument("--run-dir", metavar="DIR", type=Path, help="where to make it (default: runs/NAME-N)")
+    parser.add_argument(
+        "overrides", metavar="section.key=value", nargs="*", default=[], help="such as data.path=TEXT"
+    )
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from node.cli.resume import CHANGEABLE
+    from node.cli.run_directory import new_run_directory, owner_only
+    from node.coordinator.recover import newest_record, recover
+    from node.processes.locks import run_lock
+    from node.run_file.loader import change_config
+
+    record = newest_record(args.node_dirs)
+    config = record.config
+    given = {override.partition("=")[0].strip() for override in args.overrides}
+    for key, value in (("data.path", config.data.path), ("data.valid", config.data.valid)):
+        if value not in ("", "stdlib") and not config.data.sources and key not in given:
+            raise UserError(f"nodes do not know where the text {value!r} is: add {key}=PATH")
+    config = change_config(config, args.overrides, (*CHANGEABLE, "data.sources", "data.tokenizer"))
+    with owner_only():
+        directory = new_run_directory(args.run_dir, config.run.name)
+        with run_lock(directory):
+            line = recover(record, config, directory, args.node_dirs, time.time())
+    sys.stdout.write(
+        f"{line}\nlost: the old certificates and tokens, and the history of losses. Go on with\n\n"
+        f"  thinwire resume {shlex.quote(str(directory))}\n\n"
+        "and run its new join line on every machine of the run, with the state directories that they had\n"
+    )
+    return 0
