@@ -9,7 +9,7 @@ import contextlib
 import functools
 import shlex
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -51,7 +51,7 @@ from node.pipeline.snapshot_place import keeps_on_nodes
 from node.pipeline.window_plan import Windows
 from node.run_file.loader import to_json
 from node.telemetry import events
-from node.telemetry.costs import group_seconds
+from node.telemetry.costs import Place, group_seconds
 from node.telemetry.history import EVICTED
 from node.training.data import text_windows
 from node.training.manifest import MANIFEST_NAME, Manifest, UnitEntry
@@ -135,7 +135,7 @@ class Coordinator:
             run_plan(config, corpus.windows, len(self._held_out)), step_plan(config), past
         )
         self._reporter = Reporter(config, emit, untold)
-        self._tracer = Tracer(config.telemetry, directory, self._stages_hosted)
+        self._tracer = Tracer(config.telemetry, directory, self._places)
         self._disk = Disk(lambda text: emit(events.Notice(text=text)))
         self._snapshots = SnapshotHandler(
             config=config,
@@ -179,8 +179,8 @@ class Coordinator:
         """What the run's nodes have reported."""
         return self._reporter.accounting
 
-    def _stages_hosted(self) -> Collection[tuple[int, str]]:
-        return {(place.stage, node) for place, node in self.accounting.places().items()}
+    def _places(self) -> Mapping[str, Place]:
+        return {node: place for place, node in self.accounting.places().items()}
 
     # ---- running
 

@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from node.config.schema import TelemetrySection
+from node.telemetry.costs import Place
 from node.telemetry.trace_files import TracedSteps, TraceWriter
 from wire.telemetry import StepSpans
 
@@ -19,22 +20,22 @@ class Tracer:
     """One run's trace. A disk error ends the trace; the run goes on."""
 
     def __init__(
-        self, settings: TelemetrySection, directory: Path, hosts: Callable[[], Collection[tuple[int, str]]]
+        self, settings: TelemetrySection, directory: Path, places: Callable[[], Mapping[str, Place]]
     ) -> None:
         """
         Args:
             directory: the run's.
-            hosts: (stage, node) of who hosts the stages now, in any row.
+            places: of who hosts the stages now, by node.
         """
         self._writer = TraceWriter(directory, 1_000_000 * settings.trace_mb)
         self._wanted = bool(TracedSteps.parse(settings.trace))
-        self._hosts = hosts
+        self._places = places
 
     def add(self, node_id: str, spans: StepSpans) -> None:
         """Keep a stage's spans, if the node hosts that stage."""
-        hosts = self._hosts()
-        if self._wanted and (spans.stage, node_id) in hosts:
-            self._writer.add(node_id, spans)
+        place = self._places().get(node_id)
+        if self._wanted and place is not None and place.stage == spans.stage:
+            self._writer.add(node_id, spans, place.replica)
 
     async def run(self) -> None:
         """Write spans as they come, until cancelled or the disk fails."""

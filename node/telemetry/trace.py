@@ -18,6 +18,7 @@ from wire.transfers import TransferKind
 _MICRO = 1e6
 _COMPUTE, _ENCODE, _DECODE, _WAIT = 1, 2, 3, 4
 _SEND, _RECEIVE = 100, 200  # and the neighbour's stage
+_ROW = 10_000  # stages of a row at most
 _LANES = {_COMPUTE: "compute", _ENCODE: "encode", _DECODE: "decode", _WAIT: "wait"}
 _WAIT_NAMES = {kind.value for kind in (*WAITS, TimeKind.ENCODE, TimeKind.DECODE)}
 """Kinds in which the compute thread waits; packing and unpacking run beside it."""
@@ -32,10 +33,17 @@ class PlacedSpan:
     start: float
     """Unix seconds."""
     span: Span
+    replica: int = 0
+    """The node's row of the grid."""
 
     @property
     def end(self) -> float:
         return self.start + self.span.seconds
+
+    @property
+    def process(self) -> int:
+        """The process that the stage is in the trace."""
+        return _ROW * self.replica + self.stage
 
     @property
     def lane(self) -> int:
@@ -86,9 +94,9 @@ def align(batches: Iterable[Batch], first: int, last: int) -> Aligned:
             step = span.key.step if span.key is not None else batch.spans.step
             if first <= step <= last and batch.spans.epoch == epochs.get(step, batch.spans.epoch):
                 start = span.start + clocks[batch.node_id][1]
-                placed.append(PlacedSpan(batch.spans.stage, batch.node_id, start, span))
+                placed.append(PlacedSpan(batch.spans.stage, batch.node_id, start, span, batch.replica))
     return Aligned(
-        spans=tuple(sorted(placed, key=lambda one: (one.start, one.stage))),
+        spans=tuple(sorted(placed, key=lambda one: (one.start, one.process))),
         clock_error=max((error for error, _ in clocks.values() if error < float("inf")), default=0.0),
         dropped=sum(batch.spans.dropped for batch in batches),
     )
@@ -125,22 +133,24 @@ def _names(spans: Sequence[PlacedSpan]) -> list[dict[str, Any]]:
     nodes: dict[int, dict[str, None]] = {}
     lanes: dict[tuple[int, int], None] = {}
     for one in spans:
-        nodes.setdefault(one.stage, {})[one.node_id] = None
+        nodes.setdefault(one.process, {})[one.node_id] = None
         if one.span.kind != TransferKind.IN_FLIGHT:
-            lanes[one.stage, one.lane] = None
+            lanes[one.process, one.lane] = None
     events = []
-    for stage, ids in sorted(nodes.items()):
-        events.append(_meta("process_name", stage, 0, name=f"stage {stage}: {', '.join(ids)}"))
-        events.append(_meta("process_sort_index", stage, 0, sort_index=stage))
-    for stage, lane in sorted(lanes):
+    for process, ids in sorted(nodes.items()):
+        replica, stage = divmod(process, _ROW)
+        row = f"row {replica}, " if max(nodes) >= _ROW else ""
+        events.append(_meta("process_name", process, 0, name=f"{row}stage {stage}: {', '.join(ids)}"))
+        events.append(_meta("process_sort_index", process, 0, sort_index=process))
+    for process, lane in sorted(lanes):
         way = f"receive from {lane - _RECEIVE}" if lane >= _RECEIVE else f"send to {lane - _SEND}"
-        events.append(_meta("thread_name", stage, lane, name=_LANES.get(lane, way)))
-        events.append(_meta("thread_sort_index", stage, lane, sort_index=lane))
+        events.append(_meta("thread_name", process, lane, name=_LANES.get(lane, way)))
+        events.append(_meta("thread_sort_index", process, lane, sort_index=lane))
     return events
 
 
-def _meta(what: str, stage: int, lane: int, **arguments: object) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": stage, "tid": lane, "args": arguments}
+def _meta(what: str, process: int, lane: int, **arguments: object) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": lane, "args": arguments}
 
 
 def _slice(one: PlacedSpan, origin: float) -> dict[str, Any]:
@@ -148,7 +158,7 @@ def _slice(one: PlacedSpan, origin: float) -> dict[str, Any]:
         "ph": "X",
         "name": _title(one.span),
         "cat": one.span.kind,
-        "pid": one.stage,
+        "pid": one.process,
         "tid": one.lane,
         "ts": _micro(one.start - origin),
         "dur": _micro(one.span.seconds),
@@ -162,7 +172,7 @@ def _flight(one: PlacedSpan, key: TensorKey, origin: float) -> list[dict[str, An
         "cat": one.span.kind,
         "name": f"in flight to {one.span.peer_stage}",
         "id": _identity(key),
-        "pid": one.stage,
+        "pid": one.process,
         "tid": _SEND + one.span.peer_stage,
     }
     return [
@@ -191,7 +201,7 @@ def _arrows(spans: Sequence[PlacedSpan], origin: float) -> list[dict[str, Any]]:
                     "name": _kind_of(key),
                     "cat": "tensor",
                     "id": _identity(key),
-                    "pid": stop.stage,
+                    "pid": stop.process,
                     "tid": stop.lane,
                     "ts": _micro(stop.start - origin),
                     **({"bp": "e"} if phase == "f" else {}),

@@ -34,6 +34,8 @@ class Batch:
 
     node_id: str
     spans: StepSpans
+    replica: int = 0
+    """The node's row of the grid."""
 
 
 class TraceWriter:
@@ -53,8 +55,8 @@ class TraceWriter:
         self.broken = ""
         """Why writing ended; empty while it works."""
 
-    def add(self, node_id: str, spans: StepSpans) -> None:
-        line = _to_line(Batch(node_id, spans))
+    def add(self, node_id: str, spans: StepSpans, replica: int = 0) -> None:
+        line = _to_line(Batch(node_id, spans, replica))
         if not self.broken and self._waiting_bytes + len(line) <= MOST_WAITING:
             self._waiting.append(line)
             self._waiting_bytes += len(line)
@@ -183,17 +185,20 @@ def _to_line(batch: Batch) -> bytes:
         for span in spans.spans
     ]
     fields: dict[str, Any] = {**vars(spans), "node": batch.node_id, "names": names, "spans": rows}
+    if batch.replica:
+        fields["replica"] = batch.replica
     return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
 
 def _from_line(line: bytes) -> Batch:
     raw = json.loads(line)
     node_id, names, rows, epoch = raw.pop("node"), raw.pop("names"), raw.pop("spans"), raw["epoch"]
+    replica = raw.pop("replica", 0)
     spans = []
     for kind, start, length, peer, *place in rows:
         key = TensorKey(epoch, place[0], place[1], place[2], Direction(place[3])) if place else None
         spans.append(Span(names[kind], start / _TICKS, length / _TICKS, key, peer))
-    return Batch(node_id, StepSpans(spans=tuple(spans), **raw))
+    return Batch(node_id, StepSpans(spans=tuple(spans), **raw), replica)
 
 
 @dataclass(frozen=True)

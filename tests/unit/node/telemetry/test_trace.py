@@ -432,3 +432,16 @@ def test_any_spans_make_a_valid_trace(drawn: list[tuple[int, str, float, float, 
     assert all(event["ts"] >= 0 for event in trace["traceEvents"] if "ts" in event)
     named = {(e["pid"], e["tid"]) for e in phases["M"] if e["name"] == "thread_name"}
     assert {(e["pid"], e["tid"]) for e in phases["X"]} == named
+
+
+def test_rows_are_processes_of_their_own(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path, 10**6)
+    for replica, node in enumerate("ab"):
+        writer.add(node, batch(1, node).spans, replica)
+    writer.write(writer.take())
+    batches = list(read_batches(tmp_path, 1, 1))
+    assert [(one.node_id, one.replica) for one in batches] == [("a", 0), ("b", 1)]
+    trace = chrome_trace(align(batches, 1, 1), "run")
+    named = [one["args"]["name"] for one in trace["traceEvents"] if one["name"] == "process_name"]
+    assert named == ["row 0, stage 0: a", "row 1, stage 0: b"]
+    assert len({one["pid"] for one in trace["traceEvents"]}) == 2
