@@ -15,6 +15,8 @@ from node.coordinator.accounting import Accounting
 from node.coordinator.actions import AbortKind
 from node.telemetry import events
 from node.telemetry.metrics import RUN_METRICS, Families, Histogram
+from wire.link import RELAY
+from wire.relay import Relay, RelayTotals
 from wire.version import PROTOCOL, VERSION
 
 COUNTED = (
@@ -39,6 +41,8 @@ class RunMetrics(Collector):
 
     def __init__(self, view: Callable[[], RunView]) -> None:
         self.accounting: Accounting | None = None
+        self.relay: Relay | None = None
+        """Set with the coordinator's ports, if it has one."""
         self._view = view
         self._counts = dict.fromkeys(COUNTED, 0.0)
         self._step_seconds = Histogram()
@@ -102,6 +106,10 @@ class RunMetrics(Collector):
                 if report.clock_error_seconds > 0:
                     families.set("node_clock_skew_seconds", report.clock_skew_seconds, node)
                     families.set("node_clock_error_seconds", report.clock_error_seconds, node)
+        totals = self.relay.totals if self.relay is not None else RelayTotals()
+        families.set("relay_bytes_total", totals.bytes)
+        families.set("relay_refused_total", totals.refused)
+        families.set("relay_pairs", self.relay.pairs if self.relay is not None else 0)
         return iter(families)
 
     def _run(self, families: Families, view: RunView) -> None:
@@ -154,3 +162,4 @@ def _links(families: Families, accounting: Accounting) -> None:
             families.set("link_capacity_bytes_per_second", report.capacity or None, *link)
             families.set("link_round_trip_seconds", report.rtt_seconds or None, *link)
             families.set("link_queued_bytes", report.queued_bytes, *link)
+            families.set("link_relayed", report.path == RELAY, *link)

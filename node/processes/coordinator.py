@@ -340,6 +340,7 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit) -> in
         )
         if ports.relay is not None:
             coordinator.allow_links = ports.relay.allow
+            metrics.relay = ports.relay
         addresses = settings.advertise or own_addresses(split_listen(settings.listen)[0], ports.port)
         run.store.set_addresses(addresses)
         uses = config.pipeline.stages * config.pipeline.most_rows

@@ -98,6 +98,10 @@ RUN_METRICS: tuple[Definition, ...] = (
     _gauge("link_capacity_bytes_per_second", "Measured capacity; absent while unknown.", *LINK),
     _gauge("link_round_trip_seconds", "Smoothed round trip; absent while unknown.", *LINK),
     _gauge("link_queued_bytes", "Bytes waiting to be sent or acknowledged.", *LINK),
+    _gauge("link_relayed", "1 if the link goes through a relay, 0 if it is direct.", *LINK),
+    _counter("relay_bytes_total", "Bytes that the coordinator's relay carried, both ways together."),
+    _counter("relay_refused_total", "Requests that the coordinator's relay refused."),
+    _gauge("relay_pairs", "Pairs of connections that the coordinator's relay joins; a link has two."),
     _gauge("node_clock_skew_seconds", "The node's wall clock minus the coordinator's.", "node"),
     _gauge("node_clock_error_seconds", "Bound on the error of the skew.", "node"),
 )

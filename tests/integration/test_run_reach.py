@@ -1,11 +1,13 @@
 """A run of nodes that open no port: neighbours come by the coordinator's relay, and the bits are the same."""
 
+import re
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from node.telemetry.events import NodeJoined
+from node.telemetry.events import NodeJoined, PageServed
 from tests.support.fault_prefork import Prefork
 from tests.support.ports import listening
 from tests.support.run_harness import SMALL, Run, Still
@@ -23,6 +25,10 @@ def test_nodes_that_open_no_port_train_the_same_weights(prefork: Prefork, tmp_pa
         still = run.wait_still()
         assert {event.address for event in coordinator.all(NodeJoined)} == {""}
         assert [listening(node.pid) for node in nodes] == [set()] * len(nodes)
+        with urllib.request.urlopen(f"{coordinator.wait_event(PageServed).url}metrics", timeout=20) as answer:
+            text = answer.read().decode()
+        carried = re.search(r"^thinwire_relay_bytes_total (\S+)$", text, re.MULTILINE)
+        assert carried is not None and float(carried[1]) > 0
         still.kill()
         run.add_node(run.new_token(), options=("--no-listen",))
         assert coordinator.wait_exit() == 0
