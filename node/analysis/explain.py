@@ -6,12 +6,14 @@ are what links write as frames; gRPC, TLS and acknowledgements come on top.
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from math import ceil, prod
 
 from node.config.schema import RunConfig
 from node.model.storage import Storage, stored_bytes
 from node.model.units import unit_parameters
 from node.pipeline.device_memory import Devices
+from node.pipeline.gradient_groups import RowShare, sync_bytes
 from node.pipeline.memory import stage_memory, stage_storages
 from node.pipeline.placement import (
     boundaries,
@@ -162,6 +164,19 @@ class Explanation:
     flows: tuple[Flow, ...]
     text: TextPlan | None = None
     """None if it was not asked for."""
+
+    @property
+    def sync_bytes(self) -> dict[int, int]:
+        """With gradient groups, by number of rows: bytes that the busiest node sends to other rows a step."""
+        config = self.config
+        columns = stage_units(config, config.pipeline.stages)
+        found = {}
+        for rows in range(2, config.pipeline.most_rows + 1):
+            bounds = [-(-config.pipeline.groups * row // rows) for row in range(rows + 1)]
+            runs = [range(first, end) for first, end in pairwise(bounds)]
+            shares = [RowShare(config, row, runs) for row in range(rows)]
+            found[rows] = max(sync_bytes(config, units, share) for units in columns for share in shares)
+        return found
 
     @property
     def directions(self) -> tuple[LinkDirection, ...]:

@@ -80,6 +80,7 @@ def _step_lines(explanation: Explanation) -> list[str]:
         f"{count_text(explanation.tokens_per_step)} tokens, in {explanation.microbatches} microbatches of "
         f"{config.training.microbatch}",
         *(_head_lines(explanation.head) if explanation.head is not None else []),
+        *(_group_lines(explanation) if config.pipeline.groups > 1 else []),
         *(_text_lines(config, explanation.text) if explanation.text is not None else []),
     ]
 
@@ -91,6 +92,17 @@ def _head_lines(head: HeadPlace) -> list[str]:
     weight = f"the tied weight's gradient, {bytes_text(head.exchange_bytes)} a step"
     crosses, spared = (hidden, weight) if head.first else (weight, hidden)
     return [f"head     on the {stage} stage: {crosses}, cross the network for it; on the {other}: {spared}"]
+
+
+def _group_lines(explanation: Explanation) -> list[str]:
+    """Gradient groups, and what rows send each other."""
+    pipeline = explanation.config.pipeline
+    line = (
+        f"groups   {pipeline.groups}, of {explanation.microbatches // pipeline.groups} microbatches each, "
+        f"summed in {pipeline.sync_codec}; up to {pipeline.most_rows} rows of nodes share a step"
+    )
+    sent = [f"{bytes_text(size)} in {rows} rows" for rows, size in explanation.sync_bytes.items()]
+    return [line, *([f"         a node sends other rows at most {', '.join(sent)} a step"] if sent else [])]
 
 
 def _text_lines(config: RunConfig, plan: TextPlan) -> list[str]:

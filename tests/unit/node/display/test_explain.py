@@ -277,3 +277,14 @@ def test_the_command_prints_text_and_json(tmp_path: Path, capsys: pytest.Capture
     assert (whole["config"]["model"]["layers"], whole["config"]["model"]["sequence"]) == (3, 64)
     assert main(["config", "explain", str(path)]) == 0
     assert "each step puts on the links:" in capsys.readouterr().out
+
+
+def test_what_rows_send_each_other_is_shown() -> None:
+    """A reduce-scatter and an all-gather of the packed gradient: 2 (R - 1) / R of it."""
+    config = replace(SMALL, pipeline=replace(SMALL.pipeline, groups=4, sync_codec="fixed-8"))
+    assert "groups   4, of " in explanation_text(explain(config))
+    sent = explain(config).sync_bytes
+    assert sent.keys() == {2, 3, 4}
+    assert sent[3] / sent[2] == pytest.approx(4 / 3, rel=0.05)
+    assert sent[4] / sent[2] == pytest.approx(3 / 2, rel=0.05)
+    assert explain(replace(config, pipeline=replace(config.pipeline, replicas=1))).sync_bytes == {}
