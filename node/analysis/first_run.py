@@ -31,7 +31,7 @@ TOKENS_A_PARAMETER = 20
 """A larger model is worth its time only if it sees about as many tokens (Chinchilla's rule)."""
 MOST_TOKENS_A_PARAMETER = 100
 BATCH, MICROBATCH, SEQUENCE = 32, 2, 1024
-SNAPSHOT_SECONDS = 600.0
+SNAPSHOT_EVERY = "10 min"
 MOST_HELD = 0.9
 """Of a card's memory."""
 
@@ -142,10 +142,9 @@ def _fits(config: RunConfig, machines: Sequence[Machine]) -> bool:
 def _with_steps(config: RunConfig, steps: int, seconds: float) -> RunConfig:
     unit = 10 ** max(0, floor(log10(steps)) - 1)
     steps = max(1, steps // unit * unit)  # two digits, as people write such numbers
-    every = max(1, min(steps, round(SNAPSHOT_SECONDS / seconds)))
     return replace(
         config,
-        run=replace(config.run, steps=steps, snapshot_every=every),
+        run=replace(config.run, steps=steps, snapshot_every=SNAPSHOT_EVERY),
         training=replace(config.training, warmup_steps=max(1, min(200, steps // 20))),
     )
 
@@ -154,7 +153,6 @@ def run_file(found: FirstRun) -> str:
     """The run file as text, with what was chosen and why in comments."""
     config = found.config
     seconds = found.totals.seconds
-    minutes = config.run.snapshot_every * seconds / 60
     lines = [
         f"# {found.explanation.parameters / 1e6:.3g} million parameters, {config.pipeline.stages} machines;",
         f"# a step takes about {seconds:.3g} s, set by {found.totals.floor.binds}.",
@@ -172,7 +170,7 @@ def run_file(found: FirstRun) -> str:
         "pipeline": (config.pipeline, ("stages", "forward_codec", "backward_codec")),
     }
     notes = {
-        "snapshot_every": f"about every {minutes:.2g} minutes",
+        "snapshot_every": "a failure costs at most this",
         "path": "your text: a file, JSONL, or a folder of them",
         "stages": "one machine each; more that join are spares",
         "tokenizer": "bytes, or a tokenizer.json, or a folder with one or with vocab.json and merges.txt",

@@ -46,11 +46,18 @@ def run(args: argparse.Namespace) -> int:
     from node.analysis.machines import machines_for, parse_machine
     from node.display.explain import explanation_json, explanation_text
     from node.run_file.loader import load_config
+    from node.training.tokenizer import load_tokenizer
     from wire.errors import DataError
 
     given = [parse_machine(text) for text in args.machine]
     config = load_config(args.run_file, args.overrides)
     explanation = explain(config, text_plan(config, _tell))
+    vocabulary = load_tokenizer(config.data.tokenizer).vocabulary
+    if config.model.vocab > vocabulary:
+        _tell(
+            f"model.vocab = {config.model.vocab} is more than the {vocabulary} tokens of the tokenizer: "
+            "the other rows of embedding and head are never used"
+        )
     machines = machines_for(config.pipeline.stages, given) if given else ()
     shown = explanation_json if args.json else explanation_text
     sys.stdout.write(shown(explanation, machines) + "\n")

@@ -144,7 +144,7 @@ def _read_token(token: str | None, path: Path | None) -> str:
         raise UsageError("give the join token either as TOKEN or by --token-file PATH")
     if path is None:
         assert token is not None
-        return token
+        return (token.split() or [""])[-1]  # the whole join line may be one argument
     try:
         # Some editors write a byte order mark.
         with path.open(encoding="utf-8-sig") as file:

@@ -6,6 +6,9 @@ The docstring beneath a field is its text in the run file's reference. Units are
 from dataclasses import dataclass, field
 from typing import Literal
 
+Every = int | str
+"""Steps, or a length of time as text."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSection:
@@ -19,8 +22,8 @@ class RunSection:
     """Optimizer steps in the whole run."""
     tokens: int = 0
     """Tokens in the whole run, rounded up to whole steps, in place of `steps`; 0 takes `steps`."""
-    snapshot_every: int = 100
-    """Steps between snapshots; the last step always writes one."""
+    snapshot_every: Every = 100
+    """Steps between snapshots, or a time such as `"10 min"`; the last step always writes one."""
     keep_snapshots: int = 3
     """Complete snapshots to keep; older ones are deleted."""
     keep_best: bool = True

@@ -43,7 +43,14 @@ from node.coordinator.reporter import Emit, Reporter
 from node.coordinator.run_plan import Past, run_plan, step_plan
 from node.coordinator.sessions import ControlSession, Sessions
 from node.coordinator.snapshot_handler import SnapshotExports, SnapshotHandler, UploadPermit
-from node.coordinator.store import HeldOutRecord, PlacedNode, StepOutcome, StepRecord, Store
+from node.coordinator.store import (
+    EVICTED_WORDS,
+    HeldOutRecord,
+    PlacedNode,
+    StepOutcome,
+    StepRecord,
+    Store,
+)
 from node.coordinator.tracer import Tracer
 from node.coordinator.window_planner import WindowPlanner
 from node.pipeline.device_memory import devices_of
@@ -271,7 +278,7 @@ class Coordinator:
 
     def _shut_out(self, node_id: str) -> None:
         """An evicted node is out before it can complain of being refused."""
-        finish = Finish(reason="you were evicted from this run by its operator", failed=True)
+        finish = Finish(reason=f"you were {EVICTED_WORDS}", failed=True)
         if self._sessions.send(node_id, finish):
             self._post(functools.partial(self._machine.lost, node_id, EVICTED))
 
@@ -414,7 +421,7 @@ class Coordinator:
             )
         if member.evicted is not None:
             self._shut_out(node_id)
-            return Refusal(RefusalCode.EVICTED, f"{node_id} was evicted from this run by its operator")
+            return Refusal(RefusalCode.EVICTED, f"{node_id} was {EVICTED_WORDS}")
         return None
 
     def opened(self, session: ControlSession) -> None:

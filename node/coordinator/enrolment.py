@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 
 from node import faults
-from node.coordinator.store import Member, Store
+from node.coordinator.store import EVICTED_WORDS, Member, Store
 from node.telemetry import events
 from wire.errors import RefusalCode, RunError
 from wire.identity.authority import CertificateAuthority, csr_public_key, public_key_hash
@@ -102,7 +102,7 @@ class EnrolmentHandler:
         if member is None:
             return Refusal(RefusalCode.NOT_A_MEMBER, f"{node_id} is no member of this run: join with a token")
         if member.evicted is not None:
-            return Refusal(RefusalCode.EVICTED, f"{node_id} was evicted from this run by its operator")
+            return Refusal(RefusalCode.EVICTED, f"{node_id} was {EVICTED_WORDS}")
         if public_key_hash(key) != member.public_key_hash:
             return Refusal(
                 RefusalCode.BAD_REQUEST, f"{node_id} joined with another key than this request's: join again"

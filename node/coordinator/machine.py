@@ -69,7 +69,9 @@ class RunMachine:
         self.plan = plan
         self.stopped = False
         self._roster = Roster(silent_seconds=plan.silent_seconds, reconnect_seconds=plan.reconnect_seconds)
-        self._snapshots = SnapshotSchedule(every=plan.snapshot_every, newest=past.newest_snapshot)
+        self._snapshots = SnapshotSchedule(
+            every=plan.snapshot_every, newest=past.newest_snapshot, seconds=plan.snapshot_seconds
+        )
         self._failures = Failures()
         self._blame = Blame()
         self._epochs = EpochSeries(
@@ -337,10 +339,10 @@ class RunMachine:
             self._failures.forgive()
             self._blame.done(epoch.hosts, epoch.step)
         if epoch.step < self.plan.total_steps:
-            if self._snapshots.due(epoch.step):
+            if self._snapshots.due(epoch.step, now - self._unseen):
                 # Also after a restore: the epoch that should have taken this snapshot may have ended badly.
                 self._growing = self._can_grow(epoch)
-            if self._snapshots.wanted(epoch.step) and self._may_go_on(epoch):
+            if self._snapshots.wanted(epoch.step, now - self._unseen) and self._may_go_on(epoch):
                 actions = [*actions, *self._snapshot(epoch, now, await_it=False)]
         return actions + self._between_steps(epoch, now)
 

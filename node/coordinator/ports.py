@@ -10,8 +10,10 @@ by then, so the port tells them to keep waiting.
 import contextlib
 import logging
 import socket
+import struct
+import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -48,6 +50,10 @@ LIFETIME = timedelta(days=1)
 STOP_SECONDS = 2.0
 # This process holds the CA's key too, so a short lifetime would protect nothing.
 SERVER_LIFETIME = timedelta(days=365)
+MOST_OWN = 4
+"""Addresses of this machine in a join token, besides loopback."""
+SIOCGIFADDR, SIOCGIFFLAGS, IFF_UP = 0x8915, 0x8913, 0x1
+"""Linux's requests for an interface's address and state."""
 _WAIT_SECONDS = 5.0
 _THREADS = 4
 
@@ -200,7 +206,7 @@ def own_addresses(host: str, port: int) -> tuple[str, ...]:
 
 
 def own_hosts(host: str) -> tuple[str, ...]:
-    """`host` itself, or for "any" the address of the default route and loopback."""
+    """`host` itself, or for "any" the address of the default route, those of all interfaces, and loopback."""
     if host not in ("0.0.0.0", "::"):
         return (host,)
     family = socket.AF_INET6 if host == "::" else socket.AF_INET
@@ -212,5 +218,39 @@ def own_hosts(host: str) -> tuple[str, ...]:
             probe.connect((outside, 9))
             own = probe.getsockname()[0]
         except OSError:
-            own = loopback
-    return tuple(dict.fromkeys((own, loopback)))
+            own = ""
+    others = interface_addresses() if family == socket.AF_INET else ()
+    known = [one for one in (own, *others) if one and one != loopback]
+    return tuple(dict.fromkeys((*known[:MOST_OWN], loopback)))
+
+
+def interface_addresses() -> tuple[str, ...]:
+    """IPv4 addresses of this machine's interfaces that are up, without loopback. Linux; elsewhere empty."""
+    if not sys.platform.startswith("linux"):
+        return ()
+    import fcntl
+
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", name.encode()[:15])
+                flags = struct.unpack_from("H", fcntl.ioctl(asking, SIOCGIFFLAGS, request), 16)[0]
+                address = socket.inet_ntoa(fcntl.ioctl(asking, SIOCGIFADDR, request)[20:24])
+                if flags & IFF_UP and not address.startswith("127."):
+                    found.append(address)
+    return tuple(found)
+
+
+def where_reached(addresses: Sequence[str]) -> str:
+    """A line for the operator: at which addresses nodes look for the coordinator."""
+    hosts = [split_address(address)[0] for address in addresses]
+    if all(host in ("127.0.0.1", "::1", "localhost") for host in hosts):
+        return (
+            "the join line leads to this machine alone, which has no other address: connect it to a network, "
+            "or set coordinator.advertise to the address that other machines reach"
+        )
+    return (
+        f"the join line leads to {', '.join(addresses)}; from elsewhere than these networks set "
+        "coordinator.advertise"
+    )

@@ -14,6 +14,7 @@ from node.model.lora_shapes import trained_specs
 from node.model.units import state_bytes, unit_names
 from node.pipeline.placement import chunks_of, stage_units
 from node.pipeline.routing import neighbours
+from node.telemetry.format import parse_duration
 from node.training.schedule import clip_coefficient, learning_rate
 
 
@@ -30,6 +31,9 @@ class RunPlan:
     """With fewer nodes than this the run pauses."""
     total_steps: int
     snapshot_every: int
+    """Steps; 1 if snapshots are by time."""
+    snapshot_seconds: float = 0.0
+    """Seconds between snapshots; 0 if they are by steps."""
     valid_every: int = 0
     """Steps between measurements of the held-out loss; 0 for none."""
     held_out: tuple[HeldOutPass, ...] = ()
@@ -81,12 +85,14 @@ def run_plan(config: RunConfig, windows: int, held_out: int = 0) -> RunPlan:
         held_out: held-out samples to measure the loss on.
     """
     pipeline, settings = config.pipeline, config.coordinator
+    every = config.run.snapshot_every
     return RunPlan(
         stages=pipeline.stages,
         groups=pipeline.groups,
         most_rows=pipeline.most_rows,
         total_steps=config.run.steps,
-        snapshot_every=config.run.snapshot_every,
+        snapshot_every=every if isinstance(every, int) else 1,
+        snapshot_seconds=0.0 if isinstance(every, int) else parse_duration(every) or 0.0,
         valid_every=config.data.valid_every,
         held_out=held_out_passes(config, held_out),
         microbatch=config.training.microbatch,

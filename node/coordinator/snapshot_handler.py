@@ -319,14 +319,19 @@ class SnapshotExports:
     """Writes every n-th snapshot as a Hugging Face folder, `exports/step-N` in the run directory."""
 
     def __init__(self, config: RunConfig, run_directory: Path) -> None:
-        self._every = config.training.export_every * config.run.snapshot_every
+        every = config.run.snapshot_every
+        self._every = config.training.export_every * (every if isinstance(every, int) else 1)
+        self._by_time = not isinstance(every, int)
+        self._count = 0
         self._last = config.run.steps
         self._run_directory = run_directory
         self._due: asyncio.Queue[int] = asyncio.Queue()
 
     def stored(self, step: int) -> None:
         """A snapshot is complete."""
-        if self._every and (step % self._every == 0 or step == self._last):
+        self._count += 1
+        number = self._count if self._by_time else step
+        if self._every and (number % self._every == 0 or step == self._last):
             self._due.put_nowait(step)
 
     async def run(self) -> None:

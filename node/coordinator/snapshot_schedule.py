@@ -34,12 +34,16 @@ class _Asked:
 class SnapshotSchedule:
     """One run's snapshots, named by the number of steps that led to them."""
 
-    def __init__(self, *, every: int, newest: int) -> None:
+    def __init__(self, *, every: int, newest: int, seconds: float = 0.0) -> None:
+        """`every`: steps between snapshots; or, with `seconds`, that time."""
         self.newest = newest
         """The newest one that is complete and on disk; 0 before there is one."""
         self.awaited = False
         """The run waits until the snapshot asked for last is stored."""
         self._every = every
+        self._seconds = seconds
+        self._last: float | None = None
+        """When the last one was asked for, or the first step ended."""
         self._asked: list[_Asked] = []
         """What the epoch asked for and is not stored yet."""
         self._took: dict[str, float] = {}
@@ -58,13 +62,17 @@ class SnapshotSchedule:
         """Take the next possible one, due or not."""
         self._requested = True
 
-    def due(self, step: int) -> bool:
+    def due(self, step: int, now: float) -> bool:
         """Whether the run file asks for one after this step."""
-        return step % self._every == 0
+        if not self._seconds:
+            return step % self._every == 0
+        if self._last is None:
+            self._last = now
+        return now - self._last >= self._seconds
 
-    def wanted(self, step: int) -> bool:
+    def wanted(self, step: int, now: float) -> bool:
         """Whether to take one now, while the next steps run."""
-        if not self.due(step) and not self._requested:
+        if not self.due(step, now) and not self._requested:
             return False
         return self.newest < step and len(self._asked) < MAX_ASKED
 
@@ -87,6 +95,7 @@ class SnapshotSchedule:
         missing = {node: set(units) for node, units in layers.items()}
         self._asked.append(_Asked(step, now, missing, sizes))
         self._is_told = False
+        self._last = now
         if await_it:
             self.awaited = True
         else:

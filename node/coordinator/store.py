@@ -31,6 +31,9 @@ from wire.identity.files import create_private, make_private_directory
 from wire.identity.token import Decision, JoinToken, TokenRecord, admit, hash_secret, new_secret, new_token_id
 from wire.version import PROTOCOL, VERSION
 
+EVICTED_WORDS = (
+    "evicted from this run by its operator; to come back, ask for a new join line and give a new --state-dir"
+)
 DATABASE_FILE = "run.db"
 SCHEMA_VERSION = 1
 _BUSY_SECONDS = 10.0
@@ -483,7 +486,7 @@ def _refuse_member(db: sqlite3.Connection, member: Member) -> Refusal | None:
         if (known.node_id, known.public_key_hash) != (member.node_id, member.public_key_hash):
             return Refusal(RefusalCode.BAD_REQUEST, f"{member.node_id} has another key: join with a new one")
         if known.evicted is not None:
-            return Refusal(RefusalCode.EVICTED, f"{member.node_id} was evicted from this run by its operator")
+            return Refusal(RefusalCode.EVICTED, f"{member.node_id} was {EVICTED_WORDS}")
     return None
 
 

@@ -31,6 +31,7 @@ from node.coordinator.ports import (
     open_ports,
     own_addresses,
     split_listen,
+    where_reached,
 )
 from node.coordinator.reporter import Emit, codec_bits
 from node.coordinator.run_plan import Past
@@ -346,6 +347,8 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit) -> in
         uses = config.pipeline.stages * config.pipeline.most_rows
         _, token = run.store.create_token(time.time(), TOKEN_LIFETIME, uses)
         emit(_started(config, directory, run))
+        if not settings.advertise and split_listen(settings.listen)[0] in ("0.0.0.0", "::"):
+            emit(events.Notice(text=where_reached(addresses)))
         if run.news:
             emit(events.Notice(text=run.news))
         page = live_page(

@@ -293,7 +293,7 @@ def check_token(text: str) -> Iterator[Check]:
     from wire.identity.token import JoinToken
 
     try:
-        token = JoinToken.parse(text)
+        token = JoinToken.parse((text.split() or [""])[-1])  # the whole join line may be one argument
     except TokenError as error:
         fix = "copy the whole join line again, or ask for a new token"
         yield Check(name="token", status=Status.FAIL, detail=str(error), fix=fix)

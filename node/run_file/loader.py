@@ -5,6 +5,7 @@ an error with the expected type. Two conversions are made: a whole number to a f
 """
 
 import json
+import logging
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
@@ -14,10 +15,13 @@ from keyword import iskeyword
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from node.config.schema import RunConfig, Window
+from node.config.schema import Every, RunConfig, Window
 from node.run_file.validate import validate
+from node.telemetry.format import parse_duration
 from node.training.text import expanded
 from wire.errors import ConfigError, nearest
+
+log = logging.getLogger(__name__)
 
 EXPECTED = {
     str: "a string",
@@ -28,6 +32,7 @@ EXPECTED = {
     tuple[float, ...]: "a list of numbers",
     tuple[str, ...]: "a list of strings",
     Window: 'a whole number or "auto"',
+    Every: 'a whole number of steps, or a time such as "10 min"',
 }
 """The types of schema fields, in words."""
 
@@ -259,9 +264,21 @@ def _overridden(values: Values, overrides: Sequence[str], where: str) -> RunConf
     for override in overrides:
         section, key, value = parse_override(override)
         values.setdefault(section, {})[key] = value
-    config = _build(_with_checkpoint(values))
+    config = _with_short_warmup(_build(_with_checkpoint(values)))
     validate(config, where=where)
     return config
+
+
+def _with_short_warmup(config: RunConfig) -> RunConfig:
+    """A warm-up longer than the run is cut to a tenth of it, and that is said."""
+    steps, training = config.run.steps, config.training
+    if not 0 < steps < training.warmup_steps:
+        return config
+    cut = max(1, steps // 10)
+    log.warning(
+        "training.warmup_steps = %d is cut to %d: the run has %d steps", training.warmup_steps, cut, steps
+    )
+    return replace(config, training=replace(training, warmup_steps=cut, warmup_tokens=0))
 
 
 def _with_checkpoint(values: Values) -> Values:
@@ -322,6 +339,8 @@ def convert(value: Any, kind: Any, *, where: str, name: str) -> Any:
         return value
     if kind == Window and (type(value) is int or value == "auto"):
         return value
+    if kind == Every and (type(value) is int or (type(value) is str and parse_duration(value) is not None)):
+        return value
     if kind == tuple[int, ...] and isinstance(value, list) and all(type(item) is int for item in value):
         return tuple(value)
     if kind == tuple[float, ...] and isinstance(value, list) and all(type(x) in (int, float) for x in value):
@@ -343,7 +362,7 @@ def _items(value: Any) -> Sequence[Any]:
 def _parse_override_value(raw: str, kind: Any) -> Any:
     """Parse the text after `=`: TOML, or for strings and lists what people type in a shell."""
     as_toml = toml_scalar(raw)
-    if kind is str or (kind == Window and as_toml is None):
+    if kind is str or (kind in (Window, Every) and as_toml is None):
         return as_toml if isinstance(as_toml, str) else raw
     if kind in EXPECTED_LISTS and not isinstance(as_toml, list):
         items = [item.strip() for item in raw.split(",")] if raw else []

@@ -27,6 +27,7 @@ from node.model.storage import AS_COMPUTED, FROM_PRESET, KINDS, PRESETS, RECOMPU
 from node.model.units import CHOICES, FAMILIES
 from node.pipeline.placement import HEADS, head_first
 from node.pipeline.snapshot_place import KEEPS
+from node.telemetry.format import parse_duration
 from node.telemetry.trace_files import TracedSteps
 from node.training.schedule import SCHEDULES
 from wire.codecs.formats import codec_format
@@ -121,7 +122,12 @@ def _run(run: RunSection) -> Iterator[str]:
         )
     if not 0 <= run.seed < 2**63:
         yield f"run.seed must be from 0 to 2**63 - 1, got {run.seed}"
-    yield from _at_least(1, {"run.steps": run.steps, "run.snapshot_every": run.snapshot_every})
+    yield from _at_least(1, {"run.steps": run.steps})
+    every = run.snapshot_every
+    if isinstance(every, int):
+        yield from _at_least(1, {"run.snapshot_every": every})
+    elif (parse_duration(every) or 0.0) < 1.0:
+        yield f'run.snapshot_every must be steps or a time of at least 1s, as in "10 min", got {every!r}'
     yield from _at_least(0, {"run.tokens": run.tokens})
     yield from _at_least(1, {"run.keep_snapshots": run.keep_snapshots})
 

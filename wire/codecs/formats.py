@@ -284,6 +284,9 @@ def codec_format(name: str) -> Format:
         raise ConfigError(f"unknown codec {name!r}: {TrellisFormat.RANGE} are, with at most three decimals")
     if name.startswith(AqsgdFormat.PREFIX):
         raise ConfigError(f"unknown codec {name!r}: {AqsgdFormat.RANGE} are")
+    if bits := re.fullmatch(r"fixed-([0-9]{1,4})", name):
+        closest = max(FixedFormat.MIN_BITS, min(FixedFormat.MAX_BITS, int(bits[1])))
+        raise ConfigError(f"unknown codec {name!r}; did you mean 'fixed-{closest}'?")
     raise ConfigError(
         f"unknown codec {name!r}{nearest(name, (*_FORMATS, AqsgdFormat.RANGE, TrellisFormat.RANGE))}"
     )

@@ -157,3 +157,10 @@ def test_explain_gives_totals_and_fails_on_text_that_cannot_be_read(
     assert main(["config", "explain", str(path), f"data.path={tmp_path / 'absent.txt'}"]) == 2
     said = capsys.readouterr()
     assert "in total:" in said.out and "absent.txt" in said.err
+
+
+def test_rows_that_no_token_uses_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[model]\nvocab = 4096\n")
+    assert main(["config", "explain", str(path)]) == 0
+    assert "model.vocab = 4096 is more than the 256 tokens of the tokenizer" in capsys.readouterr().err

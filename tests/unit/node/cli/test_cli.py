@@ -431,3 +431,10 @@ def test_a_run_of_another_user_is_one_line(
     assert main([command, str(run)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "cannot be read: only the user that runs its coordinator may" in line
+
+
+def test_a_whole_join_line_is_taken_as_one_argument() -> None:
+    from node.cli.join import _read_token
+
+    assert _read_token("  thinwire join tw1_abc\n", None) == "tw1_abc"
+    assert _read_token("", None) == ""

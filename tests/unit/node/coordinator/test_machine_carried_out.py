@@ -24,7 +24,7 @@ from node.coordinator.coordinator import Coordinator, Outcome
 from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.run_plan import Past
 from node.coordinator.sessions import MOST_WAITING, ControlSession
-from node.coordinator.store import PlacedNode, StepOutcome, StepRecord, Store
+from node.coordinator.store import EVICTED_WORDS, PlacedNode, StepOutcome, StepRecord, Store
 from node.pipeline.placement import stage_units
 from node.run_file.loader import from_json
 from node.telemetry import events
@@ -244,7 +244,7 @@ async def test_a_database_that_cannot_be_read_now_is_read_at_the_next_look(
         node.vote()
         assert isinstance(await node.hear(), Commit)
         run.store.out, run.store.refuse = ["a"], ""
-        evicted = Finish(reason="you were evicted from this run by its operator", failed=True)
+        evicted = Finish(reason=f"you were {EVICTED_WORDS}", failed=True)
         assert await node.hear() == evicted
         assert not run.running.done()
 

@@ -291,3 +291,15 @@ def test_paths_of_sources_become_absolute(tmp_path: Path, monkeypatch: pytest.Mo
     config = with_absolute_paths(default_config(["data.sources=a.jsonl,b", "data.weights=0.3,0.7"]))
     assert config.data.sources == (str(tmp_path / "a.jsonl"), str(tmp_path / "b"))
     assert config.data.weights == (0.3, 0.7) and config.data.chat_template == ""
+
+
+def test_a_warm_up_longer_than_the_run_is_cut_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    config = default_config(["run.steps=50", "training.warmup_steps=200"])
+    assert config.training.warmup_steps == 5
+    assert "training.warmup_steps = 200 is cut to 5: the run has 50 steps" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "meant"), [("fixed-20", "fixed-10"), ("fixed-1", "fixed-2")])
+def test_a_width_that_a_codec_lacks_names_the_closest(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown codec '{name}'; did you mean '{meant}'"):
+        default_config([f"pipeline.backward_codec={name}"])

@@ -110,7 +110,6 @@ def test_the_most_that_is_allowed() -> None:
         ({"training.lr": 0.0}, "training.lr must be a finite number above 0"),
         ({"training.lr": float("nan")}, "training.lr must be a finite number above 0, got nan"),
         ({"training.min_lr_ratio": 1.5}, "training.min_lr_ratio must be from 0 to 1"),
-        ({"training.warmup_steps": 301}, "training.warmup_steps must be from 0 to run.steps (300), got 301"),
         ({"training.warmup_steps": -1}, "training.warmup_steps"),
         ({"training.beta1": 1.0}, "training.beta1 must be at least 0 and below 1"),
         ({"training.beta2": -0.1}, "training.beta2"),
