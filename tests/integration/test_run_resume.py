@@ -164,6 +164,31 @@ def test_a_damaged_newest_snapshot_costs_some_steps(when: str, prefork: Prefork,
         run.assert_undisturbed()
 
 
+@pytest.mark.parametrize("harm", ["truncated", "empty", "missing"])
+def test_a_damaged_record_is_rebuilt_by_resume(harm: str, prefork: Prefork, tmp_path: Path) -> None:
+    """The run goes on from its newest snapshot, and a manifest of another one that is nonsense is damage."""
+    config = replace(CONFIG, run=replace(CONFIG.run, snapshot_every=2))
+    with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=0, steps=7)) as run:
+        stop(run)
+        oldest, *_, newest = list_snapshots(run.run_dir / "snapshots")
+        manifest = snapshot_directory(run.run_dir / "snapshots", oldest) / "manifest.json"
+        manifest.write_text("[" * 100_000)
+        database = run.run_dir / "run.db"
+        for companion in ("-wal", "-shm"):
+            database.with_name(f"run.db{companion}").unlink(missing_ok=True)
+        whole = database.read_bytes()
+        database.unlink()
+        if harm != "missing":
+            database.write_bytes(whole[: len(whole) // 2] if harm == "truncated" else b"")
+        second = run.resume("coordinator.regroup_seconds=0.5")
+        told = second.wait_event(Notice, lambda notice: "rebuilt from the snapshot" in notice.text)
+        assert f"rebuilt from the snapshot of step {newest}" in told.text
+        assert second.wait_event(RunStarted).first_step == newest
+        run.add_nodes(2)
+        assert second.wait_exit() == 0
+        run.assert_undisturbed()
+
+
 def test_without_a_whole_snapshot_a_run_is_not_resumed(prefork: Prefork, tmp_path: Path) -> None:
     with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=0, steps=3)) as run:
         path = damage(run, stopped(run))
