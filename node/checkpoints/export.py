@@ -34,7 +34,7 @@ from node.model.units import HEAD
 from node.telemetry import events
 from node.telemetry.history import read_history
 from node.training.manifest import Manifest
-from node.training.snapshot import list_snapshots, read_manifest, read_unit, snapshot_directory
+from node.training.snapshot import held_by_nodes, list_snapshots, read_manifest, read_unit, snapshot_directory
 from node.training.unit_state import parameters_of, read_tensors
 from wire.errors import UserError
 
@@ -75,11 +75,13 @@ def export(
     snapshots = run_directory / "snapshots"
     complete = list_snapshots(snapshots)
     if not complete:
-        raise UserError(f"{run_directory} has no complete snapshot yet: wait for run.snapshot_every steps")
+        hint = held_by_nodes(run_directory) or ": wait for run.snapshot_every steps"
+        raise UserError(f"{run_directory} has no complete snapshot yet{hint}")
     step = complete[-1] if step is None else step
     if step not in complete:
         raise UserError(
             f"{run_directory} has no snapshot of step {step}; it has {', '.join(map(str, complete))}"
+            f"{held_by_nodes(run_directory)}"
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is in use: name a new folder")

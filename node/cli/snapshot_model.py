@@ -28,7 +28,7 @@ def open_snapshot(args: argparse.Namespace) -> "tuple[RunConfig, int, Path]":
     from node.cli.run_directory import existing_run_directory
     from node.coordinator.store import Store
     from node.run_file.loader import from_json
-    from node.training.snapshot import list_snapshots, snapshot_directory
+    from node.training.snapshot import held_by_nodes, list_snapshots, snapshot_directory
     from wire.errors import UserError
 
     directory = existing_run_directory(args.run_dir)
@@ -48,7 +48,8 @@ def open_snapshot(args: argparse.Namespace) -> "tuple[RunConfig, int, Path]":
     elif str(args.step).isdecimal() and int(args.step) in steps:
         step = int(args.step)
     else:
-        raise UserError(f"{directory} has no snapshot of step {args.step}; it has: {have}")
+        hint = held_by_nodes(directory)
+        raise UserError(f"{directory} has no snapshot of step {args.step}; it has: {have}{hint}")
     return config, step, snapshot_directory(directory / "snapshots", step)
 
 

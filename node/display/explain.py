@@ -11,6 +11,7 @@ from node.analysis.totals import MOST_PASSES, codec_advice, machine_bytes, snaps
 from node.config.schema import RunConfig
 from node.model.storage import KINDS, unit_bytes
 from node.model.units import is_block
+from node.pipeline.snapshot_place import most_stage_bytes
 from node.run_file.loader import section_types, toml_value
 from node.telemetry.format import bytes_text, count_text, duration_text, table_lines
 
@@ -220,6 +221,24 @@ def _link_lines(explanation: Explanation) -> list[str]:
     return lines
 
 
+def _snapshot_lines(config: RunConfig, one: int) -> list[str]:
+    """What a snapshot costs by where it is kept."""
+    part, held = most_stage_bytes(config), config.run.keep_snapshots + 1
+
+    def times(size: int) -> str:
+        return ", ".join(
+            f"{duration_text(transfer_seconds(size, rate * PAYLOAD_SHARE))} at {rate}"
+            for rate in UPLOADS_MBIT
+        )
+
+    return [
+        f'snapshots.keep = "{config.snapshots.keep}"; one takes, beside the steps, at Mbit/s of a line:',
+        f"  coordinator: {bytes_text(one)} through its line: {times(one)}",
+        f"  nodes: up to {bytes_text(part)} to a second machine: {times(part)}; up to "
+        f"{bytes_text(2 * held * part)} on a node's disk",
+    ]
+
+
 def total_lines(explanation: Explanation, machines: Sequence[Machine] = ()) -> list[str]:
     """What the run comes to: each machine's line, seconds a step, the whole run, snapshots on disk."""
     config = explanation.config
@@ -267,6 +286,7 @@ def total_lines(explanation: Explanation, machines: Sequence[Machine] = ()) -> l
     elif len(loads) > 1:
         lines.append("with --machine 'rtx 4090,20/100' for each: seconds a step and the run's length")
     lines.append(f"snapshots take {bytes_text(one)} each, up to {bytes_text(most)} on the coordinator's disk")
+    lines += _snapshot_lines(config, one)
     if explanation.text is not None and explanation.text.passes > MOST_PASSES:
         lines.append(
             f"{explanation.text.passes:.3g} passes over the text: more than {MOST_PASSES} teach little new; "

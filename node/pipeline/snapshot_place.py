@@ -6,6 +6,7 @@ from statistics import median
 from node.config.schema import RunConfig
 from node.model.lora_shapes import trained_specs
 from node.model.units import state_bytes, unit_names
+from node.pipeline.placement import stage_units
 
 COORDINATOR = "coordinator"
 AUTO = "auto"
@@ -18,10 +19,17 @@ MOST_SECONDS = 60.0
 
 def snapshot_bytes(config: RunConfig) -> int:
     """Bytes of weights and optimizer state of the whole model: a snapshot, but for its files' headers."""
-    return sum(
-        state_bytes(trained_specs(config.model, config.lora, unit), config.training.moments)
-        for unit in unit_names(config.model)
-    )
+    return sum(_unit_bytes(config, unit) for unit in unit_names(config.model))
+
+
+def most_stage_bytes(config: RunConfig) -> int:
+    """Bytes of the largest stage's part of a snapshot."""
+    stages = stage_units(config, config.pipeline.stages)
+    return max(sum(_unit_bytes(config, unit) for unit in units) for units in stages)
+
+
+def _unit_bytes(config: RunConfig, unit: str) -> int:
+    return state_bytes(trained_specs(config.model, config.lora, unit), config.training.moments)
 
 
 def keeps_on_nodes(config: RunConfig, step: int, rates: Sequence[float]) -> bool:

@@ -62,6 +62,18 @@ def list_snapshots(root: Path) -> tuple[int, ...]:
     return tuple(step for step, directory in _step_directories(root) if (directory / MANIFEST_NAME).is_file())
 
 
+def held_by_nodes(run_directory: Path) -> str:
+    """A hint for whoever wants a snapshot that is not here: how one comes here; empty if nodes hold none."""
+    held = sorted((run_directory / "kept").glob("step-*.json"))
+    if not held:
+        return ""
+    step = int(held[-1].stem.partition("-")[2])
+    return (
+        f"; the run's nodes hold that of step {step}: stop the run and go on with `thinwire resume "
+        f"{run_directory} snapshots.keep=coordinator`, then the next one comes here"
+    )
+
+
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of a complete snapshot.
 

@@ -22,6 +22,7 @@ from node.training.serialization import deserialize_unit, load_unit, serialize_u
 from node.training.snapshot import (
     SnapshotWriter,
     discard_incomplete,
+    held_by_nodes,
     list_snapshots,
     prune,
     read_manifest,
@@ -302,3 +303,12 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 def test_the_coordinators_side_does_not_import_torch() -> None:
     code = "import sys, node.training.snapshot, node.training.manifest; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+def test_a_snapshot_that_nodes_hold_is_named_with_the_way_to_get_one(tmp_path: Path) -> None:
+    assert held_by_nodes(tmp_path) == ""
+    (tmp_path / "kept").mkdir()
+    for step in (20, 100):
+        (tmp_path / "kept" / f"step-{step:08d}.json").write_text("{}")
+    assert "that of step 100: stop the run" in held_by_nodes(tmp_path)
+    assert f"thinwire resume {tmp_path} snapshots.keep=coordinator" in held_by_nodes(tmp_path)
