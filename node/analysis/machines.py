@@ -1,7 +1,8 @@
 """The machines that a run is planned for: their cards, memory and lines.
 
-Peaks are data sheets' (dense bf16 with float32 sums); a CPU's stands for a few cores. The share of the peak that
-a stage reaches was measured on an H200 (scripts/results/compute.json); for other devices it is an estimate.
+Peaks are data sheets' (dense bf16 with float32 sums); a CPU's stands for a few cores. The share of the peak
+that a stage reaches was measured on an H200 (scripts/results/compute.json); for other devices it is an
+estimate.
 """
 
 import re

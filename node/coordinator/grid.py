@@ -4,10 +4,13 @@ A row is a whole pipeline, a replica of the others. Nodes of a grid stand in one
 that a grid of one row is the sequence of its stages.
 """
 
+import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from itertools import pairwise
+from functools import cache
 from statistics import median
+
+from node.pipeline.gradient_groups import GroupTree
 
 Groups = tuple[tuple[int, ...], ...]
 """The gradient groups of each row."""
@@ -20,6 +23,8 @@ SHARED_STEPS = 10
 MOST_SHARED_STEPS = 1000
 REMEMBERED_STEPS = 9
 """A node is as fast as in the median of so many steps."""
+MOST_TRIALS = 2**20
+"""Sharings are searched through up to so many trials; beyond, longer runs stand before shorter ones."""
 
 
 def holders_by_stage(holders: Sequence[str | None], rows: int, present: Collection[str]) -> list[list[str]]:
@@ -41,7 +46,8 @@ def by_row(by_stage: Sequence[Sequence[str | None]], rows: int) -> list[str | No
 def share_groups(groups: int, row_seconds: Sequence[float | None], current: Groups | None = None) -> Groups:
     """Give each row a contiguous run of groups, so that the slowest row is done as early as possible.
 
-    Every row has a group at least.
+    Every row has a group at least. Of sharings in which a step is as short, it is one whose rows have the
+    fewest whole subtrees, since a row sends each of its own; then the one that keeps other rows short too.
 
     Args:
         groups: at least as many as rows.
@@ -55,18 +61,58 @@ def share_groups(groups: int, row_seconds: Sequence[float | None], current: Grou
     for _ in range(groups - len(seconds)):
         # The next group goes where it is done first: no other sharing has a shorter maximum.
         counts[min(range(len(seconds)), key=lambda row: ((counts[row] + 1) * seconds[row], row))] += 1
+    best = max(count * one for count, one in zip(counts, seconds, strict=True))
     if current is not None and _fits(current, groups, len(seconds)):
         now = max(len(run) * one for run, one in zip(current, seconds, strict=True))
-        best = max(count * one for count, one in zip(counts, seconds, strict=True))
         if best > (1 - GAIN) * now:
             return current
-    bounds = [sum(counts[:row]) for row in range(len(counts) + 1)]
-    return tuple(tuple(range(first, end)) for first, end in pairwise(bounds))
+    rows = len(seconds)
+    if (rows << rows) * groups**2 <= MOST_TRIALS:
+        return _fewest_subtrees(groups, seconds, best)
+    first, runs = 0, {}
+    for row in sorted(range(rows), key=lambda row: (-counts[row], row)):
+        runs[row] = tuple(range(first, first := first + counts[row]))
+    return tuple(runs[row] for row in range(rows))
+
+
+def _fewest_subtrees(groups: int, seconds: Sequence[float], longest: float) -> Groups:
+    """The sharing with fewest subtrees in all of those in which no row takes longer than `longest`."""
+    tree, everyone = GroupTree(groups), (1 << len(seconds)) - 1
+    # Sums of whole numbers do not depend on the order, so that rows of equal speed stay in theirs.
+    weights = [round(1e6 * one / longest) if longest else 0 for one in seconds]
+    none = (math.inf, math.inf)
+
+    @cache
+    def rest(first: int, placed: int) -> tuple[tuple[float, float], int, int]:
+        """Of what begins at a group: (subtrees, squares of rows' times), the row there, and its end."""
+        if placed == everyone:
+            return ((0, 0) if first == groups else none), -1, first
+        found = none, -1, first
+        left = len(seconds) - placed.bit_count()
+        for row, one in enumerate(seconds):
+            if placed >> row & 1:
+                continue
+            for end in range(groups - left + 1, first, -1):
+                if (end - first) * one > longest:
+                    continue
+                (subtrees, squares), *_ = rest(end, placed | 1 << row)
+                subtrees += tree.subtree_count(first, end)
+                cost = subtrees, squares + ((end - first) * weights[row]) ** 2
+                found = min(found, (cost, row, end), key=lambda one: one[0])
+        return found
+
+    runs: dict[int, tuple[int, ...]] = {}
+    first = placed = 0
+    while placed != everyone:
+        _, row, end = rest(first, placed)
+        runs[row] = tuple(range(first, end))
+        first, placed = end, placed | 1 << row
+    return tuple(runs[row] for row in range(len(seconds)))
 
 
 def _fits(current: Groups, groups: int, rows: int) -> bool:
     """Whether a sharing is one of so many groups over so many rows."""
-    return len(current) == rows and [one for run in current for one in run] == list(range(groups))
+    return len(current) == rows and sorted(one for run in current for one in run) == list(range(groups))
 
 
 def row_seconds(hosts: Sequence[str], rows: int, seconds: Mapping[str, float]) -> list[float | None]:

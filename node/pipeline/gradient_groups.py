@@ -58,6 +58,15 @@ class GroupTree:
         """The groups below a node of the tree. Raises KeyError for another number."""
         return range(*self._spans[node])
 
+    def subtree_count(self, first: int, end: int, node: int = ROOT) -> int:
+        """How many `subtrees` the run of groups from `first` to before `end` has below a node."""
+        low, high = self._spans[node]
+        if end <= low or high <= first:
+            return 0
+        if first <= low and high <= end:
+            return 1
+        return sum(self.subtree_count(first, end, child) for child in (2 * node, 2 * node + 1))
+
     def subtrees(self, groups: Collection[int]) -> tuple[int, ...]:
         """The fewest nodes that hold exactly these groups, in the groups' order."""
         held = set(groups)

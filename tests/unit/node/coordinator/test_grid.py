@@ -5,8 +5,9 @@ import itertools
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from node.coordinator.grid import GAIN, holders_by_stage, row_seconds, share_groups, spare_stages
+from node.coordinator.grid import GAIN, Groups, holders_by_stage, row_seconds, share_groups, spare_stages
 from node.coordinator.stage_assignment import Candidate, StageAssigner, assign
+from node.pipeline.gradient_groups import GroupTree
 
 
 def nodes(names: str) -> list[Candidate]:
@@ -32,6 +33,38 @@ def test_rows_of_equal_speed_share_evenly_and_the_first_take_the_rest() -> None:
     assert share_groups(4, [None, None]) == ((0, 1), (2, 3))
     assert share_groups(4, [None, None, None]) == ((0, 1), (2,), (3,))
     assert share_groups(1, [None]) == ((0,),)
+
+
+def test_a_row_with_more_groups_has_a_whole_subtree() -> None:
+    assert share_groups(4, [1.1, 1.0, 1.1]) == ((0,), (2, 3), (1,))
+    assert share_groups(8, [2.0, 1.0, 2.0]) == ((0, 1), (4, 5, 6, 7), (2, 3))
+    runs = share_groups(64, [float(row % 3 + 1) for row in range(16)])
+    assert sorted(group for run in runs for group in run) == list(range(64)), "too many to try"
+
+
+@given(
+    st.sampled_from([1, 2, 4, 8]),
+    st.lists(st.sampled_from([0.5, 0.9, 1.0, 1.1, 2.0, 3.0]), min_size=1, max_size=4),
+)
+def test_no_other_sharing_of_a_step_as_short_has_fewer_subtrees(groups: int, seconds: list[float]) -> None:
+    assume(len(seconds) <= groups)
+    tree, rows = GroupTree(groups), len(seconds)
+
+    def step(runs: Groups) -> float:
+        return max(len(run) * one for run, one in zip(runs, seconds, strict=True))
+
+    def subtrees(runs: Groups) -> int:
+        return sum(len(tree.subtrees(run)) for run in runs)
+
+    shared = share_groups(groups, list(seconds))
+    cuts = [(0, *one, groups) for one in itertools.combinations(range(1, groups), rows - 1)]
+    others = (
+        tuple(tuple(range(cut[place], cut[place + 1])) for place in order)
+        for cut in cuts
+        for order in itertools.permutations(range(rows))
+    )
+    best = min((step(runs), subtrees(runs)) for runs in others)
+    assert (step(shared), subtrees(shared)) == best
 
 
 def test_a_slow_row_has_fewer_groups_and_never_none() -> None:
@@ -63,7 +96,8 @@ def test_no_other_sharing_ends_a_step_earlier(
         current = tuple(tuple(range(first, end)) for first, end in itertools.pairwise(ends))
     shared = share_groups(groups, list(seconds), current)
     assert len(shared) == rows and all(shared)
-    assert [group for run in shared for group in run] == list(range(groups))
+    assert sorted(group for run in shared for group in run) == list(range(groups))
+    assert all(run == tuple(range(run[0], run[-1] + 1)) for run in shared)
 
     def step(counts: tuple[int, ...]) -> float:
         return max(count * one for count, one in zip(counts, seconds, strict=True))

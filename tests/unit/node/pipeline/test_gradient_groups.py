@@ -43,6 +43,13 @@ def rows_of_groups(draw: st.DrawFn) -> list[list[int]]:
     return draw(st.permutations(runs))
 
 
+@given(rows_of_groups())
+def test_subtrees_of_a_run_are_counted(rows: list[list[int]]) -> None:
+    tree = GroupTree(sum(map(len, rows)))
+    for run in rows:
+        assert tree.subtree_count(run[0], run[-1] + 1) == len(tree.subtrees(run))
+
+
 def told(left: str, right: str) -> str:
     return f"({left} {right})"
 
@@ -171,12 +178,23 @@ def test_owners_have_equal_shares(sizes: list[int], rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "rows", [[[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0, 1], [2], [3]], [[0], [1], [2], [3]]], ids=len
+    "rows",
+    [
+        [[0, 1, 2, 3]],
+        [[0, 1], [2, 3]],
+        [[0, 1], [2], [3]],
+        [[0], [2, 3], [1]],
+        [[2], [0, 1], [3]],
+        [[0], [1], [2], [3]],
+    ],
+    ids=str,
 )
 def test_a_node_sends_little_more_than_reduce_scatter_and_all_gather(rows: list[list[int]]) -> None:
     units = unit_names(CONFIG.model)
     coded = sum(piece_bytes(CONFIG, piece) for unit in units for piece in model_pieces(CONFIG)[unit])
 
     for row in range(len(rows)):
-        sent = sync_bytes(CONFIG, units, RowShare(CONFIG, row, rows))
+        share = RowShare(CONFIG, row, rows)
+        assert len(share.subtrees[row]) == 1
+        sent = sync_bytes(CONFIG, units, share)
         assert sent <= 1.01 * 2 * (len(rows) - 1) / len(rows) * coded
