@@ -28,16 +28,13 @@ from wire.pacing import Backoff
 from wire.spec import TensorKey
 from wire.stream_receiver import Expect
 from wire.stream_sender import Payload
+from wire.telemetry import DIRECT
 from wire.version import PROTOCOL
 
 BULK_METHOD = "/thinwire.wire.v1.Link/Bulk"
 CONTROL_METHOD = "/thinwire.wire.v1.Link/Control"
 METADATA_PREFIX = "thinwire-"
 """Both calls carry protocol, epoch, stage, session and attempt as decimal numbers under these keys."""
-
-DIRECT = "direct"
-RELAY = "relay"
-"""Paths between neighbours."""
 
 PATIENCE_SECONDS = 2.0
 """A direct path that fails is tried again for this long before another is."""

@@ -21,9 +21,10 @@ from wire.errors import ProtocolViolationError, RefusalCode
 from wire.front import Front, serve_behind, start_behind
 from wire.identity.credentials import mutual_tls, peer_node_id
 from wire.layer_exchange import LAYER_METHOD, LayerServer
-from wire.link import BULK_METHOD, CONTROL_METHOD, DIRECT, METADATA_PREFIX, Link
+from wire.link import BULK_METHOD, CONTROL_METHOD, METADATA_PREFIX, Link
 from wire.link_state import LinkSettings, LinkState, OnTensor
 from wire.stream_receiver import Expect
+from wire.telemetry import DIRECT
 from wire.version import PROTOCOL
 
 _BY = "by "

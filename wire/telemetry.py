@@ -5,6 +5,10 @@ from dataclasses import dataclass, field
 
 from wire.spec import Direction, TensorKey
 
+DIRECT = "direct"
+RELAY = "relay"
+"""Paths between neighbours."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FlowReport:
@@ -41,7 +45,7 @@ class LinkReport:
     peer_replica: int = 0
     """The neighbour's row."""
     path: str = ""
-    """`direct` or `relay`; empty while not known."""
+    """`DIRECT` or `RELAY`; empty while not known."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -185,6 +185,10 @@ class LinkView:
     little_used: bool = False
     """Traffic is so low that `capacity_mbit` is unreliable and not shown: too high, as short bursts pass a
     rate limit, or too low, as few bytes do not bring a link to its speed."""
+    path: str = ""
+    """`direct` or `relay`, which is the coordinator's; empty while unknown."""
+    why_not_direct: str = ""
+    """For a relayed link, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)

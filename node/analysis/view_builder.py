@@ -11,7 +11,7 @@ A view depends on events only, so a run that is over looks as it did while it ra
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from node.analysis.bottleneck import bottleneck
 from node.analysis.run_view import (
@@ -31,11 +31,16 @@ from node.telemetry import events
 from node.telemetry.clock import WAITS, TimeKind
 from node.telemetry.costs import LinkKey, Place
 from node.telemetry.format import bytes_text, duration_text, printable, without_addresses
+from wire.telemetry import RELAY
 
 __all__ = ["RunView", "RunViewBuilder", "view"]
 
 RECENT_STEPS = 10
 """Steps over which shares, rates and the bottleneck are taken."""
+NOT_LISTENING = "opens no port"
+NOT_REACHED = "cannot be dialled from the coordinator"
+NOT_ANSWERING = "does not answer its neighbour"
+"""Why a link is relayed, said of the node that its neighbour should dial."""
 MOST_EVENTS = 200
 """Newest events kept in the view."""
 MOST_SNAPSHOTS = 1000
@@ -82,6 +87,7 @@ class BuilderState:
     starts: int
     members: Mapping[str, _Member]
     devices: Mapping[str, str]
+    undialled: Mapping[str, str] = field(default_factory=dict)
     placement: events.PlacementMade | None
     restoring: bool
     step: events.StepDone | None
@@ -111,6 +117,8 @@ class RunViewBuilder:
         self._starts = 0
         self._members: dict[str, _Member] = {}
         self._devices: dict[str, str] = {}
+        self._undialled: dict[str, str] = {}
+        """Why neighbours cannot dial a node, for those that they cannot."""
         self._placement: events.PlacementMade | None = None
         self._restoring = False
         self._step: events.StepDone | None = None
@@ -140,6 +148,9 @@ class RunViewBuilder:
             case events.NodeJoined():
                 self._members[event.node_id] = _Member(event.device, at)
                 self._devices[event.node_id] = event.device
+                self._undialled.pop(event.node_id, None)
+                if not event.address:
+                    self._undialled[event.node_id] = NOT_REACHED if event.listens else NOT_LISTENING
             case events.NodeLeft():
                 self._members.pop(event.node_id, None)
             case events.PlacementMade():
@@ -182,6 +193,7 @@ class RunViewBuilder:
             starts=self._starts,
             members=dict(self._members),
             devices=dict(self._devices),
+            undialled=dict(self._undialled),
             placement=self._placement,
             restoring=self._restoring,
             step=self._step,
@@ -211,6 +223,7 @@ class RunViewBuilder:
         made._starts = state.starts
         made._members = dict(state.members)
         made._devices = dict(state.devices)
+        made._undialled = dict(state.undialled)
         made._placement = state.placement
         made._restoring = state.restoring
         made._step = state.step
@@ -438,8 +451,23 @@ class RunViewBuilder:
             for link in costs.links:
                 recent.setdefault(_ends(link), []).append(link)
         return tuple(
-            self._links[ends].view(ends, recent[ends], seconds) for ends in sorted(recent) if seconds > 0
+            self._with_reason(self._links[ends].view(ends, recent[ends], seconds))
+            for ends in sorted(recent)
+            if seconds > 0
         )
+
+    def _with_reason(self, link: LinkView) -> LinkView:
+        """The link with the reason why it is not direct, if it is not."""
+        placement = self._placement
+        if link.path != RELAY or placement is None:
+            return link
+        # The lower row or stage dials.
+        replica, stage = max((link.source_replica, link.source), (link.target_replica, link.target))
+        index = replica * placement.stages + stage
+        node_id = placement.nodes[index] if index < len(placement.nodes) else ""
+        where = f"stage {stage}" + (f" of row {replica}" if len(placement.groups) > 1 else "")
+        why = self._undialled.get(node_id, NOT_ANSWERING)
+        return replace(link, why_not_direct=f"the node of {where} {why}")
 
 
 def _ends(link: events.LinkCost | LinkSums) -> LinkKey:
@@ -518,6 +546,7 @@ class _LinkSums:
             rejects=self._rejects,
             queued_bytes=newest.queued_bytes,
             little_used=use is not None and use < LITTLE,
+            path=newest.path,
         )
 
 

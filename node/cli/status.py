@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from node.display.status import RunStatus
 
+_OF_A_LINK = ("source", "target", "source_replica", "target_replica", "path", "why_not_direct")
+
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("status", help="show a run's state")
@@ -24,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from node.cli.token import token_state
     from node.coordinator.store import Store
     from node.display.status import coordinator_alive, read_status
+    from node.display.top import path_sentences
     from node.display.watch import HistoryWatch
     from node.telemetry.format import duration_text
 
@@ -36,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
         complete = [snapshot for snapshot in store.snapshots() if snapshot.complete]
         usable = sum(token_state(token, now) == "usable" for token in store.list_tokens())
     status = read_status(directory)
-    bottleneck = HistoryWatch(directory).view().bottleneck
+    view = HistoryWatch(directory).view()
+    bottleneck = view.bottleneck
     snapshots = [snapshot.step for snapshot in complete]
     age = max(0.0, now - complete[-1].created) if complete else None
     # The database counts steps from 0.
@@ -56,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
             "snapshot_age_seconds": age,
             "usable_tokens": usable,
             "bottleneck": bottleneck,
+            "links": [{name: getattr(link, name) for name in _OF_A_LINK} for link in view.links],
             "status": json.loads(status.to_json()) if status else None,
         }
         sys.stdout.write(json.dumps(whole) + "\n")
@@ -66,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     if status:
         lines += _live_lines(status, now, alive)
     lines += [f"slow      {sentence}" for sentence in bottleneck]
+    lines += [f"path      {sentence}" for sentence in path_sentences(view)]
     lines.append(f"nodes     {len(members)} admitted since the run began")
     newest = f", the newest {duration_text(age)} old" if age is not None else ""
     lines.append(f"snapshots {', '.join(map(str, snapshots)) or 'none yet'}{newest}")

@@ -445,9 +445,9 @@ class Coordinator:
         def happening(now: float) -> list[Action]:
             known = self._machine.members.get(node_id)
             if known is None or known.process_nonce != hello.process_nonce:
-                self._emit(
-                    events.NodeJoined(node_id=node_id, device=hello.hardware.device, address=session.address)
-                )
+                device, listens = hello.hardware.device, bool(hello.peer_address)
+                where = session.address
+                self._emit(events.NodeJoined(node_id=node_id, device=device, address=where, listens=listens))
             return self._machine.hello(
                 node_id,
                 address=session.address,

@@ -15,8 +15,8 @@ from node.coordinator.accounting import Accounting
 from node.coordinator.actions import AbortKind
 from node.telemetry import events
 from node.telemetry.metrics import RUN_METRICS, Families, Histogram
-from wire.link import RELAY
 from wire.relay import Relay, RelayTotals
+from wire.telemetry import RELAY
 from wire.version import PROTOCOL, VERSION
 
 COUNTED = (

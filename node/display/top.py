@@ -4,6 +4,7 @@ import textwrap
 
 from node.analysis.run_view import HeldOutView, LinkView, RunView, StageView
 from node.telemetry.format import bytes_text, count_text, duration_text, printable, table_lines
+from wire.telemetry import DIRECT, RELAY
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 48
@@ -26,6 +27,8 @@ def view_lines(view: RunView, now: float, width: int = 0) -> list[str]:
         lines += ["", *_rows(view), *_stage_table(view.stages)]
     if view.links:
         lines += ["", *_link_table(view.links)]
+        for sentence in path_sentences(view, relayed_only=True):
+            lines += _wrapped("path        ", sentence, width)
     if view.held_out is not None:
         lines.append(_held_out(view.held_out))
     lines += ["", _nodes(view, now)]
@@ -125,6 +128,7 @@ def _stage_table(stages: tuple[StageView, ...]) -> list[str]:
 def _link_table(links: tuple[LinkView, ...]) -> list[str]:
     rows_here = 1 + max(max(link.source_replica, link.target_replica) for link in links)
     header = ["link", "codecs", "Mbit/s", "capacity", "use", "bits", "round trip", "sent", "again", "damaged"]
+    header.append("path")
     rows = [
         [
             f"{place_text(link.source_replica, link.source, rows_here)} to "
@@ -138,10 +142,36 @@ def _link_table(links: tuple[LinkView, ...]) -> list[str]:
             bytes_text(link.bytes),
             str(link.retransmits),
             str(link.rejects),
+            _path(link),
         ]
         for link in links
     ]
     return table_lines(header, rows)
+
+
+def path_sentences(view: RunView, *, relayed_only: bool = False) -> list[str]:
+    """Which path each link takes, and why not the direct one; of both directions together."""
+    ways: dict[tuple[tuple[int, int], ...], LinkView] = {}
+    for link in view.links:
+        ends = (link.source_replica, link.source), (link.target_replica, link.target)
+        # The end that dials comes first in `links`.
+        if link.path:
+            ways.setdefault(tuple(sorted(ends)), link)
+    found: dict[tuple[str, str], list[str]] = {}
+    for (lower, upper), link in ways.items():
+        names = place_text(*lower, view.rows), place_text(*upper, view.rows)
+        found.setdefault((_path(link), link.why_not_direct), []).append(" and ".join(names))
+    if not relayed_only and len(found) == 1 and next(iter(ways.values())).path == DIRECT:
+        return ["every link is direct"]
+    return [
+        f"{', '.join(names)}: {path}{f', as {why}' if why else ''}"
+        for (path, why), names in found.items()
+        if why or not relayed_only
+    ]
+
+
+def _path(link: LinkView) -> str:
+    return f"{RELAY} (coordinator)" if link.path == RELAY else link.path or "-"
 
 
 def _use(link: LinkView) -> str:

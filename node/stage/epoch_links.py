@@ -17,11 +17,12 @@ from node.stage.session import IdentityHolder
 from wire.codecs.formats import FP32
 from wire.errors import LinkLostError, ThinwireError, first_error
 from wire.layer_exchange import LayerServer
-from wire.link import RELAY, Link, LinkPath, LinkSettings, LinkStats, dial_link
+from wire.link import Link, LinkPath, LinkSettings, LinkStats, dial_link
 from wire.link_server import AcceptedLink, LinkServer
 from wire.messages import Placement
 from wire.relay_client import RelayClient
 from wire.spec import TensorKey
+from wire.telemetry import RELAY
 
 OFFER_SECONDS = 2.0
 """A neighbour that should dial this node and has not done so for this long may come by the relay."""

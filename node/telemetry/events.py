@@ -91,6 +91,9 @@ class NodeJoined(Event):
     node_id: str
     device: str
     address: str
+    """Where neighbours dial it; empty if they cannot."""
+    listens: bool = True
+    """Whether it opens a port for neighbours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +241,8 @@ class LinkCost:
     source_replica: int = 0
     """The row of the stage that sent."""
     target_replica: int = 0
+    path: str = ""
+    """`direct` or `relay` at the end of the step; empty while unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

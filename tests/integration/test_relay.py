@@ -17,10 +17,11 @@ from wire.door import Door
 from wire.errors import LinkError
 from wire.identity.authority import CertificateAuthority
 from wire.identity.credentials import NodeIdentity
-from wire.link import DIRECT, RELAY, DialledLink, LinkPath, dial_link
+from wire.link import DialledLink, LinkPath, dial_link
 from wire.link_server import AcceptedLink, LinkServer
 from wire.relay import PROTOCOL_NAME, Relay
 from wire.relay_client import RelayClient
+from wire.telemetry import DIRECT, RELAY
 from wire.tls_socket import mutual_context
 
 LENGTH = 3_000_000

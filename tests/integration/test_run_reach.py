@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from node.display.watch import HistoryWatch
 from node.telemetry.events import NodeJoined, PageServed
 from tests.support.fault_prefork import Prefork
 from tests.support.ports import listening
@@ -33,6 +34,10 @@ def test_nodes_that_open_no_port_train_the_same_weights(prefork: Prefork, tmp_pa
         run.add_node(run.new_token(), options=("--no-listen",))
         assert coordinator.wait_exit() == 0
         run.assert_undisturbed()
+        shown = HistoryWatch(run.run_dir).view().links
+        assert {(link.path, link.why_not_direct) for link in shown} == {
+            ("relay", f"the node of stage {stage} opens no port") for stage in (1, 2)
+        }
 
 
 def test_without_a_relay_a_node_that_opens_no_port_is_refused(prefork: Prefork, tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ def started(*, first_step: int = 0, steps: int = 100) -> events.RunStarted:
     )
 
 
-def joined(node: str) -> events.NodeJoined:
-    return events.NodeJoined(node_id=node, device="cpu", address="192.0.2.7:4711")
+def joined(node: str, address: str = "192.0.2.7:4711", *, listens: bool = True) -> events.NodeJoined:
+    return events.NodeJoined(node_id=node, device="cpu", address=address, listens=listens)
 
 
 def placed(epoch: int = 1, nodes: Sequence[str] = NODES[:2], step: int = 0) -> events.PlacementMade:

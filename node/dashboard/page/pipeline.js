@@ -142,8 +142,13 @@ function lane(link, names) {
       ...flows.map((words) => element("span", { class: "flow" }, words)),
       link.round_trip_seconds > 0 ? element("span", {}, `round trip ${duration(link.round_trip_seconds)}`) : null,
       element("span", {}, `${bytes(link.bytes)} sent`),
+      link.path ? element("span", { class: "path" }, path(link)) : null,
     ),
   );
+}
+
+function path(link) {
+  return link.path === "relay" ? `relay (coordinator)${link.why_not_direct ? `, as ${link.why_not_direct}` : ""}` : link.path;
 }
 
 function troubles(links) {

@@ -1,7 +1,7 @@
 """The view of a run depends on its events only, not on the reader or the time of reading."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -71,6 +71,33 @@ def test_what_a_capacity_is_worth(capacity: float, little: bool, full: bool) -> 
     cost = events.StepCosts(**{**vars(costs(1)), "links": (link_cost(0, 1, capacity=capacity),)})
     seen = view(history(opening(), cost, done(1)))
     assert [(one.little_used, one.full) for one in seen.links] == [(little, full)]
+
+
+@pytest.mark.parametrize(
+    ("accepting", "path", "why"),
+    [
+        (joined(NODES[1]), "direct", ""),
+        (joined(NODES[1]), "", ""),
+        (joined(NODES[1]), "relay", "the node of stage 1 does not answer its neighbour"),
+        (joined(NODES[1], ""), "relay", "the node of stage 1 cannot be dialled from the coordinator"),
+        (joined(NODES[1], "", listens=False), "relay", "the node of stage 1 opens no port"),
+    ],
+)
+def test_a_relayed_link_says_why_it_is_not_direct(accepting: events.NodeJoined, path: str, why: str) -> None:
+    """The lower stage dials, so its own port does not matter. It stays known after the run and a restart."""
+    links = tuple(replace(link_cost(*way), path=path) for way in ((0, 1), (1, 0)))
+    told = [
+        started(),
+        joined(NODES[0], "", listens=False),
+        accepting,
+        placed(),
+        replace(costs(1), links=links),
+    ]
+    builder = RunViewBuilder()
+    for at, event in history(told, done(1), events.RunFinished(reason="done", failed=False)):
+        builder.apply(event, at)
+        builder = RunViewBuilder.restored(builder.state())
+    assert [(one.path, one.why_not_direct) for one in builder.view().links] == 2 * [(path, why)]
 
 
 def test_the_view_is_plain_json_without_addresses() -> None:

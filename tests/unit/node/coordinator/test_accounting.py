@@ -139,6 +139,15 @@ def test_a_step_costs_the_difference_of_totals() -> None:
     assert costs.stages[0].memory_bytes == 5000 and costs.stages[1].node_id == "b"
 
 
+@pytest.mark.parametrize(("said", "shown"), [("direct",) * 2, ("relay",) * 2, ("", ""), ("owned", "")])
+def test_a_link_costs_by_the_path_that_its_sender_names(said: str, shown: str) -> None:
+    books = accounting()
+    began(books)
+    now = totals(1)
+    books.report("a", replace(now, links=tuple(replace(link, path=said) for link in now.links)))
+    assert [link.path for link in books.step(1, seconds=2.0).links if link.source == 0] == [shown]
+
+
 def test_steps_add_up_and_kinds_sum_to_wall_time() -> None:
     books = accounting()
     began(books)

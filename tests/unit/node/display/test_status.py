@@ -38,6 +38,9 @@ from node.telemetry.events import (
     StepAborted,
     StepDone,
 )
+from node.telemetry.history import HistoryWriter
+from tests.support.run_events import NODES as RUN_NODES
+from tests.support.run_events import costs, joined, link_cost, placed
 from wire.errors import RunError
 
 
@@ -271,6 +274,26 @@ def test_the_command_as_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) 
     assert (whole["state"], whole["steps_done"], whole["steps"]) == ("training", 2, 300)
     assert whole["status"]["step"]["loss"] == 4.5
     assert whole["snapshots"] == [1] and whole["snapshot_age_seconds"] >= 0
+
+
+def test_the_command_says_which_path_each_link_takes(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    links = tuple(replace(link_cost(*way, capacity=4e6), path="relay") for way in ((0, 1), (1, 0)))
+    writer = HistoryWriter(print)
+    opened = (joined(RUN_NODES[0]), joined(RUN_NODES[1], "", listens=False), placed())
+    for event in (started(run_dir), *opened, replace(costs(1), links=links)):
+        writer(event)
+    writer.close()
+    why = "the node of stage 1 opens no port"
+    assert main(["status", str(run_dir)]) == 0
+    assert f"path      0 and 1: relay (coordinator), as {why}\n" in capsys.readouterr().out
+    assert main(["status", str(run_dir), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["links"]
+    assert [(one["source"], one["target"], one["path"], one["why_not_direct"]) for one in shown] == [
+        (0, 1, "relay", why),
+        (1, 0, "relay", why),
+    ]
 
 
 def test_a_stopped_run_names_the_command_that_goes_on(

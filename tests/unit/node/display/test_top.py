@@ -25,12 +25,23 @@ from node.dashboard.feed import Feed
 from node.dashboard.pages import page_tls
 from node.dashboard.server import Page, serve_page
 from node.display.status import STATUS_FILE, StatusWriter
-from node.display.top import sparkline, step_line, view_lines
+from node.display.top import path_sentences, sparkline, step_line, view_lines
 from node.display.watch import HistoryWatch, PageWatch
 from node.telemetry import events
 from node.telemetry.history import HISTORY_FILE, HistoryWriter
 from tests.support.paths import lock_folders
-from tests.support.run_events import BEGAN, aborted, history, link_cost, opening, started, step
+from tests.support.run_events import (
+    BEGAN,
+    NODES,
+    aborted,
+    history,
+    joined,
+    link_cost,
+    opening,
+    placed,
+    started,
+    step,
+)
 from wire.errors import LinkError, ProtocolViolationError, RunError, UserError
 from wire.identity.authority import CertificateAuthority
 
@@ -80,6 +91,25 @@ def test_links_say_what_is_known_of_them() -> None:
         ["8.0", "-", "little"],
     ]
     assert rows["0 to 1"][3] == "full" and "full" not in rows["1 to 0"]
+
+
+def test_links_say_which_path_they_take_and_why() -> None:
+    ways = {(0, 1): "direct", (1, 0): "direct", (1, 2): "relay", (2, 1): "relay"}
+    links = tuple(replace(link_cost(*way), path=path) for way, path in ways.items())
+    three = [started(), *map(joined, NODES[:2]), joined(NODES[2], "", listens=False), placed(nodes=NODES)]
+    seen = view(history(three, replace(step(1)[0], links=links), step(1)[1]))
+    lines = [line.strip() for line in view_lines(seen, BEGAN)]
+    assert "path        1 and 2: relay (coordinator), as the node of stage 2 opens no port" in lines
+    assert [
+        sum(line.endswith(f"  {path}") for line in lines) for path in ("direct", "relay (coordinator)")
+    ] == [2, 2]
+    assert path_sentences(seen) == [
+        "0 and 1: direct",
+        "1 and 2: relay (coordinator), as the node of stage 2 opens no port",
+    ]
+    direct = replace(seen, links=seen.links[:2])
+    assert path_sentences(direct) == ["every link is direct"]
+    assert path_sentences(direct, relayed_only=True) == path_sentences(replace(seen, links=())) == []
 
 
 def test_a_run_that_has_not_begun_is_shown_too() -> None:
