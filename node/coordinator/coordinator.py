@@ -271,7 +271,7 @@ class Coordinator:
         if epoch.rows > 1:
             length = self.config.microbatches // self.config.pipeline.groups
             seconds = group_seconds(costs, [len(groups) for groups in epoch.groups], length)
-            self._post(lambda _now: self._machine.row_speeds(seconds))
+            self._post(lambda now: self._machine.row_speeds(seconds, costs.seconds, now))
 
     def _use_windows(self, epoch: int, windows: Windows) -> None:
         self._post(lambda _now: self._machine.plan_windows(epoch, windows))

@@ -16,13 +16,17 @@ Groups = tuple[tuple[int, ...], ...]
 """The gradient groups of each row."""
 ONE_ROW: Groups = ((0,),)
 
-GAIN = 0.15
+GAIN = 0.10
 """Groups move only if the step is expected to be this much shorter: a move costs a placement."""
-SHARED_STEPS = 10
+PAYBACK_STEPS = 200
+"""What a move saves in so many steps, or in those that are left, is more than it costs."""
+SHARED_STEPS = 30
 """Steps of an epoch before its groups may move; twice as many after each move, as speeds vary."""
 MOST_SHARED_STEPS = 1000
-REMEMBERED_STEPS = 9
-"""A node is as fast as in the median of so many steps."""
+REMEMBERED_STEPS = 30
+"""A node is as fast as in the median of so many steps. Groups move only once there are so many."""
+LEAST_STEPS = 5
+"""How fast a node is counts as known after so many."""
 MOST_TRIALS = 2**20
 """Sharings are searched through up to so many trials; beyond, longer runs stand before shorter ones."""
 
@@ -62,11 +66,13 @@ def share_groups(groups: int, row_seconds: Sequence[float | None], current: Grou
         # The next group goes where it is done first: no other sharing has a shorter maximum.
         counts[min(range(len(seconds)), key=lambda row: ((counts[row] + 1) * seconds[row], row))] += 1
     best = max(count * one for count, one in zip(counts, seconds, strict=True))
-    if current is not None and _fits(current, groups, len(seconds)):
-        now = max(len(run) * one for run, one in zip(current, seconds, strict=True))
-        if best > (1 - GAIN) * now:
-            return current
     rows = len(seconds)
+    if (
+        current is not None
+        and _fits(current, groups, rows)
+        and best > (1 - GAIN) * _longest(current, seconds)
+    ):
+        return current
     if (rows << rows) * groups**2 <= MOST_TRIALS:
         return _fewest_subtrees(groups, seconds, best)
     first, runs = 0, {}
@@ -110,6 +116,11 @@ def _fewest_subtrees(groups: int, seconds: Sequence[float], longest: float) -> G
     return tuple(runs[row] for row in range(len(seconds)))
 
 
+def _longest(groups: Groups, seconds: Sequence[float]) -> float:
+    """What the slowest row takes, from what each takes for a group."""
+    return max(len(run) * one for run, one in zip(groups, seconds, strict=True))
+
+
 def _fits(current: Groups, groups: int, rows: int) -> bool:
     """Whether a sharing is one of so many groups over so many rows."""
     return len(current) == rows and sorted(one for run in current for one in run) == list(range(groups))
@@ -132,31 +143,66 @@ class GroupSharing:
     def __init__(self, groups: int) -> None:
         self._times: dict[str, deque[float]] = {}
         """Seconds of each node for a group, in the newest steps."""
+        self._steps: deque[float] = deque(maxlen=REMEMBERED_STEPS)
+        """Seconds of the newest steps with the current sharing."""
         self._groups = groups
         self._current: Groups | None = None
+        self._hosts: tuple[str, ...] = ()
         self._wait = SHARED_STEPS
+        self._began: float | None = None
+        """When the epoch began; None once its first step was measured."""
+        self._change_seconds = math.inf
+        """The least that an epoch took to begin: a move of groups loads no state."""
 
-    def measured(self, seconds: Mapping[str, float]) -> None:
-        """What nodes took for a group in the newest step."""
+    def measured(self, seconds: Mapping[str, float], step_seconds: float, now: float) -> None:
+        """What nodes took for a group in the newest step, which took `step_seconds` and has just ended."""
+        if self._began is not None:
+            self._change_seconds = min(self._change_seconds, max(0.0, now - self._began - step_seconds))
+            self._began = None
+        self._steps.append(step_seconds)
         for node, one in seconds.items():
             self._times.setdefault(node, deque(maxlen=REMEMBERED_STEPS)).append(one)
 
-    def groups_for(self, hosts: Sequence[str], *, rows: int) -> Groups:
-        """The sharing for the next epoch; as before while another gains little."""
-        before, self._current = self._current, self._share(hosts, rows, self._current)
+    def groups_for(self, hosts: Sequence[str], *, rows: int, now: float) -> Groups:
+        """The sharing for the epoch that begins; as before while another gains little."""
+        before, same = self._current, tuple(hosts) == self._hosts
+        self._hosts, self._began = tuple(hosts), now
+        if same and before is not None and len(before) == rows:
+            self._current = self._better(hosts, before)[0]
+        else:
+            seconds = {node: median(one) for node, one in self._times.items() if len(one) >= LEAST_STEPS}
+            self._current = share_groups(self._groups, row_seconds(hosts, rows, seconds), before)
         if before is not None and len(before) == rows and before != self._current:
             self._wait = min(2 * self._wait, MOST_SHARED_STEPS)
+        if not same or before != self._current:
+            self._steps.clear()
         return self._current
 
-    def may_gain(self, hosts: Sequence[str], groups: Groups, steps: int) -> bool:
-        """Whether a step of this grid, which has done so many, ends earlier with other groups than now."""
+    def may_gain(self, hosts: Sequence[str], groups: Groups, *, steps: int, left: int) -> bool:
+        """Whether it pays to move groups of this grid, which has done `steps` and has so many `left`."""
         if len(groups) == 1 or steps < self._wait:
             return False
-        return self._share(hosts, len(groups), groups) != groups
+        saved = self._better(hosts, groups)[1]
+        return saved > 0.0 and saved * min(left, PAYBACK_STEPS) > self._change_seconds
 
-    def _share(self, hosts: Sequence[str], rows: int, current: Groups | None) -> Groups:
-        seconds = {node: median(times) for node, times in self._times.items()}
-        return share_groups(self._groups, row_seconds(hosts, rows, seconds), current)
+    def _better(self, hosts: Sequence[str], current: Groups) -> tuple[Groups, float]:
+        """A sharing with a step shorter by `GAIN`, and the seconds that it saves; the current one and 0."""
+        times = {node: sorted(self._times.get(node, ())) for node in hosts}
+        if len(self._steps) < LEAST_STEPS or any(len(one) < REMEMBERED_STEPS for one in times.values()):
+            return current, 0.0
+
+        def rows_at(part: float) -> list[float]:
+            at = {node: one[int(part * (len(one) - 1))] for node, one in times.items()}
+            return [one or 0.0 for one in row_seconds(hosts, len(current), at)]
+
+        usual = rows_at(0.5)
+        other = share_groups(self._groups, usual, current)
+        saved = _longest(current, usual) - _longest(other, usual)
+        # Noise makes one of equal rows look faster, but not its slow steps shorter than another's fast ones.
+        certain = _longest(other, rows_at(0.75)) < _longest(current, rows_at(0.25))
+        if other == current or saved < GAIN * median(self._steps) or not certain:
+            return current, 0.0
+        return other, saved
 
 
 def spare_stages(spares: Sequence[str], held: Mapping[str, int], stages: int) -> dict[str, int]:

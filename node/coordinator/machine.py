@@ -281,9 +281,9 @@ class RunMachine:
         self._epochs.plan_windows(epoch, windows)
         return []
 
-    def row_speeds(self, seconds: Mapping[str, float]) -> list[Action]:
-        """What nodes were measured to take for a gradient group."""
-        self._sharing.measured(seconds)
+    def row_speeds(self, seconds: Mapping[str, float], step_seconds: float, now: float) -> list[Action]:
+        """What nodes were measured to take for a gradient group, in a step that took `step_seconds`."""
+        self._sharing.measured(seconds, step_seconds, now)
         return []
 
     def save(self) -> list[Action]:
@@ -386,8 +386,9 @@ class RunMachine:
         return not stays and self._roster.dispensable(epoch)
 
     def _shares_anew(self, epoch: Epoch) -> bool:
-        """Whether the step ends earlier if rows have other groups than now."""
-        gains = self._sharing.may_gain(epoch.hosts, epoch.groups, epoch.steps_done)
+        """Whether it pays to give rows other groups than now."""
+        left = self.plan.total_steps - epoch.step
+        gains = self._sharing.may_gain(epoch.hosts, epoch.groups, steps=epoch.steps_done, left=left)
         return gains and self._snapshots.idle and self._roster.connected(epoch.hosts)
 
     def _join_early(self, now: float) -> list[Action]:
@@ -571,7 +572,7 @@ class RunMachine:
             newest_snapshot=self._snapshots.newest,
             suspect_step=self._failures.suspect_step,
             now=now,
-            groups=self._sharing.groups_for(nodes, rows=self._assigner.rows),
+            groups=self._sharing.groups_for(nodes, rows=self._assigner.rows, now=now),
         )
         placement = RecordPlacement(
             epoch=epoch.number, nodes=nodes, addresses=epoch.addresses, groups=epoch.groups

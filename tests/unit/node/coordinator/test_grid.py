@@ -1,11 +1,22 @@
 """Rows of a grid: who is in which, which groups each computes, and what spares prepare for."""
 
 import itertools
+import random
+from collections.abc import Sequence
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from node.coordinator.grid import GAIN, Groups, holders_by_stage, row_seconds, share_groups, spare_stages
+from node.coordinator.grid import (
+    GAIN,
+    Groups,
+    GroupSharing,
+    holders_by_stage,
+    row_seconds,
+    share_groups,
+    spare_stages,
+)
 from node.coordinator.stage_assignment import Candidate, StageAssigner, assign
 from node.pipeline.gradient_groups import GroupTree
 
@@ -110,6 +121,44 @@ def test_no_other_sharing_ends_a_step_earlier(
 
 def test_a_row_is_as_slow_as_its_slowest_node() -> None:
     assert row_seconds("abcd", 2, {"a": 1.0, "b": 2.0, "c": 3.0}) == [2.0, None]
+
+
+def moves(
+    speeds: Sequence[float], *, groups: int, noise: float, change: float = 5.0, left: int = 1000
+) -> int:
+    """How often groups move in 600 steps of rows with one node each; times vary by `noise`."""
+    draw = random.Random(groups)
+    hosts = [f"n{row}" for row in range(len(speeds))]
+    sharing, now, moved = GroupSharing(groups), 0.0, 0
+    current = sharing.groups_for(hosts, rows=len(hosts), now=now)
+    now, steps = now + change, 0
+    for _ in range(600):
+        took = [one * max(0.1, draw.gauss(1.0, noise)) for one in speeds]
+        step = max(len(run) * one for run, one in zip(current, took, strict=True))
+        now, steps = now + step, steps + 1
+        sharing.measured(dict(zip(hosts, took, strict=True)), step, now)
+        if sharing.may_gain(hosts, current, steps=steps, left=left):
+            after = sharing.groups_for(hosts, rows=len(hosts), now=now)
+            assert after != current
+            current, moved, steps, now = after, moved + 1, 0, now + change
+    return moved
+
+
+@pytest.mark.parametrize(("groups", "rows"), [(4, 2), (4, 3), (8, 2), (8, 3), (16, 4)])
+def test_groups_of_equal_rows_never_move_however_noisy_steps_are(groups: int, rows: int) -> None:
+    assert moves([1.0] * rows, groups=groups, noise=0.3) == 0
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4])
+def test_a_row_of_half_the_speed_gives_groups_away_once(rows: int) -> None:
+    assert moves([2.0, *[1.0] * (rows - 1)], groups=8, noise=0.1) == 1
+
+
+def test_a_move_pays_for_its_epoch() -> None:
+    speeds = [2.0, 1.0]
+    assert moves(speeds, groups=8, noise=0.05, change=1000.0) == 0
+    assert moves(speeds, groups=8, noise=0.05, change=50.0) == 1
+    assert moves(speeds, groups=8, noise=0.05, change=50.0, left=2) == 0
 
 
 # ---- who is in which row

@@ -291,10 +291,10 @@ def test_a_node_that_spoils_the_sum_of_its_stage_is_found() -> None:
 
 
 def test_groups_go_to_the_faster_row_once_it_is_known_to_be() -> None:
-    run = grid(SHARED_STEPS - 2, every=100, total=1000)
+    run = grid(SHARED_STEPS - 2, every=1000, total=1000)
     slow, fast = ({"a": one, "b": 1.0, "c": 4.0 - one, "d": 1.0} for one in (1.0, 3.0))
     for _ in range(REMEMBERED_STEPS):
-        run.machine.row_speeds(slow)
+        run.machine.row_speeds(slow, 7.0, run.time)
     assert of_kind(run.steps(1), RecordPlacement) == []
     run.all_vote()
     actions = run.all_applied()
@@ -304,10 +304,10 @@ def test_groups_go_to_the_faster_row_once_it_is_known_to_be() -> None:
     run.restored(SHARED_STEPS)
     assert run.epoch.groups == ((0, 1, 2), (3,))
     # One slow step changes nothing, and what changes for good has to last twice as long now.
-    run.machine.row_speeds(fast)
+    run.machine.row_speeds(fast, 10.0, run.time)
     assert of_kind(run.steps(SHARED_STEPS), RecordPlacement) == []
     for _ in range(REMEMBERED_STEPS):
-        run.machine.row_speeds(fast)
+        run.machine.row_speeds(fast, 10.0, run.time)
     assert of_kind(run.steps(SHARED_STEPS - 1), RecordPlacement) == []
     assert groups_of(run.steps(1)) == ((0,), (1, 2, 3))
 
