@@ -6,7 +6,7 @@
         await link.ready(60)
         link.send(key, packed)
 
-Call everything on the event loop. The lower stage dials; `link_server.py` has the accepting side.
+Call everything on the event loop. One end dials; `link_server.py` has the accepting side.
 """
 
 import asyncio
@@ -266,7 +266,7 @@ class LinkPath:
 
 
 class DialledLink(Link):
-    """The link at the lower stage, which dials. After a failure it takes the next of its paths."""
+    """The link at the end that dials. After a failure it takes the next of its paths."""
 
     def __init__(
         self, *, identity: LinkIdentity, peer_node_id: str, paths: Sequence[LinkPath], state: LinkState
@@ -352,7 +352,7 @@ def dial_link(
     on_tensor: OnTensor,
     settings: LinkSettings | None = None,
 ) -> DialledLink:
-    """A link to the higher stage at `peer_address` ("host:port"), or by other `paths` if that is empty or
+    """A link to the neighbour at `peer_address` ("host:port"), or by other `paths` if that is empty or
     fails. Call it on the loop, then run it.
 
     `expect` returns the exact length of a tensor that may arrive; `on_tensor` gets each one, once.

@@ -196,7 +196,7 @@ class LinkServer:
         on_tensor: OnTensor,
         settings: LinkSettings | None = None,
     ) -> AcceptedLink:
-        """A link that the lower stage `peer_stage` will dial. Run it like any other.
+        """A link that the neighbour of stage `peer_stage` will dial. Run it like any other.
 
         The first call for a new epoch ends admission to the previous one. Call this for all neighbours of an
         epoch without awaiting in between: once one is known, unknown callers are refused for good.

@@ -40,7 +40,7 @@ RECENT_STEPS = 10
 NOT_LISTENING = "opens no port"
 NOT_REACHED = "cannot be dialled from the coordinator"
 NOT_ANSWERING = "does not answer its neighbour"
-"""Why a link is relayed, said of the node that its neighbour should dial."""
+"""Why a link is relayed, said of a node that its neighbour might have dialled."""
 MOST_EVENTS = 200
 """Newest events kept in the view."""
 MOST_SNAPSHOTS = 1000
@@ -461,13 +461,18 @@ class RunViewBuilder:
         placement = self._placement
         if link.path != RELAY or placement is None:
             return link
-        # The lower row or stage dials.
-        replica, stage = max((link.source_replica, link.source), (link.target_replica, link.target))
-        index = replica * placement.stages + stage
-        node_id = placement.nodes[index] if index < len(placement.nodes) else ""
-        where = f"stage {stage}" + (f" of row {replica}" if len(placement.groups) > 1 else "")
-        why = self._undialled.get(node_id, NOT_ANSWERING)
-        return replace(link, why_not_direct=f"the node of {where} {why}")
+        reasons: dict[str, str] = {}
+        places = sorted(((link.source_replica, link.source), (link.target_replica, link.target)))
+        for replica, stage in places:
+            index = replica * placement.stages + stage
+            node_id = placement.nodes[index] if index < len(placement.nodes) else ""
+            where = f"the node of stage {stage}" + (f" of row {replica}" if len(placement.groups) > 1 else "")
+            reasons[where] = self._undialled.get(node_id, NOT_ANSWERING)
+        lower, upper = reasons
+        if reasons[lower] == reasons[upper] == NOT_ANSWERING:
+            # The lower one dials if both can be dialled.
+            del reasons[lower]
+        return replace(link, why_not_direct=" and ".join(f"{where} {why}" for where, why in reasons.items()))
 
 
 def _ends(link: events.LinkCost | LinkSums) -> LinkKey:

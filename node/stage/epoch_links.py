@@ -19,7 +19,7 @@ from wire.errors import LinkLostError, ThinwireError, first_error
 from wire.layer_exchange import LayerServer
 from wire.link import Link, LinkPath, LinkSettings, LinkStats, dial_link
 from wire.link_server import AcceptedLink, LinkServer
-from wire.messages import Placement
+from wire.messages import PlacedStage, Placement
 from wire.relay_client import RelayClient
 from wire.spec import TensorKey
 from wire.telemetry import RELAY
@@ -58,6 +58,20 @@ def sync_outbox_bytes(config: RunConfig, stages: int, stage: int) -> int:
         for piece in pieces[unit]
     )
     return 2 * (1 + config.pipeline.groups) * step
+
+
+def dials(placement: Placement, peer: Peer) -> bool:
+    """Whether this node dials the link to `peer`: if one of the two can be dialled, the other does; else the
+    lower row or stage. Both find the same, as an epoch's addresses do not change."""
+    reachable = bool(placement.stages[placement.stage].address)
+    if reachable != bool(_placed(placement, peer).address):
+        return not reachable
+    return (placement.replica, placement.stage) < peer
+
+
+def _placed(placement: Placement, peer: Peer) -> PlacedStage:
+    row = placement.rows[peer.replica].stages if placement.rows else placement.stages
+    return row[peer.stage]
 
 
 class EpochLinks:
@@ -102,7 +116,7 @@ class EpochLinks:
     async def open(
         self, placement: Placement, peers: tuple[Peer, ...], config: RunConfig, events: LinkEvents
     ) -> AsyncIterator[Mapping[Peer, TensorLink]]:
-        """Links to `peers`, ready; the lower row or stage dials. Raises the error of a lost link."""
+        """Links to `peers`, ready (`dials` says who dials). Raises the error of a lost link."""
         stages = len(placement.stages)
         room = max(self._settings.outbox_bytes, outbox_bytes(config, stages))
         if any(peer.replica != placement.replica for peer in peers):
@@ -160,13 +174,12 @@ class EpochLinks:
         settings: LinkSettings,
         relay: RelayClient | None,
     ) -> Link:
-        row = placement.rows[peer.replica].stages if placement.rows else placement.stages
-        other = row[peer.stage]
+        other = _placed(placement, peer)
 
         def expect(key: TensorKey) -> int | None:
             return events.expect(peer, key)
 
-        if (placement.replica, placement.stage) < peer:
+        if dials(placement, peer):
             return dial_link(
                 identity=self._identity,
                 run_id=self._identity.current.run_id,

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import mmap
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -12,16 +12,17 @@ import pytest
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
 from node.pipeline.routing import Peer
-from node.stage.epoch_links import EpochLinks, outbox_bytes
+from node.stage.epoch_links import EpochLinks, dials, outbox_bytes
 from node.stage.session import IdentityHolder
 from tests.support.links import EPOCH, SECONDS, quick
 from tests.support.pki import new_authority, new_node
 from wire.codecs.registry import codec
 from wire.errors import LinkError, ThinwireError
-from wire.link import Link, LinkSettings
-from wire.messages import PlacedStage, Placement
+from wire.link import DialledLink, Link, LinkSettings
+from wire.messages import PlacedRow, PlacedStage, Placement
 from wire.spec import Direction, TensorKey
 from wire.stream_sender import Payload, StreamSender
+from wire.telemetry import DIRECT
 
 LARGE = RunConfig(
     model=ModelSection(hidden=2048, heads=16, kv_heads=16, vocab=151936, sequence=1024, tied=True),
@@ -50,14 +51,16 @@ class NoEvents:
 
 
 @contextlib.asynccontextmanager
-async def both_ends(config: RunConfig, folder: Path, settings: LinkSettings) -> AsyncIterator[list[Link]]:
+async def both_ends(
+    config: RunConfig, folder: Path, settings: LinkSettings, listen: Sequence[bool] = (True, True)
+) -> AsyncIterator[list[Link]]:
     """The links between two stages, as each of them opens its own, the first stage's first."""
     authority = new_authority()
     nodes = new_node(authority), new_node(authority)
     ends = [EpochLinks(IdentityHolder(node, folder), settings) for node in nodes]
-    ports = [await end.start("127.0.0.1:0") for end in ends]
+    ports = [await end.start("127.0.0.1:0" if on else "") for end, on in zip(ends, listen, strict=True)]
     stages = tuple(
-        PlacedStage(node_id=node.node_id, address=f"127.0.0.1:{port}")
+        PlacedStage(node_id=node.node_id, address=f"127.0.0.1:{port}" if port else "")
         for node, port in zip(nodes, ports, strict=True)
     )
     opened: list[asyncio.Future[Link]] = [asyncio.get_running_loop().create_future() for _ in ends]
@@ -121,6 +124,35 @@ async def test_both_ends_of_a_link_take_what_the_run_may_have_in_flight(tmp_path
                     link.send(key, payload)
             with pytest.raises(LinkError, match="cannot queue"):
                 link.send(TensorKey(EPOCH, 2, 0, 0, Direction.GRADIENT), b"x")
+
+
+@pytest.mark.parametrize(("listen", "dialler"), [((True, True), 0), ((False, True), 0), ((True, False), 1)])
+async def test_the_one_that_cannot_be_dialled_dials(
+    tmp_path: Path, listen: tuple[bool, bool], dialler: int
+) -> None:
+    """There is no relay here, so the links open only if both agree."""
+    async with both_ends(SMALL, tmp_path, quick(), listen) as links:
+        assert [isinstance(link, DialledLink) for link in links] == [end == dialler for end in range(2)]
+        assert [link.stats.path for link in links] == [DIRECT, DIRECT]
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper", "found"),
+    [
+        ("", "", (True, False)),
+        ("a:1", "", (False, True)),
+        ("", "b:1", (True, False)),
+        ("a:1", "b:1", (True, False)),
+    ],
+)
+def test_who_dials_between_rows(lower: str, upper: str, found: tuple[bool, bool]) -> None:
+    stages = PlacedStage(node_id="a", address=lower), PlacedStage(node_id="b", address=upper)
+    rows = tuple(PlacedRow(stages=(stage,), groups=(row,)) for row, stage in enumerate(stages))
+    placements = (
+        Placement(epoch=EPOCH, stage=0, stages=row.stages, replica=number, rows=rows)
+        for number, row in enumerate(rows)
+    )
+    assert tuple(dials(one, Peer(1 - one.replica, 0)) for one in placements) == found
 
 
 async def test_a_small_run_keeps_the_room_of_the_settings(tmp_path: Path) -> None:

@@ -36,8 +36,25 @@ def test_nodes_that_open_no_port_train_the_same_weights(prefork: Prefork, tmp_pa
         run.assert_undisturbed()
         shown = HistoryWatch(run.run_dir).view().links
         assert {(link.path, link.why_not_direct) for link in shown} == {
-            ("relay", f"the node of stage {stage} opens no port") for stage in (1, 2)
+            (
+                "relay",
+                f"the node of stage {stage} opens no port and the node of stage {stage + 1} opens no port",
+            )
+            for stage in (0, 1)
         }
+
+
+def test_a_node_that_opens_no_port_dials_a_neighbour_that_does(prefork: Prefork, tmp_path: Path) -> None:
+    """Whichever of the two stages it has, the link is direct."""
+    config = replace(CONFIG, pipeline=replace(CONFIG.pipeline, stages=2))
+    with Run(tmp_path, config, launch=prefork.popen) as run:
+        coordinator = run.start()
+        for options in ((), ("--no-listen",)):
+            run.add_node(options=options)
+        assert coordinator.wait_exit() == 0
+        assert sorted(event.listens for event in coordinator.all(NodeJoined)) == [False, True]
+        assert {link.path for link in HistoryWatch(run.run_dir).view().links} == {"direct"}
+        run.assert_undisturbed()
 
 
 def test_without_a_relay_a_node_that_opens_no_port_is_refused(prefork: Prefork, tmp_path: Path) -> None:

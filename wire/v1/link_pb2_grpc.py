@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class LinkStub(object):
-    """Between neighbours, with mutual TLS, each method on its own socket. The lower stage dials.
+    """Between neighbours, with mutual TLS, each method on its own socket. One of the two dials.
     thinwire.wire.v1.Link/Bulk     stream of raw frames (wire/frames.py), both ways; keep-alive bytes in pauses (wire/pacing.py)
     thinwire.wire.v1.Link/Control  stream of LinkMessage, both ways
     """
@@ -45,7 +45,7 @@ class LinkStub(object):
 
 
 class LinkServicer(object):
-    """Between neighbours, with mutual TLS, each method on its own socket. The lower stage dials.
+    """Between neighbours, with mutual TLS, each method on its own socket. One of the two dials.
     thinwire.wire.v1.Link/Bulk     stream of raw frames (wire/frames.py), both ways; keep-alive bytes in pauses (wire/pacing.py)
     thinwire.wire.v1.Link/Control  stream of LinkMessage, both ways
     """
@@ -73,7 +73,7 @@ def add_LinkServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Link(object):
-    """Between neighbours, with mutual TLS, each method on its own socket. The lower stage dials.
+    """Between neighbours, with mutual TLS, each method on its own socket. One of the two dials.
     thinwire.wire.v1.Link/Bulk     stream of raw frames (wire/frames.py), both ways; keep-alive bytes in pauses (wire/pacing.py)
     thinwire.wire.v1.Link/Control  stream of LinkMessage, both ways
     """

@@ -73,23 +73,30 @@ def test_what_a_capacity_is_worth(capacity: float, little: bool, full: bool) -> 
     assert [(one.little_used, one.full) for one in seen.links] == [(little, full)]
 
 
+LOWER = "the node of stage 0 opens no port"
+
+
 @pytest.mark.parametrize(
-    ("accepting", "path", "why"),
+    ("upper", "path", "why"),
     [
         (joined(NODES[1]), "direct", ""),
         (joined(NODES[1]), "", ""),
-        (joined(NODES[1]), "relay", "the node of stage 1 does not answer its neighbour"),
-        (joined(NODES[1], ""), "relay", "the node of stage 1 cannot be dialled from the coordinator"),
-        (joined(NODES[1], "", listens=False), "relay", "the node of stage 1 opens no port"),
+        (joined(NODES[1]), "relay", f"{LOWER} and the node of stage 1 does not answer its neighbour"),
+        (
+            joined(NODES[1], ""),
+            "relay",
+            f"{LOWER} and the node of stage 1 cannot be dialled from the coordinator",
+        ),
+        (joined(NODES[1], "", listens=False), "relay", f"{LOWER} and the node of stage 1 opens no port"),
     ],
 )
-def test_a_relayed_link_says_why_it_is_not_direct(accepting: events.NodeJoined, path: str, why: str) -> None:
-    """The lower stage dials, so its own port does not matter. It stays known after the run and a restart."""
+def test_a_relayed_link_says_why_it_is_not_direct(upper: events.NodeJoined, path: str, why: str) -> None:
+    """It stays known after the run and a restart."""
     links = tuple(replace(link_cost(*way), path=path) for way in ((0, 1), (1, 0)))
     told = [
         started(),
         joined(NODES[0], "", listens=False),
-        accepting,
+        upper,
         placed(),
         replace(costs(1), links=links),
     ]
@@ -98,6 +105,12 @@ def test_a_relayed_link_says_why_it_is_not_direct(accepting: events.NodeJoined, 
         builder.apply(event, at)
         builder = RunViewBuilder.restored(builder.state())
     assert [(one.path, one.why_not_direct) for one in builder.view().links] == 2 * [(path, why)]
+
+
+def test_of_two_nodes_that_can_be_dialled_the_upper_one_does_not_answer() -> None:
+    cost = replace(costs(1), links=(replace(link_cost(1, 0), path="relay"),))
+    shown = view(history(opening(), cost, done(1))).links
+    assert [one.why_not_direct for one in shown] == ["the node of stage 1 does not answer its neighbour"]
 
 
 def test_the_view_is_plain_json_without_addresses() -> None:

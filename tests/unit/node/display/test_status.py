@@ -285,7 +285,7 @@ def test_the_command_says_which_path_each_link_takes(
     for event in (started(run_dir), *opened, replace(costs(1), links=links)):
         writer(event)
     writer.close()
-    why = "the node of stage 1 opens no port"
+    why = "the node of stage 0 does not answer its neighbour and the node of stage 1 opens no port"
     assert main(["status", str(run_dir)]) == 0
     assert f"path      0 and 1: relay (coordinator), as {why}\n" in capsys.readouterr().out
     assert main(["status", str(run_dir), "--json"]) == 0

@@ -96,16 +96,17 @@ def test_links_say_what_is_known_of_them() -> None:
 def test_links_say_which_path_they_take_and_why() -> None:
     ways = {(0, 1): "direct", (1, 0): "direct", (1, 2): "relay", (2, 1): "relay"}
     links = tuple(replace(link_cost(*way), path=path) for way, path in ways.items())
+    why = "the node of stage 1 does not answer its neighbour and the node of stage 2 opens no port"
     three = [started(), *map(joined, NODES[:2]), joined(NODES[2], "", listens=False), placed(nodes=NODES)]
     seen = view(history(three, replace(step(1)[0], links=links), step(1)[1]))
     lines = [line.strip() for line in view_lines(seen, BEGAN)]
-    assert "path        1 and 2: relay (coordinator), as the node of stage 2 opens no port" in lines
+    assert f"path        1 and 2: relay (coordinator), as {why}" in lines
     assert [
         sum(line.endswith(f"  {path}") for line in lines) for path in ("direct", "relay (coordinator)")
     ] == [2, 2]
     assert path_sentences(seen) == [
         "0 and 1: direct",
-        "1 and 2: relay (coordinator), as the node of stage 2 opens no port",
+        f"1 and 2: relay (coordinator), as {why}",
     ]
     direct = replace(seen, links=seen.links[:2])
     assert path_sentences(direct) == ["every link is direct"]
