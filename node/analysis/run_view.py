@@ -209,7 +209,8 @@ class EventView:
 
     at: float
     kind: str
-    """`started`, `joined`, `left`, `placed`, `aborted`, `recovered`, `snapshot`, `notice` or `finished`."""
+    """`started`, `joined`, `left`, `placed`, `aborted`, `planned`, `recovered`, `snapshot`, `notice` or
+    `finished`."""
     level: str
     """`info`, `warning` or `error`."""
     text: str
@@ -293,7 +294,7 @@ class RunView:
     snapshot: SnapshotView | None = None
     """The newest one."""
     aborted: int
-    """Steps aborted and run again."""
+    """Steps aborted and run again; planned changes of placement are none."""
     recoveries: int
     replayed: int
     """Committed steps that ran again after a rollback."""

@@ -160,7 +160,7 @@ class RunViewBuilder:
             case events.StepDone():
                 self._done(event, at)
             case events.StepAborted():
-                self._aborted += 1
+                self._aborted += not event.is_planned
                 self._restoring = True
             case events.Recovered():
                 self._recoveries += 1
@@ -576,6 +576,8 @@ def _listed(event: events.Event) -> tuple[str, str, str] | None:
         case events.PlacementMade():
             return "placed", "info", f"epoch {event.epoch} from step {event.resume_step}: {event.placed}"
         case events.StepAborted():
+            if event.is_planned:
+                return "planned", "info", f"planned change of placement before step {event.step}"
             return "aborted", "warning", f"step {event.step} aborted and runs again: {event.reason}"
         case events.Recovered():
             return "recovered", "info", f"back at step {event.step} in {duration_text(event.seconds)}"

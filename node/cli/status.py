@@ -128,6 +128,8 @@ def _live_lines(status: "RunStatus", now: float, alive: bool | None) -> list[str
         lines.append(status.held_out.line)
     if status.aborted:
         lines.append(f"aborted   {status.aborted} steps, which ran again")
+    if status.planned:
+        lines.append(f"planned   {status.planned} changes of placement")
     if status.page and not status.finished and alive is not False:
         lines.append(printable(f"page      {status.page.url}"))
     if status.finished:

@@ -60,7 +60,7 @@ class RunMetrics(Collector):
                 self._step_seconds.add(event.seconds)
                 self._last_step = at
             case events.StepAborted():
-                counts["steps_aborted_total"] += 1
+                counts["steps_aborted_total"] += not event.is_planned
                 counts["non_finite_total"] += event.kind == AbortKind.NOT_FINITE
             case events.Recovered():
                 counts["recoveries_total"] += 1

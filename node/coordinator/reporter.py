@@ -12,7 +12,7 @@ from node.analysis.explain import framed_bytes
 from node.analysis.remedies import LADDER
 from node.config.schema import RunConfig
 from node.coordinator.accounting import Accounting
-from node.coordinator.actions import Aborted, RecordCommit, RecordHeldOut, RecordRestored
+from node.coordinator.actions import Aborted, AbortKind, RecordCommit, RecordHeldOut, RecordRestored
 from node.coordinator.grid import ONE_ROW
 from node.coordinator.run_plan import stage_state_bytes
 from node.coordinator.store import StepRecord
@@ -20,7 +20,7 @@ from node.model.units import is_block
 from node.pipeline.placement import stage_units
 from node.telemetry import events
 from node.telemetry.costs import bits_per_element, idle_by_stage, mbit_by_stage
-from node.telemetry.events import Recovered
+from node.telemetry.events import Notice, Recovered
 from node.telemetry.format import bytes_text, duration_text
 from wire.codecs.formats import codec_format, codec_names
 from wire.spec import Direction
@@ -91,7 +91,7 @@ class Reporter:
 
     def interrupted(self, aborted: Aborted) -> None:
         """The epoch ended before its step did."""
-        self._recovery.interrupted(time.monotonic())
+        self._recovery.interrupted(time.monotonic(), planned=aborted.kind is AbortKind.PLACEMENT)
         if self._commit is None and self.accounting.hosts:
             # The aborted step cost bytes and time.
             self._emit(self.accounting.step(aborted.step + 1, self.step_seconds, aborted=True))
@@ -229,9 +229,11 @@ class Recovery:
     def __init__(self) -> None:
         self._interrupted_at: float | None = None
         self._placed_at: float | None = None
+        self._planned = False
 
-    def interrupted(self, now: float) -> None:
+    def interrupted(self, now: float, *, planned: bool = False) -> None:
         """An epoch ended early. Interruptions before the next finished step count as one."""
+        self._planned = planned and (self._interrupted_at is None or self._planned)
         if self._interrupted_at is None:
             self._interrupted_at = now
 
@@ -239,8 +241,10 @@ class Recovery:
         """There are nodes for every stage again."""
         self._placed_at = now
 
-    def over(self, *, step: int, now: float, state_bytes: int, rate: float) -> Recovered | None:
+    def over(self, *, step: int, now: float, state_bytes: int, rate: float) -> Notice | None:
         """The event to emit once every stage holds the state of `step`; None if nothing was interrupted.
+
+        A planned change of placement is no recovery.
 
         Args:
             state_bytes: weights and optimizer state of the largest stage.
@@ -249,6 +253,8 @@ class Recovery:
         interrupted_at, self._interrupted_at = self._interrupted_at, None
         if interrupted_at is None or self._placed_at is None:
             return None
+        if self._planned:
+            return Notice(text=f"placement changed at step {step} in {duration_text(now - interrupted_at)}")
         limit = f"{BASE_SECONDS:g} s + {bytes_text(state_bytes)} of state"
         if rate > 0:
             seconds = BASE_SECONDS + state_bytes / rate

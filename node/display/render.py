@@ -229,6 +229,8 @@ def event_lines(event: Event) -> list[str]:
             short = replace(event, nodes=tuple(node[:SHORT_ID] for node in event.nodes))
             return [printable(f"placed (epoch {event.epoch}): {short.placed}; from step {event.resume_step}")]
         case StepAborted():
+            if event.is_planned:
+                return [f"planned change of placement before step {event.step}"]
             return [printable(f"step {event.step} aborted and runs again: {event.reason}")]
         case SnapshotStored():
             return [printable(f"snapshot of step {event.step}: {bytes_text(event.bytes)} in {event.path}")]

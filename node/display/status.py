@@ -54,6 +54,8 @@ class RunStatus(Event):
     held_out: HeldOutLoss | None = None
     aborted: int = 0
     """Number of aborted steps."""
+    planned: int = 0
+    """Number of planned changes of placement."""
     snapshot: SnapshotStored | None = None
     finished: RunFinished | None = None
     page: PageServed | None = None
@@ -79,6 +81,8 @@ def after(status: RunStatus, event: Event) -> RunStatus:
         case HeldOutLoss():
             return replace(status, held_out=event)
         case StepAborted():
+            if event.is_planned:
+                return replace(status, planned=status.planned + 1)
             return replace(status, aborted=status.aborted + 1)
         case SnapshotStored():
             return replace(status, snapshot=event)

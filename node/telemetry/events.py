@@ -269,7 +269,12 @@ class StepAborted(Event):
     """Counted like `StepDone.step`."""
     reason: str
     kind: str = ""
-    """`lost` (node), `failed` (stage), `not-finite` (value) or `placement` (changed)."""
+    """`lost` (node), `failed` (stage), `not-finite` (value), `differs` (rows) or `placement` (changed)."""
+
+    @property
+    def is_planned(self) -> bool:
+        """The placement changes on purpose: a row comes in, groups move or a node leaves in order."""
+        return self.kind == "placement"
 
 
 @dataclass(frozen=True, kw_only=True)

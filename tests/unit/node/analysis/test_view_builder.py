@@ -136,6 +136,14 @@ def test_a_step_that_is_aborted_is_counted_and_not_shown_as_cost() -> None:
     assert (again.state, again.epoch, again.recoveries) == ("training", 2, 1)
 
 
+def test_a_planned_change_of_placement_is_no_aborted_step() -> None:
+    change = events.StepAborted(epoch=1, step=2, reason="the placement changes", kind="placement")
+    seen = view(history(opening(), step(1), change))
+    assert (seen.aborted, seen.state) == (0, "restoring")
+    assert (seen.events[-1].kind, seen.events[-1].level) == ("planned", "info")
+    assert seen.events[-1].text == "planned change of placement before step 2"
+
+
 def test_steps_that_run_again_replace_what_they_gave() -> None:
     back = placed(2, step=1)
     seen = view(history(opening(), step(1), step(2), step(3), aborted(4), back, step(2)))

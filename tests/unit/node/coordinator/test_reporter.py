@@ -95,6 +95,19 @@ def test_an_aborted_step_is_told_with_what_it_cost() -> None:
     assert told.events[2] == events.StepAborted(epoch=EPOCH, step=1, kind="lost", reason="node b is gone")
 
 
+def test_a_planned_change_of_placement_is_no_recovery() -> None:
+    told = Told()
+    told.restored(0)
+    told.reporter.interrupted(Aborted(epoch=EPOCH, step=0, kind=AbortKind.PLACEMENT, reason="it changes"))
+    told.restored(0, EPOCH + 1)
+    assert type(told.events[-1]) is events.Notice
+    assert told.events[-1].text.startswith("placement changed at step 0 in ")
+    told.reporter.interrupted(Aborted(epoch=EPOCH, step=0, kind=AbortKind.PLACEMENT, reason="it changes"))
+    told.reporter.interrupted(Aborted(epoch=EPOCH, step=0, kind=AbortKind.LOST, reason="node b is gone"))
+    told.restored(0, EPOCH + 2)
+    assert isinstance(told.events[-1], events.Recovered), "a node was lost on the way"
+
+
 @pytest.mark.parametrize("moments", ["float32", "fp8"])
 def test_a_recovery_is_measured_by_the_state_that_travels(moments: str) -> None:
     config = replace(CONFIG, training=TrainingSection(moments=moments))

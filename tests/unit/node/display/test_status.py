@@ -103,7 +103,8 @@ def test_the_file_follows_the_events(tmp_path: Path) -> None:
     emit(NodeLeft(node_id="node-a", reason="Ctrl-C"))
     assert written(tmp_path).nodes == (NODES[1],)
     emit(StepAborted(epoch=1, step=1, reason="gone"))
-    assert written(tmp_path).aborted == 1
+    emit(StepAborted(epoch=2, step=2, reason="the placement changes", kind="placement"))
+    assert (written(tmp_path).aborted, written(tmp_path).planned) == (1, 1)
     snapshot = SnapshotStored(step=3, bytes=9, path="x")
     emit(snapshot)
     emit(SnapshotSetAside(text="", step=2, whole=1))

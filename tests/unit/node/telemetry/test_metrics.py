@@ -173,6 +173,7 @@ def test_steps_that_are_not_finite_are_counted_apart(watched: Watched) -> None:
     assert watched.samples()["thinwire_non_finite_total", ()] == 0
     watched.say(events.StepAborted(epoch=1, step=2, kind=AbortKind.NOT_FINITE, reason="the loss"))
     assert watched.samples()["thinwire_non_finite_total", ()] == 1
+    watched.say(events.StepAborted(epoch=1, step=2, kind=AbortKind.PLACEMENT, reason="the placement changes"))
     assert watched.samples()["thinwire_steps_aborted_total", ()] == 3
 
 
