@@ -41,6 +41,8 @@ class RunRecord:
     """Share of all stages' time, by kind of time."""
     held_out: Mapping[int, float] = field(default_factory=dict)
     """Uncompressed held-out loss by step."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """The gradient groups of each row in the newest placement; empty for a run with one group."""
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -68,6 +70,8 @@ class Comparison:
     """(running time in seconds, first, second): each run's newest loss at that time."""
     held_out_at_step: tuple[tuple[int, float, float], ...] = ()
     """(step, first, second): uncompressed held-out loss."""
+    groups: tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]] = ((), ())
+    """Of each row in the newest placement; empty for a run with one group."""
 
     def to_fields(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -82,10 +86,13 @@ def record(name: str, config: Mapping[str, Mapping[str, Any]], history: Iterable
     sent: dict[str, list[int]] = {}
     kinds: dict[str, float] = {}
     held_out: dict[int, float] = {}
+    groups: tuple[tuple[int, ...], ...] = ()
     for entry in history:
         match entry.event:
             case events.RunStarted():
                 tokens = entry.event.tokens_per_step
+            case events.PlacementMade() as placement:
+                groups = placement.groups
             case events.StepDone() as step:
                 elapsed += step.seconds
                 done.pop(step.step, None)
@@ -117,6 +124,7 @@ def record(name: str, config: Mapping[str, Mapping[str, Any]], history: Iterable
         bits={kind: 8 * total / elements for kind, (total, elements) in sent.items() if elements},
         shares={kind: seconds / whole for kind, seconds in kinds.items()} if whole > 0 else {},
         held_out=held_out,
+        groups=groups,
     )
 
 
@@ -139,6 +147,7 @@ def compare(first: RunRecord, second: RunRecord) -> Comparison:
             (step, first.held_out[step], second.held_out[step])
             for step in _spread(sorted(first.held_out.keys() & second.held_out.keys()))
         ),
+        groups=(first.groups, second.groups),
     )
 
 

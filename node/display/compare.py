@@ -18,6 +18,7 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     ratio = f"{speeds[1] / speeds[0]:.2f} x" if speeds[0] and speeds[1] else ""
     figures = [
         ["steps", *map(str, comparison.steps), ""],
+        *([["groups of rows", *map(_rows, comparison.groups), ""]] if any(comparison.groups) else []),
         _row("time of steps", comparison.seconds, duration_text),
         [*_row("tokens/s", speeds, count_text)[:3], ratio],
         ["on the links", *map(bytes_text, comparison.bytes), ""],
@@ -40,6 +41,12 @@ def comparison_lines(comparison: Comparison) -> list[str]:
 
 def _value(value: Any) -> str:
     return "-" if value is None else printable(str(list(value) if isinstance(value, tuple) else value))
+
+
+def _rows(groups: Sequence[Sequence[int]]) -> str:
+    """As in `0-1, 2, 3`: three rows. One row with one group is `0`."""
+    runs = groups or ((0,),)
+    return ", ".join(f"{min(run)}-{max(run)}" if len(run) > 1 else str(*run) for run in runs)
 
 
 def _row(title: str, pair: Sequence[float | None], text: Callable[[float], str]) -> list[str]:

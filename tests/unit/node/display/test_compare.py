@@ -57,6 +57,19 @@ def test_losses_at_equal_steps_and_at_equal_times() -> None:
         assert words in text, words
 
 
+def test_rows_are_named_with_their_groups() -> None:
+    one = run("one", [1.0])
+    place = events.PlacementMade(
+        epoch=2, nodes=tuple("abcdef"), resume_step=1, groups=((2,), (0, 1), (3,)), blocks=(1, 1)
+    )
+    rows = record("rows", {}, [Entry(at=0.0, event=event) for event in (started(), place)])
+    both = compare(one, rows)
+    assert both.groups == ((), ((2,), (0, 1), (3,)))
+    (line,) = [line for line in comparison_lines(both) if "groups of rows" in line]
+    assert line.split() == ["groups", "of", "rows", "0", "2,", "0-1,", "3"]
+    assert not any("groups of rows" in line for line in comparison_lines(compare(one, one)))
+
+
 def test_what_differs_in_the_run_files() -> None:
     first = run("a", [1.0], config={"pipeline": {"window": 0, "stages": 4}, "run": {"name": "a"}})
     second = run(
