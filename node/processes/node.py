@@ -8,7 +8,7 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -139,7 +139,8 @@ async def _serve(
     holder = IdentityHolder(identity, directory, join_again)
     reach = _Reach(control_address, holder, screen.waiting)
     if options.wait_seconds:
-        await reach.at_start(options.wait_seconds)
+        with _ended_by_signals():
+            await reach.at_start(options.wait_seconds)
     latest: list[NodeRuntime] = []
     async with contextlib.AsyncExitStack() as stack:
         if options.metrics:
@@ -166,7 +167,9 @@ async def _serve(
             if not (finish.paused and seconds):
                 return 1 if finish.failed else 0
             screen(f"waiting up to {duration_text(seconds)} for the run to go on; Ctrl-C ends")
-            if not await reach.again(seconds):
+            with _ended_by_signals():
+                goes_on = await reach.again(seconds)
+            if not goes_on:
                 screen(f"the run did not go on within {duration_text(seconds)}: this node ends")
                 return 1
             settings = replace(settings, devices=_devices(chosen, options))
@@ -221,6 +224,22 @@ def _devices(chosen: tuple[torch.device, ...], options: JoinOptions) -> StageDev
 
 def _most_bytes(options: JoinOptions) -> int:
     return int(options.max_memory_gb * 1e9)
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP end what only waits at once: KeyboardInterrupt."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    for number in ending_signals():
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        yield
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    finally:
+        for number in ending_signals():
+            loop.remove_signal_handler(number)
 
 
 def _end_if_idle(runtime: NodeRuntime) -> None:

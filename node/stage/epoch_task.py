@@ -26,6 +26,7 @@ from wire.errors import (
     LinkError,
     NonFiniteError,
     ProtocolViolationError,
+    Refused,
     ThinwireError,
     first_error,
 )
@@ -51,6 +52,8 @@ from wire.telemetry import Telemetry
 
 Result = TypeVar("Result")
 State = Mapping[str, Mapping[str, Tensor]]
+REFUSED_SECONDS = 1.0
+"""A neighbour that refuses this node's link has this long to report it before this node does."""
 
 FETCHES = 4
 """Layers of a snapshot that are fetched at a time."""
@@ -195,6 +198,9 @@ class EpochTask:
             if isinstance(interruption.cause, ProtocolViolationError):
                 self._fail(FailureKind.PEER, str(interruption))
             elif interruption.cause is not None:
+                if isinstance(interruption.cause, Refused):
+                    # The other end says what is wrong here, and its report comes first.
+                    await asyncio.sleep(REFUSED_SECONDS)
                 self._fail(FailureKind.LINK, str(interruption))
         except NonFiniteError as error:
             self._fail(FailureKind.NON_FINITE, str(error))

@@ -97,18 +97,21 @@ def test_a_run_that_cannot_start(
         run.assert_quiet()
 
 
-@pytest.mark.parametrize("offset", [0, 1], ids=["join-port", "control-port"])
-def test_a_port_that_is_taken(offset: int, prefork: Prefork, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("offset", "one_port"), [(0, "true"), (1, "false")], ids=["join-port", "control-port"]
+)
+def test_a_port_that_is_taken(offset: int, one_port: str, prefork: Prefork, tmp_path: Path) -> None:
     """The same command works once the port is free: the failed start left no run behind."""
     with Run(tmp_path, launch=prefork.popen) as run:
         port = free_port(neighbours=2)
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", port + offset))
             taken.listen()
-            line = one_line(run.start(f"coordinator.listen=127.0.0.1:{port}"))
+            ports = (f"coordinator.listen=127.0.0.1:{port}", f"coordinator.one_port={one_port}")
+            line = one_line(run.start(*ports))
             assert f"cannot listen at 127.0.0.1:{port + offset}" in line
         assert not run.run_dir.exists()
-        again = run.start(f"coordinator.listen=127.0.0.1:{port}")
+        again = run.start(*ports)
         again.wait_event(JoinLine)
         again.interrupt()
         run.assert_quiet()

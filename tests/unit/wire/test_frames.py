@@ -87,7 +87,7 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
     [
         (forge(0, "2s", b"XX"), "starts with b'XX'"),
         (forge(2, "B", 9), "version 9"),
-        (forge(3, "B", 4), "unknown direction"),
+        (forge(3, "B", max(Direction) + 1), "unknown direction"),
         (forge(4, "<Q", 1), "another run"),
         (forge(56, "<I", 1), "reserved"),
         (forge(44, "<I", 16), "7 bytes at 10 of 16"),
