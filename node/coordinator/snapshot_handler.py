@@ -213,7 +213,9 @@ class SnapshotHandler:
             await asyncio.wait({done, full}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             full.cancel()
-        if done.done():
+            # Nobody waits any longer, if it is not done: its error would be reported as never retrieved.
+            done.cancel()
+        if not done.cancelled():
             done.result()
 
     async def _take_in(self, upload: _Upload) -> Manifest | None:
