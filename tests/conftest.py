@@ -35,14 +35,14 @@ settings.load_profile("thinwire")
 
 
 def pytest_configure() -> None:
-    """Let Ctrl-C end processes that tests start: it is ignored, and so in them, under `make test &`."""
+    """Restore SIGINT: under `make test &` it is ignored, and processes that tests start inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep tests of one file, which share fixtures, on one worker; and so all under Triton's interpreter."""
+    """Run each file's tests on one worker, and all `_interpreter.py` files on one: they share fixtures."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
@@ -54,7 +54,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    # No garbage collection needs to look at the imported modules again.
+    # Keep the garbage collector from scanning the imported modules again.
     gc.freeze()
 
 
@@ -86,6 +86,6 @@ def interpreted(
 
 @pytest.fixture
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing in the user's own state directory, and relative paths in a fresh folder."""
+    """Keep tests out of the user's state directory; relative paths are in a fresh folder."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)

@@ -18,23 +18,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             # The first test of a kernel compiles it.
             item.add_marker(pytest.mark.timeout(300))
-            # Torch says so of set_sync_debug_mode, once a process, and when a product is the first thing
-            # that autograd's own thread does.
+            # Torch warns once a process about set_sync_debug_mode, and when a matrix product is the first
+            # thing that autograd's thread runs.
             for said in ("Synchronization debug mode is a prototype", "Attempting to run cuBLAS"):
                 item.add_marker(pytest.mark.filterwarnings(f"ignore:{said}"))
             if not READY:
                 item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU, or no Triton"))
 
 
-# As nodes have it; cuBLAS reads it once.
+# The same as in nodes; cuBLAS reads it once.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """What `torch.empty` gives holds NaNs and largest integers, so that reading the unwritten shows.
+    """Fill `torch.empty` with NaN or the largest integer, so reads of unwritten memory show.
 
-    And sums are in a fixed order, as in a node: an operation that has none is refused.
+    Also require deterministic algorithms, as nodes do: torch refuses operations that have none.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)

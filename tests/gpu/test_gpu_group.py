@@ -20,7 +20,7 @@ pytestmark = [
 
 FIRST = torch.device("cuda", 0)
 NEAR = 2e-3
-"""Relative, of each loss: the GPUs' matrix products are split elsewhere, and so round elsewhere."""
+"""Relative tolerance of each loss: splitting matrix products over GPUs changes their rounding."""
 CONFIG = RunConfig(
     run=RunSection(steps=10, seed=4),
     model=ModelSection(layers=4, hidden=256, heads=4, kv_heads=4, ffn=512, vocab=256, sequence=128),

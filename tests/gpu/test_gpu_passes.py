@@ -20,7 +20,7 @@ GPU = torch.device("cuda", 0)
 SHAPE = (2, 512)
 HIDDEN = 256
 ORDER = ("f0", "f1", "b0", "f2", "b1", "f3", "b2", "b3")
-"""Never more than two microbatches between their passes."""
+"""At most two microbatches are in flight, between forward and backward."""
 
 
 def run_file(case: str, family: str, *, graphs: bool) -> RunConfig:
@@ -56,7 +56,7 @@ def act(model: StageModel, stage: int, step: int, action: str) -> Tensor | None:
 
 
 def run_step(model: StageModel, stage: int, step: int) -> list[Tensor]:
-    """All that it gives to others, and the weights after it."""
+    """The step's outputs and input gradients, its squared norms, and the weights after it."""
     model.begin_step()
     made = [act(model, stage, step, action) for action in ORDER]
     norms = torch.tensor(list(model.squared_norms().values()))
@@ -120,7 +120,7 @@ def test_feed_forwards_that_run_again_give_the_same_bits() -> None:
 
 
 def test_what_others_leave_to_the_collector_breaks_no_capture() -> None:
-    """To free a graph while another is captured ends that capture, as a collection of cycles might."""
+    """Freeing a graph during another capture breaks that capture; the garbage collector might do so."""
     config = run_file("autocast", "llama", graphs=True)
     _, left = steps(config, 0)
     model = StageModel(config, GPU)
@@ -136,7 +136,7 @@ def test_what_others_leave_to_the_collector_breaks_no_capture() -> None:
     def work() -> None:
         nonlocal cycle, left
         del cycle, left
-        # More than any threshold of Python's.
+        # Enough objects to trigger Python's garbage collector.
         _ = [[] for _ in range(100_000)]
         assert gone() is not None
         x.add_(1)
@@ -150,7 +150,7 @@ def test_what_others_leave_to_the_collector_breaks_no_capture() -> None:
 
 
 class Waiting(nn.Module):
-    """Looks at the device's values, which a capture cannot wait for."""
+    """Reads a value from the device, which a capture does not allow."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (1.0 if x.detach().sum().isfinite().item() else 2.0)

@@ -20,7 +20,7 @@ CONFIG = replace(
 
 
 def losses(directory: Path, codecs: tuple[str, str], window: Window) -> dict[int, float]:
-    """Of a run that ends by itself, with nothing said on any standard error stream but log lines."""
+    """The losses by step of a run that ends by itself; stderr has only log lines."""
     pipeline = PipelineSection(
         stages=STAGES, window=window, forward_codec=codecs[0], backward_codec=codecs[1]
     )
@@ -39,7 +39,7 @@ def losses(directory: Path, codecs: tuple[str, str], window: Window) -> dict[int
 
 @pytest.mark.parametrize("codecs", [("tah", "fixed-8"), ("bf16", "bf16")], ids=str)
 def test_the_window_and_the_run_change_no_bit(tmp_path: Path, codecs: tuple[str, str]) -> None:
-    """What runs beside compute, and when, is another order of work each time; the losses are the same."""
+    """The order of transfers beside compute varies between runs; the losses are the same."""
     narrow = losses(tmp_path / "narrow", codecs, 0)
     assert len(narrow) == CONFIG.run.steps
     assert narrow[CONFIG.run.steps] < narrow[1]

@@ -17,7 +17,7 @@ DEVICE = torch.device("cuda", 0)
 
 @pytest.mark.parametrize("name", ["bf16", "tah", "fixed-8"])
 def test_packing_sees_the_tensor_as_it_was_marked(name: str) -> None:
-    """Work queued before the mark is seen though the device has not done it yet; the bits are the CPU's."""
+    """Packing waits for work queued before the mark; the bits are the CPU's."""
     transfer = CudaTransfer(DEVICE)
     base = torch.randn(SPEC.shape, generator=torch.Generator().manual_seed(1))
     expected = codec(name).encode(base)

@@ -45,11 +45,11 @@ class Attack:
     name: str
     """A key of `tests.support.liar.LIES`."""
     what: str
-    """In words, for the table."""
+    """A description, for the table."""
     step: int = LIES_FROM
     """The first step with the lie, from 0."""
     stage: int = 1
-    """The liar's, at first."""
+    """The liar's first stage."""
     harmless: bool = False
     """The lie costs the run nothing, so its author may keep its stage."""
 
@@ -63,7 +63,7 @@ class Seen:
     ended: bool
     """The run reached its last step."""
     bits_equal: bool
-    """Losses and weights are an undisturbed run's."""
+    """Losses and weights equal an undisturbed run's."""
     steps_again: int
     """Attempts at steps that were aborted."""
     longest_wait: float
@@ -73,7 +73,7 @@ class Seen:
     honest_harmed: tuple[str, ...]
     """Why honest members left before the end, and how they ended if not well."""
     line: str
-    """What the operator reads."""
+    """The line that the operator reads."""
 
     def good(self, chosen: Attack) -> bool:
         """The run ends as an undisturbed one and no honest member is harmed.

@@ -4,7 +4,7 @@
         page = await browser.open("http://127.0.0.1:7702/", width=390, dark=True)
         await page.wait_for("document.title !== ''")
 
-A page keeps what it complained of (`problems`) and what it asked for (`requests`).
+A page records its errors and warnings (`problems`) and the addresses it requests (`requests`).
 """
 
 import asyncio
@@ -36,7 +36,7 @@ FLAGS = (
 
 
 def chromium() -> str | None:
-    """Its path, if it is installed."""
+    """Chromium's path, if it is installed."""
     return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -105,7 +105,7 @@ class Browser:
         return page
 
     async def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """One command and its answer."""
+        """Send one command; returns its answer."""
         number = next(self._ids)
         message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
         if session is not None:
@@ -162,7 +162,7 @@ class Page:
         self.problems: list[str] = []
         """Errors and warnings in its console, exceptions, requests that its policy forbade."""
         self.requests: list[str] = []
-        """Addresses that it asked for."""
+        """Addresses that it requested."""
 
     async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         return await self._browser.call(method, self._session, **parameters)
@@ -204,7 +204,7 @@ class Page:
             raise AssertionError(f"never true: {condition}\n{self.problems}\n{text}") from None
 
     async def text(self, selector: str) -> str:
-        """What the first such element says."""
+        """The text of the first element that matches."""
         said: str = await self.evaluate(f"document.querySelector({selector!r}).innerText")
         return said
 

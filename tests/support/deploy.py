@@ -34,7 +34,7 @@ class Command:
 
 
 def instructions() -> list[dict[str, Any]]:
-    """Of the Dockerfile, in order, comments left out."""
+    """The Dockerfile's instructions in order, without comments."""
     with DOCKERFILE.open("rb") as file:
         parsed: list[dict[str, Any]] = DockerfileParser(fileobj=file).structure
     return [one for one in parsed if one["instruction"] != "COMMENT"]
@@ -64,7 +64,7 @@ def manifests() -> list[tuple[str, dict[str, Any]]]:
 
 
 def compose() -> dict[str, Any]:
-    """With the one variable that it asks for put in."""
+    """compose.yaml, with its one variable filled in."""
     text = re.sub(r"\$\{ADVERTISE:\?[^}]*\}", ADVERTISE, COMPOSE.read_text(encoding="utf-8"))
     whole: dict[str, Any] = yaml.safe_load(text)
     return whole
@@ -148,14 +148,14 @@ def commands() -> Iterator[Command]:
 
 
 def written(path: Path) -> Iterator[tuple[str, ...]]:
-    """The commands of a document: of blocks, what is run in containers, and whole ones within the text."""
+    """A document's commands: in code blocks, in containers, and complete ones in the text."""
     text = path.read_text(encoding="utf-8").replace("\\\n", " ")
     for line in text.splitlines():
         if found := re.search(r"thinwire:cuda (join .*)", line):
             yield tuple(shlex.split(found[1]))
         elif line.startswith("    ") and (found := re.search(r"(?:^ +|-- |/)thinwire (.*)", line)):
             yield tuple(shlex.split(found[1], comments=True))
-    # Within the text a command may be named without what it needs, or its program be elsewhere.
+    # The text may also name a command without its arguments; those are left out.
     for span in re.findall(r"(?<!`)`([^`]+)`", text):
         if found := re.fullmatch(
             r"(?:docker compose exec \w+ )?thinwire ((?:[a-z]+ )+[A-Z/].*)", span, re.DOTALL

@@ -34,7 +34,7 @@ from wire.messages import (
 from wire.telemetry import LinkReport, Span, StepSpans, Telemetry
 
 FLOOD_SECONDS = 0.01
-"""Between two messages of a flood: several megabytes a second."""
+"""Seconds between two messages of a flood, which makes several megabytes a second."""
 
 
 class Liar:
@@ -53,7 +53,7 @@ class Liar:
 
     @property
     def lying(self) -> bool:
-        """Whether the step has come; notes the time of the first lie."""
+        """Whether the first step to lie in has begun; records the time of the first lie."""
         due = self.begin is not None and self.begin.step >= self.first_step
         if due and not self.marker.exists():
             self.marker.write_text(repr(time.time()), encoding="utf-8")

@@ -96,7 +96,7 @@ class Driver:
         self._memory = memory or {}
         self._nonces: dict[str, int] = {}
         self.lineage = 0
-        """Of the states that nodes say they hold, unless told otherwise."""
+        """The default lineage of the states that nodes report."""
 
     # ---- events
 
@@ -120,7 +120,7 @@ class Driver:
         return actions
 
     def tick(self, seconds: float) -> list[Action]:
-        """Time passes; all who are connected have been heard from."""
+        """Advance the clock; every connected node has been heard from."""
         self.time += seconds
         for node_id in self.machine.members:
             self.machine.heard(node_id, self.time)
@@ -288,12 +288,12 @@ def placement_of(actions: Sequence[Action]) -> tuple[str, ...]:
 
 
 def aborts(actions: Sequence[Action]) -> list[str]:
-    """Who is told that an epoch is over."""
+    """The nodes that are told that an epoch is over."""
     return [a.node_id for a in of_kind(actions, Send) if isinstance(a.message, Abort)]
 
 
 def finishes(actions: Sequence[Action]) -> dict[str, str]:
-    """Who is sent home, and with what words."""
+    """The nodes that are told to finish, and the reason each gets."""
     return {a.node_id: a.message.reason for a in of_kind(actions, Send) if isinstance(a.message, Finish)}
 
 

@@ -99,7 +99,7 @@ class Disk:
     commits: dict[int, tuple[float, float]] = field(default_factory=dict)
     snapshots: set[int] = field(default_factory=set)
     pruned: set[int] = field(default_factory=set)
-    """Snapshots that were there and made room for newer ones."""
+    """Snapshots deleted to make room for newer ones."""
 
     def past(self) -> Past:
         committed = None
@@ -117,7 +117,7 @@ class Disk:
 
 
 class Surroundings(Protocol):
-    """What a node touches of its world."""
+    """The parts of its world that a node uses."""
 
     disk: Disk
     cast: dict[tuple[int, int], dict[str, Placement]]
@@ -141,7 +141,7 @@ class Session:
     """It ends once `to_node` is empty; nothing more is sent."""
     broken: bool = False
     stalled: bool = False
-    """Nothing passes, and neither end is told."""
+    """No message gets through, and neither end notices."""
 
 
 @dataclass

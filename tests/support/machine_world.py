@@ -95,7 +95,7 @@ class World:
         self.restored: dict[int, int] = {}
         self.begun: set[tuple[int, int]] = set()
         self.failures = 0
-        """Failures that nodes may have told of since a step was last done."""
+        """Failures that nodes may have reported since the last completed step."""
         self.crash_after: int | None = None
         """Kill the coordinator after this many more actions."""
         self.stopped: Stop | None = None
@@ -230,7 +230,7 @@ class World:
         assert self.disk.commits.setdefault(commit.step, content) == content, "a replay ends the same"
 
     def check_machine(self, machine: RunMachine) -> None:
-        """What holds between any two events."""
+        """Check the invariants that hold between any two events."""
         epoch = machine.epoch
         assert len(machine._snapshots._asked) <= MAX_ASKED + 1, "the due ones, and one that the run waits for"
         assert machine.newest_snapshot == max(self.disk.snapshots, default=0)

@@ -295,7 +295,7 @@ class Run:
         return node
 
     def new_token(self) -> str:
-        """One that admits as many nodes as any test has."""
+        """A token that admits as many nodes as any test needs."""
         with Store.open(self.run_dir) as store:
             _, token = store.create_token(time.time(), timedelta(hours=1), 50)
         return token.encode()

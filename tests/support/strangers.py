@@ -67,18 +67,18 @@ class Siege:
     what: str
     port: str
     idle: int = 0
-    """Connections held open that never say a word."""
+    """Idle connections that are held open."""
     idle_a_second: int = 0
-    """New ones after that, for which the oldest are closed."""
+    """New connections a second after that; each closes the oldest one."""
     joins_a_second: int = 0
     """Requests to join with made-up tokens."""
     seconds: float = 6.0
     calm_seconds: float = 1.0
-    """Before and after the siege, to compare with."""
+    """Seconds measured before and after the siege, for comparison."""
     own_core: bool = False
     """The run has one core, and the strangers another, where there are two."""
     addresses: int = 200
-    """From which idle connections come."""
+    """Number of source addresses of idle connections."""
 
 
 @dataclass(frozen=True, kw_only=True)
