@@ -1,4 +1,4 @@
-"""A stage over GPUs of a node that each take some samples, by NCCL, against the stage on one."""
+"""A data-parallel stage on several GPUs of a node, over NCCL, against the same stage on one GPU."""
 
 from collections.abc import Callable
 from dataclasses import replace

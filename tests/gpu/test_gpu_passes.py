@@ -1,4 +1,4 @@
-"""Captured passes on a GPU give autograd's bits, and the same again; what cannot be captured runs without."""
+"""Captured passes on a GPU give autograd's bits, every time; passes that cannot be captured use autograd."""
 
 import gc
 import logging

@@ -1,4 +1,4 @@
-"""A stage whose blocks are shared by GPUs of a node, by NCCL, against the stage on one."""
+"""A stage with tensor parallelism on GPUs of a node, over NCCL, against the same stage on one GPU."""
 
 from collections.abc import Callable
 from dataclasses import replace

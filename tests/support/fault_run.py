@@ -86,7 +86,7 @@ def small(
 
 
 class FaultRun(Run):
-    """A run whose processes all have the plan of faults."""
+    """A run whose processes all get the fault plan."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class FaultRun(Run):
     # ---- results
 
     def times(self, fault: Fault) -> list[float]:
-        """Unix times at which it happened."""
+        """Unix times at which the fault happened."""
         return [fired_at(marker) for marker in self.plan.markers(fault)]
 
     def assert_all_happened(self) -> None:

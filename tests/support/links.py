@@ -54,7 +54,7 @@ class End:
 
 
 async def eventually(holds: Callable[[], bool]) -> None:
-    """Wait for what has no event of its own."""
+    """Poll until a condition holds that has no event of its own."""
     async with asyncio.timeout(SECONDS):
         while not holds():  # noqa: ASYNC110 - there is no event to wait for, and the wait is bounded
             await asyncio.sleep(0.002)

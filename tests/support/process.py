@@ -129,7 +129,7 @@ class Process:
         self._child.wait()
 
     def stop(self) -> None:
-        """Freeze it: alive, connected and silent."""
+        """Freeze it with SIGSTOP: alive, connected and silent."""
         self.send(signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -164,7 +164,7 @@ class Process:
         return found
 
     def report(self) -> str:
-        """Its last lines."""
+        """The last lines of its output."""
         output = "\n".join(self.lines[-12:])
         return f"==== {self!r}\n{output}\n---- stderr\n{self.stderr[-3000:]}"
 
@@ -199,7 +199,7 @@ class Coordinator(Process):
 
     @property
     def events(self) -> list[Event]:
-        """All so far."""
+        """All events so far."""
         return [from_json(line) for line in list(self.lines)]
 
     def all(self, kind: type[E]) -> list[E]:

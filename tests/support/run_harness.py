@@ -113,7 +113,7 @@ class Still:
 
 
 def packed(config: RunConfig) -> RunConfig:
-    """The same run with all state in few bits, and bits by stage."""
+    """The same run with all state in low precision, and bits by stage."""
     return replace(
         config,
         training=replace(
