@@ -1,7 +1,7 @@
 """Layers of snapshots between nodes, on the port for neighbours, with mutual TLS.
 
-Who asks must hold a certificate of the run and know the file's SHA-256: the coordinator tells it to members
-alone, so it admits to that one file. A transfer that broke goes on from any byte, at any holder.
+The requester must hold a certificate of the run and know the file's SHA-256. The coordinator tells the hash
+to members only. A broken transfer can resume from any byte, at any holder.
 """
 
 import asyncio

@@ -8,7 +8,7 @@ from typing import cast
 CLOSE_SECONDS = 5.0
 """A closed connection's last bytes may take this long."""
 _BUFFER_BYTES = 256 * 1024
-"""A connection that has this much to send stops the other from being read."""
+"""Stop reading from one end while the other has this much left to send."""
 
 
 class Pipe:

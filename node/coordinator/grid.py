@@ -26,7 +26,7 @@ MOST_SHARED_STEPS = 1000
 REMEMBERED_STEPS = 30
 """A node is as fast as in the median of so many steps. Groups move only once there are so many."""
 LEAST_STEPS = 5
-"""How fast a node is counts as known after so many."""
+"""A node's speed counts as known after this many steps."""
 MOST_TRIALS = 2**20
 """Sharings are searched through up to so many trials; beyond, longer runs stand before shorter ones."""
 
@@ -152,7 +152,7 @@ class GroupSharing:
         self._began: float | None = None
         """When the epoch began; None once its first step was measured."""
         self._change_seconds = math.inf
-        """The least that an epoch took to begin: a move of groups loads no state."""
+        """The shortest time an epoch took to begin; moving groups loads no state."""
 
     def measured(self, seconds: Mapping[str, float], step_seconds: float, now: float) -> None:
         """What nodes took for a group in the newest step, which took `step_seconds` and has just ended."""

@@ -3,7 +3,7 @@
     RUN/kept/step-00000100.json    the manifest of a complete snapshot
     RUN/kept/holders.json          who held the newest one's layers when it was completed, for people
 
-Holders tell what is on their disks whenever they connect, so nothing of who holds what needs to be on record.
+Nodes report the files on their disks whenever they connect, so the list of holders need not be stored.
 """
 
 import asyncio

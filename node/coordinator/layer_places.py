@@ -15,7 +15,7 @@ COPIES = 2
 PATIENCE = 60.0
 """Seconds that a node may take to fetch a copy, besides the time for its bytes; then another one is asked."""
 LEAST_RATE = 62_500.0
-"""Bytes a second that a copy is expected to come with."""
+"""Lowest expected rate of a copy, in bytes a second."""
 
 
 @dataclass
