@@ -1,8 +1,8 @@
 """One port for several services, told apart by what a client says first.
 
 A TLS client names a server in its first message (`wire.client_hello`); a browser without TLS begins with a
-method of HTTP. The connection then belongs to its service's `Front`, which limits it on: a crowd at one
-service takes no place of another.
+method of HTTP. The connection then belongs to its service's `Front`, which has limits of its own: a crowd at
+one service takes no place at another.
 """
 
 from wire.admission import Limits

@@ -1,7 +1,7 @@
 """Layers of snapshots between nodes, on the port for neighbours, with mutual TLS.
 
 The requester must hold a certificate of the run and know the file's SHA-256. The coordinator tells the hash
-to members only. A broken transfer can resume from any byte, at any holder.
+to members only, so it grants access to that one file. A broken transfer resumes from any byte, at any holder.
 """
 
 import asyncio

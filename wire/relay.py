@@ -1,4 +1,4 @@
-"""A relay: joins connections of two members that cannot reach each other, and carries what it cannot read.
+"""A relay: joins connections of two members that cannot reach each other. It cannot read what it carries.
 
 Both members dial the relay, show their certificates over TLS (ALPN `thinwire-relay`) and say whom they want
 to reach, or from whom they take a connection. The relay answers when both are there; from then on the sockets

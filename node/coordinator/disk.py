@@ -15,7 +15,7 @@ from wire.errors import DiskFullError, UserError
 Result = TypeVar("Result")
 
 RETRY_SECONDS = 2.0
-"""Between two attempts to write on a full disk."""
+"""Between two attempts to write to a full disk."""
 
 
 class Disk:
@@ -31,7 +31,7 @@ class Disk:
         self._given_up = asyncio.Event()
 
     async def room(self) -> None:
-        """Return at once, or when the disk is no longer full, or nobody waits for that any more."""
+        """Wait until the disk is not full, or until `give_up`."""
         await self._room.wait()
 
     async def full(self) -> None:

@@ -2,7 +2,7 @@
 
 Every node has a small record beside its layers (`node.stage.snapshot_cache`): the run's id, its config
 without paths, the text's fingerprint and the manifests of the complete snapshots. One such record is enough
-to go on: nodes that join the recovered run tell which layers they hold, and each layer's SHA-256 counts.
+to go on: nodes that join the recovered run report their layers, which are checked by SHA-256.
 The certificate authority, tokens, members and history are lost; a new authority takes their place.
 """
 
