@@ -55,6 +55,8 @@ class Hello:
     """Bytes a second from the coordinator, measured."""
     epoch: int
     process_nonce: int
+    name: str = ""
+    """What its owner calls it, as `clean_name` returns it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from wire.errors import ProtocolViolationError, RefusalCode
 from wire.identity.enrolment import Hardware, Refusal
+from wire.identity.names import clean_name
 from wire.messages import (
     LONGEST_REASON,
     Abort,
@@ -96,6 +97,7 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
                     download_rate=message.download_rate,
                     epoch=message.epoch,
                     process_nonce=message.process_nonce,
+                    name=message.name,
                 )
             )
         case Placed():
@@ -176,6 +178,7 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
                 download_rate=amount(hello.download_rate, "a rate"),
                 epoch=hello.epoch,
                 process_nonce=hello.process_nonce,
+                name=clean_name(hello.name),
             )
         case "placed":
             placed = message.placed

@@ -124,6 +124,8 @@ class StageView:
     """The row of the grid."""
     node_id: str
     device: str = ""
+    name: str = ""
+    """What its owner calls the node; it may hold anything: escape it."""
     blocks: int = 0
     """Transformer blocks; 0 if unknown."""
     present: bool
@@ -197,6 +199,8 @@ class MemberView:
 
     node_id: str
     device: str
+    name: str = ""
+    """What its owner calls it; escape it."""
     stage: int | None
     """None for a spare."""
     replica: int = 0

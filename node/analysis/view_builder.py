@@ -30,7 +30,7 @@ from node.analysis.step_model import FULL, LITTLE, full_links
 from node.telemetry import events
 from node.telemetry.clock import WAITS, TimeKind
 from node.telemetry.costs import LinkKey, Place
-from node.telemetry.format import bytes_text, duration_text, printable, without_addresses
+from node.telemetry.format import bytes_text, duration_text, named, printable, without_addresses
 from wire.telemetry import RELAY
 
 __all__ = ["RunView", "RunViewBuilder", "view"]
@@ -87,6 +87,7 @@ class BuilderState:
     starts: int
     members: Mapping[str, _Member]
     devices: Mapping[str, str]
+    names: Mapping[str, str]
     undialled: Mapping[str, str] = field(default_factory=dict)
     placement: events.PlacementMade | None
     restoring: bool
@@ -117,6 +118,7 @@ class RunViewBuilder:
         self._starts = 0
         self._members: dict[str, _Member] = {}
         self._devices: dict[str, str] = {}
+        self._names: dict[str, str] = {}
         self._undialled: dict[str, str] = {}
         """Why neighbours cannot dial a node, for those that they cannot."""
         self._placement: events.PlacementMade | None = None
@@ -148,6 +150,7 @@ class RunViewBuilder:
             case events.NodeJoined():
                 self._members[event.node_id] = _Member(event.device, at)
                 self._devices[event.node_id] = event.device
+                self._names[event.node_id] = event.name
                 self._undialled.pop(event.node_id, None)
                 if not event.address:
                     self._undialled[event.node_id] = NOT_REACHED if event.listens else NOT_LISTENING
@@ -193,6 +196,7 @@ class RunViewBuilder:
             starts=self._starts,
             members=dict(self._members),
             devices=dict(self._devices),
+            names=dict(self._names),
             undialled=dict(self._undialled),
             placement=self._placement,
             restoring=self._restoring,
@@ -223,6 +227,7 @@ class RunViewBuilder:
         made._starts = state.starts
         made._members = dict(state.members)
         made._devices = dict(state.devices)
+        made._names = dict(state.names)
         made._undialled = dict(state.undialled)
         made._placement = state.placement
         made._restoring = state.restoring
@@ -269,6 +274,7 @@ class RunViewBuilder:
             MemberView(
                 node_id=node_id,
                 device=member.device,
+                name=self._names.get(node_id, ""),
                 stage=placed.index(node_id) % across if node_id in placed else None,
                 replica=placed.index(node_id) // across if node_id in placed else 0,
                 joined=member.joined,
@@ -431,6 +437,7 @@ class RunViewBuilder:
                     replica=replica,
                     node_id=node_id,
                     device=self._devices.get(node_id, ""),
+                    name=self._names.get(node_id, ""),
                     blocks=blocks.get(stage, 0),
                     present=node_id in self._members,
                     shares=shares,
@@ -570,7 +577,7 @@ def _listed(event: events.Event) -> tuple[str, str, str] | None:
             resumed = f", from step {event.first_step}" if event.first_step else ""
             return "started", "info", f"the coordinator started: {event.steps} steps{resumed}"
         case events.NodeJoined():
-            return "joined", "info", f"{event.node_id} joined ({event.device})"
+            return "joined", "info", f"{named(event.node_id, event.name)} joined ({event.device})"
         case events.NodeLeft():
             return "left", "warning", f"{event.node_id} left: {event.reason}"
         case events.PlacementMade():

@@ -32,6 +32,9 @@ def add_parser(commands: Any) -> None:
         metavar="HOST:PORT",
         help="address that neighbours dial (default: the one the coordinator sees)",
     )
+    parser.add_argument(
+        "--name", default="", metavar="TEXT", help='what others see this machine called: "Ana\'s 4090"'
+    )
     parser.add_argument("--state-dir", type=Path, help="directory of this node's key and certificate")
     parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda:N", help="device to compute on")
     parser.add_argument(
@@ -86,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
     from node.config.join_options import MOST_LIMIT, MOST_THREADS, JoinOptions
     from node.run_file.validate import parse_listen
     from node.telemetry.format import parse_duration
+    from wire.identity.names import MOST_NAME, clean_name
     from wire.identity.token import JoinToken
 
     token = _read_token(args.token, args.token_file)
@@ -97,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError("--advertise names a port to dial and --no-listen opens none: give one of them")
     if args.metrics:
         parse_listen(args.metrics)
+    if len(args.name) > MOST_NAME:
+        raise UsageError(f"--name may have at most {MOST_NAME} characters, got {len(args.name)}")
     check_devices(args)
     if not 0 <= args.threads <= MOST_THREADS:
         raise UsageError(f"--threads must be 0 (torch's own choice) to {MOST_THREADS}, got {args.threads}")
@@ -116,6 +122,7 @@ def run(args: argparse.Namespace) -> int:
     options = JoinOptions(
         listen="" if args.no_listen else args.listen,
         advertise=args.advertise,
+        name=clean_name(args.name),
         state_dir=args.state_dir,
         device=args.device,
         gpus=args.gpus,

@@ -104,7 +104,7 @@ def run_state(status: "RunStatus | None", alive: bool | None, *, complete: bool)
 def _live_lines(status: "RunStatus", now: float, alive: bool | None) -> list[str]:
     """The coordinator's last report; `alive` as for `run_state`."""
     from node.display.render import SHORT_ID, stage_rows
-    from node.telemetry.format import count_text, duration_text, printable, table_lines
+    from node.telemetry.format import count_text, duration_text, named, printable, table_lines
 
     lines = [
         printable(
@@ -119,6 +119,9 @@ def _live_lines(status: "RunStatus", now: float, alive: bool | None) -> list[str
             rows = len(status.placement.groups)
             grid = f"{rows} row{'s' if rows > 1 else ''} of {status.placement.stages} stages"
         lines.append(f"connected {len(status.nodes)} nodes for {grid}")
+    called = [named(node.node_id[:SHORT_ID], node.name) for node in status.nodes if node.name]
+    if called and alive is not False:
+        lines.append(printable(f"names     {', '.join(called)}"))
     lines += [printable(f"gone      {left.node_id[:SHORT_ID]}: {left.reason}") for left in status.gone]
     if status.step:
         lines.append(f"speed     {count_text(status.step.tokens_per_second)} tokens/s")

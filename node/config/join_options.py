@@ -24,6 +24,8 @@ class JoinOptions:
     """host:port that neighbours dial; empty is the address the coordinator sees and the port listened on."""
     state_dir: Path | None = None
     """Holds the node's key and certificate; None is the default for this run and user."""
+    name: str = ""
+    """What others see this machine called; empty shows its id alone."""
     device: str = "auto"
     """`auto` (the first GPU, else the CPU), `cpu` or `cuda:N`."""
     gpus: int = 1

@@ -445,9 +445,7 @@ class Coordinator:
         def happening(now: float) -> list[Action]:
             known = self._machine.members.get(node_id)
             if known is None or known.process_nonce != hello.process_nonce:
-                device, listens = hello.hardware.device, bool(hello.peer_address)
-                where = session.address
-                self._emit(events.NodeJoined(node_id=node_id, device=device, address=where, listens=listens))
+                self._emit(session.joined)
             return self._machine.hello(
                 node_id,
                 address=session.address,

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 
+from node.telemetry.events import NodeJoined
 from wire.messages import CoordinatorMessage, Finish, Hello
 
 MOST_WAITING = 64
@@ -18,6 +19,17 @@ class ControlSession:
         self.address = address
         """host:port where neighbours reach the node."""
         self._outbox: asyncio.Queue[CoordinatorMessage | None] = asyncio.Queue()
+
+    @property
+    def joined(self) -> NodeJoined:
+        hello = self.hello
+        return NodeJoined(
+            node_id=self.node_id,
+            device=hello.hardware.device,
+            address=self.address,
+            name=hello.name,
+            listens=bool(hello.peer_address),
+        )
 
     def send(self, message: CoordinatorMessage) -> None:
         self._outbox.put_nowait(message)

@@ -31,7 +31,7 @@ from node.telemetry.events import (
     StepAborted,
     StepDone,
 )
-from node.telemetry.format import bytes_text, count_text, duration_text, printable, table_lines
+from node.telemetry.format import bytes_text, count_text, duration_text, named, printable, table_lines
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -222,7 +222,8 @@ def event_lines(event: Event) -> list[str]:
             return [printable(f"page at {event.url} ({changes})")]
         case NodeJoined():
             where = f"at {event.address}" if event.address else "by a relay: neighbours cannot dial it"
-            return [printable(f"joined: {event.node_id[:SHORT_ID]} ({event.device}) {where}")]
+            who = named(event.node_id[:SHORT_ID], event.name)
+            return [printable(f"joined: {who} ({event.device}) {where}")]
         case NodeLeft():
             return [printable(f"left: {event.node_id[:SHORT_ID]}: {event.reason}")]
         case PlacementMade():

@@ -3,7 +3,7 @@
 import textwrap
 
 from node.analysis.run_view import HeldOutView, LinkView, RunView, StageView
-from node.telemetry.format import bytes_text, count_text, duration_text, printable, table_lines
+from node.telemetry.format import bytes_text, count_text, duration_text, named, printable, table_lines
 from wire.telemetry import DIRECT, RELAY
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -115,7 +115,7 @@ def _stage_table(stages: tuple[StageView, ...]) -> list[str]:
         rows.append(
             [
                 place_text(stage.replica, stage.stage, rows_here),
-                printable(stage.node_id[:15]) + ("" if stage.present else " (gone)"),
+                printable(named(stage.node_id[:15], stage.name)) + ("" if stage.present else " (gone)"),
                 _percent(stage.busy) if stage.shares else "-",
                 *shares,
                 bytes_text(stage.memory_bytes) if stage.memory_bytes else "-",

@@ -125,6 +125,7 @@ async def _serve(
         control_address=control_address,
         listen=options.listen,
         advertise=options.advertise,
+        name=options.name,
         devices=_devices(chosen, options),
         hardware=hardware,
         flops=len(chosen) * await asyncio.to_thread(measure_flops, device),

@@ -58,6 +58,8 @@ class NodeSettings:
     listen: str
     """host:port for neighbours' connections; empty: nothing listens."""
     advertise: str
+    name: str = ""
+    """What its owner calls it."""
     devices: StageDevices
     hardware: Hardware
     flops: float
@@ -209,6 +211,7 @@ class NodeRuntime:
             download_rate=download_rate,
             epoch=0,
             process_nonce=secrets.randbits(63),
+            name=self._settings.name,
         )
 
     async def _handle(self, group: asyncio.TaskGroup, message: CoordinatorMessage) -> None:

@@ -92,6 +92,8 @@ class NodeJoined(Event):
     device: str
     address: str
     """Where neighbours dial it; empty if they cannot."""
+    name: str = ""
+    """What its owner calls it; may be empty."""
     listens: bool = True
     """Whether it opens a port for neighbours."""
 

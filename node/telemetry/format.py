@@ -62,6 +62,11 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text)
 
 
+def named(node: str, name: str) -> str:
+    """A node's id, and the name that its owner gave it, if any."""
+    return f'{node} "{name}"' if name else node
+
+
 def without_addresses(text: str) -> str:
     """`text` with every IP address and every host:port replaced by three dots."""
     return _ADDRESS.sub("...", text)

@@ -7,6 +7,8 @@ from base64 import b32encode
 
 _RUN_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
 _NODE_ID = re.compile(r"node-[a-z2-7]{10}")
+MOST_NAME = 40
+"""Characters of the name that its owner gives a node."""
 _LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
 
 
@@ -28,6 +30,15 @@ def is_run_id(text: str) -> bool:
 def is_node_id(text: str) -> bool:
     """Whether `text` is a node id as `node_id_of` makes it."""
     return _NODE_ID.fullmatch(text) is not None
+
+
+def clean_name(text: str) -> str:
+    """The name an owner gives a node, on one line of at most `MOST_NAME` printable characters.
+
+    Double quotes become single ones: names are shown between double quotes.
+    """
+    shown = "".join(char if char.isprintable() else " " for char in text[: 4 * MOST_NAME])
+    return " ".join(shown.replace('"', "'").split())[:MOST_NAME].rstrip()
 
 
 def node_id_of(public_key_hash: bytes) -> str:

@@ -22,7 +22,7 @@ FAILURE_INTERNAL: FailureKind
 FAILURE_PEER: FailureKind
 
 class Hello(_message.Message):
-    __slots__ = ("version", "protocol", "peer_address", "hardware", "flops", "download_rate", "epoch", "process_nonce")
+    __slots__ = ("version", "protocol", "peer_address", "hardware", "flops", "download_rate", "epoch", "process_nonce", "name")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PEER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class Hello(_message.Message):
     DOWNLOAD_RATE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROCESS_NONCE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     version: str
     protocol: int
     peer_address: str
@@ -39,7 +40,8 @@ class Hello(_message.Message):
     download_rate: float
     epoch: int
     process_nonce: int
-    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., peer_address: _Optional[str] = ..., hardware: _Optional[_Union[_enrolment_pb2.Hardware, _Mapping]] = ..., flops: _Optional[float] = ..., download_rate: _Optional[float] = ..., epoch: _Optional[int] = ..., process_nonce: _Optional[int] = ...) -> None: ...
+    name: str
+    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., peer_address: _Optional[str] = ..., hardware: _Optional[_Union[_enrolment_pb2.Hardware, _Mapping]] = ..., flops: _Optional[float] = ..., download_rate: _Optional[float] = ..., epoch: _Optional[int] = ..., process_nonce: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
 
 class Placed(_message.Message):
     __slots__ = ("epoch", "held_step", "voted", "lineage")

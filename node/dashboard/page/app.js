@@ -157,7 +157,7 @@ function drawNodes(view) {
   byId("nodes-note").textContent = view.members.length ? "" : "none is connected";
   const members = [...view.members].sort((one, other) => (one.stage ?? 1e9) - (other.stage ?? 1e9) || one.joined - other.joined);
   byId("nodes").replaceChildren(
-    ...members.map((member) => element("li", {}, element("span", { class: "mono" }, member.node_id), element("span", { class: "muted device" }, member.device), element("span", { class: member.stage == null ? "stage-of spare" : "stage-of" }, member.stage == null ? (view.spares ? "spare" : "waits") : `stage ${view.groups.length > 1 ? `${member.replica}/` : ""}${member.stage}`))),
+    ...members.map((member) => element("li", {}, element("span", { class: "mono" }, member.node_id), member.name ? element("span", { class: "owner" }, member.name) : null, element("span", { class: "muted device" }, member.device), element("span", { class: member.stage == null ? "stage-of spare" : "stage-of" }, member.stage == null ? (view.spares ? "spare" : "waits") : `stage ${view.groups.length > 1 ? `${member.replica}/` : ""}${member.stage}`))),
   );
   operator.nodes(members);
 }

@@ -33,7 +33,7 @@ export class Operator {
 
   nodes(members) {
     const select = byId("evict-node"), chosen = select.value;
-    select.replaceChildren(...members.map((member) => element("option", { value: member.node_id, selected: member.node_id === chosen }, member.node_id)));
+    select.replaceChildren(...members.map((member) => element("option", { value: member.node_id, selected: member.node_id === chosen }, member.name ? `${member.node_id} (${member.name})` : member.node_id)));
   }
 
   // Irreversible actions need a second press of the same button within a few seconds.

@@ -81,6 +81,7 @@ function stageCard(stage, away) {
       { class: "stage-head" },
       element("strong", {}, `stage ${stage.stage}`),
       element("span", { class: "mono node" }, stage.node_id),
+      stage.name ? element("span", { class: "owner" }, stage.name) : null,
       element("span", { class: "muted device", title: stage.device }, stage.device),
       element("span", { class: away ? "trouble facts" : "muted facts" }, away ? "its node is away" : facts.filter(Boolean).join(" · ")),
     ),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from wire.errors import ProtocolViolationError, RefusalCode
 from wire.identity.enrolment import Hardware, Refusal
+from wire.identity.names import MOST_NAME, clean_name
 from wire.messages import (
     LONGEST_REASON,
     Abort,
@@ -174,6 +175,7 @@ NODE_MESSAGES: dict[type, st.SearchStrategy[NodeMessage]] = {
         download_rate=AMOUNT,
         epoch=NUMBER,
         process_nonce=COUNT,
+        name=TEXT.map(clean_name),
     ),
     Placed: st.builds(Placed, epoch=NUMBER, held_step=st.integers(-(2**63), 2**63 - 1), voted=st.booleans()),
     Ready: st.builds(Ready, epoch=NUMBER, telemetry=TELEMETRY),
@@ -419,6 +421,22 @@ def test_a_node_that_does_not_say_that_it_ends_asks_to_go() -> None:
     """As one did before it could say so."""
     plain = control_pb2.NodeMessage(leave=control_pb2.Leave(reason="asked to"))
     assert node_message_from_proto(plain) == Leave(reason="asked to", failed=False)
+
+
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        ("Ana's 4090", "Ana's 4090"),
+        ("\x1b[2J Ana\r\n\u202e left: node-b\x00", "[2J Ana left: node-b"),
+        ('a" (cpu) "b', "a' (cpu) 'b"),
+        ("n" * 10_000, "n" * MOST_NAME),
+        (" \t\n ", ""),
+    ],
+)
+def test_the_name_of_a_node_is_one_bounded_line_whatever_it_sends(sent: str, shown: str) -> None:
+    hello = node_message_from_proto(control_pb2.NodeMessage(hello=control_pb2.Hello(name=sent)))
+    assert isinstance(hello, Hello)
+    assert hello.name == shown
 
 
 def test_devices_that_are_no_whole_rows_are_refused() -> None:

@@ -33,6 +33,16 @@ def test_a_run_without_events_is_starting() -> None:
     assert json.loads(empty.to_json())["state"] == "starting"
 
 
+def test_a_node_has_the_name_that_its_owner_gave_it_also_while_it_is_away() -> None:
+    called = replace(joined(NODES[0]), name="Ana's 4090")
+    builder = RunViewBuilder()
+    for at, event in history(opening(), called, events.NodeLeft(node_id=NODES[0], reason="Ctrl-C")):
+        builder.apply(event, at)
+    seen = RunViewBuilder.restored(builder.state()).view()
+    assert [stage.name for stage in seen.stages] == ["Ana's 4090", ""]
+    assert f'{NODES[0]} "Ana\'s 4090" joined (cpu)' in [event.text for event in seen.events]
+
+
 def test_a_running_run() -> None:
     seen = view(history(opening(), step(1), step(2), step(3)))
     assert (seen.state, seen.step, seen.steps, seen.epoch) == ("training", 3, 100, 1)

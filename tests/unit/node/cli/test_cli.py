@@ -19,7 +19,7 @@ from node.config.schema import RunConfig
 from node.coordinator.store import DATABASE_FILE, Store
 from node.display.status import read_status
 from node.run_file.loader import default_config, to_json
-from node.telemetry.events import Notice, RunStarted
+from node.telemetry.events import NodeJoined, Notice, RunStarted
 from wire.errors import UserError
 from wire.identity.token import JoinToken
 from wire.version import VERSION
@@ -320,6 +320,37 @@ def test_coordinator_hands_the_run_file_on(tmp_path: Path, monkeypatch: pytest.M
     Path("run.toml").write_text('[run]\nname = "mine"\n')
     assert main(["coordinator", "run.toml", "run.steps=40", "data.path=text"]) == 0
     assert asked == ["mine", 40, str(tmp_path / "text"), Path("runs/mine-1"), False]
+
+
+def test_join_hands_on_a_name_on_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    token = JoinToken(("127.0.0.1:1",), "demo-x", b"p" * 32, "abcdefgh", b"s" * 16).encode()
+    asked: list[str] = []
+    monkeypatch.setattr("node.processes.node.run_node", lambda _, options: asked.append(options.name) or 0)
+    assert main(["join", token, "--name", " Ana's\n\x1b4090 "]) == 0
+    assert asked == ["Ana's 4090"]
+    assert main(["join", token, "--name", "n" * 41]) == 2
+    assert "--name may have at most 40 characters, got 41" in capsys.readouterr().err
+
+
+def test_status_shows_the_names_of_nodes(run_dir: Path, capsys: Capture) -> None:
+    started = RunStarted(
+        run_id="r",
+        name="demo",
+        directory=str(run_dir),
+        stages=1,
+        steps=1,
+        first_step=0,
+        tokens_per_step=1,
+        forward_codec="tah",
+        backward_codec="fixed-8",
+    )
+    with emitter(default_config(), json=True) as emit:
+        emit(started)
+        emit(NodeJoined(node_id="node-a", device="cpu", address="", name="Ana's 4090"))
+        emit(NodeJoined(node_id="node-b", device="cpu", address=""))
+    capsys.readouterr()
+    assert main(["status", str(run_dir)]) == 0
+    assert 'names     node-a "Ana\'s 4090"\n' in capsys.readouterr().out
 
 
 def test_join_reads_its_token_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

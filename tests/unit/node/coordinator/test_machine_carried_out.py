@@ -107,6 +107,7 @@ class Peer:
             download_rate=1e6,
             epoch=epoch,
             process_nonce=nonce,
+            name="Ana",
         )
         self._coordinator = coordinator
         self.session = ControlSession(node_id, hello, f"{node_id}:1")
@@ -357,7 +358,8 @@ async def test_a_session_opened_again_goes_on_where_it_was(tmp_path: Path) -> No
         assert await second.hear() == Begin(epoch=1, step=0)
         second.vote()
         assert isinstance(await second.hear(), Commit)
-        assert len([event for event in run.events if isinstance(event, events.NodeJoined)]) == 1
+        (joined,) = [event for event in run.events if isinstance(event, events.NodeJoined)]
+        assert (joined.name, joined.address, joined.listens) == ("Ana", "a:1", True)
 
 
 @pytest.mark.parametrize("epoch", [3, 9])

@@ -102,6 +102,7 @@ EVENTS: tuple[Event, ...] = (
     JoinLine(line="thinwire join tw1_abc"),
     TokenUses(left=2),
     NodeJoined(node_id="node-a", device="cpu", address="127.0.0.1:5"),
+    NodeJoined(node_id="node-n", device="cpu", address="127.0.0.1:6", name="Anas 4090"),
     NodeLeft(node_id="node-a", reason="Ctrl-C"),
     PlacementMade(epoch=2, nodes=("node-a", "node-b"), resume_step=7),
     step_done(8),
@@ -233,6 +234,7 @@ def test_plain_output_is_text_without_escapes() -> None:
     assert "\x1b" not in text
     assert "  thinwire join tw1_abc" in lines
     assert "joined: node-a (cpu) at 127.0.0.1:5" in lines
+    assert 'joined: node-n "Anas 4090" (cpu) at 127.0.0.1:6' in lines
     assert "left: node-a: Ctrl-C" in lines
     assert "placed (epoch 2): 0 node-a, 1 node-b; from step 7" in lines
     assert "step 9 aborted and runs again: node-b went away" in lines
@@ -307,7 +309,7 @@ def test_many_stages_show_their_range() -> None:
 def test_strings_from_other_machines_cannot_drive_the_terminal() -> None:
     hostile = "cpu\x1b]0;owned\x07\x1b[2J\r\nfinished: all steps done\u202e"
     events = (
-        NodeJoined(node_id="node-a", device=hostile, address=hostile),
+        NodeJoined(node_id="node-a", device=hostile, address=hostile, name=hostile),
         NodeLeft(node_id="node-a", reason=hostile),
         StepAborted(epoch=1, step=1, reason=hostile),
         Notice(text=hostile),

@@ -123,7 +123,7 @@ def test_nothing_from_a_node_reaches_the_terminal_as_it_is() -> None:
     seen = view(
         history(
             started(),
-            events.NodeJoined(node_id=hostile, device=hostile, address=""),
+            events.NodeJoined(node_id=hostile, device=hostile, address="", name=hostile),
             events.Notice(text=hostile),
         )
     )
