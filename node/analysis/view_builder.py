@@ -1,10 +1,5 @@
 """Build a `RunView` from a run's events, one at a time.
 
-    builder = RunViewBuilder()
-    for at, event in history:
-        builder.apply(event, at)
-    builder.view()
-
 A view depends on events only, so a run that is over looks as it did while it ran.
 """
 
