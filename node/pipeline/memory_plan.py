@@ -22,8 +22,8 @@ from node.model.storage import AS_COMPUTED, RECOMPUTE, Storage, stored_bytes
 from node.model.units import HEAD, block_name, is_block, unit_cost
 from node.pipeline.device_memory import Devices, Share
 from node.pipeline.memory import StageMemory, stage_memory, stage_storages
-from node.pipeline.placement import chunk_units, chunks_of, held_blocks, of_chunk
-from node.pipeline.schedule import held_activations, schedule
+from node.pipeline.placement import chunk_units, held_blocks, of_chunk, stage_orders
+from node.pipeline.schedule import Order, held_activations
 
 
 class Choice(StrEnum):
@@ -61,39 +61,52 @@ class _Stage:
     """One stage on one kind of node, with the bytes and operations of each choice."""
 
     def __init__(
-        self, config: RunConfig, stages: int, stage: int, devices: Devices, kept: StageMemory
+        self,
+        config: RunConfig,
+        devices: Devices,
+        *,
+        storage: Storage,
+        units: Sequence[Sequence[str]],
+        order: Order,
+        together: int,
+        kept: StageMemory,
     ) -> None:
+        """
+        Args:
+            units: of each of its chunks.
+            order: its actions in a step.
+            together: the most block activations that it holds at once, as by `held_blocks`.
+            kept: the estimate with everything kept.
+        """
         model = config.model
-        base = stage_storages(config, stages)[stage]
-        share = Share(config, devices, base)
+        share = Share(config, devices, storage)
         self._kept = kept
-        own = chunk_units(config, stages)[stage::stages]
-        self.blocks = [sum(map(is_block, units)) for units in own]
-        captured = devices.captures(config.training)
-        order = schedule(
-            stages, chunks_of(config, stages), config.microbatches, config.pipeline.first_window
-        )[stage]
-        self._held = [held_activations(of_chunk(order, chunk)) for chunk in range(len(own))]
-        self._together = held_blocks(config, stages, apart=captured)[stage]
+        self.blocks = [sum(map(is_block, own)) for own in units]
+        self._held = [held_activations(of_chunk(order, chunk)) for chunk in range(len(units))]
+        self._together = together
 
-        def stored(storage: Storage) -> int:
-            return stored_bytes(model, config.training, storage).total // devices.count
+        def stored(form: Storage) -> int:
+            return stored_bytes(model, config.training, form).total // devices.count
 
-        block = share.autograd_keeps() if share.plain else stored(base)
+        block = share.autograd_keeps() if share.plain else stored(storage)
         self._block = block
         self.bytes = {Choice.KEPT: block, Choice.AGAIN: share.residual}
         forward = unit_cost(model, block_name(0))
         self._flops = {Choice.KEPT: 0.0, Choice.AGAIN: forward}
         # From a norm's input in few bits other values would come.
-        if not share.plain and (base.norm_input, base.ffn_input) == (AS_COMPUTED, AS_COMPUTED):
-            self.bytes[Choice.FFN] = stored(replace(base, ffn_input=RECOMPUTE))
+        if not share.plain and (storage.norm_input, storage.ffn_input) == (AS_COMPUTED, AS_COMPUTED):
+            self.bytes[Choice.FFN] = stored(replace(storage, ffn_input=RECOMPUTE))
             self._flops[Choice.FFN] = 2.0 * (2 if model.family == "llama" else 1) * model.hidden * model.ffn
         if config.lora.dropout:
             # Backward would have to draw the microbatch's random bits again.
             del self.bytes[Choice.AGAIN]
-        head = unit_cost(model, HEAD) if any(HEAD in units for units in own) else 0.0
+        head = unit_cost(model, HEAD) if any(HEAD in own for own in units) else 0.0
         self._whole = 3.0 * (sum(self.blocks) * forward + head)
         self._input = share.residual
+
+    def alike(self, choice: Choice) -> tuple[Choice, ...]:
+        """All blocks with this choice."""
+        return (choice,) * sum(self.blocks)
 
     def memory(self, choices: Sequence[Choice]) -> StageMemory:
         """The estimate with these choices, in the order of the stage's blocks."""
@@ -113,7 +126,13 @@ class _Stage:
     def added(self, choices: Sequence[Choice]) -> float:
         return sum(self._flops[choice] for choice in choices) / self._whole
 
-    def plans(self) -> Iterator[tuple[Choice, ...]]:
+    def plan(self, choices: tuple[Choice, ...], memory_bytes: int = 0) -> MemoryPlan:
+        """These choices on a node with so much memory; 0 is without a limit."""
+        memory = self.memory(choices)
+        fits = memory_bytes == 0 or memory.total <= memory_bytes
+        return MemoryPlan(choices=choices, memory=memory, added=self.added(choices), fits=fits)
+
+    def choices(self) -> Iterator[tuple[Choice, ...]]:
         """One plan for each count of each choice; blocks that more microbatches wait for come first."""
         blocks = sum(self.blocks)
         chunk_of = [chunk for chunk, count in enumerate(self.blocks) for _ in range(count)]
@@ -124,6 +143,28 @@ class _Stage:
                 for number, block in enumerate(first[: again + ffn]):
                     choices[block] = Choice.AGAIN if number < again else Choice.FFN
                 yield tuple(choices)
+
+
+def _stages(
+    config: RunConfig, stages: int, devices: Devices, windows: int = 0, only: int | None = None
+) -> list[_Stage]:
+    """Every stage, or `only` one; what they share, such as the schedule, is worked out once."""
+    units, orders = chunk_units(config, stages), stage_orders(config, stages)
+    storages = stage_storages(config, stages)
+    together = held_blocks(config, stages, apart=devices.captures(config.training))
+    kept = stage_memory(config, stages, devices, windows=windows)
+    return [
+        _Stage(
+            config,
+            devices,
+            storage=storages[stage],
+            units=units[stage::stages],
+            order=orders[stage],
+            together=together[stage],
+            kept=kept[stage],
+        )
+        for stage in (range(stages) if only is None else (only,))
+    ]
 
 
 def plan_stage(
@@ -137,20 +178,11 @@ def plan_stage(
         memory_bytes: of each device of the node.
         windows: as for `node.pipeline.memory.stage_bytes`.
     """
-    kept = stage_memory(config, stages, devices, windows=windows)[stage]
-    one = _Stage(config, stages, stage, devices, kept)
-    everything = (Choice.KEPT,) * sum(one.blocks)
-    if memory_bytes == 0 or kept.total <= memory_bytes:
-        return MemoryPlan(choices=everything, memory=kept, added=0.0, fits=True)
-    plans = [
-        MemoryPlan(
-            choices=choices,
-            memory=(memory := one.memory(choices)),
-            added=one.added(choices),
-            fits=memory.total <= memory_bytes,
-        )
-        for choices in one.plans()
-    ]
+    (one,) = _stages(config, stages, devices, windows, only=stage)
+    everything = one.plan(one.alike(Choice.KEPT), memory_bytes)
+    if everything.fits:
+        return everything
+    plans = [one.plan(choices, memory_bytes) for choices in one.choices()]
     fitting = [plan for plan in plans if plan.fits]
     if fitting:
         return min(fitting, key=lambda plan: (plan.added, plan.memory.total))
@@ -176,23 +208,17 @@ def least_stage_bytes(
     config: RunConfig, stages: int, devices: Devices, *, windows: int = 0
 ) -> tuple[int, ...]:
     """Bytes that each stage needs on every device of such a node when it computes again what it can."""
-    found = []
-    for stage, kept in enumerate(stage_memory(config, stages, devices, windows=windows)):
-        one = _Stage(config, stages, stage, devices, kept)
-        # All blocks alike take least: what a choice saves grows with their number.
-        alike = ((choice,) * sum(one.blocks) for choice in one.bytes)
-        found.append(min(one.memory(choices).total for choices in alike))
-    return tuple(found)
+    # All blocks alike take least: what a choice saves grows with their number.
+    return tuple(
+        min(one.memory(one.alike(choice)).total for choice in one.bytes)
+        for one in _stages(config, stages, devices, windows)
+    )
 
 
 def frontier(config: RunConfig, stages: int, stage: int, devices: Devices) -> tuple[MemoryPlan, ...]:
     """The plans of a stage that no other beats in both memory and operations, the largest first."""
-    kept = stage_memory(config, stages, devices)[stage]
-    one = _Stage(config, stages, stage, devices, kept)
-    plans = [
-        MemoryPlan(choices=choices, memory=one.memory(choices), added=one.added(choices), fits=True)
-        for choices in one.plans()
-    ]
+    (one,) = _stages(config, stages, devices, only=stage)
+    plans = map(one.plan, one.choices())
     best: list[MemoryPlan] = []
     for plan in sorted(plans, key=lambda plan: (plan.added, plan.memory.total)):
         if not best or plan.memory.total < best[-1].memory.total:

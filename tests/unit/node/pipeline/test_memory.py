@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ FORMS = {
 }
 
 
-def run(form: str, family: str = "llama", **pipeline: int) -> RunConfig:
+def run(form: str, family: str = "llama", **pipeline: Any) -> RunConfig:
     training, storage = FORMS[form]
     sizes = SIZES if family == "llama" else {**SIZES, "kv_heads": 4}
     return RunConfig(

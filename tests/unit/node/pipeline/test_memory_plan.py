@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +17,12 @@ from node.pipeline.memory import stage_memory
 from node.pipeline.memory_plan import (
     Choice,
     Room,
-    _Stage,
+    _stages,
     frontier,
     least_stage_bytes,
     plan_stage,
 )
+from node.pipeline.placement import held_blocks
 from node.stage.stage_model import StageModel
 from tests.support.passes import Forced
 from tests.unit.node.pipeline.test_memory import CPU, FORMS, LEAST, MOST, measured, run
@@ -30,7 +32,7 @@ PACKED = StorageSection(attention="8")
 """Inputs of norms and feed-forwards are kept as computed, so the latter may be computed again."""
 
 
-def deep(form: str = "plain", *, layers: int = 10, **pipeline: int) -> RunConfig:
+def deep(form: str = "plain", *, layers: int = 10, **pipeline: Any) -> RunConfig:
     config = run(form, **pipeline)
     return replace(config, model=replace(config.model, layers=layers))
 
@@ -53,7 +55,7 @@ def test_a_plan_fits_and_no_other_computes_less(form: str, devices: Devices) -> 
     found = frontier(config, 2, 0, devices)
     # All ways to choose for each block, not only one for each count.
     most, kinds = found[0], {choice for plan in found for choice in plan.choices}
-    one = _Stage(config, 2, 0, devices, everything)
+    one = _stages(config, 2, devices)[0]
     ways = [
         (one.added(choices), one.memory(choices).total)
         for choices in product(one.bytes, repeat=len(most.choices))
@@ -176,3 +178,15 @@ def test_a_run_with_more_stages_than_memory_still_has_a_plan() -> None:
     high = stage_memory(config, 2, GPU)[0].total
     added = [plan_stage(config, 2, 0, GPU, int(budget)).added for budget in np.linspace(low, high, 4)]
     assert added[0] > added[1] > added[2] > added[3] == 0.0
+
+
+def test_a_head_on_the_first_stage_counts_in_the_schedule() -> None:
+    """What a plan saves there is of as many microbatches as the estimate says that the stage holds."""
+    config = deep("plain", layers=6, head="first")
+    config = replace(config, model=replace(config.model, tied=True))
+    (held, *_) = held_blocks(config, 2)
+    assert held > 0
+    everything = stage_memory(config, 2, CPUS)[0]
+    one = _stages(config, 2, CPUS)[0]
+    again = one.memory(one.alike(Choice.AGAIN))
+    assert everything.kept - again.kept == held * (one.bytes[Choice.KEPT] - one.bytes[Choice.AGAIN])
