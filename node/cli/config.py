@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from node.cli.parser import add_run_file
+
 if TYPE_CHECKING:
     from node.analysis.machines import Machine
 
@@ -19,14 +21,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("config", help="check a run file before starting it, or write one")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     explain = actions.add_parser("explain", help="resolved values, memory, bytes and seconds a step")
-    explain.add_argument("run_file", metavar="RUN.toml", type=Path, help="the run file")
-    explain.add_argument(
-        "overrides",
-        metavar="section.key=value",
-        nargs="*",
-        default=[],
-        help="values that override the file's",
-    )
+    add_run_file(explain)
     explain.add_argument("--json", action="store_true", help="one JSON object instead of text")
     explain.set_defaults(run=run, parser=explain)
     init = actions.add_parser("init", help="write a run file that fits the machines you have")

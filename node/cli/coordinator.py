@@ -5,17 +5,12 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+from node.cli.parser import add_run_file
+
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("coordinator", help="start a run and print its join line")
-    parser.add_argument("run_file", metavar="RUN.toml", type=Path, help="the run file")
-    parser.add_argument(
-        "overrides",
-        metavar="section.key=value",
-        nargs="*",
-        default=[],
-        help="values that override the file's",
-    )
+    add_run_file(parser)
     parser.add_argument("--run-dir", type=Path, help="new directory for the run (default: runs/<name>-<n>)")
     parser.add_argument("--resume", action="store_true", help="resume the run in --run-dir if there is one")
     parser.add_argument("--stay", action="store_true", help="keep serving the page when the run is over")

@@ -3,8 +3,9 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from node.cli.parser import add_run_file
 
 if TYPE_CHECKING:
     from node.training.preview import Preview
@@ -16,14 +17,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("data", help="look at a run's training data")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     preview = actions.add_parser("preview", help="show the first step's tokens, labels and what is dropped")
-    preview.add_argument("run_file", metavar="RUN.toml", type=Path, help="the run file")
-    preview.add_argument(
-        "overrides",
-        metavar="section.key=value",
-        nargs="*",
-        default=[],
-        help="values that override the file's",
-    )
+    add_run_file(preview)
     preview.add_argument("--tokens", type=int, default=200, help="tokens of each source (default: 200)")
     preview.add_argument("--json", action="store_true", help="one JSON object instead of text")
     preview.set_defaults(run=run, parser=preview)

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from node.config.join_options import MOST_DEVICES
@@ -50,6 +51,18 @@ class Parser(argparse.ArgumentParser):
             name = unknown.partition("=")[0]
             parser.error(f"unknown option {name}{nearest(name, parser._option_string_actions)}")
         return args
+
+
+def add_run_file(parser: argparse.ArgumentParser) -> None:
+    """RUN.toml and `section.key=value`: what `load_config` takes."""
+    parser.add_argument("run_file", metavar="RUN.toml", type=Path, help="the run file")
+    parser.add_argument(
+        "overrides",
+        metavar="section.key=value",
+        nargs="*",
+        default=[],
+        help="values that override the file's",
+    )
 
 
 def check_devices(args: argparse.Namespace) -> None:

@@ -4,8 +4,9 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from node.cli.parser import add_run_file
 
 if TYPE_CHECKING:
     from node.pipeline.memory_plan import MemoryPlan
@@ -16,14 +17,7 @@ MOST_POINTS = 12
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("plan", help="memory of each stage, and what fits in less")
-    parser.add_argument("run_file", metavar="RUN.toml", type=Path, help="the run file")
-    parser.add_argument(
-        "overrides",
-        metavar="section.key=value",
-        nargs="*",
-        default=[],
-        help="values that override the file's",
-    )
+    add_run_file(parser)
     parser.add_argument("--gb", type=float, default=0.0, help="memory of each card; default: what all needs")
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="what computes a stage")
     parser.add_argument("--curve", action="store_true", help="each stage's compute for every memory")

@@ -34,13 +34,13 @@ def open_snapshot(args: argparse.Namespace) -> "tuple[RunConfig, int, Path]":
     directory = existing_run_directory(args.run_dir)
     with Store.open(directory) as store:
         config = from_json(store.run().config_json)
-        losses = {record.step: record.uncompressed for record in store.held_out()}
-    steps = list_snapshots(directory / "snapshots")
+        steps = list_snapshots(directory / "snapshots")
+        best = store.best_of(steps)
     have = ", ".join(map(str, steps)) or "none"
     if args.step == "newest" and steps:
         step = steps[-1]
-    elif args.step == "best" and losses.keys() & set(steps):
-        step = min(losses.keys() & set(steps), key=lambda one: losses[one])
+    elif args.step == "best" and best is not None:
+        step = best
     elif args.step == "best":
         raise UserError(
             "no snapshot has a held-out loss: set data.valid_every in the run file, or name a step"

@@ -7,9 +7,7 @@ Nodes report the files on their disks whenever they connect, so the list of hold
 """
 
 import asyncio
-import errno
 import functools
-import hashlib
 import json
 import logging
 import re
@@ -25,7 +23,8 @@ from node.coordinator.store import SnapshotRecord, Store
 from node.model.units import unit_names
 from node.pipeline.placement import most_layer_bytes, stage_units
 from node.training.manifest import FORMAT, Manifest, SnapshotDamagedError, UnitEntry, weights_sha256
-from wire.errors import DiskFullError, NotYetError, ProtocolViolationError, RunError
+from node.training.snapshot import write_errors
+from wire.errors import NotYetError, ProtocolViolationError, RunError
 from wire.identity.files import write_private
 from wire.messages import CoordinatorMessage, HeldLayer, PlacedStage, Prefetch, Retain
 
@@ -53,17 +52,12 @@ def kept_manifests(run_directory: Path) -> list[Manifest]:
 
 
 def write_kept_manifest(run_directory: Path, manifest: Manifest) -> None:
-    """Put a manifest on disk, durably. Raises RunError."""
+    """Put a manifest on disk, durably. Raises RunError, on a full disk DiskFullError."""
     directory = run_directory / DIRECTORY
-    try:
+    path, data = directory / f"step-{manifest.step:08d}.json", manifest.to_json().encode()
+    with write_errors(path, len(data)):
         directory.mkdir(mode=0o700, exist_ok=True)
-        write_private(directory / f"step-{manifest.step:08d}.json", manifest.to_json().encode())
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFullError(f"disk full: a manifest has no room in {directory}") from error
-        raise RunError(
-            f"cannot write {directory} ({error.strerror}): free some space, then resume"
-        ) from error
+        write_private(path, data)
 
 
 class KeptSnapshots:
@@ -99,7 +93,7 @@ class KeptSnapshots:
             send: sends a message to a node.
             layer_received: called for every layer that a node has saved, with its step.
             stored: called for every snapshot that is complete and recorded.
-            unavailable: called when nobody who is here has a layer, with the snapshot's step, an older one
+            unavailable: called when no connected node holds a layer, with the snapshot's step, an older one
                 to go on from, and a line that says so.
             failed: called with the reason when the disk or the database fails.
             disk: repeats writes that find the disk full.
@@ -122,7 +116,7 @@ class KeptSnapshots:
         self._units = unit_names(config.model)
         self._places = LayerPlaces(self._units)
         self._first_missed: dict[int, float] = {}
-        """By step, when a layer was first asked for that nobody here has."""
+        """By step, when somebody first asked for a layer that no connected node holds."""
         self._changed = asyncio.Event()
         holders = _read_holders(directory)
         for manifest in kept_manifests(directory):
@@ -262,23 +256,11 @@ class KeptSnapshots:
             write_private(self._run_directory / DIRECTORY / HOLDERS_FILE, text.encode())
         except OSError as error:
             log.warning("who holds step %d was not written down: %s", manifest.step, error)
-        self._store.record_snapshot(
-            SnapshotRecord(
-                step=manifest.step,
-                manifest_sha256=hashlib.sha256(manifest.to_json().encode()).hexdigest(),
-                bytes=manifest.total_bytes,
-                complete=True,
-                created=time.time(),
-            )
-        )
+        self._store.record_snapshot(SnapshotRecord.of(manifest, time.time()))
 
     async def _prune(self) -> None:
         run, complete = self._config.run, self._places.complete
-        losses = {
-            record.step: record.uncompressed for record in await asyncio.to_thread(self._store.held_out)
-        }
-        measured = [step for step in complete if step in losses]
-        best = min(measured, key=lambda step: losses[step], default=None) if run.keep_best else None
+        best = await asyncio.to_thread(self._store.best_of, complete) if run.keep_best else None
         for step in complete[: -max(1, run.keep_snapshots)]:
             if step != best:
                 self._places.drop(step)

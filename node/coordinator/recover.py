@@ -96,8 +96,7 @@ def recover(
         directory, run_id=record.run_id, config_json=to_json(config), pin=authority.pin, now=now
     ) as store:
         for manifest in record.manifests:
-            digest = manifest.weights_sha256
-            store.record_snapshot(SnapshotRecord(manifest.step, digest, manifest.total_bytes, True, now))
+            store.record_snapshot(SnapshotRecord.of(manifest, now))
         store.record_placement(record.epoch + _EPOCHS, [PlacedNode(0, "", "")])
     where = (
         f"all of it is in {directory}"

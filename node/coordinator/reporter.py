@@ -14,10 +14,10 @@ from node.config.schema import RunConfig
 from node.coordinator.accounting import Accounting
 from node.coordinator.actions import Aborted, AbortKind, RecordCommit, RecordHeldOut, RecordRestored
 from node.coordinator.grid import ONE_ROW
-from node.coordinator.run_plan import stage_state_bytes
 from node.coordinator.store import StepRecord
 from node.model.units import is_block
 from node.pipeline.placement import stage_units
+from node.pipeline.snapshot_place import stage_state_bytes
 from node.telemetry import events
 from node.telemetry.costs import bits_per_element, idle_by_stage, mbit_by_stage
 from node.telemetry.events import Notice, Recovered

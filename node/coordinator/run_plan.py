@@ -10,10 +10,10 @@ from node.coordinator.epoch import Committed, Neighbours, StepPlan
 from node.coordinator.held_out import HeldOutPass, held_out_passes
 from node.coordinator.stage_assignment import Sharing, StageBytes, sharing, stage_needs
 from node.coordinator.votes import PastStep, UnitNumbers
-from node.model.lora_shapes import trained_specs
-from node.model.units import state_bytes, unit_names
+from node.model.units import unit_names
 from node.pipeline.placement import chunks_of, stage_units
 from node.pipeline.routing import neighbours
+from node.pipeline.snapshot_place import stage_state_bytes
 from node.telemetry.format import parse_duration
 from node.training.schedule import clip_coefficient, learning_rate
 
@@ -119,15 +119,6 @@ def step_plan(config: RunConfig) -> StepPlan:
         return clip, learning_rate(step, training, config.run.steps)
 
     return plan
-
-
-def stage_state_bytes(config: RunConfig, stages: int) -> list[int]:
-    """Bytes of weights and optimizer state of each stage, first stage first."""
-    model, lora, moments = config.model, config.lora, config.training.moments
-    return [
-        sum(state_bytes(trained_specs(model, lora, unit), moments) for unit in units)
-        for units in stage_units(config, stages)
-    ]
 
 
 def _unit_numbers(config: RunConfig, stages: int) -> list[frozenset[int]]:

@@ -291,26 +291,13 @@ class SnapshotHandler:
         return manifest
 
     def _record(self, manifest: Manifest) -> None:
-        self._store.record_snapshot(
-            SnapshotRecord(
-                step=manifest.step,
-                manifest_sha256=hashlib.sha256(manifest.to_json().encode()).hexdigest(),
-                bytes=manifest.total_bytes,
-                complete=True,
-                created=time.time(),
-            )
-        )
+        self._store.record_snapshot(SnapshotRecord.of(manifest, time.time()))
         run = self._config.run
-        for step in prune(self._directory, run.keep_snapshots, self._best() if run.keep_best else None):
+        best = self._store.best_of(list_snapshots(self._directory)) if run.keep_best else None
+        for step in prune(self._directory, run.keep_snapshots, best):
             self._store.delete_snapshot(step)
         # Nobody goes back to older steps, and their uploads may never complete.
         self._writer.discard_below(manifest.step)
-
-    def _best(self) -> int | None:
-        """The step of the snapshot with the least held-out loss; None if none was measured."""
-        losses = {record.step: record.uncompressed for record in self._store.held_out()}
-        saved = [step for step in list_snapshots(self._directory) if step in losses]
-        return min(saved, key=lambda step: losses[step], default=None)
 
     def _check_unit(self, unit: str) -> None:
         if unit not in unit_names(self._config.model):

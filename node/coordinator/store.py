@@ -15,16 +15,18 @@ import os
 import sqlite3
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from enum import Enum
+from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
+from node.training.manifest import Manifest
 from wire.errors import DiskFullError, RefusalCode, RunError, UserError
 from wire.identity.enrolment import Hardware, Refusal
 from wire.identity.files import create_private, make_private_directory
@@ -145,6 +147,12 @@ class SnapshotRecord:
     bytes: int
     complete: bool
     created: float
+
+    @classmethod
+    def of(cls, manifest: Manifest, created: float) -> "SnapshotRecord":
+        """That of a complete snapshot."""
+        digest = sha256(manifest.to_json().encode()).hexdigest()
+        return cls(manifest.step, digest, manifest.total_bytes, True, created)
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,6 +433,11 @@ class Store:
                 return []
             rows = db.execute("SELECT * FROM held_out ORDER BY step").fetchall()
         return [HeldOutRecord(row[0], row[1], _float(row[2]), *row[3:]) for row in rows]
+
+    def best_of(self, steps: Iterable[int]) -> int | None:
+        """Of these steps the one with the least held-out loss; None if none of them has one."""
+        losses = {record.step: record.uncompressed for record in self.held_out()}
+        return min((step for step in steps if step in losses), key=lambda step: losses[step], default=None)
 
     def delete_snapshot(self, step: int) -> bool:
         """Delete a snapshot's record (its files are the caller's). False when there was none."""

@@ -11,7 +11,7 @@ from node.analysis.totals import MOST_PASSES, codec_advice, machine_bytes, snaps
 from node.config.schema import RunConfig
 from node.model.storage import KINDS, unit_bytes
 from node.model.units import is_block
-from node.pipeline.snapshot_place import most_stage_bytes
+from node.pipeline.snapshot_place import stage_state_bytes
 from node.run_file.loader import section_types, toml_value
 from node.telemetry.format import bytes_text, count_text, duration_text, table_lines
 
@@ -223,7 +223,7 @@ def _link_lines(explanation: Explanation) -> list[str]:
 
 def _snapshot_lines(config: RunConfig, one: int) -> list[str]:
     """What a snapshot costs by where it is kept."""
-    part, held = most_stage_bytes(config), config.run.keep_snapshots + 1
+    part, held = max(stage_state_bytes(config, config.pipeline.stages)), config.run.keep_snapshots + 1
 
     def times(size: int) -> str:
         return ", ".join(

@@ -24,8 +24,7 @@ from node.pipeline.device_memory import Devices
 from node.pipeline.memory_plan import Room
 from node.run_file.loader import from_json
 from node.stage.machine_info import fix_order, limit_memory
-from node.stage.out_of_memory import ran_out
-from node.stage.out_of_memory import room as room_words
+from node.stage.out_of_memory import device_memory_text, ran_out
 from wire.errors import DeviceLostError
 from wire.identity.enrolment import CPU
 
@@ -59,7 +58,7 @@ def main() -> int:
         # Write it atomically: the node looks as soon as this process's sockets close.
         written = arguments.meet.with_name(f"rank-{arguments.rank}-writes")
         with contextlib.suppress(OSError):  # the node has ended and removed the folder
-            written.write_text(room_words(device), encoding="utf-8")
+            written.write_text(device_memory_text(device), encoding="utf-8")
             written.replace(farewell(arguments.meet, arguments.rank))
         os._exit(1)
 

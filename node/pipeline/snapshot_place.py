@@ -1,11 +1,11 @@
-"""Where a snapshot's layers go: to the coordinator, or to the nodes' disks. Torch-free."""
+"""What a snapshot weighs, and where its layers go: to the coordinator or the nodes' disks. Torch-free."""
 
 from collections.abc import Sequence
 from statistics import median
 
 from node.config.schema import RunConfig
 from node.model.lora_shapes import trained_specs
-from node.model.units import state_bytes, unit_names
+from node.model.units import state_bytes
 from node.pipeline.placement import stage_units
 
 COORDINATOR = "coordinator"
@@ -19,17 +19,16 @@ MOST_SECONDS = 60.0
 
 def snapshot_bytes(config: RunConfig) -> int:
     """Bytes of weights and optimizer state of the whole model: a snapshot, but for its files' headers."""
-    return sum(_unit_bytes(config, unit) for unit in unit_names(config.model))
+    return sum(stage_state_bytes(config, 1))
 
 
-def most_stage_bytes(config: RunConfig) -> int:
-    """Bytes of the largest stage's part of a snapshot."""
-    stages = stage_units(config, config.pipeline.stages)
-    return max(sum(_unit_bytes(config, unit) for unit in units) for units in stages)
-
-
-def _unit_bytes(config: RunConfig, unit: str) -> int:
-    return state_bytes(trained_specs(config.model, config.lora, unit), config.training.moments)
+def stage_state_bytes(config: RunConfig, stages: int) -> list[int]:
+    """Bytes of weights and optimizer state of each stage, first stage first."""
+    model, lora, moments = config.model, config.lora, config.training.moments
+    return [
+        sum(state_bytes(trained_specs(model, lora, unit), moments) for unit in units)
+        for units in stage_units(config, stages)
+    ]
 
 
 def keeps_on_nodes(config: RunConfig, step: int, rates: Sequence[float]) -> bool:

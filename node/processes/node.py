@@ -34,7 +34,7 @@ from node.processes.patience import Patience, answered
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.machine_info import describe, fix_order, measure_flops
 from node.stage.node_metrics import serve_metrics
-from node.stage.out_of_memory import MemoryNote, ran_out, room
+from node.stage.out_of_memory import MemoryNote, device_memory_text, ran_out
 from node.stage.runtime import NodeRuntime, NodeSettings
 from node.stage.session import IdentityHolder
 from node.stage.stage_model import OneDevice, StageDevices
@@ -79,9 +79,8 @@ def run_node(token_text: str, options: JoinOptions) -> int:
         if not ran_out(error):
             raise
         first = chosen[0]
-        _end(
-            MemoryExhaustedError(f"{first} ran out of memory before it had a stage: {room(first)}"), directory
-        )
+        memory = device_memory_text(first)
+        _end(MemoryExhaustedError(f"{first} ran out of memory before it had a stage: {memory}"), directory)
     finally:
         directory.release()
 

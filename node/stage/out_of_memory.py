@@ -45,7 +45,7 @@ def ran_out(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
-def room(device: torch.device) -> str:
+def device_memory_text(device: torch.device) -> str:
     """A device's total and free memory in words. Call it in the process that computes there."""
     if device.type == "cuda":
         try:
@@ -70,7 +70,7 @@ def exhausted(
     """The error of a node whose `device` ran out of memory.
 
     Args:
-        there: what `room` returned.
+        there: what `device_memory_text` returned.
         offered: bytes of each device that the node offered when it joined.
         stage: of `stages`; below 0 if it had none yet.
         need: the estimate of that stage on each device.

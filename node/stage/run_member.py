@@ -207,8 +207,13 @@ class RunMember:
         self._running = epoch, self._group.create_task(epoch.run())
         stage, stages = placement.stage, len(placement.stages)
         self._tell(f"stage {stage} of {stages} in epoch {placement.epoch}")
-        plan = self._room.plan(self.executor.config, stages, stage)
-        if plan.again and (stage, stages) != (self.executor.stage, self.executor.stages):
+        if (stage, stages) != (self.executor.stage, self.executor.stages):
+            self._group.create_task(self._tell_plan(stage, stages))
+
+    async def _tell_plan(self, stage: int, stages: int) -> None:
+        """Say what this stage computes again, if anything. A plan of many blocks takes a while."""
+        plan = await asyncio.to_thread(self._room.plan, self.executor.config, stages, stage)
+        if plan.again:
             room, blocks = bytes_text(self._room.memory_bytes), len(plan.choices)
             self._tell(
                 f"to fit in {room}, {plan.again} of {blocks} blocks are computed again in backward: "

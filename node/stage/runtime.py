@@ -25,8 +25,7 @@ from node.stage.executor import StageExecutor
 from node.stage.layer_peers import LayerPeers, LayersHeld
 from node.stage.measure import NodeMeter
 from node.stage.node_metrics import NodeMetrics
-from node.stage.out_of_memory import exhausted, ran_out
-from node.stage.out_of_memory import room as room_words
+from node.stage.out_of_memory import device_memory_text, exhausted, ran_out
 from node.stage.run_member import RunMember
 from node.stage.session import IdentityHolder, Session, renew_certificates, short_reason
 from node.stage.snapshot_cache import SnapshotCache
@@ -192,7 +191,7 @@ class NodeRuntime:
         if (ended := self._settings.devices.exhausted()) is not None:
             device, on_device = ended
         elif errors.subgroup(ran_out) is not None:
-            on_device = room_words(device)
+            on_device = device_memory_text(device)
         if on_device is None:
             return first_error(errors)
         if self._member is None:

@@ -379,7 +379,7 @@ def _remove(path: Path) -> None:
 
 def _write(path: Path, data: bytes, step: int) -> None:
     """Make `path` hold `data`, atomically and durably; make its directory if needed."""
-    with _write_errors(path, len(data)):
+    with write_errors(path, len(data)):
         when_there_are_some(lambda: _write_file(path, data, step))
 
 
@@ -412,7 +412,8 @@ def _sync_directory(directory: Path) -> None:
 
 
 @contextmanager
-def _write_errors(path: Path, size: int) -> Iterator[None]:
+def write_errors(path: Path, size: int) -> Iterator[None]:
+    """While a file of `size` bytes is written: OSError becomes DiskFullError, or another RunError."""
     try:
         yield
     except OSError as error:

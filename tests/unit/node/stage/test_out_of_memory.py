@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from node.parallel.collectives import collective
-from node.stage.out_of_memory import NOTE_FILE, VALID_SECONDS, MemoryNote, exhausted, ran_out, room
+from node.stage.out_of_memory import (
+    NOTE_FILE,
+    VALID_SECONDS,
+    MemoryNote,
+    device_memory_text,
+    exhausted,
+    ran_out,
+)
 from node.stage.session import short_reason
 from wire.errors import DeviceLostError
 from wire.identity.enrolment import Hardware
@@ -64,7 +71,7 @@ def test_the_line_names_the_stage_the_estimate_the_device_and_what_to_do(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5_000 * device.index, 80_000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 60_000)
-    error = exhausted(GPU, room(GPU), offered=70_000, stage=2, stages=4, need=65_000)
+    error = exhausted(GPU, device_memory_text(GPU), offered=70_000, stage=2, stages=4, need=65_000)
     assert str(error).startswith(
         "cuda:1 ran out of memory at stage 2 of 4, which was estimated to need 65 kB, and this node ends; it "
         "offered 70 kB, and cuda:1 has 80 kB, of which 60 kB are this process's and 5 kB free: end what "
@@ -87,8 +94,8 @@ def test_a_device_that_says_nothing_any_more_does_not_hide_the_line(monkeypatch:
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", fails)
-    assert room(GPU) == "cuda:1 does not say how much it has"
-    assert room(CPU).startswith("the machine has ")
+    assert device_memory_text(GPU) == "cuda:1 does not say how much it has"
+    assert device_memory_text(CPU).startswith("the machine has ")
 
 
 def test_what_did_not_fit_is_not_offered_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
