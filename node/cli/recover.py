@@ -31,7 +31,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from node.cli.resume import CHANGEABLE
     from node.cli.run_directory import new_run_directory, owner_only
-    from node.coordinator.recover import newest_record, recover
+    from node.coordinator.rebuild import newest_record, recover
     from node.processes.locks import run_lock
     from node.run_file.loader import change_config
 

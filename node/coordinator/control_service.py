@@ -20,8 +20,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from node.coordinator.message_limits import Measured, MessageLimits
-from node.coordinator.sessions import ControlSession
+from node.coordinator.sessions import ControlSession, Measured, MessageLimits
 from node.coordinator.snapshot_handler import UploadPermit
 from node.training.manifest import UnitEntry
 from wire.channels import NOT_YET

@@ -39,7 +39,7 @@ from node.coordinator.epoch import Epoch
 from node.coordinator.held_out import LOSSLESS
 from node.coordinator.kept_snapshots import KeptSnapshots
 from node.coordinator.machine import RunMachine
-from node.coordinator.reporter import Emit, Reporter
+from node.coordinator.reporter import Emit, Reporter, Tracer
 from node.coordinator.run_plan import Past, run_plan, step_plan
 from node.coordinator.sessions import ControlSession, Sessions
 from node.coordinator.snapshot_handler import SnapshotExports, SnapshotHandler, UploadPermit
@@ -51,7 +51,6 @@ from node.coordinator.store import (
     StepRecord,
     Store,
 )
-from node.coordinator.tracer import Tracer
 from node.coordinator.window_planner import WindowPlanner
 from node.pipeline.device_memory import devices_of
 from node.pipeline.snapshot_place import keeps_on_nodes

@@ -1,16 +1,19 @@
-"""Emit the run's events: steps, placements, recoveries and the summary.
+"""Emit the run's events (steps, placements, recoveries and the summary), and write its trace.
 
 The reporter knows what this process has seen; the run's state is in the state machine and the database.
 """
 
+import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 from node.analysis.explain import framed_bytes
 from node.analysis.remedies import LADDER
-from node.config.schema import RunConfig
+from node.config.schema import RunConfig, TelemetrySection
 from node.coordinator.accounting import Accounting
 from node.coordinator.actions import Aborted, AbortKind, RecordCommit, RecordHeldOut, RecordRestored
 from node.coordinator.grid import ONE_ROW
@@ -19,12 +22,13 @@ from node.model.units import is_block
 from node.pipeline.placement import stage_units
 from node.pipeline.snapshot_place import stage_state_bytes
 from node.telemetry import events
-from node.telemetry.costs import bits_per_element, idle_by_stage, mbit_by_stage
+from node.telemetry.costs import Place, bits_per_element, idle_by_stage, mbit_by_stage
 from node.telemetry.events import Notice, Recovered
 from node.telemetry.format import bytes_text, duration_text
+from node.telemetry.trace_files import TracedSteps, TraceWriter
 from wire.codecs.formats import codec_format, codec_names
 from wire.spec import Direction
-from wire.telemetry import Telemetry
+from wire.telemetry import StepSpans, Telemetry
 
 Emit = Callable[[events.Event], None]
 
@@ -274,3 +278,42 @@ def codec_bits(config: RunConfig) -> dict[str, float]:
     shape = (training.microbatch, model.sequence, model.hidden)
     names = dict.fromkeys((*codec_names(), *LADDER))
     return {name: 8 * framed_bytes(codec_format(name).packed_bytes(shape)) / prod(shape) for name in names}
+
+
+log = logging.getLogger(__name__)
+
+WRITE_SECONDS = 1.0
+"""Spans are written this often."""
+
+
+class Tracer:
+    """One run's trace. A disk error ends the trace; the run goes on."""
+
+    def __init__(
+        self, settings: TelemetrySection, directory: Path, places: Callable[[], Mapping[str, Place]]
+    ) -> None:
+        """
+        Args:
+            directory: the run's.
+            places: of who hosts the stages now, by node.
+        """
+        self._writer = TraceWriter(directory, 1_000_000 * settings.trace_mb)
+        self._wanted = bool(TracedSteps.parse(settings.trace))
+        self._places = places
+
+    def add(self, node_id: str, spans: StepSpans) -> None:
+        """Keep a stage's spans, if the node hosts that stage."""
+        place = self._places().get(node_id)
+        if self._wanted and place is not None and place.stage == spans.stage:
+            self._writer.add(node_id, spans, place.replica)
+
+    async def run(self) -> None:
+        """Write spans as they come, until cancelled or the disk fails."""
+        while not self._writer.broken:
+            await asyncio.sleep(WRITE_SECONDS)
+            await self.write()
+        log.warning("%s, the run goes on", self._writer.broken)
+
+    async def write(self) -> None:
+        """Write the spans collected so far."""
+        await asyncio.to_thread(self._writer.write, self._writer.take())

@@ -22,7 +22,6 @@ from node.coordinator.disk import check_room
 from node.coordinator.enrolment import EnrolmentHandler, token_uses_told
 from node.coordinator.epoch import Committed
 from node.coordinator.kept_snapshots import kept_manifests
-from node.coordinator.message_limits import MessageLimits
 from node.coordinator.metrics import RunMetrics
 from node.coordinator.ports import (
     check_ports,
@@ -35,6 +34,7 @@ from node.coordinator.ports import (
 )
 from node.coordinator.reporter import Emit, codec_bits
 from node.coordinator.run_plan import Past
+from node.coordinator.sessions import MessageLimits
 from node.coordinator.stage_assignment import Candidate, sharing, stage_needs, useless
 from node.coordinator.store import StepRecord, Store
 from node.coordinator.votes import REMEMBERED, PastStep

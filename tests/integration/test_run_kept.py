@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from node.config.schema import SnapshotsSection
-from node.coordinator.recover import newest_record
+from node.coordinator.rebuild import newest_record
 from node.model.units import unit_names
 from node.stage.snapshot_cache import RECORD_FILE
 from node.telemetry.events import SnapshotStored

@@ -11,7 +11,7 @@ import torch
 from node.cli.main import main
 from node.config.schema import ModelSection, RunConfig
 from node.coordinator.kept_snapshots import RECORD_FORMAT, kept_manifests
-from node.coordinator.recover import newest_record
+from node.coordinator.rebuild import newest_record
 from node.coordinator.store import Store
 from node.model.chunk import build_chunk
 from node.model.units import unit_names

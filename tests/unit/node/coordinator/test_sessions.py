@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from node.coordinator.control_service import measured
-from node.coordinator.message_limits import MOST_LINKS, MessageLimits
+from node.coordinator.sessions import MOST_LINKS, MessageLimits
 from node.run_file.loader import default_config
 from wire.messages import Heartbeat, NodeMessage, Ready, Vote
 from wire.messages_proto import node_message_to_proto
