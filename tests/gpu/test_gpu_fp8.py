@@ -25,7 +25,7 @@ def test_accumulation_gives_the_references_bits(
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("stochastic", [False, True])
-def test_what_is_not_finite_is_marked_alike(bad: float, stochastic: bool) -> None:
+def test_non_finite_values_are_marked_as_by_the_reference(bad: float, stochastic: bool) -> None:
     cases.check_not_finite(ops.accumulate_gradient, CUDA, bad, stochastic=stochastic)
 
 

@@ -119,7 +119,7 @@ def test_feed_forwards_that_run_again_give_the_same_bits() -> None:
         assert_same(found, wanted)
 
 
-def test_what_others_leave_to_the_collector_breaks_no_capture() -> None:
+def test_garbage_of_other_code_breaks_no_capture() -> None:
     """Freeing a graph during another capture breaks that capture; the garbage collector might do so."""
     config = run_file("autocast", "llama", graphs=True)
     _, left = steps(config, 0)

@@ -72,7 +72,7 @@ class Remembering:
         return made
 
 
-def test_aqsgd_remembers_the_cpus_bits() -> None:
+def test_aqsgd_caches_hold_the_cpus_bits() -> None:
     """First pass, then changes: what is sent, what comes out and what both ends remember."""
     gpu, cpu = Remembering(CudaTransfer(DEVICE)), Remembering(CpuTransfer())
     base = torch.randn((2, *SPEC.shape), generator=torch.Generator().manual_seed(3))
@@ -88,7 +88,7 @@ def test_aqsgd_remembers_the_cpus_bits() -> None:
             assert gpu.ends[end].crc(range(4)) == cpu.ends[end].crc(range(4))
 
 
-def test_a_step_called_off_on_a_gpu_teaches_nothing() -> None:
+def test_an_aborted_step_on_a_gpu_updates_no_cache() -> None:
     gpu = Remembering(CudaTransfer(DEVICE))
     x = torch.randn((2, *SPEC.shape), generator=torch.Generator().manual_seed(4)).to(DEVICE)
     gpu.step(list(x))
@@ -130,7 +130,7 @@ def test_the_steady_state_allocates_nothing(name: str) -> None:
     assert torch.cuda.host_memory_stats()["num_host_alloc"] == host
 
 
-def test_what_is_not_finite_is_refused() -> None:
+def test_non_finite_values_are_refused() -> None:
     transfer = CudaTransfer(DEVICE)
     x = torch.full(SPEC.shape, torch.nan, device=DEVICE)
     with pytest.raises(NonFiniteError):

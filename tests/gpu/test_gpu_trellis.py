@@ -98,7 +98,7 @@ def test_lanes_give_the_cpus_words_for_every_class(where: Grid, highest: int) ->
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_refused_when_sealed(bad: float) -> None:
+def test_non_finite_values_are_refused_when_sealed(bad: float) -> None:
     x = normal(64, 100).cuda()
     x[1, 50] = bad
     packed = codec("trellis-4.41").pack(x).cpu()
@@ -156,7 +156,7 @@ def test_a_graph_packs_whatever_its_input_holds(which: str, name: str) -> None:
         assert torch.equal(made, wanted)
 
 
-def test_a_graph_leaves_what_is_not_finite_to_be_refused() -> None:
+def test_a_graph_passes_non_finite_values_on_to_be_refused() -> None:
     x = normal(64, 100).cuda()
     codec("trellis-4.41").pack(x)
     graph = torch.cuda.CUDAGraph()
@@ -195,7 +195,7 @@ def test_nothing_is_written_outside_of_the_payload() -> None:
     assert (whole[:256] == 0xA5).all() and (whole[256 + size :] == 0xA5).all()
 
 
-def test_what_a_host_sees_does_not_grow_with_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_transfers_do_not_grow_with_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of a tensor on a GPU is copied to the host but the prefix, when it is decoded."""
     copied: list[int] = []
     original = torch.Tensor.cpu

@@ -40,7 +40,7 @@ def _credentials(node: NodeIdentity) -> grpc.ServerCredentials:
 
 
 @pytest.mark.parametrize("upward", [True, False])
-async def test_http2_holds_a_links_window_of_what_nobody_has_read(upward: bool) -> None:
+async def test_http2_buffers_at_most_a_links_window(upward: bool) -> None:
     """With gRPC's default windows the writer would wait for the reader after 64 KiB, or 4 MiB at most."""
     settings = LinkSettings()
     messages = settings.window_bytes // len(MESSAGE)

@@ -68,7 +68,7 @@ class Slow(control_pb2_grpc.CoordinatorServicer):
         yield control_pb2.DataChunk(data=data, total_bytes=len(BATCH), sha256=digest)
 
 
-async def test_a_layer_that_is_here_does_not_travel() -> None:
+async def test_a_local_layer_is_not_sent() -> None:
     server = grpc.aio.server()
     control_pb2_grpc.add_CoordinatorServicer_to_server(Slow(failures=0), server)
     client = Plain(server.add_insecure_port("127.0.0.1:0"))
@@ -129,7 +129,7 @@ async def test_an_outage_counts_from_when_a_call_broke() -> None:
         await server.stop(None)
 
 
-async def test_a_coordinator_that_cannot_answer_yet_is_no_outage() -> None:
+async def test_a_coordinator_that_is_still_starting_is_not_an_outage() -> None:
     service = Slow(failures=5)
     service.failure = NOT_YET
     server = grpc.aio.server()

@@ -190,7 +190,7 @@ async def assert_shows(tab: Tab, view: dict[str, Any]) -> None:
     assert newest["text"] in await tab.text("#events li:first-child")
 
 
-async def test_a_page_follows_its_run_and_tells_the_same_as_the_api(tmp_path: Path) -> None:
+async def test_the_page_follows_its_run_and_matches_the_api(tmp_path: Path) -> None:
     async with recorded(tmp_path / "run") as (url, feed), Browser(tmp_path) as browser:
         tab = await browser.open(url)
         await shown(tab)
@@ -290,7 +290,7 @@ async def pass_time(tab: Tab, seconds: float) -> None:
     await tab.evaluate(f"(() => {{ const now = Date.now; Date.now = () => now() + {1000 * seconds}; }})()")
 
 
-async def test_the_page_tells_no_news_from_no_progress(tmp_path: Path) -> None:
+async def test_the_page_tells_a_lost_connection_from_a_stalled_run(tmp_path: Path) -> None:
     """With a coordinator, waiting for nodes is normal and training needs progress; without one, news."""
     write_run(tmp_path / "run", steps_done=20)
     told = list(read_history(tmp_path / "run"))

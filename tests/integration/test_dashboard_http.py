@@ -134,7 +134,7 @@ async def test_a_stream_begins_with_the_whole_and_goes_on_with_what_changed(
         assert await response.content.read() == b""
 
 
-async def test_an_end_that_comes_while_something_is_being_written_is_told(
+async def test_an_end_during_a_write_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     feed = feed_of_a_run()
@@ -271,7 +271,7 @@ async def test_a_connection_whose_first_request_does_not_come_is_closed(
         assert not page.content.at_eof()
 
 
-async def test_a_reader_that_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_page_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "STREAM_SECONDS", 0.0)
     monkeypatch.setattr(server, "WRITE_SECONDS", 0.2)
     monkeypatch.setattr(server, "MOST_STREAMS", 1)
@@ -396,7 +396,7 @@ async def test_a_page_without_a_coordinator_only_shows() -> None:
             assert response.status == 403
 
 
-async def test_over_tls_with_the_runs_ca(tmp_path: Path, store: Store) -> None:
+async def test_the_page_is_served_over_tls_with_the_runs_ca(tmp_path: Path, store: Store) -> None:
     authority = CertificateAuthority.create("demo-x", time.time())
     told: list[events.Event] = []
     config = RunConfig(

@@ -184,7 +184,7 @@ async def test_garbage_is_dropped_at_once(tmp_path: Path, words: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", [coordinator_server_name(RUN_ID), control_server_name(RUN_ID), "localhost"])
-async def test_a_hello_may_come_in_pieces(tmp_path: Path, name: str) -> None:
+async def test_a_client_hello_can_arrive_in_pieces(tmp_path: Path, name: str) -> None:
     """Half of one costs no turns of the event loop, ends with its client, and is no handshake yet."""
     words = in_records(hello(name, ("h2",)), 100)
     async with served(tmp_path / "run") as run:

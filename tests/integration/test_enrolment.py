@@ -184,7 +184,7 @@ async def test_who_was_off_until_its_token_expired_rejoins_by_it(
 
 
 @pytest.mark.parametrize(("hours", "line"), [(3, "3.0 hours behind"), (-6, "6.0 hours ahead of")])
-async def test_a_wrong_clock_is_told_though_the_coordinators_own_certificate_holds(
+async def test_a_wrong_clock_is_named_even_if_the_coordinators_certificate_is_valid(
     coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int, line: str
 ) -> None:
     monkeypatch.setattr(enrol_module, "_ROUNDS", (0.0,))
@@ -203,7 +203,7 @@ async def test_two_nodes_on_one_machine(coordinator: Coordinator, tmp_path: Path
     assert len(coordinator.store.members()) == 2
 
 
-async def test_of_two_at_once_a_single_use_admits_one(coordinator: Coordinator, tmp_path: Path) -> None:
+async def test_a_single_use_token_admits_one_of_two_at_once(coordinator: Coordinator, tmp_path: Path) -> None:
     token = coordinator.token()
     outcomes = await asyncio.gather(
         *(enrol(token, tmp_path / f"node{number}", HARDWARE) for number in range(6)), return_exceptions=True
@@ -324,7 +324,7 @@ def test_the_handler_refuses_what_a_correct_node_never_sends(tmp_path: Path) -> 
         assert store.members() == []
 
 
-def test_a_node_that_is_of_no_use_is_told_so_if_its_token_is_good(tmp_path: Path) -> None:
+def test_an_unfit_node_with_a_good_token_gets_the_reason(tmp_path: Path) -> None:
     """Its token stays unused, and the reply reveals nothing about the model to strangers."""
     authority = CertificateAuthority.create("run-a", time.time())
     csr = make_csr(key_to_pem(ec.generate_private_key(ec.SECP256R1())))
@@ -341,7 +341,7 @@ def test_a_node_that_is_of_no_use_is_told_so_if_its_token_is_good(tmp_path: Path
         assert store.members() == []
 
 
-async def test_another_runs_coordinator_is_not_told_the_secret(start: Start, tmp_path: Path) -> None:
+async def test_another_runs_coordinator_does_not_get_the_secret(start: Start, tmp_path: Path) -> None:
     ours, theirs = await start("run-a"), await start("run-b")
     token = replace(ours.token(), addresses=(f"127.0.0.1:{theirs.port}",))
     with pytest.raises(TokenError, match=r"belongs to run run-b with key .* ask for a new join token"):
@@ -452,7 +452,7 @@ def joining(coordinator: Coordinator) -> grpc.aio.Channel:
     return grpc.aio.secure_channel(f"127.0.0.1:{coordinator.port}", credentials, options)
 
 
-async def test_calls_that_ask_nothing_keep_nobody_out(
+async def test_idle_calls_keep_nobody_out(
     coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(enrol_module, "_ROUNDS", (0.0,))

@@ -59,7 +59,7 @@ async def test_a_server_of_another_kind_is_no_coordinator(tls_server: Any) -> No
         await fetch_authority(address, authority.pin)
 
 
-async def test_another_authority_whose_name_is_no_text_is_told(tls_server: Any) -> None:
+async def test_another_authority_with_a_non_text_name_is_reported(tls_server: Any) -> None:
     authority = CertificateAuthority.create("run-a", time.time())
     der = authority.certificate.public_bytes(serialization.Encoding.DER)
     nameless = read_certificate(der.replace(b"thinwire run", b"\xff" * 12))
@@ -83,7 +83,9 @@ async def test_a_wrong_clock_says_so(tls_server: Any, shift: float, line: str) -
         await fetch_authority(address, authority.pin)
 
 
-async def test_nobody_there_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_empty_run_says_that_nobody_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(LinkError, match=r"nothing answers at .* is the coordinator running\?"):
         await fetch_authority(f"127.0.0.1:{free_port()}", bytes(32))
     with pytest.raises(LinkError, match=r"nothing answers at a\.\.b:1 "):

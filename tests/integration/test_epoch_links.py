@@ -105,7 +105,7 @@ def of_a_step(config: RunConfig, step: int) -> list[tuple[TensorKey, Payload]]:
 
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize(("tied", "head"), [(True, "last"), (True, "first"), (False, "last")])
-def test_what_a_large_run_keeps_in_flight_finds_room(chunks: int, tied: bool, head: str) -> None:
+def test_a_large_runs_tensors_in_flight_fit(chunks: int, tied: bool, head: str) -> None:
     pipeline = replace(LARGE.pipeline, chunks=chunks, head=head)
     config = replace(LARGE, model=replace(LARGE.model, tied=tied), pipeline=pipeline)
     sender = StreamSender(tag=1, outbox_bytes=outbox_bytes(config, 2), resend_seconds=1.0)
@@ -145,7 +145,7 @@ async def test_the_one_that_cannot_be_dialled_dials(
         ("a:1", "b:1", (True, False)),
     ],
 )
-def test_who_dials_between_rows(lower: str, upper: str, found: tuple[bool, bool]) -> None:
+def test_which_row_dials_the_other(lower: str, upper: str, found: tuple[bool, bool]) -> None:
     stages = PlacedStage(node_id="a", address=lower), PlacedStage(node_id="b", address=upper)
     rows = tuple(PlacedRow(stages=(stage,), groups=(row,)) for row, stage in enumerate(stages))
     placements = (

@@ -103,7 +103,7 @@ async def test_idle_connections_keep_no_member_out(monkeypatch: pytest.MonkeyPat
         await running
 
 
-async def test_what_is_no_tls_is_dropped_at_its_first_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_without_tls_is_dropped_at_its_first_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     async with served(monkeypatch) as (_, front, port, _):
         with crowd(port, 2) as (loud, silent):
             await eventually(lambda: front.admission.count(Phase.SILENT) == 2)

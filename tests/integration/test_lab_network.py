@@ -74,7 +74,7 @@ def netem(flags: tuple[str, ...]) -> bool:
 
 
 @pytest.mark.parametrize("delay", ["auto", "relay"])
-def test_a_delay_takes_nothing_of_the_rate(flags: tuple[str, ...], delay: str) -> None:
+def test_a_delay_does_not_reduce_the_rate(flags: tuple[str, ...], delay: str) -> None:
     """With `auto` by netem where the kernel has it: there this test is netem's, too."""
     found = inside(flags, "measured", "rate=20", "rtt=100", f"delay={delay}")
     assert found["method"] == ("netem" if delay == "auto" and netem(flags) else "relay")
@@ -115,7 +115,7 @@ def test_connections_between_nodes_have_the_congestion_control_asked_for(
 
 
 @pytest.mark.parametrize("begins_slowly", ["0", "1"])
-def test_whether_tcp_begins_slowly_after_a_pause_is_of_the_nodes_alone(
+def test_slow_start_after_idle_is_set_only_in_the_nodes_namespaces(
     flags: tuple[str, ...], begins_slowly: str
 ) -> None:
     setting = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")

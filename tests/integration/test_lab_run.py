@@ -231,7 +231,7 @@ def test_the_smoke_profile_measures_what_a_slow_link_costs(
 
 @pytest.mark.timeout(4 * EARLY_SECONDS)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
-def test_a_lab_that_ends_early_takes_everything_along(
+def test_an_interrupted_lab_leaves_no_processes(
     number: signal.Signals, code: int, laboratory: None, mark: str, tmp_path: Path
 ) -> None:
     before = host()

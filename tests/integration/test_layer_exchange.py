@@ -96,7 +96,7 @@ async def scene(directory: Path, holders: int = 2) -> AsyncIterator[Scene]:
                 await server.stop()
 
 
-async def test_a_layer_comes_whole(tmp_path: Path) -> None:
+async def test_a_layer_arrives_complete(tmp_path: Path) -> None:
     async with scene(tmp_path) as here:
         assert await here.fetch(0, 1) == DATA
         assert [holder.offsets for holder in here.holders] == [[0], []]
@@ -136,7 +136,7 @@ async def test_after_a_damaged_mixture_all_comes_from_one(tmp_path: Path) -> Non
         assert here.holders[1].offsets == [CHUNK_BYTES, 0] and bad == set()
 
 
-async def test_what_nobody_has_is_told_and_sizes_are_checked_first(tmp_path: Path) -> None:
+async def test_missing_layers_are_reported_and_sizes_checked_first(tmp_path: Path) -> None:
     async with scene(tmp_path, 1) as here:
         with pytest.raises(ProtocolViolationError, match="expected at most 10"):
             await here.peers.fetch(here.place(0), 10, set())
@@ -149,7 +149,7 @@ async def test_what_nobody_has_is_told_and_sizes_are_checked_first(tmp_path: Pat
             await here.fetch(0)
 
 
-async def test_only_who_knows_the_hash_gets_the_file(tmp_path: Path) -> None:
+async def test_only_a_node_that_knows_the_hash_gets_the_file(tmp_path: Path) -> None:
     async with scene(tmp_path, 1) as here:
         placed = here.placed[0]
         name = here.identity.server_name(placed.node_id)

@@ -137,7 +137,7 @@ async def test_cut_connections_lose_and_repeat_nothing() -> None:
         assert len(pair.relay.connections) >= 4
 
 
-async def test_one_cut_socket_takes_the_other_along() -> None:
+async def test_cutting_one_socket_closes_the_other() -> None:
     """A link never runs on half of its connections."""
     async with make_pair(MIB) as pair:
         pair.relay.connections[1].cut()

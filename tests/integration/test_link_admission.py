@@ -100,7 +100,7 @@ async def test_dialler_rejects_a_node_that_is_not_the_placed_one() -> None:
     assert trouble in str(error)
 
 
-async def test_nobody_there_is_told_when_waiting_ends() -> None:
+async def test_the_end_of_waiting_for_nobody_is_reported() -> None:
     error = await outcome(dial(LOWER, free_port()), 0.1, "Connection refused")
     assert isinstance(error, LinkLostError)
     assert "was not up within 0.1 s: Failed to connect to remote host: Connection refused;" in str(error)

@@ -36,7 +36,7 @@ async def test_the_port_is_free_as_soon_as_all_is_read() -> None:
         await server.stop(None)
 
 
-async def test_only_nodes_of_the_run_are_told() -> None:
+async def test_only_nodes_of_the_run_get_the_message() -> None:
     address = f"127.0.0.1:{free_port()}"
     identity = new_node(new_authority())
     with nodes_wait(address, new_authority()), pytest.raises(LinkError) as refused:
@@ -44,7 +44,7 @@ async def test_only_nodes_of_the_run_are_told() -> None:
     assert not isinstance(refused.value, NotYetError)
 
 
-def test_a_port_that_another_has_taken_is_left_to_who_listens_in_earnest() -> None:
+def test_a_port_taken_by_another_process_stays_with_it() -> None:
     address = f"127.0.0.1:{free_port()}"
     with nodes_wait(address, new_authority()), nodes_wait(address, new_authority()):
         pass

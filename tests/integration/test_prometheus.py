@@ -178,7 +178,7 @@ def test_prometheus_starts_as_compose_starts_it(tmp_path: Path) -> None:
     ("right", "wrong"),
     [("retention.time", "retention.tyme"), ("=90d", "=90days"), ("config.file", "config.fiel")],
 )
-def test_a_prometheus_that_is_told_nonsense_does_not_start(right: str, wrong: str, tmp_path: Path) -> None:
+def test_prometheus_does_not_start_with_a_bad_config(right: str, wrong: str, tmp_path: Path) -> None:
     arguments = of_compose(tmp_path)
     changed = [one.replace(right, wrong) for one in arguments]
     assert changed != arguments

@@ -185,7 +185,7 @@ async def ask(client: RelayClient, peer: str) -> str:
         await client.close()
 
 
-async def test_who_is_not_placed_or_of_another_run_is_refused() -> None:
+async def test_a_node_without_a_stage_or_of_another_run_is_refused() -> None:
     async with relaying() as served:
         assert "knows of no link" in await ask(served.client(OTHER), UPPER.node_id)
         assert "knows of no link" in await ask(served.client(UPPER), OTHER.node_id)

@@ -124,7 +124,7 @@ def test_sizes_that_devices_cannot_share_are_refused_and_use_no_token(
         run.assert_undisturbed()
 
 
-def test_memory_that_cannot_suffice_is_said_before_training(prefork: Prefork, tmp_path: Path) -> None:
+def test_insufficient_memory_is_reported_before_training(prefork: Prefork, tmp_path: Path) -> None:
     """With the estimate, and no use of the token is lost. Two processes share a machine's memory."""
     with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
         coordinator = run.start()

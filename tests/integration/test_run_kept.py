@@ -35,7 +35,7 @@ def recorded(state_dir: Path) -> int:
     return newest_record([state_dir]).manifests[-1].step if is_there else 0
 
 
-def test_a_machine_is_lost_with_its_disk_and_the_weights_stay_the_same(tmp_path: Path) -> None:
+def test_losing_a_machine_with_its_disk_keeps_the_weights(tmp_path: Path) -> None:
     """It held the newest copy of its stage; a newcomer gets the other one from the node that has it."""
     with Run(tmp_path, CONFIG, still=Still(stage=1, steps=8)) as run:
         coordinator = run.start()

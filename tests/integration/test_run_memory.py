@@ -106,9 +106,7 @@ def test_operators_read_why_it_is_gone(tmp_path: Path, prefork: Prefork) -> None
         assert page.wait_exit() == 0
 
 
-def test_it_is_given_that_stage_again_only_with_blocks_that_run_again(
-    tmp_path: Path, prefork: Prefork
-) -> None:
+def test_it_gets_that_stage_again_only_with_recomputed_blocks(tmp_path: Path, prefork: Prefork) -> None:
     """A service manager starts it again; it offers less than its stage took, which is the least of all."""
     fault = Fault(kind=Kind.MEMORY, phase=Phase.FORWARD, stage=1, step=3)
     with FaultRun(tmp_path, small(), [fault], launch=prefork.popen) as run:
@@ -149,7 +147,7 @@ class RankRunsOut(Run):
         return {**inherited, "PYTHONPATH": f"{self._site}{os.pathsep}{inherited['PYTHONPATH']}"}
 
 
-def test_another_rank_that_ran_out_is_its_nodes_one_line(tmp_path: Path, prefork: Prefork) -> None:
+def test_a_rank_that_ran_out_of_memory_is_one_line_of_its_node(tmp_path: Path, prefork: Prefork) -> None:
     config = replace(
         SMALL,
         run=replace(SMALL.run, steps=8, snapshot_every=4),

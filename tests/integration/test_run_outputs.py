@@ -122,7 +122,7 @@ def test_a_snapshot_file_that_cannot_grow(prefork: Prefork, tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(not has_small_disks(), reason="mounting needs user namespaces")
-def test_no_room_for_a_run_is_said_before_it_starts(prefork: Prefork, tmp_path: Path) -> None:
+def test_too_little_disk_for_a_run_is_reported_before_it_starts(prefork: Prefork, tmp_path: Path) -> None:
     with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
         coordinator = run.start(wrapper=on_small_disk(run.run_dir, "200k", tmp_path))
         assert coordinator.wait_exit() == 2
@@ -130,7 +130,7 @@ def test_no_room_for_a_run_is_said_before_it_starts(prefork: Prefork, tmp_path: 
         assert "two must fit on the disk of" in line and "free 1.1" in line
 
 
-def test_a_run_outlives_whoever_reads_its_output(tmp_path: Path) -> None:
+def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
     readers: list[subprocess.Popen[bytes]] = []
 
     def launch(command: list[str], **options: Any) -> "subprocess.Popen[str]":

@@ -189,7 +189,7 @@ def test_a_damaged_record_is_rebuilt_by_resume(harm: str, prefork: Prefork, tmp_
         run.assert_undisturbed()
 
 
-def test_without_a_whole_snapshot_a_run_is_not_resumed(prefork: Prefork, tmp_path: Path) -> None:
+def test_a_run_without_a_complete_snapshot_is_not_resumed(prefork: Prefork, tmp_path: Path) -> None:
     with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=0, steps=3)) as run:
         path = damage(run, stopped(run))
         for _ in range(2):

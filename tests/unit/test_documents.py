@@ -59,7 +59,7 @@ def resolves(name: str) -> bool:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
-def test_every_file_and_module_that_a_document_names_is_there(document: Path) -> None:
+def test_every_file_and_module_named_in_a_document_exists(document: Path) -> None:
     text = prose((ROOT / document).read_text(encoding="utf-8"))
     names = {*quoted(text), *listed(text)}
     files = {name for name in names if FILE.fullmatch(name) and not name.startswith(INSTALLED)}

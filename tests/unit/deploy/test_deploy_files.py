@@ -149,7 +149,7 @@ def test_the_image_is_unprivileged_and_complete() -> None:
             assert path.startswith(("/var/lib/thinwire", "/tmp")), path  # what the user may write
 
 
-def test_what_is_copied_into_the_image_is_there_and_let_in() -> None:
+def test_files_copied_into_the_image_exist_and_are_not_ignored() -> None:
     allowed = {
         line[1:]
         for line in DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().splitlines()
@@ -213,7 +213,7 @@ def test_units_are_understood_and_hardened(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
-def test_units_restart_what_failed_and_nothing_else(path: Path) -> None:
+def test_units_restart_only_failed_services(path: Path) -> None:
     settings = unit(path)
     assert settings["Service.Restart"] == ["on-failure"]
     assert settings["Service.RestartPreventExitStatus"] == ["2"]
@@ -233,7 +233,7 @@ def test_a_node_is_started_again_for_as_long_as_its_coordinator_is_away() -> Non
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
-def test_units_keep_things_in_folders_of_their_own(path: Path) -> None:
+def test_each_unit_keeps_its_files_in_its_own_folder(path: Path) -> None:
     """The user of a unit has no home: what is written elsewhere is refused."""
     settings = unit(path)
     (state,), (cache,) = settings["Service.StateDirectory"], settings["Service.CacheDirectory"]
@@ -293,7 +293,7 @@ def pod(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["StatefulSet", "Job"])
-def test_pods_are_unprivileged_and_refer_to_what_they_have(kind: str) -> None:
+def test_pods_are_unprivileged_and_refer_to_existing_volumes(kind: str) -> None:
     (found,) = (whole for _, whole in manifests() if whole["kind"] == kind)
     spec = pod(kind)
     assert spec["automountServiceAccountToken"] is False

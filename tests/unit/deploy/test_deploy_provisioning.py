@@ -161,7 +161,7 @@ def misspelt(value: Any, rule: Rule) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=named)
-def test_every_key_and_value_is_one_that_there_is(path: Path) -> None:
+def test_every_key_and_value_exists(path: Path) -> None:
     assert list(faults(read(path), FILES[path])) == []
 
 
@@ -200,7 +200,7 @@ def test_kustomization_puts_everything_into_the_namespace_that_it_makes() -> Non
     assert read(KUBERNETES / "kustomization.yaml")["namespace"] == namespace
 
 
-def test_grafana_is_told_of_what_is_there() -> None:
+def test_grafanas_provisioning_names_existing_files() -> None:
     services = compose()["services"]
     mounts = dict(mount.split(":")[1::-1] for mount in services["grafana"]["volumes"])
     # Grafana finds each kind of file in the folder of that name.

@@ -105,7 +105,7 @@ def check(query: Query) -> Node:
 
 
 @pytest.mark.parametrize("query", queries(), ids=lambda query: query.where)
-def test_every_query_asks_for_what_there_is(query: Query) -> None:
+def test_every_query_uses_existing_metrics(query: Query) -> None:
     check(query)
 
 
@@ -138,7 +138,7 @@ def test_wrong_queries_are_noticed(expression: str, complaint: str) -> None:
         ("label_value(thinwire_run_info, instance)", "label_value"),
     ],
 )
-def test_a_variable_may_ask_for_what_there_is_alone(asked: str, complaint: str) -> None:
+def test_a_dashboard_variable_queries_only_existing_metrics(asked: str, complaint: str) -> None:
     board = json.loads(BOARDS[0].read_text(encoding="utf-8"))
     board["templating"]["list"][0]["query"]["query"] = asked
     if not complaint:
@@ -172,7 +172,7 @@ def thresholds(where: str) -> list[float]:
     return list(compared(parse(query)))
 
 
-def test_full_and_little_used_are_what_the_page_calls_so() -> None:
+def test_the_page_and_the_analysis_agree_on_full_and_little_used() -> None:
     assert thresholds("ThinwireLinkSaturated") == [FULL]
     assert thresholds("Measured capacity") == [LITTLE]
 
@@ -196,7 +196,7 @@ def panels(board: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.name)
-def test_dashboards_are_whole(path: Path) -> None:
+def test_dashboards_are_complete(path: Path) -> None:
     board = json.loads(path.read_text(encoding="utf-8"))
     source = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yaml").read_text())[
         "datasources"
@@ -247,7 +247,7 @@ def test_legends_name_labels_of_their_query(path: Path) -> None:
                 ]
 
 
-def test_dashboards_differ_in_what_names_them() -> None:
+def test_dashboards_differ_in_id_and_title() -> None:
     boards = [json.loads(path.read_text(encoding="utf-8")) for path in BOARDS]
     assert [path.stem for path in BOARDS] == ["links", "run", "stages"]
     for key in ("uid", "title"):

@@ -25,7 +25,7 @@ BATCH, HEADS, KEYS, SEQUENCE, WIDTH = 2, 6, 2, 16, 8
         ((12, 0), {64, 192, 232, 256}),
     ],
 )
-def test_flash_attention_is_there_where_its_backward_is(
+def test_flash_attention_is_available_where_its_backward_is(
     capability: tuple[int, int], widths: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of heads of 193 to 224 only GPUs with the memory of an A100 or H100 have it."""

@@ -1,6 +1,6 @@
 """The Triton kernels give the golden bits under Triton's interpreter, on a CPU.
 
-In a process of their own, which `test_in_a_process_of_their_own` starts (`tests.support.interpreter`).
+In a process of their own, which `test_devices_in_separate_processes` starts (`tests.support.interpreter`).
 """
 
 import hashlib
@@ -39,7 +39,7 @@ pytestmark = [
 
 
 @outside
-def test_in_a_process_of_their_own(interpreted: Interpreted) -> None:
+def test_devices_in_separate_processes(interpreted: Interpreted) -> None:
     interpreted.passed(__file__)
 
 
@@ -172,7 +172,7 @@ def test_fixed_is_the_reference_for_any_launch(
 @pytest.mark.usefixtures("kernels_on_the_cpu")
 @pytest.mark.parametrize("name", ["tah", "fixed-8"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_is_refused(name: str, bad: float) -> None:
+def test_non_finite_values_are_refused(name: str, bad: float) -> None:
     x = mixed()
     x[1, 3, 200] = bad
     packed = codec(name).pack(x)
@@ -208,7 +208,7 @@ def test_bits_that_hold_nothing_are_refused_before_kernels_see_them(name: str, o
         ("fixed-8", 1, b"\xff" * 8 * 72 * 8),
     ],
 )
-def test_what_no_encoder_makes_is_refused_as_by_the_reference(
+def test_impossible_payloads_are_refused_as_by_the_reference(
     name: str, section: int, value: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = mixed()

@@ -1,6 +1,6 @@
 """Attention's backward, and norms, activations and rotary that store nothing, under Triton's interpreter.
 
-In a process of their own, which `test_in_a_process_of_their_own` starts (`tests.support.interpreter`).
+In a process of their own, which `test_devices_in_separate_processes` starts (`tests.support.interpreter`).
 """
 
 import pytest
@@ -14,7 +14,7 @@ pytestmark = needs_triton
 
 
 @outside
-def test_in_a_process_of_their_own(interpreted: Interpreted) -> None:
+def test_devices_in_separate_processes(interpreted: Interpreted) -> None:
     interpreted.passed(__file__)
 
 

@@ -45,7 +45,7 @@ def test_a_plan_reads_itself_back() -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"faults": [{"kind": "explode"}]}', '{"faults": 3}'])
-def test_what_is_no_plan_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_plan_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(UserError, match=f"{VARIABLE} is no plan of faults"):
         faults.reach(Phase.FORWARD)
@@ -58,9 +58,7 @@ def test_nothing_happens_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None
     assert faults.frame_filter() is None
 
 
-def test_a_fault_happens_once_in_a_run_whoever_comes_by(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_fault_happens_once_in_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     full = Fault(kind=Kind.DISK_FULL, phase=Phase.SNAPSHOT, step=4, skip=1)
     plan = arm(monkeypatch, tmp_path, full)
     faults.write_snapshot_file(3)
@@ -111,7 +109,7 @@ async def test_frames_are_damaged_as_planned(
             assert written[1] == second
 
 
-def test_who_is_held_goes_on_when_the_gate_is_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_held_threads_continue_when_the_gate_opens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fault = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=2)
     plan = arm(monkeypatch, tmp_path, fault)
     with ThreadPoolExecutor(1) as thread:

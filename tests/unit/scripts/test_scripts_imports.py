@@ -45,7 +45,7 @@ def test_a_script_gives_the_command_that_runs_it(path: Path) -> None:
     assert re.search(rf"-m {re.escape(module)}\b", text), "its docstring gives no command"
 
 
-def test_what_is_not_found_is_named(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "scripts" / "docs").mkdir(parents=True)
     (tmp_path / "scripts" / "docs" / "table.py").write_text("", encoding="utf-8")
     source = "import json\nimport table\nfrom scripts.docs.table import x\nfrom .table import z\n"

@@ -89,7 +89,7 @@ events = st.lists(
 
 @settings(max_examples=examples(300))
 @given(events=events)
-def test_places_hold_and_every_connection_leaves_once(events: list[tuple[str, int, int]]) -> None:
+def test_slots_are_kept_and_every_connection_is_released_once(events: list[tuple[str, int, int]]) -> None:
     admission, alive, now, numbers = Admission(SMALL), set[int](), 0.0, iter(range(1000, 10_000))
     for what, which, group in events:
         now += 0.7

@@ -66,7 +66,7 @@ def test_a_hello_says_how_many_bytes_it_takes(size: int) -> None:
         b"\x16\x03\x01\x00\x05\x01\x00\x00\x01\x03",  # ends within the version
     ],
 )
-def test_bytes_that_are_no_hello(data: bytes) -> None:
+def test_bytes_that_are_not_a_client_hello(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         read_client_hello(data)
 

@@ -106,7 +106,7 @@ def test_empty_payload_is_a_violation() -> None:
         parse_frame(pack_frame(a_frame(b""), TAG), TAG)
 
 
-def test_damage_tells_the_sequence_as_a_guess() -> None:
+def test_damage_reports_the_sequence_as_a_guess() -> None:
     data = bytearray(pack_frame(a_frame(), TAG))
     data[-1] ^= 1
     with pytest.raises(DamagedFrameError) as damaged:

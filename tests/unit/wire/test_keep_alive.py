@@ -10,14 +10,14 @@ def test_nothing_leaves_before_the_first_frame() -> None:
     assert KeepAlive().due_at(FAR) is None
 
 
-def test_a_near_link_and_one_of_unknown_length_stay_quiet() -> None:
+def test_nearby_and_unknown_links_cause_no_message() -> None:
     warm = KeepAlive()
     warm.frame_sent(10.0)
     assert warm.due_at(0.0) is None
     assert warm.due_at(LEAST_ROUND_TRIP / 2) is None
 
 
-def test_a_pause_is_filled_until_nothing_would_be_left_to_keep() -> None:
+def test_padding_fills_a_pause_until_nothing_is_left_to_keep() -> None:
     warm, now, left = KeepAlive(), 10.0, []
     warm.frame_sent(now)
     while (due := warm.due_at(FAR)) is not None:
@@ -29,7 +29,7 @@ def test_a_pause_is_filled_until_nothing_would_be_left_to_keep() -> None:
     assert 10.0 + LONGEST_SECONDS - PERIOD_SECONDS <= left[-1] <= 10.0 + LONGEST_SECONDS
 
 
-def test_a_frame_begins_the_pause_again() -> None:
+def test_a_frame_restarts_the_pause() -> None:
     warm = KeepAlive()
     warm.frame_sent(10.0)
     warm.sent(10.0 + LONGEST_SECONDS)

@@ -50,7 +50,7 @@ def test_bursts_of_many_sizes() -> None:
     assert meter.capacity == pytest.approx(RATE)
 
 
-def test_news_that_tell_of_several_tensors_count_them_all() -> None:
+def test_an_acknowledgement_of_several_tensors_counts_all() -> None:
     meter = LinkMeter()
     for i in range(4):
         meter.queued(500 * (i + 1), 0.0)
@@ -138,7 +138,7 @@ def test_what_a_bucket_had_saved_up_is_not_the_links_rate(saves: float, tensor_s
 
 
 @pytest.mark.parametrize("factor", [0.25, 4.0])
-def test_single_tensors_tell_that_a_link_became_slower_and_not_that_it_became_faster(factor: float) -> None:
+def test_single_tensors_lower_a_links_rate_and_never_raise_it(factor: float) -> None:
     link = Bucket(1e6, 0.004)
     link.send(0.0, [50_000] * 50)
     link.rate *= factor

@@ -252,13 +252,13 @@ def test_every_message_is_tried() -> None:
 
 
 @given(st.one_of(*NODE_MESSAGES.values()))
-def test_what_a_node_says_arrives_as_it_was(message: NodeMessage) -> None:
+def test_node_messages_round_trip(message: NodeMessage) -> None:
     # By text: NaN is not equal to itself, and the order of units does not matter.
     assert _text(node_round_trip(message)) == _text(message)
 
 
 @given(st.one_of(*COORDINATOR_MESSAGES.values()))
-def test_what_the_coordinator_says_arrives_as_it_was(message: CoordinatorMessage) -> None:
+def test_coordinator_messages_round_trip(message: CoordinatorMessage) -> None:
     assert coordinator_round_trip(message) == message
 
 
@@ -359,7 +359,7 @@ def test_no_loss_differs_from_any_loss(loss: float | None) -> None:
         ),
     ],
 )
-def test_what_no_node_says_is_refused(message: control_pb2.NodeMessage) -> None:
+def test_impossible_node_messages_are_refused(message: control_pb2.NodeMessage) -> None:
     with pytest.raises(ProtocolViolationError) as refused:
         node_message_from_proto(message)
     assert "\n" not in str(refused.value)
@@ -390,7 +390,7 @@ def test_what_no_node_says_is_refused(message: control_pb2.NodeMessage) -> None:
         control_pb2.CoordinatorMessage(heartbeat_reply=control_pb2.HeartbeatReply(at=math.inf)),
     ],
 )
-def test_what_no_coordinator_says_is_refused(message: control_pb2.CoordinatorMessage) -> None:
+def test_impossible_coordinator_messages_are_refused(message: control_pb2.CoordinatorMessage) -> None:
     with pytest.raises(ProtocolViolationError) as refused:
         coordinator_message_from_proto(message)
     assert "\n" not in str(refused.value)
@@ -417,7 +417,7 @@ def test_text_for_people_becomes_one_harmless_line() -> None:
         assert "thinwire: all is well" in text
 
 
-def test_a_node_that_does_not_say_that_it_ends_asks_to_go() -> None:
+def test_a_node_that_does_not_announce_its_end_asks_to_leave() -> None:
     """As one did before it could say so."""
     plain = control_pb2.NodeMessage(leave=control_pb2.Leave(reason="asked to"))
     assert node_message_from_proto(plain) == Leave(reason="asked to", failed=False)
@@ -439,7 +439,7 @@ def test_the_name_of_a_node_is_one_bounded_line_whatever_it_sends(sent: str, sho
     assert hello.name == shown
 
 
-def test_devices_that_are_no_whole_rows_are_refused() -> None:
+def test_devices_that_do_not_fill_rows_are_refused() -> None:
     message = enrolment_pb2.Hardware(device="cpu", cores=1, devices=3, tensor_parallel=2)
     with pytest.raises(ProtocolViolationError, match="3 devices cannot be rows of 2"):
         node_message_from_proto(control_pb2.NodeMessage(hello=control_pb2.Hello(hardware=message)))

@@ -114,7 +114,7 @@ async def raw_session(port: int, node: Any = NODE) -> AsyncIterator[Any]:
 
 
 @pytest.mark.parametrize("junk", NOT_MESSAGES)
-async def test_bytes_that_are_no_message_end_the_session_alone(junk: bytes) -> None:
+async def test_malformed_bytes_end_only_their_session(junk: bytes) -> None:
     handler = FakeHandler()
     async with (
         coordinator(handler) as port,
@@ -174,7 +174,7 @@ async def test_a_node_ends_a_session_in_which_it_hears_junk(junk: bytes) -> None
     assert heard == [Finish(reason="well", failed=False)]
 
 
-async def test_a_node_hears_what_a_stream_held_that_ended_before_its_hello_was_sent(
+async def test_a_node_receives_messages_of_a_stream_that_ended_before_its_hello(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def session(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:

@@ -5,7 +5,7 @@ import pytest
 from wire.pacing import BURST_SECONDS, Pacer
 
 
-def test_the_rate_holds_over_time_whoever_sends() -> None:
+def test_the_rate_holds_for_any_sender() -> None:
     pacer, now, sent = Pacer(rate=1000.0), 100.0, 0
     while now < 110.0:
         now += pacer.reserve(50, now)

@@ -130,7 +130,7 @@ def test_reconnection_goes_back_to_what_the_other_end_lacks() -> None:
         sender.reconnect(4)
 
 
-def test_silence_is_probed_with_one_frame_and_growing_pauses() -> None:
+def test_a_silent_link_is_probed_with_one_frame_at_growing_intervals() -> None:
     sender = make_sender()
     sender.send(key(0), content(0, 3 * PIECE))
     sender.acknowledge(0, 3)
@@ -183,7 +183,7 @@ def test_gap_is_asked_for_and_asked_again() -> None:
     assert SendAgain((1,)) in receiver.poll(1.0)
 
 
-def test_damaged_frame_is_asked_for_by_its_guess() -> None:
+def test_a_damaged_frame_is_requested_by_its_guessed_sequence() -> None:
     receiver = make_receiver({key(0): 2 * PIECE})
     damaged = bytearray(frame(0, 0, 0, bytes(PIECE), 32))
     damaged[-1] ^= 1

@@ -68,7 +68,7 @@ def test_the_withheld_frame_opens_the_window_again() -> None:
     assert (receiver.next_sequence, receiver.credit_limit) == (WINDOW, 2 * WINDOW)
 
 
-def test_behind_a_withheld_frame_one_tensor_may_be_finished_and_no_more() -> None:
+def test_only_one_tensor_can_complete_behind_a_withheld_frame() -> None:
     receiver, frames = make_receiver(nothing), 50
     for index in range(frames):
         receiver.receive(frame(WINDOW - 1 + index, key(1), total=frames * PIECE, index=index), 0.0)
@@ -136,7 +136,7 @@ def test_what_is_remembered_of_tensors_is_that_of_two_steps() -> None:
     assert receiver._taken == {key(microbatch, step) for microbatch in range(5) for step in (18, 19)}
 
 
-def test_a_tensor_that_nobody_expects_may_come_again() -> None:
+def test_an_unexpected_tensor_can_arrive_again() -> None:
     """Nothing was taken, so nothing is remembered."""
     receiver = make_receiver(nothing)
     for sequence in range(3):

@@ -72,7 +72,7 @@ def test_the_nearest_magnitude_is_stored(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", FLOATS)
-def test_what_is_representable_comes_back_exactly(bits: int) -> None:
+def test_representable_values_round_trip_exactly(bits: int) -> None:
     values = magnitudes(bits)
     row = torch.tensor((values + [-v for v in values] * 16)[: 128 - len(values)] + values)[:128]
     x = torch.stack([row * 2.0**e for e in (-90, -3, 0, 100)])
@@ -97,7 +97,7 @@ def test_ties_go_to_the_even_code() -> None:
 
 
 @pytest.mark.parametrize("bits", FLOATS)
-def test_extremes(bits: int) -> None:
+def test_extreme_values(bits: int) -> None:
     x = normal(8, 300, seed=1)
     x[0] *= 1e-35
     x[1, :128] = 0

@@ -1,6 +1,6 @@
 """The kernels that store tensors give the reference's bits under Triton's interpreter, on a CPU.
 
-In a process of their own, which `test_in_a_process_of_their_own` starts (`tests.support.interpreter`).
+In a process of their own, which `test_devices_in_separate_processes` starts (`tests.support.interpreter`).
 """
 
 import pytest
@@ -20,7 +20,7 @@ pytestmark = [
 
 
 @outside
-def test_in_a_process_of_their_own(interpreted: Interpreted) -> None:
+def test_devices_in_separate_processes(interpreted: Interpreted) -> None:
     interpreted.passed(__file__)
 
 

@@ -24,7 +24,7 @@ def test_the_range_of_exponents_is_tight() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_has_no_exponent(bad: float) -> None:
+def test_non_finite_values_have_no_exponent(bad: float) -> None:
     assert tiles.tensor_exponent(torch.tensor([1.0, bad, 2.0])) == tiles.NON_FINITE
 
 

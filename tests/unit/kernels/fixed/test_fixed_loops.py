@@ -164,13 +164,13 @@ def test_codes_at_ties(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_is_said_to_be(bad: float) -> None:
+def test_non_finite_values_are_reported(bad: float) -> None:
     x = normal(10, 100)
     x[3, 99] = bad
     assert fixed_loops.encode(x, sections(8, 20, 0), constant=1.0).item() == NON_FINITE
 
 
-def test_what_a_constant_makes_infinite_is_said_to_be() -> None:
+def test_values_that_a_constant_makes_infinite_are_reported() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         exponent = fixed_loops.encode(torch.full((1, TILE), 1e30), sections(8, 1, 0), constant=1e10)
@@ -207,7 +207,7 @@ def test_a_code_beyond_the_range_is_found(bits: int) -> None:
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [64, 100, 200])
-def test_threads_do_not_meet(width: int, dtype: torch.dtype) -> None:
+def test_threads_do_not_interfere(width: int, dtype: torch.dtype) -> None:
     for rows in (683, 1366, 3003):
         check(normal(3, rows, width).to(dtype), 6)
 

@@ -100,7 +100,7 @@ def test_the_error_of_sixteen_additions_is_that_of_e4m3() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_stays_so_in_its_block_alone(bad: float) -> None:
+def test_non_finite_values_stay_in_their_block(bad: float) -> None:
     gradient = poisoned_gradient(300)
     values = normal(300)
     values[130] = bad

@@ -52,7 +52,7 @@ def test_the_bits_are_the_references(ranks: int, elements: int) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-44, 1e-38, 1e-30, 1e30, 1e36, 3.4e38])
-def test_so_they_are_at_the_ends_of_the_range(scale: float) -> None:
+def test_they_also_hold_at_the_ends_of_the_range(scale: float) -> None:
     """Sums of 3.4e38 overflow, in some blocks and not in others."""
     generator = torch.Generator().manual_seed(1)
     values = torch.rand(2, 9 * BLOCK, generator=generator) * scale
@@ -61,7 +61,7 @@ def test_so_they_are_at_the_ends_of_the_range(scale: float) -> None:
 
 
 @pytest.mark.parametrize("spoiled", [0, 4, 8])
-def test_a_block_that_is_not_finite_spoils_itself_alone(spoiled: int) -> None:
+def test_a_non_finite_block_does_not_affect_other_blocks(spoiled: int) -> None:
     values = torch.ones(2, 9 * BLOCK)
     values[1, spoiled * BLOCK + 7] = torch.nan
     found = check(*packed(values))

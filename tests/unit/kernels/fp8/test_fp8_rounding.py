@@ -68,7 +68,7 @@ def test_extremes_and_salts() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_is_marked_in_its_block_alone(bad: float) -> None:
+def test_non_finite_values_are_marked_only_in_their_block(bad: float) -> None:
     cases.check_not_finite(accumulate_gradient, CPU, bad, stochastic=True)
     values = normal(300)
     values[130] = bad
@@ -103,7 +103,7 @@ def test_up_and_down_are_as_often_as_the_distances_say() -> None:
 
 
 @pytest.mark.parametrize("noise", [0, (1 << ROUNDED_BITS) - 1])
-def test_what_e4m3_holds_keeps_its_code_whatever_is_drawn(noise: int) -> None:
+def test_representable_values_keep_their_code_for_any_random_bits(noise: int) -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 0x7F) != 0x7F]
     values = codes.view(torch.float8_e4m3fn).float()
@@ -156,7 +156,7 @@ def projections(microbatches: int, stochastic: bool) -> float:
 
 
 @pytest.mark.parametrize("microbatches", [64, 256])
-def test_many_microbatches_do_not_bring_a_sum_to_a_standstill(microbatches: int) -> None:
+def test_sums_of_many_microbatches_keep_growing(microbatches: int) -> None:
     assert abs(projections(microbatches, stochastic=True) - 1) < 0.01
     # What it is there for.
     assert projections(microbatches, stochastic=False) < 0.95

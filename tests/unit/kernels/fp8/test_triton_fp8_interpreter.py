@@ -1,7 +1,7 @@
 """The kernels of gradients and moments in e4m3 give the reference's bits under Triton's interpreter, on CPUs;
 moments but for the last bits of logarithms.
 
-In a process of their own, which `test_in_a_process_of_their_own` starts (`tests.support.interpreter`).
+In a process of their own, which `test_devices_in_separate_processes` starts (`tests.support.interpreter`).
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ SIZES = (1, 127, 129, 1000, 2048)
 
 
 @outside
-def test_in_a_process_of_their_own(interpreted: Interpreted) -> None:
+def test_devices_in_separate_processes(interpreted: Interpreted) -> None:
     interpreted.passed(__file__)
 
 
@@ -44,7 +44,7 @@ def test_accumulation_gives_the_references_bits(
 @inside
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("stochastic", [False, True])
-def test_what_is_not_finite_is_marked_alike(bad: float, stochastic: bool) -> None:
+def test_non_finite_values_are_marked_as_by_the_reference(bad: float, stochastic: bool) -> None:
     from kernels.fp8 import triton as triton_fp8
 
     cases.check_not_finite(triton_fp8.accumulate_gradient, CPU, bad, stochastic=stochastic)

@@ -129,7 +129,7 @@ def test_scales_and_zero_points_beside_every_half(sign: float, spread: float) ->
 
 @pytest.mark.parametrize("second", [2047.9998, 2048.0, 2048.0002, 0.0])
 @pytest.mark.parametrize("tau", [0.0, 0.5, 1.0, 2.0, 3.7, float("inf")])
-def test_outliers_and_what_is_nearly_one(second: float, tau: float) -> None:
+def test_outliers_and_near_outliers(second: float, tau: float) -> None:
     x = normal(64, TILE).clamp(-1, 1)
     x.fill_diagonal_(-4096.0)
     x[:, 40] = second
@@ -174,7 +174,7 @@ def test_ranks_and_outliers_are_the_references(tau: float) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_is_said_to_be(bad: float) -> None:
+def test_non_finite_values_are_reported(bad: float) -> None:
     x = normal(10, 100)
     x[3, 99] = bad
     exponent = tah_loops.encode(x, sections(20, 16, 0), samples=1, four_bit=16, tau=2.0)
@@ -189,7 +189,7 @@ def test_memory_layout_does_not_matter() -> None:
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("width", [64, 100, 200])
-def test_threads_do_not_meet(width: int) -> None:
+def test_threads_do_not_interfere(width: int) -> None:
     for rows in (683, 1365, 1366, 3003):
         check(normal(3, rows, width), samples=3)
 

@@ -100,7 +100,7 @@ def coded(x: torch.Tensor, number: torch.Tensor, where: Grid, family: int) -> tu
 
 @pytest.mark.parametrize("highest", [23, 30, MAX_CLASS])
 @pytest.mark.parametrize("where", GRIDS, ids=str)
-def test_lanes_come_back_within_the_steps_of_a_path(where: Grid, highest: int) -> None:
+def test_lanes_return_within_the_steps_of_a_path(where: Grid, highest: int) -> None:
     x, number = sample(where, where.steps, highest)
     for family in range(FAMILIES):
         made, words = coded(x, number, where, family)
@@ -197,7 +197,7 @@ def test_scales_are_logarithms_of_means() -> None:
     assert (trellis_scales.row_scales(torch.from_numpy(x)).numpy() == row).all()
 
 
-def test_scales_that_are_not_told_apart_are_one() -> None:
+def test_equal_scales_are_merged() -> None:
     x = torch.randn(7, 9, generator=torch.Generator().manual_seed(0))
     row, column = trellis_scales.scales(x, by_row=False, by_column=False)
     assert (row == row[0]).all() and not column.any()

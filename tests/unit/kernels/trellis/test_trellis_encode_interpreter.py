@@ -1,7 +1,7 @@
 """`trellis-R`'s encoder for a GPU gives the CPU's bytes under Triton's interpreter, and never waits.
 
 Its lanes are coded by the CPU's loops here: `test_trellis_interpreter` compares those with Triton's. In a
-process of their own, which `test_in_a_process_of_their_own` starts (`tests.support.interpreter`).
+process of their own, which `test_devices_in_separate_processes` starts (`tests.support.interpreter`).
 """
 
 from collections.abc import Callable
@@ -107,7 +107,7 @@ def encoded(x: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 @outside
-def test_in_a_process_of_their_own(interpreted: Interpreted) -> None:
+def test_devices_in_separate_processes(interpreted: Interpreted) -> None:
     interpreted.passed(__file__)
 
 

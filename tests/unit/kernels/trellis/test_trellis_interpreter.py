@@ -1,6 +1,6 @@
 """`trellis-R`'s Triton kernels give the CPU's words under Triton's interpreter.
 
-In a process of their own, which `test_in_a_process_of_their_own` starts (`tests.support.interpreter`).
+In a process of their own, which `test_devices_in_separate_processes` starts (`tests.support.interpreter`).
 """
 
 import pytest
@@ -15,7 +15,7 @@ pytestmark = needs_triton
 
 
 @outside
-def test_in_a_process_of_their_own(interpreted: Interpreted) -> None:
+def test_devices_in_separate_processes(interpreted: Interpreted) -> None:
     interpreted.passed(__file__)
 
 
@@ -69,7 +69,7 @@ def test_only_symbols_are_coded_as_such() -> None:
 
 
 @inside
-def test_lanes_go_where_they_are_told() -> None:
+def test_lanes_follow_the_given_path() -> None:
     """Two families at once, into slots of their own, from elements further on; a third does not run."""
     from kernels.trellis.triton import state as at
     from kernels.trellis.triton.lanes import Lanes

@@ -111,7 +111,7 @@ def test_coefficients_of_products_and_their_magnitudes(rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 8, 33])
-def test_columns_become_integers_and_orthogonal_as_torch_has_them(rank: int) -> None:
+def test_integer_columns_are_orthogonalised_as_by_torch(rank: int) -> None:
     x = torch.randn(301, rank, dtype=torch.float64, generator=torch.Generator().manual_seed(12)) * 1e6
     x[:, rank // 2] = 0
     parts = trellis_factors._to_parts(x)
@@ -147,7 +147,7 @@ def test_gram_schmidt_is_that_of_numpy_and_leaves_out_what_depends(rank: int) ->
 
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 1000])
-def test_packed_bits_come_back_and_a_filled_up_end_is_seen(bits: int, count: int) -> None:
+def test_packed_bits_round_trip_and_padding_is_checked(bits: int, count: int) -> None:
     bias = (1 << (bits - 1)) - 1
     values = torch.arange(count).remainder(1 << bits).sub(bias).to(torch.int32)
     packed = torch.full((-(-count * bits // 8),), 255, dtype=torch.uint8)
@@ -176,7 +176,7 @@ def test_normalised_elements_and_their_peak(dtype: torch.dtype, magnitude: float
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize("rank", [1, 4, 31, 32])
-def test_what_is_left_of_a_prediction_and_back(rows: int, columns: int, rank: int) -> None:
+def test_residuals_round_trip(rows: int, columns: int, rank: int) -> None:
     x, by = matrix(rows, columns, 5), factors(rows, columns, rank, 6)
     predicted = trellis_factors.predict(by)
     told = trellis_factors.left_scales(x, by), trellis_scales.in_turn(x - predicted, True, True)
@@ -215,7 +215,7 @@ def test_multiples_of_a_step(elements: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("exponent", [-149, -30, -1, 0, 9, 100, 127])
-def test_what_is_stored_is_finite_and_rounded(dtype: torch.dtype, exponent: int) -> None:
+def test_stored_values_are_finite_and_rounded(dtype: torch.dtype, exponent: int) -> None:
     values = matrix(31, 411, 8).view(-1)
     out = torch.empty(31, 411, dtype=dtype).fill_(float("nan"))
     trellis.restore(values.clone(), exponent, out)
@@ -234,7 +234,7 @@ def test_classes_are_clipped_sums(rows: int, columns: int) -> None:
     assert torch.equal(trellis_matrix_loops.classes(row, column, 103), expected)
 
 
-def test_what_two_threads_take_is_all_there_is() -> None:
+def test_two_threads_take_everything_once() -> None:
     parts = trellis_matrix_loops.ranges(1400, 401)
     assert len(parts) > 1
     assert [row for first, last in parts for row in range(first, last)] == list(range(1400))

@@ -1,7 +1,7 @@
 """What surrounds the lanes when a `trellis` tensor is decoded on a GPU gives the CPU's bits under Triton's
 interpreter.
 
-In a process of their own, which `test_in_a_process_of_their_own` starts (`tests.support.interpreter`).
+In a process of their own, which `test_devices_in_separate_processes` starts (`tests.support.interpreter`).
 """
 
 import pytest
@@ -17,7 +17,7 @@ STEP_CODE = 20 * 1024 + 77
 
 
 @outside
-def test_in_a_process_of_their_own(interpreted: Interpreted) -> None:
+def test_devices_in_separate_processes(interpreted: Interpreted) -> None:
     interpreted.passed(__file__)
 
 

@@ -102,7 +102,7 @@ def promised(text: str) -> float:
     return float(re.findall(r"would give about ([\d.]+) x", text)[0])
 
 
-def test_a_full_link_who_waits_for_it_and_what_would_help() -> None:
+def test_a_full_link_is_named_with_who_waits_and_a_remedy() -> None:
     stages = [stage(0, forward=0.25, backward=0.25), stage(1, forward=0.2, backward=0.2)]
     run = seen(stages, [link(0, 1, 30, 100), link(1, 0, 96, 100)])
     text = says(run)
@@ -167,7 +167,7 @@ def test_equal_links_that_are_full_share_nothing() -> None:
     assert says(run).count("is full: 96 % of 100 Mbit/s") == 3  # of four links
 
 
-def test_without_a_narrower_codec_nothing_is_promised() -> None:
+def test_no_gain_is_promised_without_a_narrower_codec() -> None:
     stages = [stage(0, forward=0.1, backward=0.1), stage(1, forward=0.1, backward=0.1)]
     run = seen(stages, [link(0, 1, 95, 100), link(1, 0, 20, 100)])
     assert says(run, {}) == "link 0 to 1 is full: 95 % of 100 Mbit/s; stages 0 and 1 wait 80 % of the time"
@@ -210,7 +210,7 @@ def test_the_ends_of_a_model_in_blocks() -> None:
     assert ends_in_blocks(model) == (0.0, pytest.approx(2 * 64 * 1000 / block))
 
 
-def test_an_even_split_is_left_alone() -> None:
+def test_an_even_split_is_kept() -> None:
     stages = [stage(n, forward=0.3, backward=0.62) for n in range(2)]
     assert "pipeline.split" not in says(seen(stages))
 
@@ -237,7 +237,7 @@ def test_a_first_stage_that_waits_for_its_tokens() -> None:
     assert "nothing stands out" not in text
 
 
-def test_a_last_stage_that_waits_for_the_others_to_end_is_no_slow_coordinator() -> None:
+def test_waiting_for_other_stages_is_not_called_a_slow_coordinator() -> None:
     stages = [stage(0, forward=0.3, backward=0.4), stage(1, forward=0.2, backward=0.2, wait_coordinator=0.4)]
     assert "waits for the coordinator" not in says(seen(stages))
 
@@ -251,7 +251,7 @@ def test_a_last_stage_that_waits_for_the_others_to_end_is_no_slow_coordinator() 
         ([0, 1, 2, 5], "stages 0, 1, 2 and 5 wait 90 % of the time"),
     ],
 )
-def test_who_waits(waiting: list[int], words: str) -> None:
+def test_which_stage_waits(waiting: list[int], words: str) -> None:
     stages = [stage(n, forward=0.1) if n in waiting else stage(n, forward=0.9) for n in range(8)]
     assert f"; {words}" in says(seen(stages, [link(0, 1, 96, 100)]), {})
 
@@ -270,7 +270,7 @@ def test_too_few_microbatches() -> None:
     assert "fills and drains for" in says(run) and "more than 4 microbatches" in says(run)
 
 
-def test_nothing_stands_out() -> None:
+def test_no_stage_or_link_limits() -> None:
     stages = [stage(n, forward=0.2, backward=0.3) for n in range(2)]
     assert says(seen(stages)).startswith("nothing stands out: the busiest stage, 0, works 50 % of the time")
 

@@ -43,7 +43,7 @@ def test_how_a_codec_is_changed_and_what_it_was_measured_to_cost() -> None:
     ) in says(both)
 
 
-def test_the_losses_that_are_named_are_the_readmes() -> None:
+def test_the_losses_match_the_readmes() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for codec, cost in LOSS_FORWARD.items():
         assert f"{cost} with `{codec}`" in readme

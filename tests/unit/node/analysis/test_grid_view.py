@@ -120,7 +120,7 @@ def test_rows_on_a_terminal() -> None:
     ]
 
 
-def test_one_row_looks_as_it_always_did() -> None:
+def test_a_single_row_looks_as_before() -> None:
     header, rows = stage_rows(run_events.done(1), NODES[:2], 2)
     assert header[0] == "stage" and rows[1][0] == "1"
     alone = placed(groups=((0, 1, 2, 3),))

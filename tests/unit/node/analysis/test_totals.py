@@ -63,7 +63,7 @@ def test_a_codec_without_a_cost_in_loss_is_named_where_it_costs_no_time() -> Non
     assert codec_advice(explain(other), [card] * 4) is None
 
 
-def test_what_snapshots_take() -> None:
+def test_disk_that_snapshots_take() -> None:
     one, most = snapshots_need(CONFIG)
     assert one == pytest.approx(12 * explain(CONFIG).parameters, rel=1e-3)
     assert most == (CONFIG.run.keep_snapshots + 1) * one
@@ -80,7 +80,7 @@ def test_machines_are_read(text: str, up: float, down: float) -> None:
     assert (machine.up_mbit, machine.down_mbit) == (up, down)
 
 
-def test_any_other_card_is_given_by_its_figures() -> None:
+def test_an_unknown_card_is_described_by_its_figures() -> None:
     assert parse_machine("40tflops,16gb,20").card == Card(40, 16)
     assert [machine.name for machine in machines_for(3, [parse_machine("l4"), parse_machine("a10")])] == [
         *("l4", "a10", "a10")

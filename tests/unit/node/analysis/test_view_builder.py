@@ -76,7 +76,7 @@ def test_a_running_run() -> None:
     ("capacity", "little", "full"),
     [(0.0, False, False), (5.1e6, True, False), (4.9e6, False, False), (1.17e6, False, True)],
 )
-def test_what_a_capacity_is_worth(capacity: float, little: bool, full: bool) -> None:
+def test_the_value_of_a_capacity(capacity: float, little: bool, full: bool) -> None:
     """A million bytes a second: under a fifth of the measure it tells little, from 0.85 on it is full."""
     cost = events.StepCosts(**{**vars(costs(1)), "links": (link_cost(0, 1, capacity=capacity),)})
     seen = view(history(opening(), cost, done(1)))
@@ -117,7 +117,7 @@ def test_a_relayed_link_says_why_it_is_not_direct(upper: events.NodeJoined, path
     assert [(one.path, one.why_not_direct) for one in builder.view().links] == 2 * [(path, why)]
 
 
-def test_of_two_nodes_that_can_be_dialled_the_upper_one_does_not_answer() -> None:
+def test_the_upper_of_two_reachable_nodes_does_not_answer() -> None:
     cost = replace(costs(1), links=(replace(link_cost(1, 0), path="relay"),))
     shown = view(history(opening(), cost, done(1))).links
     assert [one.why_not_direct for one in shown] == ["the node of stage 1 does not answer its neighbour"]
@@ -211,7 +211,7 @@ def test_a_snapshot_that_is_set_aside_is_not_shown_as_the_newest() -> None:
     assert again.snapshot == SnapshotView(step=2, bytes=40, at=BEGAN + 15)
 
 
-def test_a_resumed_run_has_no_snapshot_after_that_which_it_goes_on_from() -> None:
+def test_a_resumed_run_drops_snapshots_after_the_one_it_starts_from() -> None:
     assert view(history(SAVED, started(first_step=2))).snapshot == SnapshotView(
         step=2, bytes=20, at=BEGAN + 10
     )
@@ -293,11 +293,11 @@ def test_addresses_are_taken_out(text: str, expected: str) -> None:
         "std::bad_alloc in torch::autograd, c10::Error :: that",
     ],
 )
-def test_what_is_no_address_stays(text: str) -> None:
+def test_text_that_is_not_an_address_stays(text: str) -> None:
     assert without_addresses(text) == text
 
 
-def test_who_waits_in_the_lobby_is_no_spare() -> None:
+def test_a_node_waiting_in_the_lobby_is_not_a_spare() -> None:
     """Else every run would seem to lose its spares when it begins."""
     lobby = [started(), *(joined(node) for node in NODES)]
     assert view(history(lobby)).spares == 0

@@ -229,7 +229,7 @@ def read(folder: Path) -> None:
         ({"model_type": "qwen3", "layer_types": ["linear_attention"]}, "layer_types has 'linear_attention'"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_by_key_and_value(
+def test_unsupported_models_are_refused_by_key_and_value(
     folder: Path, change: dict[str, Any], line: str
 ) -> None:
     config = json.loads((folder / "config.json").read_text()) | change

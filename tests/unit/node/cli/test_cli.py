@@ -309,7 +309,9 @@ def test_resume_hands_the_stored_config_on(run_dir: Path, monkeypatch: pytest.Mo
     assert asked == [RunConfig(), run_dir, True]
 
 
-def test_coordinator_hands_the_run_file_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_coordinator_command_passes_the_run_file_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[object] = []
 
     def run_coordinator(config: RunConfig, *, run_dir: Path, emit: object, resume: bool, **_: bool) -> int:

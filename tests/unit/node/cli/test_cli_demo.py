@@ -148,7 +148,7 @@ def test_a_coordinator_that_refuses_is_quoted_and_leaves_no_folder(stage: Stage)
     assert not stage.run_dir.exists()
 
 
-def test_a_coordinator_that_dies_takes_its_nodes_along(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_end_when_their_coordinator_dies(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "STOP_SECONDS", 0.2)  # the nodes know nothing of it and must be killed
     with pytest.raises(RunError, match="it said nothing"):
         stage.run("die")
@@ -213,7 +213,7 @@ def test_a_screen_that_takes_no_more_ends_nothing(stage: Stage, capsys: pytest.C
     assert capsys.readouterr().err == line
 
 
-def test_a_reader_that_leaves_gets_no_traceback_and_the_run_its_end(stage: Stage) -> None:
+def test_a_closed_pipe_gives_no_traceback_and_the_run_ends_normally(stage: Stage) -> None:
     program = driver(stage, *stage.command())
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -245,7 +245,7 @@ def test_a_demo_under_nohup_outlives_its_terminal(stage: Stage) -> None:
     assert stage.alive() == []
 
 
-def test_a_terminal_that_tells_twice_does_not_cut_the_end_short(stage: Stage) -> None:
+def test_a_second_hangup_does_not_cut_the_end_short(stage: Stage) -> None:
     program = HEARS_HANGUPS + driver(stage, *stage.command("go on", "end slowly"))
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as child:
         try:

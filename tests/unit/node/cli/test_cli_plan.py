@@ -36,7 +36,7 @@ def test_a_plan_for_a_card_and_its_curve(capsys: pytest.CaptureFixture[str]) -> 
     assert out.count("+ 0.0%") == 4
 
 
-def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_does_not_fit_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     code, out = plan(capsys, "--gb", "0.3", "--device", "cpu")
     assert code == 1
     assert out.count("does not fit") == 4

@@ -182,7 +182,7 @@ def test_damaged_frames_are_those_of_the_link_that_they_came_over() -> None:
 
 
 @pytest.mark.parametrize("afresh", [0.0, 0.5])
-def test_totals_that_begin_anew_are_counted_from_nothing(afresh: float) -> None:
+def test_restarted_totals_count_from_zero(afresh: float) -> None:
     books = accounting()
     began(books)
     report(books, 3)
@@ -195,7 +195,7 @@ def test_totals_that_begin_anew_are_counted_from_nothing(afresh: float) -> None:
     assert min(stage.wall_seconds for stage in costs.stages) >= 0
 
 
-def test_what_belongs_to_another_epoch_is_nobodys_step() -> None:
+def test_costs_of_another_epoch_count_for_no_step() -> None:
     books = accounting()
     began(books)
     report(books, 1)
@@ -235,7 +235,7 @@ def test_a_stage_that_changes_hands_keeps_its_time() -> None:
     assert (times.node_id, times.wall_seconds) == ("c", 4.0)
 
 
-def test_a_node_that_invents_kinds_codecs_and_neighbours_makes_nothing_grow() -> None:
+def test_invented_kinds_codecs_and_neighbours_use_no_memory() -> None:
     books = accounting()
     began(books)
     for step in range(50):

@@ -102,7 +102,7 @@ async def test_a_session_that_ends_without_a_hello_may_come_again() -> None:
         assert await session.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_of_a_nodes_sessions_that_said_nothing_only_the_newest_waits() -> None:
+async def test_only_the_newest_silent_session_of_a_node_waits() -> None:
     handler = Admits()
     async with coordinator(handler) as (port, service), contextlib.AsyncExitStack() as stack:
 
@@ -123,7 +123,7 @@ async def test_of_a_nodes_sessions_that_said_nothing_only_the_newest_waits() -> 
         await eventually(lambda: not service._greeting)
 
 
-async def test_a_port_that_cannot_be_reached_is_told_from_other_refusals() -> None:
+async def test_an_unreachable_port_differs_from_other_refusals() -> None:
     async with coordinator() as (port, _):
         for address in (f"127.0.0.1:{free_port()}", "nowhere", "a\0b:1"):
             with pytest.raises(Refused, match="neighbours cannot reach this node") as refused:
@@ -146,7 +146,7 @@ async def test_the_coordinator_dials_only_where_the_node_dials_from(monkeypatch:
     assert dialled == [("127.0.0.1", 7), ("127.0.0.1", 8), ("127.0.0.1", 9)]
 
 
-async def test_a_name_that_takes_long_holds_up_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_name_lookup_delays_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads of the loop write the run's records."""
     asked: list[tuple[str, str]] = []
     answer = threading.Event()

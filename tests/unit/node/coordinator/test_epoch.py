@@ -97,7 +97,7 @@ def test_strangers_are_not_counted(node: str) -> None:
     assert one.phase is Phase.STEPPING
 
 
-def test_what_comes_in_another_phase_is_not_counted() -> None:
+def test_messages_of_another_phase_are_not_counted() -> None:
     one = epoch(state=3)
     for node in "ab":
         assert (
@@ -168,7 +168,7 @@ def test_only_an_epoch_that_begins_at_the_suspect_step_is_uncompressed() -> None
     assert one.phase is Phase.STEPPING and one.committed is None
 
 
-def test_a_missed_commit_is_sent_along_with_the_state_after_it() -> None:
+def test_a_missed_commit_is_sent_with_the_state_after_it() -> None:
     committed = Committed(step=2, clip_coefficient=0.5, lr=0.25)
     one = epoch(snapshot=1, state=3, committed=committed)
     one.placed("a", placed(3))
@@ -207,7 +207,7 @@ def test_a_commit_is_applied_to_gradients_of_its_own_lineage(made: int | None, s
     assert one.step == step
 
 
-def test_a_commit_of_another_step_is_not_sent_along() -> None:
+def test_a_commit_of_another_step_is_not_sent() -> None:
     one = epoch(snapshot=1, state=3, committed=Committed(step=2, clip_coefficient=0.5, lr=0.25))
     one.placed("a", placed(1))
     one.placed("b", placed(1))
@@ -252,7 +252,7 @@ def test_a_snapshot_is_repeated_until_the_step_after_it_is_done() -> None:
         ("b", Vote(epoch=4, step=3, norms={1: 1.0}, loss=None)),
     ],
 )
-def test_a_vote_speaks_for_its_voter_alone(node: str, wrong: Vote) -> None:
+def test_a_vote_covers_only_the_voters_units(node: str, wrong: Vote) -> None:
     one = stepping()
     other = "b" if node == "a" else "a"
     one.vote(other, vote(3, unit="ab".index(other)))

@@ -84,7 +84,7 @@ def test_a_slow_row_has_fewer_groups_and_never_none() -> None:
     assert share_groups(8, [1.0, None, 2.0]) == ((0, 1, 2, 3), (4, 5), (6, 7))
 
 
-def test_groups_stay_where_they_are_while_nothing_is_gained() -> None:
+def test_groups_stay_while_a_move_gains_nothing() -> None:
     even = share_groups(4, [None, None])
     assert share_groups(4, [1.0, 1.4], even) == even
     assert share_groups(4, [1.0, 3.0], even) == ((0, 1, 2), (3,))
@@ -196,7 +196,7 @@ def test_nodes_of_broken_rows_make_a_row_if_they_hold_all_stages() -> None:
     assert assigner.choose(nodes("bcxy"), 1.0) == ("c", "b")
 
 
-def test_one_that_was_left_out_for_a_step_is_a_newcomer_again() -> None:
+def test_a_node_left_out_for_a_step_is_a_newcomer_again() -> None:
     assigner = make_assigner(2)
     assigner.choose(nodes("abcd"), 0.0)
     assigner.vacate("a", 1.0)
@@ -206,7 +206,7 @@ def test_one_that_was_left_out_for_a_step_is_a_newcomer_again() -> None:
     assert assigner.choose(nodes("bcxy"), 2.0) == ("c", "b", "x", "y")
 
 
-def test_newcomers_come_in_when_the_grid_may_grow() -> None:
+def test_newcomers_enter_when_the_grid_can_grow() -> None:
     assigner = make_assigner(2)
     assigner.choose(nodes("ab"), 0.0)
     assert not assigner.can_grow(2, nodes("abx"))
@@ -226,7 +226,7 @@ def test_a_stage_is_taken_from_a_node_if_another_row_holds_it() -> None:
     assert not assigner.hand_over("d", nodes("cd"), 2.0)
 
 
-def test_a_restarted_coordinator_gives_all_rows_a_moment() -> None:
+def test_a_restarted_coordinator_waits_briefly_for_all_rows() -> None:
     assigner = make_assigner(2, previous="abcd")
     assert assigner.choose(nodes("ab"), 0.0) is None
     assert assigner.choose(nodes("abcd"), 5.0) == ("a", "b", "c", "d")

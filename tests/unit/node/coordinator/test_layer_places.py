@@ -65,7 +65,7 @@ def test_rows_that_save_the_same_state_need_no_copies() -> None:
     assert places.is_whole(4, here, 1.0)
 
 
-def test_what_is_of_another_attempt_counts_for_nothing() -> None:
+def test_uploads_of_another_attempt_do_not_count() -> None:
     places = saved()
     assert not places.held("b", file("embed", content="other bits"))
     assert not places.held("b", file("embed", size=SIZE + 1))
@@ -84,7 +84,7 @@ def test_a_node_alone_holds_the_only_copy() -> None:
     assert places.is_whole(4, ("a",), 0.0) and places.asks(("a",), 0.0) == []
 
 
-def test_whoever_is_slow_or_has_no_room_is_replaced() -> None:
+def test_slow_nodes_and_full_disks_are_replaced() -> None:
     places = saved()
     assert places.asks(HERE, 1.0)[0].node_id == "b"
     later = 2 * PATIENCE
@@ -124,7 +124,7 @@ def test_older_ones_under_way_are_given_up_for_a_complete_one() -> None:
     assert places.complete == (6,) and places.under_way == (8,) and 4 not in places
 
 
-def test_a_later_coordinator_hears_who_holds_what() -> None:
+def test_a_new_coordinator_learns_who_holds_which_layers() -> None:
     entries = complete().entries(4)
     places = LayerPlaces(UNITS)
     places.load(4, entries, {"embed": ["a"]})

@@ -265,7 +265,7 @@ def again(run: Driver, node_id: str) -> list[object]:
     return list(sent(run.hello(node_id, epoch=epoch), node_id))
 
 
-def test_what_was_said_is_said_again() -> None:
+def test_earlier_output_is_repeated() -> None:
     run = Driver(stages=2, steps=4, every=2)
     run.join("ab")
     (placement,) = again(run, "b")
@@ -388,7 +388,7 @@ def test_a_stage_goes_to_a_node_that_it_fits() -> None:
     assert placement_of(run.hello("other")) == ("large", "other")
 
 
-def test_missing_memory_is_told_once_and_regrouped_around() -> None:
+def test_missing_memory_is_reported_once_and_the_run_regroups() -> None:
     # Four stages need 1, 2, 1 and 2.
     run = Driver(stages=4, min_stages=1, memory={"a": 6, "b": 1, "c": 1, "d": 1})
     run.join("abc")
@@ -437,7 +437,7 @@ def test_a_node_whose_devices_cannot_share_a_stage_is_sent_away() -> None:
     assert hello("b", 2) == [] and placement_of(hello("c", 4)) == ("b", "c")
 
 
-def test_a_node_that_comes_back_too_small_gives_up_its_seat() -> None:
+def test_a_node_that_returns_too_small_gives_up_its_stage() -> None:
     memory = {"a": 3, "b": 3, "c": 3}
     run = Driver(stages=3, memory=memory).started("abc")
     memory["c"] = 1

@@ -92,7 +92,7 @@ def test_a_spare_takes_the_stage_of_a_node_that_keeps_failing() -> None:
     assert run.epoch.step == 3
 
 
-def test_of_a_link_the_other_end_goes_first_and_then_who_complained() -> None:
+def test_the_accused_end_of_a_link_is_replaced_before_the_accuser() -> None:
     run = with_spares("xy")
     run.stored(2)
 
@@ -107,7 +107,7 @@ def test_of_a_link_the_other_end_goes_first_and_then_who_complained() -> None:
     assert run.epoch.hosts == ("y", "x", "c")
 
 
-def test_who_took_a_dead_nodes_seat_and_cannot_be_reached_goes() -> None:
+def test_an_unreachable_replacement_is_replaced() -> None:
     run = with_spares("xy")
     run.die("b")
     assert run.epoch.hosts == ("a", "x", "c")
@@ -116,7 +116,7 @@ def test_who_took_a_dead_nodes_seat_and_cannot_be_reached_goes() -> None:
     assert run.epoch.hosts == ("a", "y", "c")
 
 
-def test_of_two_ends_the_new_one_goes_though_it_was_the_first_to_complain() -> None:
+def test_the_newer_end_of_a_link_goes_even_if_it_complained_first() -> None:
     run = with_spares("xy")
     run.die("b")
     run.all_placed(2)
@@ -124,13 +124,13 @@ def test_of_two_ends_the_new_one_goes_though_it_was_the_first_to_complain() -> N
     assert run.epoch.hosts == ("a", "y", "c")
 
 
-def test_who_has_a_part_in_all_failures_goes_whoever_told_of_the_last() -> None:
+def test_a_node_in_all_failures_is_replaced_whoever_reported_the_last() -> None:
     run = with_spares("x")
     attempts(run, cut_off("b", "aacb"))
     assert run.epoch.hosts == ("a", "x", "c")
 
 
-def test_one_whose_word_was_heeded_in_vain_goes_before_another_spare_does() -> None:
+def test_an_accuser_that_was_wrong_is_replaced_before_another_spare() -> None:
     """It blames one neighbour after the other, also those that are new."""
     run = with_spares("xyz")
     attempts(run, cut_off("a", "a"))
@@ -138,7 +138,7 @@ def test_one_whose_word_was_heeded_in_vain_goes_before_another_spare_does() -> N
     assert len(set(run.epoch.hosts) & set("xyz")) == 2
 
 
-def test_who_gave_up_a_stage_gets_none_again_at_this_step() -> None:
+def test_a_node_that_gave_up_a_stage_gets_none_in_this_step() -> None:
     run = with_spares("xy")
     attempts(run, broken("b", "x"))
     assert run.epoch.hosts == ("a", "y", "c")
@@ -159,7 +159,7 @@ def test_a_spare_too_small_for_the_stage_is_no_way_out() -> None:
     assert stop_of(attempts(run, broken("b"))).failed
 
 
-def test_a_step_that_is_done_clears_everybody() -> None:
+def test_a_finished_step_clears_all_blame() -> None:
     run = with_spares("x")
     attempts(run, broken("b"))
     run.all_ready()
@@ -168,7 +168,7 @@ def test_a_step_that_is_done_clears_everybody() -> None:
     assert run.epoch.hosts == ("a", "x", "b")
 
 
-def test_who_gave_up_a_stage_is_better_than_nobody() -> None:
+def test_a_node_that_gave_up_a_stage_is_used_if_there_is_no_other() -> None:
     run = with_spares("x")
     attempts(run, broken("b"))
     run.all_ready()
@@ -190,7 +190,7 @@ def test_a_split_of_fewer_stages_changes_hands_too() -> None:
     assert run.epoch.phase is Phase.STEPPING, "no epoch is ended for a third stage on the node that failed"
 
 
-def test_a_run_that_is_to_end_seats_no_spare() -> None:
+def test_an_ending_run_places_no_spare() -> None:
     run = Driver(every=100).started("abc", 2)
     run.hello("x")
     attempts(run, broken("b"), MAX_RETRIES)

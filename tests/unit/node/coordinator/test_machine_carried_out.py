@@ -169,7 +169,7 @@ async def scene(directory: Path, config: RunConfig = CONFIG) -> AsyncIterator[Sc
         await asyncio.wait([running.running], timeout=SECONDS)
 
 
-async def test_a_commit_is_on_record_before_it_is_heard_of(tmp_path: Path) -> None:
+async def test_a_commit_is_recorded_before_it_is_sent(tmp_path: Path) -> None:
     async with scene(tmp_path) as run:
         node = run.peer("a")
         await node.into_step()
@@ -190,7 +190,7 @@ async def test_a_commit_is_on_record_before_it_is_heard_of(tmp_path: Path) -> No
         assert (done.step, done.loss) == (1, 2.0)
 
 
-async def test_nodes_are_not_told_where_the_text_is(tmp_path: Path) -> None:
+async def test_nodes_do_not_learn_the_texts_path(tmp_path: Path) -> None:
     config = replace(CONFIG, data=DataSection(path="/home/somebody/texts/books.txt"))
     async with scene(tmp_path, config) as run:
         welcome = await run.peer("a").hear()
@@ -198,7 +198,7 @@ async def test_nodes_are_not_told_where_the_text_is(tmp_path: Path) -> None:
         assert from_json(welcome.config_json) == replace(config, data=DataSection(path="books.txt"))
 
 
-async def test_a_node_that_asks_on_and_reads_nothing_fills_no_memory(tmp_path: Path) -> None:
+async def test_a_node_that_never_reads_its_answers_fills_no_memory(tmp_path: Path) -> None:
     async with scene(tmp_path) as run:
         node = run.peer("a")
         for at in range(10 * MOST_WAITING):
@@ -297,7 +297,7 @@ async def test_only_the_nodes_of_the_epoch_that_asked_hand_its_snapshot_in(tmp_p
         check()
 
 
-async def test_of_two_processes_of_one_node_the_newer_stays(tmp_path: Path) -> None:
+async def test_the_newer_of_two_processes_of_a_node_stays(tmp_path: Path) -> None:
     """The older is sent home: if it came back instead, each would throw out the other for ever."""
     async with scene(tmp_path) as run:
         older = run.peer("a", nonce=1)
@@ -322,7 +322,7 @@ async def test_of_two_processes_of_one_node_the_newer_stays(tmp_path: Path) -> N
         ("", "it ended, and did not say why"),
     ],
 )
-async def test_a_node_that_ends_is_let_go_at_once_and_its_reason_told(
+async def test_an_ending_node_is_released_at_once_and_its_reason_reported(
     tmp_path: Path, reason: str, told: str
 ) -> None:
     async with scene(tmp_path) as run:
@@ -363,7 +363,7 @@ async def test_a_session_opened_again_goes_on_where_it_was(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("epoch", [3, 9])
-async def test_a_node_from_another_epoch_is_told_so(tmp_path: Path, epoch: int) -> None:
+async def test_a_node_from_another_epoch_is_refused_with_the_reason(tmp_path: Path, epoch: int) -> None:
     config = replace(CONFIG, pipeline=replace(CONFIG.pipeline, stages=2))
     async with scene(tmp_path, config) as run:
         node = run.peer("a", epoch=epoch)

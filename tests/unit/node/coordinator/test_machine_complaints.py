@@ -69,7 +69,7 @@ def test_one_identity_alone_gets_nobody_shut_out() -> None:
     assert run.machine.quarantined == {}
 
 
-def test_who_breaks_the_protocol_towards_both_neighbours_is_shut_out() -> None:
+def test_a_node_that_breaks_the_protocol_with_both_neighbours_is_quarantined() -> None:
     """The node at fault may see its link closed, and report that, before its neighbours are heard."""
     run = Driver(stages=3, every=2).started("abc", 2)
     for attempt in range(2):

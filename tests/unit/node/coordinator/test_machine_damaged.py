@@ -18,7 +18,7 @@ def gone_back() -> Driver:
     return run
 
 
-def test_the_next_epoch_goes_back_to_the_one_that_is_whole() -> None:
+def test_the_next_epoch_returns_to_the_complete_snapshot() -> None:
     run = gone_back()
     assert run.machine.snapshot_damaged(4, 2) == []
     assert run.machine.newest_snapshot == 2
@@ -41,7 +41,7 @@ def test_stages_that_hold_newer_state_go_on_with_it() -> None:
     assert run.machine.newest_snapshot == 9
 
 
-def test_what_is_said_of_one_that_has_been_replaced_changes_nothing() -> None:
+def test_reports_about_a_replaced_node_change_nothing() -> None:
     run = Driver(every=2).started("abc", 4)
     run.machine.snapshot_damaged(2, 0)
     assert run.machine.newest_snapshot == 4

@@ -80,7 +80,7 @@ def test_a_stop_waits_for_a_commit_that_somebody_missed() -> None:
     assert of_kind(run.all_ready(), OpenSnapshot) == [OpenSnapshot(step=3)]
 
 
-def test_a_stop_between_epochs_that_hold_nothing_new_is_at_once() -> None:
+def test_a_stop_between_epochs_with_nothing_new_is_immediate() -> None:
     run = Driver(every=2).started("abc", 2)
     run.failed("a")
     assert run.machine.newest_snapshot == run.epoch.step == 2
@@ -100,7 +100,7 @@ def test_a_stop_ends_once_it_is_known_that_nothing_new_is_left() -> None:
 
 
 @pytest.mark.parametrize("phase", Phase)
-def test_a_stop_at_once_does_not_wait(phase: Phase) -> None:
+def test_an_immediate_stop_does_not_wait(phase: Phase) -> None:
     run = in_phase(phase)
     assert run.stop() == []
     assert stop_of(run.stop(at_once=True)).reason == ASKED
@@ -136,7 +136,7 @@ def test_a_stop_that_is_asked_for_again_still_saves_what_stages_hold(phase: Phas
 
 @pytest.mark.parametrize("phase", [Phase.PLACING, Phase.RESTORING])
 @pytest.mark.parametrize("how", ["death", "new process"])
-def test_a_stop_between_epochs_does_not_outwait_who_is_gone(phase: Phase, how: str) -> None:
+def test_a_stop_between_epochs_does_not_wait_for_dead_nodes(phase: Phase, how: str) -> None:
     """With the state of one stage gone the others' is no state of the run."""
     run = in_phase(phase)
     run.stop()
@@ -144,7 +144,7 @@ def test_a_stop_between_epochs_does_not_outwait_who_is_gone(phase: Phase, how: s
     assert stop_of(actions).reason == ASKED
 
 
-def test_a_stop_does_not_outwait_who_never_takes_its_place() -> None:
+def test_a_stop_does_not_wait_for_a_node_that_never_takes_its_stage() -> None:
     run = in_phase(Phase.PLACING)
     run.stop()
     run.placed("a", 2)
@@ -152,7 +152,7 @@ def test_a_stop_does_not_outwait_who_never_takes_its_place() -> None:
     assert stop_of(run.tick(2.0)).reason == ASKED
 
 
-def test_one_that_lost_its_connection_hears_again_what_is_wanted() -> None:
+def test_a_reconnected_node_gets_its_requests_again() -> None:
     run = in_phase(Phase.PLACING)
     run.stop()
     run.all_placed(2)
@@ -193,13 +193,13 @@ def test_a_step_that_is_not_finite_while_the_run_is_to_end_costs_no_state() -> N
     assert stop_of(run.stored(2)).reason == ASKED
 
 
-def test_nobody_takes_a_seat_again_for_what_is_on_disk() -> None:
+def test_a_state_on_disk_gives_no_claim_to_a_stage() -> None:
     run = Driver(every=2).started("abc", 2)
     run.stop()
     assert stop_of(run.failed("b")).reason == ASKED
 
 
-def test_a_failure_while_somebody_is_away_ends_it() -> None:
+def test_a_failure_while_a_node_is_away_ends_the_step() -> None:
     run = in_phase(Phase.STEPPING)
     run.stop()
     run.machine.disconnected("c", run.time)
@@ -242,7 +242,7 @@ def test_a_stage_leaves_once_it_is_known_that_nothing_new_is_left() -> None:
 # ---- the run is given up
 
 
-def test_a_run_that_is_given_up_saves_what_its_stages_hold() -> None:
+def test_an_abandoned_run_saves_what_its_stages_hold() -> None:
     run = in_phase(Phase.STEPPING)
     actions = failing(run, MAX_RETRIES + 1)
     assert of_kind(actions, Announce) == [
@@ -263,7 +263,7 @@ def test_a_run_that_is_given_up_saves_what_its_stages_hold() -> None:
 
 
 @pytest.mark.parametrize("how", ["failure", "death", "stuck", "nothing held", "two stops"])
-def test_a_run_that_is_given_up_ends_though_nothing_can_be_saved(how: str) -> None:
+def test_an_abandoned_run_ends_even_if_nothing_can_be_saved(how: str) -> None:
     run = in_phase(Phase.STEPPING)
     failing(run, MAX_RETRIES + 1)
     match how:
@@ -358,7 +358,7 @@ def test_a_run_whose_last_state_is_on_disk_has_no_steps_left() -> None:
     assert not stop_of(end).failed
 
 
-def test_a_node_that_leaves_by_itself_is_not_told_to_come_again() -> None:
+def test_a_node_that_leaves_by_itself_is_not_asked_back() -> None:
     run = Driver(every=2).started("abc", 2)
     run.failed("a")
     assert goodbyes(run.leave("b")) == {Finish(reason=LEFT, failed=False)}

@@ -75,7 +75,7 @@ def test_the_others_keep_their_seats_and_fetch_what_the_dead_took_along() -> Non
     assert run.epoch.step == 4
 
 
-def test_a_node_may_lose_its_connection_for_a_moment() -> None:
+def test_a_node_survives_a_brief_disconnect() -> None:
     run = Driver().started("abc")
     run.machine.disconnected("b", run.time)
     assert run.tick(RECONNECT) == []
@@ -106,7 +106,7 @@ def test_any_message_counts_as_a_sign_of_life() -> None:
     assert run.machine.tick(run.time) == []
 
 
-def test_many_may_die_between_two_ticks() -> None:
+def test_many_nodes_can_die_between_two_ticks() -> None:
     run = Driver(every=100).started("abc", 1)
     run.join("xyz")
     run.time += SILENT + 0.5
@@ -118,7 +118,7 @@ def test_many_may_die_between_two_ticks() -> None:
     assert len(of_kind(actions, Aborted)) == 1
 
 
-def test_a_late_node_is_told_that_its_epoch_is_over_and_waits_as_a_spare() -> None:
+def test_a_late_node_learns_that_its_epoch_is_over_and_becomes_a_spare() -> None:
     run = Driver(every=2).started("abc", 3)
     run.hello("x")
     run.die("b")
@@ -198,7 +198,7 @@ def test_stages_that_agree_go_on_from_what_they_hold() -> None:
     ("first", "second"),
     [((4, True), (5, False)), ((5, False), (4, True)), ((4, True), (4, True)), ((5, False), (5, False))],
 )
-def test_a_commit_that_some_missed_is_applied_by_those_who_voted(
+def test_a_commit_that_some_nodes_missed_is_applied_by_all_voters(
     first: tuple[int, bool], second: tuple[int, bool]
 ) -> None:
     run = Driver(stages=2, every=3).started("ab", 4)
@@ -220,7 +220,7 @@ def test_stages_that_cannot_agree_go_back_to_the_snapshot(
     assert (restore.step, restore.uncompressed) == (3, False)
 
 
-def test_a_node_that_comes_back_with_a_state_of_before_gets_the_snapshots() -> None:
+def test_a_node_that_returns_with_old_state_gets_the_snapshots() -> None:
     """The step is the same, but the others came to it a second time, perhaps with other bits."""
     run = Driver(every=4).started("abc", 6)
     run.hello("x")
@@ -253,12 +253,12 @@ def test_a_snapshot_beats_an_older_state_that_all_hold() -> None:
 
 
 @pytest.mark.parametrize("claim", [5, 1000, 2**62])
-def test_a_state_that_no_commit_leads_to_is_nobodys(claim: int) -> None:
+def test_a_state_without_a_commit_is_not_used(claim: int) -> None:
     run = Driver(stages=1, every=3).started("a", 4)
     assert placed_again(run, (claim, False)).step == 3
 
 
-def test_a_state_from_before_a_rollback_is_still_the_runs() -> None:
+def test_a_state_from_before_a_rollback_still_belongs_to_the_run() -> None:
     """One stage, rolled back from 6 to 3: a node that holds 5 agrees with the record."""
     run = Driver(stages=1, every=3).started("a", 5)
     run.hello("b")
@@ -355,7 +355,7 @@ def test_a_neighbour_that_keeps_sending_nonsense_is_quarantined() -> None:
     assert len(of_kind(actions, Aborted)) == 1
 
 
-def test_who_is_quarantined_stays_out() -> None:
+def test_a_quarantined_node_stays_out() -> None:
     run = Driver(stages=2, every=2).started("ab", 2)
     for _ in range(MAX_STRIKES):
         actions = run.machine.refused("b", "nonsense", run.time)

@@ -25,7 +25,7 @@ def saved(run: Driver, step: int) -> Stop:
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_is_tried_again_uncompressed(norm: float) -> None:
+def test_a_step_with_a_non_finite_gradient_runs_again_uncompressed(norm: float) -> None:
     run = Driver(stages=2, every=2).started("ab", 3)
     run.vote("b")
     actions = run.vote("a", norm=norm)
@@ -132,7 +132,7 @@ def test_the_same_step_runs_again_on_a_spare_and_the_first_node_was_wrong(how: s
     assert run.machine.quarantined == {}, "what its neighbours sent may have been wrong"
 
 
-def test_a_node_that_is_wrong_again_and_again_is_shut_out() -> None:
+def test_a_node_that_is_wrong_repeatedly_is_quarantined() -> None:
     run = Driver(stages=2, every=1, steps=20).started("ab", 1)
     run.hello("x")
     for _ in range(MAX_STRIKES - 1):
@@ -151,7 +151,7 @@ def test_a_node_that_is_wrong_again_and_again_is_shut_out() -> None:
     assert run.machine.quarantined == {"a": why}
 
 
-def test_not_finite_on_other_nodes_too_is_not_the_nodes_fault() -> None:
+def test_a_value_that_is_not_finite_on_other_nodes_too_is_no_nodes_fault() -> None:
     run = Driver(stages=3, every=3).started("abc", 3)
     run.join("xy")
     hosts = []

@@ -64,7 +64,7 @@ def test_nodes_that_come_before_the_first_step_is_done_enter_at_once() -> None:
     assert [stage.node_id for stage in own.stages] == ["c", "d"]
 
 
-def test_there_are_no_more_rows_than_groups() -> None:
+def test_rows_never_outnumber_groups() -> None:
     assert grid(nodes="abcdef", groups=2).epoch.hosts == ("a", "b", "c", "d")
     assert grid(nodes="abcdef", groups=1).epoch.hosts == ("a", "b")
 
@@ -127,7 +127,7 @@ def test_a_row_that_leaves_costs_no_snapshot() -> None:
     assert restore_of(run.placed("d", 3)).step == 3
 
 
-def test_who_leaves_with_the_last_copy_of_a_stage_hands_it_in_first() -> None:
+def test_a_node_with_the_last_copy_of_a_stage_hands_it_in_before_leaving() -> None:
     run = grid(2)
     run.leave("b")
     run.leave("d")
@@ -248,7 +248,7 @@ def test_one_that_differs_again_is_left_out() -> None:
     assert of_kind(run.all_vote(), RecordCommit)
 
 
-def test_one_that_was_refuted_loses_its_stage_at_the_next_placement() -> None:
+def test_a_refuted_node_loses_its_stage_at_the_next_placement() -> None:
     run = grid(3, nodes="abcdef")
     for node in run.epoch.hosts:
         run.vote(node, 2.0 if node == "c" else 1.0)
@@ -321,7 +321,7 @@ def test_windows_are_planned_for_each_row() -> None:
     assert windows == [(2,), (2,), (5,), (5,)]
 
 
-def test_one_row_hears_what_it_always_heard() -> None:
+def test_a_single_row_gets_the_same_messages_as_before() -> None:
     run = Driver(stages=2, groups=1)
     run.join("ab")
     run.restored()

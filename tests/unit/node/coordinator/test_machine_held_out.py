@@ -61,7 +61,7 @@ def test_a_state_is_measured_once() -> None:
     assert again.epoch.phase is Phase.STEPPING
 
 
-def test_a_measurement_that_a_failure_cut_short_begins_anew() -> None:
+def test_an_interrupted_measurement_starts_again() -> None:
     run = measuring(2, *BOTH).started("ab", 1)
     run.steps(1)
     run.all_validated(number=0)

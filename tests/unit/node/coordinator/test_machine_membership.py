@@ -144,7 +144,7 @@ def test_no_further_snapshot_is_taken_for_one_who_leaves_at_a_snapshot() -> None
     assert finishes(run.stored(3)) == {"b": LEFT}
 
 
-def test_one_who_dies_while_leaving_holds_nobody_up() -> None:
+def test_a_node_that_dies_while_leaving_delays_nobody() -> None:
     run = Driver(every=100).started("abc", 2)
     run.join("xy")
     run.leave("b")
@@ -154,7 +154,7 @@ def test_one_who_dies_while_leaving_holds_nobody_up() -> None:
     assert run.machine.members.keys() == set("acxy")
 
 
-def test_one_who_left_may_come_back() -> None:
+def test_a_node_that_left_can_return() -> None:
     run = Driver(stages=2)
     run.hello("a")
     run.leave("a")
@@ -295,7 +295,7 @@ def test_a_run_grows_without_waiting_for_a_snapshot_that_is_there() -> None:
     assert placement_of(actions) == ("a", "x")
 
 
-def test_a_run_that_was_to_grow_goes_on_as_it_was_when_the_newcomer_has_left() -> None:
+def test_a_run_stays_as_it_is_when_the_newcomer_leaves() -> None:
     run = regrouped()
     run.hello("x")
     run.steps(3)
@@ -307,7 +307,7 @@ def test_a_run_that_was_to_grow_goes_on_as_it_was_when_the_newcomer_has_left() -
     assert sent(run.all_ready(), "a") == [Begin(epoch=3, step=8)]
 
 
-def test_a_run_does_not_grow_past_a_seat_whose_node_is_away_for_a_moment() -> None:
+def test_a_run_does_not_grow_while_a_node_is_briefly_away() -> None:
     run = regrouped()
     run.hello("x")
     run.steps(3)

@@ -20,7 +20,7 @@ def past(*, step: int | None, snapshot: int = 0, hosts: str = "ab") -> Past:
     return Past(last_epoch=7, newest_snapshot=snapshot, committed=committed, hosts=tuple(hosts))
 
 
-def test_a_restarted_coordinator_waits_for_those_who_had_a_seat() -> None:
+def test_a_restarted_coordinator_waits_for_nodes_that_had_a_stage() -> None:
     run = Driver(stages=2, past=past(step=5, snapshot=4))
     run.join("xyz")
     actions = run.hello("b", epoch=7)
@@ -31,7 +31,7 @@ def test_a_restarted_coordinator_waits_for_those_who_had_a_seat() -> None:
     assert run.epoch.number == 8
 
 
-def test_a_restarted_coordinator_gives_the_seats_of_those_who_stay_away_to_others() -> None:
+def test_a_restarted_coordinator_reassigns_stages_of_absent_nodes() -> None:
     run = Driver(stages=2, past=past(step=5, snapshot=4))
     run.join("xb")
     assert placement_of(run.tick(REGROUP)) == ("x", "b")
@@ -67,6 +67,6 @@ def test_a_coordinator_that_died_after_the_last_snapshot_is_done() -> None:
     assert stop_of(run.restored(6)).reason == "all steps are done"
 
 
-def test_one_that_was_one_stage_alone_goes_on_alone() -> None:
+def test_a_single_stage_row_goes_on_alone() -> None:
     run = Driver(stages=2, min_stages=1, past=past(step=5, snapshot=4, hosts="a"))
     assert placement_of(run.hello("a", epoch=7)) == ("a",)

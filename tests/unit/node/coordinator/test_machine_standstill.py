@@ -25,7 +25,7 @@ from tests.unit.node.coordinator.test_machine_stragglers import wait
 from wire.messages import Begin
 
 
-def test_nobody_is_dead_for_what_was_not_read() -> None:
+def test_unread_heartbeats_make_nobody_dead() -> None:
     """Seats stay, nothing is rolled back; from then on nodes have the time that they have always had."""
     run = Driver().started("abc", 2)
     run.time += SILENT - 1
@@ -43,7 +43,7 @@ def test_nobody_is_dead_for_what_was_not_read() -> None:
     assert [released.node_id for released in of_kind(actions, Released)] == ["c"]
 
 
-def test_who_was_heard_since_the_coordinator_goes_on_has_no_credit() -> None:
+def test_a_node_heard_since_the_restart_gets_no_extra_time() -> None:
     run = Driver(stages=1).started("a")
     run.time += 10 * SILENT
     run.machine.heard("a", run.time)
@@ -73,7 +73,7 @@ def test_a_seat_is_kept_for_who_comes_back_although_the_coordinator_stood_still(
     assert placement_of(run.tick(2)) == ("a", "c")
 
 
-def test_time_in_which_the_coordinator_stood_still_is_not_taken_from_who_takes_its_place() -> None:
+def test_time_while_the_coordinator_was_suspended_does_not_count_against_nodes() -> None:
     run = Driver(stages=2)
     run.join("abc")
     run.placed("a")

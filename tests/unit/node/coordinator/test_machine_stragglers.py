@@ -30,7 +30,7 @@ def windows_of(actions: Sequence[Action]) -> list[tuple[int, ...]]:
     return [message.link_windows for message in sent(actions) if isinstance(message, Begin)]
 
 
-def test_a_node_that_never_takes_its_place_is_told_to_go_and_a_spare_takes_it() -> None:
+def test_a_node_that_never_takes_its_stage_is_replaced_by_a_spare() -> None:
     run = Driver(stages=2)
     run.join("abc")
     run.placed("a")
@@ -42,7 +42,7 @@ def test_a_node_that_never_takes_its_place_is_told_to_go_and_a_spare_takes_it() 
     assert placement_of(actions) == ("a", "c")
 
 
-def test_who_has_answered_is_not_blamed_however_long_the_others_load() -> None:
+def test_a_node_that_answered_is_not_blamed_while_others_load() -> None:
     run = Driver(stages=2)
     run.join("ab")
     run.all_placed()
@@ -52,7 +52,7 @@ def test_who_has_answered_is_not_blamed_however_long_the_others_load() -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.STEPPING, Phase.APPLYING])
-def test_a_node_that_never_ends_a_step_is_told_to_go_and_a_spare_takes_its_stage(phase: Phase) -> None:
+def test_a_node_that_never_ends_a_step_is_replaced_by_a_spare(phase: Phase) -> None:
     run = Driver(stages=3, every=2).started("abc", 2)
     run.join("d")
     answer = run.vote if phase is Phase.STEPPING else run.applied
@@ -73,7 +73,7 @@ def test_a_node_that_never_ends_a_step_is_told_to_go_and_a_spare_takes_its_stage
     assert wait(run, LATE_SECONDS) == [], "nobody has answered in the new epoch"
 
 
-def test_stages_of_a_slow_pipeline_may_answer_long_after_each_other() -> None:
+def test_stages_of_a_slow_pipeline_can_answer_far_apart() -> None:
     run = Driver(stages=3).started("abc")
     assert wait(run, 2 * FIRST_PATIENCE) == [], "nobody has answered, who is to say that somebody is late"
     run.vote("c", loss=1.0)
@@ -83,7 +83,7 @@ def test_stages_of_a_slow_pipeline_may_answer_long_after_each_other() -> None:
     assert finishes(wait(run, 4 * LATE_SECONDS)).keys() == {"a"}
 
 
-def test_of_several_that_are_late_all_start_again() -> None:
+def test_all_late_nodes_are_restarted() -> None:
     run = Driver(stages=3).started("abc")
     run.vote("c", loss=1.0)
     assert finishes(wait(run, LATE_SECONDS + 5)).keys() == {"a", "b"}
@@ -108,7 +108,7 @@ def measured(run: Driver) -> Driver:
     return run
 
 
-def test_a_node_that_does_nothing_is_replaced_though_nobody_can_answer() -> None:
+def test_an_idle_node_is_replaced_even_if_nobody_can_answer() -> None:
     run = Driver(stages=4, every=2).started("abcd", 2)
     run.hello("x")
     (note,) = of_kind(says(run, 15, a="wait_downstream", b="wait_coordinator", c="wait_upstream"), Announce)
@@ -120,7 +120,7 @@ def test_a_node_that_does_nothing_is_replaced_though_nobody_can_answer() -> None
     assert placement_of(actions) == ("a", "x", "c", "d")
 
 
-def test_a_node_that_says_that_it_works_has_longer_but_not_for_ever() -> None:
+def test_a_node_that_reports_progress_gets_more_time_but_not_unlimited() -> None:
     run = measured(Driver(stages=3, every=2).started("abc", 1))
     run.hello("x")
     kinds = {"a": "wait_downstream", "b": "backward", "c": "wait_upstream"}
@@ -128,7 +128,7 @@ def test_a_node_that_says_that_it_works_has_longer_but_not_for_ever() -> None:
     assert finishes(says(run, 6, **kinds)).keys() == {"b"}
 
 
-def test_of_two_that_wait_for_each_other_one_gives_up_its_stage_and_nobody_is_told_to_go() -> None:
+def test_one_of_two_nodes_that_wait_for_each_other_gives_up_its_stage() -> None:
     run = measured(Driver(stages=3, every=2).started("abc", 1))
     run.hello("x")
     kinds = {"a": "wait_downstream", "b": "wait_upstream", "c": "wait_upstream"}
@@ -139,7 +139,7 @@ def test_of_two_that_wait_for_each_other_one_gives_up_its_stage_and_nobody_is_to
     assert "it and stage 1 say that each waits for the other: a spare takes stage" in note.text
 
 
-def test_nobody_is_called_stuck_in_a_step_of_unknown_length_but_who_does_nothing() -> None:
+def test_only_an_idle_node_is_called_stuck_in_a_step_of_unknown_length() -> None:
     run = Driver(stages=3).started("abc")
     kinds = {"a": "wait_downstream", "b": "forward", "c": "wait_upstream"}
     assert finishes(says(run, int(LATE_SECONDS), **kinds)) == {}
@@ -175,7 +175,7 @@ def test_a_node_that_is_late_again_and_again_is_shut_out() -> None:
 # ---- snapshots
 
 
-def test_who_does_not_hand_in_its_layers_is_replaced() -> None:
+def test_a_node_that_does_not_hand_in_its_layers_is_replaced() -> None:
     run = Driver(stages=2, every=2, steps=4).started("ab", 3)
     run.hello("x")
     run.all_vote()
@@ -205,7 +205,7 @@ def test_a_run_that_is_to_end_says_what_is_missing() -> None:
     assert end.reason == "asked to stop; node b did not hand in its layers; the snapshot of step 2 is intact"
 
 
-def test_a_coordinator_that_stood_still_finds_nobody_late() -> None:
+def test_a_suspended_coordinator_calls_nobody_late() -> None:
     run = Driver(stages=3).started("abc")
     run.vote("c", loss=1.0)
     wait(run, LATE_SECONDS - 10)

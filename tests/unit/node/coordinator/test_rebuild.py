@@ -69,7 +69,7 @@ def evicted(store: Store) -> list[str]:
     return [one.node_id for one in store.members() if one.evicted is not None]
 
 
-def test_a_healthy_database_is_left_alone(run: Path) -> None:
+def test_a_healthy_database_is_not_touched(run: Path) -> None:
     before = (run / DATABASE_FILE).read_bytes()
     assert damage(run) is None
     assert (run / DATABASE_FILE).read_bytes() == before

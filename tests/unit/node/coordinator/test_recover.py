@@ -97,7 +97,7 @@ def test_the_newest_of_several_records_counts(tmp_path: Path) -> None:
     assert newest_record([folders[1] / "snapshots"]).run_id == "run-1"
 
 
-def test_what_cannot_be_recovered_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_recovery_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = states()
     ours = node_folder(tmp_path / "ours", manifest(20, files), {})
     theirs = node_folder(tmp_path / "theirs", manifest(20, files, run_id="run-2"), {})

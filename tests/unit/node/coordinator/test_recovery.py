@@ -9,7 +9,7 @@ def test_nothing_is_said_without_an_interruption() -> None:
     assert recovery.over(step=0, now=2.0, state_bytes=1000, rate=1e6) is None
 
 
-def test_an_interruption_is_told_once_with_the_formula() -> None:
+def test_an_interruption_is_reported_once_with_the_formula() -> None:
     recovery = Recovery()
     recovery.placed(1.0)
     recovery.interrupted(5.0)

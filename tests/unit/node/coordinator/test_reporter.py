@@ -58,7 +58,7 @@ class Told:
         return [event for event in self.events if isinstance(event, events.StepDone)]
 
 
-def test_a_step_is_told_with_what_it_cost() -> None:
+def test_a_step_is_reported_with_its_cost() -> None:
     told = Told()
     told.restored(0)
     told.committed(0)
@@ -83,7 +83,7 @@ def test_no_node_spent_more_time_than_passed_here() -> None:
     assert all(stage.wall_seconds < 60 for stage in costs.stages)
 
 
-def test_an_aborted_step_is_told_with_what_it_cost() -> None:
+def test_an_aborted_step_is_reported_with_its_cost() -> None:
     told = Told()
     told.restored(0)
     told.report(0.5)
@@ -124,7 +124,7 @@ def test_a_recovery_is_measured_by_the_state_that_travels(moments: str) -> None:
     assert f" + {bytes_text(max(stages))} of state / 1 MB/s" in recovered.text
 
 
-def test_a_step_that_was_committed_before_the_abort_is_told_when_it_turns_out_to_be_done() -> None:
+def test_a_step_committed_before_the_abort_is_reported_when_done() -> None:
     told = Told()
     told.restored(0)
     told.committed(0)
@@ -135,7 +135,7 @@ def test_a_step_that_was_committed_before_the_abort_is_told_when_it_turns_out_to
     assert told.steps()[0].up_mbit[0] > 0, "what it cost is not lost"
 
 
-def test_a_step_that_a_dead_coordinator_committed_is_told_from_the_database() -> None:
+def test_a_step_committed_by_a_dead_coordinator_is_reported_from_the_database() -> None:
     told = Told(OWED)
     told.restored(5)
     (step,) = told.steps()
@@ -145,13 +145,13 @@ def test_a_step_that_a_dead_coordinator_committed_is_told_from_the_database() ->
     assert [step.step for step in told.steps()] == [5, 6]
 
 
-def test_it_is_not_told_if_it_runs_again() -> None:
+def test_it_is_not_reported_if_it_runs_again() -> None:
     told = Told(OWED)
     told.restored(3)
     assert told.steps() == []
 
 
-def test_only_a_step_that_nobody_told_of_is_owed() -> None:
+def test_only_an_unreported_step_is_reported_later() -> None:
     assert _untold(None, 0) is None
     assert _untold(OWED, 4) is OWED
     assert _untold(OWED, 5) is None, "its event is in the history"

@@ -22,7 +22,7 @@ def test_the_learning_rate_its_end_and_the_clip_may_change() -> None:
 
 
 @pytest.mark.parametrize("override", ["training.beta1=0.8", "training.global_batch=32", "run.seed=3"])
-def test_what_state_and_batches_depend_on_stays(override: str) -> None:
+def test_settings_that_state_and_batches_depend_on_cannot_change(override: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot change once a run has begun; what can: .*training\.lr"):
         change_config(RunConfig(), [override], CHANGEABLE)
 
@@ -40,7 +40,7 @@ def test_what_a_service_says_again_at_each_start_is_no_change(
         change_config(config, [*said, "training.beta1=0.7"], CHANGEABLE)
 
 
-def test_a_run_that_diverged_can_do_what_it_is_told_to() -> None:
+def test_a_diverged_run_can_follow_its_own_advice() -> None:
     epoch = Epoch(
         number=1,
         hosts=("a",),

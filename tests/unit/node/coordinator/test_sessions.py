@@ -45,7 +45,7 @@ def test_a_correct_node_is_never_refused() -> None:
     assert refusals(limits, [spans(step) for step in range(100)], every=0.2) == []
 
 
-def test_heartbeats_that_were_kept_through_an_outage_may_come_at_once() -> None:
+def test_heartbeats_queued_during_an_outage_are_accepted_at_once() -> None:
     assert refusals(MessageLimits(CONFIG), [Heartbeat(telemetry=Telemetry())] * 300, every=0.0) == []
 
 

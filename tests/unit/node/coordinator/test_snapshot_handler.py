@@ -115,7 +115,7 @@ async def test_a_snapshot_that_is_complete_is_told_of_though_its_sender_died(
     assert list_snapshots(tmp_path / "snapshots") == (4,)
 
 
-async def test_a_step_that_is_uploaded_anew_has_nothing_of_the_earlier_attempt(tmp_path: Path) -> None:
+async def test_a_repeated_upload_has_nothing_of_the_earlier_attempt(tmp_path: Path) -> None:
     first, second = files(0), files(1)
     async with desk_at(tmp_path) as (handler, told):
         await handler.expect(4, SEATS)
@@ -205,7 +205,7 @@ async def test_a_run_that_ends_at_once_waits_for_no_disk(
         assert set(told.failed) == {"disk full"}
 
 
-def test_what_snapshots_need_is_known_before_a_run_starts(
+def test_disk_needed_for_snapshots_is_known_before_a_run_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, most = snapshots_need(CONFIG)
@@ -250,7 +250,7 @@ async def test_a_file_that_numpy_refuses_is_its_senders_error(tmp_path: Path, da
         assert (await told.stored.get()).step == 4 and told.failed == []
 
 
-async def test_an_error_that_nobody_foresaw_is_its_senders_too(
+async def test_an_unexpected_error_is_also_counted_for_its_sender(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = files(0)
@@ -270,7 +270,7 @@ async def test_an_error_that_nobody_foresaw_is_its_senders_too(
         assert (await told.stored.get()).step == 4 and told.failed == []
 
 
-async def test_a_disk_that_refuses_ends_the_run_though_the_sender_is_gone(
+async def test_a_disk_error_ends_the_run_even_if_the_sender_has_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writing, go_on = threading.Event(), threading.Event()
@@ -325,7 +325,7 @@ async def test_a_layer_is_its_hosts_to_hand_in(tmp_path: Path) -> None:
         await hand_in(handler, 4, last[0], made[last[0]], "node-c")
 
 
-async def test_what_is_left_of_older_snapshots_goes_with_the_next_that_is_complete(tmp_path: Path) -> None:
+async def test_remains_of_older_snapshots_are_removed_with_the_next_complete_one(tmp_path: Path) -> None:
     made = files(0)
     root = tmp_path / "snapshots"
 
@@ -362,7 +362,7 @@ async def stored(handler: SnapshotHandler, told: Told, step: int) -> None:
     assert (await told.stored.get()).step == step
 
 
-async def test_a_damaged_layer_is_told_of_before_its_node_hears_and_an_older_snapshot_takes_its_place(
+async def test_a_damaged_layer_is_reported_and_an_older_snapshot_is_used(
     tmp_path: Path,
 ) -> None:
     async with desk_at(tmp_path) as (handler, told):
@@ -382,7 +382,7 @@ async def test_a_damaged_layer_is_told_of_before_its_node_hears_and_an_older_sna
         assert await handler.layer(7, "head")
 
 
-async def test_a_damaged_layer_of_an_older_snapshot_is_nobodys_loss(tmp_path: Path) -> None:
+async def test_a_damaged_layer_of_an_older_snapshot_does_not_matter(tmp_path: Path) -> None:
     async with desk_at(tmp_path) as (handler, told):
         await stored(handler, told, 5)
         await stored(handler, told, 7)
@@ -401,7 +401,7 @@ async def test_a_damaged_layer_with_nothing_to_go_back_to(tmp_path: Path) -> Non
         assert told.damaged == [(7, 0)] and list_snapshots(tmp_path / "snapshots") == (7,)
 
 
-async def test_a_damaged_layer_is_told_of_though_its_node_is_gone(
+async def test_a_damaged_layer_is_reported_even_if_its_node_has_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the run would go back, again and again, to a snapshot that is aside."""

@@ -25,7 +25,7 @@ def test_by_time_a_step_that_ends_later_than_that_has_one() -> None:
     assert taken == [16, 31, 46, 61, 76, 91], "each 15 steps of 41 s, the first counted from the first step"
 
 
-def test_one_that_was_asked_for_meanwhile_counts() -> None:
+def test_a_snapshot_requested_meanwhile_counts() -> None:
     schedule = SnapshotSchedule(every=1, newest=0, seconds=10.0)
     assert not schedule.wanted(1, 0.0)
     schedule.request()
@@ -53,6 +53,6 @@ def test_steps_stay_steps() -> None:
 
 
 @pytest.mark.parametrize("given", ["soon", "0.5s", "10 parsecs", "[1]"])
-def test_what_is_neither_is_refused(given: str) -> None:
+def test_anything_else_is_refused(given: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.snapshot_every must be"):
         default_config([f"run.snapshot_every={given}"])

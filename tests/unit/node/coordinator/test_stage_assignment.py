@@ -37,11 +37,11 @@ def assign(
 # ---- one placement
 
 
-def test_newcomers_sit_in_the_order_in_which_they_came() -> None:
+def test_newcomers_get_stages_in_order_of_arrival() -> None:
     assert assign((), nodes("badc"), [1, 1, 1]) == ("b", "a", "d")
 
 
-def test_nodes_keep_their_seats() -> None:
+def test_nodes_keep_their_stages() -> None:
     assert assign(("c", "a", "b"), nodes("abcd"), [1, 1, 1]) == ("c", "a", "b")
 
 
@@ -69,7 +69,7 @@ def test_memory_that_is_not_known_fits() -> None:
     assert assign((), sized(unknown=0, small=4), [100, 3]) == ("unknown", "small")
 
 
-def test_nodes_change_seats_where_only_that_helps() -> None:
+def test_nodes_swap_stages_only_where_that_helps() -> None:
     # "large" came first and took what "small" could have had.
     assert assign((), sized(large=9, small=4), [3, 8]) == ("small", "large")
     assert assign(("large", None), sized(large=9, small=4), [3, 8]) == ("small", "large")
@@ -128,14 +128,14 @@ def test_a_new_run_waits_for_all_stages_however_long() -> None:
     assert assigner.choose(nodes("abc"), 1000.0) == ("a", "b", "c")
 
 
-def test_a_spare_takes_a_dead_nodes_seat_at_once() -> None:
+def test_a_spare_takes_a_dead_nodes_stage_at_once() -> None:
     assigner = make_assigner()
     assert assigner.choose(nodes("abc"), 0.0)
     assert assigner.vacate("b", 5.0)
     assert assigner.choose(nodes("acx"), 5.0) == ("a", "x", "c")
 
 
-def test_one_without_a_seat_vacates_nothing() -> None:
+def test_a_node_without_a_stage_gives_up_nothing() -> None:
     assigner = make_assigner()
     assert assigner.choose(nodes("abc"), 0.0)
     assert not assigner.vacate("x", 1.0)
@@ -159,7 +159,7 @@ def test_below_the_least_number_of_stages_the_run_waits() -> None:
     assert assigner.choose(nodes("cx"), 100.0) == ("c", "x")
 
 
-def test_the_same_few_go_on_at_once_when_an_epoch_ends_for_another_reason() -> None:
+def test_the_same_nodes_continue_at_once_when_an_epoch_ends_otherwise() -> None:
     """An aborted step on fewer stages than asked for must not wait for ever."""
     assigner = make_assigner(least=1)
     assert assigner.choose(nodes("abc"), 0.0)
@@ -181,7 +181,7 @@ def test_holders_from_before_a_restart_get_a_moment_from_the_first_that_comes() 
     assert assigner.choose(nodes("xyzbac"), 109.9) == ("a", "b", "c")
 
 
-def test_holders_that_do_not_come_back_lose_their_seats() -> None:
+def test_nodes_that_do_not_return_lose_their_stages() -> None:
     assigner = make_assigner(previous=("a", "b", "c"))
     assert assigner.choose(nodes("xyb"), 0.0) is None
     assert assigner.choose(nodes("xyb"), 10.0) == ("x", "b", "y")
@@ -200,7 +200,7 @@ def test_a_resumed_run_may_ask_for_fewer_or_more_stages() -> None:
     assert more.choose(nodes("abx"), 1.0) == ("a", "b", "x")
 
 
-def test_growth_may_come_at_once_when_it_is_called_for() -> None:
+def test_a_run_can_grow_at_once_when_asked() -> None:
     assigner = make_assigner(least=1)
     assigner.choose(nodes("abc"), 0.0)
     assigner.vacate("b", 0.0)
@@ -262,7 +262,7 @@ def test_what_a_node_must_have_follows_from_its_devices() -> None:
     assert module.assign((), [small, large], 2, need) is None
 
 
-def test_a_shortage_names_what_each_kind_of_node_would_need() -> None:
+def test_a_shortage_says_what_each_kind_of_node_needs() -> None:
     assigner = StageAssigner(
         stages=2,
         min_stages=2,
@@ -290,7 +290,7 @@ def test_the_smallest_stage_of_any_split_decides_who_is_too_small() -> None:
     assert line.startswith("the smallest of 3 stages needs an estimated 4 MiB, and this node offers 3 MiB: ")
 
 
-def test_devices_that_cannot_share_a_stage_are_of_no_use_whatever_their_memory() -> None:
+def test_devices_that_cannot_share_a_stage_are_refused_regardless_of_memory() -> None:
     """By the run's own sizes, and before the estimate, which holds for what is divided evenly alone."""
     config = RunConfig(
         model=ModelSection(layers=2, hidden=64, heads=4, kv_heads=2, ffn=96, vocab=64, sequence=16),

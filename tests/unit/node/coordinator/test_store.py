@@ -65,7 +65,7 @@ def store(directory: Path) -> Iterator[Store]:
         yield store
 
 
-def test_a_run_is_what_it_was_created_as(store: Store, directory: Path) -> None:
+def test_a_run_keeps_the_settings_it_was_created_with(store: Store, directory: Path) -> None:
     run = store.run()
     assert (run.run_id, run.config_json, run.pin, run.created) == ("run-a", '{"a": 1}', PIN, NOW)
     assert (run.version, run.protocol, run.addresses) == (VERSION, PROTOCOL, ("127.0.0.1:7700",))
@@ -95,7 +95,7 @@ def test_a_directory_holds_one_run(store: Store, directory: Path) -> None:
     assert store.run().run_id == "run-a"
 
 
-def test_what_is_no_run_says_so(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no run"):
         Store.open(tmp_path)
     (tmp_path / DATABASE_FILE).write_bytes(b"this is not a database, whatever its name may be" * 10)
@@ -148,7 +148,7 @@ def test_joining_again_keeps_the_first_time_and_no_use(store: Store) -> None:
 @pytest.mark.parametrize(
     "case", ["unknown", "secret", "expired", "revoked", "used up", "evicted", "name taken"]
 )
-def test_a_refusal_leaves_no_trace(store: Store, case: str) -> None:
+def test_a_refused_call_leaves_no_state(store: Store, case: str) -> None:
     _, token = store.create_token(NOW, DAY, 1)
     token_id, secret, member = token.token_id, token.secret, make_member(1)
     expected = RefusalCode.TOKEN_UNKNOWN
@@ -390,7 +390,7 @@ def test_a_write_that_fails_halfway_changes_nothing(store: Store) -> None:
     assert store.placement(1) == nodes
 
 
-def test_ids_that_are_no_text_are_nobodys(directory: Path) -> None:
+def test_ids_that_are_not_text_belong_to_nobody(directory: Path) -> None:
     """JSON and a command's arguments may hold half of a surrogate pair, for which SQLite has no form."""
     with create(directory) as store:
         for nobody in ("\ud800", "node-\udcff", "kn\u00f6tchen"):

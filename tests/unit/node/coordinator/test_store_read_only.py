@@ -55,7 +55,7 @@ def test_a_run_that_goes_on_is_read_as_it_is_now(directory: Path, request: pytes
 
 
 @pytest.mark.usefixtures("read_only")
-def test_what_is_no_database_is_refused_there_too(directory: Path) -> None:
+def test_a_file_that_is_not_a_database_is_refused_there_too(directory: Path) -> None:
     (directory / DATABASE_FILE).write_bytes(b"no database" * 1000)
     with pytest.raises(UserError, match="is not a run's database"):
         Store.open(directory)

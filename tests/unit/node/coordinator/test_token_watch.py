@@ -26,7 +26,7 @@ TOKEN = TokenRecord("t", b"h" * 32, NOW - 10, NOW + 10, 3)
         ([replace(TOKEN, revoked=True), replace(TOKEN, expires=NOW)], 0),
     ],
 )
-def test_what_is_revoked_expired_or_used_admits_nobody(tokens: list[TokenRecord], left: int) -> None:
+def test_revoked_expired_and_used_tokens_admit_nobody(tokens: list[TokenRecord], left: int) -> None:
     assert uses_left(tokens, NOW) == left
 
 
@@ -36,7 +36,7 @@ async def told_next(told: "asyncio.Queue[events.Event]") -> int:
     return event.left
 
 
-async def test_every_change_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_change_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: asyncio.Queue[events.Event] = asyncio.Queue()
     now = NOW
     with Store.create(tmp_path / "run", run_id="r-1", config_json="{}", pin=b"p" * 32, now=NOW) as store:

@@ -76,7 +76,7 @@ async def planning() -> AsyncIterator[tuple[WindowPlanner, "asyncio.Queue[Plan]"
         running.cancel()
 
 
-async def test_a_plan_is_told_with_its_epoch() -> None:
+async def test_a_plan_is_reported_with_its_epoch() -> None:
     async with planning() as (planner, plans):
         planner.step_done(epoch(7), NODES, costs(1))
         number, windows = await plans.get()
@@ -91,7 +91,7 @@ async def test_memory_bounds_a_plan() -> None:
         assert await plans.get() == (7, (0,))
 
 
-async def test_of_the_steps_that_end_while_a_plan_is_made_the_newest_counts(
+async def test_the_newest_step_that_ended_during_planning_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()

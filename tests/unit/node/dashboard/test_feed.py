@@ -37,7 +37,7 @@ def test_a_patch_makes_the_later_view(before: dict[str, Any], after: dict[str, A
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.floats(-9, 9)), max_size=60), st.data())
-def test_a_curve_may_grow_go_back_and_be_merged(added: list[tuple[int, float]], data: st.DataObject) -> None:
+def test_a_curve_can_grow_roll_back_and_merge(added: list[tuple[int, float]], data: st.DataObject) -> None:
     series = Series(most_points=8)
     before: dict[str, Any] = {"curve": curve(series)}
     for step, value in added:

@@ -92,7 +92,7 @@ def test_a_key_may_be_typed_with_blanks_and_capitals() -> None:
     assert guard().check(with_headers(FIT, Authorization=f"bearer {typed}"), 0.0) is None
 
 
-def test_guessing_is_slow_and_hinders_nobody_else() -> None:
+def test_guessing_keys_is_slow_and_delays_nobody_else() -> None:
     one = guard()
     wrong = with_headers(FIT, Authorization="Bearer nonsense")
     statuses = [one.check(wrong, 0.0) for _ in range(ChangeGuard.WRONG_KEYS + 2)]

@@ -99,7 +99,7 @@ async def test_a_coordinator_that_was_killed_is_not_shown_as_training(tmp_path: 
     assert builder.view().state == "waiting for nodes"
 
 
-async def test_a_history_is_read_no_further_once_nobody_waits_for_it(
+async def test_reading_history_stops_when_nobody_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history, "MOST_BYTES", 10_000)
@@ -133,7 +133,7 @@ def test_ctrl_c_ends_the_command_while_it_reads(tmp_path: Path, monkeypatch: pyt
     assert told == []
 
 
-async def test_a_status_that_cannot_be_read_says_nothing_of_the_coordinator(tmp_path: Path) -> None:
+async def test_an_unreadable_status_says_nothing_about_the_coordinator(tmp_path: Path) -> None:
     write_run(tmp_path)
     (tmp_path / STATUS_FILE).write_text("{")
     builder = RunViewBuilder()
@@ -160,7 +160,7 @@ def test_mistakes_are_one_line(
     assert words in line
 
 
-def test_the_pages_port_is_looked_at_before_anything_is_written() -> None:
+def test_the_pages_port_is_checked_before_anything_is_written() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

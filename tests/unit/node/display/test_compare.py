@@ -70,7 +70,7 @@ def test_rows_are_named_with_their_groups() -> None:
     assert not any("groups of rows" in line for line in comparison_lines(compare(one, one)))
 
 
-def test_what_differs_in_the_run_files() -> None:
+def test_differences_between_run_files() -> None:
     first = run("a", [1.0], config={"pipeline": {"window": 0, "stages": 4}, "run": {"name": "a"}})
     second = run(
         "b", [1.0], config={"pipeline": {"window": 2, "stages": 4, "new": True}, "run": {"name": "a"}}

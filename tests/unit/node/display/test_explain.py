@@ -151,7 +151,7 @@ def test_every_unit_is_on_one_stage_and_the_split_is_kept() -> None:
     assert [len(plan.units) for plan in explanation.stages] == [1 + 1 + 2, 2 + 1 + 1]
 
 
-def test_stored_activations_are_told_by_kind_and_stage() -> None:
+def test_stored_activations_are_reported_by_kind_and_stage() -> None:
     storage = StorageSection(preset="agoq", bits_by_stage=True)
     config = replace(SMALL, storage=storage, pipeline=replace(SMALL.pipeline, window=0))
     explanation = explain(config)
@@ -174,7 +174,7 @@ def test_stored_activations_are_told_by_kind_and_stage() -> None:
 
 
 @pytest.mark.parametrize("storage", ["off", "agoq"])
-def test_memory_of_stages_is_what_the_coordinator_goes_by(storage: str) -> None:
+def test_the_coordinator_uses_the_memory_of_stages(storage: str) -> None:
     config = replace(SMALL, storage=StorageSection(preset=storage))
     explanation = explain(config)
     for on_cpu in (True, False):
@@ -279,7 +279,7 @@ def test_the_command_prints_text_and_json(tmp_path: Path, capsys: pytest.Capture
     assert "each step puts on the links:" in capsys.readouterr().out
 
 
-def test_what_rows_send_each_other_is_shown() -> None:
+def test_bytes_between_rows_are_shown() -> None:
     """A reduce-scatter and an all-gather of the packed gradient: 2 (R - 1) / R of it."""
     config = replace(SMALL, pipeline=replace(SMALL.pipeline, groups=4, sync_codec="fixed-8"))
     assert "groups   4, of " in explanation_text(explain(config))

@@ -353,7 +353,7 @@ def test_no_color_leaves_out_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b[9" not in stream.getvalue() and "\x1b[3" not in stream.getvalue()
 
 
-def test_the_cursor_comes_back_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cursor_is_restored_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
     with pytest.raises(KeyboardInterrupt), make_renderer(json=False, stream=stream) as emit:

@@ -161,7 +161,7 @@ def test_steps_alone_are_written_once_an_interval(tmp_path: Path) -> None:
     assert written(tmp_path).step == step_done(3)
 
 
-def test_a_disk_that_fails_is_reported_once_and_stops_nothing(tmp_path: Path) -> None:
+def test_a_disk_failure_is_reported_once_and_the_run_continues(tmp_path: Path) -> None:
     warnings: list[str] = []
     emit = StatusWriter(warnings.append)
     emit(started(tmp_path / "absent"))
@@ -179,7 +179,7 @@ def test_a_disk_that_fails_is_reported_once_and_stops_nothing(tmp_path: Path) ->
         ('{"event": "status", "updated": 1, "host": "h", "process_id": 1}', r" \(status has no started\)"),
     ],
 )
-def test_a_file_that_is_no_status_is_one_line(tmp_path: Path, text: str, why: str) -> None:
+def test_a_file_that_is_not_a_status_is_one_line(tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / STATUS_FILE).write_text(text)
     with pytest.raises(RunError, match=rf"status\.json is not a run's status{why}; delete it; ") as caught:
         read_status(tmp_path)
@@ -260,7 +260,9 @@ def test_the_command_tells_where_the_run_stands(run_dir: Path, capsys: pytest.Ca
     assert ["1", "node-b", "50%", "2.0", "1.0"] in [line.split() for line in lines]
 
 
-def test_the_command_says_who_is_gone_and_why(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_which_nodes_left_and_why(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     emit = StatusWriter(pytest.fail)
     reason = "it ended: \x1b[2Jcuda:0 ran out of memory"
     for event in (started(run_dir), *NODES, PLACED, NodeLeft(node_id="node-b" + "x" * 40, reason=reason)):

@@ -30,7 +30,7 @@ def python(program: str, **streams: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, text=True, timeout=60, check=False, **{**pipes, **streams})
 
 
-def test_a_closed_terminal_ends_what_it_started_but_not_under_nohup(hangup: None) -> None:
+def test_a_closed_terminal_ends_its_processes_except_under_nohup(hangup: None) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     assert ending_signals() == (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -47,7 +47,7 @@ TELL = """
 """
 
 
-def test_a_node_goes_on_when_its_output_has_nowhere_to_go() -> None:
+def test_a_node_runs_on_without_stdout() -> None:
     with Path(FULL).open("w") as full:
         done = python(TELL, stdout=full.fileno())
     line = "thinwire: cannot write output (No space left on device): this node goes on without\n"
@@ -67,7 +67,7 @@ def test_a_node_goes_on_when_its_reader_has_gone() -> None:
     )
 
 
-def test_a_node_goes_on_when_even_its_complaint_has_nowhere_to_go() -> None:
+def test_a_node_runs_on_without_stdout_and_stderr() -> None:
     with Path(FULL).open("w") as full:
         assert python(TELL, stdout=full.fileno(), stderr=full.fileno()).returncode == 5
 
@@ -91,7 +91,7 @@ class Runtime:
         return "left"
 
 
-async def test_a_closed_terminal_makes_a_node_leave_in_good_order_however_often_it_tells(
+async def test_repeated_hangups_still_make_a_node_leave_cleanly(
     hangup: None,
 ) -> None:
     from node.processes.node import _until_done

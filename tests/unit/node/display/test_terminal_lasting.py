@@ -40,7 +40,7 @@ def unread() -> TextIO:
 
 
 @pytest.mark.parametrize("json", [True, False])
-def test_a_reader_that_is_gone_ends_nothing_and_is_told_of_once(
+def test_a_closed_output_is_reported_once_and_ends_nothing(
     json: bool, unread: TextIO, caplog: pytest.LogCaptureFixture
 ) -> None:
     with make_renderer(json=json, stream=unread) as emit:
@@ -71,7 +71,7 @@ def test_a_terminal_that_is_gone_ends_nothing(
     assert len(caplog.records) == 1
 
 
-def test_what_can_be_written_is_written(caplog: pytest.LogCaptureFixture) -> None:
+def test_writable_results_are_written(caplog: pytest.LogCaptureFixture) -> None:
     stream = io.StringIO()
     with make_renderer(json=True, stream=stream) as emit:
         for event in EVENTS:

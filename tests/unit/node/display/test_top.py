@@ -76,7 +76,7 @@ def test_everything_is_on_the_screen() -> None:
     assert "192.0.2" not in text
 
 
-def test_links_say_what_is_known_of_them() -> None:
+def test_links_report_what_is_known() -> None:
     """A million bytes a second each; the last one's capacity was measured with too little to tell it."""
     capacities = [1.1e6, 2e6, 0.0, 9e6]
     pairs = [(0, 1), (1, 0), (1, 2), (2, 1)]
@@ -239,7 +239,7 @@ async def test_views_come_from_a_coordinators_page() -> None:
         (web.Response(text="<html>"), "another version"),
     ],
 )
-async def test_what_answers_and_is_no_runs_page(answer: web.Response, complaint: str) -> None:
+async def test_a_server_that_is_not_a_runs_page(answer: web.Response, complaint: str) -> None:
     async def handler(_request: web.Request) -> web.Response:
         return answer
 
@@ -405,7 +405,7 @@ async def test_a_page_without_tls_asked_over_it(page_under_tls: str, tmp_path: P
             await asyncio.to_thread(PageWatch(f"127.0.0.1:{port}", tmp_path / "ca.pem").view)
 
 
-def test_what_is_no_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bytes_that_are_not_a_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = tmp_path / "ca.pem"
     for reason in ("No such file or directory", "it holds no certificate"):
         assert main(["top", "https://127.0.0.1:1", "--once", "--ca", str(wrong)]) == 2

@@ -65,7 +65,7 @@ def test_a_kept_run_can_be_traced_and_compared(tmp_path: Path, capsys: pytest.Ca
     assert told["tokens_per_second"][0] == told["tokens_per_second"][1] > 0
 
 
-def test_what_is_kept_holds_no_secret_and_replaces_what_was_there(tmp_path: Path) -> None:
+def test_archives_hold_no_secret_and_replace_older_ones(tmp_path: Path) -> None:
     run, place = run_directory(tmp_path / "run"), tmp_path / "kept"
     with sqlite3.connect(run / DATABASE_FILE) as database:
         ((secret,),) = database.execute("SELECT secret_hash FROM tokens").fetchall()

@@ -84,7 +84,7 @@ def test_figures_are_those_of_the_counters_and_the_steps() -> None:
     assert down["use"] == pytest.approx(up["use"] / 2)
 
 
-def test_an_interface_carries_what_its_node_sends_to_all() -> None:
+def test_an_interface_carries_all_that_its_node_sends() -> None:
     shape = uniform("8/4", 0.0, 2)
     counted = (WireBytes(1_100_000, 600_000), WireBytes(600_000, 1_100_000))
     figures = cell_figures(
@@ -99,7 +99,7 @@ def test_an_interface_carries_what_its_node_sends_to_all() -> None:
     ]
 
 
-def test_compute_is_the_least_that_was_seen_a_microbatch() -> None:
+def test_compute_is_the_least_time_seen_for_a_microbatch() -> None:
     slow, fast = costs(0, 3.0, busy=2.0), costs(1, 2.0, busy=1.0)
     phases = [PhaseSteps(costs=(each,), wires=(), seconds=5.0) for each in (slow, fast)]
     compute = compute_times(phases, microbatches=4)

@@ -84,7 +84,7 @@ def test_rates_may_differ_by_direction(tmp_path: Path) -> None:
         ("[model", "is not valid TOML"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, text: str, words: str) -> None:
+def test_mistakes_are_reported_in_one_line(tmp_path: Path, text: str, words: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         load_profile(path)
@@ -94,7 +94,7 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, text: str, words: str
     assert "\n" not in message
 
 
-def test_a_byte_order_mark_is_no_part_of_a_profile(tmp_path: Path) -> None:
+def test_a_byte_order_mark_in_a_profile_is_ignored(tmp_path: Path) -> None:
     path = write(tmp_path, "[[sweep]]\nrates = ['10']")
     plain = load_profile(path)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
@@ -121,7 +121,7 @@ def test_overrides_replace_values_of_the_lab_and_of_the_run(tmp_path: Path) -> N
         load_profile(path, ["steps"])
 
 
-def test_results_of_another_profile_are_told_apart(tmp_path: Path) -> None:
+def test_results_of_another_profile_are_recognised(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text("[model]\nhidden = 64\nheads = 4\nkv_heads = 4")
     path = write(tmp_path, "[lab]\nbase = 'base.toml'" + SMALL)
     before = load_profile(path)
@@ -177,7 +177,7 @@ def test_a_sweep_may_measure_fewer_steps_than_the_others(tmp_path: Path) -> None
         (["tah/fixed-6@50/10", "fp32/fp32@100"], [("fp32", "100"), ("tah", "50/10")]),
     ],
 )
-def test_an_invocation_may_measure_some_of_the_cells(
+def test_a_call_can_measure_some_of_the_cells(
     tmp_path: Path, only: list[str], cells: list[tuple[str, str]]
 ) -> None:
     runs = plan_runs(load_profile(write(tmp_path, SMALL)), only=only)

@@ -124,7 +124,7 @@ def test_two_recorded_networks_give_no_ratio_that_nobody_measured() -> None:
     assert "8.40" not in both[1]
 
 
-def test_the_goal_is_told_of_cells_where_a_link_binds(
+def test_the_goal_is_shown_for_cells_where_a_link_limits(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def cell(share: float, binds: str, shape: str) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def wait_for(made: Relay, count: int) -> list[bytes]:
     return frames
 
 
-def test_what_a_full_port_does_not_take_waits_in_order(target: tuple[Relay, FakePort]) -> None:
+def test_bytes_that_a_full_port_refuses_wait_in_order(target: tuple[Relay, FakePort]) -> None:
     made, port = target
     frames = wait_for(made, 1000)
     made._send(DELAY)

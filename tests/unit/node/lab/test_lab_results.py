@@ -24,7 +24,7 @@ PAPER = Path(__file__).parents[4] / "node" / "lab" / "paper_tables.toml"
 SMOKE = Path(__file__).parents[4] / "deploy" / "lab" / "smoke.toml"
 
 
-def test_ratios_are_over_the_same_setting_and_shares_are_told() -> None:
+def test_ratios_compare_the_same_setting_and_shares_are_shown() -> None:
     found = results(
         cell("fp32/fp32", 100, 200.0),
         cell("tah/fixed-6", 100, 1000.0),
@@ -68,7 +68,7 @@ def test_results_of_two_files_are_never_pooled() -> None:
     assert text.count("table 3 of the paper") == 2
 
 
-def test_beside_the_paper_stands_what_was_measured_as_the_paper_did() -> None:
+def test_the_papers_figures_are_shown_beside_ours() -> None:
     """Its links are as fast both ways, and no window of ours is set by hand."""
     found = results(
         cell("tah/fixed-6", 100, 1000.0),
@@ -129,7 +129,7 @@ def test_where_the_time_of_a_step_goes_is_a_table_of_its_own() -> None:
     assert len(all_tables(results(cell("fp32/fp32", 100, 200.0)))) == len(tables) - 1
 
 
-def test_results_that_are_not_whole_say_so() -> None:
+def test_incomplete_results_are_reported() -> None:
     part = {**results(cell("fp32/fp32", 100, 200.0)), "finished": False, "planned_cells": 25}
     assert "; not finished: 1 of its profile's 25 cells are here;" in provenance(part)
     # Results of before these were recorded.
@@ -167,7 +167,7 @@ def test_results_behind_a_folder_that_may_not_be_entered(
         assert f"{tmp_path / 'locked'} cannot be read as results: Permission denied" in line
 
 
-def test_a_full_disk_is_told_of_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_error_names_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Path, *_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -304,7 +304,7 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_figures_lie_where_nobody_is_surprised(tmp_path: Path) -> None:
+def test_figures_are_within_the_expected_range(tmp_path: Path) -> None:
     """An output folder of `lab run` has its own; recorded results elsewhere are left as they are."""
     recorded, lab = Path("scripts/results/lab_cpu.json"), tmp_path / "smoke"
     lab.mkdir()

@@ -113,7 +113,7 @@ def test_neighbours_have_a_wire_and_the_coordinator_one_to_each(relay: bool) -> 
 
 
 @pytest.mark.parametrize("topology", ["links", "interfaces"])
-def test_congestion_control_is_of_the_routes_between_nodes_alone(topology: str) -> None:
+def test_congestion_control_is_set_only_on_routes_between_nodes(topology: str) -> None:
     def routes(name: str) -> dict[tuple[str, str], tuple[str, ...]]:
         plan = lay_out(4, CHAIN, topology=topology, relay=False, congestion_control=name)
         return {(where, words[2]): words for where, words in plan.commands if words[:2] == ("route", "add")}

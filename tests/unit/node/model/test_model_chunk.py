@@ -78,7 +78,7 @@ def test_tied_copies_start_equal_and_apart() -> None:
     )
 
 
-def test_building_leaves_torchs_generator_alone() -> None:
+def test_building_does_not_use_torchs_generator() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
     whole(LLAMA)

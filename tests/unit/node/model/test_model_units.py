@@ -47,7 +47,7 @@ def test_tied_parameters_are_the_two_copies() -> None:
 
 
 @pytest.mark.parametrize("chunks", range(1, 7))
-def test_every_even_split_is_whole_and_best(chunks: int) -> None:
+def test_every_even_split_is_complete_and_best(chunks: int) -> None:
     model = ModelSection(layers=6, hidden=64, heads=4, kv_heads=4, ffn=172, vocab=4096, sequence=32)
     split = split_units(model, chunks)
     assert tuple(unit for units in split for unit in units) == unit_names(model)

@@ -112,7 +112,7 @@ def test_bits_are_the_papers_for_its_pipeline() -> None:
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=40), st.sampled_from((3, 4, 5, 6, 8)))
-def test_no_stage_comes_to_hold_more_than_the_heaviest(loads: list[int], base: int) -> None:
+def test_no_stage_holds_more_than_the_heaviest(loads: list[int], base: int) -> None:
     bits = stage_bits(loads, base)
     peak = base * max(loads)
     assert all(count * load <= peak for count, load in zip(bits, loads, strict=True))
@@ -238,7 +238,7 @@ def test_whether_passes_are_captured_changes_no_bits_by_stage() -> None:
 
 
 @pytest.mark.parametrize("stages", [3, 4])
-def test_what_a_codec_remembers_does_not_make_more_bits_raise_the_peak(stages: int) -> None:
+def test_a_codecs_cache_does_not_make_more_bits_raise_the_peak(stages: int) -> None:
     """It grows with the text, and stages between two others remember at both ends."""
     pipeline = PipelineSection(stages=stages, window=0, forward_codec="aqsgd-4")
     config = replace(CONFIG, pipeline=pipeline)

@@ -194,7 +194,7 @@ def test_without_gradients_nothing_is_packed(model: ModelSection, monkeypatch: p
         chunk(x)
 
 
-def test_what_is_not_finite_reaches_the_gradients(model: ModelSection) -> None:
+def test_non_finite_values_reach_the_gradients(model: ModelSection) -> None:
     chunk = build_chunk(model, BLOCKS, 3, CPU, storage=PRESETS["agoq"])
     x, upstream = input_and_gradient()
     x[0, 5, 7] = torch.inf

@@ -194,7 +194,7 @@ def test_ranks_sum_gradients_of_bfloat16_weights_in_float32(tensor_parallel: int
         assert gradients(leader) == pytest.approx(gradients(StageModel(config, CPU)), rel=5e-3)
 
 
-def test_a_dead_rank_is_told_of() -> None:
+def test_a_dead_rank_is_reported() -> None:
     with closed_at_last(DeviceGroup((CPU, CPU), threads=1)) as group:
         leader = group.start(CONFIG)
         leader.build(1, 3)
@@ -269,7 +269,7 @@ def following(prefork: Prefork, folder: Path) -> Iterator[tuple[Forked, Forked]]
                     end.close()
 
 
-def test_a_follower_of_a_node_that_is_gone_says_nothing(prefork: Prefork, tmp_path: Path) -> None:
+def test_a_follower_is_silent_when_its_node_is_gone(prefork: Prefork, tmp_path: Path) -> None:
     with following(prefork, tmp_path) as (leader, follower):
         # In this order the follower is told by its collective first.
         leader.kill()
@@ -280,7 +280,7 @@ def test_a_follower_of_a_node_that_is_gone_says_nothing(prefork: Prefork, tmp_pa
         assert (tmp_path / "said").read_text() == ""
 
 
-def test_a_follower_that_alone_knows_why_says_so_in_one_line(prefork: Prefork, tmp_path: Path) -> None:
+def test_a_follower_reports_its_own_failure_in_one_line(prefork: Prefork, tmp_path: Path) -> None:
     with following(prefork, tmp_path) as (leader, follower):
         leader.kill()
         assert follower.wait(30) == 1
@@ -290,7 +290,7 @@ def test_a_follower_that_alone_knows_why_says_so_in_one_line(prefork: Prefork, t
         )
 
 
-def test_one_that_ends_before_all_have_met_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_ends_before_the_meeting_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only `start` watches in this test, so it must notice the end."""
 
     def ends(words: list[str], **settings: Any) -> subprocess.Popen[str]:

@@ -105,7 +105,7 @@ dist.destroy_process_group()
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("told", [(6, 6), (6, 3, 6), (2, 0)], ids=str)
-def test_what_aborted_steps_put_on_its_way_is_in_no_sum(
+def test_tensors_of_aborted_steps_enter_no_sum(
     told: tuple[int, ...], tmp_path: Path, prefork: Prefork
 ) -> None:
     run_ranks(ABORTED.format(sizes=SIZES, told=told), 2, tmp_path, prefork.popen)
@@ -133,7 +133,7 @@ def test_bytes_on_the_wire_are_a_quarter_of_float32s(tmp_path: Path, prefork: Pr
     assert 3.9 < ring / sent < 4
 
 
-def test_the_sum_is_rounded_once_however_many_ranks_there_are() -> None:
+def test_the_sum_is_rounded_once_for_any_number_of_ranks() -> None:
     """Adding in e4m3 at every hop of a ring would round, and might overflow, at each."""
     generator = torch.Generator().manual_seed(0)
     ranks, size = 8, 1 << 15

@@ -180,7 +180,7 @@ def test_the_same_run_gives_the_same_bits_packed_and_replayed() -> None:
     assert run_step(alone, 1)[0] == pytest.approx(runs[0][0][1][0], rel=1e-3)
 
 
-def test_what_cannot_be_shared_is_refused_before_anything_starts() -> None:
+def test_models_that_cannot_be_sharded_are_refused_before_start() -> None:
     with pytest.raises(UserError, match="--tensor-parallel 2 does not divide --gpus 3"):
         DeviceGroup((CPU,) * 3, threads=1, tensor_parallel=2)
     with pytest.raises(RunError, match=r"model\.heads 4"):

@@ -125,7 +125,9 @@ def error(found: Tensor, expected: Tensor) -> float:
     "storage", [Storage(), RECOMPUTED, COMPUTED], ids=["plain", "recomputed", "computed"]
 )
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_make_the_gradients_of_whole_blocks(model: ModelSection, storage: Storage, ranks: int) -> None:
+def test_ranks_give_the_gradients_of_unsplit_blocks(
+    model: ModelSection, storage: Storage, ranks: int
+) -> None:
     batch = some_batch(model)
     loss, gradients = between_ranks(model, storage, ranks, batch, "float32")
     expected_loss, expected = alone(model, storage, batch, "float32")

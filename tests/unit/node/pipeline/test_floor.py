@@ -89,7 +89,7 @@ def test_nothing_to_do_takes_no_time() -> None:
         {"activation_bytes": -1},
     ],
 )
-def test_what_cannot_be_is_refused(wrong: dict[str, object]) -> None:
+def test_impossible_values_are_refused(wrong: dict[str, object]) -> None:
     given = {"microbatches": 2, "forward": [1, 1], "backward": [1, 1], **wrong}
     with pytest.raises(ValueError):
         step_floor(**given)  # type: ignore[arg-type]

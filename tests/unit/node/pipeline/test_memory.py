@@ -134,7 +134,7 @@ def test_one_device_takes_what_is_estimated(form: str, family: str, stage: int) 
 
 
 @pytest.mark.parametrize("form", ["plain", "autocast", "agoq"])
-def test_a_head_in_pieces_takes_what_is_estimated(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunked_head_uses_the_estimated_memory(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(run(form), model=ModelSection(**{**SIZES, "vocab": 16384}))
     whole = measured(config, StageModel(config, CPU), 1, 1)
     monkeypatch.setattr(storage, "HEAD_LOGITS", 64 * 16384)  # of 512 tokens
@@ -245,7 +245,7 @@ def test_each_of_two_devices_takes_what_is_estimated(
     assert LEAST <= (estimated(config, 0, devices) + travelling) / found <= MOST
 
 
-def test_what_is_divided_is_what_shards_divide() -> None:
+def test_divided_sizes_match_the_shards() -> None:
     """Weights, gradient and moments of a stage's blocks by T; the embedding is whole on every device."""
     config = run("plain")
     block = parameter_specs(config.model, block_name(0))
@@ -290,7 +290,7 @@ def test_captured_passes_lend_no_memory_to_the_optimizer() -> None:
 
 @pytest.mark.parametrize("pieces", [1, 4])
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
-def test_a_captured_head_has_what_forward_takes_apart_from_what_backward_takes(
+def test_a_captured_head_keeps_forward_and_backward_buffers_apart(
     precision: str, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "HEAD_LOGITS", 128 // pieces * 16384)
@@ -372,7 +372,7 @@ def test_sums_in_float32_are_counted_so_whatever_the_weights_are() -> None:
         assert optimizer.gradients.nbytes == 4 * elements
 
 
-def test_what_blocks_keep_is_what_was_measured_on_a_gpu() -> None:
+def test_estimated_block_memory_matches_gpu_measurements() -> None:
     """Blocks of the sizes of LLaMA2-13B and LLaMA3-8B in bfloat16, nothing packed, by the graph's tensors."""
     report = json.loads((RESULTS / "stored_activations.json").read_text(encoding="utf-8"))
     compared = set()

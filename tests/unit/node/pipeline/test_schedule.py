@@ -114,7 +114,7 @@ def test_larger_schedules_are_complete_and_free_of_deadlock(
             assert backward_microbatches(order, chunk) == list(range(microbatches))
 
 
-def test_with_the_head_first_its_passes_stand_between_the_first_chunks() -> None:
+def test_with_the_head_first_its_passes_are_between_the_first_chunks() -> None:
     orders = schedule(3, 1, 4, head_first=True)
     assert tuple(map(spelled, orders)) == (
         "F0.0 F0.1 F0.2 F1.0 B1.0 F0.3 F1.1 B1.1 B0.0 F1.2 B1.2 B0.1 F1.3 B1.3 B0.2 B0.3",

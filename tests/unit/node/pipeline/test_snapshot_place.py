@@ -22,7 +22,7 @@ def test_auto_goes_by_the_time_that_the_coordinators_line_takes(
     assert keeps_on_nodes(CONFIG, 100, rates) is on_nodes
 
 
-def test_what_the_run_file_says_goes_first() -> None:
+def test_the_run_files_value_wins() -> None:
     kept = replace(CONFIG, snapshots=SnapshotsSection(keep="nodes"))
     assert keeps_on_nodes(kept, 100, (1e12,)) and not keeps_on_nodes(kept, CONFIG.run.steps, (SLOW,) * 4)
     stays = replace(kept, snapshots=SnapshotsSection(keep="nodes", last_here=False))

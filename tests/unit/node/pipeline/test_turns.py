@@ -13,7 +13,7 @@ from node.pipeline.turns import Turns
 
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_what_is_never_late_runs_in_order(chunks: int, swap: bool) -> None:
+def test_without_delays_actions_run_in_order(chunks: int, swap: bool) -> None:
     for order in schedule(3, chunks, 7, 1):
         turns = Turns(order, swap=swap and chunks == 1)
         assert [turns.begin(lambda place: True) for _ in order] == list(range(len(order)))
@@ -54,7 +54,7 @@ def test_without_swaps_the_order_waits() -> None:
     assert turns.begin(lambda place: place != 1) is None
 
 
-def test_what_comes_next_is_looked_at_once() -> None:
+def test_the_next_item_is_looked_at_once() -> None:
     turns = Turns(one_f_one_b(2, 4, 1)[0], swap=True)
     assert turns.upcoming(3) == [0, 1, 2]
     turns.begin(lambda place: True)
@@ -83,7 +83,7 @@ def test_whatever_is_late_all_runs_in_sequence_and_within_memory(
         assert swap or ran == order
 
 
-def test_a_wide_window_costs_nothing_where_gradients_may_overtake() -> None:
+def test_a_wide_window_is_free_where_gradients_may_overtake() -> None:
     """A link that takes longer than a stage computes: forwards come slowly, and gradients need not wait."""
 
     def run(window: int, swap: bool) -> Timeline:

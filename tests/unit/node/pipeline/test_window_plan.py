@@ -270,5 +270,5 @@ def test_measures_are_a_microbatchs() -> None:
 
 
 @pytest.mark.parametrize("silent", [costs(aborted=True), costs(idle_stage=True)])
-def test_a_step_that_tells_nothing_plans_nothing(silent: StepCosts) -> None:
+def test_a_step_without_measurements_plans_nothing(silent: StepCosts) -> None:
     assert measured(silent, report, chunks=1, microbatches=8) is None

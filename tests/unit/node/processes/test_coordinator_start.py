@@ -97,7 +97,7 @@ def test_ports_answer_while_a_long_history_is_still_being_read(
     assert main.run_coordinator(config_in(tmp_path), run_dir=tmp_path, emit=told.append, resume=False) == 0
 
 
-async def test_the_past_comes_late_and_before_what_happened_meanwhile(
+async def test_a_late_history_comes_before_newer_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = [*(joined(node) for node in NODES), placed(), *step(1), *step(2)]
@@ -143,7 +143,7 @@ async def test_a_run_that_ends_does_not_wait_for_its_past(
     assert feed.view().step == 0
 
 
-async def test_a_past_that_cannot_be_read_is_told_and_left_out(
+async def test_an_unreadable_history_is_reported_and_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / HISTORY_FILE).mkdir()
@@ -164,7 +164,7 @@ def test_the_commit_that_nobody_told_of_is_known_from_the_end_of_the_history(
     assert main._untold(RECORD, main._told(tmp_path)) == (RECORD if untold else None)
 
 
-def test_with_a_history_that_cannot_be_read_nothing_is_told_again(tmp_path: Path) -> None:
+def test_with_an_unreadable_history_nothing_is_reported_twice(tmp_path: Path) -> None:
     (tmp_path / HISTORY_FILE).mkdir()
     with pytest.raises(RunError):
         list(read_history(tmp_path))
@@ -172,7 +172,7 @@ def test_with_a_history_that_cannot_be_read_nothing_is_told_again(tmp_path: Path
 
 
 @pytest.mark.parametrize("page", [False, True], ids=["join-port", "page-port"])
-def test_a_run_whose_coordinator_lives_is_not_told_of_ports(page: bool, tmp_path: Path) -> None:
+def test_a_run_with_a_live_coordinator_is_not_advised_about_ports(page: bool, tmp_path: Path) -> None:
     """The ports that a second one finds taken are, most likely, the first one's."""
     with socket.socket() as taken, run_lock(tmp_path):
         taken.bind(("127.0.0.1", 0))
@@ -187,7 +187,7 @@ def test_a_run_whose_coordinator_lives_is_not_told_of_ports(page: bool, tmp_path
             main.run_coordinator(config, run_dir=tmp_path, emit=print, resume=True)
 
 
-def test_a_run_whose_page_is_still_served_is_told_by_whom(
+def test_a_run_whose_page_is_served_names_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`--stay` holds the page's port, which is no reason to give the page another."""
@@ -277,7 +277,7 @@ def test_a_run_goes_on_from_the_newest_snapshot_that_is_whole(
         assert [record.step for record in store.snapshots()] == [40]
 
 
-def test_a_run_without_a_whole_snapshot_is_not_begun_anew(
+def test_a_run_without_a_complete_snapshot_is_not_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = one_with_snapshots(tmp_path, monkeypatch, 80)

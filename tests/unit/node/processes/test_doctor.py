@@ -53,7 +53,7 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-def test_every_finding_that_is_not_well_says_what_to_do(tmp_path: Path) -> None:
+def test_every_failed_check_says_what_to_do(tmp_path: Path) -> None:
     checks = examine(token="tw1_truncated", state_dir=tmp_path)
     assert {"python", "torch", "memory", "packages", "open files", "disk", "token"} <= {
         c.name for c in checks
@@ -165,7 +165,7 @@ def test_congestion_control_that_shares_a_line_badly_is_named(
 
 
 @pytest.mark.parametrize(("content", "helps"), [("1\n", True), ("0\n", False)])
-def test_what_tcp_does_after_a_pause_is_told_without_a_warning(
+def test_slow_start_after_idle_is_reported_without_a_warning(
     content: str, helps: bool, tmp_path: Path
 ) -> None:
     setting = tmp_path / "tcp_slow_start_after_idle"
@@ -176,7 +176,7 @@ def test_what_tcp_does_after_a_pause_is_told_without_a_warning(
     assert list(check_slow_start(tmp_path / "absent")) == []
 
 
-def test_a_system_that_does_not_tell_its_congestion_control_is_not_asked_further(tmp_path: Path) -> None:
+def test_an_unknown_congestion_control_is_not_queried_further(tmp_path: Path) -> None:
     assert list(check_congestion_control(tmp_path / "absent")) == []
 
 
@@ -322,7 +322,7 @@ def test_the_command(
 @pytest.mark.parametrize(
     ("arguments", "name"), [(["foo"], "token"), (["--run-file", "nofile", "--device", "cpu"], "run file")]
 )
-def test_what_cannot_be_used_has_its_own_exit_code(
+def test_unusable_input_has_its_own_exit_code(
     arguments: list[str], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", "--json", "--state-dir", str(tmp_path), *arguments]) == 2

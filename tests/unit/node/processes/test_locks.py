@@ -131,9 +131,7 @@ def test_a_user_without_a_home_is_asked_for_a_directory(monkeypatch: pytest.Monk
         claim("demo-x", None)
 
 
-def test_what_a_coordinator_writes_is_its_users_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_its_user_can_read_a_coordinators_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it lies: others may look into a directory that the user made."""
 
     def run_coordinator(config: RunConfig, *, run_dir: Path, emit: object, resume: bool, **_: bool) -> int:
@@ -154,7 +152,7 @@ def test_what_a_coordinator_writes_is_its_users_alone(
     assert (mode(run), mode(run / "status.json"), mode(run / "snapshots")) == (0o755, 0o600, 0o700)
 
 
-def test_what_a_node_writes_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_its_user_can_read_a_nodes_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_node(token: str, options: JoinOptions) -> int:
         (tmp_path / "snapshots").mkdir()
         return 0

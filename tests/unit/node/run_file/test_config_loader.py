@@ -90,7 +90,7 @@ def test_values_are_read_into_their_types(tmp_path: Path) -> None:
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_what_cannot_be_used_is_named_in_one_line(tmp_path: Path, text: str, words: list[str]) -> None:
+def test_unusable_input_is_named_in_one_line(tmp_path: Path, text: str, words: list[str]) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         load_config(path)
@@ -118,7 +118,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_config(binary)
 
 
-def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path: Path) -> None:
+def test_a_byte_order_mark_in_a_file_is_ignored(tmp_path: Path) -> None:
     marked = tmp_path / "marked.toml"
     marked.write_bytes(b"\xef\xbb\xbf[run]\nsteps = 7\nname = 'x'\n[training]\nwarmup_steps = 1\n")
     assert load_config(marked).run.steps == 7
@@ -218,7 +218,7 @@ def test_every_run_file_we_ship_parses() -> None:
         assert load_config(path).run.steps > 0, path
 
 
-def test_no_run_file_we_ship_gives_up_the_window_that_adapts() -> None:
+def test_shipped_run_files_keep_the_automatic_window() -> None:
     for path in RUN_FILES:
         assert load_config(path).pipeline.window == "auto", path
 

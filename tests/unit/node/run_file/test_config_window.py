@@ -26,7 +26,7 @@ def load(tmp_path: Path, text: str, *overrides: str) -> RunConfig:
     return load_config(path, overrides)
 
 
-def test_auto_is_what_a_run_file_that_says_nothing_means() -> None:
+def test_auto_is_the_default_of_a_run_file() -> None:
     assert default_config().pipeline.window == "auto"
     assert default_config().pipeline.first_window == 0
 
@@ -43,14 +43,14 @@ def test_both_forms_survive_every_way_in_and_out(tmp_path: Path, window: int | s
 
 
 @pytest.mark.parametrize("wrong", ['"wide"', "1.5", "true", "[1]"])
-def test_what_is_neither_is_refused(tmp_path: Path, wrong: str) -> None:
+def test_anything_else_is_refused(tmp_path: Path, wrong: str) -> None:
     with pytest.raises(ConfigError, match=r'pipeline\.window must be a whole number or "auto"'):
         load(tmp_path, f"[pipeline]\nwindow = {wrong}\n")
     with pytest.raises(ConfigError, match=r'pipeline\.window must be a whole number or "auto"'):
         load(tmp_path, "", f"pipeline.window={wrong}")
 
 
-def test_amounts_below_nothing_are_refused(tmp_path: Path) -> None:
+def test_negative_amounts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"pipeline\.window must be at least 0, got -1"):
         load(tmp_path, "[pipeline]\nwindow = -1\n")
     with pytest.raises(ConfigError, match=r"pipeline\.window_gb must be a finite number of at least 0"):

@@ -194,7 +194,7 @@ def test_an_unfinished_step_leaves_nothing_behind() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_stage_that_is_dropped_is_gone(case: str, captured: bool) -> None:
+def test_a_dropped_stage_is_freed(case: str, captured: bool) -> None:
     """At once, not when cycles are collected: that may come while its successor's graphs are captured, which
     freeing a graph breaks. And hooks of tensors that lead back to them would keep it for good."""
     half = Half(case, "llama", last=True, captured=captured)
@@ -229,7 +229,7 @@ def test_results_outlive_their_slot() -> None:
 
 
 @pytest.mark.parametrize("fail_at", [0, 1, 2, 3])
-def test_what_cannot_be_recorded_runs_through_autograd(
+def test_passes_that_cannot_be_captured_run_through_autograd(
     fail_at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = Half("fp8", "llama", last=True, captured=False)

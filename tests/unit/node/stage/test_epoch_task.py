@@ -320,7 +320,7 @@ async def test_a_state_of_another_lineage_is_loaded_though_its_step_is_held(miss
         assert talk.node.fetched == [(step, "block.0001")]
 
 
-async def test_an_uncompressed_epoch_is_told_to_the_stage() -> None:
+async def test_stages_learn_of_an_uncompressed_epoch() -> None:
     async with epoch() as talk:
         await talk.hear()
         await talk.ask(Restore(epoch=4, step=0, uncompressed=True))
@@ -339,9 +339,7 @@ TROUBLE = [
 
 
 @pytest.mark.parametrize(("error", "kind"), TROUBLE)
-async def test_a_failure_is_told_and_told_again_to_whoever_asks(
-    error: ThinwireError, kind: FailureKind
-) -> None:
+async def test_a_failure_is_repeated_to_every_caller(error: ThinwireError, kind: FailureKind) -> None:
     """The first word may be lost with the connection; silence would hold up the run for ever."""
     async with epoch() as talk:
         await talk.begun(3)
@@ -432,7 +430,7 @@ class ClosedLink:
         pass
 
 
-async def test_what_a_step_sends_as_its_epoch_ends_is_no_trouble_of_the_next() -> None:
+async def test_late_sends_of_an_epoch_do_not_disturb_the_next() -> None:
     """A tensor is handed over to the event loop, which may come to that later than to the epoch's end."""
 
     async def send() -> None:

@@ -31,7 +31,7 @@ def test_a_gpu_sums_in_a_fixed_order_or_refuses() -> None:
     assert os.environ[WORKSPACE] == ":4096:8"
 
 
-def test_a_cpu_is_left_alone() -> None:
+def test_cpus_are_not_limited() -> None:
     fix_order(torch.device("cpu"))
     assert not torch.are_deterministic_algorithms_enabled()
     assert WORKSPACE not in os.environ

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[4]
 ROWS = LEAST_BYTES // 4096
 
 
-def test_memory_is_lent_again_when_the_last_view_is_gone_and_not_before() -> None:
+def test_a_buffer_is_reused_only_after_its_last_view_is_gone() -> None:
     buffers = HostBuffers()
     first = buffers.empty((ROWS, 1024), torch.float32)
     place = first.data_ptr()
@@ -31,7 +31,7 @@ def test_memory_is_lent_again_when_the_last_view_is_gone_and_not_before() -> Non
     assert buffers.most_lent == 2 * LEAST_BYTES
 
 
-def test_what_autograd_keeps_is_not_lent_again() -> None:
+def test_buffers_that_autograd_keeps_are_not_reused() -> None:
     buffers = HostBuffers()
     x = buffers.empty((ROWS, 1024), torch.float32).fill_(3.0).requires_grad_()
     place = x.data_ptr()
@@ -44,7 +44,7 @@ def test_what_autograd_keeps_is_not_lent_again() -> None:
     assert buffers.empty((ROWS, 1024), torch.float32).data_ptr() == place
 
 
-def test_small_tensors_are_nobodys() -> None:
+def test_small_tensors_have_no_owner() -> None:
     buffers = HostBuffers()
     small = buffers.empty((LEAST_BYTES // 4 - 1,), torch.float32)
     assert small.numel() == LEAST_BYTES // 4 - 1

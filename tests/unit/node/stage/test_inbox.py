@@ -49,7 +49,7 @@ def test_a_wait_ends_when_the_tensor_comes_and_not_before() -> None:
     assert taken.result(SECONDS) == b"it"
 
 
-def test_a_neighbour_that_sends_nothing_is_named_by_what_is_missing() -> None:
+def test_a_silent_neighbour_is_named_with_the_missing_tensor() -> None:
     with pytest.raises(LinkLostError) as stuck:
         Inbox().take(key(3, Direction.GRADIENT, boundary=2), timeout=0.0)
     assert str(stuck.value) == (

@@ -44,7 +44,7 @@ def cuda(*indices: int) -> tuple[torch.device, ...]:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_what_is_free_on_the_fullest_of_several_gpus_counts() -> None:
+def test_free_memory_of_the_fullest_gpu_counts() -> None:
     found = describe(cuda(0, 1), tensor_parallel=2)
     assert (found.device, found.memory_bytes) == ("a model", 60_000)
     assert (found.devices, found.tensor_parallel) == (2, 2)
@@ -59,7 +59,7 @@ def test_a_gpu_that_cannot_be_asked_is_one_line() -> None:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_what_the_owner_allows_is_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_owners_memory_limit_applies_to_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[tuple[float, torch.device]] = []
     monkeypatch.setattr(
         torch.cuda, "set_per_process_memory_fraction", lambda share, device: limits.append((share, device))
@@ -82,7 +82,7 @@ def test_processes_on_a_cpu_share_its_memory() -> None:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_a_gpu_that_is_not_there_is_one_line() -> None:
+def test_a_missing_gpu_is_one_line() -> None:
     assert choose_device("auto") == cuda(0)[0]
     with pytest.raises(
         UserError, match="--device cuda:2: this machine has 2 usable GPUs; use cpu or a lower N"

@@ -117,7 +117,7 @@ async def test_a_node_whose_run_is_over_does_not_wait_for_a_thread_that_hangs(
         hung.cancel()
 
 
-async def test_a_node_whose_run_is_over_waits_for_what_it_is_at(
+async def test_a_node_whose_run_is_over_finishes_its_current_work(
     runtime: NodeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone(runtime, monkeypatch)

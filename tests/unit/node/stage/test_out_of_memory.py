@@ -30,7 +30,7 @@ GPU = torch.device("cuda:1")
 HARDWARE = Hardware("a GPU", 8, 80_000, devices=2)
 
 
-def test_what_allocators_raise_is_known() -> None:
+def test_out_of_memory_errors_are_recognised() -> None:
     with pytest.raises(RuntimeError) as of_torch:
         torch.empty(TOO_MUCH)
     with pytest.raises(MemoryError) as of_numpy:
@@ -59,7 +59,7 @@ def test_other_trouble_is_not_taken_for_it(error: Exception) -> None:
     assert not ran_out(error)
 
 
-def test_it_is_not_taken_for_another_ranks_end() -> None:
+def test_it_is_not_mistaken_for_another_ranks_end() -> None:
     with pytest.raises(torch.OutOfMemoryError), collective():
         raise torch.OutOfMemoryError("CUDA out of memory.")
     with pytest.raises(DeviceLostError), collective():
@@ -89,7 +89,7 @@ def test_the_line_names_the_stage_the_estimate_the_device_and_what_to_do(
     assert early.need == 0 and str(early).startswith("cuda:1 ran out of memory before it had a stage, ")
 
 
-def test_a_device_that_says_nothing_any_more_does_not_hide_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_device_does_not_hide_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(device: torch.device) -> tuple[int, int]:
         raise RuntimeError("CUDA error: out of memory")
 
@@ -98,7 +98,7 @@ def test_a_device_that_says_nothing_any_more_does_not_hide_the_line(monkeypatch:
     assert device_memory_text(CPU).startswith("the machine has ")
 
 
-def test_what_did_not_fit_is_not_offered_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_ran_out_is_not_offered_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     note = MemoryNote(tmp_path, most_bytes=0)
     assert note.limit(HARDWARE) == HARDWARE
     note.write(HARDWARE, 65_000)
@@ -116,7 +116,7 @@ def test_what_did_not_fit_is_not_offered_again(tmp_path: Path, caplog: pytest.Lo
     assert note.limit(HARDWARE).memory_bytes == 59_999, "the next smaller stage did not fit either"
 
 
-def test_a_note_is_good_for_a_day_and_a_damaged_one_for_nothing(tmp_path: Path) -> None:
+def test_a_memory_note_is_valid_for_a_day_and_a_damaged_one_is_ignored(tmp_path: Path) -> None:
     note, path = MemoryNote(tmp_path, most_bytes=0), tmp_path / NOTE_FILE
     note.write(HARDWARE, 65_000)
     written = json.loads(path.read_bytes())

@@ -148,7 +148,7 @@ async def test_nothing_that_waits_is_said_before_it() -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-async def test_a_coordinator_that_does_not_answer_holds_nobody_up(
+async def test_an_unresponsive_coordinator_delays_nobody(
     there: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "FAREWELL_SECONDS", 0.3)
@@ -172,7 +172,7 @@ async def test_a_node_that_never_had_a_session_says_nothing() -> None:
     await session.close()
 
 
-async def test_what_fails_over_a_message_can_still_be_said() -> None:
+async def test_a_failure_during_a_message_is_still_reported() -> None:
     """And no further message is taken up by a node that ends."""
     wire, handled = Wire(), []
 
@@ -231,7 +231,7 @@ async def test_a_port_that_cannot_be_reached_for_a_moment_ends_no_node_that_was_
     await session.close()
 
 
-async def test_a_coordinator_that_cannot_answer_yet_is_waited_for_and_then_may_be_gone_no_longer(
+async def test_a_starting_coordinator_does_not_use_up_the_outage_time(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     wire = Wire()
@@ -304,11 +304,11 @@ def test_an_error_for_users_speaks_for_itself() -> None:
         (OSError("of no number: /home/volunteer"), "a fault in thinwire (OSError)"),
     ],
 )
-def test_of_any_other_error_only_the_kind_is_told(error: Exception, said: str) -> None:
+def test_only_the_kind_of_other_errors_is_reported(error: Exception, said: str) -> None:
     assert short_reason(error) == said
 
 
-def test_it_is_one_short_line() -> None:
+def test_the_message_is_one_short_line() -> None:
     said = short_reason(RunError("\x1b[2Jthe stage\r\ndid not let go " + 1000 * "x"))
     assert said.startswith(" [2Jthe stage  did not let go xxx") and said.endswith("x...")
     assert len(said) == LONGEST_REASON and said.isprintable()

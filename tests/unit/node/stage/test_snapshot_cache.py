@@ -22,7 +22,7 @@ def held(cache: SnapshotCache, step: int, unit: str) -> bytes | None:
     return file.data if file is not None else None
 
 
-def test_what_was_put_is_got(tmp_path: Path) -> None:
+def test_stored_layers_are_returned(tmp_path: Path) -> None:
     cache = SnapshotCache(tmp_path / "cache", ROOM)
     assert cache.get(3, "embed") is None
     cache.put(3, "embed", b"weights")
@@ -80,7 +80,7 @@ def test_an_older_step_does_not_displace_newer_ones(tmp_path: Path) -> None:
     assert [held(cache, step, "embed") for step in (20, 30, 40)] == [b"x", b"x", b"x"]
 
 
-def test_the_limit_is_kept_by_giving_up_older_steps_first(tmp_path: Path) -> None:
+def test_older_steps_are_dropped_first_to_keep_the_limit(tmp_path: Path) -> None:
     cache = SnapshotCache(tmp_path, 3 * (100 + SUM))
     cache.put(10, "embed", b"a" * 100)
     cache.put(10, "head", b"b" * 100)
@@ -94,7 +94,7 @@ def test_the_limit_is_kept_by_giving_up_older_steps_first(tmp_path: Path) -> Non
     assert sum(path.stat().st_size for path in tmp_path.rglob("*.layer")) <= 3 * (100 + SUM)
 
 
-def test_what_is_no_steps_is_removed(tmp_path: Path) -> None:
+def test_files_that_belong_to_no_step_are_removed(tmp_path: Path) -> None:
     (tmp_path / "old" / "20").mkdir(parents=True)
     SnapshotCache(tmp_path, ROOM).put(10, "embed", b"ours")
     assert files(tmp_path) == ["10/embed.layer"]
@@ -124,7 +124,7 @@ def test_the_newest_complete_snapshot_is_not_given_up_for_room(tmp_path: Path) -
     assert files(tmp_path) == ["20/embed.layer", "30/embed.layer"]
 
 
-def test_files_are_named_with_what_they_claim_to_be(tmp_path: Path) -> None:
+def test_files_are_named_with_their_expected_kind(tmp_path: Path) -> None:
     cache = SnapshotCache(tmp_path, ROOM)
     cache.put(10, "embed", b"a")
     cache.put(20, "head", b"bc")
@@ -144,7 +144,7 @@ def test_a_unit_whose_name_is_no_file_name_is_not_kept(tmp_path: Path, unit: str
     assert files(tmp_path) == []
 
 
-def test_a_disk_that_refuses_is_no_error(tmp_path: Path) -> None:
+def test_a_disk_that_refuses_writes_is_not_an_error(tmp_path: Path) -> None:
     (tmp_path / "cache").write_bytes(b"a file where the directory should be")
     cache = SnapshotCache(tmp_path / "cache", ROOM)
     cache.put(3, "embed", b"x")

@@ -96,7 +96,7 @@ async def test_a_layer_is_fetched_once(tmp_path: Path) -> None:
         assert here.coordinator.kept == 1
 
 
-async def test_what_was_sent_is_asked_for_by_its_digest(tmp_path: Path) -> None:
+async def test_sent_layers_are_requested_by_digest(tmp_path: Path) -> None:
     async with scene(tmp_path) as here:
         here.transfer.upload(1, TakeSnapshot(epoch=1, step=3), STATE, stage=0)
     assert here.coordinator.stored == [(3, "embed"), (3, "head")]
@@ -113,7 +113,7 @@ async def test_a_layer_of_a_snapshot_that_never_was_is_not_used(tmp_path: Path) 
     assert here.coordinator.kept == 1, "the right one is kept in its place"
 
 
-async def test_it_is_known_what_is_on_its_way_and_what_has_arrived(tmp_path: Path) -> None:
+async def test_tensors_in_flight_and_arrived_are_known(tmp_path: Path) -> None:
     async with scene(tmp_path) as here:
         assert not here.transfer.uploading(3) and not here.transfer.sending
         here.coordinator.open.clear()
@@ -129,7 +129,7 @@ async def test_it_is_known_what_is_on_its_way_and_what_has_arrived(tmp_path: Pat
     assert not lost.transfer.uploading(3) and not lost.transfer.sending
 
 
-async def test_of_three_snapshots_on_the_way_the_oldest_is_given_up(tmp_path: Path) -> None:
+async def test_the_oldest_of_three_pending_snapshots_is_dropped(tmp_path: Path) -> None:
     async with scene(tmp_path) as here:
         here.coordinator.open.clear()
         for step in (3, 6, 9):
@@ -175,7 +175,7 @@ async def test_a_newer_snapshot_takes_the_place_of_one_that_is_fetched_ahead(tmp
     assert here.told.empty()
 
 
-async def test_who_cannot_fetch_ahead_promises_nothing(
+async def test_a_node_that_cannot_prefetch_announces_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with scene(tmp_path) as here:

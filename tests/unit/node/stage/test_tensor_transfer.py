@@ -194,7 +194,7 @@ def test_a_stage_compiles_its_codecs(forward: str, tried: list[str], monkeypatch
     assert device.packed == device.unpacked == [(name, boundary) for name in tried]
 
 
-def test_a_gpu_is_told_to_wait_and_the_compute_thread_is_not() -> None:
+def test_the_gpu_waits_and_the_compute_thread_does_not() -> None:
     streams = FakeStreams()
     there = transfer(CudaTransfer(torch.device("cpu"), streams, page_locked=False))
     box = Box()
@@ -225,7 +225,7 @@ def test_sending_does_not_wait_for_the_network_nor_looking_ahead_for_arrival() -
     assert list(box.sent) == [key(0)]
 
 
-def test_what_is_not_finite_is_named_before_the_step_ends() -> None:
+def test_non_finite_values_are_named_before_the_step_ends() -> None:
     there, box = transfer(), Box()
     spoiled = tensor(0)
     spoiled[1, 2, 3] = torch.inf
@@ -265,9 +265,7 @@ def test_damage_is_found_whoever_asked_and_releases_nothing() -> None:
         (RuntimeError("this stage's own"), RuntimeError),
     ],
 )
-def test_what_a_sender_cannot_have_made_is_held_against_it(
-    refusal: Exception, raised: type[Exception]
-) -> None:
+def test_impossible_frames_count_against_their_sender(refusal: Exception, raised: type[Exception]) -> None:
     class Refuses(CpuTransfer):
         def unpack(self, codec: Codec, packed: Tensor, spec: TensorSpec) -> tuple[Tensor, None]:
             raise refusal

@@ -61,7 +61,7 @@ def lines(directory: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (directory / HISTORY_FILE).read_text().splitlines()]
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_written_values_are_read_back(tmp_path: Path) -> None:
     writing = Writing(tmp_path)
     writing.open()
     writing.say(*step(1), *step(2), aborted(3))
@@ -133,7 +133,7 @@ def test_a_line_that_a_crash_cut_short_costs_only_itself(tmp_path: Path, damage:
     assert highest_step(tmp_path) == 2
 
 
-def test_lines_of_kinds_and_shapes_that_nobody_knows_are_left_out(tmp_path: Path) -> None:
+def test_lines_of_unknown_kinds_and_shapes_are_skipped(tmp_path: Path) -> None:
     Writing(tmp_path).start()
     odd = [
         '{"at":1.0,"event":"from-the-future"}',
@@ -171,7 +171,7 @@ def test_the_stated_growth_holds(tmp_path: Path) -> None:
     assert size <= 400 + 2 * 800, size
 
 
-def test_a_disk_that_is_full_is_told_once(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
     writing = Writing(tmp_path / "gone")
     writing.open()
     assert len(writing.warnings) == 1
@@ -199,7 +199,7 @@ def test_the_highest_step_is_found_at_the_end_however_long_the_history_is(
     assert len(parsed) <= 22, "replays, and the newest that was none"
 
 
-def test_lines_are_whole_wherever_blocks_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_stay_complete_across_block_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writing = Writing(tmp_path)
     writing.start()
     writing.say(done(3), *(events.Notice(text="x" * size) for size in range(40)))
@@ -208,7 +208,7 @@ def test_lines_are_whole_wherever_blocks_end(tmp_path: Path, monkeypatch: pytest
         assert highest_step(tmp_path) == 3
 
 
-def test_what_is_written_after_a_moment_can_be_left_out(tmp_path: Path) -> None:
+def test_delayed_writes_can_be_dropped(tmp_path: Path) -> None:
     writing = Writing(tmp_path)
     writing.start()
     size = history.history_size(tmp_path)
@@ -228,7 +228,7 @@ def test_a_history_that_cannot_be_read_says_so(tmp_path: Path) -> None:
         list(read_history(tmp_path))
 
 
-def test_a_full_disk_is_told_once_and_its_history_comes_later(
+def test_a_full_disk_is_reported_once_and_history_is_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:

@@ -258,7 +258,7 @@ async def test_a_node_serves_its_metrics_and_nothing_else() -> None:
             pass
 
 
-def test_the_systems_words_are_told_even_where_asyncio_has_no_number() -> None:
+def test_the_systems_error_is_shown_even_without_an_errno() -> None:
     taken = OSError(errno.EADDRINUSE, "error while attempting to bind on address ('127.0.0.1', 1): ...")
     assert why_not_bound(taken) == os.strerror(errno.EADDRINUSE)
     passed_over = OSError("could not bind on any address out of [('192.0.2.1', 1)]")

@@ -51,7 +51,7 @@ def test_steps_that_are_traced(text: str, traced: list[int], left_out: list[int]
 
 
 @pytest.mark.parametrize("text", ["", "on", "0:3", "5:3", "3", "3:", "-1:2", "1:2:3", "a:b"])
-def test_what_names_no_steps_is_refused_with_an_example(text: str) -> None:
+def test_text_that_names_no_steps_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match="off, all, or the first and last step as in 3:5"):
         TracedSteps.parse(text)
 
@@ -81,7 +81,7 @@ def test_a_clock_records_what_ended_with_its_tensor() -> None:
     assert sum(span.seconds for span in spans) == pytest.approx(sum(clock.snapshot().values()))
 
 
-def test_work_beside_the_clock_is_a_span_and_no_time_of_its_own() -> None:
+def test_work_beside_the_clock_is_a_span_and_not_counted_twice() -> None:
     now = 10.0
     ring = SpanRing()
     clock = StageClock(lambda: now, TimeKind.FORWARD)
@@ -147,7 +147,7 @@ def test_sending_lasts_from_the_first_frame_to_the_last_and_flight_to_the_acknow
     ]
 
 
-def test_frames_that_are_sent_again_are_no_new_transfer() -> None:
+def test_resent_frames_are_not_a_new_transfer() -> None:
     way = Way()
     one = frames(key(0), 0, [4, 1])
     for number, frame in enumerate([*one, *one, one[1]]):
@@ -204,7 +204,7 @@ def write(writer: TraceWriter, *batches: Batch) -> None:
     writer.write(writer.take())
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_written_values_are_read_back(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path, 10**6)
     write(writer, batch(1), batch(2))
     write(writer, batch(3, "b", 1))
@@ -222,7 +222,7 @@ def test_a_later_coordinator_begins_a_segment_of_its_own(tmp_path: Path) -> None
     assert list(read_batches(tmp_path, 0, 9)) == [batch(2)]
 
 
-def test_damage_costs_what_is_damaged(tmp_path: Path) -> None:
+def test_only_the_damaged_part_is_lost(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path, 10**6)
     write(writer, batch(1))
     (segment,) = segments(tmp_path / "trace")
@@ -252,7 +252,7 @@ def test_segments_that_go_while_they_are_read_are_left_out(tmp_path: Path) -> No
     assert list(reading) == [batch(2)]
 
 
-def test_a_disk_that_is_full_ends_the_trace_and_nothing_else(tmp_path: Path) -> None:
+def test_a_full_disk_ends_only_the_trace(tmp_path: Path) -> None:
     (tmp_path / "trace").write_text("in the way")
     writer = TraceWriter(tmp_path, 10**6)
     write(writer, batch(1))
@@ -327,7 +327,7 @@ def placed(epoch: int, step: int, stage: int) -> Batch:
         ([[(1, 8, 0), (1, 8, 1), (2, 5, 0), (2, 6, 0)]], 6),
     ],
 )
-def test_a_step_is_whole_once_every_stage_has_sent_it(
+def test_a_snapshot_is_complete_once_every_stage_has_sent_it(
     segments_of: list[list[tuple[int, int, int]]], newest: int | None, tmp_path: Path
 ) -> None:
     for batches in segments_of:
@@ -384,7 +384,7 @@ def test_spans_of_other_steps_are_left_out() -> None:
     assert [one.span.kind for one in aligned.spans] == ["receive", "forward", "forward", "forward"]
 
 
-def test_what_was_in_flight_without_a_tensor_is_left_out() -> None:
+def test_transfers_without_a_tensor_are_skipped() -> None:
     odd = replace(batch(2).spans, spans=(Span("in-flight", 1.0, 0.5, None, 1),))
     trace = chrome_trace(align([Batch("a", odd), batch(2)], 2, 2), "run")
     assert trace == chrome_trace(align([batch(2)], 2, 2), "run")

@@ -79,7 +79,7 @@ def test_the_standard_library_is_cut_at_its_limit(monkeypatch: pytest.MonkeyPatc
     assert sum(len(document) for document in documents) <= 50_000
 
 
-def test_what_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files(tmp_path: Path) -> None:
     refused(tmp_path / "none.txt", "no file or folder .*none.txt; set .* data.path=PATH after the command")
     (tmp_path / "empty.txt").write_text(" \n")
     refused(tmp_path / "empty.txt", "no text in .*empty.txt")

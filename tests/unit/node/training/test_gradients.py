@@ -239,7 +239,7 @@ def test_an_update_of_bfloat16_weights_takes_the_sum_as_it_is() -> None:
         assert torch.equal(mine, theirs) and not torch.equal(mine, old)
 
 
-def test_what_is_not_finite_shows_in_the_norm() -> None:
+def test_non_finite_values_show_in_the_norm() -> None:
     chunk, optimizer = half()
     backward(chunk, 0)
     parameter = next(p for p in chunk.parameters() if p.dtype == torch.bfloat16)
@@ -259,7 +259,7 @@ def test_float32_weights_keep_their_gradients_in_grad() -> None:
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_what_is_put_is_a_copy(kind: str) -> None:
+def test_a_stored_layer_is_a_copy(kind: str) -> None:
     """The step scales gradients in place, and both ends of a tied pair are given the same sum."""
     of = trainer(2, gradients="float32", weights=kind, precision=kind)
     of.accumulate()

@@ -57,7 +57,7 @@ def plain_losses() -> list[float]:
 
 
 @pytest.mark.parametrize("changes", SETTINGS, ids=lambda c: "/".join(c.values()))
-def test_it_learns_as_float32_does(changes: dict[str, str]) -> None:
+def test_training_matches_float32(changes: dict[str, str]) -> None:
     expected = plain_losses()
     losses = [step.loss for step in trainer(changes).train(16)]
     assert expected[0] > 5 and expected[-1] < 2.8

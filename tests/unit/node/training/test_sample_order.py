@@ -16,7 +16,7 @@ from node.training.order import SampleOrder
     back=st.integers(0, 20),
     seed=st.integers(0, 3),
 )
-def test_known_is_what_a_search_finds(windows: int, batch: int, step: int, back: int, seed: int) -> None:
+def test_the_table_matches_a_search(windows: int, batch: int, step: int, back: int, seed: int) -> None:
     order = SampleOrder(windows=windows, global_batch=batch, seed=seed)
     since = max(0, step - back)
     seen = {sample for earlier in range(since, step) for sample in order.samples(earlier)}

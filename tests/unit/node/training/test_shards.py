@@ -272,7 +272,7 @@ def test_damaged_tokens_are_found(tmp_path: Path) -> None:
         sharded(config).batch(0)
 
 
-def test_what_is_read_in_shards(tmp_path: Path) -> None:
+def test_text_that_is_read_in_shards(tmp_path: Path) -> None:
     text, rows = write(tmp_path / "a.txt", TEXTS), write(tmp_path / "a.parquet", TEXTS)
     (tmp_path / "rows").mkdir()
     write(tmp_path / "rows" / "b.parquet", TEXTS)

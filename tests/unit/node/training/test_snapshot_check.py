@@ -39,7 +39,7 @@ def damage(root: Path, step: int, name: str = "head.safetensors") -> Path:
     return path
 
 
-def test_of_whole_snapshots_the_newest_counts_and_nothing_is_touched(tmp_path: Path) -> None:
+def test_the_newest_complete_snapshot_counts_and_nothing_is_changed(tmp_path: Path) -> None:
     write_snapshots(tmp_path, 40, 80)
     before = sorted(tmp_path.rglob("*"))
     assert set_damaged_aside(tmp_path) == Checked(whole=80, damaged=())
@@ -129,7 +129,7 @@ def test_a_check_that_takes_longer_than_a_moment_says_so_once(
     assert len(told) == 1 and told[0].startswith("checking the snapshot of step 40: ")
 
 
-def test_one_that_is_aside_stays_until_those_of_its_time_are_pruned(tmp_path: Path) -> None:
+def test_a_damaged_snapshot_stays_aside_until_its_peers_are_pruned(tmp_path: Path) -> None:
     write_snapshots(tmp_path, 40, 80, 120)
     damage(tmp_path, 80)
     damage(tmp_path, 120)

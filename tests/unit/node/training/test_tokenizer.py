@@ -120,7 +120,7 @@ def test_pieces_are_cut() -> None:
     assert all(tokenizer.PIECE_BYTES <= len(piece) < tokenizer.PIECE_BYTES + 200 for piece in pieces[:-1])
 
 
-def test_what_looks_like_a_special_token_is_text(tables: Path) -> None:
+def test_text_that_looks_like_a_special_token_stays_text(tables: Path) -> None:
     for form in ("hugging-face", "gpt2"):
         found = load_tokenizer(str(tables / form))
         ids = np.concatenate(found.encode([b"a<|endoftext|>b", SEPARATOR, b"c"])).tolist()
@@ -145,7 +145,7 @@ def test_tokens_are_kept_and_read_back(tables: Path, cache: Path, monkeypatch: p
         tokens_of(text + b"!", gpt2, cache, quiet)
 
 
-def test_a_killed_run_goes_on_where_it_was(
+def test_a_killed_run_resumes_where_it_was(
     tables: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "PIECE_BYTES", 500)

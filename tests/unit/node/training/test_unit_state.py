@@ -57,7 +57,7 @@ def cache(config: RunConfig) -> dict[str, Tensor]:
     ("moments", "weights"), [("float32", "float32"), ("fp8", "float32"), ("fp8", "bfloat16")]
 )
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_what_the_optimizer_saves_is_what_is_expected(family: str, moments: str, weights: str) -> None:
+def test_saved_optimizer_state_matches_the_expected_layout(family: str, moments: str, weights: str) -> None:
     model = replace(MODEL, family=family, kv_heads=2 if family == "gpt2" else 1)
     config = RunConfig(model=model, training=TrainingSection(moments=moments, weights=weights))
     saved = states(config)
@@ -69,7 +69,7 @@ def test_what_the_optimizer_saves_is_what_is_expected(family: str, moments: str,
         check_state(config, WINDOWS, unit, tensors)
 
 
-def test_what_a_boundary_remembers_is_taken_where_the_codec_has_a_memory() -> None:
+def test_a_boundarys_sample_cache_is_used_where_the_codec_has_one() -> None:
     state = states(REMEMBERS)[BLOCK]
     check_state(REMEMBERS, WINDOWS, BLOCK, read_tensors(serialize_unit(state)))
     remembering = read_tensors(serialize_unit({**state, **cache(REMEMBERS)}))
@@ -145,7 +145,7 @@ INFINITE, NEGATIVE_NAN = np.array([0x7F80, 0xFFC0], np.uint16).view(np.int16).to
         (REMEMBERS, spoilt(SINCE, -1), "holds numbers"),
     ],
 )
-def test_what_no_node_can_go_on_from_is_not_stored(
+def test_an_unusable_state_is_not_stored(
     tmp_path: Path, config: RunConfig, change: Callable[[Arrays], Arrays], line: str
 ) -> None:
     state = states(config)[BLOCK]

@@ -9,11 +9,11 @@ from scripts.checks.gpu_tests import summary
 MADE = """
 import pytest
 
-def test_near(record_property):
+def test_a_near_link_is_not_named(record_property):
     record_property("largest_relative_difference", 0.00125)
 
 @pytest.mark.parametrize("n", [1])
-def test_far(n, record_property):
+def test_a_far_link_is_named(n, record_property):
     record_property("largest_relative_difference", 0.5)
     assert n == 2
 
@@ -32,8 +32,19 @@ def test_outcomes_and_what_tests_recorded(tmp_path: Path) -> None:
     assert subprocess.run([*command, *plugins], cwd=tmp_path, capture_output=True).returncode == 1
     found = summary([path.read_text(encoding="utf-8")])
     assert found["outcomes"] == {"passed": 1, "failure": 1, "skipped": 1}
-    assert found["others"] == {"failure": ["test_made::test_far[1]"], "skipped": ["test_made::test_more"]}
+    assert found["others"] == {
+        "failure": ["test_made::test_a_far_link_is_named[1]"],
+        "skipped": ["test_made::test_more"],
+    }
     assert found["recorded"] == [
-        {"test": "test_made::test_near", "outcome": "passed", "largest_relative_difference": 0.00125},
-        {"test": "test_made::test_far[1]", "outcome": "failure", "largest_relative_difference": 0.5},
+        {
+            "test": "test_made::test_a_near_link_is_not_named",
+            "outcome": "passed",
+            "largest_relative_difference": 0.00125,
+        },
+        {
+            "test": "test_made::test_a_far_link_is_named[1]",
+            "outcome": "failure",
+            "largest_relative_difference": 0.5,
+        },
     ]

@@ -59,7 +59,7 @@ def test_trellis_is_what_it_is_between_guards() -> None:
     assert checks.cases == len(names) and checks.done == 7 * len(names)
 
 
-def test_own_allocations_have_no_guards_that_hide_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocations_have_no_guards_that_hide_overruns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(sanitizer.OWN_ALLOCATIONS, "1")
     checks = Checks()
     name, x, rate = few()[1]
@@ -110,7 +110,7 @@ def test_dtypes_and_paths_of_the_cases() -> None:
 
 
 @pytest.mark.parametrize(("tool", "errors"), [(None, None), ("memcheck", 0), ("racecheck", 2)])
-def test_what_a_run_said(tool: str | None, errors: int | None) -> None:
+def test_a_runs_output(tool: str | None, errors: int | None) -> None:
     row = sanitizer.outcome(tool, 0, SAID[tool])
     assert (row["cases"], row["checks"], row["failed"], row.get("errors")) == (7, 20, 0, errors)
     assert sanitizer.bad(row) == bool(errors) == ("last" in row)

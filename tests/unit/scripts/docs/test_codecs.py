@@ -76,7 +76,7 @@ def test_two_threads_are_timed_by_wall_and_by_processor(
     assert line.startswith("| 1 x 96 x 64 | `trellis-4.41` |") and "| 1.0 | 6.1 | 6.1 | 25 |" in line
 
 
-def test_a_gpus_table_has_the_gpus_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpus_table_has_only_that_gpus_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = {f"{way}_{what}": 1e-3 for way in ("encode", "decode") for what in ("seconds", "kernel_seconds")}
     row = {
         "device": "cuda",
@@ -94,9 +94,7 @@ def test_a_gpus_table_has_the_gpus_rows_alone(tmp_path: Path, monkeypatch: pytes
     assert lines[3] == ""
 
 
-def test_kernels_stand_with_their_times_and_checks_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_listed_with_times_and_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"shape": [8, 64], "way": "encode", "seconds": 1e-5, "of_copy": 0.8444, "target": 0.85}
     times = [
         {**row, "codec": "tah", "kernels_microseconds": {"_measure": 36.79, "_rank": 8.85}},

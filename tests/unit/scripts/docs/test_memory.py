@@ -36,7 +36,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, 
     return memory.quantize_gemm().splitlines()
 
 
-def test_times_stand_beside_the_producers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_shown_beside_the_producers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = table(tmp_path, monkeypatch, [row("down", 2.0, 3.0), row("norm, QKV", 2.5, 2.0)])
     assert lines[0].startswith("| block | layer | packed from | matrix | packed in the producer, ms |")
     assert lines[2] == (

@@ -44,7 +44,7 @@ def test_without_turns_beside_packing_there_is_one_table(
     assert lines[-1].endswith("median of 3 runs, torch 2.13.0, Triton 3.6.0, commit 0123456789ab.")
 
 
-def test_a_stage_beside_packing_stands_beneath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_beside_packing_are_shown_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # One turn is slow for another's sake: the share is the median of the pairs', not of the medians.
     turns = [(0.050, 0.051), (0.100, 0.103), (0.040, 0.044)]
     together = [bench.together_row(names, turns) for names in bench.TOGETHER]

@@ -39,7 +39,7 @@ def test_each_comparison_with_one_gpu_has_a_row(tmp_path: Path, monkeypatch: pyt
         recorded(f"{TENSOR_GROUP}[2-llama]", 3.14e-6),
         recorded(f"{TENSOR_GROUP}[2 x 2-stored]", 2e-5),
         recorded(f"{TENSOR_GROUP}[4-gpt2]", 4.56e-4),
-        recorded("test_gpu_other::test_near", 0.5),
+        recorded("test_gpu_other::test_a_near_link_is_not_named", 0.5),
         {"test": f"{GROUP}[2-fp8]", "outcome": "passed", "seconds": 1.0},
     ]
     lines = table(tmp_path, monkeypatch, recorded=rows)
@@ -57,9 +57,7 @@ def test_each_comparison_with_one_gpu_has_a_row(tmp_path: Path, monkeypatch: pyt
     ]
 
 
-def test_what_failed_or_erred_is_named_and_what_was_skipped_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_are_named_and_skips_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed, erred = f"{GROUP}[2-fp8]", "test_gpu_run::test_run"
     lines = table(
         tmp_path,

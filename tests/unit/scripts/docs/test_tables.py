@@ -56,7 +56,7 @@ def test_the_readme_is_looked_at() -> None:
     assert ROOT / "README.md" in tables.documents()
 
 
-def test_a_changed_table_is_found_and_written_anew(
+def test_a_changed_table_is_found_and_rewritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     readme = tmp_path / "README.md"
@@ -91,7 +91,7 @@ def test_cells_cannot_break_a_row() -> None:
     assert made == "| a | b |\n|---|--:|\n| x\\|y | 1 |"
 
 
-def test_words_beneath_a_field_are_its_meaning() -> None:
+def test_a_fields_docstring_is_its_meaning() -> None:
     fields = ("x: int = 1", '"""Two', 'lines."""', "y: int = 2", "z: int = 3")
     source = "\n    ".join(("class A:", '"""Of A."""', *fields))
     assert program.field_words(source) == {"A": {"x": "Two lines."}}
@@ -103,7 +103,7 @@ def test_every_key_of_a_run_file_has_a_row() -> None:
     assert any(row.startswith('| `pipeline.forward_codec` | `"tah"` |') for row in rows)
 
 
-def test_losses_stand_beside_the_uncompressed_run_of_their_seed(
+def test_losses_are_shown_beside_the_uncompressed_run_of_their_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "codec_loss.json"
@@ -133,7 +133,7 @@ def test_the_summary_of_storage_gives_the_range_over_shapes(
     assert "-1.0 to +1.5 % time" in text and "10 to 20 % less)" in text
 
 
-def test_gradients_stand_beside_the_papers_and_what_is_missed_is_said(
+def test_gradients_are_shown_beside_the_papers_with_misses_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     errors = {

@@ -49,14 +49,14 @@ def test_lengths_are_of_a_code_that_can_exist() -> None:
     assert code_lengths.static_bits(symbol, torch.full((1,), 1e-6), 0.0, 0.0) < 1e-3
 
 
-def test_rice_codes_of_tiles_are_what_they_are() -> None:
+def test_rice_codes_of_tiles_have_the_recorded_lengths() -> None:
     index = torch.zeros(128)
     index[64:] = 3
     # k = 0 for zeros; 3 is symbol 5: 6 bits at k = 0, 4 at k = 1 and 2; two parameters, one bit each.
     assert code_lengths.rice_bits(index, torch.ones(128), True) == 64 * 1 + 64 * 4 + 2
 
 
-def test_a_path_is_the_one_of_least_error() -> None:
+def test_the_chosen_path_has_the_least_error() -> None:
     x = normal(3, 6, seed=2).numpy()
     step = 0.4
     found = choices.path(x, step)
@@ -89,7 +89,7 @@ def test_a_trellis_beats_rounding_at_equal_bits() -> None:
     assert 0.85 < trellis[1] / plain[1] < 0.95
 
 
-def test_low_rank_pays_where_there_is_any() -> None:
+def test_low_rank_prediction_pays_on_low_rank_tensors() -> None:
     x = normal(256, 4) @ normal(4, 192, seed=1) + 0.1 * normal(256, 192, seed=2)
     way = replace(choices.PLAIN, low_rank=True)
     predicted = choices.predictor(x, None)
@@ -115,7 +115,7 @@ def test_tokens_predict_from_rows_before_alone() -> None:
     assert all_share == 3 / 5 and (every[0] != 0).any()
 
 
-def test_what_is_recorded_makes_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_results_make_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x = (normal(1, 128, 6) @ normal(6, 128, seed=1)).bfloat16() * 1e-5
     tokens = torch.randint(0, 20, (1, 129), generator=torch.Generator().manual_seed(1))
     kinds = {"activation.0": x, "activation.1": x * 3, "gradient.0": x * 2}

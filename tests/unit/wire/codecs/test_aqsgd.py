@@ -105,7 +105,7 @@ def test_a_tensor_of_new_and_known_samples() -> None:
     boundary.assert_equal([0, 1, 2, 3])
 
 
-def test_what_is_left_over_is_made_up_for() -> None:
+def test_the_remainder_is_padded() -> None:
     """Sent again and again, an activation that stands still arrives as exactly as bf16 allows."""
     boundary = Boundary(2, (8, 64))
     boundary.send(activations((8, 64), 1, 1), (0,))
@@ -158,7 +158,7 @@ class LoggedCopies(HostCopies):
         return super().room(shape, dtype)
 
 
-def test_a_gpu_is_waited_for_at_the_commit_alone() -> None:
+def test_only_the_commit_waits_for_the_gpu() -> None:
     """What is remembered travels both ways through memory of its own; the bits are a CPU's."""
     boundary, other = Boundary(4, (3, 64)), Boundary(4, (3, 64))
     copies = [LoggedCopies(), LoggedCopies()]
@@ -186,7 +186,7 @@ def test_a_gpu_is_waited_for_at_the_commit_alone() -> None:
     boundary.assert_equal([0, 1, 2, 4])
 
 
-def test_what_a_gpu_learnt_may_change_once_it_is_staged() -> None:
+def test_a_gpus_cache_can_change_once_it_is_staged() -> None:
     """Its memory is used again by what the stream does next; the copy was made before."""
     cache = SampleCache(2, (4,), since=0, copies=LoggedCopies())
     learnt = torch.ones(1, 4, dtype=torch.bfloat16)
@@ -196,7 +196,7 @@ def test_what_a_gpu_learnt_may_change_once_it_is_staged() -> None:
     assert cache.recall([1], torch.device("cpu")).tolist() == [[1.0] * 4]
 
 
-def test_an_aborted_step_teaches_nothing() -> None:
+def test_an_aborted_step_updates_no_estimate() -> None:
     boundary, other = Boundary(4, (3, 64)), Boundary(4, (3, 64))
     x, y, z = (activations((3, 64), seed, 2) for seed in (1, 2, 3))
     for ends in (boundary, other):
@@ -215,7 +215,7 @@ def test_an_aborted_step_teaches_nothing() -> None:
     assert torch.equal(later, again)
 
 
-def test_of_a_sample_sent_twice_in_a_step_the_later_counts() -> None:
+def test_the_later_of_two_sends_of_a_sample_counts() -> None:
     boundary = Boundary(8, (3, 64))
     x, y = activations((3, 64), 1, 1), activations((3, 64), 2, 1)
     boundary.send(y, (5,), place=1)
@@ -305,7 +305,7 @@ def test_a_state_that_does_not_fit_is_refused(state: dict[str, torch.Tensor]) ->
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, BIGGEST])
 @pytest.mark.parametrize("known", [False, True])
-def test_what_is_not_finite_is_refused(bad: float, known: bool) -> None:
+def test_non_finite_values_are_refused(bad: float, known: bool) -> None:
     boundary = Boundary(4, (3, 64))
     x = activations((3, 64), 1, 2)
     if known:

@@ -41,7 +41,7 @@ def test_a_gpu_gives_a_cpus_bits(name: str, which: str) -> None:
 
 
 @pytest.mark.parametrize("name", codec_names())
-def test_what_is_not_finite_is_refused_when_sealed(name: str) -> None:
+def test_non_finite_values_are_refused_when_sealed(name: str) -> None:
     x = torch.randn(2, 100, device="cuda")
     x[1, 50] = float("nan")
     packed = codec(name).pack(x).cpu()

@@ -147,7 +147,7 @@ def test_a_bit_map_with_another_count_is_refused() -> None:
         codec("tah").decode(reseal(forged), SPEC)
 
 
-def test_of_several_faults_of_tah_the_worst_is_named() -> None:
+def test_the_worst_of_several_tah_faults_is_named() -> None:
     forged = PACKED["tah"].clone()
     forged[64 + 48 + 48] ^= 1
     forged[66:68].view(torch.float16).fill_(-0.0)

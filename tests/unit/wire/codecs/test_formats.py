@@ -67,7 +67,7 @@ def test_a_trellis_format_takes_rates_from_2_to_10_in_thousandths(rate: float) -
 
 
 @given(constant=st.floats(2.0**-64, 2.0**64))
-def test_a_constant_is_what_torch_makes_of_it_in_fp32(constant: float) -> None:
+def test_a_constant_equals_torchs_fp32_value(constant: float) -> None:
     rounded = torch.tensor(constant, dtype=torch.float32).item()
     assert FixedFormat(8, constant).parameters.constant == rounded
 

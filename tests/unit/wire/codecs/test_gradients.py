@@ -48,7 +48,7 @@ def test_powers_of_two_change_no_code(name: str, exponent: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8, 10])
-def test_a_constant_changes_nothing_that_matters(bits: int) -> None:
+def test_a_constant_scale_changes_no_result(bits: int) -> None:
     x = gradients() * 1e-5
     plain = error(decoded(FixedCodec(bits), x), x)
     for constant in (1e-3, 3.0, 1e4, 1e6):

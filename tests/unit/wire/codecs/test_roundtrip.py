@@ -105,7 +105,7 @@ def test_extreme_values(name: str, which: str) -> None:
 @pytest.mark.parametrize("name", codec_names())
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_not_finite_is_refused(name: str, bad: float, dtype: torch.dtype) -> None:
+def test_non_finite_values_are_refused(name: str, bad: float, dtype: torch.dtype) -> None:
     x = normal(2, 3, 100).to(dtype)
     x[1, 2, 99] = bad
     with pytest.raises(NonFiniteError, match=r"shape \[2, 3, 100\]"):
@@ -263,7 +263,7 @@ def test_bits_out_of_range_are_refused(bits: int) -> None:
 
 
 @pytest.mark.parametrize("constant", [0.0, -1.0, float("inf"), float("nan")])
-def test_constants_out_of_range_are_refused(constant: float) -> None:
+def test_scale_constants_out_of_range_are_refused(constant: float) -> None:
     with pytest.raises(ConfigError, match="must be positive"):
         FixedCodec(8, constant)
 
@@ -293,7 +293,7 @@ def test_true_bits_of_a_million_elements() -> None:
             assert codec(f"fixed-{bits}").bits_per_element(spec) == pytest.approx(bits + 0.25, abs=0.001)
 
 
-def test_unknown_names_name_the_nearest() -> None:
+def test_an_unknown_name_suggests_the_nearest() -> None:
     fixed = {f"fixed-{b}" for b in range(2, 11)}
     assert set(codec_names()) == {"fp32", "bf16", "fp16", "tah", "trellis-4", *fixed}
     with pytest.raises(ConfigError, match="'fixed-8'"):

@@ -118,7 +118,7 @@ def test_the_coordinator_certificate_carries_its_issuer(authority: CertificateAu
     assert load_key(key_pem).public_key() == certificate.public_key()
 
 
-def test_nothing_but_the_key_is_taken_from_a_request(authority: CertificateAuthority) -> None:
+def test_only_the_key_is_taken_from_a_request(authority: CertificateAuthority) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "coordinator.run-a")])
     request = (
@@ -170,7 +170,7 @@ def test_a_certificate_is_read_in_both_forms_or_refused(authority: CertificateAu
             read_certificate(broken)
 
 
-def test_an_authority_whose_name_is_no_text_names_no_run(authority: CertificateAuthority) -> None:
+def test_a_certificate_with_a_non_text_name_names_no_run(authority: CertificateAuthority) -> None:
     assert authority_run_id(authority.certificate) == authority.run_id
     der = authority.certificate.public_bytes(serialization.Encoding.DER)
     assert authority_run_id(read_certificate(der.replace(b"thinwire run", b"\xff" * 12))) is None
@@ -211,7 +211,7 @@ def test_a_damaged_identity_says_so(authority: CertificateAuthority, tmp_path: P
         NodeIdentity.load(tmp_path)
 
 
-def test_an_identity_is_of_one_piece(authority: CertificateAuthority) -> None:
+def test_an_identitys_key_and_certificate_belong_together(authority: CertificateAuthority) -> None:
     ours, theirs = make_identity(authority), make_identity(authority)
     with pytest.raises(ValueError, match="another node"):
         replace(ours, certificate_pem=theirs.certificate_pem)
@@ -303,7 +303,7 @@ def test_private_files_are_written_whole_or_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [create_private, write_private])
-def test_a_full_disk_is_told_of_the_file(
+def test_a_full_disk_error_names_the_file(
     write: Callable[[Path, bytes], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error of a write carries no name, and would be taken for one of the screen."""
@@ -352,7 +352,7 @@ def test_addresses_are_split_and_joined(address: str, expected: tuple[str, int])
         *("a b:1", "a\tb:1", "a\u2003b:1", "a\0b:1", "a\x1b[31m:1", "[::1%\x1b]:1", "a\udc80:1"),
     ],
 )
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="is not an address"):
         split_address(address)
 

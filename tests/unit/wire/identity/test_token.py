@@ -46,7 +46,7 @@ tokens = st.builds(
 
 
 @given(tokens)
-def test_what_is_encoded_is_parsed_back(token: JoinToken) -> None:
+def test_encoding_and_parsing_round_trip(token: JoinToken) -> None:
     assert JoinToken.parse(token.encode()) == token
 
 
@@ -101,7 +101,7 @@ def test_another_version_says_so() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "hello", "tw", "twin_a_b_c_deadbeef", "tw1", "\udc80"])
-def test_what_is_no_token_says_so(text: str) -> None:
+def test_text_that_is_not_a_token_is_reported(text: str) -> None:
     with pytest.raises(TokenError, match=r"not a join token|cut short"):
         JoinToken.parse(text)
 
@@ -189,7 +189,7 @@ def test_each_refusal_has_its_reason() -> None:
     assert _code(replace(RECORD, revoked=True)) is RefusalCode.TOKEN_REVOKED
 
 
-def test_an_expired_token_admits_whom_it_admitted_and_a_revoked_one_nobody() -> None:
+def test_an_expired_token_still_admits_its_members_and_a_revoked_one_nobody() -> None:
     """A node that was off until its certificate ended rejoins without a new one."""
     bound = RECORD.bind(KEY)
     again = admit(bound, SECRET, KEY, 2000.0)
