@@ -1,6 +1,6 @@
 """What a TLS client asks for in its first message: a server name (SNI) and protocols (ALPN).
 
-Several services share one port, and this is all that tells their clients apart before any byte is answered.
+Several services share one port, and only this distinguishes their clients before any byte is answered.
 The parser is pure and reads at most `MOST_BYTES`; only the fields named here are looked at (RFC 8446, section
 4.1.2; RFC 6066, section 3; RFC 7301, section 3.1).
 """
@@ -25,7 +25,7 @@ class ClientHello:
 
 
 def read_client_hello(data: bytes) -> ClientHello | int:
-    """The hello at the start of a connection's bytes, or how many bytes it takes to tell more.
+    """The hello at the start of a connection's bytes, or how many bytes are needed to decide.
 
     Raises ValueError for bytes that are no client hello, or for one longer than `MOST_BYTES`.
     """

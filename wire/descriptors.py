@@ -42,7 +42,7 @@ _never = threading.Event()
 def when_there_are_some(work: Callable[[], Result]) -> Result:
     """Do `work`, which opens files, again while descriptors have run out, for a minute at most.
 
-    Ports drop strangers meanwhile. Call it on a thread that may wait; `work` must be able to begin anew.
+    Ports drop strangers meanwhile. Call it on a thread that may wait; `work` must be able to start again.
     """
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:

@@ -1,4 +1,4 @@
-"""One port for several services, told apart by what a client says first.
+"""One port for several services, distinguished by a client's first bytes.
 
 A TLS client names a server in its first message (`wire.client_hello`); a browser without TLS begins with a
 method of HTTP. The connection then belongs to its service's `Front`, which has limits of its own: a crowd at

@@ -44,7 +44,7 @@ _LONGEST_DIRECTORY = 80
 PassOn = Callable[[socket.socket], "asyncio.Future[None] | asyncio.Task[None]"]
 """Takes over an accepted socket; done when the front no longer needs to count it."""
 Choose = Callable[[bytes], "Front | int | None"]
-"""Whose a connection is, by its first bytes; how many bytes it takes to tell; None to drop it."""
+"""Whose a connection is, by its first bytes; how many bytes are needed to decide; None to drop it."""
 
 
 class Front:
@@ -269,7 +269,7 @@ class Front:
             connection.close()
             self._forget(number)
             raise
-        if number not in self._pipes:  # dropped meanwhile
+        if number not in self._pipes:  # dropped in the meantime
             pipe.abort()
 
     def _connect_backend(self, number: int) -> socket.socket:

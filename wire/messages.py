@@ -212,7 +212,7 @@ class Restore:
     missed: Commit | None = None
     """The previous step's commit, for stages that voted and never got the outcome."""
     uncompressed: bool = False
-    """Use `fp32` on every link of this epoch, to tell quantization error from divergence."""
+    """Use `fp32` on every link of this epoch, to distinguish quantization error from divergence."""
     lineage: int = 0
     """Lineage of the state that counts as held. A node without it loads `step` and joins this lineage."""
 

@@ -229,7 +229,7 @@ class Relay:
                 end.socket.close()
             self._ended(number, other, pipe)
             return
-        if number not in self._pipes:  # dropped meanwhile
+        if number not in self._pipes:  # dropped in the meantime
             pipe.abort()
 
     def _ended(self, number: int, other: int, pipe: Pipe) -> None:

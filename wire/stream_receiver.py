@@ -315,7 +315,7 @@ class StreamReceiver:
         news = max(self._next - self._told.next_sequence, self._limit - self._told.credit_limit)
         if news == 0:
             return
-        # The sender must hear in time to keep the window full, and it measures the link by when a tensor is
+        # The sender must learn in time to keep the window full, and it measures the link by when a tensor is
         # complete: both go at once. Other acknowledgements are collected.
         low = self._told.credit_limit - self._highest < self._window // 4
         complete = self._complete > self._told.next_sequence

@@ -1,7 +1,7 @@
 """Shared parts of the tiled quantizers' CPU loops: compiling, bits of floats, tiles, planes, threads.
 
 Numba compiles at first use and keeps the result beside the modules or below the user's home. Where it can
-write to neither, every process compiles anew.
+write to neither, every process compiles for itself.
 
 Loops over a tile are written so that LLVM vectorizes them, although it may not reorder operations on floats.
 Constants are fp32: with a plain number numba computes in fp64.
@@ -81,7 +81,7 @@ def _can_keep() -> bool:
         LoopCache(_can_keep)
     except RuntimeError:
         _log.warning(
-            "numba cannot keep what it compiles here, so every start compiles anew: set NUMBA_CACHE_DIR "
+            "numba cannot keep what it compiles here, so every start compiles again: set NUMBA_CACHE_DIR "
             "or XDG_CACHE_HOME to a folder that this user may write to"
         )
         return False

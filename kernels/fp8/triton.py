@@ -22,7 +22,7 @@ ROWS = 4
 WARPS = 2
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
-# Triton compiles anew for sizes that are 1 or multiples of 16. Only for the number of elements does that
+# Triton compiles again for sizes that are 1 or multiples of 16. Only for the number of elements does that
 # help: Triton then knows that a thread may read several at once.
 
 

@@ -125,7 +125,7 @@ class RunViewBuilder:
         self._aborted = 0
         self._recoveries = 0
         self._snapshots: deque[SnapshotView] = deque(maxlen=MOST_SNAPSHOTS)
-        """By step, pruned ones included: the newest counts if later ones are set aside."""
+        """By step, pruned ones included: the newest counts if later ones are damaged."""
         self._held_out: dict[int, events.HeldOutLoss] = {}
         self._finished: events.RunFinished | None = None
         self._token_uses: int | None = None

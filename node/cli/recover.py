@@ -1,4 +1,4 @@
-"""`thinwire recover --from NODE_DIR`: make a run's directory anew when its coordinator's disk is lost."""
+"""`thinwire recover --from NODE_DIR`: make a new run directory when its coordinator's disk is lost."""
 
 import argparse
 import shlex

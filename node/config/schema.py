@@ -1,6 +1,6 @@
 """The run file's sections as frozen dataclasses; `node/run_file` reads and checks them.
 
-The docstring beneath a field is its text in the run file's reference. Units are in the name or the docstring.
+The docstring below a field is its text in the run file's reference. Units are in the name or the docstring.
 """
 
 from dataclasses import dataclass, field

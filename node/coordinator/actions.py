@@ -1,5 +1,5 @@
 """The actions that the run's state machine returns. Carried out in order: a record is durable before the next
-action starts, so a commit is on disk before any stage is told.
+action starts, so a commit is on disk before any stage learns of it.
 """
 
 from collections.abc import Iterable

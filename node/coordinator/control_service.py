@@ -96,7 +96,7 @@ class Handler(Protocol):
     def hold_layers(
         self, node_id: str, layers: Sequence[HeldLayer], missing: Sequence[tuple[int, str]]
     ) -> list[tuple[int, str]]:
-        """A node tells of files on its disk, and of missing ones; returns those of no snapshot."""
+        """A node reports files on its disk and missing ones; returns those of no snapshot."""
         ...
 
     def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit | None:

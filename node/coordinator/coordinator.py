@@ -1,7 +1,7 @@
 """The coordinator of one run: feeds the state machine with what happens, and carries out what it says.
 
 One task (`_act`) takes events in turn, so the machine is never entered twice at once, and every action is
-carried out before the next event is looked at: a commit is on disk before a stage hears of it.
+carried out before the next event is looked at: a commit is on disk before a stage learns of it.
 """
 
 import asyncio
@@ -115,11 +115,11 @@ class Coordinator:
         corpus: TrainingData,
         emit: Emit,
         past: Past,
-        untold: StepRecord | None = None,
+        unreported: StepRecord | None = None,
     ) -> None:
-        """`untold` is a step that an earlier coordinator committed and has not told of."""
+        """`unreported` is a step that an earlier coordinator committed but did not report."""
         self.allow_links: Callable[[Sequence[str]], None] = lambda nodes: None
-        """Called with the nodes of each placement before they hear of it; a relay joins these alone."""
+        """Called with the nodes of each placement before they learn of it; a relay joins these alone."""
         self.config = config
         self._directory = directory
         self._store = store
@@ -140,7 +140,7 @@ class Coordinator:
         self._machine = RunMachine(
             run_plan(config, corpus.windows, len(self._held_out)), step_plan(config), past
         )
-        self._reporter = Reporter(config, emit, untold)
+        self._reporter = Reporter(config, emit, unreported)
         self._tracer = Tracer(config.telemetry, directory, self._places)
         self._disk = Disk(lambda text: emit(events.Notice(text=text)))
         self._snapshots = SnapshotHandler(
@@ -231,7 +231,7 @@ class Coordinator:
                 for action in happening(time.monotonic()):
                     await self._carry_out(action)
             except (RunError, OSError) as error:
-                # The actions after the one that failed build on it: nobody may hear of them.
+                # The actions after the one that failed build on it: nobody may receive them.
                 for action in self._machine.fail(str(error)):
                     await self._carry_out(action)
                 self._outcome = Outcome(reason=str(error), failed=True)
@@ -242,7 +242,7 @@ class Coordinator:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             before, looked = looked, time.monotonic()
-            # What nodes said meanwhile is read after this tick: their silence was ours.
+            # What nodes sent meanwhile is read after this tick: the silence was on our side.
             unseen = looked - before if looked - before > STANDSTILL_SECONDS else 0.0
             self._post(functools.partial(self._look, looked, unseen))
 
@@ -282,7 +282,7 @@ class Coordinator:
             self._post(functools.partial(self._machine.lost, node_id, EVICTED))
 
     async def _say_goodbye(self) -> None:
-        """Let every node hear how it ended before the connections close."""
+        """Send every node how the run ended before the connections close."""
         for session in self._sessions:
             if session.node_id not in self._machine.members:
                 # It came as the run ended, and the state machine has never seen it.

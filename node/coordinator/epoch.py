@@ -101,7 +101,7 @@ Outcome = list[Action] | NonFinite | FiniteUncompressed | Implausible | RefusedV
 
 @dataclass(frozen=True, kw_only=True)
 class Committed:
-    """The newest commit on record; stages that voted for it may still have to hear of it."""
+    """The newest commit on record; stages that voted for it may still have to receive it."""
 
     step: int
     clip_coefficient: float
@@ -220,7 +220,7 @@ class Epoch:
     def begin(self) -> list[Action]:
         """Open the step. Call in `IDLE` only."""
         self.phase = Phase.STEPPING
-        # All stages must run the step with the same windows, also one that hears of it again.
+        # All stages must run the step with the same windows, also one that receives it again.
         self._windows = self.planned_windows
         self.votes.clear()
         return [Send(node_id=node, message=self._begin(node)) for node in self.hosts]
@@ -521,7 +521,7 @@ class EpochSeries:
         self._committed = committed
         self._newest_state = committed.step + 1 if committed is not None else 0
         self._lineages: set[int] | None = None
-        """That of the newest commit, and those that began since; unknown before a commit is heard of."""
+        """That of the newest commit, and those that began since; unknown before the first commit."""
         self._windows: tuple[int, ...] = ()
         """The newest plan for the links; empty before there is one."""
         self._windows_of = (0, 0)
@@ -538,7 +538,7 @@ class EpochSeries:
         now: float,
         groups: Groups = ONE_ROW,
     ) -> Epoch:
-        """The next epoch. Its nodes are about to be told their places."""
+        """The next epoch. Its nodes are about to receive their places."""
         self._last_number += 1
         self._began = now
         if self._lineages is not None and self.ended is not None and self.ended.lineage is not None:

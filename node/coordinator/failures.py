@@ -133,7 +133,7 @@ class Failures:
             self._suspect = None
 
     def forgive(self) -> None:
-        """Count anew: a step is done, or a node is gone that caused the failures."""
+        """Start counting again: a step is done, or a node is gone that caused the failures."""
         self._retries = 0
 
 
@@ -313,7 +313,7 @@ def other_end(epoch: Epoch, node_id: str, failure: StepFailed) -> str | None:
 
 
 SLOW_SECONDS = 10.0
-"""After the time that is usual, the operator is told whom a step waits for."""
+"""After the usual time, the operator sees whom a step waits for."""
 STEP_PATIENCE = 30.0
 FIRST_PATIENCE = 120.0
 """In an epoch's first step, and while its state is loaded: kernels are compiled, links are warmed."""
@@ -356,7 +356,7 @@ class Stragglers:
     """Nodes that do not answer when others have. Looks at the loading of a state, votes, and ends of
     steps.
 
-    If one node of a pipeline does nothing, nobody can answer. Nodes tell with their heartbeats what they do:
+    If one node of a pipeline does nothing, nobody can answer. Heartbeats say what nodes do:
     who waits for none, and is waited for, is the one.
     """
 

@@ -161,7 +161,7 @@ class KeptSnapshots:
     def hold(
         self, node_id: str, layers: Sequence[HeldLayer], missing: Sequence[tuple[int, str]]
     ) -> list[tuple[int, str]]:
-        """A node tells of files on its disk, and of those that it has not. Returns those of no snapshot."""
+        """A node reports files on its disk and requested ones that it lacks. Returns those of no snapshot."""
         known = set(self._known())
         unknown = []
         for file in layers:
@@ -240,7 +240,7 @@ class KeptSnapshots:
             write = functools.partial(asyncio.to_thread, self._write, manifest, holders)
             await self._disk.write(write)
             if self._places.entries(step) != manifest.units:
-                continue  # it was asked for anew meanwhile
+                continue  # it was requested again meanwhile
             self._places.completed(step)
             self._first_missed.clear()
             await self._prune()

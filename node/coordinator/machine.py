@@ -95,9 +95,9 @@ class RunMachine:
         self._growing = False
         self._measurements = HeldOutSchedule(past.validated, past.best)
         self._unseen = 0.0
-        """Seconds of the epoch in which nobody could be heard."""
+        """Seconds of the epoch in which nobody could be received."""
         self.goodbye = goodbye("the run is over", failed=False, done=True)
-        """What nodes hear once the run is."""
+        """What nodes receive once the run is over."""
 
     @property
     def epoch(self) -> Epoch | None:
@@ -176,7 +176,7 @@ class RunMachine:
     def tick(self, now: float, *, unseen: float = 0.0) -> list[Action]:
         """Call about twice a second: declares silent and vanished nodes dead, regroups when it is time.
 
-        `unseen`: seconds, until now, in which the coordinator stood still and what nodes said was not read.
+        `unseen`: seconds, until now, in which the coordinator was suspended and read no messages.
         """
         if unseen:
             self._roster.excuse(unseen, now)
@@ -230,7 +230,7 @@ class RunMachine:
     def message(self, node_id: str, message: NodeMessage, now: float) -> list[Action]:
         """Handle one control message; what is of another epoch, or from a node without a stage, is dropped.
 
-        But for complaints: the node at fault may have told of its broken link first.
+        But for complaints: the node at fault may have reported its broken link first.
         """
         self.heard(node_id, now)
         epoch, ended = self.epoch, self._epochs.ended
@@ -534,7 +534,7 @@ class RunMachine:
 
     def _unassign(self, node_id: str, reason: str, now: float) -> list[Action]:
         if self._assigner.vacate(node_id, now):
-            # Failures that its neighbours told of were its own end.
+            # Failures that its neighbours reported were caused by its end.
             self._failures.forgive()
         if self.epoch is None or node_id not in self.epoch.hosts:
             return []

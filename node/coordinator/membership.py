@@ -55,7 +55,7 @@ class Roster:
             member.disconnected_at = now
 
     def excuse(self, seconds: float, now: float) -> None:
-        """The coordinator heard nobody for the last `seconds`: do not count them as silence."""
+        """The coordinator received nothing for the last `seconds`: do not count them as silence."""
         for member in self.members.values():
             member.last_heard = min(member.last_heard + seconds, now)
             if member.disconnected_at is not None:

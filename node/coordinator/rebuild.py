@@ -193,7 +193,7 @@ def _record(store: Store, directory: Path, manifests: list[Manifest], now: float
     except RunError:
         return  # the history is damaged too; it is a convenience
     if view.epoch:
-        # Epoch numbers only grow. Addresses are not in the history; nodes tell theirs again.
+        # Epoch numbers only grow. Addresses are not in the history; nodes report theirs again.
         stages = [PlacedNode(stage.stage, stage.node_id, "") for stage in view.stages]
         store.record_placement(view.epoch, stages or [PlacedNode(0, "", "")])
     if done is not None:
@@ -201,7 +201,7 @@ def _record(store: Store, directory: Path, manifests: list[Manifest], now: float
 
 
 def _step(done: events.StepDone, epoch: int, tokens: int, now: float) -> StepRecord:
-    """As on record, without the clip coefficient: no node may be told to commit this step."""
+    """As on record, without the clip coefficient: no node may commit this step."""
     return StepRecord(
         step=done.step - 1,
         epoch=epoch,
@@ -268,7 +268,7 @@ def snapshots_of(folder: Path) -> Path:
 def recover(
     record: NodeRecord, config: RunConfig, directory: Path, folders: Sequence[Path], now: float
 ) -> str:
-    """Make the run's directory anew; returns a line about what is there. Raises RunError or UserError."""
+    """Make a new directory for the run; returns a line about what it holds. Raises RunError or UserError."""
     authority = CertificateAuthority.create(record.run_id, now)
     newest = record.manifests[-1]
     try:

@@ -59,10 +59,10 @@ class _Tally:
 class Reporter:
     """Emits events; times are taken here, on the monotonic clock.
 
-    `untold` is a step that an earlier coordinator committed without emitting its event.
+    `unreported` is a step that an earlier coordinator committed without emitting its event.
     """
 
-    def __init__(self, config: RunConfig, emit: Emit, untold: StepRecord | None = None) -> None:
+    def __init__(self, config: RunConfig, emit: Emit, unreported: StepRecord | None = None) -> None:
         pipeline = config.pipeline
         codecs = {"fp32", pipeline.forward_codec, pipeline.backward_codec}
         self.accounting = Accounting(codecs | ({pipeline.sync_codec} if pipeline.groups > 1 else set()))
@@ -74,8 +74,10 @@ class Reporter:
         self._tally = _Tally()
         self._step_began = self._epoch_began = time.monotonic()
         self._commit: _Commit | None = None
-        if untold is not None:
-            self._commit = _Commit(untold.step, untold.loss, untold.lr, untold.grad_norm, untold.seconds)
+        if unreported is not None:
+            self._commit = _Commit(
+                unreported.step, unreported.loss, unreported.lr, unreported.grad_norm, unreported.seconds
+            )
 
     @property
     def step_seconds(self) -> float:

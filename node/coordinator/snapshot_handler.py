@@ -226,7 +226,7 @@ class SnapshotHandler:
                 return None
             if self._wanted.get(permit.step) is not permit.hosts:
                 raise ProtocolViolationError(
-                    f"step {permit.step} was asked for anew while its layer {permit.unit} was on its way"
+                    f"step {permit.step} was requested again while its layer {permit.unit} was on its way"
                 )
             manifest = await self._disk.write(partial(asyncio.to_thread, self._store_unit, upload))
             if manifest is not None:

@@ -17,7 +17,7 @@ PATIENCE_TIMES = 4.0
 LEAST_UPLOAD_RATE = 62_500.0
 """Bytes a second that a node's layers are expected to come with while nothing is measured."""
 SLOW_SECONDS = 10.0
-"""The operator is told whom an awaited snapshot waits for after this."""
+"""After this the operator sees whom a pending snapshot waits for."""
 
 
 @dataclass

@@ -191,7 +191,7 @@ class StageAssigner:
         ):
             return False
         self._holders = holders
-        # A split into fewer stages than asked for is made anew, perhaps at once.
+        # A split into fewer stages than asked for is planned again, perhaps at once.
         self._regroup_at = now if stages < self._stages else now + self._regroup_seconds
         return True
 
@@ -201,7 +201,7 @@ class StageAssigner:
         self._grows = True
 
     def excuse(self, seconds: float) -> None:
-        """The coordinator heard nobody for `seconds`: wait that much longer for missing nodes."""
+        """The coordinator received nothing for `seconds`: wait that much longer for missing nodes."""
         if self._regroup_at is not None:
             self._regroup_at += seconds
 

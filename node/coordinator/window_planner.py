@@ -30,7 +30,7 @@ class WindowPlanner:
         Args:
             samples: of one pass over the text.
             link_report: the newest report of (source, target), if there is one.
-            use: is told of each plan, with the number of its epoch.
+            use: receives each plan, with the number of its epoch.
         """
         self._config = config
         self._samples = samples

@@ -35,7 +35,7 @@ from wire.identity.names import join_address
 log = logging.getLogger(__name__)
 
 MOST_STREAMS = 64
-"""Open pages; further ones are told to retry."""
+"""Open pages; further ones are asked to retry."""
 STREAM_SECONDS = 1.0
 """Least time between two updates of a page."""
 KEEPALIVE_SECONDS = 15.0

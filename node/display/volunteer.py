@@ -11,7 +11,7 @@ from node.telemetry.format import clock_text, printable
 
 FIRST_REPEAT_SECONDS = 30.0
 LONGEST_REPEAT_SECONDS = 300.0
-"""Where nothing can change in place, a wait is told again after these times: doubled, up to the longest."""
+"""Without a terminal, a wait is reported again after these times: doubled, up to the longest."""
 
 
 class VolunteerScreen:

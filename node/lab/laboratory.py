@@ -65,8 +65,8 @@ async def run_laboratory(
 
 
 async def end_with_stdin() -> None:
-    """Cancel the calling task's program when stdin ends: whoever started the lab wants it to stop, or has
-    ended."""
+    """Cancel the calling task's program when stdin ends: whoever started the lab wants it to
+    stop, or has ended."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
 

@@ -151,7 +151,7 @@ class RunProcesses:
                     costs, self._costs = self._costs, None
                     if costs is None or costs.step != event.step:
                         raise RunError(
-                            "the coordinator tells no costs of its steps: lab and program do not match"
+                            "the coordinator reports no costs of its steps: lab and program do not match"
                         )
                     return Step(done=event, costs=costs, at=time.monotonic())
 
@@ -219,9 +219,7 @@ class RunProcesses:
                     watcher.cancel()
                 return found
         except TimeoutError:
-            raise RunError(
-                f"the lab's coordinator did not tell of {what}; logs are in {self._logs}"
-            ) from None
+            raise RunError(f"the lab's coordinator did not report {what}; logs are in {self._logs}") from None
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 

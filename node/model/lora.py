@@ -86,7 +86,7 @@ class Dropout:
     share: float
     source: DropoutSource
     place: int
-    """32 bits that tell this adapter from others."""
+    """32 bits that identify this adapter."""
 
     def salt(self) -> Tensor:
         """Of the microbatch that goes forward, int32 [1]: a copy, as the source moves on before backward."""

@@ -1,4 +1,4 @@
-"""Gradient groups: how a step's gradient is summed, whoever computes it. Pure, without torch.
+"""Gradient groups: how a step's gradient is summed, independent of who computes it. Pure, without torch.
 
 A step's microbatches are cut into G groups of equal length. A stage's gradient of one group is packed with
 `pipeline.sync_codec`, and the sum over groups is taken in a fixed tree: a leaf is a group, an inner node the

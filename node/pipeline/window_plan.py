@@ -150,7 +150,7 @@ def plan_windows(
 
 
 class _Steps:
-    """Simulated step times by window, at measured rates with `CAUTION`; tells which windows suffice.
+    """Simulated step times by window, at measured rates with `CAUTION`; says which windows suffice.
 
     Args:
         allowed: even windows, the smallest first.

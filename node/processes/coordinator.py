@@ -123,7 +123,7 @@ def _load_corpus(config: RunConfig, tell: Tell) -> TrainingData:
 
 
 def _nodes_wait(config: RunConfig, authority: CertificateAuthority) -> AbstractContextManager[None]:
-    """Tell nodes to wait while the block runs, unless the port is chosen at start and they cannot know it."""
+    """Ask nodes to wait while the block runs, unless the port is chosen at start and they cannot know it."""
     host, port = split_listen(config.coordinator.listen)
     if not port:
         return contextlib.nullcontext()
@@ -275,12 +275,12 @@ def _newest_whole(snapshots: Path, tell: Tell) -> Checked:
     return checked
 
 
-def _untold(newest: StepRecord | None, told: int) -> StepRecord | None:
-    """The newest commit, if its coordinator died before reporting the step. `told`: steps in the history."""
-    return newest if newest is not None and told == newest.step else None
+def _unreported(newest: StepRecord | None, reported: int) -> StepRecord | None:
+    """The newest commit, if its coordinator died before reporting it. `reported`: steps in the history."""
+    return newest if newest is not None and reported == newest.step else None
 
 
-def _told(directory: Path) -> int:
+def _reported(directory: Path) -> int:
     """Steps in the history; -1 if it cannot be read, which its writer reports."""
     try:
         return highest_step(directory)
@@ -325,7 +325,7 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit) -> in
         corpus=run.corpus,
         emit=emit,
         past=run.past,
-        untold=_untold(run.store.last_step(), _told(directory)),
+        unreported=_unreported(run.store.last_step(), _reported(directory)),
     )
     metrics.accounting = coordinator.accounting
     async with contextlib.AsyncExitStack() as stack:

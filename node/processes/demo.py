@@ -24,7 +24,7 @@ START_SECONDS = 120.0
 GRACE_SECONDS = 10.0
 """For the run to end after one of its nodes has."""
 LEAVE_SECONDS = 2.0
-"""From the coordinator's end to SIGTERM for nodes that had not joined and hear nothing."""
+"""From the coordinator's end to SIGTERM for nodes that had not joined and get no message."""
 STOP_SECONDS = 20.0
 """From asking children to stop to killing them."""
 MAX_EVENT_BYTES = 1 << 20

@@ -153,7 +153,7 @@ class EpochTask:
         # No step begins before every stage is ready.
         if not self._ready:
             return None
-        # A neighbour may have begun the next step before this stage has heard of it.
+        # A neighbour may have begun the next step before this stage has received it.
         if key.step not in (self._step, self._step + 1):
             return None
         return self._services.executor.expected_bytes(key)

@@ -1,6 +1,6 @@
 """Reuses the memory of large host tensors, so that packing and unpacking allocate nothing.
 
-glibc maps blocks of more than 32 MiB anew each time and returns them when a thread other than the first frees
+glibc maps blocks of more than 32 MiB every time and returns them when a thread other than the first frees
 them: a boundary tensor [2, 4096, 2048] in float32 cost 16,385 page faults, two thirds of the time to unpack
 it. Making malloc keep such blocks (`mallopt`) helps the transfer thread only with a single arena, and left up
 to 600 MiB in use where 475 were needed.

@@ -1,4 +1,4 @@
-"""Layers of snapshots to and from other nodes: whoever needs one gets it from those that hold it."""
+"""Exchange layers of snapshots with other nodes: a node fetches one from those that hold it."""
 
 import asyncio
 import hashlib

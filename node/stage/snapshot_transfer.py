@@ -223,7 +223,7 @@ class SnapshotTransfer:
         self._tell(f"holding the snapshot of step {wanted.step}, ready to take a stage")
 
     async def _keep(self, step: int, units: list[str]) -> None:
-        """Hold copies; what cannot be held is told, so that another node is asked."""
+        """Hold copies; report those that cannot be held, so that another node is asked."""
         for unit in units:
             try:
                 data, _ = await self._fetch(step, unit)
@@ -236,7 +236,7 @@ class SnapshotTransfer:
                 self._keeping.discard((step, unit))
 
     async def _hold(self, step: int, unit: str, data: bytes) -> None:
-        """Tell the coordinator of a copy on this node's disk that a stage can go on from."""
+        """Report a copy on this node's disk to the coordinator that a stage can go on from."""
         kept = await asyncio.to_thread(self._cache.get, step, unit)
         if kept is None:
             raise RunError("there is no room on this node's disk")
@@ -245,7 +245,7 @@ class SnapshotTransfer:
             await asyncio.to_thread(self._cache.drop, *unknown)
 
     def _held(self, step: int, unit: str, data: bytes) -> HeldLayer:
-        """What is told of a file, once it is known that a stage can go on from it. Raises RunError."""
+        """The report of a file, once it is known that a stage can go on from it. Raises RunError."""
         tensors = read_tensors(data)
         check_state(self._config, self._windows, unit, tensors)
         return HeldLayer(

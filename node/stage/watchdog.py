@@ -1,6 +1,6 @@
 """The compute thread, and a watchdog that finds one that hangs: in a driver, or on a disk that never answers.
 
-The process still answers pings and sends heartbeats, so nobody else can tell it from a slow stage. A thread
+The process still answers pings and sends heartbeats, so to others it looks like a slow stage. A thread
 cannot be ended from outside; the process ends instead, and the run goes on with another node, or with this
 one once it is started again.
 """

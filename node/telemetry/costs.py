@@ -1,8 +1,8 @@
 """What steps cost: figures of one step, sums over steps, and sums over the reports of nodes. Pure.
 
 Nodes report totals of their epoch. The difference of two reports goes to the stage that the node hosts and to
-the links that it sends on. So sums only grow, whoever hosts a stage, however often epochs and processes
-change.
+the links that it sends on. So sums only grow, whoever hosts a stage, and however often epochs
+and processes change.
 """
 
 import math

@@ -421,7 +421,7 @@ def _open_at(directory: Path, position: int) -> tuple[BinaryIO | None, int, int 
                 try:
                     opened = (gzip.open if segment.compressed else open)(segment.path, "rb")
                 except FileNotFoundError:
-                    break  # compressed meanwhile: look again
+                    break  # compressed in the meantime: look again
                 return cast(BinaryIO, opened), segment.first, segment.end
         else:
             # A file that was renamed between the two looks is in neither.

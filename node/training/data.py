@@ -77,7 +77,7 @@ class Corpus:
 
         Args:
             vocab: the model's vocabulary, which every token must be in; None does not ask.
-            tell: hears how far the first tokenizing of a long text is.
+            tell: receives progress lines of the first tokenizing of a long text.
 
         Raises:
             DataError: missing, unreadable, empty or too short; one line that says what to do.

@@ -8,7 +8,7 @@ from wire.errors import NonFiniteError
 
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 DECAY_SHARE = 5
-"""`wsd` decays over one step in this many, unless told otherwise."""
+"""`wsd` decays over one step in this many, by default."""
 
 
 def learning_rate(step: int, training: TrainingSection, steps: int) -> float:

@@ -528,7 +528,7 @@ class ShardedCorpus:
                     while not self._closed and stream.groups - stream.group_of(used) <= GROUPS_AHEAD:
                         stream.extend()
                 except DataError:
-                    # Whoever needs these samples meets the same error.
+                    # The reader of these samples gets the same error.
                     return
 
 
@@ -539,7 +539,7 @@ def load_data(config: RunConfig, tell: Tell = lambda _: None, folder: Path | Non
     """The training data of a run file, whole or in shards.
 
     Args:
-        tell: hears how far a long tokenizing is.
+        tell: receives progress lines of a long tokenizing.
         folder: for tokens; `cache_folder` by default.
 
     Raises:

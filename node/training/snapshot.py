@@ -63,7 +63,7 @@ def list_snapshots(root: Path) -> tuple[int, ...]:
 
 
 def held_by_nodes(run_directory: Path) -> str:
-    """A hint for whoever wants a snapshot that is not here: how one comes here; empty if nodes hold none."""
+    """How to fetch a snapshot that is not here; empty if nodes hold none."""
     held = sorted((run_directory / "kept").glob("step-*.json"))
     if not held:
         return ""
@@ -248,7 +248,7 @@ class SnapshotWriter:
     """Collects the units of snapshots as stages upload them; the last one completes a snapshot.
 
     Units may come in any order, from several threads, and for several steps at once. Before a step is
-    uploaded anew call `discard`, so that no snapshot mixes units of two attempts at it.
+    uploaded again call `discard`, so that no snapshot mixes units of two attempts at it.
     """
 
     def __init__(self, root: Path, config: RunConfig, run_id: str, windows: int = 1) -> None:
@@ -295,7 +295,7 @@ class SnapshotWriter:
                 return None
             manifest = self._manifest(step, entries)
             _write(directory / MANIFEST_NAME, manifest.to_json().encode(), step)
-            # All files of one that was damaged are written anew.
+            # All files of one that was damaged are written again.
             (directory / DAMAGED_NAME).unlink(missing_ok=True)
             del self._entries[step]
             return manifest

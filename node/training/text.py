@@ -53,7 +53,7 @@ def read_text(data: DataSection) -> bytes:
 
     Raises:
         DataError: missing, unreadable, damaged, not text, empty, or JSONL without the field.
-        ConfigError: a home that is nobody's.
+        ConfigError: a home directory of an unknown user.
     """
     if data.path == STDLIB:
         documents = list(_standard_library())
@@ -145,7 +145,7 @@ class NotTextError(DataError):
 
 
 def content_suffix(path: Path) -> str:
-    """The suffix that tells a file's kind, without that of its compression."""
+    """The suffix that gives a file's kind, without that of its compression."""
     return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
 
 

@@ -38,7 +38,7 @@ def tokens_of(text: bytes, tokenizer: Tokenizer, folder: Path, tell: Tell) -> np
     """Ids of the whole text, `[n]`, mapped from a file; encoded first if no run has done so before.
 
     Args:
-        tell: hears how far a long encoding is.
+        tell: receives progress lines of a long encoding.
 
     Raises:
         DataError: the folder cannot be written or the disk is full.

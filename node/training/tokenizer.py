@@ -118,7 +118,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
     Raises:
         DataError: no such tables, damaged ones, or the package that reads them is not installed.
-        ConfigError: a home that is nobody's.
+        ConfigError: a home directory of an unknown user.
     """
     if name == BYTES:
         return ByteTokenizer()

@@ -77,7 +77,7 @@ class WholeModel:
     def generate(
         self, prompt: Sequence[int], *, tokens: int, temperature: float, top_k: int, seed: int
     ) -> Iterator[int]:
-        """Token ids that follow `prompt`, computed anew for each token.
+        """Token ids that follow `prompt`, computed from the start for each token.
 
         Args:
             prompt: at least one id.

@@ -125,7 +125,7 @@ def linked(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     topology = lay_out(count, [], topology="interfaces", relay=False)
     with Network(topology, method="none", kind="tbf", socket_buffer=SOCKET_BUFFER) as network:
         for index in range(count):
-            # gloo and NCCL take the address of the device that they are told to use.
+            # gloo and NCCL take the address of the device that they are configured to use.
             tools.ip(node_name(index), "address", "add", f"{node_address(index)}/32", "dev", INTERFACE)
         for mbit in arguments.links:
             network.shape(uniform(str(mbit), 0.0, count))

@@ -326,7 +326,7 @@ def _attacks() -> str:
     return f"""## Members that lie or are broken
 
 `make attack` runs each of these against a coordinator, three stages and two spares, as real processes. The
-liar is a node with a real certificate that does its part of every step and alters what it tells the
+liar is a node with a real certificate that does its part of every step and alters what it sends the
 coordinator (`tests/support/liar.py`). *Longest wait*: without a new step, from the first lie to the end.
 *Losses and weights* are compared with an undisturbed run's, bit for bit.
 

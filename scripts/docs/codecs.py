@@ -307,7 +307,7 @@ def rivals() -> str:
         # A later run may measure `trellis` alone, without the other packages installed.
         later = commit({"commit": report["trellis_commit"]})
         load = report["trellis_load_before"]
-        caption += f" `trellis` was measured anew at commit {later}, load average {load:.1f}."
+        caption += f" `trellis` was measured again at commit {later}, load average {load:.1f}."
     return f"{made}\n\n{caption}{_skipped(report)}"
 
 

@@ -159,7 +159,7 @@ fp16's by {codecs}; two seeds of fp16 lie {spread(seeds)} apart.
 With few bits for gradients it ends, after {steps["backward"]:.0f} million tokens, at {naive:.2f} by
 `naive-4`, where fp16 has {unchanged:.2f}; by {others}.
 Runs that ought to be equal ({", ".join(UNCOMPRESSED)}, another seed) lie up to {spread(alike)} apart after
-{steps["pass"]:.0f} million tokens, so that smaller differences there tell nothing."""
+{steps["pass"]:.0f} million tokens, so that smaller differences there mean nothing."""
 
 
 def spread(losses: list[float]) -> str:

@@ -74,7 +74,7 @@ OUT = RESULTS / "convergence.json"
 REMEMBERED = torch.bfloat16
 """Dtype of the `aqsgd-b` codec's sample cache, which `Boundaries` imitates."""
 RUNS_A_GPU = "THINWIRE_RUNS_A_GPU"
-"""Environment variable that tells a run's process how many runs share its GPU."""
+"""Environment variable with how many runs share its GPU."""
 
 
 class Windows:

@@ -241,7 +241,7 @@ def test_a_coordinator_and_nodes_as_deployed(
             assert process is again or variables_of(process) == {"PATH", "HOME", MARK, *pod}
             view = view_at(served.url)
             assert (view["state"], view["step"]) == ("finished", CONFIG.run.steps)
-            # From the first step on, which another coordinator told of.
+            # From the first step on, which another coordinator reported.
             assert view["loss_curve"]["steps"] == list(range(1, CONFIG.run.steps + 1))
             assert view["coordinator_starts"] == 2
             assert healthy(f"{served.url}healthz")

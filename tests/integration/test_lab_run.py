@@ -114,7 +114,7 @@ def most_in_flight(run: Path, cell: dict[str, Any]) -> int:
     """Microbatches between their two passes at the first stage, the most in a measured step: by the trace of
     the run that was kept. Window 0 allows as many as there are stages."""
     measured = [step for step, _, _ in cell["curve"]][-cell["measured_steps"] :]
-    # Steps are told from 1, spans from 0.
+    # Steps are numbered from 1, spans from 0.
     spans = align(read_batches(run, measured[0] - 2, measured[-1]), measured[0] - 1, measured[-1] - 1).spans
     most = now = 0
     for one in sorted((one for one in spans if one.stage == 0), key=lambda one: one.start):

@@ -1,4 +1,4 @@
-"""A coordinator's control port while it still reads: who dials is told to wait, and then the port is free."""
+"""A coordinator's control port while it still reads: clients are asked to wait, and then the port is free."""
 
 import asyncio
 import time

@@ -23,7 +23,7 @@ CONFIG = replace(
     model=replace(SMALL.model, layers=2),
     pipeline=replace(SMALL.pipeline, stages=2, forward_codec="tah", backward_codec="fixed-8"),
     dashboard=DashboardSection(listen="127.0.0.1:0"),
-    # A node that was not told of the end gives up before its test does.
+    # A node that did not get the end gives up before its test does.
     coordinator=replace(SMALL.coordinator, outage_seconds=10.0),
 )
 MAY_BE_ABSENT = {"link_capacity_bytes_per_second", "node_link_capacity_bytes_per_second"}

@@ -114,7 +114,7 @@ def test_it_gets_that_stage_again_only_with_recomputed_blocks(tmp_path: Path, pr
         nodes = run.add_nodes(3)
         needs = stage_bytes(run.config, 3)
         assert min(needs) == needs[1]
-        # It may be gone before anybody looks: who has the stage is told by its id.
+        # It may be gone before anybody looks: its id shows who has the stage.
         placed = coordinator.wait_event(PlacementMade).nodes[1]
         (number,) = [number for number in range(3) if run.node_id(number) == placed]
         assert nodes[number].wait_exit() == 1

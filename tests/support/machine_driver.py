@@ -288,12 +288,12 @@ def placement_of(actions: Sequence[Action]) -> tuple[str, ...]:
 
 
 def aborts(actions: Sequence[Action]) -> list[str]:
-    """The nodes that are told that an epoch is over."""
+    """The nodes that learn that an epoch is over."""
     return [a.node_id for a in of_kind(actions, Send) if isinstance(a.message, Abort)]
 
 
 def finishes(actions: Sequence[Action]) -> dict[str, str]:
-    """The nodes that are told to finish, and the reason each gets."""
+    """The nodes that get Finish, and the reason of each."""
     return {a.node_id: a.message.reason for a in of_kind(actions, Send) if isinstance(a.message, Finish)}
 
 
@@ -302,6 +302,6 @@ def prefetches(actions: Sequence[Action]) -> dict[str, Prefetch]:
 
 
 def restore_of(actions: Sequence[Action]) -> Restore:
-    """The one state that all stages are told to load."""
+    """The one state that all stages load."""
     (restore,) = {message for message in sent(actions) if isinstance(message, Restore)}
     return restore

@@ -47,7 +47,7 @@ def append(directory: Path, at: float, event: events.Event) -> None:
 
 
 def step(number: int, stages: int = 4) -> list[events.Event]:
-    """What is told of one step."""
+    """The events of one step."""
     seconds = 4.1 + 0.4 * math.sin(number / 7) + (2.5 if number % 61 == 0 else 0.0)
     return [_costs(number, stages, seconds), _done(number, stages, seconds)]
 

@@ -52,7 +52,7 @@ class Sections:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The header fields that tell codecs apart. Floats are compared as fp32."""
+    """The header fields that identify a codec. Floats are compared as fp32."""
 
     codec: int
     """Wire number; see `WIRE_NUMBERS`."""
@@ -89,7 +89,7 @@ def check_shape(shape: tuple[int, ...]) -> None:
 
 
 class RawFormat(Format):
-    """Every element in `bits` bits; `number` tells dtypes of the same width apart."""
+    """Every element in `bits` bits; `number` distinguishes dtypes of the same width."""
 
     def __init__(self, name: str, number: int, bits: int) -> None:
         self.name = name

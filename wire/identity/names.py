@@ -15,7 +15,7 @@ _LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
 def new_run_id(name: str) -> str:
     """A fresh run id: `name` as lower-case letters, digits and hyphens (at most 32), and five random letters.
 
-    The random part tells runs of one name apart, so a certificate of one is not valid in the other.
+    The random part distinguishes runs of one name, so a certificate of one is not valid in the other.
     """
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:32].rstrip("-")
     suffix = "".join(secrets.choice(_LETTERS) for _ in range(5))

@@ -36,7 +36,7 @@ _THRESHOLDS = tuple(tl.constexpr(value) for value in SMALL_THRESHOLDS)
 _FIRST, _SECOND, _THIRD = _THRESHOLDS
 _SMALL_0, _SMALL_1, _SMALL_2, _SMALL_3 = (tl.constexpr(value) for value in SMALL_MAGNITUDES)
 
-# Triton compiles anew for sizes that are 1 or multiples of 16. That gains something for `width` and `stride`
+# Triton compiles again for sizes that are 1 or multiples of 16. That gains something for `width` and `stride`
 # alone, by which it knows that a thread may read several elements at once.
 SIZES = ("n", "rows", "per_row")
 

@@ -24,7 +24,7 @@ _NON_FINITE = tl.constexpr(0x7FFF)
 # `product` splits by it: a power of two, so joining the parts again is exact.
 _PART = tl.constexpr(128.0)
 
-# Triton compiles anew for sizes that are 1 or multiples of 16, which gains nothing here.
+# Triton compiles again for sizes that are 1 or multiples of 16, which gains nothing here.
 _SIZES = (
     "n",
     "tiles",

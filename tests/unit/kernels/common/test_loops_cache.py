@@ -64,7 +64,7 @@ def scaled(x):
 
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], ModuleType]:
-    """Import the module above anew, with another factor beside it, under a hash of the sources."""
+    """Import the module above again, with another factor beside it, under a hash of the sources."""
     source = tmp_path / "factor_loops.py"
     source.write_text(MODULE)
 

@@ -277,8 +277,8 @@ def test_no_stage_or_link_limits() -> None:
 
 def test_waiting_for_members() -> None:
     """How to help is said, by what is known of the tokens."""
-    untold = view(history(started(), joined("node-x"))).bottleneck
-    assert untold == (
+    unreported = view(history(started(), joined("node-x"))).bottleneck
+    assert unreported == (
         "waiting for nodes: 1 of 2 are here; paste the join line on another machine; `thinwire token create "
         "RUN_DIR` makes a new one",
     )

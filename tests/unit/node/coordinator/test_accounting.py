@@ -89,7 +89,7 @@ def test_a_node_that_says_that_it_spent_more_than_passed_is_not_believed() -> No
 
 @pytest.mark.parametrize("of", ["bytes_sent", "retransmits", "rejects", "flow bytes", "flow elements"])
 def test_a_node_that_says_that_it_sent_more_than_any_can_is_not_believed(of: str) -> None:
-    """Not in one report, nor in many, with links that it says to have made anew or that it names twice."""
+    """Not in one report, nor in many, with links that it claims to have reopened or that it names twice."""
     books = accounting()
     began(books, steps=10)
     nothing = replace(totals(0).links[0], flows=())

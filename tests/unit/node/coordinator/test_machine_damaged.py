@@ -26,7 +26,7 @@ def test_the_next_epoch_returns_to_the_complete_snapshot() -> None:
     assert restore_of(run.all_placed()).step == 2
     run.all_ready()
     assert of_kind(run.steps(1), OpenSnapshot) == [OpenSnapshot(step=3)], "not only when one is due"
-    assert of_kind(run.steps(1), OpenSnapshot) == [OpenSnapshot(step=4)], "the damaged one is made anew"
+    assert of_kind(run.steps(1), OpenSnapshot) == [OpenSnapshot(step=4)], "the damaged one is made again"
     assert run.machine.newest_snapshot == 4
 
 

@@ -143,7 +143,7 @@ def test_a_node_that_missed_a_new_placement_gets_both() -> None:
 
 @EVERY_PHASE
 def test_a_node_started_again_is_another(phase: Phase) -> None:
-    """Its memory is gone; its new session stays open; nobody is told that it left."""
+    """Its memory is gone; its new session stays open; nobody learns that it left."""
     run = Driver(steps=3, every=100).started("abc", 2).into(phase)
     actions = run.hello("b", again=True)
     assert of_kind(actions, Announce) == [Announce(text="node b was started again")]

@@ -1,4 +1,4 @@
-"""A run's directory made anew from the disks of its nodes."""
+"""A run's directory made again from the disks of its nodes."""
 
 import json
 from dataclasses import asdict, replace

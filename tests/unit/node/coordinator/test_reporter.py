@@ -10,7 +10,7 @@ from node.coordinator.reporter import Reporter
 from node.coordinator.store import StepRecord
 from node.model.units import parameter_specs, state_bytes
 from node.pipeline.placement import stage_units
-from node.processes.coordinator import _untold
+from node.processes.coordinator import _unreported
 from node.telemetry import events
 from node.telemetry.format import bytes_text
 from tests.unit.node.coordinator.test_accounting import EPOCH, totals
@@ -31,9 +31,9 @@ OWED = StepRecord(
 
 
 class Told:
-    def __init__(self, untold: StepRecord | None = None, config: RunConfig = CONFIG) -> None:
+    def __init__(self, unreported: StepRecord | None = None, config: RunConfig = CONFIG) -> None:
         self.events: list[events.Event] = []
-        self.reporter = Reporter(config, self.events.append, untold)
+        self.reporter = Reporter(config, self.events.append, unreported)
 
     def restored(self, step: int, epoch: int = EPOCH) -> None:
         for stage, node in enumerate(NODES):
@@ -152,10 +152,10 @@ def test_it_is_not_reported_if_it_runs_again() -> None:
 
 
 def test_only_an_unreported_step_is_reported_later() -> None:
-    assert _untold(None, 0) is None
-    assert _untold(OWED, 4) is OWED
-    assert _untold(OWED, 5) is None, "its event is in the history"
-    assert _untold(replace(OWED, step=0), 0) is not None
+    assert _unreported(None, 0) is None
+    assert _unreported(OWED, 4) is OWED
+    assert _unreported(OWED, 5) is None, "its event is in the history"
+    assert _unreported(replace(OWED, step=0), 0) is not None
 
 
 def test_the_summary_adds_up() -> None:

@@ -308,11 +308,11 @@ async def test_a_layer_is_its_hosts_to_hand_in(tmp_path: Path) -> None:
                 with pytest.raises(ProtocolViolationError, match="another node's to hand in"):
                     await hand_in(handler, 4, unit, made[unit], node)
         await hand_in(handler, 4, first[0], made[first[0]], "node-a")
-        # Asked anew, of other nodes: what is on its way of the earlier attempt is not stored.
+        # Requested again, of other nodes: what is on its way of the earlier attempt is not stored.
         begun = handler.permit("node-b", 4, last[0])
         assert begun is not None
         await handler.expect(4, ("node-b", "node-c"))
-        with pytest.raises(ProtocolViolationError, match="asked for anew"):
+        with pytest.raises(ProtocolViolationError, match="requested again"):
             data = made[last[0]]
             await handler.put(begun, data, hashlib.sha256(data).hexdigest())
         with pytest.raises(ProtocolViolationError, match="another node's to hand in"):

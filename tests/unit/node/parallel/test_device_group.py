@@ -271,7 +271,7 @@ def following(prefork: Prefork, folder: Path) -> Iterator[tuple[Forked, Forked]]
 
 def test_a_follower_is_silent_when_its_node_is_gone(prefork: Prefork, tmp_path: Path) -> None:
     with following(prefork, tmp_path) as (leader, follower):
-        # In this order the follower is told by its collective first.
+        # In this order the follower learns it from its collective first.
         leader.kill()
         leader.wait()
         assert follower.stdin is not None

@@ -10,7 +10,7 @@ from node.pipeline.schedule import Action, Kind, Orders, interleaved_1f1b, one_f
 
 
 class RecordingStage:
-    """Stands in for torch's stage: writes down what it is told to compute, and has nothing to send."""
+    """Stands in for torch's stage: records what it is asked to compute, and has nothing to send."""
 
     is_last = False
 

@@ -156,19 +156,19 @@ async def test_an_unreadable_history_is_reported_and_skipped(
     assert "cannot be read" in caplog.text
 
 
-@pytest.mark.parametrize(("told", "untold"), [(1, True), (2, False)])
+@pytest.mark.parametrize(("told", "unreported"), [(1, True), (2, False)])
 def test_the_commit_that_nobody_told_of_is_known_from_the_end_of_the_history(
-    tmp_path: Path, told: int, untold: bool
+    tmp_path: Path, told: int, unreported: bool
 ) -> None:
     written(tmp_path, *(done(number) for number in range(1, told + 1)))
-    assert main._untold(RECORD, main._told(tmp_path)) == (RECORD if untold else None)
+    assert main._unreported(RECORD, main._reported(tmp_path)) == (RECORD if unreported else None)
 
 
 def test_with_an_unreadable_history_nothing_is_reported_twice(tmp_path: Path) -> None:
     (tmp_path / HISTORY_FILE).mkdir()
     with pytest.raises(RunError):
         list(read_history(tmp_path))
-    assert main._untold(replace(RECORD, step=0), main._told(tmp_path)) is None
+    assert main._unreported(replace(RECORD, step=0), main._reported(tmp_path)) is None
 
 
 @pytest.mark.parametrize("page", [False, True], ids=["join-port", "page-port"])

@@ -183,7 +183,7 @@ def test_an_unknown_congestion_control_is_not_queried_further(tmp_path: Path) ->
 def test_a_state_directory_behind_a_folder_that_may_not_be_entered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The other checks are told all the same."""
+    """The other checks are reported all the same."""
 
     def exists(path: Path) -> bool:
         if tmp_path in path.parents:

@@ -168,7 +168,7 @@ def test_a_replacement_goes_on_bit_for_bit(snapshot_at: int) -> None:
 
 
 def test_another_split_starts_afresh_where_it_must() -> None:
-    """From three stages (boundaries after blocks 1 and 3) to six: those two go on, the others begin anew."""
+    """From three stages (boundaries after blocks 1 and 3) to six: those two go on, the others start again."""
     with pipeline_of(CONFIG) as stages:
         stages.train(6)
         snapshot = stages.state()

@@ -88,7 +88,7 @@ from wire.codecs.registry import codec
 from wire.spec import TensorSpec
 
 torch.set_num_threads(1)
-spec = TensorSpec(torch.float32, (2, 2048, 2176))  # more than 32 MiB, which malloc maps anew each time
+spec = TensorSpec(torch.float32, (2, 2048, 2176))  # more than 32 MiB, which malloc maps again each time
 x = torch.linspace(-1, 1, spec.elements).view(spec.shape)
 
 def round_trips(transfer, chosen):

@@ -1,4 +1,4 @@
-"""Stages of a model with adapters: the bits of one stage, whatever is aborted, resumed or split anew."""
+"""Stages of a model with adapters: the bits of one stage, whatever is aborted, resumed or split again."""
 
 from collections.abc import Mapping
 from dataclasses import replace

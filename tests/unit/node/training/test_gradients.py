@@ -73,7 +73,7 @@ def test_a_long_step_gives_the_same_bits_on_any_split_and_attempt() -> None:
 
 
 def test_a_pipeline_draws_as_the_reference_does() -> None:
-    """Stages with a microbatch in flight between them, each told of its own backward."""
+    """Stages with a microbatch in flight between them, each with its own backward."""
     alone = trainer(MOST_TO_NEAREST + 4, chunks=2)
     expected = gradients(alone)
     config = replace(alone.config, pipeline=PipelineSection(stages=2, head="last"))

@@ -84,7 +84,7 @@ def test_two_damaged_ones(tmp_path: Path) -> None:
 
 
 def test_without_a_whole_one_all_stay_as_they_are(tmp_path: Path) -> None:
-    """Else the next start would find a run without snapshots, and begin it anew."""
+    """Else the next start would find a run without snapshots, and start it again."""
     write_snapshots(tmp_path, 40, 80)
     damage(tmp_path, 40)
     damage(tmp_path, 80)

@@ -133,7 +133,7 @@ class FakeEvent:
 
 
 class FakeStreams:
-    """Stands in for `torch.cuda`; `log` is the order of what a GPU would be told."""
+    """Stands in for `torch.cuda`; `log` is the order of what a GPU would do."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
